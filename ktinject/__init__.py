@@ -1,0 +1,1 @@
+"""Declarative CPU/GPU injection for Mixture-of-Experts models on stock transformers."""
