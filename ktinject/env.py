@@ -1,0 +1,110 @@
+"""The environment variables, read once.
+
+Everything that can be set from outside the process stands here, so a forward pass never looks anything up.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktinject.errors import OperatorError, PlanError
+
+VERBOSITY = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment asks for. None means that the variable is absent or empty: ktinject decides.
+
+    threads    workers of the CPU pool
+    kernel     the row of the kernel table to force
+    numa       virtual NUMA nodes to split into, for tests
+    cache      folder of files that can be built again at any time
+    verbosity  a key of VERBOSITY
+    """
+
+    threads: int | None = None
+    kernel: str | None = None
+    numa: int | None = None
+    cache: Path = Path("~/.cache/ktinject")
+    verbosity: str | None = None
+
+
+@functools.cache
+def settings() -> Settings:
+    """The settings of this process; the environment is read on the first call and never again.
+
+    Raises  PlanError, or OperatorError for KTINJECT_KERNEL, as `read` does
+    """
+    from ktinject import _native
+
+    found = read(os.environ, kernels=_native.kernels())
+    if found.verbosity:
+        logging.getLogger("ktinject").setLevel(VERBOSITY[found.verbosity])
+    return found
+
+
+def read(environ: Mapping[str, str], *, kernels: list[dict[str, Any]]) -> Settings:
+    """Check the variables and turn them into settings.
+
+    kernels  the kernel table, as `_native.kernels()` gives it
+    Raises   PlanError naming variable, value and what is allowed; OperatorError if it is the kernel
+    """
+    return Settings(
+        threads=_whole(environ, "KTINJECT_THREADS", 1, 4096),
+        kernel=_kernel(environ.get("KTINJECT_KERNEL", ""), kernels),
+        numa=_whole(environ, "KTINJECT_NUMA", 1, 64),
+        cache=_folder(environ),
+        verbosity=_verbosity(environ.get("KTINJECT_VERBOSITY", "")),
+    )
+
+
+def _whole(environ: Mapping[str, str], name: str, low: int, high: int) -> int | None:
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and low <= int(text) <= high):
+        raise PlanError(
+            f"{name}={text!r}: allowed is a whole number from {low} to {high}. Correct or unset it."
+        )
+    return int(text)
+
+
+def _kernel(name: str, kernels: list[dict[str, Any]]) -> str | None:
+    if not name:
+        return None
+    for row in kernels:
+        if row["name"] == name:
+            if not row["available"]:
+                raise OperatorError(
+                    f"KTINJECT_KERNEL={name!r}: this kernel cannot run here: {row['reason']}. "
+                    "Unset it, or name one that `ktinject doctor` lists as available."
+                )
+            return name
+    allowed = ", ".join(row["name"] for row in kernels if row["available"])
+    raise OperatorError(f"KTINJECT_KERNEL={name!r}: no kernel has that name; allowed here: {allowed}.")
+
+
+def _folder(environ: Mapping[str, str]) -> Path:
+    text = environ.get("KTINJECT_CACHE", "")
+    if not text:
+        base = environ.get("XDG_CACHE_HOME") or "~/.cache"
+        return Path(base, "ktinject").expanduser()
+    folder = Path(text).expanduser()
+    if not folder.is_absolute() or (folder.exists() and not folder.is_dir()):
+        raise PlanError(
+            f"KTINJECT_CACHE={text!r}: allowed is the absolute path of a folder, which need not exist yet."
+        )
+    return folder
+
+
+def _verbosity(text: str) -> str | None:
+    if text and text not in VERBOSITY:
+        raise PlanError(f"KTINJECT_VERBOSITY={text!r}: allowed is {', '.join(VERBOSITY)}.")
+    return text or None
