@@ -1,0 +1,388 @@
+"""What a routed-experts leaf computes, found out by running it.
+
+transformers has over sixty expert classes with one signature, `experts(hidden, top_k_index, top_k_weights)`.
+Their names and attributes say little about the arithmetic: clamps, offsets and slopes hide in `_apply_gate`,
+in `act_fn` or in `forward` itself. So `describe` runs the leaf's own `forward` on a small copy of the leaf,
+reads the parameters of
+
+    h = act(min(gate, gate_max)) * (clamp(up, -up_limit, up_limit) + up_offset)
+
+off its answers, and then demands that the copy and the formula agree. A leaf that computes anything else is
+refused, with the difference; nothing is concluded from a class name.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf, isfinite, log
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ktinject.errors import OperatorError
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
+
+Gate = Callable[[Tensor, Tensor], Tensor]  # gate, up [m, n] -> intermediate [m, n]
+
+# Far above any clamp limit, and a power of two: exact in fp32, to which some leaves drop inside.
+_BIG = 2.0**20
+
+# Leaves that compute in fp32 inside (beam, openai_privacy_filter) differ from the fp64 formula by under 2e-6; the
+# closest pair of different activations, gelu and gelu_tanh, differs by 4e-4.
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """The shape and the arithmetic of one routed-experts leaf.
+
+    hidden_size is the leaf's input and output width, which need not be the model's: the experts of nemotron_h
+    may work on a narrower latent. Without a gate there are only up and down, and h = act(min(up, gate_max)).
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    has_gate: bool  # gate_up_proj and down_proj; otherwise up_proj and down_proj
+    has_bias: bool
+    is_transposed: bool  # parameters are [experts, inputs, outputs]; otherwise [experts, outputs, inputs]
+    is_concatenated: bool  # gate above up; otherwise gate and up take turns
+    activation: str  # one of ACTIVATIONS
+    alpha: float  # silu: x * sigmoid(alpha * x)
+    gate_max: float  # inf: no clamp
+    up_limit: float  # inf: no clamp
+    up_offset: float  # added to up after the clamp
+
+
+def describe(module: nn.Module) -> ExpertsSpec | str:
+    """Describe a leaf, which may be on the meta device; a str is the reason why it cannot be served."""
+    layout = _layout(module)
+    if isinstance(layout, str):
+        return layout
+    try:
+        # The probe stays on the CPU even when called inside `with torch.device("meta")`.
+        with torch.no_grad(), torch.device("cpu"):
+            return _arithmetic(module, layout)
+    except Exception as error:  # the leaf's own code runs here, so anything may come out of it
+        return f"its forward fails on a small copy of itself: {type(error).__name__}: {error}"
+
+
+def wants(spec: ExpertsSpec) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the leaf's parameters."""
+    e, h, i = spec.num_experts, spec.hidden_size, spec.intermediate_size
+    up = "gate_up_proj" if spec.has_gate else "up_proj"
+    n = 2 * i if spec.has_gate else i
+    shapes: dict[str, tuple[int, ...]] = {
+        up: (e, h, n) if spec.is_transposed else (e, n, h),
+        "down_proj": (e, i, h) if spec.is_transposed else (e, h, i),
+    }
+    if spec.has_bias:
+        shapes |= {f"{up}_bias": (e, n), "down_proj_bias": (e, h)}
+    return shapes
+
+
+def views(
+    spec: ExpertsSpec, name: str, tensor: Tensor, expert: int | None, part: int | None
+) -> list[tuple[str, int, Tensor]]:
+    """Cut a piece of a checkpoint into projections, copying nothing.
+
+    tensor   the whole parameter `name`; with `expert`, that expert's slice of it; with `part`, only the gate
+             (0) or the up (1) outputs of either
+    Returns  (projection, expert, view) triples: for gate, up and down a view [n outputs, k inputs] of any
+             strides, for gate_bias, up_bias and down_bias a view [n outputs]
+    Raises   OperatorError for a name, an expert or a part that the leaf has not, and for a wrong shape
+    """
+    shapes = wants(spec)
+    if name not in shapes:
+        raise OperatorError(f"{name}: the leaf has no such parameter; it has {', '.join(shapes)}.")
+    shape = list(shapes[name])
+    is_pair = name.startswith("gate_up_proj")
+    is_bias = name.endswith("_bias")
+    if part is not None:
+        if not is_pair or part not in (0, 1):
+            raise OperatorError(f"{name}: found part {part}; gate_up_proj alone has parts, 0 and 1.")
+        if not spec.is_concatenated:
+            raise OperatorError(
+                f"{name}: found part {part}; gate and up take turns here, so it has no parts."
+            )
+        shape[2 if spec.is_transposed and not is_bias else 1] //= 2
+    if expert is not None:
+        if not 0 <= expert < spec.num_experts:
+            raise OperatorError(f"{name}: found expert {expert}; the leaf has 0 to {spec.num_experts - 1}.")
+        del shape[0]
+    if list(tensor.shape) != shape:
+        of = "" if expert is None else f" of expert {expert}"
+        raise OperatorError(f"{name}{of}: expected shape {shape}, found {list(tensor.shape)}.")
+
+    stack = tensor if expert is None else tensor[None]
+    if spec.is_transposed and not is_bias:
+        stack = stack.mT
+    if not is_pair:
+        cuts = {"up" if name.startswith("up_proj") else "down": stack}
+    elif part is not None:
+        cuts = {("gate", "up")[part]: stack}
+    elif spec.is_concatenated:
+        i = spec.intermediate_size
+        cuts = {"gate": stack[:, :i], "up": stack[:, i:]}
+    else:
+        cuts = {"gate": stack[:, ::2], "up": stack[:, 1::2]}
+    suffix = "_bias" if is_bias else ""
+    return [
+        (projection + suffix, e, cut[row])
+        for row, e in enumerate(range(spec.num_experts) if expert is None else [expert])
+        for projection, cut in cuts.items()
+    ]
+
+
+def activate(spec: ExpertsSpec, gate: Tensor | None, up: Tensor) -> Tensor:
+    """The intermediate [m, n] from the gate (None where the leaf has none) and up projections [m, n]."""
+    if gate is None:
+        return _act(spec.activation, spec.alpha, up.clamp(max=spec.gate_max))
+    up = up.clamp(-spec.up_limit, spec.up_limit) + spec.up_offset
+    return _act(spec.activation, spec.alpha, gate.clamp(max=spec.gate_max)) * up
+
+
+def _act(name: str, alpha: float, x: Tensor) -> Tensor:
+    if name == "silu":
+        return x * torch.sigmoid(alpha * x)
+    if name == "gelu":
+        return functional.gelu(x)
+    if name == "gelu_tanh":
+        return functional.gelu(x, approximate="tanh")
+    if name == "relu":
+        return functional.relu(x)
+    if name == "relu2":
+        return functional.relu(x).square()
+    return x
+
+
+def _layout(module: nn.Module) -> ExpertsSpec | str:
+    """The spec with its arithmetic still open, from the flags and the parameter shapes."""
+    signature = inspect.signature(type(module).forward)
+    try:
+        signature.bind(module, None, None, None)
+    except TypeError:
+        return (
+            f"its forward takes ({', '.join([*signature.parameters][1:])}), "
+            "not (hidden_states, top_k_index, top_k_weights)"
+        )
+    if getattr(module, "has_post_expert_norm", False):
+        return "it normalises the output of every expert (has_post_expert_norm), which no kernel does"
+
+    parameters = dict(module.named_parameters())
+    has_gate = getattr(module, "has_gate", True)
+    up_name = "gate_up_proj" if has_gate else "up_proj"
+    names = [up_name, "down_proj"]
+    for name in names:
+        if name not in parameters or parameters[name].dim() != 3:
+            found = ", ".join(f"{n} {list(p.shape)}" for n, p in [*parameters.items()][:4]) or "none"
+            return f"it has no parameter {name} of three dimensions, experts first; it has {found}"
+    up_shape, down_shape = parameters[up_name].shape, parameters["down_proj"].shape
+    is_transposed = bool(getattr(module, "is_transposed", False))
+    down_k, down_n = (1, 2) if is_transposed else (2, 1)
+    # Defaults are those of transformers' decorator; a class without it is served if the probe agrees.
+    spec = ExpertsSpec(
+        num_experts=down_shape[0],
+        hidden_size=down_shape[down_n],
+        intermediate_size=down_shape[down_k],
+        has_gate=bool(has_gate),
+        has_bias=bool(getattr(module, "has_bias", False)),
+        is_transposed=is_transposed,
+        is_concatenated=bool(getattr(module, "is_concatenated", True)),
+        activation="identity",
+        alpha=1.0,
+        gate_max=inf,
+        up_limit=inf,
+        up_offset=0.0,
+    )
+    shapes = wants(spec)
+    for name, shape in shapes.items():
+        if name not in parameters:
+            return f"it has no parameter {name}, which its flags promise"
+        if tuple(parameters[name].shape) != shape:
+            is_shape = list(parameters[name].shape)
+            return (
+                f"its {name} is {is_shape}, but with down_proj {list(down_shape)} it should be {list(shape)}"
+            )
+        if not parameters[name].is_floating_point():
+            return (
+                f"its {name} is {parameters[name].dtype}: the leaf is quantised; inject into the plain model"
+            )
+    extra = [name for name in [*parameters, *dict(module.named_buffers())] if name not in shapes]
+    if extra:
+        return f"it also holds {', '.join(extra)}, which no kernel applies"
+    stated = getattr(module, "num_experts", spec.num_experts)
+    if stated != spec.num_experts or 0 in up_shape or 0 in down_shape:
+        return f"it says it has {stated} experts, and {up_name} is {list(up_shape)}"
+    return spec
+
+
+def _arithmetic(module: nn.Module, layout: ExpertsSpec) -> ExpertsSpec | str:
+    """Fill in the activation, clamps and offset, or say why no choice of them is what the leaf computes."""
+    small = dataclasses.replace(layout, num_experts=3, hidden_size=6, intermediate_size=3)
+    leaf = _gate_of(module, small)
+    spec = _fit(module, small, leaf)
+    difference = inf if spec is None else _gate_difference(spec, leaf)
+    if spec is None or not difference <= _TOLERANCE:
+        return (
+            "its gate is none of act(min(gate, a)) * (clamp(up, -b, b) + c), with act one of "
+            f"{', '.join(ACTIVATIONS)}: max difference {difference:.1e} from the closest"
+        )
+    apply_gate = getattr(module, "_apply_gate", None)
+    if spec.has_gate and apply_gate is not None:
+        # Eager forward may spell the gate out; transformers' other implementations call _apply_gate instead.
+        difference = _gate_difference(spec, lambda gate, up: apply_gate(_join(spec, gate, up)))
+        if not difference <= _TOLERANCE:
+            return f"its forward and its _apply_gate differ by {difference:.1e}"
+    difference = _forward_difference(module, spec)
+    if not difference <= _TOLERANCE:
+        return f"its forward does more than route, project and gate: max difference {difference:.1e}"
+    return dataclasses.replace(
+        spec,
+        num_experts=layout.num_experts,
+        hidden_size=layout.hidden_size,
+        intermediate_size=layout.intermediate_size,
+    )
+
+
+def _fit(module: nn.Module, spec: ExpertsSpec, leaf: Gate) -> ExpertsSpec | None:
+    """Solve the formula for its parameters at points chosen so that each shows alone; None if none can be."""
+
+    stated = [value for value in vars(module).values() if isinstance(value, float)]
+
+    def exact(value: float) -> float:
+        # From a leaf in fp32 numbers come inexact: take a short one, or one that it states, if as close.
+        close = (x for x in [round(value, 3), *stated] if abs(x - value) <= 1e-5 * max(1.0, abs(x)))
+        return next(close, value)
+
+    def at(gate: float, up: float) -> float:
+        return leaf(_row(gate), _row(up))[0, 0].item()
+
+    if spec.has_gate:
+        # A difference between two values of up removes the offset.
+        def act(gate: float) -> float:
+            return (at(gate, 0.25) - at(gate, 0.0)) / 0.25
+
+        scale = act(1.0)
+        if not (isfinite(scale) and scale != 0):
+            return None
+        offset = exact(at(1.0, 0.0) / scale)
+        limit = at(1.0, _BIG) / scale - offset
+        spec = dataclasses.replace(
+            spec, up_offset=offset, up_limit=inf if limit >= 0.999 * _BIG else abs(exact(limit))
+        )
+    else:
+
+        def act(gate: float) -> float:
+            return at(0.0, gate)
+
+    below_one = -act(-1.0)
+    alpha = exact(log(1 / below_one - 1)) if 0 < below_one < 1 else 1.0
+    points = [-3.0, -1.0, -0.5, 0.25, 0.5]
+    found = torch.tensor([act(x) for x in points], dtype=torch.float64)
+    inputs = torch.tensor(points, dtype=torch.float64)
+    name = min(ACTIVATIONS, key=lambda n: (_act(n, alpha, inputs) - found).abs().max().item())
+    if name != "silu":
+        alpha = 1.0
+
+    def ideal(x: float) -> float:
+        return _act(name, alpha, _row(x))[0, 0].item()
+
+    top = act(_BIG)
+    if top >= 0.999 * ideal(_BIG):
+        return dataclasses.replace(spec, activation=name, alpha=alpha)
+    # Activations rise on positive inputs, so a clamp of the output (step3p7, relu6) is one of the input.
+    low, high = 0.0, _BIG
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if ideal(middle) < top else (low, middle)
+    return dataclasses.replace(spec, activation=name, alpha=alpha, gate_max=exact(high))
+
+
+def _gate_difference(spec: ExpertsSpec, leaf: Gate) -> float:
+    """The greatest difference, relative above one, on a grid over ±20 and well beyond every limit."""
+    limits = [x for x in (spec.gate_max, spec.up_limit) if x < inf]
+    reach = max([20.0, *(2 * x for x in limits)])
+    line = torch.cat([torch.linspace(-20, 20, 56), torch.linspace(-reach, reach, 43)]).double()
+    pairs = torch.meshgrid(line, line.flip(0), indexing="ij")
+    gate, up = (x.reshape(-1, spec.intermediate_size) for x in pairs)
+    want = activate(spec, gate if spec.has_gate else None, up)
+    return _difference(leaf(gate, up), want)
+
+
+def _forward_difference(module: nn.Module, spec: ExpertsSpec) -> float:
+    """The same for the leaf's whole forward on random weights, biases, routing and routing weights."""
+    random = torch.Generator("cpu").manual_seed(0)
+
+    def gaussian(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, dtype=torch.float64)
+
+    parameters = {name: gaussian(*shape) for name, shape in wants(spec).items()}
+    x, weights = gaussian(7, spec.hidden_size), gaussian(7, 2)
+    index = torch.tensor([[0, 1], [2, 1], [1, 0], [2, 0], [0, 2], [1, 2], [2, 1]])
+    cut: dict[tuple[str, int], Tensor] = {}
+    for name, tensor in parameters.items():
+        cut |= {(projection, e): view for projection, e, view in views(spec, name, tensor, None, None)}
+
+    def project(projection: str, e: int, row: Tensor) -> Tensor:
+        return functional.linear(row, cut[projection, e], cut.get((f"{projection}_bias", e)))
+
+    want = torch.zeros_like(x)
+    for t in range(x.shape[0]):
+        for slot, e in enumerate(index[t].tolist()):
+            gate = project("gate", e, x[t]) if spec.has_gate else None
+            h = activate(spec, gate, project("up", e, x[t]))
+            want[t] += weights[t, slot] * project("down", e, h)
+    return _difference(_run(module, spec, parameters, x, index, weights), want)
+
+
+def _gate_of(module: nn.Module, spec: ExpertsSpec) -> Gate:
+    """The leaf's gate alone: identity matrices on both sides of it, one expert, weight one."""
+    parameters = {}
+    for name, (e, *shape) in wants(spec).items():
+        matrix = torch.zeros(shape[0]) if name.endswith("_bias") else torch.eye(*shape)
+        parameters[name] = matrix.double().expand(e, *shape).contiguous()
+
+    def leaf(gate: Tensor, up: Tensor) -> Tensor:
+        x = _join(spec, gate, up) if spec.has_gate else functional.pad(up, (0, up.shape[1]))
+        index = torch.zeros(x.shape[0], 1, dtype=torch.int64)
+        weights = torch.ones(x.shape[0], 1, dtype=torch.float64)
+        return _run(module, spec, parameters, x, index, weights)[:, : spec.intermediate_size]
+
+    return leaf
+
+
+def _run(
+    module: nn.Module,
+    spec: ExpertsSpec,
+    parameters: dict[str, Tensor],
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """The leaf's own forward with other parameters; the leaf is not touched."""
+    twin: Any = copy.copy(module)
+    twin._parameters = {name: nn.Parameter(tensor, False) for name, tensor in parameters.items()}
+    if hasattr(module, "num_experts"):
+        twin.num_experts = spec.num_experts
+    # The decorated forward dispatches on the config, perhaps to something for a GPU; what it wraps is eager.
+    return inspect.unwrap(type(module).forward)(twin, x, index, weights)
+
+
+def _join(spec: ExpertsSpec, gate: Tensor, up: Tensor) -> Tensor:
+    return torch.cat([gate, up], -1) if spec.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
+
+
+def _row(value: float) -> Tensor:
+    return torch.full((1, 3), value, dtype=torch.float64)
+
+
+def _difference(found: Tensor, want: Tensor) -> float:
+    return ((found - want).abs() / (1 + want.abs())).max().item()
