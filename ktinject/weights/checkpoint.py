@@ -1,0 +1,397 @@
+"""A checkpoint on disk: every check is done by `Checkpoint.open`, which reads headers only.
+
+    folder ─┬─ model.safetensors ──────────────────────────┐
+            ├─ model.safetensors.index.json ── its shards ─┼─ headers ── one table: name → dtype, shape, place
+            └─ the only *.safetensors file ────────────────┘
+
+Data is read with `pread` into memory of its own: a file truncated while it is mapped ends the process with
+SIGBUS, here it is a `CheckpointError`. What was read stays in the page cache, where a second load finds it;
+the kernel gives it up when memory is short.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, KeysView
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from ktinject.errors import CheckpointError
+from ktinject.weights.safetensors_header import (
+    Entry,
+    open_file,
+    parse_json,
+    read_header,
+    shown,
+)
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 100_000_000  # the largest one published so far has 14 MB
+LISTED = 20
+
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+# What a Ctrl-C waits for at most: one read.
+_READ_BYTES = 64 << 20
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_CONVERT = (
+    "Only safetensors is read, since the others can run code when loaded. Convert once with "
+    "`AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)`, which writes safetensors."
+)
+_GGUF = "GGUF is not read by this version. Use the safetensors checkpoint the file was made from."
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor as its header describes it; `shard` is a file name, `bytes` the size of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Shard:
+    path: Path
+    file: io.FileIO
+    identity: tuple[int, ...]
+    entries: dict[str, Entry]
+
+
+class Checkpoint:
+    """The tensors of a checkpoint, by name. Use `Checkpoint.open`; close it, or use it as a context manager.
+
+    path         what was opened
+    tensors      name → TensorInfo, in the order of files and of data in each, which is the fastest order to
+                 read in; empty if not complete
+    names        all tensor names, also if not complete
+    complete     False if only an index is there and none of its shards: enough to plan, not to read
+    total_bytes  of all tensors; None if not complete and the index does not say
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        shards: dict[str, _Shard],
+        names: Iterable[str] = (),
+        total_bytes: int | None = None,
+    ) -> None:
+        self.path = path
+        self.tensors = {
+            name: TensorInfo(name, entry.dtype, entry.shape, file_name, entry.bytes)
+            for file_name, shard in shards.items()
+            for name, entry in shard.entries.items()
+        }
+        self.complete = bool(shards)
+        self.total_bytes = sum(i.bytes for i in self.tensors.values()) if self.complete else total_bytes
+        self._names = dict.fromkeys(self.tensors or names)
+        self._shards = shards
+        self._closed = False
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self._names.keys()
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Find the files of a checkpoint, read their headers and check everything but the data.
+
+        path     a folder, a .safetensors file, or an index (*.index.json) with its shards beside it
+        Raises   CheckpointError with all faults of the same kind in one report
+        """
+        path = Path(path)
+        folder, files, index = _find(path)
+        if index is None:
+            with ExitStack() as opened:
+                shards = _open_shards(folder, files, opened)
+                opened.pop_all()
+            return cls(path, shards)
+        weight_map, total_bytes = _read_index(index)
+        files = sorted(set(weight_map.values()))
+        for file in files:
+            _check_inside(folder, file)
+        absent = [shown(file) for file in files if not os.path.exists(folder / file)]
+        if len(absent) == len(files):
+            return cls(path, {}, weight_map, total_bytes)
+        if absent:
+            raise CheckpointError(
+                f"{index}: {len(absent)} of its {len(files)} shards are not there:{_listed(absent)}\n"
+                "Download them, or, to plan from the index alone, keep no shard beside it."
+            )
+        with ExitStack() as opened:
+            shards = _open_shards(folder, files, opened)
+            _agree(index, weight_map, shards)
+            opened.pop_all()
+        return cls(path, shards)
+
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """Read one tensor, or one slice of its first dimension, into new memory.
+
+        Returns  [*shape], or [*shape[1:]] for an index; CPU, contiguous, writable, nobody else's memory
+        Raises   CheckpointError if there is no such tensor or slice, torch has no such dtype, or the file is
+                 not what it was when it was opened
+        """
+        if self._closed:
+            raise CheckpointError(f"{self.path}: this checkpoint is closed. Open it again.")
+        if name not in self._names:
+            raise CheckpointError(f"{self.path}: there is no tensor {shown(name)}.")
+        if not self.complete:
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)}: only the index is there. Download the shards to read it."
+            )
+        info = self.tensors[name]
+        shard = self._shards[info.shard]
+        where = f"{shard.path}: tensor {shown(name)}"
+        dtype = TORCH_DTYPES.get(info.dtype)
+        if dtype is None:
+            raise CheckpointError(
+                f"{where}: dtype {info.dtype} is not read; allowed: {', '.join(TORCH_DTYPES)}. "
+                "Use a checkpoint in another format."
+            )
+        offset, size, shape = shard.entries[name].offset, info.bytes, info.shape
+        if index is not None:
+            if not shape or not 0 <= index < shape[0]:
+                raise CheckpointError(f"{where}: there is no slice {index}; its shape is {list(shape)}.")
+            size //= shape[0]
+            offset += index * size
+            shape = shape[1:]
+        # `safe_open(backend="pread")` is as fast for whole tensors, but reads all of a stacked tensor to give
+        # one of its experts (0.4 against 38 GB/s, 64 experts, page cache), and notices no changed file.
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        _read_into(shard, buffer.numpy().data, offset, where)
+        return buffer.view(dtype).view(shape)
+
+    def files(self) -> list[str]:
+        """Paths of the files with the tensors, in reading order; none if not complete."""
+        return [str(shard.path) for shard in self._shards.values()]
+
+    def close(self) -> None:
+        """Close the files. Tensors read before stay valid. Closing twice is allowed."""
+        self._closed = True
+        for shard in self._shards.values():
+            shard.file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_shards"):
+            self.close()
+
+
+def _find(path: Path) -> tuple[Path, list[str], Path | None]:
+    """The folder, and either the files in it or the index that names them."""
+    if not os.path.isdir(path):
+        return _find_file(path)
+    # In the order of transformers, which loads what is not swapped.
+    if os.path.isfile(path / SINGLE):
+        _check_inside(path, SINGLE)
+        return path, [SINGLE], None
+    if os.path.isfile(path / INDEX):
+        _check_inside(path, INDEX)
+        return path, [], path / INDEX
+    try:
+        found = sorted(name for name in os.listdir(path) if not name.startswith("."))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be listed: {error}.") from error
+    single = [name for name in found if name.endswith(".safetensors")]
+    if len(single) == 1:
+        _check_inside(path, single[0])
+        return path, single, None
+    if single:
+        raise CheckpointError(
+            f"{path}: {len(single)} safetensors files but no {INDEX}, which says what belongs together:"
+            f"{_listed(map(shown, single))}\nDownload the index, or give the path of one file or index."
+        )
+    for suffixes, advice in ((_PICKLES, _CONVERT), ((".gguf",), _GGUF)):
+        weights = [name for name in found if name.endswith(suffixes)]
+        if weights:
+            raise CheckpointError(
+                f"{path}: found no safetensors file but these:{_listed(map(shown, weights))}\n{advice}"
+            )
+    raise CheckpointError(
+        f"{path}: no weights here; needed is {SINGLE} or {INDEX} with its shards. Found:"
+        f"{_listed(map(shown, found)) if found else ' nothing.'}"
+    )
+
+
+def _find_file(path: Path) -> tuple[Path, list[str], Path | None]:
+    suffix = path.suffix.lower()
+    if suffix in _PICKLES:
+        raise CheckpointError(f"{path}: a {suffix} file. {_CONVERT}")
+    if suffix == ".gguf":
+        raise CheckpointError(f"{path}: a .gguf file. {_GGUF}")
+    if not os.path.exists(path):
+        raise CheckpointError(
+            f"{path}: there is no such file or folder. A model of the Hugging Face Hub must be downloaded "
+            "first: `hf download <model>` prints the folder to give here."
+        )
+    if suffix == ".json":
+        return path.parent, [], path
+    if suffix == ".safetensors":
+        return path.parent, [path.name], None
+    raise CheckpointError(
+        f"{path}: not a checkpoint; allowed: a folder, a .safetensors file, an .index.json file."
+    )
+
+
+def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
+    """name → file name, and the bytes of all tensors if the index says so."""
+    remedy = "Download the index again."
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_INDEX_BYTES:
+            raise CheckpointError(
+                f"{path}: {size} bytes; an index of at most {MAX_INDEX_BYTES} is read. {remedy}"
+            )
+        index = parse_json(os.pread(file.fileno(), size, 0), str(path), remedy)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{path}: weight_map is {shown(weight_map)}; tensor names with files are needed. {remedy}"
+        )
+    metadata = index.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{path}: metadata is {shown(metadata)}; an object is allowed. {remedy}")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} is in {shown(shard)}; a file name is needed. {remedy}"
+            )
+        if shard.endswith(_PICKLES):
+            raise CheckpointError(f"{path}: tensor {shown(name)} is in {shown(shard)}. {_CONVERT}")
+        if not shard.endswith(".safetensors") or not {"/", "\\", "\0"}.isdisjoint(shard):
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} is in {shown(shard)}; "
+                f"the name of a .safetensors file in the same folder is needed. {remedy}"
+            )
+    total = metadata.get("total_size")
+    return weight_map, total if type(total) is int and total >= 0 else None
+
+
+def _check_inside(folder: Path, name: str) -> None:
+    """Refuse a link that leaves the folder, unless into the blobs of the Hub cache that the folder is in.
+
+    The cache is laid out as …/snapshots/<revision>/<name> -> …/blobs/<hash>.
+    """
+    path = folder / name
+    if os.path.islink(path):
+        home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+        blobs = [p.parent.parent / "blobs" for p in (home, *home.parents) if p.parent.name == "snapshots"]
+        if not any(target.is_relative_to(allowed) for allowed in (home, *blobs)):
+            raise CheckpointError(
+                f"{path}: a link to {target}, outside the model's folder. Put the file itself there."
+            )
+
+
+def _open_shards(folder: Path, files: list[str], opened: ExitStack) -> dict[str, _Shard]:
+    """Open the files, which `opened` then closes, and read their headers."""
+    shards: dict[str, _Shard] = {}
+    faults: list[str] = []
+    for name in files:
+        try:
+            path = folder / name
+            file = opened.enter_context(open_file(path))
+            # Before the header is read, so that a change from then on is noticed.
+            identity = _identity(os.fstat(file.fileno()))
+            shards[name] = _Shard(path, file, identity, read_header(path, file.fileno()).tensors)
+        except CheckpointError as error:
+            faults.append(str(error))
+    if len(faults) == 1:
+        raise CheckpointError(faults[0])
+    if faults:
+        raise CheckpointError(
+            f"{folder}: {len(faults)} of {len(files)} files cannot be used:{_listed(faults)}"
+        )
+    return shards
+
+
+def _agree(index: Path, weight_map: dict[str, str], shards: dict[str, _Shard]) -> None:
+    """Refuse shards that do not hold exactly what the index says, with everything that differs."""
+    places: dict[str, list[str]] = {name: [] for name in weight_map}
+    for file, shard in shards.items():
+        for name in shard.entries:
+            places.setdefault(name, []).append(file)
+    missing, doubled, moved, unnamed = [], [], [], []
+    for name, files in places.items():
+        if not files:
+            missing.append(f"{shown(name)} (should be in {weight_map[name]})")
+        elif len(files) > 1:
+            doubled.append(f"{shown(name)} (in {' and '.join(files)})")
+        elif name not in weight_map:
+            unnamed.append(f"{shown(name)} (in {files[0]})")
+        elif files[0] != weight_map[name]:
+            moved.append(f"{shown(name)} (in {files[0]}, not in {weight_map[name]})")
+    report = ""
+    for title, faults in (
+        ("named by the index but in no shard", missing),
+        ("in more than one shard", doubled),
+        ("not in the shard that the index names", moved),
+        ("in a shard but not named by the index", unnamed),
+    ):
+        if faults:
+            report += f"\n{len(faults)} tensors are {title}:{_listed(faults)}"
+    if report:
+        raise CheckpointError(
+            f"{index}: the index and its shards do not agree.{report}\n"
+            "Download the index and the shards again, from one revision."
+        )
+
+
+def _listed(items: Iterable[str]) -> str:
+    lines = list(items)
+    more = [f"and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
+    return "".join(f"\n  {line}" for line in lines[:LISTED] + more)
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _read_into(shard: _Shard, memory: memoryview, offset: int, where: str) -> None:
+    """Fill `memory` from `offset` on, then check that the file is still the one that was opened."""
+    done = 0
+    try:
+        while done < len(memory):
+            got = os.preadv(shard.file.fileno(), [memory[done : done + _READ_BYTES]], offset + done)
+            if got == 0:
+                break
+            done += got
+        now = {_identity(os.fstat(shard.file.fileno())), _identity(os.stat(shard.path))}
+    except OSError as error:
+        raise CheckpointError(f"{where}: cannot be read: {error}. Load the checkpoint again.") from error
+    if done < len(memory) or now != {shard.identity}:
+        raise CheckpointError(
+            f"{where}: the file changed while it was in use. Wait until nothing writes to it and load again."
+        )
