@@ -1,7 +1,7 @@
 """What this machine has, and what ktinject will use of it.
 
-`detect` reads /proc, /sys, the native core and torch; `doctor` explains the outcome. Nothing is assumed about the
-shape of the machine: node ids may have gaps, nodes may hold memory and no CPU, /sys may be absent.
+`detect` reads /proc, /sys, the native core and torch; `doctor` explains the outcome. Nothing is assumed about
+the shape of the machine: node ids may have gaps, nodes may hold memory and no CPU, /sys may be absent.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Machine:
 def detect(root: Path | str = "/", *, affinity: Collection[int] | None = None) -> Machine:
     """Read the machine.
 
-    root      where proc/ and sys/ are looked for; anything absent there is answered with what is known otherwise
+    root      where proc/ and sys/ are looked for; what is absent there is asked for in other ways
     affinity  CPUs this process may run on; by default the kernel is asked
     Raises    PlanError or OperatorError for a bad environment variable
     """
@@ -203,7 +203,7 @@ def _memory(root: Path) -> tuple[int, int]:
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
     """The folders whose limits bind this process: its own cgroup and all above it, version 1 and 2.
 
-    Inside a container the path in /proc/self/cgroup may be the host's; then only the mount's root is there to read.
+    Inside a container the path in /proc/self/cgroup may be the host's; then only the mount's root is there.
     """
     base = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -245,7 +245,7 @@ def _memory_limit(root: Path) -> tuple[int | None, int]:
         if limit is None or limit >= 1 << 60:
             continue
         used = _number(_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")) or 0
-        # The page cache counts as used, but gives way: reading a checkpoint must not look like filling the memory.
+        # The page cache counts as used, but gives way: a checkpoint just read must not look like full memory.
         cache = sum(
             int(size)
             for size in re.findall(r"^(?:in)?active_file (\d+)", _read(folder / "memory.stat"), re.MULTILINE)

@@ -1,0 +1,90 @@
+"""Tiny random models as folders, the way `save_pretrained` writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCAB_SIZE = 257
+SHARED = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 512,
+    # The default of 0.02 gives logits so flat that a rounding error decides the next token.
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": 256,
+}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and an end token: no training, and any text comes back as it was."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|end|>", pad_token="<|end|>")
+
+
+def save(folder: Path, model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> Path:
+    """Write a randomly initialised model and its tokenizer to `folder`, in fp32."""
+    torch.manual_seed(seed)
+    model = model_class(config).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.1)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_deepseek_v3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MLA, a dense first layer, group-limited sigmoid routing with a correction bias, a shared expert."""
+    config = DeepseekV3Config(
+        **SHARED,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+    )
+    return save(tmp_path_factory.mktemp("models") / "tiny-deepseek-v3", DeepseekV3ForCausalLM, config)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Softmax routing, every layer with experts, no shared expert."""
+    config = Qwen3MoeConfig(
+        **SHARED,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+    )
+    return save(tmp_path_factory.mktemp("models") / "tiny-qwen3-moe", Qwen3MoeForCausalLM, config)

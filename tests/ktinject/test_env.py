@@ -1,0 +1,76 @@
+"""ktinject.env: every variable, its values and its refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ktinject import env
+from ktinject.errors import KTInjectError, OperatorError, PlanError
+
+KERNELS = [
+    {
+        "name": "amx_bf16",
+        "weights": "bf16",
+        "isa": "amx",
+        "available": False,
+        "reason": "this CPU has no AMX",
+    },
+    {"name": "reference_bf16", "weights": "bf16", "isa": "reference", "available": True, "reason": ""},
+]
+
+
+def test_defaults():
+    assert env.read({}, kernels=KERNELS) == env.Settings(cache=Path.home() / ".cache/ktinject")
+
+
+def test_empty_means_unset():
+    names = ("THREADS", "KERNEL", "NUMA", "CACHE", "VERBOSITY")
+    assert env.read({f"KTINJECT_{name}": "" for name in names}, kernels=KERNELS) == env.read(
+        {}, kernels=KERNELS
+    )
+
+
+def test_all_set(tmp_path):
+    environ = {
+        "KTINJECT_THREADS": "3",
+        "KTINJECT_KERNEL": "reference_bf16",
+        "KTINJECT_NUMA": "2",
+        "KTINJECT_CACHE": str(tmp_path / "not there yet"),
+        "KTINJECT_VERBOSITY": "debug",
+    }
+    assert env.read(environ, kernels=KERNELS) == env.Settings(
+        3, "reference_bf16", 2, tmp_path / "not there yet", "debug"
+    )
+
+
+def test_cache_follows_xdg(tmp_path):
+    assert env.read({"XDG_CACHE_HOME": str(tmp_path)}, kernels=KERNELS).cache == tmp_path / "ktinject"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "allowed"),
+    [
+        ("THREADS", "0", PlanError, "1 to 4096"),
+        ("THREADS", "-1", PlanError, "1 to 4096"),
+        ("THREADS", "4097", PlanError, "1 to 4096"),
+        ("THREADS", "9" * 5000, PlanError, "1 to 4096"),
+        ("THREADS", "two", PlanError, "1 to 4096"),
+        ("THREADS", "²", PlanError, "1 to 4096"),
+        ("NUMA", "0", PlanError, "1 to 64"),
+        ("NUMA", "1.5", PlanError, "1 to 64"),
+        ("KERNEL", "amx_bf17", OperatorError, "reference_bf16"),
+        ("KERNEL", "amx_bf16", OperatorError, "this CPU has no AMX"),
+        ("CACHE", "relative/folder", PlanError, "absolute"),
+        ("CACHE", __file__, PlanError, "folder"),
+        ("VERBOSITY", "loud", PlanError, "error, warning, info, debug"),
+    ],
+)
+def test_refused(name, value, error, allowed):
+    variable = f"KTINJECT_{name}"
+    with pytest.raises(error) as caught:
+        env.read({variable: value}, kernels=KERNELS)
+    message = str(caught.value)
+    assert isinstance(caught.value, KTInjectError)
+    assert message.startswith(variable) and repr(value) in message and allowed in message
