@@ -1,2 +1,9 @@
 #include <nanobind/nanobind.h>
-NB_MODULE(_native, m) { m.def("version", [] { return "0.1.0"; }); }
+
+#include "bindings/subjects.hpp"
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native core of ktinject.";
+  ktinject::init_system(m);
+  ktinject::init_experts(m);
+}

@@ -1,0 +1,11 @@
+// One function a subject; module.cpp lists them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace ktinject {
+
+void init_system(nanobind::module_& m);
+void init_experts(nanobind::module_& m);
+
+}  // namespace ktinject

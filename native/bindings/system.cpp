@@ -1,0 +1,50 @@
+// What the machine can do, and how many threads may do it.
+#include <nanobind/stl/string.h>
+
+#include "bindings/subjects.hpp"
+#include "moe/kernels/table.hpp"
+#include "runtime/cpu_features.hpp"
+#include "runtime/thread_pool.hpp"
+
+namespace nb = nanobind;
+
+namespace ktinject {
+
+void init_system(nb::module_& m) {
+  m.def(
+      "cpu_features",
+      [] {
+        nb::dict features;
+        for (const IsaName& isa : kIsaNames) features[isa.name] = (cpu_features() & isa.bit) != 0;
+        return features;
+      },
+      "Instruction sets that CPU and operating system let this process use.");
+  m.def("amx_permission", [] { return amx_permission(); }, "'granted', 'absent' or 'refused: <why>'.");
+  m.def(
+      "kernels",
+      [] {
+        nb::list rows;
+        for (const Kernel& kernel : kernel_table()) {
+          nb::dict row;
+          std::string isa;
+          for (const IsaName& name : kIsaNames)
+            if (kernel.isa & name.bit) isa += (isa.empty() ? "" : " ") + std::string(name.name);
+          const std::string reason = why_unavailable(kernel);
+          row["name"] = kernel.name;
+          row["weights"] = kernel.format == Format::bf16 ? "bf16" : kernel.format == Format::int8 ? "int8" : "int4";
+          row["isa"] = isa;
+          row["available"] = reason.empty();
+          row["automatic"] = kernel.automatic;
+          row["reason"] = reason;
+          rows.append(row);
+        }
+        return rows;
+      },
+      "The kernel table, best first.");
+  m.def("default_threads", &default_threads, "min(CPU affinity, cgroup quota).");
+  m.def("set_threads", &set_threads, nb::arg("threads"), "Threads that compute, the caller included; 0: default_threads().");
+  m.def("threads", [] { return pool()->threads(); }, "Threads in use.");
+  m.def("cuda_built", [] { return false; }, "Whether the CUDA parts were compiled in.");
+}
+
+}  // namespace ktinject

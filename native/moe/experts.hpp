@@ -1,0 +1,85 @@
+// One layer's routed experts: packed weights and the forward pass.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "moe/kernels/table.hpp"
+#include "moe/layout.hpp"
+#include "moe/stages.hpp"
+#include "runtime/memory.hpp"
+
+namespace ktinject {
+
+struct ExpertsConfig {
+  int experts = 0;
+  int hidden_size = 0;
+  int intermediate_size = 0;
+  Format format = Format::bf16;
+  int group_size = 0;
+  bool has_bias = false;
+  Activation activation;
+  std::string kernel = "auto";
+};
+
+enum class Projection { gate, up, down };
+
+// A weight as it comes from a checkpoint: [n, k], element strides of any kind, so that transposed and interleaved parameters are
+// packed from a view.
+struct Source {
+  const void* data = nullptr;
+  DType dtype = DType::bf16;
+  int n = 0;
+  int k = 0;
+  ptrdiff_t n_stride = 0;
+  ptrdiff_t k_stride = 0;
+};
+
+class Experts {
+ public:
+  explicit Experts(ExpertsConfig config);
+
+  const ExpertsConfig& config() const { return config_; }
+  const Choice& kernels() const { return kernels_; }
+  // What allocate() takes: packed weights and biases of all experts.
+  size_t bytes() const;
+
+  void allocate();
+  // Packs one projection of one expert; without a gate the first projection is `up`. Throws std::domain_error when a row holds a
+  // NaN or an infinity and the format has scales.
+  void load(Projection projection, int expert, const Source& source);
+  void load_bias(Projection projection, int expert, const Source& source);
+  // Every projection (and bias) that load() has not been called for, as "expert 3 up", at most `limit` of them.
+  std::vector<std::string> absent(size_t limit) const;
+
+  // out [n, k] fp32 = the dequantised weight; bias [n].
+  void unpack(Projection projection, int expert, float* out) const;
+  void unpack_bias(Projection projection, int expert, float* out) const;
+
+  // out [tokens, hidden] = sum over the token's experts of weight * expert(x). Ids below 0 and equal to `experts` are skipped.
+  // Throws std::out_of_range for other ids, before anything is written.
+  template <class Id>
+  void forward(const void* x, DType dtype, const Id* ids, const float* weights, int tokens, int top_k, void* out) const;
+
+ private:
+  struct Routing;
+  struct Pass;
+  int rows_of(Projection projection) const;
+  int inputs_of(Projection projection) const;
+  void check(Projection projection, int expert, const Source& source, bool bias) const;
+  const std::byte* panel(const Matrix& matrix, const Block& block, int expert, int panel) const;
+  void run(const Pass& pass) const;
+
+  ExpertsConfig config_;
+  Choice kernels_;
+  const Stages* stages_;
+  Matrix gate_up_;
+  Matrix down_;
+  Block gate_up_data_;
+  Block down_data_;
+  Block gate_up_bias_;  // float [experts, panels * 32], in panel order
+  Block down_bias_;     // float [experts, panels * 32]
+  std::vector<uint8_t> loaded_;  // [experts][projection][weight, bias]
+};
+
+}  // namespace ktinject

@@ -1,0 +1,142 @@
+// AVX2 kernels, for CPUs without AVX-512. Register tile: M rows x 32 outputs as four or eight 256-bit accumulators a row.
+//
+// bf16 pairs are widened to two fp32 vectors (even inputs by a shift, odd ones by a mask) and multiplied with FMA. int8 goes
+// through 16 bits, because vpmaddubsw saturates: 255 * 127 * 2 does not fit.
+#include <immintrin.h>
+
+#include "moe/kernels/head.hpp"
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+
+namespace ktinject {
+namespace {
+
+inline __m256i load(const std::byte* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
+
+template <int M>
+void bf16_rows(const Matrix& matrix, const std::byte* w, const std::byte* x, size_t stride, float* c) {
+  const __m256i high_half = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+  __m256 sum[M][4];
+  for (auto& row : sum)
+    for (auto& value : row) value = _mm256_setzero_ps();
+  for (int block = 0; block < matrix.blocks(); ++block, w += 2048, x += 64) {
+    for (int r = 0; r < 16; ++r) {
+      __m256 even[M], odd[M];
+      for (int row = 0; row < M; ++row) {
+        const __m256i pair = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x + static_cast<size_t>(row) * stride + r * 4));
+        even[row] = _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16));
+        odd[row] = _mm256_castsi256_ps(_mm256_and_si256(pair, high_half));
+      }
+#pragma GCC unroll 4
+      for (int q = 0; q < 4; ++q) {
+        const __m256i pairs = load(w + (q / 2) * 1024 + r * 64 + (q % 2) * 32);
+        const __m256 w_even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+        const __m256 w_odd = _mm256_castsi256_ps(_mm256_and_si256(pairs, high_half));
+        for (int row = 0; row < M; ++row) {
+          sum[row][q] = _mm256_fmadd_ps(w_even, even[row], sum[row][q]);
+          sum[row][q] = _mm256_fmadd_ps(w_odd, odd[row], sum[row][q]);
+        }
+      }
+    }
+  }
+  for (int row = 0; row < M; ++row)
+    for (int q = 0; q < 4; ++q) _mm256_storeu_ps(c + row * kPanel + q * 8, sum[row][q]);
+}
+
+// Four 16-bit inputs, repeated: the operand for 4 outputs x 4 inputs of widened weights.
+template <bool is_signed>
+inline __m256i widen_quad(const std::byte* p) {
+  const __m128i quad = _mm_cvtsi32_si128(*reinterpret_cast<const int32_t*>(p));
+  return _mm256_broadcastq_epi64(is_signed ? _mm_cvtepi8_epi16(quad) : _mm_cvtepu8_epi16(quad));
+}
+
+// Adds the two partial sums of each output: 8 accumulators of (4 outputs x 2) become 32 sums in order.
+inline void fold(const __m256i* sum, __m256i* folded) {
+  for (int q = 0; q < 4; ++q) {
+    const __m256i mixed = _mm256_hadd_epi32(sum[2 * q], sum[2 * q + 1]);  // lanes: a01 b01 | a23 b23
+    folded[q] = _mm256_permute4x64_epi64(mixed, 0xd8);
+  }
+}
+
+void int8_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, float scale, float* c) {
+  const Int8Head& head = int8_head(panel);
+  const std::byte* w = panel + matrix.head_bytes();
+  __m256i sum[8];
+  for (auto& value : sum) value = _mm256_setzero_si256();
+  for (int block = 0; block < matrix.blocks(); ++block, w += 2048, x += 64)
+    for (int r = 0; r < 16; ++r) {
+      const __m256i a = widen_quad<false>(x + r * 4);
+#pragma GCC unroll 8
+      for (int q = 0; q < 8; ++q) {
+        const auto* quads = reinterpret_cast<const __m128i*>(w + (q / 4) * 1024 + r * 64 + (q % 4) * 16);
+        sum[q] = _mm256_add_epi32(sum[q], _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm_load_si128(quads)), a));
+      }
+    }
+  __m256i folded[4];
+  fold(sum, folded);
+  for (int q = 0; q < 4; ++q) {
+    const __m256i exact = _mm256_sub_epi32(folded[q], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(head.offset + q * 8)));
+    const __m256 factor = _mm256_mul_ps(_mm256_loadu_ps(head.scale + q * 8), _mm256_set1_ps(scale));
+    _mm256_storeu_ps(c + q * 8, _mm256_mul_ps(_mm256_cvtepi32_ps(exact), factor));
+  }
+}
+
+void int4_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, const int32_t* group_sum, float scale, float* c) {
+  const uint16_t* scales = int4_scales(panel);
+  const std::byte* data = panel + matrix.head_bytes();
+  const __m128i low_nibbles = _mm_set1_epi8(15);
+  const int group_rows = matrix.group_size / 8, all_rows = matrix.blocks() * 8;
+  __m256 total[4];
+  for (auto& value : total) value = _mm256_setzero_ps();
+  for (int g = 0; g < matrix.groups(); ++g) {
+    __m256i sum[8];
+    for (auto& value : sum) value = _mm256_setzero_si256();
+    const int end = (g + 1) * group_rows < all_rows ? (g + 1) * group_rows : all_rows;
+    for (int at = g * group_rows; at < end; ++at) {
+      const std::byte* w = data + static_cast<size_t>(at / 8) * 1024 + static_cast<size_t>(at % 8) * 64;
+      const __m256i a0 = widen_quad<true>(x + at * 8), a1 = widen_quad<true>(x + at * 8 + 4);
+#pragma GCC unroll 8
+      for (int q = 0; q < 8; ++q) {
+        const __m128i pair = _mm_load_si128(reinterpret_cast<const __m128i*>(w + (q / 4) * 512 + (q % 4) * 16));
+        const __m256i low = _mm256_cvtepu8_epi16(_mm_and_si128(pair, low_nibbles));
+        const __m256i high = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(pair, 4), low_nibbles));
+        sum[q] = _mm256_add_epi32(sum[q], _mm256_add_epi32(_mm256_madd_epi16(low, a0), _mm256_madd_epi16(high, a1)));
+      }
+    }
+    __m256i folded[4];
+    fold(sum, folded);
+    const __m256i offset = _mm256_set1_epi32(-8 * group_sum[g]);
+    for (int q = 0; q < 4; ++q) {
+      const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + g * kPanel + q * 8));
+      const __m256 group_scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+      total[q] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(folded[q], offset)), group_scale, total[q]);
+    }
+  }
+  for (int q = 0; q < 4; ++q) _mm256_storeu_ps(c + q * 8, _mm256_mul_ps(total[q], _mm256_set1_ps(scale)));
+}
+
+}  // namespace
+
+void avx2_bf16(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
+  int row = 0;
+  for (; row + 2 <= rows.m; row += 2)
+    bf16_rows<2>(matrix, panel, rows.data + static_cast<size_t>(row) * rows.stride, rows.stride, c + row * kPanel);
+  if (row < rows.m) bf16_rows<1>(matrix, panel, rows.data + static_cast<size_t>(row) * rows.stride, rows.stride, c + row * kPanel);
+}
+
+void avx2_int8(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
+  for (int row = 0; row < rows.m; ++row)
+    int8_row(matrix, panel, rows.data + static_cast<size_t>(row) * rows.stride, rows.scale[row], c + row * kPanel);
+}
+
+void avx2_int4(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
+  const auto groups = static_cast<size_t>(matrix.groups());
+  for (int row = 0; row < rows.m; ++row)
+    int4_row(matrix, panel, rows.data + static_cast<size_t>(row) * rows.stride, rows.group_sum + static_cast<size_t>(row) * groups,
+             rows.scale[row], c + row * kPanel);
+}
+
+}  // namespace ktinject
+
+#pragma GCC pop_options

@@ -1,0 +1,223 @@
+// AVX-512 kernels: BF16 dot products for bf16, VNNI for int8 and int4.
+//
+// Register tile: M rows x 32 outputs, M up to 12 (int4: 6, which needs a second set of accumulators for its groups). Each 64-byte
+// row of a packed tile is one vector operand; the matching pair or quad of inputs of a row of activations is broadcast from
+// memory. Wide M amortises the weight loads; for M = 1 the loop is a stream at memory speed.
+#include <immintrin.h>
+
+#include "moe/kernels/head.hpp"
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma")
+
+namespace ktinject {
+namespace {
+
+// Far enough ahead that a single stream keeps the memory busy across the end of a panel.
+constexpr int kPrefetchBytes = 4096;
+
+inline __m512i load(const std::byte* p) { return _mm512_load_si512(p); }
+inline __m512i broadcast(const std::byte* p) { return _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(p)); }
+
+template <int M>
+void bf16_rows(const Matrix& matrix, const std::byte* w, const std::byte* x, size_t stride, float* c) {
+  // Two chains per accumulator when M is small, to cover the latency of the dot product.
+  constexpr int kChains = M <= 2 ? 2 : 1;
+  __m512 sum[kChains][M][2];
+  for (auto& chain : sum)
+    for (auto& row : chain) row[0] = row[1] = _mm512_setzero_ps();
+  const int blocks = matrix.blocks();
+  for (int block = 0; block < blocks; ++block, w += 2048, x += 64) {
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; ++r) {
+      if (M <= 2) {
+        _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 64), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 1024 + r * 64), _MM_HINT_T0);
+      }
+      const auto w0 = reinterpret_cast<__m512bh>(load(w + r * 64));
+      const auto w1 = reinterpret_cast<__m512bh>(load(w + 1024 + r * 64));
+#pragma GCC unroll 16
+      for (int row = 0; row < M; ++row) {
+        const auto a = reinterpret_cast<__m512bh>(broadcast(x + static_cast<size_t>(row) * stride + r * 4));
+        auto& target = sum[r % kChains][row];
+        target[0] = _mm512_dpbf16_ps(target[0], w0, a);
+        target[1] = _mm512_dpbf16_ps(target[1], w1, a);
+      }
+    }
+  }
+  for (int row = 0; row < M; ++row)
+    for (int t = 0; t < 2; ++t) {
+      __m512 total = sum[0][row][t];
+      if constexpr (kChains == 2) total = _mm512_add_ps(total, sum[1][row][t]);
+      _mm512_storeu_ps(c + row * kPanel + t * kTile, total);
+    }
+}
+
+template <int M>
+void int8_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t stride, const float* scale, float* c) {
+  constexpr int kChains = M <= 2 ? 2 : 1;
+  const Int8Head& head = int8_head(panel);
+  __m512i sum[kChains][M][2];
+  for (auto& chain : sum)
+    for (auto& row : chain) row[0] = row[1] = _mm512_setzero_si512();
+  for (int t = 0; t < 2; ++t) {
+    const __m512i start = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(head.offset + t * kTile));
+    for (int row = 0; row < M; ++row) sum[0][row][t] = start;
+  }
+  const std::byte* w = panel + matrix.head_bytes();
+  const int blocks = matrix.blocks();
+  for (int block = 0; block < blocks; ++block, w += 2048, x += 64) {
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; ++r) {
+      if (M <= 2) {
+        _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 64), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 1024 + r * 64), _MM_HINT_T0);
+      }
+      const __m512i w0 = load(w + r * 64), w1 = load(w + 1024 + r * 64);
+#pragma GCC unroll 16
+      for (int row = 0; row < M; ++row) {
+        const __m512i a = broadcast(x + static_cast<size_t>(row) * stride + r * 4);
+        auto& target = sum[r % kChains][row];
+        target[0] = _mm512_dpbusd_epi32(target[0], a, w0);
+        target[1] = _mm512_dpbusd_epi32(target[1], a, w1);
+      }
+    }
+  }
+  for (int row = 0; row < M; ++row)
+    for (int t = 0; t < 2; ++t) {
+      __m512i total = sum[0][row][t];
+      if constexpr (kChains == 2) total = _mm512_add_epi32(total, sum[1][row][t]);
+      const __m512 factor = _mm512_mul_ps(_mm512_loadu_ps(head.scale + t * kTile), _mm512_set1_ps(scale[row]));
+      _mm512_storeu_ps(c + row * kPanel + t * kTile, _mm512_mul_ps(_mm512_cvtepi32_ps(total), factor));
+    }
+}
+
+inline __m512 widen_scale(const uint16_t* scales) {
+  const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+template <int M>
+void int4_rows(const Matrix& matrix, const std::byte* panel, const Rows& rows, int first, float* c) {
+  const int groups = matrix.groups();
+  const uint16_t* scales = int4_scales(panel);
+  const std::byte* data = panel + matrix.head_bytes();
+  const std::byte* x = rows.data + static_cast<size_t>(first) * rows.stride;
+  const int32_t* group_sum = rows.group_sum + static_cast<size_t>(first) * static_cast<size_t>(groups);
+  const __m512i low_nibbles = _mm512_set1_epi8(15);
+  __m512 total[M][2];
+  for (auto& row : total) row[0] = row[1] = _mm512_setzero_ps();
+  const int group_rows = matrix.group_size / 8;  // 64-byte rows of packed weights in a group of one tile
+  const int all_rows = matrix.blocks() * 8;
+  for (int g = 0; g < groups; ++g) {
+    __m512i sum[M][2];
+#pragma GCC unroll 16
+    for (int row = 0; row < M; ++row)
+      sum[row][0] = sum[row][1] = _mm512_set1_epi32(-8 * group_sum[static_cast<size_t>(row) * static_cast<size_t>(groups) + static_cast<size_t>(g)]);
+    const int end = (g + 1) * group_rows < all_rows ? (g + 1) * group_rows : all_rows;
+    for (int at = g * group_rows; at < end; at += 4) {
+      const std::byte* w = data + static_cast<size_t>(at / 8) * 1024 + static_cast<size_t>(at % 8) * 64;
+      const std::byte* inputs = x + static_cast<size_t>(at) * 8;
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        if (M <= 2) {
+          _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 64), _MM_HINT_T0);
+          _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 512 + r * 64), _MM_HINT_T0);
+        }
+        const __m512i pair0 = load(w + r * 64), pair1 = load(w + 512 + r * 64);
+        const __m512i low0 = _mm512_and_si512(pair0, low_nibbles);
+        const __m512i low1 = _mm512_and_si512(pair1, low_nibbles);
+        const __m512i high0 = _mm512_and_si512(_mm512_srli_epi16(pair0, 4), low_nibbles);
+        const __m512i high1 = _mm512_and_si512(_mm512_srli_epi16(pair1, 4), low_nibbles);
+#pragma GCC unroll 16
+        for (int row = 0; row < M; ++row) {
+          const std::byte* a = inputs + static_cast<size_t>(row) * rows.stride + r * 8;
+          const __m512i a0 = broadcast(a), a1 = broadcast(a + 4);
+          sum[row][0] = _mm512_dpbusd_epi32(sum[row][0], low0, a0);
+          sum[row][1] = _mm512_dpbusd_epi32(sum[row][1], low1, a0);
+          sum[row][0] = _mm512_dpbusd_epi32(sum[row][0], high0, a1);
+          sum[row][1] = _mm512_dpbusd_epi32(sum[row][1], high1, a1);
+        }
+      }
+    }
+    const __m512 scale0 = widen_scale(scales + g * kPanel), scale1 = widen_scale(scales + g * kPanel + kTile);
+#pragma GCC unroll 16
+    for (int row = 0; row < M; ++row) {
+      total[row][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[row][0]), scale0, total[row][0]);
+      total[row][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[row][1]), scale1, total[row][1]);
+    }
+  }
+  for (int row = 0; row < M; ++row)
+    for (int t = 0; t < 2; ++t)
+      _mm512_storeu_ps(c + row * kPanel + t * kTile, _mm512_mul_ps(total[row][t], _mm512_set1_ps(rows.scale[first + row])));
+}
+
+// Cuts m rows into runs of at most Most, each handled by the instance for exactly that many rows.
+template <int Most, class Run>
+void for_runs(int m, Run&& run) {
+  for (int first = 0; first < m;) {
+    int take = m - first;
+    // Two even runs beat a full one and a sliver.
+    if (take > Most) take = take < 2 * Most ? (take + 1) / 2 : Most;
+    run(first, take);
+    first += take;
+  }
+}
+
+#define KTINJECT_ROWS(CALL) \
+  switch (take) {           \
+    case 1: CALL(1);        \
+    case 2: CALL(2);        \
+    case 3: CALL(3);        \
+    case 4: CALL(4);        \
+    case 5: CALL(5);        \
+    case 6: CALL(6);        \
+    default: break;         \
+  }
+#define KTINJECT_MORE_ROWS(CALL) \
+  switch (take) {                \
+    case 7: CALL(7);             \
+    case 8: CALL(8);             \
+    case 9: CALL(9);             \
+    case 10: CALL(10);           \
+    case 11: CALL(11);           \
+    case 12: CALL(12);           \
+    default: break;              \
+  }
+
+}  // namespace
+
+void avx512_bf16(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
+  for_runs<12>(rows.m, [&](int first, int take) {
+    const std::byte* x = rows.data + static_cast<size_t>(first) * rows.stride;
+    float* out = c + first * kPanel;
+#define CALL(M) return bf16_rows<M>(matrix, panel, x, rows.stride, out)
+    KTINJECT_ROWS(CALL)
+    KTINJECT_MORE_ROWS(CALL)
+#undef CALL
+  });
+}
+
+void avx512_int8(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
+  for_runs<12>(rows.m, [&](int first, int take) {
+    const std::byte* x = rows.data + static_cast<size_t>(first) * rows.stride;
+    float* out = c + first * kPanel;
+#define CALL(M) return int8_rows<M>(matrix, panel, x, rows.stride, rows.scale + first, out)
+    KTINJECT_ROWS(CALL)
+    KTINJECT_MORE_ROWS(CALL)
+#undef CALL
+  });
+}
+
+void avx512_int4(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
+  for_runs<6>(rows.m, [&](int first, int take) {
+    float* out = c + first * kPanel;
+#define CALL(M) return int4_rows<M>(matrix, panel, rows, first, out)
+    KTINJECT_ROWS(CALL)
+#undef CALL
+  });
+}
+
+}  // namespace ktinject
+
+#pragma GCC pop_options

@@ -1,0 +1,69 @@
+// Scalar kernels for any x86-64: slow, and short enough to be read as the definition of the packed layout.
+#include "moe/kernels/head.hpp"
+#include "moe/stages.hpp"
+
+namespace ktinject {
+namespace {
+
+// Byte of tile `tile` that holds (row r, byte b of the 64) in block `block`.
+const std::byte* at(const Matrix& matrix, const std::byte* panel, int block, int tile, int r, int b) {
+  return panel + matrix.head_bytes() + (static_cast<size_t>(block) * 2 + static_cast<size_t>(tile)) * matrix.tile_bytes() +
+         static_cast<size_t>(r) * 64 + static_cast<size_t>(b);
+}
+
+}  // namespace
+
+void reference_bf16(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
+  for (int row = 0; row < rows.m; ++row) {
+    const auto* x = reinterpret_cast<const uint16_t*>(rows.data + static_cast<size_t>(row) * rows.stride);
+    for (int j = 0; j < kPanel; ++j) {
+      float sum = 0;
+      for (int k = 0; k < matrix.padded_k(); ++k) {
+        const int in_block = k % 32;
+        uint16_t w;
+        __builtin_memcpy(&w, at(matrix, panel, k / 32, j / kTile, in_block / 2, (j % kTile) * 4 + (in_block % 2) * 2), 2);
+        sum += bf16_to_float(x[k]) * bf16_to_float(w);
+      }
+      c[row * kPanel + j] = sum;
+    }
+  }
+}
+
+void reference_int8(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
+  const Int8Head& head = int8_head(panel);
+  for (int row = 0; row < rows.m; ++row) {
+    const auto* x = reinterpret_cast<const uint8_t*>(rows.data + static_cast<size_t>(row) * rows.stride);
+    for (int j = 0; j < kPanel; ++j) {
+      int32_t sum = 0;
+      for (int k = 0; k < matrix.padded_k(); ++k) {
+        const int in_block = k % 64;
+        const auto w = static_cast<int8_t>(*at(matrix, panel, k / 64, j / kTile, in_block / 4, (j % kTile) * 4 + in_block % 4));
+        sum += int32_t{x[k]} * w;
+      }
+      c[row * kPanel + j] = static_cast<float>(sum - head.offset[j]) * rows.scale[row] * head.scale[j];
+    }
+  }
+}
+
+void reference_int4(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
+  const uint16_t* scales = int4_scales(panel);
+  for (int row = 0; row < rows.m; ++row) {
+    const auto* x = reinterpret_cast<const int8_t*>(rows.data + static_cast<size_t>(row) * rows.stride);
+    for (int j = 0; j < kPanel; ++j) {
+      float sum = 0;
+      for (int g = 0; g < matrix.groups(); ++g) {
+        int32_t products = -8 * rows.group_sum[row * matrix.groups() + g];
+        const int end = (g + 1) * matrix.group_size < matrix.padded_k() ? (g + 1) * matrix.group_size : matrix.padded_k();
+        for (int k = g * matrix.group_size; k < end; ++k) {
+          const int quad = k % 64 / 4;
+          const auto pair = static_cast<uint8_t>(*at(matrix, panel, k / 64, j / kTile, quad / 2, (j % kTile) * 4 + k % 4));
+          products += int32_t{x[k]} * (quad % 2 ? pair >> 4 : pair & 15);
+        }
+        sum += static_cast<float>(products) * bf16_to_float(scales[g * kPanel + j]);
+      }
+      c[row * kPanel + j] = sum * rows.scale[row];
+    }
+  }
+}
+
+}  // namespace ktinject

@@ -1,0 +1,78 @@
+#include "moe/kernels/table.hpp"
+
+#include <stdexcept>
+
+#include "runtime/cpu_features.hpp"
+
+namespace ktinject {
+namespace {
+
+constexpr uint32_t kAvx2Set = kAvx2 | kFma;
+constexpr uint32_t kAvx512Set = kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2Set;
+
+// Below about five rows an expert, loading tiles costs more than the dot products they save.
+constexpr int kTileRows = 5;
+
+constexpr Kernel kTable[] = {
+    {"amx_bf16", Format::bf16, kAmxTile | kAmxBf16 | kAvx512Set, kTileRows, true, amx_bf16},
+    {"amx_int8", Format::int8, kAmxTile | kAmxInt8 | kAvx512Set, kTileRows, true, amx_int8},
+    {"amx_int4", Format::int4, kAmxTile | kAmxInt8 | kAvx512Set, kTileRows, true, amx_int4},
+    {"avx512_bf16", Format::bf16, kAvx512Set | kAvx512Bf16, 0, true, avx512_bf16},
+    {"avx512_int8", Format::int8, kAvx512Set | kAvx512Vnni, 0, true, avx512_int8},
+    {"avx512_int4", Format::int4, kAvx512Set | kAvx512Vnni, 0, true, avx512_int4},
+    {"avx2_bf16", Format::bf16, kAvx2Set, 0, true, avx2_bf16},
+    {"avx2_int8", Format::int8, kAvx2Set, 0, true, avx2_int8},
+    {"avx2_int4", Format::int4, kAvx2Set, 0, true, avx2_int4},
+    {"reference_bf16", Format::bf16, 0, 0, true, reference_bf16},
+    {"reference_int8", Format::int8, 0, 0, true, reference_int8},
+    {"reference_int4", Format::int4, 0, 0, true, reference_int4},
+    // The AMX kernels over a software model of the tile unit: slow, for machines without AMX, where tests must reach them too.
+    {"modelled_amx_bf16", Format::bf16, kAvx512Set, 0, false, modelled_amx_bf16},
+    {"modelled_amx_int8", Format::int8, kAvx512Set, 0, false, modelled_amx_int8},
+    {"modelled_amx_int4", Format::int4, kAvx512Set, 0, false, modelled_amx_int4},
+};
+
+const char* format_name(Format format) {
+  return format == Format::bf16 ? "bf16" : format == Format::int8 ? "int8" : "int4";
+}
+
+}  // namespace
+
+std::span<const Kernel> kernel_table() { return kTable; }
+
+size_t scratch_bytes(const Matrix& matrix) {
+  // The AMX int4 kernel's int8 copy of one panel, and 32 x 32 int32 of accumulators.
+  return static_cast<size_t>(matrix.padded_k()) * kPanel + kPanel * kPanel * sizeof(int32_t);
+}
+
+std::string why_unavailable(const Kernel& kernel) {
+  const uint32_t missing = kernel.isa & ~cpu_features();
+  std::string names;
+  for (const IsaName& isa : kIsaNames)
+    if (missing & isa.bit) names += (names.empty() ? "" : ", ") + std::string(isa.name);
+  return names.empty() ? "" : "this CPU or system has no " + names;
+}
+
+Choice choose_kernel(Format format, const std::string& name) {
+  std::string allowed;
+  if (name == "auto") {
+    const Kernel* many = nullptr;
+    for (const Kernel& kernel : kTable) {
+      if (kernel.format != format || !kernel.automatic || !why_unavailable(kernel).empty()) continue;
+      if (many == nullptr) many = &kernel;
+      if (kernel.min_rows == 0) return {many, &kernel};
+    }
+  }
+  for (const Kernel& kernel : kTable) {
+    if (kernel.format != format) continue;
+    if (kernel.name == name) {
+      const std::string reason = why_unavailable(kernel);
+      if (!reason.empty()) throw std::invalid_argument("kernel '" + name + "' cannot run here: " + reason + ". Use kernel: auto");
+      return {&kernel, &kernel};
+    }
+    allowed += (allowed.empty() ? "auto, " : ", ") + std::string(kernel.name);
+  }
+  throw std::invalid_argument("kernel '" + name + "' is not one for " + format_name(format) + " weights; allowed: " + allowed);
+}
+
+}  // namespace ktinject

@@ -1,0 +1,61 @@
+// Every kernel that multiplies rows by a packed panel, best first.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "moe/layout.hpp"
+
+namespace ktinject {
+
+// c [m, 32] fp32, contiguous, 64-byte aligned = rows [m, k] times the panel [32, k] transposed, all scales applied. `scratch` holds at least
+// scratch_bytes(matrix) bytes, 64-byte aligned.
+using Multiply = void (*)(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte* scratch);
+
+struct Kernel {
+  const char* name;  // <isa>_<dtype>
+  Format format;
+  uint32_t isa;   // what the CPU must have
+  int min_rows;   // below this many rows an expert, a kernel further down the table is faster
+  bool automatic; // false: only when asked for by name
+  Multiply multiply;
+};
+
+std::span<const Kernel> kernel_table();
+
+// Bytes of scratch any kernel may use for this matrix.
+size_t scratch_bytes(const Matrix& matrix);
+
+// The two kernels a layer runs with: `many` for experts with at least many->min_rows rows, `few` for the rest.
+struct Choice {
+  const Kernel* many;
+  const Kernel* few;
+  const Kernel& operator()(int rows) const { return rows >= many->min_rows ? *many : *few; }
+};
+
+// `name`: "auto" or a row of the table. Throws std::invalid_argument for a name that is not there, is of another format or that
+// this CPU cannot run.
+Choice choose_kernel(Format format, const std::string& name);
+
+// Why this CPU cannot run the kernel; empty if it can.
+std::string why_unavailable(const Kernel& kernel);
+
+// One of these per file of kernels/.
+void reference_bf16(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void reference_int8(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void reference_int4(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void avx2_bf16(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void avx2_int8(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void avx2_int4(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void avx512_bf16(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void avx512_int8(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void avx512_int4(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void amx_bf16(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void amx_int8(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void amx_int4(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void modelled_amx_bf16(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void modelled_amx_int8(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void modelled_amx_int4(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+
+}  // namespace ktinject

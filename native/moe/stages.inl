@@ -1,0 +1,260 @@
+// Included by stages_<level>.cpp inside its target region and namespace. Nothing here may call an inline function of the standard
+// library: it would be compiled for that target and could be the copy the linker keeps for everybody.
+
+using u16 = uint16_t;
+using u32 = uint32_t;
+
+static inline float as_float(u32 bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static inline u32 as_bits(float value) {
+  u32 bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// Round to nearest even; NaN stays NaN.
+static inline u16 to_bf16(float value) {
+  const u32 bits = as_bits(value);
+  const u32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const u32 quiet = (bits >> 16) | 0x40u;
+  return static_cast<u16>((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+}
+
+static inline float from_bf16(u16 bits) { return as_float(static_cast<u32>(bits) << 16); }
+
+// Exact for every half: subnormals are scaled up by the multiplication, infinities and NaNs keep an all-ones exponent.
+static inline float from_f16(u16 half) {
+  const u32 magnitude = (half & 0x7fffu) << 13;
+  const float finite = as_float(magnitude) * as_float(0x77800000u);  // 2^112
+  const u32 special = magnitude | 0x7f800000u;
+  const u32 bits = magnitude >= 0x0f800000u ? special : as_bits(finite);
+  return as_float(bits | (static_cast<u32>(half & 0x8000u) << 16));
+}
+
+// Round to nearest even, overflow to infinity.
+static inline u16 to_f16(float value) {
+  const u32 bits = as_bits(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  u32 result;
+  if (magnitude > 0x7f800000u) {
+    result = 0x7e00u;
+  } else if (magnitude >= 0x477ff000u) {
+    result = 0x7c00u;
+  } else if (magnitude < 0x38800000u) {  // subnormal half: let the adder round at bit 2^-24
+    result = as_bits(as_float(magnitude) + as_float(0x3f000000u)) - 0x3f000000u;
+  } else {
+    result = (magnitude - 0x38000000u + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+  }
+  return static_cast<u16>(result | sign);
+}
+
+static inline float load_value(const float* x) { return *x; }
+struct Bf16 { u16 bits; };
+struct F16 { u16 bits; };
+static inline float load_value(const Bf16* x) { return from_bf16(x->bits); }
+static inline float load_value(const F16* x) { return from_f16(x->bits); }
+
+// exp(x), relative error below 2e-7, no branches. Powers of two by exponent bits, the rest by a degree 6 polynomial.
+static inline float exp_of(float x) {
+  x = x > 88.0f ? 88.0f : x;
+  x = x < -87.0f ? -87.0f : x;
+  const float shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low mantissa bits
+  const float n = shifted - 12582912.0f;
+  const float r = (x - n * 0.693145751953125f) - n * 1.42860682030941723e-6f;
+  float p = 1.388888888888889e-3f;
+  p = p * r + 8.333333333333333e-3f;
+  p = p * r + 4.166666666666666e-2f;
+  p = p * r + 1.666666666666667e-1f;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  return as_float(as_bits(p) + ((as_bits(shifted) - 0x4b400000u) << 23));
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+
+template <ActivationKind kind>
+static inline float activation_of(float x, float alpha) {
+  if (kind == ActivationKind::silu) return x * sigmoid(alpha * x);
+  if (kind == ActivationKind::gelu) return 0.5f * x * (1.0f + __builtin_erff(x * 0.70710678118654752f));
+  if (kind == ActivationKind::gelu_tanh)  // 0.5 (1 + tanh(u)) is sigmoid(2u)
+    return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
+  const float positive = x > 0.0f ? x : 0.0f;
+  if (kind == ActivationKind::relu) return positive;
+  if (kind == ActivationKind::relu2) return positive * positive;
+  return x;
+}
+
+template <class T>
+static void round_typed(const T* x, int k, u16* out) {
+  for (int i = 0; i < k; ++i) out[i] = to_bf16(load_value(x + i));
+}
+
+static void round_row(const void* x, DType dtype, int k, int padded_k, uint16_t* out) {
+  if (dtype == DType::bf16) __builtin_memcpy(out, x, static_cast<size_t>(k) * 2);
+  else if (dtype == DType::f32) round_typed(static_cast<const float*>(x), k, out);
+  else round_typed(static_cast<const F16*>(x), k, out);
+  for (int i = k; i < padded_k; ++i) out[i] = 0;
+}
+
+// As integers, because a maximum of floats is not a reduction the compiler may reorder; NaN compares above infinity.
+template <class T>
+static u32 max_bits(const T* x, int k) {
+  u32 most = 0;
+  for (int i = 0; i < k; ++i) {
+    const u32 bits = as_bits(load_value(x + i)) & 0x7fffffffu;
+    most = bits > most ? bits : most;
+  }
+  return most;
+}
+
+template <class T>
+static float quantise_typed(const T* x, int k, int padded_k, int zero_point, uint8_t* out) {
+  const float most = as_float(max_bits(x, k));
+  const float scale = most / 127.0f, inverse = most > 0.0f ? 127.0f / most : 0.0f;
+  for (int i = 0; i < k; ++i) {
+    const float magic = load_value(x + i) * inverse + 12582912.0f;
+    out[i] = static_cast<uint8_t>(static_cast<int32_t>(as_bits(magic)) - 0x4b400000 + zero_point);
+  }
+  for (int i = k; i < padded_k; ++i) out[i] = static_cast<uint8_t>(zero_point);
+  return scale;
+}
+
+static float quantise_row(const void* x, DType dtype, int k, int padded_k, int zero_point, int group_size, uint8_t* out,
+                          int32_t* group_sum) {
+  float scale;
+  if (dtype == DType::bf16) scale = quantise_typed(static_cast<const Bf16*>(x), k, padded_k, zero_point, out);
+  else if (dtype == DType::f32) scale = quantise_typed(static_cast<const float*>(x), k, padded_k, zero_point, out);
+  else scale = quantise_typed(static_cast<const F16*>(x), k, padded_k, zero_point, out);
+  if (group_sum != nullptr) {
+    for (int start = 0, g = 0; start < padded_k; start += group_size, ++g) {
+      const int end = start + group_size < padded_k ? start + group_size : padded_k;
+      int32_t sum = 0;
+      for (int i = start; i < end; ++i) sum += static_cast<int8_t>(out[i]);
+      group_sum[g] = sum;
+    }
+  }
+  return scale;
+}
+
+template <ActivationKind kind>
+static void activate_kind(const Activation& activation, const float* c, const float* bias, int m, u16* h, size_t h_stride) {
+  const float alpha = activation.alpha, gate_max = activation.gate_max, limit = activation.up_limit,
+              offset = activation.up_offset;
+  static const float zeros[kPanel] = {};
+  const float* b = bias != nullptr ? bias : zeros;
+  for (int row = 0; row < m; ++row, c += kPanel, h += h_stride) {
+    if (activation.has_gate) {
+      for (int j = 0; j < kTile; ++j) {
+        float gate = c[j] + b[j], up = c[kTile + j] + b[kTile + j];
+        gate = gate > gate_max ? gate_max : gate;
+        up = up > limit ? limit : up;
+        up = up < -limit ? -limit : up;
+        h[j] = to_bf16(activation_of<kind>(gate, alpha) * (up + offset));
+      }
+    } else {
+      for (int j = 0; j < kPanel; ++j) h[j] = to_bf16(activation_of<kind>(c[j] + b[j], alpha));
+    }
+  }
+}
+
+static void activate(const Activation& activation, const float* c, const float* bias, int m, uint16_t* h, size_t h_stride) {
+  switch (activation.kind) {
+    case ActivationKind::silu: return activate_kind<ActivationKind::silu>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::gelu: return activate_kind<ActivationKind::gelu>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::gelu_tanh: return activate_kind<ActivationKind::gelu_tanh>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::relu: return activate_kind<ActivationKind::relu>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::relu2: return activate_kind<ActivationKind::relu2>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::identity: return activate_kind<ActivationKind::identity>(activation, c, bias, m, h, h_stride);
+  }
+}
+
+static void combine(const float* const* y, const float* const* bias, const float* weight, int terms, int n, DType dtype, void* out) {
+  constexpr int kChunk = 64;
+  for (int start = 0; start < n; start += kChunk) {
+    const int width = n - start < kChunk ? n - start : kChunk;
+    float sum[kChunk] = {};
+    for (int s = 0; s < terms; ++s) {
+      const float w = weight[s];
+      const float* values = y[s] + start;
+      for (int j = 0; j < width; ++j) sum[j] += w * values[j];
+      if (bias != nullptr)
+        for (int j = 0; j < width; ++j) sum[j] += w * bias[s][start + j];
+    }
+    if (dtype == DType::f32) __builtin_memcpy(static_cast<float*>(out) + start, sum, static_cast<size_t>(width) * sizeof(float));
+    else if (dtype == DType::bf16)
+      for (int j = 0; j < width; ++j) static_cast<u16*>(out)[start + j] = to_bf16(sum[j]);
+    else
+      for (int j = 0; j < width; ++j) static_cast<u16*>(out)[start + j] = to_f16(sum[j]);
+  }
+}
+
+template <class T>
+static void widen_typed(const T* x, ptrdiff_t stride, int k, float* out) {
+  if (stride == 1)
+    for (int i = 0; i < k; ++i) out[i] = load_value(x + i);
+  else
+    for (int i = 0; i < k; ++i) out[i] = load_value(x + i * stride);
+}
+
+static void widen(const void* x, DType dtype, ptrdiff_t stride, int k, float* out) {
+  if (dtype == DType::f32) widen_typed(static_cast<const float*>(x), stride, k, out);
+  else if (dtype == DType::bf16) widen_typed(static_cast<const Bf16*>(x), stride, k, out);
+  else widen_typed(static_cast<const F16*>(x), stride, k, out);
+}
+
+static float max_abs(const float* x, int k) { return as_float(max_bits(x, k)); }
+
+static inline float nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
+
+static inline float clamp_to(float x, float low, float high) {
+  x = x < low ? low : x;
+  return x > high ? high : x;
+}
+
+static void quantise_int8(const float* x, int k, float scale, int8_t* q) {
+  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  for (int i = 0; i < k; ++i) q[i] = static_cast<int8_t>(clamp_to(nearest(x[i] * inverse), -127.0f, 127.0f));
+}
+
+static uint16_t quantise_int4(const float* x, int k, int8_t* q) {
+  float low = 0.0f, high = 0.0f;
+  for (int i = 0; i < k; ++i) {
+    low = x[i] < low ? x[i] : low;
+    high = x[i] > high ? x[i] : high;
+  }
+  // -8 has no positive twin: the sign of the scale is chosen so that the larger extreme can use it.
+  const float extreme = -low > high ? low : high;
+  if (extreme == 0.0f) {
+    for (int i = 0; i < k; ++i) q[i] = 0;
+    return 0;
+  }
+  float best_error = __builtin_inff(), best_scale = 0.0f;
+  // The extreme maps to about -8.6 ... -6.4: clipping it a little often costs less than a coarser grid for everything else.
+  for (int step = 0; step < 12; ++step) {
+    const float scale = from_bf16(to_bf16(extreme / (-8.6f + 0.2f * static_cast<float>(step))));
+    if (scale == 0.0f) continue;
+    const float inverse = 1.0f / scale;
+    float error[16] = {};  // independent sums, so that the loop vectorises without reordering
+    for (int start = 0; start < k; start += 16) {
+      const int width = k - start < 16 ? k - start : 16;
+      for (int i = 0; i < width; ++i) {
+        const float value = x[start + i];
+        const float difference = value - scale * clamp_to(nearest(value * inverse), -8.0f, 7.0f);
+        error[i] += difference * difference;
+      }
+    }
+    float total = 0.0f;
+    for (int i = 0; i < 16; ++i) total += error[i];
+    if (total < best_error) {
+      best_error = total;
+      best_scale = scale;
+    }
+  }
+  const float inverse = best_scale != 0.0f ? 1.0f / best_scale : 0.0f;
+  for (int i = 0; i < k; ++i) q[i] = static_cast<int8_t>(clamp_to(nearest(x[i] * inverse), -8.0f, 7.0f));
+  return to_bf16(best_scale);
+}

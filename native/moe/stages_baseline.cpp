@@ -1,0 +1,15 @@
+// The stages of moe/stages.inl for the baseline level.
+#include "moe/stages.hpp"
+
+#include "moe/layout.hpp"
+#include "runtime/cpu_features.hpp"
+
+namespace ktinject {
+namespace baseline {
+#include "moe/stages.inl"
+}  // namespace baseline
+
+const Stages kBaselineStages = {"baseline", 0, baseline::round_row, baseline::quantise_row, baseline::activate, baseline::combine,
+    baseline::widen, baseline::max_abs, baseline::quantise_int8, baseline::quantise_int4};
+
+}  // namespace ktinject
