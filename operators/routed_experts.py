@@ -34,8 +34,8 @@ Gate = Callable[[Tensor, Tensor], Tensor]  # gate, up [m, n] -> intermediate [m,
 # Far above any clamp limit, and a power of two: exact in fp32, to which some leaves drop inside.
 _BIG = 2.0**20
 
-# Leaves that compute in fp32 inside (beam, openai_privacy_filter) differ from the fp64 formula by under 2e-6; the
-# closest pair of different activations, gelu and gelu_tanh, differs by 4e-4.
+# Leaves that compute in fp32 inside (beam, openai_privacy_filter) differ from the fp64 formula by under 2e-6;
+# the closest pair of different activations, gelu and gelu_tanh, differs by 4e-4.
 _TOLERANCE = 1e-5
 
 

@@ -1,0 +1,151 @@
+"""What routed experts compute, in fp64 and without haste: the one reference of all tests, and the tolerances.
+
+It shares no arithmetic with the package. Letters: m tokens, n outputs, k inputs, e experts, t top-k.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from ktinject.operators.routed_experts import ExpertsSpec, views, wants
+from torch import Tensor, nn
+
+# Relative error ‖out - reference‖ / ‖reference‖ against the ORIGINAL weights, Gaussian weights and inputs. The
+# two layers, gate·up and down, each add an error of about the same size.
+TOLERANCE = {
+    # 8 bits of mantissa, at most 2^-9 per factor: weights, input and intermediate are rounded. Seen: 3e-3.
+    "bf16": 1e-2,
+    # A step of amax / 127, with amax at 3 to 4 standard deviations, on weights and activations. Seen: 2.3e-2.
+    "int8": 3e-2,
+    # Steps of about amax / 7.5: the more values share a scale, the greater their amax, and the step with it.
+    "int4_g32": 0.17,
+    "int4_g64": 0.19,
+    "int4_g128": 0.21,
+}
+
+# The same against the weights that the operator unpacks: the rounding of the activations remains. Seen with the
+# formulas below: bf16 1.7e-3, int8 activations 2.0e-2.
+KERNEL_TOLERANCE = {"bf16": 4e-3, "int8": 2.5e-2, "int4_g32": 2.5e-2, "int4_g64": 2.5e-2, "int4_g128": 2.5e-2}
+
+# The same with a reference that rounds its activations as the kernels do: what remains is the order of the fp32
+# sums, and the few intermediates that it carries across a rounding boundary.
+EMULATED_TOLERANCE = {"bf16": 1e-3, "int8": 2e-3, "int4_g32": 2e-3, "int4_g64": 2e-3, "int4_g128": 2e-3}
+
+
+def relative_error(found: Tensor, want: Tensor) -> float:
+    """‖found - want‖ / ‖want‖ in fp64; 0 for two zeros."""
+    found, want = found.double(), want.double()
+    assert found.shape == want.shape, f"expected shape {list(want.shape)}, found {list(found.shape)}"
+    difference = (found - want).norm().item()
+    return difference / want.norm().item() if difference else 0.0
+
+
+def weights_of(spec: ExpertsSpec, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Stack a leaf's parameters by projection: gate, up, down [e, n, k] and their biases [e, n], in fp64."""
+    cut: dict[str, list[Tensor]] = {}
+    for name in wants(spec):
+        for projection, expert, view in views(spec, name, parameters[name].detach(), None, None):
+            assert expert == len(cut.setdefault(projection, []))
+            cut[projection].append(view.double())
+    return {projection: torch.stack(tensors) for projection, tensors in cut.items()}
+
+
+def parameters_of(module: nn.Module) -> dict[str, Tensor]:
+    """The leaf's parameters by name."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weights: dict[str, Tensor],
+    spec: ExpertsSpec,
+    activations: str = "exact",
+) -> Tensor:
+    """The output [m, hidden] in fp64, one token and one expert at a time; differentiable.
+
+    x              [m, hidden]
+    top_k_index    [m, t]; -1 and num_experts are skipped
+    top_k_weights  [m, t]
+    weights        as `weights_of` gives them
+    activations    exact, or what kernels round the input and the intermediate to: bf16, int8 (per token)
+    """
+    x, top_k_weights = round_activations(x.double(), activations), top_k_weights.double()
+
+    def project(projection: str, e: int, row: Tensor) -> Tensor:
+        out = weights[projection][e] @ row
+        return out + weights[f"{projection}_bias"][e] if spec.has_bias else out
+
+    rows = []
+    for token in range(x.shape[0]):
+        out = torch.zeros_like(x[token])
+        for slot in range(top_k_index.shape[1]):
+            e = int(top_k_index[token, slot])
+            if e in (-1, spec.num_experts):
+                continue
+            up = project("up", e, x[token])
+            gate = project("gate", e, x[token]) if spec.has_gate else None
+            h = round_activations(intermediate(gate, up, spec), activations)
+            out = out + top_k_weights[token, slot] * project("down", e, h)
+        rows.append(out)
+    return torch.stack(rows) if rows else x.new_zeros(0, spec.hidden_size)
+
+
+def intermediate(gate: Tensor | None, up: Tensor, spec: ExpertsSpec) -> Tensor:
+    """What the down projection sees."""
+    z = torch.clamp(up if gate is None else gate, max=spec.gate_max)
+    if spec.activation == "silu":
+        h = z / (1 + torch.exp(-spec.alpha * z))
+    elif spec.activation == "gelu":
+        h = z * (1 + torch.erf(z / math.sqrt(2))) / 2
+    elif spec.activation == "gelu_tanh":
+        h = z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2
+    else:
+        h = {"relu": torch.relu(z), "relu2": torch.relu(z) ** 2, "identity": z}[spec.activation]
+    if gate is None:
+        return h
+    return h * (torch.clamp(up, -spec.up_limit, spec.up_limit) + spec.up_offset)
+
+
+def round_activations(x: Tensor, to: str) -> Tensor:
+    """Round as the kernels do; gradients pass as if nothing had happened."""
+    if to == "exact":
+        return x
+    if to == "bf16":
+        rounded = x.detach().float().bfloat16()
+    else:
+        rounded = dequantise_rows(*quantise_int8_rows(x.detach()))
+    return x + (rounded.double() - x.detach())
+
+
+def quantise_int8_rows(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 per row: q int8 [..., k] and scale fp32 [..., 1] = amax / 127, to nearest even."""
+    w = w.float()
+    scale = w.abs().amax(-1, keepdim=True) / 127
+    q = torch.where(scale > 0, w / scale, torch.zeros_like(w)).round().clamp(-127, 127)
+    return q.to(torch.int8), scale
+
+
+def dequantise_rows(q: Tensor, scale: Tensor) -> Tensor:
+    """The fp32 values of `quantise_int8_rows`."""
+    return q.float() * scale
+
+
+def quantise_int4_groups(w: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Plain int4: q in [-8, 7] [n, k] and scale bf16 [n, groups] = amax / 7; the last group may be shorter.
+
+    The native core searches for a better scale: it may not have a greater squared error than this.
+    """
+    n, k = w.shape
+    padded = torch.nn.functional.pad(w.float(), (0, -k % group_size)).view(n, -1, group_size)
+    scale = (padded.abs().amax(-1) / 7).bfloat16()
+    step = scale.float()[..., None]
+    q = torch.where(step > 0, padded / step, torch.zeros_like(padded)).round().clamp(-8, 7)
+    return q.view(n, -1)[:, :k].to(torch.int8), scale
+
+
+def dequantise_groups(q: Tensor, scale: Tensor, group_size: int) -> Tensor:
+    """The fp32 values of `quantise_int4_groups`; exact, since 4 and 8 bits of mantissa make 12."""
+    return q.float() * scale.float().repeat_interleave(group_size, 1)[:, : q.shape[1]]
