@@ -11,8 +11,8 @@ import torch
 from ktinject.operators.routed_experts import ExpertsSpec, views, wants
 from torch import Tensor, nn
 
-# Relative error ‖out - reference‖ / ‖reference‖ against the ORIGINAL weights, Gaussian weights and inputs. The
-# two layers, gate·up and down, each add an error of about the same size.
+# Relative error ‖out - reference‖ / ‖reference‖ against the ORIGINAL weights, Gaussian weights and inputs.
+# The two layers, gate·up and down, each add an error of about the same size.
 TOLERANCE = {
     # 8 bits of mantissa, at most 2^-9 per factor: weights, input and intermediate are rounded. Seen: 3e-3.
     "bf16": 1e-2,
@@ -24,12 +24,12 @@ TOLERANCE = {
     "int4_g128": 0.21,
 }
 
-# The same against the weights that the operator unpacks: the rounding of the activations remains. Seen with the
-# formulas below: bf16 1.7e-3, int8 activations 2.0e-2.
+# The same against the weights that the operator unpacks: the rounding of the activations remains. Seen with
+# the formulas below: bf16 1.7e-3, int8 activations 2.0e-2.
 KERNEL_TOLERANCE = {"bf16": 4e-3, "int8": 2.5e-2, "int4_g32": 2.5e-2, "int4_g64": 2.5e-2, "int4_g128": 2.5e-2}
 
-# The same with a reference that rounds its activations as the kernels do: what remains is the order of the fp32
-# sums, and the few intermediates that it carries across a rounding boundary.
+# The same with a reference that rounds its activations as the kernels do: what remains is the order of the
+# fp32 sums, and the few intermediates that it carries across a rounding boundary.
 EMULATED_TOLERANCE = {"bf16": 1e-3, "int8": 2e-3, "int4_g32": 2e-3, "int4_g64": 2e-3, "int4_g128": 2e-3}
 
 
