@@ -1,0 +1,30 @@
+"""The rule language: YAML or dicts in, a `RuleSet` out, and which module gets which rule.
+
+Pure: no torch, nothing imported because a file says so. Reading goes document → variables → language;
+`sources` finds the document. `assign`, `check_arguments` and `schema` serve the plan and the command line.
+"""
+
+from ktinject.rules.arguments import check_arguments, unknown_operator
+from ktinject.rules.assign import Assignment, Module, assign
+from ktinject.rules.language import KEEP, Match, Rule, RuleSet
+from ktinject.rules.schema import schema
+from ktinject.rules.sources import bundled, choose, parse, read
+from ktinject.rules.variables import parse_overrides
+
+__all__ = [
+    "KEEP",
+    "Assignment",
+    "Match",
+    "Module",
+    "Rule",
+    "RuleSet",
+    "assign",
+    "bundled",
+    "check_arguments",
+    "choose",
+    "parse",
+    "parse_overrides",
+    "read",
+    "schema",
+    "unknown_operator",
+]

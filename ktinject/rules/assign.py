@@ -1,0 +1,150 @@
+"""Which module gets which rule. Pure: modules are described by strings and numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import regex
+
+from ktinject.errors import RuleError
+from ktinject.rules.language import KEEP, Match, Rule, RuleSet
+from ktinject.rules.wording import closest, listing, show
+
+Module = tuple[str, Sequence[str], int | None]
+"""A module's dotted path, the names of its class and the class's bases, and its decoder layer."""
+
+_RULE_SECONDS = 2.0
+_DIGITS = regex.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Both views of who got what, in the order of the model. `keep` is listed too."""
+
+    rules: dict[str, Rule]
+    matched: dict[str, tuple[str, ...]]
+
+
+def assign(
+    ruleset: RuleSet,
+    modules: Iterable[Module],
+    *,
+    kept: Mapping[str, Collection[str]] | None = None,
+) -> Assignment:
+    """Give each module the first rule that matches it. The root module, whose path is empty, gets none.
+
+    kept     operator → names of the direct children that it keeps of what it replaces; other rules may then
+             replace these and what lies inside them
+    Raises   RuleError with all problems at once: rules that match nothing or are shadowed (unless optional),
+             rules for modules that go away with a replaced parent, patterns that run out of time
+    """
+    known = [module for module in modules if module[0]]
+    rules: dict[str, Rule] = {}
+    problems: list[str] = []
+    for rule in ruleset.rules:
+        try:
+            hits = _hits(rule, rule.match, known)
+        except RuleError as error:
+            problems.append(str(error))
+            continue
+        free = [path for path in hits if path not in rules]
+        rules.update((path, rule) for path in free)
+        if free or rule.optional:
+            continue
+        reason = _shadowed(hits, rules) if hits else _why_nothing(rule, known)
+        problems.append(str(rule.place().refusal(reason)))
+    problems += _vanishing(rules, kept or {})
+    if problems:
+        raise RuleError("\n".join(problems))
+    ordered = {path: rules[path] for path, _, _ in known if path in rules}
+    matched: dict[str, list[str]] = {rule.name: [] for rule in ruleset.rules}
+    for path, rule in ordered.items():
+        matched[rule.name].append(path)
+    return Assignment(ordered, {name: tuple(paths) for name, paths in matched.items()})
+
+
+def _hits(rule: Rule, match: Match, modules: Sequence[Module]) -> list[str]:
+    hits: list[str] = []
+    end = time.monotonic() + _RULE_SECONDS
+    for path, class_names, layer in modules:
+        try:
+            if match.matches(path, class_names, layer):
+                hits.append(path)
+            late = time.monotonic() > end
+        except TimeoutError:
+            late = True
+        if late:
+            raise rule.place().refusal(
+                f"the pattern {show(match.path)} takes too long at {show(path)}; backtracking is limited. "
+                "Write it without a repeat inside a repeat."
+            )
+    return hits
+
+
+def _shadowed(hits: Sequence[str], rules: Mapping[str, Rule]) -> str:
+    earlier = {rules[path].name: rules[path].where for path in hits}
+    names = listing((f"{name!r} ({where})" for name, where in earlier.items()), "and")
+    return (
+        f"all {len(hits)} modules that it matches, such as {hits[0]!r}, go to earlier rules: {names}; "
+        "the first rule that matches wins. Move it before them, narrow them, or mark it optional: true."
+    )
+
+
+def _why_nothing(rule: Rule, modules: Sequence[Module]) -> str:
+    """Name the condition that fails, with what comes closest to it."""
+    match, reasons = rule.match, []
+    if match.path is not None and not _hits(rule, Match(path=match.path), modules):
+        reasons.append(f"no path matches {show(match.path)}{_near_paths(match.path, modules)}")
+    if match.class_name is not None and not any(match.class_name in names for _, names, _ in modules):
+        near = closest(match.class_name, {name for _, names, _ in modules for name in names}, 3)
+        hint = f" (closest: {listing(near)})" if near else ""
+        reasons.append(f"no module is a {match.class_name}{hint}")
+    if match.layers is not None:
+        layers = {layer for _, _, layer in modules if layer is not None}
+        if not layers & match.layers:
+            reasons.append(
+                f"the decoder layers are {min(layers)}-{max(layers)}" if layers else "no layers are numbered"
+            )
+    found = "; ".join(reasons) or "each condition is met, but by no module all of them"
+    return f"it matches nothing: {found}; every rule must match. Correct it, or mark it optional: true."
+
+
+def _near_paths(pattern: str, modules: Sequence[Module]) -> str:
+    """The paths closest to a pattern, one for all layers."""
+    shapes: dict[str, str] = {}
+    for path, _, _ in modules:
+        shapes.setdefault(_DIGITS.sub("N", path), path)
+    wanted = pattern.replace(r"\d+", "N").replace("\\", "").replace(".*", "")
+    near = [shapes[shape] for shape in closest(_DIGITS.sub("N", wanted), shapes, 3)]
+    return f" (closest: {listing(map(repr, near))})" if near else ""
+
+
+def _vanishing(rules: Mapping[str, Rule], kept: Mapping[str, Collection[str]]) -> list[str]:
+    """Rules whose modules lie inside modules that are replaced: nothing is left to replace or keep."""
+    found: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for path, rule in rules.items():
+        end = path.rfind(".")
+        while end > 0:
+            parent = path[:end]
+            outer = rules.get(parent)
+            child = path[end + 1 :].split(".", 1)[0]
+            if outer and outer.operator != KEEP and child not in kept.get(outer.operator, ()):
+                found.setdefault((rule.name, outer.name), []).append((path, parent))
+            end = path.rfind(".", 0, end)
+    problems = []
+    for pairs in found.values():
+        path, parent = pairs[0]
+        rule, outer = rules[path], rules[parent]
+        others = f" (and {len(pairs) - 1} more)" if len(pairs) > 1 else ""
+        by = f"rule {outer.name!r} ({outer.where})" if outer is not rule else "the same rule"
+        problems.append(
+            str(
+                rule.place().refusal(
+                    f"{path!r}{others} goes away with {parent!r}, which {by} replaces by "
+                    f"{outer.operator}; rules for its inside mean nothing. Narrow one of the matches."
+                )
+            )
+        )
+    return problems

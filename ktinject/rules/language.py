@@ -1,0 +1,298 @@
+"""The rule language, version 1: a document becomes a `RuleSet`, or a refusal says where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import regex
+
+from ktinject.rules.document import Node
+from ktinject.rules.pattern import compiled, fullmatch
+from ktinject.rules.variables import NAME, Variables
+from ktinject.rules.wording import Place, closest, did_you_mean, listing, show
+
+VERSION = 1
+KEEP = "keep"
+TOP_KEYS = ("version", "model_types", "variables", "rules")
+RULE_KEYS = ("name", "match", "replace", "optional")
+MATCH_KEYS = ("path", "class", "layers")
+
+_MAX_NAME = 200
+_MAX_LAYER = 9999
+_OPERATOR = regex.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+_MODEL_TYPE = regex.compile(r"[A-Za-z0-9_.-]+")
+_LAYERS = regex.compile(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*")
+_IMPORT_MARKS = regex.compile(r"[./:\\]+")
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a rule looks for; all conditions that are given must hold.
+
+    path        a pattern for the whole dotted path of the module
+    class_name  the name of the module's class or of one of its bases
+    layers      numbers of decoder layers
+    """
+
+    path: str | None = None
+    class_name: str | None = None
+    layers: frozenset[int] | None = None
+
+    def matches(self, path: str, class_names: Sequence[str], layer: int | None) -> bool:
+        """Whether the module is meant. Raises TimeoutError when a pattern backtracks for half a second."""
+        if self.class_name is not None and self.class_name not in class_names:
+            return False
+        if self.layers is not None and layer not in self.layers:
+            return False
+        return self.path is None or fullmatch(self.path, path)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule. `where` is its "file:line", `argument_where` that of each argument."""
+
+    name: str
+    match: Match
+    operator: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    optional: bool = False
+    where: str = "<python>"
+    argument_where: dict[str, str] = field(default_factory=dict)
+
+    def place(self, argument: str | None = None) -> Place:
+        """Where a refusal about the rule, or about one of its arguments, points."""
+        where = self.argument_where.get(argument, self.where) if argument else self.where
+        return Place(where, f"rule {self.name!r}")
+
+
+@dataclass(frozen=True)
+class RuleSet:
+    """The rules in the order in which they are tried. No `model_types` means any model."""
+
+    source: str
+    model_types: tuple[str, ...]
+    variables: dict[str, Any]
+    rules: tuple[Rule, ...]
+
+
+def rule_set(root: Node, source: str, overrides: Mapping[str, Any] | None = None) -> RuleSet:
+    """The meaning of a document. Raises RuleError for everything that is not the rule language, version 1."""
+    place = Place(root.where)
+    if isinstance(root.value, list):
+        raise _not_a_mapping(root.value, place)
+    top = _mapping(root, place, "a rule file", TOP_KEYS)
+    _check_version(top.get("version"), place)
+    model_types = _model_types(top["model_types"]) if "model_types" in top else ()
+    variables = Variables(top.get("variables"), overrides or {}, source)
+    if "rules" not in top:
+        raise place.refusal("no rules; a rule file has a list of them. Write it under rules.")
+    items = top["rules"]
+    if not isinstance(items.value, list) or not items.value:
+        found = "an empty list" if isinstance(items.value, list) else show(items.value)
+        raise Place(items.where).refusal(f"rules is {found}; it is a list of rules. Begin each with - name.")
+    rules: dict[str, Rule] = {}
+    for number, item in enumerate(items.value, 1):
+        rule = _rule(item, number, variables)
+        if rule.name in rules:
+            raise rule.place().refusal(
+                f"the name is taken, at {rules[rule.name].where}; each rule has its own. Rename one."
+            )
+        rules[rule.name] = rule
+    return RuleSet(source, model_types, variables.values, tuple(rules.values()))
+
+
+def _not_a_mapping(items: list[Node], place: Place) -> Exception:
+    if any(_is_legacy(item.value) for item in items):
+        return place.refusal(
+            "a KTransformers 0.x rule file, a list whose rules name classes by import path; version 1 is a "
+            "mapping with version: 1 and rules that name operators. "
+            "Rewrite it as docs/reference/rules.md describes."
+        )
+    return place.refusal(
+        "the document is a list; a rule file is a mapping. Write version: 1 and put the list under rules."
+    )
+
+
+def _is_legacy(rule: object) -> bool:
+    if not isinstance(rule, dict) or "match" not in rule:
+        return False
+    replace = rule["replace"].value if "replace" in rule else None
+    return "recursive" in rule or (isinstance(replace, dict) and bool({"class", "kwargs"} & replace.keys()))
+
+
+def _mapping(node: Node, place: Place, what: str, allowed: Sequence[str]) -> dict[str, Node]:
+    if not isinstance(node.value, dict):
+        raise place.refusal(
+            f"{what} is {show(node.value)}; it is a mapping of {listing(allowed, 'and')}. Write key: value."
+        )
+    for key, value in node.value.items():
+        if key not in allowed:
+            raise place.moved(value.where).refusal(
+                f"unknown key {show(key)}; {what} has {listing(allowed, 'and')}. "
+                f"Correct or remove it.{did_you_mean(key, allowed)}"
+            )
+    return node.value
+
+
+def _check_version(node: Node | None, place: Place) -> None:
+    if node is None:
+        raise place.refusal(f"no version; the rule language has version {VERSION}. Write version: {VERSION}.")
+    if type(node.value) is not int or node.value != VERSION:
+        raise Place(node.where).refusal(
+            f"version is {show(node.value)}; the number {VERSION} is read. Write version: {VERSION}, "
+            "or use the ktinject that the file was written for."
+        )
+
+
+def _model_types(node: Node) -> tuple[str, ...]:
+    items = node.value if isinstance(node.value, list) else []
+    types = tuple(i.value for i in items if isinstance(i.value, str) and _MODEL_TYPE.fullmatch(i.value))
+    if not types or len(types) != len(items):
+        found = show(node.value) if not items else f"a list with {show(_first_bad(items, types))}"
+        raise Place(node.where).refusal(
+            f"model_types is {found}; it is a list of transformers model types. "
+            "Write [deepseek_v3], for example, or leave it out for any model."
+        )
+    return types
+
+
+def _first_bad(items: list[Node], good: tuple[str, ...]) -> object:
+    return next(item.value for item in items if item.value not in good)
+
+
+def _rule(node: Node, number: int, variables: Variables) -> Rule:
+    place = _rule_place(node, number)
+    entries = _mapping(node, place, "a rule", RULE_KEYS)
+    for key in ("name", "match", "replace"):
+        if key not in entries:
+            raise place.refusal(f"no {key}; a rule has a name, a match and a replace. Add it.")
+    optional = entries.get("optional", Node(False, node.where))
+    if not isinstance(optional.value, bool):
+        raise place.moved(optional.where).refusal(
+            f"optional is {show(optional.value)}; it is true or false. Write one, without quotes."
+        )
+    operator, arguments, argument_where = _replace(entries["replace"], place, variables)
+    return Rule(
+        name=str(entries["name"].value),
+        match=_match(entries["match"], place, variables),
+        operator=operator,
+        arguments=arguments,
+        optional=optional.value,
+        where=node.where,
+        argument_where=argument_where,
+    )
+
+
+def _rule_place(node: Node, number: int) -> Place:
+    """Where refusals of a rule point: its name is read first, so that all of them have it."""
+    place = Place(node.where, f"rule {number}")
+    named = node.value.get("name") if isinstance(node.value, dict) else None
+    if named is None:
+        return place
+    if not isinstance(named.value, str) or not _is_name(named.value):
+        raise place.moved(named.where).refusal(
+            f"name is {show(named.value)}; it is one line of at most {_MAX_NAME} characters. Write one."
+        )
+    return Place(node.where, f"rule {named.value!r}")
+
+
+def _is_name(name: str) -> bool:
+    return bool(name.strip()) and "\n" not in name and "${" not in name and len(name) <= _MAX_NAME
+
+
+def _match(node: Node, place: Place, variables: Variables) -> Match:
+    entries = _mapping(node, place.moved(node.where), "match", MATCH_KEYS)
+    if "path" not in entries and "class" not in entries:
+        raise place.moved(node.where).refusal(
+            "match has no path and no class; it needs one or both. Add one."
+        )
+    values: dict[str, Any] = {}
+    for key, item in entries.items():
+        at = place.moved(item.where)
+        value = values[key] = variables.fill(item, at)
+        if key == "layers":
+            continue
+        if not isinstance(value, str) or not value:
+            raise at.refusal(f"{key} is {show(value)}; it is text. Write it in single quotes.")
+        try:
+            compiled(value) if key == "path" else _check_class(value)
+        except ValueError as error:
+            raise at.refusal(f"{key} {show(value)} {error}. Correct it.") from error
+    layers = _layers(values["layers"], place.moved(entries["layers"].where)) if "layers" in values else None
+    return Match(values.get("path"), values.get("class"), layers)
+
+
+def _check_class(name: str) -> None:
+    if _IMPORT_MARKS.search(name):
+        last = next((part for part in reversed(_IMPORT_MARKS.split(name)) if part), "Linear")
+        raise ValueError(
+            f"is an import path; classes are compared by name and nothing is imported: write {last!r}"
+        )
+    if not name.isidentifier():
+        raise ValueError("is not the name of a class; a name has letters, digits and _")
+
+
+def _layers(value: object, place: Place) -> frozenset[int]:
+    """`3-60`, `3`, `[3, 5, 7]` or `'3-10,20-30'`."""
+    if isinstance(value, list):
+        parts = [str(item) if type(item) is int else "" for item in value]
+    else:
+        parts = value.split(",") if isinstance(value, str) else [str(value)]
+    numbers: set[int] = set()
+    for part in parts:
+        found = _LAYERS.fullmatch(part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if not first <= last <= _MAX_LAYER:
+            numbers.clear()
+            break
+        numbers.update(range(first, last + 1))
+    if not numbers:
+        found_text = listing(map(show, value), "and") if isinstance(value, list) and value else show(value)
+        raise place.refusal(
+            f"layers is {found_text}; it is 3-60 (first to last), 3, [3, 5, 7] or '3-10,20-30', "
+            f"none above {_MAX_LAYER}. Write one of these forms."
+        )
+    return frozenset(numbers)
+
+
+def _replace(node: Node, place: Place, variables: Variables) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """The operator, its arguments, and where each of them stands."""
+    place = place.moved(node.where)
+    if node.value == KEEP:
+        return KEEP, {}, {}
+    if not isinstance(node.value, dict):
+        word = "keep" if node.value == "default" else "{operator: cpu_experts}, for example"
+        raise place.refusal(
+            f"replace is {show(node.value)}; it is keep, or a mapping with operator and arguments. "
+            f"Write {word}."
+        )
+    entries = dict(node.value)
+    if "operator" not in entries:
+        near = [key for key in entries if closest(key, ["operator"])]
+        hint = f" Did you mean 'operator' where {show(near[0])} stands?" if near else ""
+        raise place.refusal(f"replace has no operator; it needs the name of one. Add it.{hint}")
+    item = entries.pop("operator")
+    at = place.moved(item.where)
+    operator = variables.fill(item, at)
+    if not isinstance(operator, str) or not _OPERATOR.fullmatch(operator):
+        path = "an import path, " if isinstance(operator, str) and _IMPORT_MARKS.search(operator) else ""
+        raise at.refusal(
+            f"operator is {path}{show(operator)}; only registry keys are allowed, and nothing is imported "
+            "because a rule says so. Write a key such as cpu_experts; register_operator adds your own."
+        )
+    arguments = {key: _argument(key, item, operator, place, variables) for key, item in entries.items()}
+    return operator, arguments, {key: item.where for key, item in entries.items()}
+
+
+def _argument(key: str, item: Node, operator: str, place: Place, variables: Variables) -> Any:
+    place = place.moved(item.where)
+    if operator == KEEP:
+        raise place.refusal(f"keep has the argument {show(key)}; keep takes none. Remove it.")
+    if not NAME.fullmatch(key):
+        raise place.refusal(f"the argument name {show(key)}; a name has letters, digits and _. Correct it.")
+    value = variables.fill(item, place)
+    if value == "None":
+        raise place.refusal(f"{key} is the text 'None'; no value is null. Write null, or leave {key} out.")
+    return value

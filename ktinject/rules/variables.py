@@ -1,0 +1,135 @@
+"""The variables of a rule document, and the one way in which they are filled in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import regex
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ktinject.rules import document
+from ktinject.rules.document import Node
+from ktinject.rules.wording import Place, did_you_mean, listing, show
+
+REFERENCE = r"\$\{variables\.([A-Za-z_][A-Za-z0-9_]*)\}"
+NAME = regex.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_REFERENCE = regex.compile(REFERENCE)
+
+
+class Variables:
+    """Declared values, with some overridden. Raises RuleError for values that are not allowed."""
+
+    def __init__(self, node: Node | None, overrides: Mapping[str, Any], source: str) -> None:
+        self.values: dict[str, Any] = {}
+        if node is not None:
+            self._declare(node)
+        for name, value in overrides.items():
+            self._override(name, value, source)
+
+    def fill(self, node: Node, place: Place) -> Any:
+        """The node's plain value, every `${variables.name}` filled in; one alone keeps its variable's type.
+
+        Raises   RuleError for any other interpolation and for variables that are not declared
+        """
+        if isinstance(node.value, list):
+            return [self.fill(item, place.moved(item.where)) for item in node.value]
+        if isinstance(node.value, dict):
+            return {key: self.fill(item, place.moved(item.where)) for key, item in node.value.items()}
+        if not isinstance(node.value, str) or "${" not in node.value:
+            return node.value
+        text = node.value
+        # OmegaConf would resolve environment variables, other nodes and what resolvers the process has.
+        if "${" in _REFERENCE.sub("", text) or "\\${" in text:
+            raise place.refusal(
+                f"{show(text)} interpolates something else; only ${{variables.name}} is filled in. "
+                "Declare a variable with the value, or write the value out."
+            )
+        for name in _REFERENCE.findall(text):
+            if name not in self.values:
+                raise place.refusal(
+                    f"${{variables.{name}}} is not declared; {self._declared()}. "
+                    f"Declare it under variables.{did_you_mean(name, self.values)}"
+                )
+        try:
+            self._config.text = text
+            return self._config.text
+        except OmegaConfBaseException as error:
+            raise place.refusal(f"{show(text)} cannot be filled in: {error}; write the value out.") from error
+
+    @functools.cached_property
+    def _config(self) -> DictConfig:
+        return OmegaConf.create({"variables": self.values, "text": None})
+
+    def _declare(self, node: Node) -> None:
+        if not isinstance(node.value, dict):
+            raise Place(node.where).refusal(
+                f"variables is {show(node.value)}; it is a mapping of names to values. Write name: value."
+            )
+        for name, item in node.value.items():
+            if not NAME.fullmatch(name):
+                raise Place(item.where).refusal(
+                    f"the variable name {show(name)}; a name has letters, digits and _, and begins with "
+                    "no digit. Rename it."
+                )
+            _check(item.value, Place(item.where, f"variable {name!r}"))
+            self.values[name] = item.value
+
+    def _override(self, name: str, value: object, source: str) -> None:
+        if name not in self.values:
+            raise Place(source).refusal(
+                f"no variable {show(name)} to set; {self._declared()}. "
+                f"Set one that is declared.{did_you_mean(name, self.values)}"
+            )
+        place = Place(source, f"variable {name!r}")
+        given = document.from_python(value, source, f"variables.{name}").value
+        _check(given, place)
+        default = self.values[name]
+        if not _gives_way(default, given):
+            raise place.refusal(
+                f"set to {show(given)}; its default is {show(default)}, and the type must stay. "
+                "Set a value of that type."
+            )
+        self.values[name] = given
+
+    def _declared(self) -> str:
+        return f"the file declares {listing(self.values, 'and')}" if self.values else "the file declares none"
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
+    """Overrides from a command line: `experts=int8`, the value typed as in YAML. Raises RuleError."""
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not NAME.fullmatch(name):
+            raise Place("").refusal(
+                f"the override {show(text)}; it is name=value. Write experts=int8, for example."
+            )
+        if name in values:
+            raise Place("").refusal(f"the variable {name!r} is set twice; it has one value. Set it once.")
+        values[name] = document.scalar(value, f"{name}=")
+    return values
+
+
+def _check(value: object, place: Place) -> None:
+    if not isinstance(value, str | int | float):
+        raise place.refusal(
+            f"its value is {show(value)}; a variable is text, a number, true or false. Write one."
+        )
+    if isinstance(value, str) and ("${" in value or value == "???"):
+        raise place.refusal(
+            f"its value is {show(value)}; a variable refers to no other. Write the value out."
+        )
+
+
+def _gives_way(default: object, value: object) -> bool:
+    """Text gives way to numbers, for arguments such as `auto | 16 | 0.25`: the operator's types decide."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, str):
+        return True
+    if isinstance(default, float):
+        return isinstance(value, int | float)
+    return isinstance(value, int)

@@ -1,0 +1,62 @@
+"""How a refusal is worded: where, what was found; what is allowed. What to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ktinject.errors import RuleError
+
+_SHOWN = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a refusal points: "file:line", and the rule that stands there."""
+
+    where: str
+    rule: str = ""
+
+    def moved(self, where: str) -> Place:
+        """Another line of the same rule."""
+        return Place(where, self.rule)
+
+    def refusal(self, text: str) -> RuleError:
+        """The error to raise, `where: rule: text`."""
+        return RuleError(": ".join(part for part in (self.where, self.rule, text) if part))
+
+
+def show(value: object) -> str:
+    """The value as a reader of the file knows it, on one line and cut to a sane length."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, str):
+        return repr(value if len(value) <= _SHOWN else value[:_SHOWN] + "…")
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
+
+
+def listing(words: Iterable[object], last: str = "or") -> str:
+    """`a, b or c`."""
+    texts = [str(word) for word in words]
+    if len(texts) < 2:
+        return "".join(texts)
+    return f"{', '.join(texts[:-1])} {last} {texts[-1]}"
+
+
+def closest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """The known words nearest to `word`, nearest first; letter case does not count."""
+    lowered = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word[:_SHOWN].lower(), lowered, n=count, cutoff=0.55)
+    return [lowered[name] for name in found]
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """` Did you mean 'x'?`, or nothing."""
+    near = closest(str(word), known)
+    return f" Did you mean {near[0]!r}?" if near else ""
