@@ -1,0 +1,200 @@
+"""How close a swapped model stays to the model it came from: on given text, and in what it writes.
+
+Letters: T tokens of the text, V entries of the vocabulary. Text is cut into windows that do not overlap; the
+first token of a window is context only, every other one is predicted from those before it in its window.
+Memory stays bounded by two windows of logits and `CHUNK_BYTES`, however long the text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ktinject.errors import OperatorError, PlanError
+
+CHUNK_BYTES = 64 << 20
+"""Bytes of one fp64 piece of logits; a few such pieces live at once."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Model b measured against model a on the same predictions.
+
+    tokens         predictions compared
+    mean_nats      mean of KL(a ‖ b) over them
+    p99_nats       its 99th percentile
+    top1           share of predictions whose most likely token is the same
+    perplexity_a, perplexity_b
+    """
+
+    tokens: int
+    mean_nats: float
+    p99_nats: float
+    top1: float
+    perplexity_a: float
+    perplexity_b: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Greedy continuations of the same prompts by two models.
+
+    prompts    how many
+    identical  prompts whose continuations are equal to the last token
+    tokens     tokens in the longer continuation of each prompt, in all
+    same       how many of those are equal, position by position
+    """
+
+    prompts: int
+    identical: int
+    tokens: int
+    same: int
+
+
+def perplexity(model: PreTrainedModel, ids: Tensor, *, window: int = 512) -> float:
+    """The perplexity of `model` on a text.
+
+    ids      [T] token ids, int64
+    window   tokens that the model sees at once
+    Returns  exp of the mean negative log-likelihood, in nats, of every predicted token
+    Raises   PlanError if text or window do not fit the model; OperatorError if a logit is not finite
+    """
+    total, count = 0.0, 0
+    for piece in _windows(model, ids, window):
+        logits = _logits(model, piece)
+        for rows, targets in zip(_chunks(logits), piece[1:].split(_chunk_rows(logits))):
+            total += _nll(_log_probabilities(rows), targets)
+            count += len(rows)
+    return math.exp(total / count)
+
+
+def divergence(a: PreTrainedModel, b: PreTrainedModel, ids: Tensor, *, window: int = 512) -> Divergence:
+    """Compare the next-token distributions of two models on a text, in fp64.
+
+    a, b     reference and candidate, with the same vocabulary
+    ids      [T] token ids, int64
+    window   tokens that the models see at once
+    Raises   PlanError if text, window or vocabularies do not fit; OperatorError if a logit is not finite
+    """
+    size_a, size_b = a.config.get_text_config().vocab_size, b.config.get_text_config().vocab_size
+    if size_a != size_b:
+        raise PlanError(
+            f"vocabularies of {size_a} and {size_b} tokens cannot be compared; they must be equal."
+        )
+    kl: list[Tensor] = []
+    same = 0
+    nll_a, nll_b = 0.0, 0.0
+    for piece in _windows(a, ids, window):
+        logits_a, logits_b = _logits(a, piece), _logits(b, piece)
+        for rows_a, rows_b, targets in zip(
+            _chunks(logits_a), _chunks(logits_b), piece[1:].split(_chunk_rows(logits_a))
+        ):
+            p, q = _log_probabilities(rows_a), _log_probabilities(rows_b).to(rows_a.device)
+            kl.append(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).cpu())
+            same += int((p.argmax(-1) == q.argmax(-1)).sum())
+            nll_a += _nll(p, targets)
+            nll_b += _nll(q, targets)
+    nats = torch.cat(kl).sort().values
+    count = len(nats)
+    return Divergence(
+        tokens=count,
+        mean_nats=float(nats.mean()),
+        p99_nats=float(nats[math.ceil(0.99 * count) - 1]),
+        top1=same / count,
+        perplexity_a=math.exp(nll_a / count),
+        perplexity_b=math.exp(nll_b / count),
+    )
+
+
+def greedy(model: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int) -> Iterator[list[int]]:
+    """The greedy continuation of each prompt, one prompt at a time.
+
+    prompts     token ids, [T] int64 each, T ≥ 1
+    new_tokens  at most this many; fewer where the model ends
+    Yields      the new tokens
+    Raises      PlanError if a prompt does not fit the model
+    """
+    for prompt in prompts:
+        if len(prompt) == 0:
+            raise PlanError("a prompt of no tokens cannot be continued. Give it at least one.")
+        _check_ids(model, prompt)
+        ids = prompt.to(model.device)[None]
+        # Sampling settings of the checkpoint would only draw a warning: greedy search reads none of them.
+        written = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            num_beams=1,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+        )
+        yield written[0, len(prompt) :].tolist()
+
+
+def greedy_agreement(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> Agreement:
+    """Compare what two models wrote, as `greedy` yields it, prompt by prompt."""
+    pairs = list(zip(a, b, strict=True))
+    return Agreement(
+        prompts=len(pairs),
+        identical=sum(list(x) == list(y) for x, y in pairs),
+        tokens=sum(max(len(x), len(y)) for x, y in pairs),
+        same=sum(i == j for x, y in pairs for i, j in zip(x, y)),
+    )
+
+
+def _check_ids(model: PreTrainedModel, ids: Tensor) -> None:
+    vocabulary = model.config.get_text_config().vocab_size
+    low, high = ids.aminmax()
+    if low < 0 or high >= vocabulary:
+        raise PlanError(
+            f"token ids from {int(low)} to {int(high)} do not fit a vocabulary of {vocabulary}. "
+            "Use the tokenizer that belongs to the model."
+        )
+
+
+def _windows(model: PreTrainedModel, ids: Tensor, window: int) -> Iterator[Tensor]:
+    """The text in windows, [≤ window] each; a last window of one token predicts nothing and is left out."""
+    if ids.dim() != 1 or len(ids) < 2:
+        raise PlanError(
+            f"text of shape {tuple(ids.shape)}: at least 2 token ids in one dimension are needed."
+        )
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or window
+    if not 2 <= window <= longest:
+        raise PlanError(f"window of {window} tokens: allowed is 2 to {longest}, what the model was made for.")
+    _check_ids(model, ids)
+    for piece in ids.split(window):
+        if len(piece) > 1:
+            yield piece
+
+
+def _logits(model: PreTrainedModel, piece: Tensor) -> Tensor:
+    """Logits of all predictions in a window, [len(piece) - 1, V]."""
+    with torch.inference_mode():
+        return model(input_ids=piece[None].to(model.device), use_cache=False).logits[0, :-1]
+
+
+def _chunk_rows(logits: Tensor) -> int:
+    return max(1, CHUNK_BYTES // (8 * logits.shape[-1]))
+
+
+def _chunks(logits: Tensor) -> tuple[Tensor, ...]:
+    return logits.split(_chunk_rows(logits))
+
+
+def _log_probabilities(rows: Tensor) -> Tensor:
+    if not rows.isfinite().all():
+        raise OperatorError("the model gave a logit that is not finite; nothing can be measured on it.")
+    return rows.double().log_softmax(-1)
+
+
+def _nll(log_probabilities: Tensor, targets: Tensor) -> float:
+    """Summed negative log-likelihood, in nats, of `targets` [rows]."""
+    return float(F.nll_loss(log_probabilities, targets.to(log_probabilities.device), reduction="sum"))

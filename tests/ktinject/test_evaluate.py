@@ -1,0 +1,137 @@
+"""ktinject.evaluate against the definitions written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ktinject import evaluate
+from ktinject.errors import OperatorError, PlanError
+
+
+@pytest.fixture(scope="module")
+def model(tiny_qwen3_moe):
+    return AutoModelForCausalLM.from_pretrained(tiny_qwen3_moe).eval()
+
+
+@pytest.fixture(scope="module")
+def other(tiny_qwen3_moe):
+    """The same model, slightly wrong."""
+    changed = AutoModelForCausalLM.from_pretrained(tiny_qwen3_moe).eval()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    return changed
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(256, (101,), generator=torch.Generator().manual_seed(2))
+
+
+def by_definition(model, ids, window):
+    """Log-probabilities [predictions, V] and targets, window by window."""
+    rows, targets = [], []
+    for start in range(0, len(ids), window):
+        piece = ids[start : start + window]
+        with torch.no_grad():
+            logits = model(piece[None]).logits[0].double()
+        for position in range(len(piece) - 1):
+            rows.append(logits[position] - logits[position].exp().sum().log())
+            targets.append(int(piece[position + 1]))
+    return torch.stack(rows), targets
+
+
+# 50 leaves a last window of one token, 64 a shorter one, 512 more than the text.
+@pytest.mark.parametrize("window", [2, 50, 64, 512])
+@pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
+def test_against_the_definition(model, other, ids, window, chunk_rows, monkeypatch):
+    monkeypatch.setattr(evaluate, "CHUNK_BYTES", chunk_rows * 257 * 8)
+    p, targets = by_definition(model, ids, window)
+    q, _ = by_definition(other, ids, window)
+    kl = (p.exp() * (p - q)).sum(-1)
+    count = len(targets)
+
+    def exp_nll(rows):
+        return math.exp(-sum(float(row[target]) for row, target in zip(rows, targets)) / count)
+
+    found = evaluate.divergence(model, other, ids, window=window)
+    assert found.tokens == count
+    assert found.mean_nats == pytest.approx(float(kl.mean()), rel=1e-4)
+    rank = max(1, math.ceil(0.99 * count))
+    assert found.p99_nats == pytest.approx(sorted(kl.tolist())[rank - 1], rel=1e-4)
+    assert found.top1 == float((p.argmax(-1) == q.argmax(-1)).double().mean())
+    assert found.perplexity_a == pytest.approx(exp_nll(p), rel=1e-5)
+    assert found.perplexity_b == pytest.approx(exp_nll(q), rel=1e-5)
+    assert evaluate.perplexity(other, ids, window=window) == pytest.approx(found.perplexity_b, rel=1e-12)
+
+
+def test_a_model_does_not_diverge_from_itself(model, ids):
+    found = evaluate.divergence(model, model, ids)
+    assert (found.mean_nats, found.p99_nats, found.top1) == (0.0, 0.0, 1.0)
+    assert found.perplexity_a == found.perplexity_b
+
+
+def test_greedy_is_the_argmax_chain(model, ids):
+    prompts = [ids[:5], ids[40:41]]
+    for prompt, written in zip(prompts, evaluate.greedy(model, prompts, 8)):
+        sequence = prompt
+        for _ in range(8):
+            with torch.no_grad():
+                token = model(sequence[None]).logits[0, -1].argmax()
+            sequence = torch.cat([sequence, token[None]])
+            if token == model.config.eos_token_id:
+                break
+        assert written == sequence[len(prompt) :].tolist()
+
+
+def test_agreement():
+    found = evaluate.greedy_agreement([[1, 2, 3], [4, 5], [6]], [[1, 2, 3], [4, 6], [6, 7]])
+    assert found == evaluate.Agreement(prompts=3, identical=1, tokens=7, same=5)
+    assert evaluate.greedy_agreement([], []) == evaluate.Agreement(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "window", "says"),
+    [
+        (torch.zeros(1, 8, dtype=torch.long), 8, "shape (1, 8)"),
+        (torch.zeros(1, dtype=torch.long), 8, "at least 2"),
+        (torch.zeros(8, dtype=torch.long), 1, "2 to 512"),
+        (torch.zeros(8, dtype=torch.long), 513, "2 to 512"),
+        (torch.full((8,), 257), 8, "vocabulary of 257"),
+        (torch.full((8,), -1), 8, "vocabulary of 257"),
+    ],
+)
+def test_refused_text(model, text, window, says):
+    for measure in (
+        lambda: evaluate.perplexity(model, text, window=window),
+        lambda: evaluate.divergence(model, model, text, window=window),
+    ):
+        with pytest.raises(PlanError) as caught:
+            measure()
+        assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("prompt", [torch.zeros(0, dtype=torch.long), torch.tensor([3, 257])])
+def test_refused_prompt(model, prompt):
+    with pytest.raises(PlanError):
+        list(evaluate.greedy(model, [prompt], 2))
+
+
+def test_refused_vocabularies(model, tiny_qwen3_moe, ids):
+    smaller = AutoModelForCausalLM.from_pretrained(tiny_qwen3_moe)
+    smaller.resize_token_embeddings(256)
+    with pytest.raises(PlanError, match="257 and 256"):
+        evaluate.divergence(model, smaller, ids)
+
+
+def test_refused_logits(tiny_qwen3_moe, ids):
+    broken = AutoModelForCausalLM.from_pretrained(tiny_qwen3_moe)
+    with torch.no_grad():
+        broken.lm_head.weight[7, 0] = torch.nan
+    with pytest.raises(OperatorError, match="not finite"):
+        evaluate.perplexity(broken, ids)
