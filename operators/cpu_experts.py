@@ -1,0 +1,268 @@
+"""Routed experts on the CPU, from weights packed in RAM, through ktinject's native kernels."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from ktinject import _native
+from ktinject.errors import OperatorError
+from ktinject.operators import routed_experts
+from ktinject.operators.base import Config, Operator, register_operator
+from ktinject.operators.routed_experts import ExpertsSpec
+
+if TYPE_CHECKING:
+    from ktinject.machine import Machine
+
+
+@dataclass(frozen=True)
+class CpuExpertsConfig(Config):
+    """Arguments of `cpu_experts` in a rule."""
+
+    weights: Literal["bf16", "int8", "int4"] = "bf16"
+    group_size: Literal[128, 64, 32] = 128  # inputs that share a scale; int4 only
+    kernel: str = "auto"  # or a row of the kernel table, which must then be able to run
+
+
+@register_operator("cpu_experts")
+class CpuExperts(Operator):
+    """Every routed-experts leaf with transformers' standard signature.
+
+    Weights are packed once, when loaded; activations are rounded to bf16, or quantised to int8 a token for int8 and
+    int4 weights, and summed in fp32. Inputs on another device are brought to the CPU and the result taken back.
+    """
+
+    Config = CpuExpertsConfig
+    per_expert = True
+
+    def __init__(self, spec: ExpertsSpec, config: CpuExpertsConfig) -> None:
+        super().__init__()
+        self.spec = spec
+        self.config = config
+        self.num_experts = spec.num_experts
+        try:
+            self.native = _native.Experts(
+                experts=spec.num_experts,
+                hidden_size=spec.hidden_size,
+                intermediate_size=spec.intermediate_size,
+                weights=config.weights,
+                group_size=config.group_size if config.weights == "int4" else 0,
+                has_gate=spec.has_gate,
+                has_bias=spec.has_bias,
+                activation=spec.activation,
+                alpha=spec.alpha,
+                gate_max=spec.gate_max,
+                up_limit=spec.up_limit,
+                up_offset=spec.up_offset,
+                kernel=config.kernel,
+            )
+        except ValueError as error:
+            raise OperatorError(f"cpu_experts: {error}") from None
+        self._loaded_dtype: torch.dtype | None = None
+        self._handle = next(_handles)
+        _experts[self._handle] = self
+
+    @classmethod
+    def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
+        if config.device not in ("auto", "cpu"):
+            return f"it computes on the CPU and was given device {config.device}"
+        spec = routed_experts.describe(module)
+        if isinstance(spec, str):
+            return spec
+        try:
+            cls(spec, config)
+        except OperatorError as error:
+            return str(error).removeprefix("cpu_experts: ").removesuffix(".")
+        return None
+
+    @classmethod
+    def build(cls, module: nn.Module, config: Any) -> Self:
+        spec = routed_experts.describe(module)
+        if isinstance(spec, str):
+            raise OperatorError(f"cpu_experts: {type(module).__name__} cannot be replaced: {spec}.")
+        return cls(spec, config)
+
+    def describe(self) -> dict[str, Any]:
+        many, few = self.native.kernels
+        weights = self.config.weights
+        return {
+            "weights": f"int4 group {self.config.group_size}" if weights == "int4" else weights,
+            "kernel": many if many == few else f"{many}, {few} for few rows",
+        }
+
+    def footprint(self) -> dict[str, int]:
+        return {"cpu": self.native.bytes}
+
+    def wants(self) -> dict[str, tuple[int, ...]]:
+        return routed_experts.wants(self.spec)
+
+    def allocate(self) -> None:
+        try:
+            self.native.allocate()
+        except MemoryError:
+            raise OperatorError(
+                f"cpu_experts: no room for {self.native.bytes / 2**30:.1f} GiB of packed experts. "
+                "Choose smaller weights (int8, int4) or a machine with more memory."
+            ) from None
+
+    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
+        if self._loaded_dtype is None:
+            self._loaded_dtype = tensor.dtype
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            tensor = tensor.float()
+        for projection, e, view in routed_experts.views(self.spec, name, tensor.detach(), expert, part):
+            try:
+                if projection.endswith("_bias"):
+                    self.native.load_bias(projection.removesuffix("_bias"), e, view)
+                else:
+                    self.native.load(projection, e, view)
+            except ValueError as error:
+                raise OperatorError(f"{name}: {error}. Check the checkpoint.") from None
+
+    def finish(self) -> None:
+        limit = 20
+        absent = self.native.absent(limit + 1)
+        if absent:
+            more = ", …" if len(absent) > limit else ""
+            raise OperatorError(f"cpu_experts: never loaded: {', '.join(absent[:limit])}{more}.")
+
+    def is_lossless(self) -> bool:
+        return self.config.weights == "bf16" and self._loaded_dtype == torch.bfloat16
+
+    def unpack(self, name: str, expert: int | None = None) -> Tensor:
+        """The fp32 weights of parameter `name` in the replaced module's own layout; of one expert if given."""
+        shape = routed_experts.wants(self.spec)[name]
+        experts = range(self.num_experts) if expert is None else [expert]
+        whole = torch.empty((len(experts), *shape[1:]), dtype=torch.float32)
+        for row, e in enumerate(experts):
+            for projection, _, view in routed_experts.views(self.spec, name, whole[row], e, None):
+                value = torch.empty(view.shape, dtype=torch.float32)
+                if projection.endswith("_bias"):
+                    self.native.unpack_bias(projection.removesuffix("_bias"), e, value)
+                else:
+                    self.native.unpack(projection, e, value)
+                view.copy_(value)
+        return whole if expert is None else whole[0]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [m, hidden], top_k_index and top_k_weights [m, t] → [m, hidden], dtype and device as given.
+
+        Ids of -1 and num_experts are skipped. Raises OperatorError for any other id that is no expert.
+        """
+        needs_graph = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
+        if torch.compiler.is_compiling() or needs_graph:
+            return experts_op(hidden_states, top_k_index, top_k_weights, self._handle)
+        return self.compute(hidden_states, top_k_index, top_k_weights)
+
+    def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """forward without autograd: one native call, the GIL released."""
+        x = hidden_states.detach().to("cpu").contiguous()
+        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            x = x.float()
+        index = top_k_index.to("cpu").contiguous()
+        if index.dtype not in (torch.int64, torch.int32):
+            index = index.long()
+        weights = top_k_weights.detach().to("cpu", torch.float32).contiguous()
+        out = torch.empty_like(x)
+        try:
+            self.native.forward(x, index, weights, out)
+        except (IndexError, ValueError) as error:
+            raise OperatorError(f"cpu_experts: {error}.") from None
+        return out.to(hidden_states.device, hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        return (
+            f"{spec.num_experts} experts, {spec.hidden_size} → {spec.intermediate_size} → {spec.hidden_size}, "
+            f"{self.describe()['weights']}, {self.native.kernels[0]}"
+        )
+
+
+# The custom op carries a number in its schema, since a traced graph cannot hold a Python object.
+_handles = itertools.count(1)
+_experts: weakref.WeakValueDictionary[int, CpuExperts] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op(
+    "ktinject::experts",
+    mutates_args=(),
+    schema="(Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, int handle) -> Tensor",
+)
+def experts_op(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, handle: int) -> Tensor:
+    return _experts[handle].compute(hidden_states, top_k_index, top_k_weights)
+
+
+@experts_op.register_fake
+def _(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, handle: int) -> Tensor:
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
+    *tensors, ctx.handle = inputs
+    ctx.save_for_backward(*tensors)
+
+
+@torch.library.custom_op(
+    "ktinject::experts_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, int handle) -> (Tensor, Tensor)",
+)
+def experts_backward_op(
+    grad: Tensor, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, handle: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients for hidden states and routing weights; the experts are frozen.
+
+    Each expert that was hit is unpacked to fp32 and recomputed: the gradients are those of the dequantised weights.
+    """
+    operator = _experts[handle]
+    spec = operator.spec
+    shapes = routed_experts.wants(spec)
+    grad_x = torch.zeros_like(hidden_states, dtype=torch.float32, memory_format=torch.contiguous_format)
+    grad_weights = torch.zeros_like(top_k_weights, dtype=torch.float32, memory_format=torch.contiguous_format)
+    for e in top_k_index.unique().tolist():
+        if not 0 <= e < spec.num_experts:
+            continue
+        parts = {
+            projection: view
+            for name in shapes
+            for projection, _, view in routed_experts.views(
+                spec, name, operator.unpack(name, e).to(hidden_states.device), e, None
+            )
+        }
+
+        def project(projection: str, value: Tensor, parts: dict[str, Tensor] = parts) -> Tensor:
+            return nn.functional.linear(value, parts[projection], parts.get(f"{projection}_bias"))
+
+        tokens, slots = torch.where(top_k_index == e)
+        with torch.enable_grad():
+            rows = hidden_states[tokens].detach().float().requires_grad_()
+            scale = top_k_weights[tokens, slots].detach().float().requires_grad_()
+            gate = project("gate", rows) if spec.has_gate else None
+            y = project("down", routed_experts.activate(spec, gate, project("up", rows))) * scale[:, None]
+            grad_rows, grad_scale = torch.autograd.grad(y, (rows, scale), grad[tokens].float())
+        grad_x.index_add_(0, tokens, grad_rows)
+        grad_weights[tokens, slots] = grad_scale
+    return grad_x.to(hidden_states.dtype), grad_weights.to(top_k_weights.dtype)
+
+
+@experts_backward_op.register_fake
+def _(
+    grad: Tensor, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, handle: int
+) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_like(hidden_states, memory_format=torch.contiguous_format),
+        torch.empty_like(top_k_weights, memory_format=torch.contiguous_format),
+    )
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None]:
+    grad_x, grad_weights = experts_backward_op(grad, *ctx.saved_tensors, ctx.handle)
+    return grad_x, None, grad_weights, None
+
+
+experts_op.register_autograd(_backward, setup_context=_save)
