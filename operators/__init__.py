@@ -1,1 +1,6 @@
+"""The operators that rules can name. Importing an operator's file registers it: one line each."""
 
+from ktinject.operators.base import REGISTRY, Config, Operator, register_operator
+from ktinject.operators import keep  # isort: skip
+
+__all__ = ["REGISTRY", "Config", "Operator", "keep", "register_operator"]

@@ -1,0 +1,144 @@
+"""What an operator is: the contract between the engine and the modules it swaps in.
+
+An operator takes the place of one module of the model and keeps its call signature. It holds no `Parameter` and no
+buffer of its own: its weights live in a native object, filled piece by piece from the checkpoint. Whatever it does not
+compute itself (a router, a norm) it keeps as a child, under the child's old name, and transformers loads that as it
+always did.
+
+The engine calls, in this order: `supports`, `build`, then `describe`, `footprint` and `wants` (the plan), and only
+when the whole plan stands `allocate`, `load` for every piece, `finish`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
+
+from torch import Tensor, nn
+
+from ktinject.errors import OperatorError
+
+if TYPE_CHECKING:
+    from ktinject.machine import Machine
+
+
+@dataclass(frozen=True)
+class Config:
+    """The arguments of an operator in a rule; subclassed per operator, the annotations check the YAML."""
+
+    device: str = "auto"  # where the operator computes, whatever device its inputs are on
+
+
+class Operator(nn.Module, ABC):
+    """Base of all operators; see the module's docstring for the order of calls."""
+
+    name: ClassVar[str]  # set by `register_operator`
+    Config: ClassVar[type] = Config
+    replaces: ClassVar[bool] = True  # False only for `keep`
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)  # where the module may stand, preferred first
+    per_expert: ClassVar[bool] = False  # dimension 0 of all it wants is the expert: load() gets one at a time
+    keeps: ClassVar[tuple[str, ...]] = ()  # direct children it keeps; rules may replace what is inside these
+
+    @classmethod
+    def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
+        """The reason why this module cannot be replaced, as a sentence without its full stop, or None."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def build(cls, module: nn.Module, config: Any) -> Self:
+        """An operator for `module`, which may be on meta. Allocates nothing big and changes nothing.
+
+        config   an instance of `cls.Config` whose `device` is resolved: "cpu" or "cuda:<n>"
+        """
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What will run, for the plan: at least "kernel" and "weights"; what replaces something asked for, too."""
+
+    @abstractmethod
+    def footprint(self) -> dict[str, int]:
+        """Bytes per device after `finish`, exact, known before anything is allocated."""
+
+    @abstractmethod
+    def wants(self) -> dict[str, tuple[int, ...]]:
+        """What `load` takes: parameter name relative to the replaced module → shape of the whole parameter."""
+
+    def allocate(self) -> None:
+        """Take the memory. Called once, after every refusal has had its chance."""
+
+    @abstractmethod
+    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
+        """Take one piece of the parameter `name`, in any order; pack it and keep no reference to it.
+
+        tensor   on the CPU, in the checkpoint's float dtype
+        expert   the index along dimension 0 that the tensor is; None: all of them
+        part     which of the parts concatenated along the output dimension (0 gate, 1 up); None: all of them
+        """
+
+    def finish(self) -> None:
+        """Called after the last `load`. Raises OperatorError if something is absent."""
+
+    def unpack(self, name: str, expert: int | None = None) -> Tensor:
+        """The dequantised fp32 weights of `name` (of one expert), for tests, gradients and saving."""
+        raise OperatorError(f"{self.name}: {name} cannot be unpacked; this operator keeps no way back.")
+
+    def is_lossless(self) -> bool:
+        """Whether `unpack`, rounded to the dtype that was loaded, gives what was loaded bit by bit."""
+        return False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise OperatorError(
+            f"{self.name}: a swapped module cannot be copied, its weights live outside of PyTorch. "
+            "Build a second model on meta and call ktinject.optimize on it."
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise OperatorError(
+            f"{self.name}: a swapped module cannot be pickled, its weights live outside of PyTorch. "
+            "Keep the checkpoint folder and the rules, and call ktinject.load in the other process."
+        )
+
+
+REGISTRY: dict[str, type[Operator]] = {}
+
+AnyOperator = TypeVar("AnyOperator", bound=type[Operator])
+
+
+def register_operator(name: str) -> Callable[[AnyOperator], AnyOperator]:
+    """Class decorator: make an operator known to rules as `operator: <name>`.
+
+    Raises OperatorError if the name is taken or odd, or the class does not keep the contract
+    """
+
+    def register(cls: AnyOperator) -> AnyOperator:
+        if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+            raise OperatorError(f"operator name {name!r}: use lower-case letters, digits and underscores.")
+        if name in REGISTRY:
+            taken = f"{REGISTRY[name].__module__}.{REGISTRY[name].__qualname__}"
+            raise OperatorError(f"operator {name!r} is already {taken}. Choose another name.")
+        fault = _fault(cls)
+        if fault:
+            raise OperatorError(f"operator {name!r}: {fault}.")
+        cls.name = name
+        REGISTRY[name] = cls
+        return cls
+
+    return register
+
+
+def _fault(cls: type) -> str | None:
+    """How a class breaks the contract."""
+    if not (isinstance(cls, type) and issubclass(cls, Operator)):
+        return f"{cls!r} is not a subclass of ktinject.operators.Operator"
+    if inspect.isabstract(cls):
+        return f"{cls.__qualname__} does not define {', '.join(sorted(cls.__abstractmethods__))}"
+    if cls.replaces and cls.forward is nn.Module.forward:
+        return f"{cls.__qualname__} does not define forward"
+    if not (isinstance(cls.Config, type) and issubclass(cls.Config, Config) and is_dataclass(cls.Config)):
+        return f"{cls.__qualname__}.Config is not a dataclass derived from ktinject.operators.Config"
+    return None
