@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import weakref
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -33,8 +35,9 @@ class CpuExpertsConfig(Config):
 class CpuExperts(Operator):
     """Every routed-experts leaf with transformers' standard signature.
 
-    Weights are packed once, when loaded; activations are rounded to bf16, or quantised to int8 a token for int8 and
-    int4 weights, and summed in fp32. Inputs on another device are brought to the CPU and the result taken back.
+    Weights are packed once, when loaded. Activations are rounded to bf16, or for int8 and int4 weights quantised
+    to int8 with a scale a token; sums are fp32. Inputs on another device are brought to the CPU and the result is
+    taken back.
     """
 
     Config = CpuExpertsConfig
@@ -135,7 +138,7 @@ class CpuExperts(Operator):
         return self.config.weights == "bf16" and self._loaded_dtype == torch.bfloat16
 
     def unpack(self, name: str, expert: int | None = None) -> Tensor:
-        """The fp32 weights of parameter `name` in the replaced module's own layout; of one expert if given."""
+        """The fp32 weights of parameter `name` in the replaced module's layout; of one expert if given."""
         shape = routed_experts.wants(self.spec)[name]
         experts = range(self.num_experts) if expert is None else [expert]
         whole = torch.empty((len(experts), *shape[1:]), dtype=torch.float32)
@@ -150,7 +153,7 @@ class CpuExperts(Operator):
         return whole if expert is None else whole[0]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [m, hidden], top_k_index and top_k_weights [m, t] → [m, hidden], dtype and device as given.
+        """hidden_states [m, hidden], top_k_index and top_k_weights [m, t] → [m, hidden], dtype and device kept.
 
         Ids of -1 and num_experts are skipped. Raises OperatorError for any other id that is no expert.
         """
@@ -177,10 +180,10 @@ class CpuExperts(Operator):
 
     def extra_repr(self) -> str:
         spec = self.spec
-        return (
-            f"{spec.num_experts} experts, {spec.hidden_size} → {spec.intermediate_size} → {spec.hidden_size}, "
-            f"{self.describe()['weights']}, {self.native.kernels[0]}"
+        shape = (
+            f"{spec.num_experts} experts, {spec.hidden_size} → {spec.intermediate_size} → {spec.hidden_size}"
         )
+        return f"{shape}, {self.describe()['weights']}, {self.native.kernels[0]}"
 
 
 # The custom op carries a number in its schema, since a traced graph cannot hold a Python object.
@@ -210,44 +213,73 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) 
 @torch.library.custom_op(
     "ktinject::experts_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, int handle) -> (Tensor, Tensor)",
+    schema="(Tensor grad, Tensor hidden_states, Tensor top_k_index, Tensor top_k_weights, int handle)"
+    " -> (Tensor, Tensor)",
 )
 def experts_backward_op(
     grad: Tensor, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, handle: int
 ) -> tuple[Tensor, Tensor]:
     """Gradients for hidden states and routing weights; the experts are frozen.
 
-    Each expert that was hit is unpacked to fp32 and recomputed: the gradients are those of the dequantised weights.
+    Each expert that was hit is unpacked to fp32 and recomputed: gradients are those of the dequantised weights.
     """
     operator = _experts[handle]
     spec = operator.spec
-    shapes = routed_experts.wants(spec)
     grad_x = torch.zeros_like(hidden_states, dtype=torch.float32, memory_format=torch.contiguous_format)
     grad_weights = torch.zeros_like(top_k_weights, dtype=torch.float32, memory_format=torch.contiguous_format)
     for e in top_k_index.unique().tolist():
         if not 0 <= e < spec.num_experts:
             continue
         parts = {
-            projection: view
-            for name in shapes
-            for projection, _, view in routed_experts.views(
-                spec, name, operator.unpack(name, e).to(hidden_states.device), e, None
-            )
+            projection: view.to(hidden_states.device)
+            for name in routed_experts.wants(spec)
+            for projection, _, view in routed_experts.views(spec, name, operator.unpack(name, e), e, None)
         }
-
-        def project(projection: str, value: Tensor, parts: dict[str, Tensor] = parts) -> Tensor:
-            return nn.functional.linear(value, parts[projection], parts.get(f"{projection}_bias"))
-
         tokens, slots = torch.where(top_k_index == e)
-        with torch.enable_grad():
-            rows = hidden_states[tokens].detach().float().requires_grad_()
-            scale = top_k_weights[tokens, slots].detach().float().requires_grad_()
-            gate = project("gate", rows) if spec.has_gate else None
-            y = project("down", routed_experts.activate(spec, gate, project("up", rows))) * scale[:, None]
-            grad_rows, grad_scale = torch.autograd.grad(y, (rows, scale), grad[tokens].float())
+        rows = hidden_states[tokens].float()
+        grad_y = grad[tokens].float()
+        up = nn.functional.linear(rows, parts["up"], parts.get("up_bias"))
+        gate = nn.functional.linear(rows, parts["gate"], parts.get("gate_bias")) if spec.has_gate else None
+        y = nn.functional.linear(
+            routed_experts.activate(spec, gate, up), parts["down"], parts.get("down_bias")
+        )
+        grad_weights[tokens, slots] = (grad_y * y).sum(-1)
+        grad_h = (grad_y * top_k_weights[tokens, slots, None].float()) @ parts["down"]
+        gate_slope, up_slope = _slopes(spec, gate, up)
+        grad_rows = (grad_h * up_slope) @ parts["up"]
+        if gate_slope is not None:
+            grad_rows += (grad_h * gate_slope) @ parts["gate"]
         grad_x.index_add_(0, tokens, grad_rows)
-        grad_weights[tokens, slots] = grad_scale
     return grad_x.to(hidden_states.dtype), grad_weights.to(top_k_weights.dtype)
+
+
+def _slopes(spec: ExpertsSpec, gate: Tensor | None, up: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Derivatives of `routed_experts.activate` by gate and up, each [m, n]. Autograd does not reach into an op."""
+
+    def act_slope(x: Tensor) -> Tensor:
+        inside = x <= spec.gate_max
+        x = x.clamp(max=spec.gate_max)
+        if spec.activation == "silu":
+            s = torch.sigmoid(spec.alpha * x)
+            slope = s + spec.alpha * x * s * (1 - s)
+        elif spec.activation in ("gelu", "gelu_tanh"):
+            kind = "none" if spec.activation == "gelu" else "tanh"
+            slope = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=kind)
+        elif spec.activation == "relu":
+            slope = (x > 0).float()
+        elif spec.activation == "relu2":
+            slope = 2 * x.clamp(min=0)
+        else:
+            slope = torch.ones_like(x)
+        return slope * inside
+
+    if gate is None:
+        return None, act_slope(up)
+    linear = up.clamp(-spec.up_limit, spec.up_limit) + spec.up_offset
+    up_slope = routed_experts.activate(
+        dataclasses.replace(spec, up_offset=1.0, up_limit=inf), gate, torch.zeros_like(up)
+    )
+    return act_slope(gate) * linear, up_slope * (up.abs() <= spec.up_limit)
 
 
 @experts_backward_op.register_fake
