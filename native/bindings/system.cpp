@@ -1,8 +1,10 @@
 // What the machine can do, and how many threads may do it.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "bindings/subjects.hpp"
 #include "moe/kernels/table.hpp"
+#include "runtime/ceilings.hpp"
 #include "runtime/cpu_features.hpp"
 #include "runtime/thread_pool.hpp"
 
@@ -44,6 +46,11 @@ void init_system(nb::module_& m) {
   m.def("default_threads", &default_threads, "min(CPU affinity, cgroup quota).");
   m.def("set_threads", &set_threads, nb::arg("threads"), "Threads that compute, the caller included; 0: default_threads().");
   m.def("threads", [] { return pool()->threads(); }, "Threads in use.");
+  m.def("read_bandwidth", &read_bandwidth, nb::arg("bytes_per_thread"), nb::call_guard<nb::gil_scoped_release>(),
+        "Bytes a second that all threads read together, measured now.");
+  m.def("multiply_units", &multiply_units, "Multiply units of this CPU.");
+  m.def("multiply_rate", &multiply_rate, nb::arg("unit"), nb::call_guard<nb::gil_scoped_release>(),
+        "Operations a second of all threads on one unit, operands in registers, measured now.");
   m.def("cuda_built", [] { return false; }, "Whether the CUDA parts were compiled in.");
 }
 
