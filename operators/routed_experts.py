@@ -44,7 +44,7 @@ class ExpertsSpec:
     """The shape and the arithmetic of one routed-experts leaf.
 
     hidden_size is the leaf's input and output width, which need not be the model's: the experts of nemotron_h
-    may work on a narrower latent. Without a gate there are only up and down, and h = act(min(up, gate_max)).
+    may work on a narrower latent. Without a gate there are only up and down, and h = act(up).
     """
 
     num_experts: int
@@ -144,7 +144,7 @@ def views(
 def activate(spec: ExpertsSpec, gate: Tensor | None, up: Tensor) -> Tensor:
     """The intermediate [m, n] from the gate (None where the leaf has none) and up projections [m, n]."""
     if gate is None:
-        return _act(spec.activation, spec.alpha, up.clamp(max=spec.gate_max))
+        return _act(spec.activation, spec.alpha, up)
     up = up.clamp(-spec.up_limit, spec.up_limit) + spec.up_offset
     return _act(spec.activation, spec.alpha, gate.clamp(max=spec.gate_max)) * up
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 
 import torch
-from ktinject.operators.routed_experts import ExpertsSpec, views, wants
 from torch import Tensor, nn
+
+from ktinject.operators.routed_experts import ExpertsSpec, views, wants
 
 # Relative error ‖out - reference‖ / ‖reference‖ against the ORIGINAL weights, Gaussian weights and inputs.
 # The two layers, gate·up and down, each add an error of about the same size.
@@ -20,17 +21,18 @@ TOLERANCE = {
     "int8": 3e-2,
     # Steps of about amax / 7.5: the more values share a scale, the greater their amax, and the step with it.
     "int4_g32": 0.17,
-    "int4_g64": 0.19,
+    "int4_g64": 0.20,
     "int4_g128": 0.21,
 }
 
-# The same against the weights that the operator unpacks: the rounding of the activations remains. Seen with
-# the formulas below: bf16 1.7e-3, int8 activations 2.0e-2.
-KERNEL_TOLERANCE = {"bf16": 4e-3, "int8": 2.5e-2, "int4_g32": 2.5e-2, "int4_g64": 2.5e-2, "int4_g128": 2.5e-2}
+# The same against the weights that the operator unpacks: the rounding of the activations remains. Seen at the
+# most: bf16 3.7e-3, int8 activations 2.2e-2.
+KERNEL_TOLERANCE = {"bf16": 5e-3, "int8": 2.5e-2, "int4_g32": 2.5e-2, "int4_g64": 2.5e-2, "int4_g128": 2.5e-2}
 
-# The same with a reference that rounds its activations as the kernels do: what remains is the order of the
-# fp32 sums, and the few intermediates that it carries across a rounding boundary.
-EMULATED_TOLERANCE = {"bf16": 1e-3, "int8": 2e-3, "int4_g32": 2e-3, "int4_g64": 2e-3, "int4_g128": 2e-3}
+# The same with a reference that rounds its activations as the kernels do: what remains is the order of fp32
+# sums, and the few intermediates that it carries across a rounding boundary, by a whole step. Seen at the
+# most: bf16 1e-7, int8 activations 2.0e-3.
+EMULATED_TOLERANCE = {"bf16": 3e-4, "int8": 3e-3, "int4_g32": 3e-3, "int4_g64": 3e-3, "int4_g128": 3e-3}
 
 
 def relative_error(found: Tensor, want: Tensor) -> float:
@@ -64,15 +66,18 @@ def experts(
     spec: ExpertsSpec,
     activations: str = "exact",
 ) -> Tensor:
-    """The output [m, hidden] in fp64, one token and one expert at a time; differentiable.
+    """The output [m, hidden] in fp64, one token and one expert at a time; exact ones are differentiable.
 
     x              [m, hidden]
     top_k_index    [m, t]; -1 and num_experts are skipped
     top_k_weights  [m, t]
     weights        as `weights_of` gives them
-    activations    exact, or what kernels round the input and the intermediate to: bf16, int8 (per token)
+    activations    exact, or what kernels round input and intermediate to: bf16, or int8 with a scale per row
+                   (the intermediate by way of bf16)
     """
-    x, top_k_weights = round_activations(x.double(), activations), top_k_weights.double()
+    x, top_k_weights = x.double(), top_k_weights.double()
+    if activations != "exact":
+        x = to_bf16(x) if activations == "bf16" else to_int8(x)
 
     def project(projection: str, e: int, row: Tensor) -> Tensor:
         out = weights[projection][e] @ row
@@ -87,7 +92,9 @@ def experts(
                 continue
             up = project("up", e, x[token])
             gate = project("gate", e, x[token]) if spec.has_gate else None
-            h = round_activations(intermediate(gate, up, spec), activations)
+            h = intermediate(gate, up, spec)
+            if activations != "exact":
+                h = to_bf16(h) if activations == "bf16" else to_int8(to_bf16(h))
             out = out + top_k_weights[token, slot] * project("down", e, h)
         rows.append(out)
     return torch.stack(rows) if rows else x.new_zeros(0, spec.hidden_size)
@@ -95,7 +102,7 @@ def experts(
 
 def intermediate(gate: Tensor | None, up: Tensor, spec: ExpertsSpec) -> Tensor:
     """What the down projection sees."""
-    z = torch.clamp(up if gate is None else gate, max=spec.gate_max)
+    z = up if gate is None else torch.clamp(gate, max=spec.gate_max)
     if spec.activation == "silu":
         h = z / (1 + torch.exp(-spec.alpha * z))
     elif spec.activation == "gelu":
@@ -109,15 +116,14 @@ def intermediate(gate: Tensor | None, up: Tensor, spec: ExpertsSpec) -> Tensor:
     return h * (torch.clamp(up, -spec.up_limit, spec.up_limit) + spec.up_offset)
 
 
-def round_activations(x: Tensor, to: str) -> Tensor:
-    """Round as the kernels do; gradients pass as if nothing had happened."""
-    if to == "exact":
-        return x
-    if to == "bf16":
-        rounded = x.detach().float().bfloat16()
-    else:
-        rounded = dequantise_rows(*quantise_int8_rows(x.detach()))
-    return x + (rounded.double() - x.detach())
+def to_bf16(x: Tensor) -> Tensor:
+    """Rounded to bf16, in fp64."""
+    return x.float().bfloat16().double()
+
+
+def to_int8(x: Tensor) -> Tensor:
+    """Rounded to int8 with one scale per row, in fp64."""
+    return dequantise_rows(*quantise_int8_rows(x)).double()
 
 
 def quantise_int8_rows(w: Tensor) -> tuple[Tensor, Tensor]:

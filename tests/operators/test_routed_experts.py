@@ -19,12 +19,12 @@ import pytest
 import reference
 import torch
 import transformers
-from ktinject.operators.routed_experts import ExpertsSpec, describe, views, wants
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 from ktinject.errors import OperatorError
+from ktinject.operators.routed_experts import ExpertsSpec, describe, views, wants
 
 torch.set_num_threads(1)
 
@@ -300,6 +300,44 @@ def test_activation_is_recognised(act: Any, activation: str, alpha: float, gate_
 )
 def test_activation_is_refused(act: str) -> None:
     assert "its gate is none of" in refusal(own(act))
+
+
+@use_experts_implementation(has_gate=False)
+class NoGate(nn.Module):
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up_proj = nn.Parameter(torch.randn(4, 28, 20))
+        self.down_proj = nn.Parameter(torch.randn(4, 20, 28))
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for e in top_k_index.unique().tolist():
+            token, slot = torch.where(top_k_index == e)
+            h = self.act_fn(hidden[token] @ self.up_proj[e].T) @ self.down_proj[e].T
+            out.index_add_(0, token, h * top_k_weights[token, slot, None])
+        return out
+
+
+@pytest.mark.parametrize(
+    "act,activation", [("silu", "silu"), ("gelu", "gelu"), ("relu2", "relu2"), ("linear", "identity")]
+)
+def test_activation_without_a_gate(act: str, activation: str) -> None:
+    module = own(act, NoGate)
+    spec = described(module)
+    assert (spec.has_gate, spec.activation, spec.hidden_size, spec.intermediate_size) == (
+        False,
+        activation,
+        20,
+        28,
+    )
+    assert_reference_is(module, spec)
+
+
+@pytest.mark.parametrize("act", ["relu6", "tanh"])
+def test_activation_without_a_gate_is_refused(act: str) -> None:
+    assert "its gate is none of" in refusal(own(act, NoGate))
 
 
 def softcapped(x: Tensor) -> Tensor:
