@@ -1,20 +1,18 @@
-"""What this machine has, and what ktinject will use of it.
+"""What this machine has: /proc, /sys, the native core and torch, read once into a `Machine`.
 
-`detect` reads /proc, /sys, the native core and torch; `doctor` explains the outcome. Nothing is assumed about
-the shape of the machine: node ids may have gaps, nodes may hold memory and no CPU, /sys may be absent.
+Nothing is assumed about its shape: node ids may have gaps, nodes may hold memory and no CPU, /sys may be
+absent.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import re
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ktinject import env
 
@@ -31,12 +29,19 @@ class Node:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A row of the native kernel table; `reason` says why it is not available, else it is empty."""
+    """A row of the native kernel table.
+
+    weights    the format it multiplies by
+    isa        the instruction sets it needs, separated by spaces
+    available  it can run here; `reason` says why not
+    automatic  it is chosen where no kernel is named
+    """
 
     name: str
     weights: str
     isa: str
     available: bool
+    automatic: bool
     reason: str
 
 
@@ -271,164 +276,3 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         gpus.append(Gpu(index, name, total, free, capability))
     return tuple(gpus), ""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report: what is there, what is used of it, and why not all."""
-
-    subject: str
-    has: str
-    uses: str
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class Report:
-    """What the machine has and what ktinject uses of it. `str(report)` is a table."""
-
-    machine: Machine
-    findings: tuple[Finding, ...]
-
-    def __rich__(self) -> Any:
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("", no_wrap=True, style="bold")
-        for title in ("this machine has", "ktinject uses", "because"):
-            table.add_column(title, overflow="fold")
-        for finding in self.findings:
-            table.add_row(finding.subject, finding.has, finding.uses, finding.reason)
-        return table
-
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        text = io.StringIO()
-        Console(file=text, width=120, color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists, dicts, numbers and strings, ready for JSON."""
-        return {"machine": asdict(self.machine), "findings": [asdict(finding) for finding in self.findings]}
-
-
-def doctor(machine: Machine | None = None) -> Report:
-    """Say what the machine has, what ktinject uses of it, and the reason for everything it leaves unused.
-
-    machine  a reading to explain; by default one is taken now
-    Raises   PlanError or OperatorError for a bad environment variable
-    """
-    machine = machine or detect()
-    return Report(
-        machine,
-        (
-            _explain_cpu(machine),
-            _explain_memory(machine),
-            _explain_nodes(machine),
-            _explain_huge_pages(machine),
-            _explain_features(machine),
-            *_explain_kernels(machine),
-            _explain_gpus(machine),
-            Finding(
-                "versions",
-                ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
-                "all",
-            ),
-        ),
-    )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
-
-
-def _explain_cpu(machine: Machine) -> Finding:
-    reasons = []
-    if len(machine.cpus) < machine.cpu_count:
-        reasons.append(f"the affinity mask leaves {len(machine.cpus)} of {machine.cpu_count} CPUs")
-    if machine.cpu_quota is not None:
-        reasons.append(f"the cgroup quota is {machine.cpu_quota:g} CPUs")
-    if env.settings().threads:
-        reasons.append(f"KTINJECT_THREADS={machine.threads}")
-    has = f"{machine.cpu}, {machine.cpu_count} logical CPUs"
-    return Finding("CPU", has, f"{machine.threads} threads", "; ".join(reasons))
-
-
-def _explain_memory(machine: Machine) -> Finding:
-    limit = machine.memory_limit_bytes
-    reason = "" if limit is None else f"the cgroup limit is {_gib(limit)}"
-    return Finding(
-        "memory", _gib(machine.memory_bytes), f"{_gib(machine.memory_available_bytes)} available", reason
-    )
-
-
-def _explain_nodes(machine: Machine) -> Finding:
-    has = "; ".join(f"node {n.id}: {len(n.cpus)} CPUs, {_gib(n.memory_bytes)}" for n in machine.nodes)
-    usable = machine.usable_nodes
-    reasons = [
-        f"node {node.id} has "
-        + ("no CPU that the affinity mask leaves us" if node.cpus else "memory and no CPU")
-        for node in machine.nodes
-        if node not in usable
-    ]
-    if machine.virtual_nodes:
-        return Finding(
-            "NUMA", has, f"{machine.virtual_nodes} virtual nodes", f"KTINJECT_NUMA={machine.virtual_nodes}"
-        )
-    return Finding(
-        "NUMA", has, ", ".join(f"node {node.id}" for node in usable) or "no node", "; ".join(reasons)
-    )
-
-
-def _explain_huge_pages(machine: Machine) -> Finding:
-    if machine.huge_pages in ("always", "madvise"):
-        return Finding("huge pages", f"transparent: {machine.huge_pages}", "for packed weights")
-    return Finding(
-        "huge pages",
-        f"transparent: {machine.huge_pages}",
-        "4 KiB pages",
-        "the kernel has no transparent huge pages"
-        if machine.huge_pages == "absent"
-        else "/sys/kernel/mm/transparent_hugepage/enabled says never",
-    )
-
-
-def _explain_features(machine: Machine) -> Finding:
-    has = [name for name, there in machine.cpu_features.items() if there]
-    lacks = [name for name, there in machine.cpu_features.items() if not there]
-    reason = f"not usable: {', '.join(lacks)}" if lacks else ""
-    if machine.amx_permission.startswith("refused"):
-        reason += f"; the kernel {machine.amx_permission} AMX, so AVX-512 does its work"
-    return Finding("instructions", ", ".join(has) or "none of those we have kernels for", "all", reason)
-
-
-def _explain_kernels(machine: Machine) -> Iterator[Finding]:
-    """For each weight format the row that will run, and why the better ones do not."""
-    forced = env.settings().kernel
-    for weights in dict.fromkeys(row.weights for row in machine.kernels):
-        rows = [row for row in machine.kernels if row.weights == weights]
-        chosen = next((row for row in rows if row.name == forced), None)
-        reasons = [f"KTINJECT_KERNEL={forced}"] if chosen else []
-        if chosen is None:
-            chosen = next((row for row in rows if row.available), None)
-            better = rows[: rows.index(chosen)] if chosen else rows
-            reasons = [f"{row.name}: {row.reason}" for row in better]
-        names = ", ".join(row.name for row in rows if row.available)
-        yield Finding(f"{weights} weights", names, chosen.name if chosen else "none", "; ".join(reasons))
-
-
-def _explain_gpus(machine: Machine) -> Finding:
-    if not machine.gpus:
-        return Finding("GPU", "none", "the CPU for everything", machine.no_gpu)
-    has = "; ".join(
-        f"cuda:{gpu.index} {gpu.name}, {_gib(gpu.memory_bytes)}, {_gib(gpu.free_bytes)} free, "
-        f"sm_{gpu.capability[0]}{gpu.capability[1]}"
-        for gpu in machine.gpus
-    )
-    if machine.cuda_built:
-        return Finding("GPU", has, "torch's and our own kernels")
-    return Finding(
-        "GPU", has, "torch's kernels", "the native core was built without nvcc: no CUDA kernels of our own"
-    )

@@ -1,0 +1,135 @@
+"""ktinject.report: each thing that is not used has its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from ktinject import env, report
+from ktinject.machine import Gpu, Kernel, Machine, Node
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    monkeypatch.setattr(env, "settings", env.Settings)
+
+
+def kernel(name: str, isa: str, reason: str = "", automatic: bool = True) -> Kernel:
+    return Kernel(name, name.split("_")[-1], isa, not reason, automatic, reason)
+
+
+PLAIN = Machine(
+    cpu="Made Up 9000",
+    cpus=tuple(range(8)),
+    cpu_count=8,
+    cpu_quota=None,
+    threads=8,
+    nodes=(Node(0, tuple(range(8)), 64 * GIB, 32 * GIB),),
+    virtual_nodes=None,
+    memory_bytes=64 * GIB,
+    memory_available_bytes=48 * GIB,
+    memory_limit_bytes=None,
+    huge_pages="madvise",
+    cpu_features={"avx2": True, "avx512f": True, "amx_tile": False},
+    amx_permission="absent",
+    kernels=(
+        kernel("amx_bf16", "avx512f amx_tile", reason="this CPU has no AMX"),
+        kernel("amx_int8", "avx512f amx_tile", reason="this CPU has no AMX"),
+        kernel("avx512_bf16", "avx512f"),
+        kernel("reference_bf16", ""),
+        kernel("modelled_amx_int8", "", automatic=False),
+    ),
+    gpus=(),
+    no_gpu="no CUDA device is visible",
+    cuda_built=False,
+    versions={"torch": "2.13.0"},
+)
+
+
+def explained(**changes) -> dict[str, report.Finding]:
+    found = report.doctor(dataclasses.replace(PLAIN, **changes))
+    return {finding.subject: finding for finding in found.findings}
+
+
+def test_all_of_a_plain_machine_is_used():
+    findings = explained()
+    for subject in ("CPU", "memory", "NUMA", "huge pages"):
+        assert findings[subject].reason == ""
+    assert findings["CPU"].uses == "8 threads"
+
+
+def test_affinity_quota_and_threads(monkeypatch):
+    assert explained(cpus=(0, 5))["CPU"].reason == "the affinity mask leaves 2 of 8 CPUs"
+    assert explained(cpu_quota=1.5)["CPU"].reason == "the cgroup quota is 1.5 CPUs"
+    monkeypatch.setattr(env, "settings", lambda: env.Settings(threads=3))
+    assert explained(threads=3)["CPU"].reason == "KTINJECT_THREADS=3"
+
+
+def test_memory_limit():
+    assert explained(memory_limit_bytes=8 * GIB)["memory"].reason == "the cgroup limit is 8.0 GiB"
+
+
+def test_nodes():
+    nodes = (Node(0, (0, 1), GIB, GIB), Node(2, (2, 3), GIB, GIB), Node(5, (), GIB, GIB))
+    finding = explained(nodes=nodes, cpus=(2,))["NUMA"]
+    assert finding.uses.endswith("on node 2")
+    assert "node 0 has no CPU that the affinity mask leaves us" in finding.reason
+    assert "node 5 has memory and no CPU" in finding.reason
+    assert explained(virtual_nodes=4)["NUMA"].reason.startswith("KTINJECT_NUMA=4, but")
+
+
+def test_huge_pages():
+    assert explained(huge_pages="never")["huge pages"].reason.endswith("says never")
+    assert "no transparent huge pages" in explained(huge_pages="absent")["huge pages"].reason
+
+
+def test_kernels():
+    findings = explained()
+    assert findings["bf16 weights"].uses == "avx512_bf16"
+    assert findings["bf16 weights"].reason == "amx_bf16: this CPU has no AMX"
+    # A kernel that only runs when it is named is no answer to a format without another one.
+    assert findings["int8 weights"] == report.Finding(
+        "int8 weights", "", "none", "amx_int8: this CPU has no AMX"
+    )
+    assert findings["instructions"].uses == "avx512f"
+    assert findings["instructions"].reason == "no chosen kernel needs avx2; CPU or system lack amx_tile"
+
+
+@pytest.mark.parametrize("name", ["reference_bf16", "modelled_amx_int8"])
+def test_forced_kernel(monkeypatch, name):
+    monkeypatch.setattr(env, "settings", lambda: env.Settings(kernel=name))
+    finding = explained()[f"{name.split('_')[-1]} weights"]
+    assert (finding.uses, finding.reason) == (name, f"KTINJECT_KERNEL={name}")
+
+
+def test_refused_amx_permission():
+    reason = explained(amx_permission="refused: arch_prctl: EPERM")["instructions"].reason
+    assert "AMX refused: arch_prctl: EPERM, so AVX-512 does its work" in reason
+
+
+def test_gpus():
+    assert explained()["GPU"].reason == "no CUDA device is visible"
+    gpus = (Gpu(0, "Big One", 80 * GIB, 79 * GIB, (9, 0)),)
+    finding = explained(gpus=gpus)["GPU"]
+    assert finding.has == "cuda:0 Big One, 80.0 GiB, 79.0 GiB free, sm_90"
+    assert "without nvcc" in finding.reason
+    assert explained(gpus=gpus, cuda_built=True)["GPU"].reason == ""
+
+
+def test_as_text_and_json():
+    found = report.doctor(PLAIN)
+    lines = str(found).splitlines()
+    assert "this machine has" in lines[0] and lines == [line.rstrip() for line in lines]
+    assert "amx_bf16: this CPU has no AMX" in " ".join(str(found).split())
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["machine"]["threads"] == 8
+    assert data["machine"]["kernels"][0]["reason"] == "this CPU has no AMX"
+    assert set(data["findings"][0]) == {"subject", "has", "uses", "reason"}
+
+
+def test_this_machine():
+    assert {finding.subject for finding in report.doctor().findings} >= {"CPU", "bf16 weights", "GPU"}
