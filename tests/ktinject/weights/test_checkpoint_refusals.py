@@ -83,7 +83,7 @@ INDEX_FAULTS: dict[str, tuple[bytes, str]] = {
     "NaN": (b'{"metadata": {"total_size": NaN}, "weight_map": {"a": "one.safetensors"}}', "NaN"),
     "deep": (b'{"metadata": ' + b"[" * 10**6 + b"]" * 10**6 + b"}", "nest too deep"),
     "map twice": (b'{"weight_map": {}, "weight_map": {}}', "'weight_map' is given twice"),
-    "tensor twice": (b'{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}', "'a' is given twice in"),
+    "tensor twice": (b'{"weight_map": {"a": "1.safetensors", "a": "2.safetensors"}}', "'a' is given twice"),
     "no map": (b'{"metadata": {}}', "weight_map is None"),
     "map is a list": (b'{"weight_map": ["a"]}', "weight_map is ['a']"),
     "empty map": (b'{"weight_map": {}}', "weight_map is {}"),
