@@ -170,7 +170,7 @@ def test_kernels_agree_on_the_packed_weights(family_name: str, name: str) -> Non
 
 # --- sizes ---
 
-# The rows that an expert gets choose between kernels and paths: none, one, a few, more than a tile of 16 or 32.
+# Rows of an expert choose between kernels and paths: none, one, a few, more than a tile of 16 or of 32 rows.
 TOKENS = [0, 1, 3, 17, 130]
 
 
@@ -271,6 +271,28 @@ def test_extreme_activations() -> None:
     assert out.isfinite().all() and not out[0].any()
     want = reference.experts(x, index, weights, unpacked(operator), operator.spec, "int8")
     assert reference.relative_error(out[2], want[2]) < 2e-3
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_broken_token_spoils_no_other(name: str) -> None:
+    operator = ready("qwen3_moe", name)
+    x, index, weights = inputs(operator.spec, 17)
+    want = operator(x, index, weights)
+    x[3], x[5, 2] = float("nan"), float("inf")
+    out = operator(x, index, weights)
+    whole = [token for token in range(17) if token not in (3, 5)]
+    assert torch.equal(out[whole], want[whole])
+    assert not out[3].isfinite().any() and not out[5].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+def test_more_tokens_than_the_working_memory_holds(name: str) -> None:
+    """64 experts a token make the working memory overflow early; it is then used several times."""
+    operator = filled(gaussian(8, 8, experts=64), name)
+    arguments = inputs(operator.spec, 1000, top_k=64)
+    want = operator(*arguments)
+    out = operator(*(tensor.repeat(60, 1) for tensor in arguments))
+    torch.testing.assert_close(out, want.repeat(60, 1))
 
 
 # --- routing ---
@@ -402,6 +424,14 @@ def test_nothing_of_the_source_is_kept() -> None:
     operator.finish()
     arguments = inputs(operator.spec, 3)
     assert torch.equal(operator(*arguments), ready("qwen3_moe", "bf16")(*arguments))
+
+
+def test_nothing_runs_before_the_memory_is_there() -> None:
+    operator = build(family("qwen3_moe"))
+    with pytest.raises(OperatorError, match=r"before allocate\(\)"):
+        operator.load("down_proj", torch.zeros(40, 24), 0, None)
+    with pytest.raises(OperatorError, match=r"before allocate\(\)"):
+        operator(*inputs(operator.spec, 3))
 
 
 def test_what_was_not_loaded_is_named() -> None:
@@ -733,8 +763,8 @@ def test_whole_model(family_name: str) -> None:
         for path in leaves:
             model.set_submodule(path, filled(model.get_submodule(path), "bf16"), strict=True)
         found = model(input_ids=tokens, use_cache=False).logits
-    # The second layer's router may be so close to a tie that it sends a token elsewhere: seen in two families.
-    # So may the two best of 96 random logits: one token in six families.
+    # The second layer's router may be so near a tie that it sends a token elsewhere: seen in two families. The
+    # two best of 96 random logits may be so near, too: one token in six families.
     errors = (found - want).norm(dim=-1) / want.norm(dim=-1)
     assert errors.median() < 6e-3 and (errors < 2e-2).sum() >= 18
     assert (found.argmax(-1) == want.argmax(-1)).sum() >= 19
