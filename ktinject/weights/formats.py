@@ -30,17 +30,18 @@ SCALES = ("F32", "BF16", "F16", "F8_E8M0")  # all exact in fp32
 BLOCK = (128, 128)
 READ = "Read are bf16, fp16, fp32, and FP8 (F8_E4M3) with block scales; use a checkpoint in one of these."
 
-# Tensor that a format comes with → the format's name; the first one found names it.
-# {key}: "….weight", {stem}: the same without ".weight".
+# What the name of a tensor that comes with a format adds to the weight's name without ".weight"; the first one
+# found names the format.
 UNSUPPORTED = {
-    "{stem}.weight_packed": "compressed-tensors packed",
-    "{stem}.g_idx": "GPTQ",
-    "{stem}.qweight": "AWQ or GPTQ",
-    "{key}_blocks": "MXFP4",
-    "{key}.absmax": "bitsandbytes 4-bit",
-    "{stem}.SCB": "bitsandbytes int8",
-    "{stem}.weight_scale_2": "NVFP4",
-    "{stem}.weight_scale": "FP8 with a scale per tensor or channel",
+    ".weight_packed": "compressed-tensors packed",
+    ".g_idx": "GPTQ",
+    ".qweight": "AWQ or GPTQ",
+    "_blocks": "MXFP4",
+    ".weight.absmax": "bitsandbytes 4-bit",
+    ".absmax": "bitsandbytes 4-bit",
+    ".SCB": "bitsandbytes int8",
+    ".weight_scale_2": "NVFP4",
+    ".weight_scale": "FP8 with a scale per tensor or channel",
 }
 
 _CHECK_ELEMENTS = 1 << 22
@@ -73,10 +74,9 @@ def detect(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | N
     """
     names = checkpoint.names
     stem = key.removesuffix(".weight")
-    for pattern, name in UNSUPPORTED.items():
-        found = pattern.format(key=key, stem=stem)
-        if found in names:
-            raise _refused(checkpoint, key, f"{name} format, to which {shown(found)} belongs. {READ}")
+    for suffix, name in UNSUPPORTED.items():
+        if stem + suffix in names:
+            raise _refused(checkpoint, key, f"{name} format, to which {shown(stem + suffix)} belongs. {READ}")
     if key not in names:
         raise _refused(checkpoint, key, "not in the checkpoint.")
     scale = f"{key}_scale_inv"
