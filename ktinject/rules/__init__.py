@@ -8,7 +8,7 @@ from ktinject.rules.arguments import check_arguments, unknown_operator
 from ktinject.rules.assign import Assignment, Module, assign
 from ktinject.rules.language import KEEP, Match, Rule, RuleSet
 from ktinject.rules.schema import schema
-from ktinject.rules.sources import bundled, choose, parse, read
+from ktinject.rules.sources import bundled, choose, locate, parse, read
 from ktinject.rules.variables import parse_overrides
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "bundled",
     "check_arguments",
     "choose",
+    "locate",
     "parse",
     "parse_overrides",
     "read",

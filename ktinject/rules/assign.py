@@ -31,11 +31,11 @@ def assign(
     ruleset: RuleSet,
     modules: Iterable[Module],
     *,
-    kept: Mapping[str, Collection[str]] | None = None,
+    keeps: Mapping[str, Collection[str]] | None = None,
 ) -> Assignment:
     """Give each module the first rule that matches it. The root module, whose path is empty, gets none.
 
-    kept     operator → names of the direct children that it keeps of what it replaces; other rules may then
+    keeps    operator → names of the direct children that it keeps of what it replaces; other rules may then
              replace these and what lies inside them
     Raises   RuleError with all problems at once: rules that match nothing or are shadowed (unless optional),
              rules for modules that go away with a replaced parent, patterns that run out of time
@@ -48,14 +48,14 @@ def assign(
             hits = _hits(rule, rule.match, known)
         except RuleError as error:
             problems.append(str(error))
-            continue
+            break  # the next one could take as long
         free = [path for path in hits if path not in rules]
         rules.update((path, rule) for path in free)
         if free or rule.optional:
             continue
         reason = _shadowed(hits, rules) if hits else _why_nothing(rule, known)
         problems.append(str(rule.place().refusal(reason)))
-    problems += _vanishing(rules, kept or {})
+    problems += _vanishing(rules, keeps or {})
     if problems:
         raise RuleError("\n".join(problems))
     ordered = {path: rules[path] for path, _, _ in known if path in rules}
@@ -121,7 +121,7 @@ def _near_paths(pattern: str, modules: Sequence[Module]) -> str:
     return f" (closest: {listing(map(repr, near))})" if near else ""
 
 
-def _vanishing(rules: Mapping[str, Rule], kept: Mapping[str, Collection[str]]) -> list[str]:
+def _vanishing(rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]) -> list[str]:
     """Rules whose modules lie inside modules that are replaced: nothing is left to replace or keep."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for path, rule in rules.items():
@@ -130,7 +130,7 @@ def _vanishing(rules: Mapping[str, Rule], kept: Mapping[str, Collection[str]]) -
             parent = path[:end]
             outer = rules.get(parent)
             child = path[end + 1 :].split(".", 1)[0]
-            if outer and outer.operator != KEEP and child not in kept.get(outer.operator, ()):
+            if outer and outer.operator != KEEP and child not in keeps.get(outer.operator, ()):
                 found.setdefault((rule.name, outer.name), []).append((path, parent))
             end = path.rfind(".", 0, end)
     problems = []

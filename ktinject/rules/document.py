@@ -35,7 +35,7 @@ _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)", re.ASCII)
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", re.ASCII)
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9]+", re.ASCII)
 
-_PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def from_file(path: Path, source: str) -> Node:
     return from_bytes(data, source)
 
 
-def from_bytes(data: bytes, source: str, parser: Any = _PARSER) -> Node:
+def from_bytes(data: bytes, source: str, parser: Any = PARSER) -> Node:
     """Read one YAML document.
 
     Raises   RuleError with "source:line:column" for text that is not UTF-8, malformed or too large, and with
@@ -93,7 +93,7 @@ def from_bytes(data: bytes, source: str, parser: Any = _PARSER) -> Node:
     except yaml.MarkedYAMLError as error:
         raise _malformed(error, text, source) from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML's own int() and chr() calls
-        raise RuleError(f"{source}:1:1: malformed YAML: {error}; Correct the file.") from error
+        raise RuleError(_ill_formed(f"{source}:1:1", error, "Correct it.")) from error
     if root is None:
         raise RuleError(f"{source}:1: the file is empty; it needs version: 1 and rules. Write them.")
     return root
@@ -252,8 +252,12 @@ def _malformed(error: yaml.MarkedYAMLError, text: str, source: str) -> RuleError
     if line < len(lines) and "${" in lines[line]:
         advice = "Put ${…} in quotes where it stands inside { } or [ ]."
     else:
-        advice = "Correct the file."
-    return RuleError(f"{source}:{line + 1}:{column + 1}: malformed YAML: {said}; {advice}")
+        advice = "Correct it."
+    return RuleError(_ill_formed(f"{source}:{line + 1}:{column + 1}", said, advice))
+
+
+def _ill_formed(where: str, said: object, advice: str) -> str:
+    return f"{where}: malformed YAML: {said}; a rule file is well-formed YAML. {advice}"
 
 
 def _clean(text: str, where: str) -> str:

@@ -20,7 +20,8 @@ RULE_KEYS = ("name", "match", "replace", "optional")
 MATCH_KEYS = ("path", "class", "layers")
 
 _MAX_NAME = 200
-_MAX_LAYER = 9999
+_MAX_LAYER = 999
+_MAX_RULES = 500
 _OPERATOR = regex.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _MODEL_TYPE = regex.compile(r"[A-Za-z0-9_.-]+")
 _LAYERS = regex.compile(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*")
@@ -92,6 +93,10 @@ def rule_set(root: Node, source: str, overrides: Mapping[str, Any] | None = None
     if not isinstance(items.value, list) or not items.value:
         found = "an empty list" if isinstance(items.value, list) else show(items.value)
         raise Place(items.where).refusal(f"rules is {found}; it is a list of rules. Begin each with - name.")
+    if len(items.value) > _MAX_RULES:
+        raise Place(items.where).refusal(
+            f"{len(items.value)} rules; at most {_MAX_RULES} are read. Split them."
+        )
     rules: dict[str, Rule] = {}
     for number, item in enumerate(items.value, 1):
         rule = _rule(item, number, variables)
@@ -240,19 +245,21 @@ def _layers(value: object, place: Place) -> frozenset[int]:
         parts = [str(item) if type(item) is int else "" for item in value]
     else:
         parts = value.split(",") if isinstance(value, str) else [str(value)]
-    numbers: set[int] = set()
+    numbers: list[int] = []
     for part in parts:
         found = _LAYERS.fullmatch(part)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
         if not first <= last <= _MAX_LAYER:
             numbers.clear()
             break
-        numbers.update(range(first, last + 1))
-    if not numbers:
+        numbers.extend(range(first, last + 1))
+        if len(numbers) > _MAX_LAYER + 1:
+            break
+    if not numbers or len(set(numbers)) < len(numbers):
         found_text = listing(map(show, value), "and") if isinstance(value, list) and value else show(value)
         raise place.refusal(
             f"layers is {found_text}; it is 3-60 (first to last), 3, [3, 5, 7] or '3-10,20-30', "
-            f"none above {_MAX_LAYER}. Write one of these forms."
+            f"each layer once, none above {_MAX_LAYER}. Write one of these forms."
         )
     return frozenset(numbers)
 

@@ -15,7 +15,7 @@ _LAYERS = r"^\s*[0-9]+(-[0-9]+)?\s*(,\s*[0-9]+(-[0-9]+)?\s*)*$"
 def schema(config_classes: Mapping[str, type]) -> dict[str, Any]:
     """JSON Schema draft-07 of rule files whose operators have these config classes."""
     text = {"type": "string", "minLength": 1}
-    one_operator = [_arguments(name, config) for name, config in sorted(config_classes.items())]
+    configs = {**config_classes, KEEP: None}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": f"ktinject rules, version {VERSION}",
@@ -86,8 +86,8 @@ def schema(config_classes: Mapping[str, type]) -> dict[str, Any]:
                 "if": {"type": "object"},
                 "then": {
                     "required": ["operator"],
-                    "properties": {"operator": {"enum": [*sorted(config_classes), KEEP]}},
-                    "allOf": [*one_operator, _arguments(KEEP, None)],
+                    "properties": {"operator": {"enum": sorted(configs)}},
+                    "allOf": [_arguments(name, configs[name]) for name in sorted(configs)],
                 },
                 "else": {"const": KEEP},
             },

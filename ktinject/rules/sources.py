@@ -41,7 +41,7 @@ def read(
             )
         return source
     if isinstance(source, str | Path):
-        path, name = _locate(source)
+        path, name = locate(source)
         return rule_set(document.from_file(path, name), name, variables)
     if isinstance(source, Mapping):
         return rule_set(document.from_python(source, PYTHON), PYTHON, variables)
@@ -78,8 +78,11 @@ def _guards() -> dict[str, tuple[str, ...]]:
     return {name: read(name).model_types for name in bundled()}
 
 
-def _locate(source: str | Path) -> tuple[Path, str]:
-    """The file that is meant, and its name in refusals."""
+def locate(source: str | Path) -> tuple[Path, str]:
+    """The file that a path or bundled name means, and its name in refusals.
+
+    Raises   RuleError for a path that is no file and whose name is not bundled
+    """
     text, files = str(source), bundled()
     if text in files:  # a bare name does not depend on what lies in the working directory
         return files[text], files[text].name

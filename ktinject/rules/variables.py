@@ -17,6 +17,9 @@ from ktinject.rules.wording import Place, did_you_mean, listing, show
 REFERENCE = r"\$\{variables\.([A-Za-z_][A-Za-z0-9_]*)\}"
 NAME = regex.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = regex.compile(REFERENCE)
+# OmegaConf parses in Python, a third of a millisecond for each reference and longer for long text.
+_MAX_REFERENCES = 1000
+_MAX_TEXT = 1000
 
 
 class Variables:
@@ -24,6 +27,7 @@ class Variables:
 
     def __init__(self, node: Node | None, overrides: Mapping[str, Any], source: str) -> None:
         self.values: dict[str, Any] = {}
+        self._left = _MAX_REFERENCES
         if node is not None:
             self._declare(node)
         for name, value in overrides.items():
@@ -47,7 +51,14 @@ class Variables:
                 f"{show(text)} interpolates something else; only ${{variables.name}} is filled in. "
                 "Declare a variable with the value, or write the value out."
             )
-        for name in _REFERENCE.findall(text):
+        names = _REFERENCE.findall(text)
+        self._left -= len(names)
+        if len(text) > _MAX_TEXT or self._left < 0:
+            raise place.refusal(
+                f"{show(text)} is too much to fill in; a file may refer to variables {_MAX_REFERENCES:,} "
+                f"times, in texts of at most {_MAX_TEXT:,} characters. Write values out."
+            )
+        for name in names:
             if name not in self.values:
                 raise place.refusal(
                     f"${{variables.{name}}} is not declared; {self._declared()}. "
@@ -117,6 +128,10 @@ def _check(value: object, place: Place) -> None:
     if not isinstance(value, str | int | float):
         raise place.refusal(
             f"its value is {show(value)}; a variable is text, a number, true or false. Write one."
+        )
+    if isinstance(value, str) and len(value) > _MAX_TEXT:
+        raise place.refusal(
+            f"its value has {len(value):,} characters; at most {_MAX_TEXT:,} are allowed. Cut it."
         )
     if isinstance(value, str) and ("${" in value or value == "???"):
         raise place.refusal(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ktinject.errors import RuleError
 
 _SHOWN = 80
+_LISTED = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ def listing(words: Iterable[object], last: str = "or") -> str:
     texts = [str(word) for word in words]
     if len(texts) < 2:
         return "".join(texts)
+    if len(texts) > _LISTED:
+        return f"{', '.join(texts[:_LISTED])}, … ({len(texts)} in all)"
     return f"{', '.join(texts[:-1])} {last} {texts[-1]}"
 
 

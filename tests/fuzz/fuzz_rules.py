@@ -1,0 +1,190 @@
+"""Mutate rule documents and see that nothing but RuleError comes out.
+
+    python tests/fuzz/fuzz_rules.py --runs 1000000 --seed 1
+
+Every document is read; what can be read is assigned to the modules of a small model, and its arguments are
+typed. Half of the mutations work on bytes, half on tokens: the YAML layer and the meaning behind it.
+A failure prints the seed, the run and the document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+
+from ktinject import rules
+from ktinject.errors import RuleError
+from ktinject.rules import document
+from ktinject.rules.language import rule_set
+
+SEEDS = [
+    rb"""version: 1
+model_types: [deepseek_v3]
+variables: {experts: int4, size: 128}
+rules:
+  - name: routed
+    match: {path: 'model\.layers\.\d+\.mlp\.experts', class: Experts, layers: 1-3}
+    replace:
+      operator: cpu_experts
+      weights: ${variables.experts}
+      group_size: ${variables.size}
+""",
+    rb"""version: 1
+rules:
+  - name: a
+    match: {path: '.*\.gate'}
+    replace: keep
+    optional: true
+  - name: b
+    match: {class: Linear, layers: [1, 2]}
+    replace: {operator: cpu_experts, kernel: auto, numa: 2, ratio: 0.25}
+""",
+    rb'''{"version": 1, "rules": [
+{"name": "a", "match": {"path": "(?:model|x)\\.(a|b)*[a-z]{1,9}"}, "replace": "keep"}]}''',
+    rb"""version: 1
+rules:
+- name: all
+  match:
+    path: >-
+      .*experts
+    layers: "1-2,3"
+  replace:
+    operator: cpu_experts
+    per_layer: [1, 2, auto]
+    device: null
+""",
+]  # fmt: skip
+WORDS = rb"""
+version model_types variables rules name match path class layers replace operator optional keep default recursive
+kwargs weights group_size kernel numa device ratio Experts Linear experts mlp torch.nn.Linear ktinject.x:Y a.b.C
+auto true false null None ~ yes 0 1 -1 128 1e999 010 .5 0x1f 99999999999999999999 1-3 3-1 0-99999 [1,2] ???
+${variables.experts} ${variables.nope} ${oc.env:HOME} ${rules} ${variables.${variables.a}} ${ \${variables.a} $
+{ } [ ] , : - ? & * ! | > ' " @ % &a *a << !!python/name:os.system !!str !x --- ... %YAML
+\d+ .* ( ) (?R) (?:a|a)* (a+)+ {1,99} {9} \x85 \xff "\u0000" "\ud800"
+"""
+TOKENS = [
+    *WORDS.split(),
+    *(b"", b": ", b"- ", b"\n", b"\n  ", b"\n    ", b"\n- ", b" #", b"\t", b"\r", b"\0"),
+    *(b"\x85", b"\xff", b"\xef\xbb\xbf", b"\xe2\x80\xa8", b"\xed\xa0\x80"),
+]
+MODULES: list[rules.Module] = [
+    ("", ("Model",), None),
+    *(
+        (f"model.layers.{layer}{tail}", (name, "Module"), layer)
+        for layer in range(4)
+        for tail, name in ((".mlp.gate", "Linear"), (".mlp.experts", "Experts"), (".mlp.experts.act", "SiLU"))
+    ),
+]
+_SPLIT = re.compile(rb"(\s+|[\[\]{},:'\"]|[\w.-]+)")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Arguments of every kind that an operator may have."""
+
+    device: str | None = "auto"
+    weights: Literal["bf16", "int8", "int4"] = "bf16"
+    group_size: Literal[128, 64, 32] = 128
+    kernel: str = "auto"
+    numa: int | Literal["auto"] = "auto"
+    ratio: float = 0.5
+    per_layer: list[int | Literal["auto"]] | None = None
+
+
+def mutate(data: bytes, random_: random.Random) -> bytes:
+    """The document with one to four changes, to its bytes or to its tokens."""
+    if random_.random() < 0.5:
+        changed = bytearray(data)
+        for _ in range(random_.randint(1, 4)):
+            at = random_.randrange(len(changed) + 1)
+            end = min(len(changed), at + random_.randint(0, 8))
+            kind = random_.randrange(5)
+            if kind == 0:
+                changed[at:end] = b""
+            elif kind == 1:
+                changed[at:at] = random_.randbytes(random_.randint(1, 3))
+            elif kind == 2 and at < len(changed):
+                changed[at] ^= 1 << random_.randrange(8)
+            elif kind == 3:
+                changed[at:at] = changed[at:end] * random_.randint(1, 3)
+            else:
+                changed[at:at] = random_.choice(TOKENS)
+        return bytes(changed)
+    tokens = _SPLIT.split(data)
+    for _ in range(random_.randint(1, 4)):
+        at = random_.randrange(len(tokens))
+        kind = random_.randrange(4)
+        if kind == 0:
+            tokens[at] = random_.choice(TOKENS)
+        elif kind == 1:
+            tokens.insert(at, random_.choice(TOKENS))
+        elif kind == 2:
+            other = random_.randrange(len(tokens))
+            tokens[at], tokens[other] = tokens[other], tokens[at]
+        else:
+            tokens[at] = tokens[at] * random_.randint(0, 3)
+    return b"".join(tokens)
+
+
+def run(data: bytes, parser: Any) -> str:
+    """How far the document came. Raises nothing unless there is a bug."""
+    stage = "read"
+    try:
+        found = rule_set(document.from_bytes(data, "f", parser), "f")
+        stage = "assign"
+        rules.assign(found, MODULES)
+        stage = "arguments"
+        for rule in found.rules:
+            if rule.operator == "cpu_experts":
+                rules.check_arguments(rule, Config)
+    except RuleError as error:
+        if not str(error).startswith("f:"):
+            raise AssertionError(f"no place in: {error}") from error
+        return f"refused by {stage}"
+    return "accepted"
+
+
+def fuzz(runs: int, seed: int, parser: Any = document.PARSER) -> Counter[str]:
+    """Run documents that follow from the seed; counts by outcome."""
+    random_ = random.Random(seed)
+    outcomes: Counter[str] = Counter()
+    for number in range(runs):
+        data = mutate(random_.choice(SEEDS), random_)
+        started = time.perf_counter()
+        try:
+            outcomes[run(data, parser)] += 1
+        except BaseException:
+            print(f"run {number} of seed {seed}: {data!r}", file=sys.stderr)
+            raise
+        if time.perf_counter() - started > 1.0:
+            outcomes["over a second"] += 1
+            print(f"slow: run {number} of seed {seed}: {data!r}", file=sys.stderr)
+    return outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pure", action="store_true", help="PyYAML's own parser in place of libyaml")
+    options = parser.parse_args()
+    started = time.perf_counter()
+    outcomes = fuzz(options.runs, options.seed, yaml.SafeLoader if options.pure else document.PARSER)
+    seconds = time.perf_counter() - started
+    print(f"{options.runs:,} documents in {seconds:.0f} s, seed {options.seed}")
+    for outcome, count in outcomes.most_common():
+        print(f"  {outcome}: {count:,}")
+
+
+if __name__ == "__main__":
+    main()
