@@ -100,6 +100,7 @@ CORRUPT: dict[str, tuple[bytes, str | None, str]] = {
     "dtype lower case": (one("u8"), A, "dtype 'u8'"),
     "dtype number": (one(8), A, "dtype 8"),
     "dtype list": (one(["U8"]), A, "dtype ['U8']"),
+    "dtype object": (one({"U8": None}), A, "dtype {'U8': None}"),
     # shape
     "shape null": (one(shape=None), A, "shape None"),
     "shape number": (one(shape=4), A, "shape 4"),
@@ -175,6 +176,7 @@ STRICTER = {
     "metadata key twice",
     "metadata null",
     "entry as a list",  # fields told apart by their order
+    "dtype object",
     "another field",  # it may change what the bytes mean
     "zero hides an overflow",  # torch cannot hold such a tensor
 }
