@@ -1,6 +1,8 @@
 """The operators that rules can name. Importing an operator's file registers it: one line each."""
 
 from ktinject.operators.base import REGISTRY, Config, Operator, register_operator
+
+from ktinject.operators import cpu_experts  # isort: skip
 from ktinject.operators import keep  # isort: skip
 
-__all__ = ["REGISTRY", "Config", "Operator", "keep", "register_operator"]
+__all__ = ["REGISTRY", "Config", "Operator", "cpu_experts", "keep", "register_operator"]

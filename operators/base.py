@@ -1,12 +1,12 @@
 """What an operator is: the contract between the engine and the modules it swaps in.
 
-An operator takes the place of one module of the model and keeps its call signature. It holds no `Parameter` and no
-buffer of its own: its weights live in a native object, filled piece by piece from the checkpoint. Whatever it does not
-compute itself (a router, a norm) it keeps as a child, under the child's old name, and transformers loads that as it
-always did.
+An operator takes the place of one module of the model and keeps its call signature. It holds no `Parameter` and
+no buffer of its own: its weights live in a native object, filled piece by piece from the checkpoint. Whatever it
+does not compute itself (a router, a norm) it keeps as a child, under the child's old name, and transformers loads
+that as it always did.
 
-The engine calls, in this order: `supports`, `build`, then `describe`, `footprint` and `wants` (the plan), and only
-when the whole plan stands `allocate`, `load` for every piece, `finish`.
+The engine calls, in this order: `supports`, `build`, then `describe`, `footprint` and `wants` for the plan. When
+the plan stands it builds again and calls `allocate`, `load` for every piece, and `finish`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Operator(nn.Module, ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What will run, for the plan: at least "kernel" and "weights"; what replaces something asked for, too."""
+        """What will run, for the plan: "kernel", "weights", and anything that is not what was asked for."""
 
     @abstractmethod
     def footprint(self) -> dict[str, int]:
@@ -66,7 +66,7 @@ class Operator(nn.Module, ABC):
 
     @abstractmethod
     def wants(self) -> dict[str, tuple[int, ...]]:
-        """What `load` takes: parameter name relative to the replaced module → shape of the whole parameter."""
+        """What `load` takes: parameter name relative to the replaced module → shape of the parameter."""
 
     def allocate(self) -> None:
         """Take the memory. Called once, after every refusal has had its chance."""

@@ -1,0 +1,133 @@
+"""Operators into the model, and back out of it if anything goes wrong: the only file that sets a module."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ktinject import hf, machine
+from ktinject.errors import OperatorError
+from ktinject.operators import REGISTRY, Operator
+from ktinject.placement import show_bytes
+from ktinject.plan import Plan
+
+
+def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
+    """The operators of a plan by module path, not filled, not allocated and not yet in the model."""
+    return {
+        entry.path: REGISTRY[entry.operator].build(model.get_submodule(entry.path), entry.config)
+        for entry in plan.entries
+    }
+
+
+def apply(model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator]) -> None:
+    """Set the operators; to be called inside a `Transaction`.
+
+    Modules come in the order of the model, so an operator that keeps a child is there before what replaces the child.
+    """
+    hf.untie(model, plan.swapped)
+    for path, operator in operators.items():
+        operator._is_hf_initialized = True  # its weights are none of transformers' business
+        operator.train(model.training)
+        model.set_submodule(path, operator, strict=True)
+    model.ktinject = plan
+    model.save_pretrained = types.MethodType(_save_pretrained, model)
+
+
+class Transaction:
+    """Puts a model back exactly as it was if its `with` block is left by any exception.
+
+    Restored are all attributes of all modules (so parameters, buffers, children and hooks), what dicts, sets and lists
+    among them held, the marks that transformers leaves on tensors, and the config's attributes.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        configs = _configs(model.config)
+        tensors = [*model.parameters(), *model.buffers()]
+        self._owners: list[Any] = [*model.modules(), *tensors, *configs]
+        self._saved = [
+            {name: (value, _content(value)) for name, value in vars(o).items()} for o in self._owners
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._restore()
+
+    def _restore(self) -> None:
+        for owner, saved in zip(self._owners, self._saved):
+            attributes = vars(owner)
+            attributes.clear()
+            for name, (value, content) in saved.items():
+                attributes[name] = value
+                if content is not None:
+                    value.clear()
+                    value.extend(content) if isinstance(value, list) else value.update(content)
+
+
+def _content(value: object) -> list[Any] | set[Any] | dict[Any, Any] | None:
+    """What a container holds now; None for anything else."""
+    for kind in (dict, set, list):
+        if isinstance(value, kind):
+            return kind(value)
+    return None
+
+
+def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    inner = (getattr(config, name, None) for name in config.sub_configs)
+    return [config, *(part for part in inner if isinstance(part, PreTrainedConfig))]
+
+
+def _save_pretrained(model: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """`save_pretrained` of a swapped model: the checkpoint that would give the same weights, or OperatorError.
+
+    transformers' own would write one without the weights that the operators hold. Takes the memory of those weights
+    in the model's dtype while it saves.
+    """
+    if kwargs.get("state_dict") is None:
+        kwargs["state_dict"] = {**model.state_dict(), **_unpacked(model)}
+    type(model).save_pretrained(model, save_directory, *args, **kwargs)
+
+
+def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
+    plan: Plan = model.ktinject
+    operators = {entry.path: model.get_submodule(entry.path) for entry in plan.entries}
+    lossy = sorted(
+        {f"{o.name} ({o.describe()['weights']})" for o in operators.values() if not o.is_lossless()}
+    )
+    source = f" ({plan.checkpoint})" if plan.checkpoint else ""
+    if lossy:
+        raise OperatorError(
+            f"this model cannot be saved: {', '.join(lossy)} holds rounded weights, not the checkpoint's. "
+            f"Copy the original checkpoint folder{source} instead, and keep the rules beside it."
+        )
+    shapes = {f"{e.path}.{name}": torch.Size(shape) for e in plan.entries for name, shape in e.wants.items()}
+    needed = sum(shape.numel() for shape in shapes.values()) * model.dtype.itemsize
+    free = machine.detect().memory_available_bytes
+    if needed > free:
+        raise OperatorError(
+            f"saving needs {show_bytes(needed)} for unpacked weights, and {show_bytes(free)} are free. "
+            f"Copy the original checkpoint folder{source} instead."
+        )
+    tensors = {}
+    for entry in plan.entries:
+        operator = operators[entry.path]
+        for name, shape in entry.wants.items():
+            tensors[f"{entry.path}.{name}"] = tensor = torch.empty(shape, dtype=model.dtype)
+            for expert in range(shape[0]) if operator.per_expert else [None]:
+                exact = operator.unpack(name, expert)
+                part = tensor if expert is None else tensor[expert]
+                part.copy_(exact)
+                if not torch.equal(part.float(), exact):
+                    raise OperatorError(
+                        f"this model cannot be saved: {entry.path}.{name} does not fit {model.dtype}. "
+                        f"Copy the original checkpoint folder{source} instead."
+                    )
+    return tensors

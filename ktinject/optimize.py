@@ -1,0 +1,207 @@
+"""The three calls: `plan` decides, `optimize` decides and does it, `load` builds the model first.
+
+rules ──► plan ──► build ──► fill ──► swap; transformers loads the rest ──► model
+          └─ changes nothing ───────┘ └─ a transaction: wholly done or wholly undone
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ktinject import hf, inject, machine
+from ktinject import rules as language
+from ktinject.errors import CheckpointError, PlanError
+from ktinject.plan import Plan, make
+from ktinject.rules import RuleSet
+from ktinject.weights import fill
+from ktinject.weights.checkpoint import Checkpoint
+
+logger = logging.getLogger("ktinject")
+
+Rules = str | Path | RuleSet | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+def plan(
+    model: PreTrainedModel,
+    rules: Rules,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    devices: str | Sequence[str] | None = None,
+    budget: Mapping[str, int | str] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> Plan:
+    """What `optimize` with the same arguments would do; nothing is done.
+
+    Returns  the plan; `plan.problems` says what does not fit into memory or budget
+    Raises   as `optimize`, except for that
+    """
+    ruleset = _read_rules(model, rules, variables)
+    with _open(model, checkpoint) or nullcontext() as source:
+        return make(model, ruleset, source, machine.detect(), devices, budget)
+
+
+def optimize(
+    model: PreTrainedModel,
+    rules: Rules,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    devices: str | Sequence[str] | None = None,
+    budget: Mapping[str, int | str] | None = None,
+    progress: bool = True,
+    variables: Mapping[str, Any] | None = None,
+    check_tensors: bool = False,
+) -> PreTrainedModel:
+    """Replace modules of a model by operators as rules say, and load all its weights; in place.
+
+    model          on meta; or with its weights, which are then taken unless a checkpoint is given
+    rules          a path, a bundled name, "auto", a RuleSet, a whole rule document as a dict, or a list of rules
+    checkpoint     a folder or file of safetensors; by default where the config was read from
+    devices        what may be used, such as "cpu" or ["cuda:0"]; by default the first GPU if it has room, else the
+                   CPU; operators that compute on the CPU do so in any case
+    budget         device → the most bytes to use, such as {"cuda:0": "24GiB"}
+    progress       show a progress bar on stderr
+    variables      values for the variables of the rules
+    check_tensors  refuse NaN and infinity in all weights, which costs some time; scales are checked in any case
+    Returns        the same model, in evaluation mode if it was on meta; `model.ktinject` is the plan
+    Raises         RuleError, PlanError, CheckpointError or OperatorError; the model is then as it was
+    """
+    ruleset = _read_rules(model, rules, variables)
+    operators: dict[str, Any] = {}
+    try:
+        with _open(model, checkpoint) or nullcontext() as source:
+            decided = make(model, ruleset, source, machine.detect(), devices, budget)
+            _check_ready(model, decided, source)
+            operators |= inject.build(decided, model)
+            if source is None:
+                _fill_from_model(model, decided, operators, progress)
+            else:
+                _fill_from_checkpoint(model, decided, operators, source, progress, check_tensors)
+    except BaseException as error:
+        operators.clear()
+        _let_go(error)
+        raise
+    logger.info("swapped %d modules of %s", len(decided.entries), decided.model)
+    return model
+
+
+def load(
+    path: str | os.PathLike[str],
+    rules: Rules = "auto",
+    *,
+    devices: str | Sequence[str] | None = None,
+    budget: Mapping[str, int | str] | None = None,
+    dtype: str | torch.dtype = "auto",
+    progress: bool = True,
+    variables: Mapping[str, Any] | None = None,
+    check_tensors: bool = False,
+) -> PreTrainedModel:
+    """Build the model of a folder on meta, then `optimize` it.
+
+    path    a model folder: config.json and safetensors
+    dtype   of everything that is not replaced; "auto": what the config says, else what the checkpoint mostly has
+    Raises  as `optimize`
+    """
+    path = _folder(path)
+    with Checkpoint.open(path) as checkpoint:
+        model = hf.meta_model(hf.read_config(path), dtype, checkpoint)
+    return optimize(
+        model,
+        rules,
+        checkpoint=path,
+        devices=devices,
+        budget=budget,
+        progress=progress,
+        variables=variables,
+        check_tensors=check_tensors,
+    )
+
+
+def _read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any] | None) -> RuleSet:
+    if isinstance(rules, str) and rules == "auto":
+        rules = language.choose(model.config.model_type)
+    return language.read(rules, variables=variables)
+
+
+def _open(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None) -> Checkpoint | None:
+    """The checkpoint to load from; None if there is none, or if the model has its weights."""
+    if checkpoint is None:
+        name = model.config._name_or_path
+        on_meta = any(tensor.is_meta for tensor in model.parameters())
+        if not on_meta or not name or not (os.path.isdir(name) or name.endswith(".gguf")):
+            return None
+        checkpoint = name
+    return Checkpoint.open(_folder(checkpoint))
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    path = Path(path)
+    if path.suffix == ".gguf":
+        raise CheckpointError(
+            f"{path}: GGUF is not read by this version. Use the safetensors checkpoint it was made from."
+        )
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: no such folder or file; a checkpoint must be on this machine. "
+            "Download one with `hf download <name> --local-dir <folder>` and give the folder."
+        )
+    return path
+
+
+def _check_ready(model: PreTrainedModel, decided: Plan, source: Checkpoint | None) -> None:
+    """Refuse what may be planned but not done."""
+    if source is None and any(tensor.is_meta for tensor in model.parameters()):
+        name = model.config._name_or_path
+        raise CheckpointError(
+            f"the model is on meta and there is no checkpoint to load; its config names {name or 'no folder'!r}. "
+            "Give checkpoint=<folder>."
+        )
+    if source is not None and not source.complete:
+        raise CheckpointError(f"{source.path}: only the index is there. Download the shards that it names.")
+    if decided.problems:
+        raise PlanError("the plan does not fit:\n  " + "\n  ".join(decided.problems))
+
+
+def _fill_from_model(
+    model: PreTrainedModel, decided: Plan, operators: Mapping[str, Any], progress: bool
+) -> None:
+    total = sum(model.get_parameter_or_buffer(name).nbytes for name in decided.swapped)
+    with fill.progress(total, progress) as advance:
+        fill.from_model(decided, operators, model, advance)
+    with inject.Transaction(model):
+        inject.apply(model, decided, operators)
+
+
+def _fill_from_checkpoint(
+    model: PreTrainedModel,
+    decided: Plan,
+    operators: Mapping[str, Any],
+    source: Checkpoint,
+    progress: bool,
+    check_tensors: bool,
+) -> None:
+    assert decided.mapping is not None
+    keys = {key for name in model.state_dict() for key in decided.mapping.keys(name)}
+    with fill.progress(sum(source.tensors[key].bytes for key in keys), progress) as advance:
+        read = fill.Reader(source, hf.quantization(model.config), advance, check_tensors)
+        fill.from_checkpoint(decided, operators, model, source, read)
+        with inject.Transaction(model):
+            inject.apply(model, decided, operators)
+            hf.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))
+            hf.drop_quantization(model.config)
+            hf.load_generation_config(model, source.path if source.path.is_dir() else source.path.parent)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drop the local variables of the frames that an exception holds: they would keep gigabytes alive with it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,134 @@
+"""Where things may stand: the devices there are, what they have free, and what a budget allows of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ktinject.errors import PlanError
+from ktinject.machine import Machine
+from ktinject.rules import Rule
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(" + "|".join(_UNITS) + r")\s*")
+
+
+def show_bytes(count: int) -> str:
+    """`1.2 GiB`."""
+    if count < 2**10:
+        return f"{count} B"
+    power = min(int(math.log2(count)) // 10, 4)
+    return f"{count / 2 ** (10 * power):.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+def parse_bytes(size: object, what: str) -> int:
+    """A size as a whole number of bytes or as text with a unit. Raises PlanError."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if found is None:
+        raise PlanError(
+            f"{what}: found {size!r}; a size is a number of bytes or text like '24GiB' "
+            f"(units {', '.join(_UNITS)}). Write one of these."
+        )
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of one plan.
+
+    free        device → bytes that can be allocated, for every device the machine has
+    limits      the same, or the budget where that is less
+    allowed     what the plan may use; the CPU always
+    candidates  where everything that is not swapped may stand, best first
+    """
+
+    free: dict[str, int]
+    limits: dict[str, int]
+    allowed: tuple[str, ...]
+    candidates: tuple[str, ...]
+
+    @classmethod
+    def choose(
+        cls,
+        machine: Machine,
+        devices: str | Sequence[str] | None = None,
+        budget: Mapping[str, int | str] | None = None,
+    ) -> Devices:
+        """Decide from what there is and what the user names. Raises PlanError for what is not there.
+
+        devices  None: the first GPU if the plan fits it, else the CPU
+        """
+        free = {"cpu": machine.memory_available_bytes}
+        free |= {f"cuda:{gpu.index}": gpu.free_bytes for gpu in machine.gpus}
+        limits = dict(free)
+        for name, size in (budget or {}).items():
+            device = named(name, free, "budget", machine)
+            limits[device] = min(free[device], parse_bytes(size, f"budget[{name!r}]"))
+        if devices is None:
+            first_gpu = [device for device in free if device != "cpu"][:1]
+            return cls(free, limits, tuple(free), (*first_gpu, "cpu"))
+        listed = [devices] if isinstance(devices, str) or not isinstance(devices, Sequence) else devices
+        chosen = list(dict.fromkeys(named(device, free, "devices", machine) for device in listed))
+        gpus = [device for device in chosen if device != "cpu"]
+        if not chosen:
+            raise PlanError("devices: found an empty list; name at least one device, or leave it out.")
+        if len(gpus) > 1:
+            raise PlanError(
+                f"devices: found {', '.join(gpus)}; this version places what is not swapped on one device. "
+                f"Name one GPU, such as devices=[{gpus[0]!r}]."
+            )
+        return cls(free, limits, (*gpus, "cpu"), tuple(sorted(chosen, key=lambda device: device == "cpu")))
+
+    def for_operator(self, rule: Rule, wanted: str, types: Sequence[str], standing: str) -> str:
+        """The device of an operator. Raises PlanError at the rule's line.
+
+        wanted    what the rule says, "auto" to stand where the module around it does if it can
+        types     device types on which the operator computes, preferred first
+        standing  where everything that is not swapped stands
+        """
+        if wanted == "auto":
+            order = [standing, *(d for kind in types for d in self.allowed if d.startswith(kind))]
+            fitting = [device for device in order if device.partition(":")[0] in types]
+            if fitting:
+                return fitting[0]
+            raise _refusal(
+                rule,
+                f"{rule.operator} computes on {' or '.join(types)} only; the plan may use "
+                f"{', '.join(self.allowed)}. Use another operator, or a machine that has it.",
+            )
+        device = _canonical(wanted)
+        if device not in self.allowed:
+            reason = "is not there" if device not in self.free else "is not among the devices of this call"
+            raise _refusal(
+                rule,
+                f"device {wanted!r} {reason}; usable are {', '.join(self.allowed)}. Name one of these, or auto.",
+            )
+        if device.partition(":")[0] not in types:
+            raise _refusal(
+                rule, f"{rule.operator} cannot compute on {wanted!r}, only on {' or '.join(types)}. Use auto."
+            )
+        return device
+
+
+def named(device: object, free: Mapping[str, int], what: str, machine: Machine) -> str:
+    """The name of a device that is there. Raises PlanError."""
+    name = _canonical(str(device))
+    if name not in free:
+        why = f" ({machine.no_gpu})" if machine.no_gpu and name.startswith("cuda") else ""
+        raise PlanError(
+            f"{what}: there is no device {str(device)!r}{why}; found are {', '.join(free)}. Name one of them."
+        )
+    return name
+
+
+def _canonical(device: str) -> str:
+    return "cuda:0" if device == "cuda" else device
+
+
+def _refusal(rule: Rule, text: str) -> PlanError:
+    return PlanError(str(rule.place("device").refusal(text)))

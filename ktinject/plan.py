@@ -1,0 +1,373 @@
+"""The plan: which operator replaces which module, what runs in it, where it stands and how many bytes it takes.
+
+Every refusal lives here, before a byte of weight is read or a module touched. Only what does not fit into memory
+is kept as a problem of the plan and not raised, so that the plan of a large model can be read on a small machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ktinject import hf, rules, table
+from ktinject.errors import OperatorError, PlanError
+from ktinject.keys import KeyMap, key_map
+from ktinject.machine import Machine
+from ktinject.operators import REGISTRY, Operator
+from ktinject.placement import Devices, show_bytes
+from ktinject.rules import Rule, RuleSet
+from ktinject.weights import formats, match
+from ktinject.weights.checkpoint import Checkpoint
+
+_READ = ("fp8",)  # values of quant_method in a config.json; see weights/formats.py
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module that is replaced.
+
+    module     its class
+    arguments  as the rule gives them
+    runs       what will run: the operator's `describe`
+    device     where the operator computes
+    bytes      device → bytes that it takes
+    config     the checked arguments, device resolved
+    wants      parameter name relative to the module → shape
+    """
+
+    path: str
+    module: str
+    rule: str
+    operator: str
+    arguments: dict[str, Any]
+    runs: dict[str, Any]
+    device: str
+    bytes: dict[str, int]
+    config: Any = field(repr=False)
+    wants: dict[str, tuple[int, ...]] = field(repr=False)
+
+
+@dataclass
+class Plan:
+    """All decisions of one call. `str(plan)` is a table, `to_dict()` is ready for JSON.
+
+    matched     rule → paths of its modules, in the order of the rules; those of `keep` too
+    entries     the replaced modules, in the order of the model
+    rest_bytes  device → bytes of everything that is not replaced
+    device_map  where that stands, as transformers wants it
+    limits      device → bytes the plan may use
+    to_load     device → bytes that are not in memory yet
+    problems    what does not fit
+    notes       what else one should know
+    mapping     of the checkpoint's keys; None if the model has its weights
+    """
+
+    model: str
+    model_type: str
+    ruleset: RuleSet
+    checkpoint: str | None
+    matched: dict[str, tuple[str, ...]]
+    entries: tuple[Entry, ...]
+    rest_bytes: dict[str, int]
+    device_map: dict[str, str]
+    limits: dict[str, int]
+    to_load: dict[str, int]
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    mapping: KeyMap | None = field(default=None, repr=False)
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Device → bytes of the swapped model."""
+        return table.total([*(entry.bytes for entry in self.entries), self.rest_bytes])
+
+    @property
+    def swapped(self) -> set[str]:
+        """Full names of the parameters that operators take."""
+        return {f"{entry.path}.{name}" for entry in self.entries for name in entry.wants}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Lists, dicts, numbers and strings only."""
+        fields = [f.name for f in dataclasses.fields(Entry) if f.repr]
+        return {
+            "model": self.model,
+            "model_type": self.model_type,
+            "rules": self.ruleset.source,
+            "checkpoint": self.checkpoint,
+            "matched": {name: list(paths) for name, paths in self.matched.items()},
+            "modules": [{name: getattr(entry, name) for name in fields} for entry in self.entries],
+            "rest": {"bytes": self.rest_bytes, "device_map": self.device_map},
+            "bytes": self.bytes,
+            "to_load": self.to_load,
+            "limits": self.limits,
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+        }
+
+    def __rich__(self) -> Any:
+        return table.rich(self)
+
+    def __str__(self) -> str:
+        return table.text(self)
+
+    def _repr_html_(self) -> str:
+        return table.as_html(self)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A module that a rule replaces."""
+
+    path: str
+    module: nn.Module
+    rule: Rule
+    operator: type[Operator]
+    config: Any
+
+
+def make(
+    model: PreTrainedModel,
+    ruleset: RuleSet,
+    checkpoint: Checkpoint | None,
+    machine: Machine,
+    devices: str | Sequence[str] | None = None,
+    budget: Mapping[str, int | str] | None = None,
+) -> Plan:
+    """Decide everything, change nothing.
+
+    model       on meta, or with weights: the checkpoint replaces them, without one they are taken
+    checkpoint  open; only its names and headers are used
+    devices     what may be used; None: the first GPU if what is not swapped fits it, else the CPU
+    budget      device → bytes, or text like "24GiB"
+    Raises      RuleError, PlanError, CheckpointError or OperatorError for everything but lack of memory
+    """
+    _check_model(model, ruleset)
+    where = Devices.choose(machine, devices, budget)
+    found, matched = _find(model, ruleset)
+    has_weights = checkpoint is None and not next(model.parameters()).is_meta
+    mapping = None
+    if checkpoint is not None:
+        mapping = _check_checkpoint(model, checkpoint)
+
+    standings = (_stands_on(model, where, devices),) if has_weights else where.candidates
+    layouts = []
+    for standing in standings:
+        entries = _entries(found, where, standing, machine)
+        rest = {standing: _rest_bytes(model, entries)}
+        to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
+        over = {device: size for device, size in to_load.items() if size > where.limits[device]}
+        excess = sum(size - where.limits[device] for device, size in over.items())
+        layouts.append((excess, standing, entries, rest, to_load, over))
+        if not over:
+            break
+    _, standing, entries, rest, to_load, over = min(layouts, key=lambda layout: layout[0])
+    plan = Plan(
+        model=type(model).__name__,
+        model_type=model.config.model_type,
+        ruleset=ruleset,
+        checkpoint=None if checkpoint is None else str(checkpoint.path),
+        matched=matched,
+        entries=entries,
+        rest_bytes=rest,
+        device_map={"": standing},
+        limits=where.limits,
+        to_load=to_load,
+        problems=[_too_large(device, size, where) for device, size in over.items()],
+        mapping=mapping,
+    )
+    _check_shared(plan, model)
+    if standing != standings[0]:
+        plan.notes.append(f"everything else stands on {standing}: it does not fit on {standings[0]}")
+    if checkpoint is not None and (quantization := hf.quantization(model.config)):
+        method = quantization["quant_method"]
+        plan.notes.append(f"the checkpoint is quantised ({method}); it is decoded while it is read")
+    if checkpoint is not None and not checkpoint.complete:
+        plan.notes.append("only the checkpoint's index is there: shapes and formats could not be checked")
+    return plan
+
+
+def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise PlanError(
+            f"found a {type(model).__name__}; models of transformers are served. "
+            "Build one with AutoModelForCausalLM.from_config."
+        )
+    if hasattr(model, "ktinject"):
+        raise PlanError("this model is swapped already (see model.ktinject). Build a new one on meta.")
+    model_type = model.config.model_type
+    if ruleset.model_types and model_type not in ruleset.model_types:
+        raise PlanError(
+            f"{ruleset.source}: these rules are for {', '.join(ruleset.model_types)}; "
+            f'the model is a {model_type}. Take other rules, or rules="auto".'
+        )
+    on_meta = {tensor.is_meta for tensor in model.parameters()}
+    if len(on_meta) > 1:
+        raise PlanError(
+            "the model is partly on the meta device; it must be wholly there or not at all. "
+            "Build it inside torch.device('meta')."
+        )
+    if not on_meta:
+        raise PlanError("the model has no parameters; there is nothing to plan.")
+
+
+def _find(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[_Found], dict[str, tuple[str, ...]]]:
+    """The modules that rules replace, in the order of the model, and the paths of every rule."""
+    configs = {}
+    for rule in ruleset.rules:
+        if rule.operator not in REGISTRY:
+            raise rules.unknown_operator(rule, REGISTRY)
+        configs[rule.name] = rules.check_arguments(rule, REGISTRY[rule.operator].Config)
+    layers, modules = hf.Layers(model), dict(model.named_modules())
+    described = [(path, hf.class_names(module), layers.of(path)) for path, module in modules.items()]
+    keeps = {name: operator.keeps for name, operator in REGISTRY.items()}
+    assignment = rules.assign(ruleset, described, keeps=keeps)
+    found = [
+        _Found(path, modules[path], rule, REGISTRY[rule.operator], configs[rule.name])
+        for path, rule in assignment.rules.items()
+        if REGISTRY[rule.operator].replaces
+    ]
+    return found, assignment.matched
+
+
+def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
+    quantization = hf.quantization(model.config)
+    method = (quantization or {}).get("quant_method")
+    if quantization and method not in _READ:
+        raise PlanError(
+            f"{checkpoint.path}: its config.json says quant_method {method!r}; read are checkpoints in bf16, "
+            f"fp16, fp32 and {', '.join(_READ)}. Use one of these, such as the original this was made from."
+        )
+    mapping = key_map(model, checkpoint.names, formats.companions)
+    match.check(checkpoint, model, mapping, quantization)
+    return mapping
+
+
+def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
+    """The device of a model that has its weights; it is not moved."""
+    standing = sorted({str(tensor.device) for tensor in model.parameters()})
+    if len(standing) > 1:
+        raise PlanError(
+            f"the model is spread over {', '.join(standing)}; one device is needed. Move it there."
+        )
+    if standing[0] not in where.free or (devices is not None and standing[0] not in where.candidates):
+        raise PlanError(
+            f"the model is on {standing[0]}; allowed are {', '.join(where.candidates)}. "
+            "Move it with model.to() before, or load it from its checkpoint."
+        )
+    return standing[0]
+
+
+def _entries(found: list[_Found], where: Devices, standing: str, machine: Machine) -> tuple[Entry, ...]:
+    entries = []
+    refused: dict[tuple[str, str], list[str]] = {}
+    for item in found:
+        rule, operator = item.rule, item.operator
+        device = where.for_operator(rule, item.config.device, operator.device_types, standing)
+        config = dataclasses.replace(item.config, device=device)
+        reason = operator.supports(item.module, config, machine)
+        if reason is not None:
+            text = f"{rule.operator} cannot replace a {type(item.module).__name__}: {reason}"
+            refused.setdefault((rule.name, text), []).append(item.path)
+            continue
+        try:
+            built = operator.build(item.module, config)
+        except OperatorError as error:
+            raise OperatorError(str(rule.place().refusal(f"{item.path}: {error}"))) from error
+        inner = [other.path for other in found if other.path.startswith(f"{item.path}.")]
+        _check_tensors(item, built, inner)
+        entries.append(
+            Entry(
+                path=item.path,
+                module=type(item.module).__name__,
+                rule=rule.name,
+                operator=rule.operator,
+                arguments=dict(rule.arguments),
+                runs=built.describe(),
+                device=device,
+                bytes=built.footprint(),
+                config=config,
+                wants=built.wants(),
+            )
+        )
+    if refused:
+        places = {item.rule.name: item.rule.place() for item in found}
+        lines = [
+            str(places[rule].refusal(f"{text}; matched {_some(paths)}. Narrow the match, or replace: keep."))
+            for (rule, text), paths in refused.items()
+        ]
+        raise PlanError("\n".join(lines))
+    return tuple(entries)
+
+
+def _check_tensors(item: _Found, built: Operator, inner: list[str]) -> None:
+    """Everything the module has must be taken or kept by the operator, which may have nothing else."""
+
+    def refuse(text: str) -> OperatorError:
+        return OperatorError(f"operator {item.rule.operator!r} at {item.path}: {text}. Correct the operator.")
+
+    theirs = {**dict(item.module.named_parameters()), **dict(item.module.named_buffers())}
+    kept = {**dict(built.named_parameters()), **dict(built.named_buffers())}
+    for name, tensor in kept.items():
+        if theirs.get(name) is not tensor:
+            raise refuse(
+                f"it holds a parameter or buffer of its own, {name!r}; it may only keep the module's"
+            )
+    wants = built.wants()
+    for name, shape in wants.items():
+        if name not in theirs or tuple(theirs[name].shape) != tuple(shape):
+            had = list(theirs[name].shape) if name in theirs else "nothing"
+            raise refuse(f"it wants {name!r} of shape {list(shape)}; the module has {had}")
+    prefixes = tuple(path[len(item.path) + 1 :] + "." for path in inner)
+    lost = [name for name in item.module.state_dict() if name not in wants and name not in kept]
+    lost = [name for name in lost if not name.startswith(prefixes)]
+    if lost:
+        raise refuse(f"it neither loads nor keeps {', '.join(lost)}")
+
+
+def _rest_bytes(model: PreTrainedModel, entries: Sequence[Entry]) -> int:
+    """Bytes of all that operators do not take, parameters and buffers, tied ones once, in their final dtype."""
+    swapped = {f"{entry.path}.{name}" for entry in entries for name in entry.wants}
+    dtype_of = hf.final_dtype(model)
+    return sum(
+        tensor.numel() * dtype_of(name, tensor).itemsize
+        for tensors in (model.named_parameters(), model.named_buffers())
+        for name, tensor in tensors
+        if name not in swapped
+    )
+
+
+def _check_shared(plan: Plan, model: PreTrainedModel) -> None:
+    """Refuse to swap a part of what can only be loaded together."""
+    swapped = plan.swapped
+    for name, source in model.all_tied_weights_keys.items():
+        if source in swapped and name not in swapped:
+            raise PlanError(
+                f"{name} is tied to {source}, which a rule replaces; no operator shares its weights. "
+                f"Keep {source.rpartition('.')[0]}, or replace both."
+            )
+    for conversion in (plan.mapping.conversions if plan.mapping else {}).values():
+        taken = [name for name in conversion.targets if name in swapped]
+        left = [name for name in conversion.targets if name not in swapped]
+        if taken and left:
+            raise PlanError(
+                f"{_some(taken)} cannot be replaced alone: the checkpoint stores them together with "
+                f"{_some(left)}. Replace or keep both."
+            )
+
+
+def _too_large(device: str, size: int, where: Devices) -> str:
+    limit, free = where.limits[device], where.free[device]
+    has = f"{show_bytes(free)} are free" if limit == free else f"the budget is {show_bytes(limit)}"
+    other = "a larger budget" if limit < free else "a machine with more memory"
+    return f"{device} needs {show_bytes(size)}, but {has}. Use smaller weights (int8, int4) or {other}."
+
+
+def _some(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(paths[:_SHOWN]) + more

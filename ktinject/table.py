@@ -1,0 +1,96 @@
+"""The plan as people read it: a table with a line for each rule; below it totals, notes and what does not fit."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from ktinject.placement import show_bytes
+from ktinject.rules import KEEP
+
+if TYPE_CHECKING:
+    from ktinject.plan import Entry, Plan
+
+TITLES = ("rule", "modules", "operator", "kernel", "weights", "device", "bytes")
+
+
+def rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The cells under TITLES; modules of one rule that run alike share a line."""
+    groups: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in plan.entries:
+        runs = (str(entry.runs.get("kernel", "")), str(entry.runs.get("weights", "")))
+        groups.setdefault((entry.rule, entry.module, entry.operator, *runs, entry.device), []).append(entry)
+    table: list[tuple[str, ...]] = []
+    for rule in plan.ruleset.rules:
+        count = len(plan.matched[rule.name])
+        if rule.operator == KEEP or not count:
+            found = f"{count} modules" if count else "none (optional)"
+            table.append((rule.name, found, rule.operator, "", "", "", ""))
+        for (name, module, *columns), entries in groups.items():
+            if name == rule.name:
+                size = sum(total(entry.bytes for entry in entries).values())
+                table.append((name, f"{len(entries)} × {module}", *columns, show_bytes(size)))
+    for device, size in plan.rest_bytes.items():
+        table.append(("(everything else)", "", "transformers", "", "", device, show_bytes(size)))
+    return table
+
+
+def remarks(plan: Plan) -> list[str]:
+    """The lines below the table."""
+    lines = [
+        f"{device}: {show_bytes(size)} to load, {show_bytes(plan.limits[device])} may be used"
+        for device, size in plan.to_load.items()
+    ]
+    lines += dict.fromkeys(
+        f"{entry.rule}: {key}: {value}"
+        for entry in plan.entries
+        for key, value in entry.runs.items()
+        if key not in ("kernel", "weights")
+    )
+    return lines + plan.notes + [f"does not fit: {problem}" for problem in plan.problems]
+
+
+def rich(plan: Plan) -> Any:
+    """Something that a rich console prints."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in TITLES[:-1]:
+        table.add_column(title, overflow="fold")
+    table.add_column(TITLES[-1], justify="right", no_wrap=True)
+    for row in rows(plan):
+        table.add_row(*map(Text, row))
+    return Group(table, *map(Text, remarks(plan)))
+
+
+def text(plan: Plan) -> str:
+    """Plain text, as wide as its content needs."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=200, color_system=None).print(rich(plan))
+    return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines())
+
+
+def as_html(plan: Plan) -> str:
+    """A table for notebooks."""
+    head = "".join(f"<th>{title}</th>" for title in TITLES)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows(plan)
+    )
+    below = "".join(f"<li>{html.escape(line)}</li>" for line in remarks(plan))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><ul>{below}</ul>"
+
+
+def total(parts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Bytes per device, summed, the CPU first."""
+    result: dict[str, int] = {}
+    for part in parts:
+        for device, size in part.items():
+            result[device] = result.get(device, 0) + size
+    return dict(sorted(result.items(), key=lambda item: (item[0] != "cpu", item[0])))

@@ -1,0 +1,163 @@
+"""Weights into operators, one tensor at a time, in the order in which they lie on disk.
+
+    checkpoint ── read, decode ──► one tensor or one expert of it ──► operator.load ──► packed; the tensor is gone
+
+So memory never holds more than what is packed already, one tensor and its decoded copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ktinject.errors import OperatorError
+from ktinject.operators import Operator
+from ktinject.plan import Plan
+from ktinject.weights import formats
+from ktinject.weights.checkpoint import Checkpoint
+
+Advance = Callable[[int], None]
+
+
+class Reader:
+    """Reads tensors of a checkpoint as floats, counts their bytes, and looks for NaN and infinity if asked to.
+
+    quantization  the config's `quantization_config`
+    advance       called with the bytes of each tensor that was read; may be called from several threads
+    check         refuse values that are not finite; scales are checked in any case
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        quantization: Mapping[str, Any] | None,
+        advance: Advance,
+        check: bool = False,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._quantization = quantization
+        self._advance = advance
+        self._check = check
+
+    def __call__(self, key: str, index: int | None = None) -> Tensor:
+        """The tensor, or one slice of its first dimension. Raises CheckpointError."""
+        info = self._checkpoint.tensors[key]
+        if info.dtype.startswith(("F", "BF")):
+            tensor = formats.decode(self._checkpoint, key, index, self._quantization)
+        else:
+            tensor = self._checkpoint.read(key, index)
+        if self._check:
+            formats.check_finite(key, tensor)
+        self._advance(info.bytes if index is None else info.bytes // info.shape[0])
+        return tensor
+
+
+def from_checkpoint(
+    plan: Plan,
+    operators: Mapping[str, Operator],
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    read: Reader,
+) -> None:
+    """Fill the operators from a checkpoint, shard by shard.
+
+    model    not swapped; it only knows shapes
+    Raises   CheckpointError, or OperatorError with the path of the module that did not take its weights
+    """
+    assert plan.mapping is not None
+    targets, conversions = plan.mapping.targets, plan.mapping.conversions
+    wanted = [(entry.path, name) for entry in plan.entries for name in entry.wants]
+    pieces = [(path, name, piece) for path, name in wanted for piece in targets.get(f"{path}.{name}", ())]
+    positions = {key: position for position, key in enumerate(checkpoint.tensors)}
+    pieces.sort(key=lambda item: positions[item[2].key])
+
+    for operator in operators.values():
+        operator.allocate()
+    for path, name, piece in pieces:
+        operator = operators[path]
+        with _at(path):
+            if piece.expert is None and operator.per_expert:
+                for expert in range(checkpoint.tensors[piece.key].shape[0]):
+                    operator.load(name, read(piece.key, expert), expert, piece.part)
+            else:
+                operator.load(name, read(piece.key), piece.expert, piece.part)
+    taken = {f"{path}.{name}" for path, name in wanted}
+    for first in dict.fromkeys(conversions[name].name for name in taken & conversions.keys()):
+        converted = conversions[first].run(read, model)
+        for path, name in wanted:
+            if (tensor := converted.pop(f"{path}.{name}", None)) is not None:
+                _load_whole(path, operators[path], name, tensor)
+    _finish(operators)
+
+
+def from_model(
+    plan: Plan, operators: Mapping[str, Operator], model: PreTrainedModel, advance: Advance
+) -> None:
+    """Fill the operators from the weights that the model has."""
+    for operator in operators.values():
+        operator.allocate()
+    for entry in plan.entries:
+        for name in entry.wants:
+            tensor = model.get_parameter_or_buffer(f"{entry.path}.{name}").detach()
+            _load_whole(entry.path, operators[entry.path], name, tensor)
+            advance(tensor.nbytes)
+    _finish(operators)
+
+
+def _load_whole(path: str, operator: Operator, name: str, tensor: Tensor) -> None:
+    with _at(path):
+        if operator.per_expert:
+            for expert in range(tensor.shape[0]):
+                operator.load(name, tensor[expert].cpu(), expert, None)
+        else:
+            operator.load(name, tensor.cpu(), None, None)
+
+
+def _finish(operators: Mapping[str, Operator]) -> None:
+    for path, operator in operators.items():
+        with _at(path):
+            operator.finish()
+
+
+@contextmanager
+def _at(path: str) -> Iterator[None]:
+    """Say where an operator refused."""
+    try:
+        yield
+    except OperatorError as error:
+        raise OperatorError(f"{path}: {error}") from error
+
+
+@contextmanager
+def progress(total: int, shown: bool) -> Iterator[Advance]:
+    """A progress bar on stderr, with bytes, rate and time left, if it is to be shown.
+
+    Yields   the function to call with each number of bytes read
+    """
+    if not shown:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("loading"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("loading", total=total)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,132 @@
+"""A small pure-torch operator, and helpers that several tests share.
+
+`held_experts` keeps the weights as plain fp32 tensors and runs the replaced module's own forward on them, so any
+difference to the original is the engine's doing.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ktinject.errors import OperatorError
+from ktinject.machine import Gpu, Machine, detect
+from ktinject.operators import REGISTRY, Config, Operator, register_operator
+
+EXPERTS = {
+    "name": "experts",
+    "match": {"path": r".*\.experts", "class": "Module"},
+    "replace": {"operator": "held_experts"},
+}
+
+
+@dataclass(frozen=True)
+class HeldConfig(Config):
+    refuse: str = ""  # what `supports` answers
+
+
+@register_operator("held_experts")
+class HeldExperts(Operator):
+    """Works for every leaf; `load` counts its calls over all instances and can fail on a given one."""
+
+    Config = HeldConfig
+    per_expert = True
+    fail_at: ClassVar[dict[str, int | type[BaseException]]] = {}
+    calls: ClassVar[dict[str, int]] = {}
+    alive: ClassVar[list[Any]] = []
+
+    def __init__(self, module: nn.Module, config: HeldConfig) -> None:
+        super().__init__()
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        self.held: dict[str, Tensor] = {}
+        self.left = {name: shape[0] for name, shape in shapes.items()}
+        self.shapes, self.config = shapes, config
+        self.dtypes: set[torch.dtype] = set()
+        # A copy on meta that shares no parameter, outside of nn.Module's bookkeeping.
+        self.__dict__["original"] = copy.deepcopy(module).to("meta")
+
+    @classmethod
+    def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
+        return config.refuse or None
+
+    @classmethod
+    def build(cls, module: nn.Module, config: Any) -> Self:
+        cls.step("build")
+        return cls(module, config)
+
+    @classmethod
+    def step(cls, name: str) -> None:
+        cls.calls[name] = cls.calls.get(name, 0) + 1
+        if cls.fail_at.get("step") == name and cls.calls[name] == cls.fail_at["count"]:
+            raise cls.fail_at["error"]  # type: ignore[misc]
+
+    def describe(self) -> dict[str, Any]:
+        return {"kernel": "torch", "weights": "fp32"}
+
+    def footprint(self) -> dict[str, int]:
+        return {self.config.device: sum(torch.Size(shape).numel() * 4 for shape in self.shapes.values())}
+
+    def wants(self) -> dict[str, tuple[int, ...]]:
+        return self.shapes
+
+    def allocate(self) -> None:
+        self.step("allocate")
+        self.held = {name: torch.full(shape, torch.nan) for name, shape in self.shapes.items()}
+
+    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
+        self.step("load")
+        self.dtypes.add(tensor.dtype)
+        assert expert is not None
+        target = self.held[name][expert]
+        if part is not None:
+            n = tensor.shape[0]
+            target = target[part * n : (part + 1) * n]
+        target.copy_(tensor)
+
+    def finish(self) -> None:
+        self.step("finish")
+        for name, tensor in self.held.items():
+            if tensor.isnan().any():
+                raise OperatorError(f"{name} is not complete")
+
+    def unpack(self, name: str, expert: int | None = None) -> Tensor:
+        return self.held[name] if expert is None else self.held[name][expert]
+
+    def is_lossless(self) -> bool:
+        return True
+
+    def forward(self, *args: Tensor) -> Tensor:
+        held = {name: tensor.to(args[0].dtype) for name, tensor in self.held.items()}
+        return torch.func.functional_call(self.original, held, args)
+
+
+def on_meta(source: PreTrainedModel | Path) -> PreTrainedModel:
+    """A model on meta, as users build it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(source) if isinstance(source, Path) else copy.deepcopy(source.config)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def saved(model: PreTrainedModel, folder: Path, **kwargs: Any) -> Path:
+    """The model's folder, as `save_pretrained` writes it."""
+    model.save_pretrained(folder, **kwargs)
+    return folder
+
+
+def machine(memory: int = 2**40, gpus: int = 0, gpu_memory: int = 2**34) -> Machine:
+    """This machine, with other memory and made-up GPUs."""
+    from dataclasses import replace
+
+    made_up = tuple(Gpu(i, "made-up", gpu_memory, gpu_memory, (9, 0)) for i in range(gpus))
+    return replace(detect(), memory_available_bytes=memory, gpus=made_up, no_gpu="" if gpus else "none here")
+
+
+__all__ = ["EXPERTS", "REGISTRY", "HeldExperts", "machine", "on_meta", "saved"]
