@@ -31,6 +31,9 @@ class CpuExpertsConfig(Config):
     kernel: str = "auto"  # or a row of the kernel table, which must then be able to run
 
 
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core takes as they are
+
+
 @register_operator("cpu_experts")
 class CpuExperts(Operator):
     """Every routed-experts leaf with transformers' standard signature.
@@ -114,10 +117,15 @@ class CpuExperts(Operator):
             ) from None
 
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
+        if tensor.dtype == torch.float64:
+            tensor = tensor.float()
+        if tensor.dtype not in _FLOATS:
+            raise OperatorError(
+                f"cpu_experts: {name}: found dtype {tensor.dtype}; allowed: float64, float32, bfloat16, float16. "
+                "Quantised codes have to be decoded first."
+            )
         if self._loaded_dtype is None:
             self._loaded_dtype = tensor.dtype
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            tensor = tensor.float()
         for projection, e, view in routed_experts.views(self.spec, name, tensor.detach(), expert, part):
             try:
                 if projection.endswith("_bias"):
@@ -125,7 +133,7 @@ class CpuExperts(Operator):
                 else:
                     self.native.load(projection, e, view)
             except ValueError as error:
-                raise OperatorError(f"{name}: {error}. Check the checkpoint.") from None
+                raise OperatorError(f"cpu_experts: {name}: {error}.") from None
 
     def finish(self) -> None:
         limit = 20
@@ -139,16 +147,24 @@ class CpuExperts(Operator):
 
     def unpack(self, name: str, expert: int | None = None) -> Tensor:
         """The fp32 weights of parameter `name` in the replaced module's layout; of one expert if given."""
-        shape = routed_experts.wants(self.spec)[name]
+        shapes = routed_experts.wants(self.spec)
+        if name not in shapes:
+            raise OperatorError(f"cpu_experts: found parameter {name}; allowed: {', '.join(shapes)}.")
+        if expert is not None and not 0 <= expert < self.num_experts:
+            raise OperatorError(f"cpu_experts: found expert {expert}; allowed: 0 to {self.num_experts - 1}.")
+        shape = shapes[name]
         experts = range(self.num_experts) if expert is None else [expert]
         whole = torch.empty((len(experts), *shape[1:]), dtype=torch.float32)
         for row, e in enumerate(experts):
             for projection, _, view in routed_experts.views(self.spec, name, whole[row], e, None):
                 value = torch.empty(view.shape, dtype=torch.float32)
-                if projection.endswith("_bias"):
-                    self.native.unpack_bias(projection.removesuffix("_bias"), e, value)
-                else:
-                    self.native.unpack(projection, e, value)
+                try:
+                    if projection.endswith("_bias"):
+                        self.native.unpack_bias(projection.removesuffix("_bias"), e, value)
+                    else:
+                        self.native.unpack(projection, e, value)
+                except ValueError as error:
+                    raise OperatorError(f"cpu_experts: {name}: {error}.") from None
                 view.copy_(value)
         return whole if expert is None else whole[0]
 
@@ -165,9 +181,11 @@ class CpuExperts(Operator):
     def compute(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """forward without autograd: one native call, the GIL released."""
         x = hidden_states.detach().to("cpu").contiguous()
-        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if x.dtype not in _FLOATS:
             x = x.float()
         index = top_k_index.to("cpu").contiguous()
+        if index.dtype.is_floating_point or index.dtype == torch.bool:
+            raise OperatorError(f"cpu_experts: top_k_index: found {index.dtype}; allowed: integers.")
         if index.dtype not in (torch.int64, torch.int32):
             index = index.long()
         weights = top_k_weights.detach().to("cpu", torch.float32).contiguous()
@@ -176,6 +194,12 @@ class CpuExperts(Operator):
             self.native.forward(x, index, weights, out)
         except (IndexError, ValueError) as error:
             raise OperatorError(f"cpu_experts: {error}.") from None
+        except TypeError:
+            found = ", ".join(str(list(tensor.shape)) for tensor in (x, index, weights))
+            raise OperatorError(
+                "cpu_experts: hidden_states, top_k_index and top_k_weights: "
+                f"found shapes {found}; expected [m, {self.spec.hidden_size}], [m, t], [m, t]."
+            ) from None
         return out.to(hidden_states.device, hidden_states.dtype)
 
     def extra_repr(self) -> str:

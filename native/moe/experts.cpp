@@ -87,6 +87,7 @@ Experts::Experts(ExpertsConfig config)
   gate_up_ = {config_.format, gate ? 2 * inner : inner, config_.hidden_size, config_.group_size,
               gate ? (inner + kTile - 1) / kTile : (inner + kPanel - 1) / kPanel};
   down_ = {config_.format, config_.hidden_size, inner, config_.group_size, (config_.hidden_size + kPanel - 1) / kPanel};
+  loaded_.assign(static_cast<size_t>(config_.experts) * 3 * 2, 0);
 }
 
 size_t Experts::bytes() const {
@@ -102,7 +103,7 @@ void Experts::allocate() {
     gate_up_bias = Block(experts * static_cast<size_t>(gate_up_.panels) * kPanel * sizeof(float));
     down_bias = Block(experts * static_cast<size_t>(down_.panels) * kPanel * sizeof(float));
   }
-  loaded_.assign(experts * 3 * 2, 0);
+  std::fill(loaded_.begin(), loaded_.end(), uint8_t{0});
   gate_up_data_ = std::move(gate_up);
   down_data_ = std::move(down);
   gate_up_bias_ = std::move(gate_up_bias);

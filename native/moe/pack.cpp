@@ -100,7 +100,7 @@ void Experts::check(Projection projection, int expert, const Source& source, boo
   auto refuse = [&](const std::string& why) {
     throw std::invalid_argument("expert " + std::to_string(expert) + ", " + name_of(projection) + (bias ? " bias" : "") + ": " + why);
   };
-  if (gate_up_data_.data() == nullptr) refuse("loaded before allocate() was called");
+  if (gate_up_data_.data() == nullptr) refuse("allocate() was not called");
   if (expert < 0 || expert >= config_.experts)
     refuse("there is no such expert; allowed: 0 to " + std::to_string(config_.experts - 1));
   if (projection == Projection::gate && !config_.activation.has_gate) refuse("these experts have no gate; use up");

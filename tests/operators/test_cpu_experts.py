@@ -428,10 +428,38 @@ def test_nothing_of_the_source_is_kept() -> None:
 
 def test_nothing_runs_before_the_memory_is_there() -> None:
     operator = build(family("qwen3_moe"))
-    with pytest.raises(OperatorError, match=r"before allocate\(\)"):
+    with pytest.raises(OperatorError, match=r"down_proj: expert 0, down: allocate\(\) was not called"):
         operator.load("down_proj", torch.zeros(40, 24), 0, None)
     with pytest.raises(OperatorError, match=r"before allocate\(\)"):
         operator(*inputs(operator.spec, 3))
+    with pytest.raises(OperatorError, match=r"expert 0, down: allocate\(\) was not called"):
+        operator.unpack("down_proj", 0)
+    with pytest.raises(OperatorError, match="never loaded: expert 0 gate, expert 0 up"):
+        operator.finish()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_codes_are_not_taken_for_values(dtype: torch.dtype) -> None:
+    operator = build(family("qwen3_moe"))
+    operator.allocate()
+    with pytest.raises(OperatorError, match=rf"down_proj: found dtype {dtype}; allowed: .*decoded first"):
+        operator.load("down_proj", torch.zeros(40, 24).to(dtype), 0, None)
+
+
+def test_a_call_of_the_wrong_shape_says_what_it_found() -> None:
+    operator = build(family("qwen3_moe"))
+    operator.allocate()
+    x, index, weights = inputs(operator.spec, 3)
+    for arguments in ((x[None], index, weights), (x, index[0], weights)):
+        with pytest.raises(
+            OperatorError, match=rf"expected \[m, {operator.spec.hidden_size}\], \[m, t\], \[m, t\]"
+        ):
+            operator(*arguments)
+    for wrong in (index.float(), index.bool()):
+        with pytest.raises(OperatorError, match="top_k_index: found torch.(float32|bool); allowed: integers"):
+            operator(x, wrong, weights)
+    with pytest.raises(OperatorError, match="found parameter w1; allowed: gate_up_proj, down_proj"):
+        operator.unpack("w1")
 
 
 def test_what_was_not_loaded_is_named() -> None:

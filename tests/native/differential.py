@@ -1,0 +1,205 @@
+"""Random layers through every kernel of the table against fp64, for as many cases as asked.
+
+    python tests/native/differential.py --cases 10000 --seed 0
+
+A case draws shape (odd sizes included), format, kernel, tokens, top-k, activation, routing (skewed, sentinels) and
+dtype. The reference rounds its activations as the kernels do, so a wrong index, scale or padding stands out far above
+the tolerance. Prints median and worst error of each kernel; exits 1 if any case is over its tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import reference
+
+from ktinject import _native
+from ktinject.operators.routed_experts import ExpertsSpec
+
+INNER_SIZES = [1, 8, 16, 17, 24, 32, 33, 48, 64, 96, 100, 128, 160, 200, 256, 300]
+ACTIVATIONS = ["silu", "silu", "gelu", "gelu_tanh", "relu", "relu2", "identity"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One random problem; everything follows from the seed."""
+
+    seed: int
+    kernel: str
+    weights: str
+    group_size: int
+    spec: ExpertsSpec
+    tokens: int
+    top_k: int
+    dtype: torch.dtype
+
+
+def draw(seed: int, kernels: list[dict[str, object]]) -> Case:
+    choose = random.Random(seed)
+    row = choose.choice(kernels)
+    has_gate = choose.random() < 0.85
+    is_limited = has_gate and choose.random() < 0.2
+    experts = choose.choice([1, 2, 3, 8, 17])
+    spec = ExpertsSpec(
+        num_experts=experts,
+        hidden_size=choose.choice(INNER_SIZES),
+        intermediate_size=choose.choice(INNER_SIZES),
+        has_gate=has_gate,
+        has_bias=choose.random() < 0.3,
+        is_transposed=False,
+        is_concatenated=True,
+        activation=choose.choice(ACTIVATIONS),
+        alpha=choose.choice([1.0, 1.702]),
+        gate_max=1.5 if is_limited else math.inf,
+        up_limit=1.5 if is_limited else math.inf,
+        up_offset=1.0 if is_limited else 0.0,
+    )
+    slow = str(row["name"]).startswith(("reference", "modelled"))
+    tokens = choose.choice([1, 2, 3, 5, 17] if slow else [1, 1, 2, 3, 4, 5, 7, 16, 17, 31, 33, 64, 130])
+    return Case(
+        seed,
+        str(row["name"]),
+        str(row["weights"]),
+        choose.choice([32, 64, 128]) if row["weights"] == "int4" else 0,
+        spec,
+        tokens,
+        choose.randint(1, experts),
+        choose.choice([torch.float32, torch.bfloat16, torch.float16]),
+    )
+
+
+def expected(
+    spec: ExpertsSpec, w: dict[str, Tensor], x: Tensor, index: Tensor, scale: Tensor, rounding: str
+) -> Tensor:
+    """reference.experts, an expert at a time instead of a token at a time."""
+    x = reference.to_bf16(x) if rounding == "bf16" else reference.to_int8(x)
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for e in range(spec.num_experts):
+        tokens, slots = torch.where(index == e)
+        rows = x[tokens]
+        gate = rows @ w["gate"][e].T + w["gate_bias"][e] if spec.has_gate else None
+        h = reference.to_bf16(reference.intermediate(gate, rows @ w["up"][e].T + w["up_bias"][e], spec))
+        h = h if rounding == "bf16" else reference.to_int8(h)
+        out.index_add_(
+            0, tokens, (h @ w["down"][e].T + w["down_bias"][e]) * scale[tokens, slots, None].double()
+        )
+    return out
+
+
+def run(case: Case) -> float:
+    """The case's relative error against fp64 with the same rounding of activations."""
+    spec = case.spec
+    torch.manual_seed(case.seed)
+    native = _native.Experts(
+        experts=spec.num_experts,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        weights=case.weights,
+        group_size=case.group_size,
+        has_gate=spec.has_gate,
+        has_bias=spec.has_bias,
+        activation=spec.activation,
+        alpha=spec.alpha,
+        gate_max=spec.gate_max,
+        up_limit=spec.up_limit,
+        up_offset=spec.up_offset,
+        kernel=case.kernel,
+    )
+    native.allocate()
+    h, i = spec.hidden_size, spec.intermediate_size
+    sizes = {"gate": (i, h), "up": (i, h), "down": (h, i)}
+    if not spec.has_gate:
+        del sizes["gate"]
+    unpacked: dict[str, Tensor] = {}
+    for projection, (n, k) in sizes.items():
+        weight = torch.randn(spec.num_experts, n, k).to(case.dtype) / math.sqrt(k)
+        bias = torch.randn(spec.num_experts, n) * 0.1 * spec.has_bias
+        unpacked[projection] = torch.empty(spec.num_experts, n, k)
+        unpacked[f"{projection}_bias"] = bias.double()
+        for e in range(spec.num_experts):
+            native.load(projection, e, weight[e])
+            native.unpack(projection, e, unpacked[projection][e])
+            if spec.has_bias:
+                native.load_bias(projection, e, bias[e])
+    assert not native.absent(1)
+    x = torch.randn(case.tokens, h).to(case.dtype)
+    popularity = torch.rand(spec.num_experts) ** 3 + 1e-6
+    index = torch.multinomial(popularity.expand(case.tokens, -1), case.top_k)
+    drop = torch.rand(index.shape) < 0.1
+    index[drop] = torch.where(torch.rand(index.shape) < 0.5, -1, spec.num_experts)[drop]
+    scale = torch.rand(case.tokens, case.top_k)
+    out = torch.full_like(x, math.nan)
+    native.forward(x, index.int() if case.seed % 2 else index, scale, out)
+    weights = {name: value.double() for name, value in unpacked.items()}
+    want = expected(spec, weights, x, index, scale, "bf16" if case.weights == "bf16" else "int8")
+    return reference.relative_error(out, want.to(case.dtype))
+
+
+def tolerance(case: Case) -> float:
+    """What a single case may miss by.
+
+    bf16: fp32 sums in another order, and an intermediate that falls to the other side of a rounding boundary. int8
+    activations: the same fall may hit the largest value of a row, which moves that row's whole grid by 2^-8; so one
+    case may come near the error of int8 activations themselves, and `MEDIAN` watches over the rest.
+    """
+    name = "bf16" if case.weights == "bf16" else "int8"
+    output = {torch.float32: 0.0, torch.bfloat16: 4e-3, torch.float16: 1e-3}[case.dtype]
+    return reference.KERNEL_TOLERANCE[name] + output
+
+
+# Half of all cases meet no rounding boundary that matters: what is left there is the output's own rounding.
+MEDIAN = 2e-3
+
+
+def sweep(
+    cases: int, seed: int, kernels: list[dict[str, object]]
+) -> tuple[dict[str, list[float]], list[str]]:
+    """Errors by kernel, and what is over its tolerance."""
+    errors: dict[str, list[float]] = {}
+    failures = []
+    for number in range(seed, seed + cases):
+        case = draw(number, kernels)
+        error = run(case)
+        errors.setdefault(case.kernel, []).append(error)
+        if not error <= tolerance(case):
+            failures.append(f"error {error:.2e} > {tolerance(case):.2e}: {case}")
+    for kernel, values in errors.items():
+        if not statistics.median(values) <= MEDIAN:
+            failures.append(f"{kernel}: median error {statistics.median(values):.2e} > {MEDIAN:.0e}")
+    return errors, failures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", type=int, default=10000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kernel", nargs="+", default=None, help="only these rows of the table")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    kernels = [k for k in _native.kernels() if k["available"]]
+    if arguments.kernel:
+        kernels = [k for k in kernels if k["name"] in arguments.kernel]
+    errors, failures = sweep(arguments.cases, arguments.seed, kernels)
+    for name, values in sorted(errors.items()):
+        print(
+            f"{name:20s} {len(values):6d} cases, median {statistics.median(values):.1e}, worst {max(values):.1e}"
+        )
+    for failure in failures[:20]:
+        print(failure)
+    print(f"{arguments.cases - len(failures)} passed, {len(failures)} failed")
+    sys.exit(bool(failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Every row of the kernel table that this CPU can run, on random layers; `differential.py` runs as many as asked."""
+
+from __future__ import annotations
+
+import math
+
+import differential
+import pytest
+import torch
+
+from ktinject import _native
+
+TABLE = _native.kernels()
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])
+def test_kernel_on_random_layers(row):
+    if not row["available"]:
+        pytest.skip(row["reason"])
+    torch.set_num_threads(1)
+    slow = row["name"].startswith(("reference", "modelled"))
+    errors, failures = differential.sweep(40 if slow else 120, 1000, [row])
+    assert not failures, "\n".join(failures)
+    assert len(errors[row["name"]]) == (40 if slow else 120)
+
+
+def test_every_format_has_a_row_for_every_cpu():
+    for weights in ("bf16", "int8", "int4"):
+        rows = [row["name"] for row in TABLE if row["weights"] == weights]
+        assert [name.split("_")[0] for name in rows] == ["amx", "avx512", "avx2", "reference", "modelled"]
+        assert next(row for row in TABLE if row["name"] == f"reference_{weights}")["available"]
+
+
+def test_modelled_kernels_are_never_chosen_by_themselves():
+    assert {row["name"] for row in TABLE if not row["automatic"]} == {
+        f"modelled_amx_{weights}" for weights in ("bf16", "int8", "int4")
+    }
+
+
+@pytest.mark.parametrize("weights,group_size", [("bf16", 0), ("int8", 0), ("int4", 32), ("int4", 128)])
+def test_packed_weights_do_not_depend_on_the_instruction_set(weights, group_size):
+    """A value on a rounding boundary must fall to the same side everywhere."""
+    torch.manual_seed(0)
+    weight = torch.randn(1024, 1024)
+    found = []
+    for row in TABLE:
+        if row["weights"] != weights or not row["available"]:
+            continue
+        experts = _native.Experts(
+            experts=1,
+            hidden_size=1024,
+            intermediate_size=1024,
+            weights=weights,
+            group_size=group_size,
+            has_gate=False,
+            has_bias=False,
+            activation="identity",
+            alpha=1.0,
+            gate_max=math.inf,
+            up_limit=math.inf,
+            up_offset=0.0,
+            kernel=row["name"],
+        )
+        experts.allocate()
+        experts.load("down", 0, weight)
+        found.append(torch.empty(1024, 1024))
+        experts.unpack("down", 0, found[-1])
+    assert len(found) >= 2
+    assert all(torch.equal(found[0], other) for other in found[1:])

@@ -1,0 +1,195 @@
+"""The workers: their number changes no result, faults reach the caller, forks and crowds are survived."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+
+from ktinject import _native
+
+SIZES = {"experts": 16, "hidden_size": 256, "intermediate_size": 128}
+
+
+@pytest.fixture(autouse=True)
+def automatic_threads():
+    yield
+    _native.set_threads(0)
+
+
+def layer(weights: str = "bf16", seed: int = 0) -> _native.Experts:
+    experts = _native.Experts(
+        **SIZES,
+        weights=weights,
+        group_size=32 if weights == "int4" else 0,
+        has_gate=True,
+        has_bias=False,
+        activation="silu",
+        alpha=1.0,
+        gate_max=math.inf,
+        up_limit=math.inf,
+        up_offset=0.0,
+        kernel="auto",
+    )
+    experts.allocate()
+    torch.manual_seed(seed)
+    for e in range(SIZES["experts"]):
+        for projection, shape in (("gate", (128, 256)), ("up", (128, 256)), ("down", (256, 128))):
+            experts.load(projection, e, torch.randn(shape) * 0.05)
+    return experts
+
+
+def problem(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(tokens, 256), torch.rand(tokens, 16).topk(4).indices, torch.rand(tokens, 4)
+
+
+def run(experts: _native.Experts, tokens: int = 64, seed: int = 0) -> torch.Tensor:
+    x, index, weight = problem(tokens, seed)
+    out = torch.empty_like(x)
+    experts.forward(x, index, weight, out)
+    return out
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+def test_results_do_not_depend_on_the_number_of_threads(weights, tokens):
+    experts = layer(weights)
+    outputs = []
+    for threads in (1, 2, 3, 7, 16):
+        _native.set_threads(threads)
+        assert _native.threads() == threads
+        outputs.append(run(experts, tokens))
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+@pytest.mark.parametrize("threads", [-1, 5000])
+def test_an_impossible_number_of_threads_is_refused(threads):
+    with pytest.raises(ValueError, match=rf"found {threads}; allowed: 0"):
+        _native.set_threads(threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_an_exception_in_a_worker_comes_back_and_the_pool_lives_on(threads):
+    _native.set_threads(threads)
+    experts = layer("int8")
+    before = run(experts)
+    bad = torch.randn(128, 256)
+    bad[77, 3] = math.nan
+    for _ in range(50):
+        with pytest.raises(ValueError, match="expert 2, gate: output row 77 holds a NaN"):
+            experts.load("gate", 2, bad)
+    good = layer("int8")
+    assert torch.equal(run(good), before)
+
+
+def test_threads_of_python_share_the_pool():
+    models = [layer(weights, seed) for seed, weights in enumerate(["bf16", "int8", "int4", "bf16"])]
+    want = [[run(model, tokens, tokens) for tokens in (1, 9, 40)] for model in models]
+    wrong = []
+
+    def work(number: int) -> None:
+        for _ in range(60):
+            for slot, tokens in enumerate((1, 9, 40)):
+                if not torch.equal(run_quietly(models[number], tokens), want[number][slot]):
+                    wrong.append(number)
+
+    inputs = {tokens: problem(tokens, tokens) for tokens in (1, 9, 40)}
+
+    def run_quietly(experts: _native.Experts, tokens: int) -> torch.Tensor:
+        x, index, weight = inputs[tokens]
+        out = torch.empty_like(x)
+        experts.forward(x, index, weight, out)
+        return out
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_forked_child_starts_its_own_workers():
+    _native.set_threads(3)
+    experts = layer()
+    want = run(experts)
+    for _ in range(20):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = 0 if torch.equal(run(experts), want) else 2
+            finally:
+                os._exit(code)
+        deadline = time.monotonic() + 60
+        while True:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                break
+            if time.monotonic() > deadline:
+                os.kill(child, 9)
+                os.waitpid(child, 0)
+                pytest.fail("the child hangs")
+            time.sleep(0.001)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert torch.equal(run(experts), want)
+
+
+def test_idle_workers_use_no_cpu():
+    code = """
+        import time
+        from ktinject import _native
+        _native.set_threads(8)
+        _native.read_bandwidth(1 << 20)
+        time.sleep(0.2)
+        start = time.process_time()
+        time.sleep(1.0)
+        print(time.process_time() - start)
+    """
+    answer = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert float(answer.stdout) < 0.02
+
+
+def test_more_threads_than_cores_has_no_cliff():
+    """Workers that share a core must not wait for scheduler ticks: four times the threads, at most twice the time."""
+    experts = layer()
+    x, index, weight = problem(32)
+    out = torch.empty_like(x)
+
+    def best(threads: int) -> float:
+        _native.set_threads(threads)
+        times = []
+        for _ in range(200):
+            start = time.perf_counter()
+            experts.forward(x, index, weight, out)
+            times.append(time.perf_counter() - start)
+        times.sort()
+        return times[len(times) // 4]
+
+    cores = _native.default_threads()
+    alone = min(best(cores) for _ in range(3))
+    crowded = min(best(4 * cores) for _ in range(3))
+    assert crowded < 2 * alone + 200e-6
+
+
+def test_threads_respect_affinity():
+    code = """
+        import os
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
+        from ktinject import _native
+        print(_native.default_threads(), _native.threads())
+    """
+    answer = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.split() == ["1", "1"]
