@@ -8,6 +8,7 @@ Memory stays bounded by two windows of logits and `CHUNK_BYTES`, however long th
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 from ktinject.errors import OperatorError, PlanError
 
@@ -112,35 +114,41 @@ def divergence(a: PreTrainedModel, b: PreTrainedModel, ids: Tensor, *, window: i
     )
 
 
-def greedy(model: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int) -> Iterator[list[int]]:
-    """The greedy continuation of each prompt, one prompt at a time.
+def greedy(
+    model: PreTrainedModel, prompt: Tensor, new_tokens: int, *, streamer: BaseStreamer | None = None
+) -> list[int]:
+    """The greedy continuation of a prompt.
 
-    prompts     token ids, [T] int64 each, T ≥ 1
+    prompt      [T] token ids, int64, T ≥ 1
     new_tokens  at most this many; fewer where the model ends
-    Yields      the new tokens
-    Raises      PlanError if a prompt does not fit the model
+    streamer    is given each token as it comes
+    Raises      PlanError if prompt and continuation do not fit the model
     """
-    for prompt in prompts:
-        if len(prompt) == 0:
-            raise PlanError("a prompt of no tokens cannot be continued. Give it at least one.")
-        _check_ids(model, prompt)
-        ids = prompt.to(model.device)[None]
-        # Sampling settings of the checkpoint would only draw a warning: greedy search reads none of them.
-        written = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            num_beams=1,
-            temperature=None,
-            top_p=None,
-            top_k=None,
+    longest = _longest(model)
+    if not 1 <= len(prompt) <= longest - new_tokens:
+        raise PlanError(
+            f"a prompt of {len(prompt)} tokens and {new_tokens} new ones: the prompt must have at least 1, "
+            f"both together at most {longest}, what the model was made for."
         )
-        yield written[0, len(prompt) :].tolist()
+    _check_ids(model, prompt)
+    ids = prompt.to(model.device)[None]
+    # Sampling settings of the checkpoint would only draw a warning: greedy search reads none of them.
+    written = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        num_beams=1,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        streamer=streamer,
+    )
+    return written[0, len(prompt) :].tolist()
 
 
 def greedy_agreement(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> Agreement:
-    """Compare what two models wrote, as `greedy` yields it, prompt by prompt."""
+    """Compare what two models wrote, each list as `greedy` returns it, prompt by prompt."""
     pairs = list(zip(a, b, strict=True))
     return Agreement(
         prompts=len(pairs),
@@ -148,6 +156,11 @@ def greedy_agreement(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> 
         tokens=sum(max(len(x), len(y)) for x, y in pairs),
         same=sum(i == j for x, y in pairs for i, j in zip(x, y)),
     )
+
+
+def _longest(model: PreTrainedModel) -> int:
+    """Tokens that the model was made to see at once; no limit if its config names none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def _check_ids(model: PreTrainedModel, ids: Tensor) -> None:
@@ -166,7 +179,7 @@ def _windows(model: PreTrainedModel, ids: Tensor, window: int) -> Iterator[Tenso
         raise PlanError(
             f"text of shape {tuple(ids.shape)}: at least 2 token ids in one dimension are needed."
         )
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or window
+    longest = _longest(model)
     if not 2 <= window <= longest:
         raise PlanError(f"window of {window} tokens: allowed is 2 to {longest}, what the model was made for.")
     _check_ids(model, ids)

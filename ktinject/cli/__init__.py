@@ -1,1 +1,84 @@
+"""The command line: one file a command. Torch is imported when a command needs it, not before."""
 
+from __future__ import annotations
+
+import logging
+import traceback
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import click
+import typer
+from typer.core import TyperGroup
+
+from ktinject.cli import doctor, eval, plan, rules, run
+from ktinject.errors import KTInjectError
+
+REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+
+
+class _Group(TyperGroup):
+    """Turns what a command raises into a message on stderr and an exit code."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("ktinject: interrupted", err=True)
+            code = INTERRUPTED
+        except KTInjectError as error:
+            self._tell(ctx, str(error))
+            code = REFUSED
+        except (click.ClickException, click.exceptions.Exit, click.Abort, typer.Exit, BrokenPipeError):
+            raise
+        except Exception as error:
+            self._tell(ctx, f"failed: {type(error).__name__}: {error} (`ktinject -v …` shows where)")
+            code = FAILED
+        raise typer.Exit(code)
+
+    def _tell(self, ctx: click.Context, message: str) -> None:
+        if ctx.params.get("verbose"):
+            traceback.print_exc()
+        typer.echo(f"ktinject: {message}", err=True)
+
+
+app = typer.Typer(
+    name="ktinject",
+    cls=_Group,
+    help="Run Mixture-of-Experts models on stock transformers, their experts on our CPU kernels.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ktinject {version('ktinject')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log what is decided; show the traceback of a refusal.")
+    ] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    logging.basicConfig(format="%(name)s: %(message)s")
+    if verbose:
+        logging.getLogger("ktinject").setLevel(logging.INFO)
+
+
+app.command("plan")(plan.command)
+app.command("run")(run.command)
+app.command("eval")(eval.command)
+app.command("doctor")(doctor.command)
+app.add_typer(rules.app, name="rules")
+
+
+def main() -> None:
+    """The `ktinject` command."""
+    app()

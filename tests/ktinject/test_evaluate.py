@@ -76,17 +76,16 @@ def test_a_model_does_not_diverge_from_itself(model, ids):
     assert found.perplexity_a == found.perplexity_b
 
 
-def test_greedy_is_the_argmax_chain(model, ids):
-    prompts = [ids[:5], ids[40:41]]
-    for prompt, written in zip(prompts, evaluate.greedy(model, prompts, 8)):
-        sequence = prompt
-        for _ in range(8):
-            with torch.no_grad():
-                token = model(sequence[None]).logits[0, -1].argmax()
-            sequence = torch.cat([sequence, token[None]])
-            if token == model.config.eos_token_id:
-                break
-        assert written == sequence[len(prompt) :].tolist()
+@pytest.mark.parametrize("prompt", [slice(0, 5), slice(40, 41)])
+def test_greedy_is_the_argmax_chain(model, ids, prompt):
+    sequence = ids[prompt]
+    for _ in range(8):
+        with torch.no_grad():
+            token = model(sequence[None]).logits[0, -1].argmax()
+        sequence = torch.cat([sequence, token[None]])
+        if token == model.config.eos_token_id:
+            break
+    assert ids[prompt].tolist() + evaluate.greedy(model, ids[prompt], 8) == sequence.tolist()
 
 
 def test_agreement():
@@ -116,10 +115,17 @@ def test_refused_text(model, text, window, says):
         assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("prompt", [torch.zeros(0, dtype=torch.long), torch.tensor([3, 257])])
-def test_refused_prompt(model, prompt):
-    with pytest.raises(PlanError):
-        list(evaluate.greedy(model, [prompt], 2))
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        (torch.zeros(0, dtype=torch.long), "at least 1"),
+        (torch.zeros(511, dtype=torch.long), "at most 512"),
+        (torch.tensor([3, 257]), "vocabulary of 257"),
+    ],
+)
+def test_refused_prompt(model, prompt, says):
+    with pytest.raises(PlanError, match=says):
+        evaluate.greedy(model, prompt, 2)
 
 
 def test_refused_vocabularies(model, tiny_qwen3_moe, ids):

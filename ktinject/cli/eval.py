@@ -1,0 +1,206 @@
+"""`ktinject eval`: how close a swapped model stays to the unswapped one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ktinject.cli import options
+from ktinject.errors import PlanError
+from ktinject.rules import parse_overrides
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ktinject.evaluate import Agreement, Divergence
+
+UNSWAPPED = "unswapped"
+
+Variants = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--variant",
+        metavar="NAME=VALUE,…",
+        help="A row of the table: variables of the rules, on top of --set; may be repeated.",
+    ),
+]
+Against = Annotated[
+    str,
+    typer.Option(metavar="RULES", help="Compare with the model under these rules, not with it unswapped."),
+]
+TextFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--text", metavar="FILE", help="Text to measure on; default: heldout.txt, in MODEL or beside it."
+    ),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        help='Lines of {"prompt": "…"} to continue; default: prompts.jsonl, in MODEL or beside it.',
+    ),
+]
+Tokens = Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Read N tokens of the text.")]
+Window = Annotated[int, typer.Option("--window", metavar="N", min=2, help="Tokens the model sees at once.")]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One variant against the reference; no agreement without prompts."""
+
+    variant: str
+    variables: dict[str, Any]
+    divergence: Divergence
+    agreement: Agreement | None
+
+
+def command(
+    model: options.Model,
+    rules: options.Rules = "auto",
+    variables: options.Set = None,
+    variants: Variants = None,
+    against: Against = UNSWAPPED,
+    text: TextFile = None,
+    tokens: Tokens = 8192,
+    window: Window = 512,
+    prompts: PromptFile = None,
+    new_tokens: options.NewTokens = 64,
+    device: options.Device = None,
+    budget: options.Budget = None,
+    dtype: options.RestDtype = "float32",
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure perplexity, KL divergence and greedy agreement against the unswapped model in float32."""
+    import torch
+    from rich.console import Console
+
+    import ktinject
+    from ktinject import evaluate
+
+    chosen = _variants(variables or [], variants or [])
+    text_file = text or _beside(model, "heldout.txt")
+    if text_file is None:
+        raise PlanError(f"{model}: there is no heldout.txt in it or beside it. Name a text: --text FILE.")
+    prompt_file = prompts or _beside(model, "prompts.jsonl")
+    tokenizer = options.load_tokenizer(model)
+    ids = torch.tensor(tokenizer(_read(text_file), add_special_tokens=False)["input_ids"][:tokens])
+    starts = [] if prompt_file is None else _prompts(tokenizer, prompt_file)
+    places: dict[str, Any] = {"devices": device, "budget": options.parse_budget(budget), "progress": False}
+
+    with Console(stderr=True).status(f"{against}: loading") as status:
+        if against == UNSWAPPED:
+            reference = _load_unswapped(model, device)
+        else:
+            reference = ktinject.load(model, against, dtype=dtype, **places)
+        status.update(f"{against}: writing")
+        expected = [evaluate.greedy(reference, start, new_tokens) for start in starts]
+        results = []
+        for name, values in chosen.items():
+            status.update(f"{name}: loading")
+            swapped = ktinject.load(model, rules, dtype=dtype, variables=values, **places)
+            status.update(f"{name}: reading the text")
+            divergence = evaluate.divergence(reference, swapped, ids, window=window)
+            status.update(f"{name}: writing")
+            written = [evaluate.greedy(swapped, start, new_tokens) for start in starts]
+            agreement = evaluate.greedy_agreement(expected, written) if starts else None
+            results.append(Result(name, values, divergence, agreement))
+            del swapped
+    if as_json:
+        about = {
+            "model": str(model),
+            "rules": rules,
+            "against": against,
+            "dtype": dtype,
+            "text": str(text_file),
+        }
+        options.show_json({**about, "window": window, "results": [asdict(result) for result in results]})
+        return
+    options.show(_table(against, results))
+    counted = f"{results[0].divergence.tokens:,} predictions on {text_file}, in windows of {window} tokens"
+    typer.echo(f"{counted}; {len(starts)} prompts, at most {new_tokens} new tokens each")
+
+
+def _variants(base: list[str], variants: list[str]) -> dict[str, dict[str, Any]]:
+    """Name of a row → variables. Raises RuleError as `parse_overrides` does; PlanError for equal rows."""
+    common = parse_overrides(base)
+    if not variants:
+        return {", ".join(base) or "swapped": common}
+    found: dict[str, dict[str, Any]] = {}
+    for text in variants:
+        if text in found:
+            raise PlanError(f"--variant {text!r} is given twice. Give each variant once.")
+        found[text] = {**common, **parse_overrides(text.split(","))}
+    return found
+
+
+def _beside(model: Path, name: str) -> Path | None:
+    return next((file for file in (model / name, model.resolve().parent / name) if file.is_file()), None)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{file}: it cannot be read as text: {error}. Name a file in UTF-8.") from error
+
+
+def _prompts(tokenizer: PreTrainedTokenizerBase, file: Path) -> list[Tensor]:
+    """The prompts of a JSON-lines file as token ids, as a base model gets them."""
+    import torch
+
+    prompts = []
+    for number, line in enumerate(_read(file).splitlines(), 1):
+        if line.strip():
+            try:
+                prompt = json.loads(line)["prompt"]
+            except (ValueError, KeyError, TypeError):
+                prompt = None
+            if not isinstance(prompt, str):
+                raise PlanError(f'{file}:{number}: found {line[:60]!r}; allowed is {{"prompt": "…"}}.')
+            prompts.append(torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long))
+    return prompts
+
+
+def _load_unswapped(folder: Path, device: list[str] | None) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ktinject.errors import CheckpointError
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder}: transformers cannot load it unswapped: {error}") from error
+    return model.to(device[0] if device else "cpu").eval()
+
+
+def _table(against: str, results: list[Result]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for title in ("perplexity", "change", "mean KL", "p99 KL", "same top-1", "same prompts", "same tokens"):
+        table.add_column(title, justify="right")
+    table.add_row(against, f"{results[0].divergence.perplexity_a:.4f}", *["–"] * 6)
+    for result in results:
+        d, a = result.divergence, result.agreement
+        table.add_row(
+            result.variant,
+            f"{d.perplexity_b:.4f}",
+            f"{d.perplexity_b / d.perplexity_a - 1:+.3%}",
+            f"{d.mean_nats:.2e}",
+            f"{d.p99_nats:.2e}",
+            f"{d.top1:.2%}",
+            f"{a.identical} of {a.prompts}" if a else "–",
+            f"{a.same / a.tokens:.1%}" if a and a.tokens else "–",
+        )
+    return table

@@ -1,0 +1,109 @@
+"""Speed and memory of one greedy generation; the unswapped model's in a process of its own.
+
+The memory of a process says nothing about a second model loaded into it, so `python -m ktinject.cli.measure` loads
+the model with stock transformers, measures there, and answers in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The second of two equal generations; the first one pays for everything that happens once.
+
+    tokens          the new tokens
+    seconds         wall time, prompt included
+    resident_bytes  of the process at the end
+    model_bytes     how much of that came with loading the model and generating
+    gpu_bytes       that torch has allocated, on all GPUs
+    """
+
+    tokens: list[int]
+    seconds: float
+    resident_bytes: int
+    model_bytes: int
+    gpu_bytes: int
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure(model: PreTrainedModel, prompt: list[int], new_tokens: int, before_bytes: int) -> Measurement:
+    """Generate once more and measure it.
+
+    before_bytes  resident before the model was loaded
+    Raises        PlanError if the prompt does not fit the model
+    """
+    import torch
+
+    from ktinject import evaluate
+
+    start = time.perf_counter()
+    tokens = evaluate.greedy(model, torch.tensor(prompt), new_tokens)
+    seconds = time.perf_counter() - start
+    resident = resident_bytes()
+    gpus = range(torch.cuda.device_count())
+    gpu_bytes = sum(torch.cuda.memory_allocated(gpu) for gpu in gpus)
+    return Measurement(tokens, seconds, resident, resident - before_bytes, gpu_bytes)
+
+
+def measure_unswapped(
+    folder: Path, prompt: list[int], new_tokens: int, *, dtype: str, device_map: str | None
+) -> Measurement | str:
+    """The same for the model as transformers alone loads and runs it, in a fresh process.
+
+    device_map  as transformers takes it; None is the CPU
+    Returns     the measurement, or why there is none
+    """
+    request = {
+        "folder": str(folder),
+        "prompt": prompt,
+        "new_tokens": new_tokens,
+        "dtype": dtype,
+        "device_map": device_map,
+    }
+    process = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if process.returncode:
+        last = process.stderr.strip().rpartition("\n")[2]
+        return last or f"its process ended with code {process.returncode}"
+    return Measurement(**json.loads(process.stdout))
+
+
+def _answer() -> None:
+    request = json.load(sys.stdin)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ktinject import evaluate
+
+    before_bytes = resident_bytes()
+    model = AutoModelForCausalLM.from_pretrained(
+        request["folder"], dtype=request["dtype"], device_map=request["device_map"], trust_remote_code=False
+    ).eval()
+    evaluate.greedy(model, torch.tensor(request["prompt"]), request["new_tokens"])
+    json.dump(asdict(measure(model, request["prompt"], request["new_tokens"], before_bytes)), sys.stdout)
+
+
+if __name__ == "__main__":
+    _answer()

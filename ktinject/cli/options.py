@@ -1,0 +1,100 @@
+"""What several commands take, and how they show what they found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ktinject.errors import CheckpointError, PlanError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Model = Annotated[
+    Path,
+    typer.Argument(
+        metavar="MODEL", exists=True, file_okay=False, help="A model folder: config.json and weights."
+    ),
+]
+Rules = Annotated[
+    str,
+    typer.Option("--rules", metavar="RULES", help="A bundled name, a file, or auto: what suits the model."),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the rules; may be repeated."),
+]
+Device = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--device", metavar="DEVICE", help="Use this device, such as cpu or cuda:0; may be repeated."
+    ),
+]
+Budget = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--budget", metavar="DEVICE=SIZE", help="Use at most so much, such as cuda:0=24GiB; may be repeated."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+NewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Write at most N tokens for a prompt.")
+]
+RestDtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option("--dtype", help="Of everything that is not swapped; auto: what the checkpoint says."),
+]
+
+
+def parse_budget(texts: list[str] | None) -> dict[str, int | str] | None:
+    """`["cuda:0=24GiB"]` as `{"cuda:0": "24GiB"}`; the sizes are the planner's to read. Raises PlanError."""
+    budget: dict[str, int | str] = {}
+    for text in texts or []:
+        device, equals, size = text.partition("=")
+        if not (device and equals and size):
+            raise PlanError(f"--budget {text!r}: allowed is DEVICE=SIZE, such as cuda:0=24GiB.")
+        if device in budget:
+            raise PlanError(f"--budget: {device!r} is given twice. Give each device once.")
+        budget[device] = size
+    return budget or None
+
+
+def build_on_meta(folder: Path, dtype: str = "auto") -> PreTrainedModel:
+    """The model of a folder, without weights. Raises CheckpointError or PlanError."""
+    from ktinject import hf
+    from ktinject.weights.checkpoint import Checkpoint
+
+    with Checkpoint.open(folder) as checkpoint:
+        return hf.meta_model(hf.read_config(folder), dtype, checkpoint)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model folder. Raises CheckpointError."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: its tokenizer cannot be used: {error}") from error
+
+
+def show(thing: Any) -> None:
+    """Print something that rich can: in colour and to the width of a terminal, else plain and unfolded."""
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        Console().print(thing)
+        return
+    console = Console(width=200, color_system=None)
+    with console.capture() as capture:
+        console.print(thing)
+    typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def show_json(value: object) -> None:
+    """Print JSON."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))

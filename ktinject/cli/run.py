@@ -1,0 +1,120 @@
+"""`ktinject run`: one prompt, and what swapping changed."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ktinject.cli import options
+from ktinject.cli.measure import Measurement, measure, measure_unswapped, resident_bytes
+from ktinject.rules import parse_overrides
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from transformers import PreTrainedTokenizerBase
+
+PROMPT = "def main():\n"
+
+Prompt = Annotated[
+    str, typer.Option("--prompt", metavar="TEXT", help="What to continue, or to answer.", show_default=False)
+]
+Compare = Annotated[bool, typer.Option(help="Measure the unswapped model too, in a process of its own.")]
+CheckTensors = Annotated[
+    bool, typer.Option("--check-tensors", help="Refuse NaN and infinity in the weights.")
+]
+
+
+def command(
+    model: options.Model,
+    rules: options.Rules = "auto",
+    prompt: Prompt = PROMPT,
+    new_tokens: options.NewTokens = 64,
+    compare: Compare = True,
+    variables: options.Set = None,
+    device: options.Device = None,
+    budget: options.Budget = None,
+    dtype: options.RestDtype = "auto",
+    check_tensors: CheckTensors = False,
+) -> None:
+    """Show the plan, load the model, write greedily, and compare with the unswapped model."""
+    import torch
+    from transformers import TextStreamer
+
+    import ktinject
+    from ktinject import evaluate
+
+    tokenizer = options.load_tokenizer(model)
+    text, ids = _encode(tokenizer, prompt)
+    arguments: dict[str, Any] = {
+        "checkpoint": model,
+        "devices": device,
+        "budget": options.parse_budget(budget),
+        "variables": parse_overrides(variables or []),
+    }
+    before_bytes = resident_bytes()
+    swapped = options.build_on_meta(model, dtype)
+    plan = ktinject.plan(swapped, rules, **arguments)
+    options.show(plan)
+    ktinject.optimize(swapped, rules, **arguments, check_tensors=check_tensors)
+
+    typer.echo(f"\n{prompt}", nl=text != prompt)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    evaluate.greedy(swapped, torch.tensor(ids), new_tokens, streamer=streamer)
+    ours = measure(swapped, ids, new_tokens, before_bytes)
+    columns: dict[str, Measurement | str] = {"swapped": ours}
+    if compare:
+        # Both models at once may not fit into memory.
+        del swapped
+        gc.collect()
+        device_map = None if plan.device_map == {"": "cpu"} else "auto"
+        theirs = measure_unswapped(model, ids, new_tokens, dtype=dtype, device_map=device_map)
+        columns = {"unswapped": theirs, "swapped": ours}
+    options.show(_table(columns))
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[str, list[int]]:
+    """The prompt as the model gets it, a base model without a chat template too: text and token ids."""
+    if not tokenizer.chat_template:
+        return prompt, tokenizer(prompt)["input_ids"]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+    )
+    return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _table(columns: dict[str, Measurement | str]) -> Table:
+    """A column for each measurement, or for why there is none."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for title in columns:
+        table.add_column(title, justify="right")
+
+    def row(title: str, show: Any) -> None:
+        cells = [show(value) if isinstance(value, Measurement) else "–" for value in columns.values()]
+        table.add_row(title, *cells)
+
+    row("tokens/s", lambda m: f"{len(m.tokens) / m.seconds:.1f}")
+    row("resident memory", lambda m: f"{m.resident_bytes / 2**20:,.0f} MiB")
+    row("of that, the model", lambda m: f"{m.model_bytes / 2**20:,.0f} MiB")
+    if any(isinstance(m, Measurement) and m.gpu_bytes for m in columns.values()):
+        row("GPU memory", lambda m: f"{m.gpu_bytes / 2**20:,.0f} MiB")
+    reference = columns.get("unswapped")
+    if isinstance(reference, Measurement):
+        row("identical greedy tokens", lambda m: _share(m.tokens, reference.tokens))
+    failures = [
+        f"{title}: not measured: {value}" for title, value in columns.items() if isinstance(value, str)
+    ]
+    table.caption = "\n".join(failures) or None
+    return table
+
+
+def _share(tokens: list[int], reference: list[int]) -> str:
+    from ktinject import evaluate
+
+    found = evaluate.greedy_agreement([reference], [tokens])
+    return f"{found.same / found.tokens:.0%} ({found.same} of {found.tokens})"
