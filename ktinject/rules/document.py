@@ -196,13 +196,10 @@ def _compose(events: Iterator[yaml.Event], source: str) -> Node | None:
                 continue
             node = Node(value, where)
         else:
-            if isinstance(event, yaml.DocumentStartEvent):
-                documents += 1
-                if documents > 1:
-                    line = _line(event)
-                    raise RuleError(
-                        f"{source}:{line}: a second document; a rule file holds one. Use one file for each."
-                    )
+            documents += isinstance(event, yaml.DocumentStartEvent)
+            if documents > 1:
+                where = f"{source}:{_line(event)}"
+                raise RuleError(f"{where}: a second document; a rule file holds one. Use a file for each.")
             continue
         if not stack:
             root = node

@@ -91,8 +91,9 @@ def rule_set(root: Node, source: str, overrides: Mapping[str, Any] | None = None
         raise place.refusal("no rules; a rule file has a list of them. Write it under rules.")
     items = top["rules"]
     if not isinstance(items.value, list) or not items.value:
-        found = "an empty list" if isinstance(items.value, list) else show(items.value)
-        raise Place(items.where).refusal(f"rules is {found}; it is a list of rules. Begin each with - name.")
+        raise Place(items.where).refusal(
+            f"rules is {show(items.value)}; it is a list of rules. Begin each with - name."
+        )
     if len(items.value) > _MAX_RULES:
         raise Place(items.where).refusal(
             f"{len(items.value)} rules; at most {_MAX_RULES} are read. Split them."
