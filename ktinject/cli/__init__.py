@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 from typer.core import TyperGroup
 
 from ktinject.cli import doctor, eval, plan, rules, run
 from ktinject.errors import KTInjectError
 
-REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+FAILED, REFUSED = 1, 2
+logger = logging.getLogger("ktinject")
 
 
 class _Group(TyperGroup):
     """Turns what a command raises into a message on stderr and an exit code."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            typer.echo("ktinject: interrupted", err=True)
-            code = INTERRUPTED
+            return super().main(*args, **kwargs)
         except KTInjectError as error:
-            self._tell(ctx, str(error))
-            code = REFUSED
-        except (click.ClickException, click.exceptions.Exit, click.Abort, typer.Exit, BrokenPipeError):
-            raise
+            _end(str(error), REFUSED)
         except Exception as error:
-            self._tell(ctx, f"failed: {type(error).__name__}: {error} (`ktinject -v …` shows where)")
-            code = FAILED
-        raise typer.Exit(code)
+            _end(f"failed: {type(error).__name__}: {error} (`ktinject -v …` shows where)", FAILED)
 
-    def _tell(self, ctx: click.Context, message: str) -> None:
-        if ctx.params.get("verbose"):
-            traceback.print_exc()
-        typer.echo(f"ktinject: {message}", err=True)
+
+def _end(message: str, code: int) -> NoReturn:
+    if logger.isEnabledFor(logging.INFO):
+        traceback.print_exc()
+    typer.echo(f"ktinject: {message}", err=True)
+    sys.exit(code)
 
 
 app = typer.Typer(
@@ -68,8 +63,7 @@ def _options(
     ] = False,
 ) -> None:
     logging.basicConfig(format="%(name)s: %(message)s")
-    if verbose:
-        logging.getLogger("ktinject").setLevel(logging.INFO)
+    logger.setLevel(logging.INFO if verbose else logging.NOTSET)
 
 
 app.command("plan")(plan.command)

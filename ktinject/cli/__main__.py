@@ -1,0 +1,5 @@
+"""`python -m ktinject.cli`."""
+
+from ktinject.cli import main
+
+main()

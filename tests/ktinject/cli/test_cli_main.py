@@ -1,0 +1,85 @@
+"""The `ktinject` command itself: version, help, exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+import ktinject.report
+from ktinject.errors import CheckpointError, KTInjectError, OperatorError, PlanError, RuleError
+
+COMMANDS = ["plan", "run", "eval", "doctor", "rules"]
+
+
+def test_version(ktinject):
+    assert ktinject("--version").stdout == f"ktinject {version('ktinject')}\n"
+
+
+def test_help_names_every_command(ktinject):
+    text = ktinject("--help").stdout
+    assert all(f"│ {command} " in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command(ktinject, command):
+    assert f"ktinject {command}" in ktinject(command, "--help").stdout
+
+
+@pytest.fixture
+def doctor_raises(monkeypatch):
+    def raises(error: BaseException) -> None:
+        def doctor():
+            raise error
+
+        monkeypatch.setattr(ktinject.report, "doctor", doctor)
+
+    return raises
+
+
+@pytest.mark.parametrize("error", [KTInjectError, RuleError, PlanError, CheckpointError, OperatorError])
+def test_a_refusal_is_a_message_and_exit_code_2(ktinject, doctor_raises, error):
+    doctor_raises(error("what was found; what to do"))
+    result = ktinject("doctor", exit_code=2)
+    assert (result.stdout, result.stderr) == ("", "ktinject: what was found; what to do\n")
+    result = ktinject("-v", "doctor", exit_code=2)
+    assert result.stderr.startswith("Traceback") and result.stderr.endswith("what was found; what to do\n")
+
+
+def test_a_failure_is_exit_code_1(ktinject, doctor_raises):
+    doctor_raises(RuntimeError("lost"))
+    result = ktinject("doctor", exit_code=1)
+    assert result.stderr.startswith("ktinject: failed: RuntimeError: lost")
+    assert "Traceback" not in result.stderr
+    assert "Traceback" in ktinject("-v", "doctor", exit_code=1).stderr
+
+
+def test_ctrl_c_is_exit_code_130(ktinject, doctor_raises):
+    doctor_raises(KeyboardInterrupt())
+    ktinject("doctor", exit_code=130)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["plan"], ["plan", "/no/such/folder"], ["run", "--nonsense"]]
+)
+def test_wrong_usage_is_exit_code_2(ktinject, arguments):
+    assert "Usage:" in ktinject(*arguments, exit_code=2).stderr
+
+
+def test_a_bad_variable_of_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("KTINJECT_THREADS", "many")
+    process = subprocess.run(
+        [sys.executable, "-m", "ktinject.cli", "doctor"], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 2
+    assert process.stderr.startswith("ktinject: KTINJECT_THREADS='many': allowed is")
+
+
+def test_listing_rules_needs_no_torch():
+    code = """import sys
+from ktinject.cli import app
+app(["rules", "list"], standalone_mode=False)
+assert "torch" not in sys.modules"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
