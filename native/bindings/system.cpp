@@ -4,7 +4,7 @@
 
 #include "bindings/subjects.hpp"
 #include "moe/kernels/table.hpp"
-#include "runtime/ceilings.hpp"
+#include "moe/ceilings.hpp"
 #include "runtime/cpu_features.hpp"
 #include "runtime/thread_pool.hpp"
 

@@ -4,15 +4,11 @@
 // int4 is expanded to int8 once a panel, then multiplied group by group; the groups' scales are applied in fp32.
 #include <immintrin.h>
 
-#include <cstring>
-#include <stdexcept>
-
 #include "moe/kernels/head.hpp"
+#include "moe/kernels/tiles.hpp"
 
 #pragma GCC push_options
-#pragma GCC target("amx-tile,amx-bf16,amx-int8,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
-#define KTINJECT_HARDWARE_TILES
-#include "moe/kernels/tiles.hpp"
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
 
 namespace ktinject {
 namespace {

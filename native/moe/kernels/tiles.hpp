@@ -3,9 +3,13 @@
 // The kernels of amx.cpp use eight tiles in fixed roles: 0..3 accumulate a 2 x 2 block (accumulator 2a + b = A tile a times B tile
 // b), 4 and 5 hold A (activations, up to 16 rows each), 6 and 7 hold B (packed weights, 16 outputs each).
 //
-// Include inside a target region that has AVX-512 (and AMX for HardwareTiles), after <immintrin.h>, <cstring> and <stdexcept>.
 // Source: Intel Architecture Instruction Set Extensions Programming Reference, chapter on AMX, whose pseudo-code the model follows.
 #pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
 
 namespace ktinject {
 
@@ -30,60 +34,60 @@ struct alignas(64) TileShapes {
   }
 };
 
-#ifdef KTINJECT_HARDWARE_TILES
+// In assembly: the intrinsics of GCC 11 and 12 tell the compiler of 8 of the configuration's 64 bytes, and of none of the memory
+// that a tile load reads, so that it may drop or move the stores before them.
 struct HardwareTiles {
-  static void configure(const TileShapes& shapes) { _tile_loadconfig(&shapes); }
-  static void release() { _tile_release(); }
-  static void load_a0(const void* p, size_t stride) { _tile_loadd(4, p, stride); }
-  static void load_a1(const void* p, size_t stride) { _tile_loadd(5, p, stride); }
+  template <int tile>
+  static void load(const void* p, size_t stride) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(tile) : "memory");
+  }
+  template <int tile>
+  static void store_tile(void* p) {
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(size_t{128}), "i"(tile) : "memory");
+  }
+  template <int tile>
+  static void zero_tile() {
+    __asm__ volatile("tilezero %%tmm%c0" ::"i"(tile));
+  }
+
+  static void configure(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(shapes)); }
+  static void release() { __asm__ volatile("tilerelease"); }
+  static void load_a0(const void* p, size_t stride) { load<4>(p, stride); }
+  static void load_a1(const void* p, size_t stride) { load<5>(p, stride); }
   static void load_b(const void* p0, const void* p1) {
-    _tile_loadd(6, p0, 64);
-    _tile_loadd(7, p1, 64);
+    load<6>(p0, 64);
+    load<7>(p1, 64);
   }
   static void zero(bool two) {
-    _tile_zero(0);
-    _tile_zero(1);
+    zero_tile<0>();
+    zero_tile<1>();
     if (two) {
-      _tile_zero(2);
-      _tile_zero(3);
+      zero_tile<2>();
+      zero_tile<3>();
     }
   }
   // c: 32 rows of 32 four-byte values; only the configured rows are written.
   static void store(void* c, bool two) {
     auto* bytes = static_cast<char*>(c);
-    _tile_stored(0, bytes, 128);
-    _tile_stored(1, bytes + 64, 128);
+    store_tile<0>(bytes);
+    store_tile<1>(bytes + 64);
     if (two) {
-      _tile_stored(2, bytes + 16 * 128, 128);
-      _tile_stored(3, bytes + 16 * 128 + 64, 128);
+      store_tile<2>(bytes + 16 * 128);
+      store_tile<3>(bytes + 16 * 128 + 64);
     }
   }
-  static void bf16(bool two) {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (two) {
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+#define KTINJECT_TILE_PRODUCT(INSTRUCTION)                              \
+  __asm__ volatile(INSTRUCTION " %tmm6, %tmm4, %tmm0");                 \
+  __asm__ volatile(INSTRUCTION " %tmm7, %tmm4, %tmm1");                 \
+  if (two) {                                                            \
+    __asm__ volatile(INSTRUCTION " %tmm6, %tmm5, %tmm2");               \
+    __asm__ volatile(INSTRUCTION " %tmm7, %tmm5, %tmm3");               \
   }
-  static void unsigned_signed(bool two) {
-    _tile_dpbusd(0, 4, 6);
-    _tile_dpbusd(1, 4, 7);
-    if (two) {
-      _tile_dpbusd(2, 5, 6);
-      _tile_dpbusd(3, 5, 7);
-    }
-  }
-  static void signed_signed(bool two) {
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 4, 7);
-    if (two) {
-      _tile_dpbssd(2, 5, 6);
-      _tile_dpbssd(3, 5, 7);
-    }
-  }
+  static void bf16(bool two) { KTINJECT_TILE_PRODUCT("tdpbf16ps") }
+  static void unsigned_signed(bool two) { KTINJECT_TILE_PRODUCT("tdpbusd") }
+  static void signed_signed(bool two) { KTINJECT_TILE_PRODUCT("tdpbssd") }
+#undef KTINJECT_TILE_PRODUCT
 };
-#endif
 
 // The same in plain C++. Where the CPU would fault, this throws std::logic_error.
 struct ModelTiles {

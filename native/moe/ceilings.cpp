@@ -1,4 +1,4 @@
-#include "runtime/ceilings.hpp"
+#include "moe/ceilings.hpp"
 
 #include <immintrin.h>
 
@@ -8,6 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "moe/kernels/tiles.hpp"
 #include "runtime/cpu_features.hpp"
 #include "runtime/thread_pool.hpp"
 
@@ -39,47 +40,18 @@ struct Unit {
   void (*run)(long iterations);
 };
 
-#pragma GCC push_options
-#pragma GCC target("amx-tile,amx-bf16,amx-int8")
-struct alignas(64) Tiles {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-void prepare_tiles() {
-  const Tiles shapes;
-  _tile_loadconfig(&shapes);
-  alignas(64) static const char ones[1024] = {1, 1, 1, 1};
-  _tile_loadd(4, ones, 64);
-  _tile_loadd(5, ones, 64);
-  _tile_loadd(6, ones, 64);
-  _tile_loadd(7, ones, 64);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+// Through the wrappers of the kernels; zeros in the tiles.
+void run_amx(long iterations, void (*product)(bool)) {
+  HardwareTiles::configure(TileShapes(16, 16, 64));
+  for (long i = 0; i < iterations; ++i) product(true);
+  HardwareTiles::release();
 }
 void run_amx_bf16(long iterations) {
-  prepare_tiles();
-  for (long i = 0; i < iterations; ++i) {
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
-  }
-  _tile_release();
+  run_amx(iterations, HardwareTiles::bf16);
 }
 void run_amx_int8(long iterations) {
-  prepare_tiles();
-  for (long i = 0; i < iterations; ++i) {
-    _tile_dpbusd(0, 4, 6);
-    _tile_dpbusd(1, 4, 7);
-    _tile_dpbusd(2, 5, 6);
-    _tile_dpbusd(3, 5, 7);
-  }
-  _tile_release();
+  run_amx(iterations, HardwareTiles::unsigned_signed);
 }
-#pragma GCC pop_options
 
 // Twelve independent chains cover latency times throughput of every dot product unit so far. In assembly, because compilers keep
 // such a set of accumulators in memory.
