@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ktinject import rules
@@ -64,7 +64,7 @@ def check(
         if as_json:
             _print_json({"ok": True, **_summary(found), "rules": [_rule(rule) for rule in found.rules]})
             return
-        table = Table("rule", "match", "replace", "at")
+        table = Table(*(Column(title, overflow="fold") for title in ("rule", "match", "replace", "at")))
         for rule in found.rules:
             cells = (rule.name, _conditions(rule.match), _replacement(rule), rule.where)
             table.add_row(*map(Text, cells))
