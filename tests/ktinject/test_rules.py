@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
 from typing import Any, Literal, Optional
@@ -418,11 +419,10 @@ def test_a_large_model_is_assigned_in_no_time() -> None:
     written = "".join(rule(rf"{{path: 'model\.layers\.\d+\.mlp\.{i}'}}", name=f"r{i}") for i in range(30))
     found = rules.parse(text(written), "f")
     rules.assign(found, modules)
-    import time
 
     started = time.perf_counter()
     rules.assign(found, modules)
-    assert time.perf_counter() - started < 2  # 0.06 s on the machine it was written on
+    assert time.perf_counter() - started < 2
 
 
 # Arguments
