@@ -9,6 +9,7 @@ setup(
     packages=[
         "ktinject",
         "ktinject.cli",
+        "ktinject.rules",
         "ktinject.weights",
         "ktinject.operators",
         "ktinject.optimize_rules",

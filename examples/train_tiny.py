@@ -2,11 +2,12 @@
 
     python examples/train_tiny.py --arch deepseek_v3 --out examples/models/tiny-deepseek-v3
     python examples/train_tiny.py --arch qwen3_moe   --out examples/models/tiny-qwen3-moe
-    python examples/train_tiny.py --heldout examples/models        # heldout.txt and prompts.jsonl
+    python examples/train_tiny.py --heldout examples/models
 
-Two architectures, both transformers' own classes, just under 20 MB each in bf16. The text is what every
-CPython carries, minus a held-out tenth chosen by a hash of each file's path, so the split is the same on
-every machine. A GPU takes minutes; a CPU works too, for a small --tokens.
+The first two train a model each, both of transformers' own classes and just under 20 MB in bf16; the third
+writes heldout.txt and prompts.jsonl. The text is what every CPython carries, minus a held-out tenth chosen by
+a hash of each file's path, so the split is the same on every machine. A GPU takes minutes; a CPU works too,
+for a small --tokens.
 
 The model computes in bf16 and the optimiser keeps fp32 master weights, so what is saved is exactly what was
 trained. The same seed gives the same initial weights and the same order of data; GPU kernels that add in
@@ -48,53 +49,32 @@ SAMPLE_PROMPT = "import unittest\n\n\nclass QueueTest(unittest.TestCase):\n    d
 PIECES = r"\n|[ _]?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
 
 # Not in the text: packages that are not CPython's, files that differ between builds, and generated tables.
-SKIP = re.compile(r"(.*/)?(site-packages|dist-packages|__pycache__)/.*|_sysconfigdata.*|config-.*|(encodings|pydoc_data)/.*")
-
-COMMON = dict(
-    vocab_size=VOCAB,
-    hidden_size=128,
-    moe_intermediate_size=64,
-    num_hidden_layers=11,
-    num_experts_per_tok=8,
-    norm_topk_prob=True,
-    max_position_embeddings=1024,
-    initializer_range=0.04,
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    bos_token_id=0,
-    eos_token_id=0,
-    pad_token_id=1,
+SKIP = re.compile(
+    r"(.*/)?(site-packages|dist-packages)/.*|_sysconfigdata.*|config-.*|(encodings|pydoc_data)/.*"
 )
-ARCHS = {
-    "deepseek_v3": dict(
-        COMMON,
-        n_routed_experts=32,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        intermediate_size=512,
-        n_group=8,
-        topk_group=4,
-        routed_scaling_factor=2.5,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=96,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=32,
-        v_head_dim=32,
-        num_nextn_predict_layers=0,
-        tie_word_embeddings=False,
-    ),
-    "qwen3_moe": dict(
-        COMMON,
-        num_experts=32,
-        intermediate_size=512,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        router_aux_loss_coef=0.003,
-        tie_word_embeddings=True,
-    ),
+
+# fmt: off
+COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 512,
+    "num_hidden_layers": 11, "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 1024,
+    "initializer_range": 0.04, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1,
 }
+ARCHS = {
+    "deepseek_v3": {
+        "n_routed_experts": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 96, "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+        "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
+    },
+    "qwen3_moe": {
+        "num_experts": 32, "router_aux_loss_coef": 0.003,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
+}
+# fmt: on
 
 
 # --- text ---------------------------------------------------------------------------------------------
@@ -132,31 +112,29 @@ def heldout_text(stdlib: str | Path | None = None) -> str:
     return "".join(text for _, text in split(stdlib_files(stdlib))[1])
 
 
-def write_heldout(folder: Path, stdlib: str | Path | None, limit_bytes: int = 200_000, prompts: int = 20) -> None:
-    """Write heldout.txt (whole held-out files, about `limit_bytes`) and prompts.jsonl (starts of functions there)."""
+def write_heldout(folder: Path, stdlib: str | Path | None, limit_bytes: int = 200_000) -> None:
+    """Write heldout.txt (whole held-out files, about `limit_bytes`) and prompts.jsonl (20, of different files)."""
     files = sorted(split(stdlib_files(stdlib))[1], key=lambda f: _digest(f[0] + "#order"))
-    folder.mkdir(parents=True, exist_ok=True)
     chosen: list[tuple[str, str]] = []
-    size_bytes = 0
     for name, text in files:
-        if 2_000 <= len(text.encode()) <= 30_000 and size_bytes + len(text.encode()) <= limit_bytes:
+        size_bytes = sum(len(t.encode()) for _, t in chosen) + len(text.encode())
+        if 2_000 <= len(text.encode()) <= 30_000 and size_bytes <= limit_bytes:
             chosen.append((name, text))
-            size_bytes += len(text.encode())
+    prompts = [{"prompt": p, "file": name} for name, text in files if (p := start_of_function(text))][:20]
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "heldout.txt").write_text("".join(text for _, text in sorted(chosen)), encoding="utf-8")
-    with open(folder / "prompts.jsonl", "w", encoding="utf-8") as out:
-        for line in [json.dumps({"prompt": p, "file": n}) for n, t in files if (p := start_of_function(t))][:prompts]:
-            out.write(line + "\n")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts), encoding="utf-8")
 
 
 def start_of_function(text: str) -> str | None:
-    """From the middle of a file: one whole function, then the next one's `def` line and first line of its body."""
+    """From the middle of a file, 40 to 70 lines of whole definitions, then a `def` line and its body's first line."""
     lines = text.split("\n")
     defs = [i for i, line in enumerate(lines) if re.match(r" *(async )?def \w+\(.*\).*:$", line)]
-    pairs = [(a, b) for a, b in zip(defs, defs[1:]) if 4 <= b - a <= 20]
-    if not pairs:
+    spans = [(max(starts), end) for end in defs if (starts := [i for i in defs if 40 <= end - i <= 70])]
+    if not spans:
         return None
-    first, last = pairs[len(pairs) // 2]
-    return "\n".join(lines[first : last + 2]) + "\n"
+    start, end = spans[len(spans) // 2]
+    return "\n".join(lines[start : end + 2]) + "\n"
 
 
 # --- tokenizer ----------------------------------------------------------------------------------------
@@ -207,8 +185,10 @@ def build(arch: str, device: torch.device) -> torch.nn.Module:
     # Under a name transformers knows no mask for, sdpa gets none and is causal by itself. Making the mask asks
     # the GPU whether windows are packed, which stalls every step and cannot be part of a CUDA graph.
     AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
-    config = AutoConfig.for_model(arch, **ARCHS[arch])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa_without_mask")
+    config = AutoConfig.for_model(arch, **COMMON, **ARCHS[arch])
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="sdpa_without_mask"
+    )
     model.set_experts_implementation("grouped_mm")
     return model.to(device)
 
@@ -241,7 +221,7 @@ def add_dropout(model: torch.nn.Module, p: float) -> None:
 
 @torch.no_grad()
 def nudge_biases(routers: list[torch.nn.Module], rate: torch.Tensor) -> None:
-    """Balancing without a loss (DeepSeek-V3, section 2.1.2): an overloaded expert's bias goes down by `rate`, else up."""
+    """Balancing without a loss (DeepSeek-V3, section 2.1.2): the bias goes down where the load is high, else up."""
     for router in routers:
         router.e_score_correction_bias.add_(rate * (1.0 - router.load).sign())
 
@@ -324,7 +304,9 @@ def train(model: torch.nn.Module, ids: torch.Tensor, heldout: torch.Tensor, args
         if step % max(1, steps // 100) == 0 or progress >= 1:
             loss = torch.stack(losses[-100:]).mean().item()
             speed = step * args.batch * args.seq / seconds
-            print(f"step {step}/{steps}  loss {loss:.4f}  lr {lr.item():.1e}  {speed:,.0f} tokens/s", flush=True)
+            print(
+                f"step {step}/{steps}  loss {loss:.4f}  lr {lr.item():.1e}  {speed:,.0f} tokens/s", flush=True
+            )
         if step % max(1, steps // 10) == 0 or progress >= 1:
             nats, _ = evaluate(model, heldout[: 8 * args.batch * args.seq + 1], args.seq, args.batch)
             load = torch.stack([r.load for r in routers])
@@ -338,7 +320,7 @@ def train(model: torch.nn.Module, ids: torch.Tensor, heldout: torch.Tensor, args
 
 
 def record(update: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """`update` as one CUDA graph: its thousand small launches cost more than the work. It runs first at a rate of zero."""
+    """`update` as one CUDA graph: its thousand launches cost more than the work. First runs are at a rate of zero."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -361,13 +343,15 @@ def record(update: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, ids: torch.Tensor, seq: int, batch: int = 16) -> tuple[float, int]:
-    """(mean loss in nats per token, tokens predicted) over windows of `seq`, every token but the first predicted once."""
+    """(mean loss in nats, tokens predicted): windows of `seq` tokens, every token but the first predicted once."""
     was_training = model.training
     model.eval()
     device, total = model.device, 0.0
     starts = list(range(0, len(ids) - 1, seq))
     full = [s for s in starts if s + seq < len(ids)]
-    groups = [full[i : i + batch] for i in range(0, len(full), batch)] + [[s] for s in starts if s + seq >= len(ids)]
+    groups = [full[i : i + batch] for i in range(0, len(full), batch)] + [
+        [s] for s in starts if s + seq >= len(ids)
+    ]
     for group in groups:
         x = torch.stack([ids[s : s + seq + 1] for s in group]).to(device)
         logits = model(input_ids=x[:, :-1], use_cache=False).logits.float()
@@ -377,87 +361,49 @@ def evaluate(model: torch.nn.Module, ids: torch.Tensor, seq: int, batch: int = 1
 
 
 @torch.no_grad()
-def expert_load(model: torch.nn.Module, ids: torch.Tensor) -> tuple[float, float]:
-    """(smallest, largest) load of an expert in any layer over one batch of `ids` [n]; 1 is balanced."""
+def expert_load(model: torch.nn.Module, ids: torch.Tensor, seq: int) -> tuple[float, float]:
+    """(smallest, largest) load of an expert in any layer over up to 16 windows of `ids` [n]; 1 is balanced."""
     routers = watch_routers(model)
-    model(input_ids=ids[None].to(model.device), use_cache=False)
+    x = ids[: 16 * seq]
+    x = x[: len(x) // seq * seq].view(-1, seq) if len(x) >= seq else x[None]
+    model(input_ids=x.to(model.device), use_cache=False)
     load = torch.stack([r.load for r in routers])
     return load.min().item(), load.max().item()
 
 
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-license: apache-2.0
----
-# {name}
-
-A small {arch} model that writes Python: {layers} layers, {experts} experts in each Mixture-of-Experts layer with
-{top_k} chosen for each token, {parameters:,} parameters, {size_bytes:,} bytes in bf16. It is there to try and
-test `ktinject` with; it knows the shape of Python's standard library and nothing else.
-
-| | measured |
-|---|---|
-| training text | standard library of CPython {cpython}: {train_files:,} files, {train_bytes:,} bytes, {train_tokens:,} tokens |
-| held-out text | {heldout_files:,} files, {heldout_bytes:,} bytes, {heldout_tokens:,} tokens |
-| tokens seen | {tokens:,} in {steps:,} steps ({epochs:.1f} times the training text) |
-| training loss, last 100 steps | {train_loss:.4f} nats per token |
-| held-out loss | {nats:.4f} nats per token |
-| held-out perplexity | {perplexity:.4f} per token |
-| held-out bits per byte | {bits_per_byte:.4f} |
-| expert load, held-out | {load_min:.2f} to {load_max:.2f} (1 is balanced) |
-| wall time of training | {seconds:.0f} s |
-| hardware | {hardware} |
-| software | torch {torch}, transformers {transformers} |
-| seed | {seed} |
-
-The held-out numbers are of the saved bf16 checkpoint, reloaded and computed in fp32, in windows of {seq} tokens.
-Held out is every file whose path, relative to the standard library's root, has a SHA-256 whose first 32 bits
-are divisible by ten. `encodings` and `pydoc_data` (tables) are left out of both.
-
-```
-{command}
-```
-
-A prompt and its greedy continuation, {sample_tokens} tokens:
-
-```python
-{sample}
-```
-
-The text is part of CPython, © Python Software Foundation, under the PSF License Agreement, version 2. The
-weights are under the licence of this repository, Apache-2.0.
-"""
-
-
 def finish(out: Path, tokenizer: PreTrainedTokenizerFast, heldout: torch.Tensor, facts: dict, args) -> None:
     """Reload the saved checkpoint in fp32, evaluate it on the held-out tokens [n] and write the model card."""
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, experts_implementation="eager").to(args.device)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, experts_implementation="eager").to(
+        args.device
+    )
     ids = heldout[: args.eval_tokens or None]
     nats, predicted = evaluate(model, ids, args.seq)
     text_bytes = len(tokenizer.decode(ids[1:]).encode())
-    load_min, load_max = expert_load(model, ids[: 16 * args.seq])
+    load_min, load_max = expert_load(model, ids, args.seq)
     prompt = tokenizer(SAMPLE_PROMPT, return_tensors="pt").to(args.device)
-    sample = tokenizer.decode(model.generate(**prompt, max_new_tokens=96, do_sample=False)[0], skip_special_tokens=True)
-    config = model.config
-    facts |= dict(
-        name=out.name,
-        arch=type(model).__name__,
-        layers=config.num_hidden_layers,
-        experts=config.num_local_experts,
-        top_k=config.num_experts_per_tok,
-        parameters=model.num_parameters(),
-        size_bytes=(out / "model.safetensors").stat().st_size,
-        epochs=facts["tokens"] / facts["train_tokens"],
-        nats=nats,
-        perplexity=math.exp(nats),
-        bits_per_byte=nats * predicted / text_bytes / math.log(2),
-        load_min=load_min,
-        load_max=load_max,
-        sample_tokens=96,
-        sample=sample.rstrip(),
+    sample = tokenizer.decode(
+        model.generate(**prompt, max_new_tokens=96, do_sample=False)[0], skip_special_tokens=True
     )
-    (out / "README.md").write_text(CARD.format(**facts), encoding="utf-8")
+    config = model.config
+    facts |= {
+        "name": out.name,
+        "arch": type(model).__name__,
+        "layers": config.num_hidden_layers,
+        "experts": config.num_local_experts,
+        "top_k": config.num_experts_per_tok,
+        "parameters": model.num_parameters(),
+        "size_bytes": (out / "model.safetensors").stat().st_size,
+        "epochs": facts["tokens"] / facts["train_tokens"],
+        "nats": nats,
+        "perplexity": math.exp(nats),
+        "bits_per_byte": nats * predicted / text_bytes / math.log(2),
+        "load_min": load_min,
+        "load_max": load_max,
+        "sample_tokens": 96,
+        "sample": sample.rstrip(),
+    }
+    card = (Path(__file__).parent / "models" / "CARD.template.md").read_text(encoding="utf-8")
+    (out / "README.md").write_text(card.format(**facts), encoding="utf-8")
     print(json.dumps({k: v for k, v in facts.items() if k != "sample"}, indent=1))
     print(sample)
 
@@ -466,18 +412,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", choices=sorted(ARCHS))
     parser.add_argument("--out", type=Path, help="folder for the model")
-    parser.add_argument("--heldout", type=Path, metavar="DIR", help="write heldout.txt and prompts.jsonl there, and end")
+    parser.add_argument(
+        "--heldout", type=Path, metavar="DIR", help="write heldout.txt and prompts.jsonl there, and end"
+    )
     parser.add_argument("--stdlib", type=Path, help="standard library to read (default: this interpreter's)")
-    parser.add_argument("--stdlib-version", default=platform.python_version(), help="its version, for the model card")
+    parser.add_argument(
+        "--stdlib-version", default=platform.python_version(), help="its version, for the model card"
+    )
     parser.add_argument("--tokens", type=int, default=160_000_000, help="tokens to train on")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="finish the schedule within this time")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="finish the schedule within this time"
+    )
     parser.add_argument("--batch", type=int, default=32, help="windows a step")
     parser.add_argument("--seq", type=int, default=1024, help="tokens a window")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, default=0.05)
-    parser.add_argument("--mode", choices=["eager", "compile", "graph"], help="default: graph on a GPU, else eager")
-    parser.add_argument("--eval-tokens", type=int, default=0, help="held-out tokens of the last evaluation (0: all)")
+    parser.add_argument(
+        "--mode", choices=["eager", "compile", "graph"], help="default: graph on a GPU, else eager"
+    )
+    parser.add_argument(
+        "--eval-tokens", type=int, default=0, help="held-out tokens of the last evaluation (0: all)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
     args = parser.parse_args()
@@ -495,28 +451,36 @@ def main() -> None:
     ids = encode(tokenizer, [text for _, text in training], end=True)
     heldout_ids = encode(tokenizer, ["".join(text for _, text in heldout)], end=False)
     model = build(args.arch, torch.device(args.device))
-    print(f"{model.num_parameters():,} parameters; {len(ids):,} training tokens, {len(heldout_ids):,} held out", flush=True)
+    print(
+        f"{model.num_parameters():,} parameters; {len(ids):,} training tokens, {len(heldout_ids):,} held out",
+        flush=True,
+    )
 
     facts = train(model, ids.to(args.device), heldout_ids, args)
-    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=0, pad_token_id=1, do_sample=False)
+    model.generation_config = GenerationConfig(
+        bos_token_id=0, eos_token_id=0, pad_token_id=1, do_sample=False
+    )
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     cuda = args.device.startswith("cuda")
-    facts |= dict(
-        cpython=args.stdlib_version,
-        train_files=len(training),
-        train_bytes=sum(len(text.encode()) for _, text in training),
-        train_tokens=len(ids),
-        heldout_files=len(heldout),
-        heldout_bytes=sum(len(text.encode()) for _, text in heldout),
-        heldout_tokens=len(heldout_ids),
-        hardware=f"one {torch.cuda.get_device_name()}" if cuda else f"CPU, {torch.get_num_threads()} threads",
-        torch=torch.__version__,
-        transformers=transformers.__version__,
-        seed=args.seed,
-        seq=args.seq,
-        command=f"python examples/train_tiny.py --arch {args.arch} --out {args.out.name} --tokens {args.tokens} --seed {args.seed}",
-    )
+    facts |= {
+        "cpython": args.stdlib_version,
+        "train_files": len(training),
+        "train_bytes": sum(len(text.encode()) for _, text in training),
+        "train_tokens": len(ids),
+        "heldout_files": len(heldout),
+        "heldout_bytes": sum(len(text.encode()) for _, text in heldout),
+        "heldout_tokens": len(heldout_ids),
+        "hardware": f"one {torch.cuda.get_device_name()}"
+        if cuda
+        else f"CPU, {torch.get_num_threads()} threads",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "seed": args.seed,
+        "seq": args.seq,
+        "command": f"python examples/train_tiny.py --arch {args.arch} --out {args.out.name}"
+        f" --tokens {args.tokens} --seed {args.seed}",
+    }
     finish(args.out, tokenizer, heldout_ids, facts, args)
 
 

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 )
 
 # An expert's number in a checkpoint key. Keys that differ in nothing else are renamed once, all together.
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+_EXPERT = re.compile(r"(?<=\.experts\.)(?:0|[1-9]\d*)(?=\.)")
 
 _STACK = ("MergeModulelist", 0)  # [experts] × [n, k] → [experts, n, k]
 _CONCATENATE = ("Concatenate", 1)  # parts × [experts, n, k] → [experts, parts · n, k]
@@ -177,11 +177,12 @@ def _assemble(mapping: KeyMap, renamer: _Renamer, target: str, by_pattern: _ByPa
         _convert(mapping, target, converter, by_pattern)
         return []
 
+    numbered = any(number is not None for members in by_pattern.values() for number, _ in members)
     pieces: dict[tuple[int | None, int], Piece] = {}
     left = []
     for part, pattern in enumerate(patterns):
         for rank, (number, key) in enumerate(by_pattern.get(pattern, ())):
-            expert = experts[0] if experts[0] is None else rank if number is None else number
+            expert = experts[0] if experts[0] is None else number if numbered else rank
             if expert in experts and (expert, part) not in pieces:
                 pieces[expert, part] = Piece(key, expert, part if len(patterns) > 1 else None)
             else:

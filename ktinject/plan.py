@@ -7,10 +7,12 @@ is kept as a problem of the plan and not raised, so that the plan of a large mod
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -158,7 +160,8 @@ def make(
     standings = (_stands_on(model, where, devices),) if has_weights else where.candidates
     layouts = []
     for standing in standings:
-        entries = _entries(found, where, standing, machine)
+        with _one_thread():
+            entries = _entries(found, where, standing, machine)
         rest = {standing: _rest_bytes(model, entries)}
         to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
         over = {device: size for device, size in to_load.items() if size > where.limits[device]}
@@ -261,6 +264,17 @@ def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
             "Move it with model.to() before, or load it from its checkpoint."
         )
     return standing[0]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Operators try modules out on a few numbers; on a busy machine threads make that five times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _entries(found: list[_Found], where: Devices, standing: str, machine: Machine) -> tuple[Entry, ...]:

@@ -4,10 +4,10 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
-#include <sstream>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -30,24 +30,35 @@ std::vector<int> allowed_cpus() {
   return cpus;
 }
 
+// The first line of a small file, without its end; empty if there is none. By C streams: those of C++ keep their locale in a
+// global that a second copy of libstdc++ in the process can spoil.
+std::string first_line(const std::string& path, const char* prefix = "") {
+  std::FILE* file = std::fopen(path.c_str(), "re");
+  if (file == nullptr) return {};
+  char line[4096];
+  std::string found;
+  while (found.empty() && std::fgets(line, sizeof line, file) != nullptr)
+    if (std::strncmp(line, prefix, std::strlen(prefix)) == 0) found = line;
+  std::fclose(file);
+  if (!found.empty() && found.back() == '\n') found.pop_back();
+  return found;
+}
+
 // CPUs' worth of run time this cgroup may use; infinity where nothing limits it.
 double quota_cpus() {
-  double quota = INFINITY;
-  std::string path, line;
-  std::ifstream self("/proc/self/cgroup");
-  while (std::getline(self, line))
-    if (line.rfind("0::", 0) == 0) path = line.substr(3);
+  double quota = INFINITY, maximum = 0, period = 0;
+  std::string path = first_line("/proc/self/cgroup", "0::");
+  path.erase(0, 3);
   for (;;) {  // a parent's limit binds its children
-    std::ifstream file("/sys/fs/cgroup" + path + "/cpu.max");
-    std::string maximum;
-    double period = 0;
-    if (file >> maximum >> period && maximum != "max" && period > 0) quota = std::min(quota, std::stod(maximum) / period);
+    const std::string line = first_line("/sys/fs/cgroup" + path + "/cpu.max");
+    if (std::sscanf(line.c_str(), "%lf %lf", &maximum, &period) == 2 && period > 0) quota = std::min(quota, maximum / period);
     if (path.empty() || path == "/") break;
     path.erase(path.rfind('/'));
   }
-  std::ifstream v1_quota("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), v1_period("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
-  double q = 0, p = 0;
-  if (v1_quota >> q && v1_period >> p && q > 0 && p > 0) quota = std::min(quota, q / p);
+  const std::string v1 = "/sys/fs/cgroup/cpu/cpu.cfs_";
+  if (std::sscanf(first_line(v1 + "quota_us").c_str(), "%lf", &maximum) == 1 && maximum > 0 &&
+      std::sscanf(first_line(v1 + "period_us").c_str(), "%lf", &period) == 1 && period > 0)
+    quota = std::min(quota, maximum / period);
   return quota;
 }
 
