@@ -74,7 +74,7 @@ def text(plan: Plan) -> str:
 
     out = io.StringIO()
     Console(file=out, width=200, color_system=None).print(rich(plan))
-    return "\n".join(line.rstrip() for line in out.getvalue().strip("\n").splitlines())
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
 
 
 def as_html(plan: Plan) -> str:
