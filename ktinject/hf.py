@@ -97,12 +97,12 @@ def load_rest(
     )
     with _quiet():
         info, _ = type(model)._load_pretrained_model(model, state, None, config)
+        # Of two tied parameters one is enough, whichever it is.
+        tied = [{*pair} for pair in model.all_tied_weights_keys.items()]
+        filled = {name for pair in tied if pair - info.missing_keys for name in pair}
         optional = set(model._keys_to_ignore_on_load_missing or ())
-        faults = [
-            f"{name}: not filled"
-            for name in info.missing_keys
-            if name not in model.all_tied_weights_keys and not matches(optional, name)
-        ]
+        missing = [name for name in info.missing_keys - filled if not matches(optional, name)]
+        faults = [f"{name}: not filled" for name in missing]
         faults += [f"{key}: belongs nowhere" for key in info.unexpected_keys]
         faults += [f"{name}: found {list(a)}, expected {list(b)}" for name, a, b in info.mismatched_keys]
         faults += [f"{name}: {text.splitlines()[-1]}" for name, text in info.conversion_errors.items()]

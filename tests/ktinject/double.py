@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,20 +33,16 @@ class HeldConfig(Config):
 
 @register_operator("held_experts")
 class HeldExperts(Operator):
-    """Works for every leaf; `load` counts its calls over all instances and can fail on a given one."""
+    """Works for every leaf that transformers has."""
 
     Config = HeldConfig
     per_expert = True
-    fail_at: ClassVar[dict[str, int | type[BaseException]]] = {}
-    calls: ClassVar[dict[str, int]] = {}
-    alive: ClassVar[list[Any]] = []
 
     def __init__(self, module: nn.Module, config: HeldConfig) -> None:
         super().__init__()
-        shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+        self.shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
         self.held: dict[str, Tensor] = {}
-        self.left = {name: shape[0] for name, shape in shapes.items()}
-        self.shapes, self.config = shapes, config
+        self.config = config
         self.dtypes: set[torch.dtype] = set()
         # A copy on meta that shares no parameter, outside of nn.Module's bookkeeping.
         self.__dict__["original"] = copy.deepcopy(module).to("meta")
@@ -57,14 +53,7 @@ class HeldExperts(Operator):
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
-        cls.step("build")
         return cls(module, config)
-
-    @classmethod
-    def step(cls, name: str) -> None:
-        cls.calls[name] = cls.calls.get(name, 0) + 1
-        if cls.fail_at.get("step") == name and cls.calls[name] == cls.fail_at["count"]:
-            raise cls.fail_at["error"]  # type: ignore[misc]
 
     def describe(self) -> dict[str, Any]:
         return {"kernel": "torch", "weights": "fp32"}
@@ -76,11 +65,9 @@ class HeldExperts(Operator):
         return self.shapes
 
     def allocate(self) -> None:
-        self.step("allocate")
         self.held = {name: torch.full(shape, torch.nan) for name, shape in self.shapes.items()}
 
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
-        self.step("load")
         self.dtypes.add(tensor.dtype)
         assert expert is not None
         target = self.held[name][expert]
@@ -90,7 +77,6 @@ class HeldExperts(Operator):
         target.copy_(tensor)
 
     def finish(self) -> None:
-        self.step("finish")
         for name, tensor in self.held.items():
             if tensor.isnan().any():
                 raise OperatorError(f"{name} is not complete")

@@ -179,7 +179,7 @@ def test_a_parameter_that_is_not_filled_is_fatal(tmp_path: Path) -> None:
         loaded = on_meta(model)
         mapping = mapping_of(loaded, list(checkpoint.names))
         del mapping.targets["model.norm.weight"], mapping.targets["model.layers.1.mlp.gate.weight"]
-        with pytest.raises(CheckpointError, match="gate.weight: not filled\n.*norm.weight: not filled"):
+        with pytest.raises(CheckpointError, match=r"gate.weight: not filled\n.*norm.weight: not filled"):
             hf.load_rest(loaded, mapping, checkpoint.read, {"": "cpu"}, str(tmp_path))
 
 
@@ -271,7 +271,7 @@ def test_dtype_of_a_meta_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8", torch.int8, torch.float8_e4m3fn, "nn"])
 def test_a_dtype_that_is_none_is_refused(dtype: str | torch.dtype) -> None:
-    with pytest.raises(PlanError, match="dtype: found .*; use auto, bfloat16"):
+    with pytest.raises(PlanError, match=r"dtype: found .*; use auto, bfloat16"):
         hf.meta_model(models.config("qwen3_moe"), dtype)
 
 
@@ -297,7 +297,7 @@ def test_a_config_that_cannot_be_read_is_refused(content: str, found: str, tmp_p
 
 
 def test_no_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="config.json cannot be used"):
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be used"):
         hf.read_config(tmp_path)
 
 

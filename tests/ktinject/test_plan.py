@@ -276,7 +276,7 @@ def test_registering_refuses_what_breaks_the_contract() -> None:
         register_operator("keep")(NoLoad)
     with pytest.raises(OperatorError, match="lower-case letters"):
         register_operator("Fast-Experts")(NoLoad)
-    with pytest.raises(OperatorError, match="NoConfig.Config is not a dataclass"):
+    with pytest.raises(OperatorError, match=r"NoConfig.Config is not a dataclass"):
         register_operator("no_config")(NoConfig)
     with pytest.raises(OperatorError, match=r"is not a subclass of ktinject\.operators\.Operator"):
         register_operator("linear")(nn.Linear)  # type: ignore[type-var]

@@ -1,0 +1,322 @@
+"""The three calls on whole models: what comes out computes what the original did."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from double import EXPERTS, on_meta, saved
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+import ktinject
+from ktinject import hf
+from ktinject.errors import CheckpointError, PlanError, RuleError
+
+torch.set_num_threads(1)
+IDS = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def assert_same(ours: PreTrainedModel, theirs: PreTrainedModel, tolerance: float = 1e-5) -> None:
+    """Logits within the tolerance and the same greedy tokens."""
+    assert not ours.training
+    difference = (ours(IDS).logits - theirs(IDS).logits).abs().max().item()
+    assert difference <= tolerance, difference
+    tokens = [model.generate(IDS, max_new_tokens=8, do_sample=False) for model in (ours, theirs)]
+    assert torch.equal(*tokens)
+
+
+# Every family, every form of checkpoint
+
+
+@pytest.mark.parametrize("shards", ["10GB", "60KB"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "mixtral", "gpt_oss", "granitemoe"])
+def test_a_swapped_model_is_the_same_model(name: str, shards: str, tmp_path: Path) -> None:
+    original = models.tiny(name)
+    folder = saved(original, tmp_path, max_shard_size=shards)
+    assert (len([*folder.glob("*.safetensors")]) > 1) == (shards == "60KB")
+    model = on_meta(folder)
+    assert ktinject.optimize(model, [EXPERTS], progress=False) is model
+    assert not [name for name, tensor in everything(model) if tensor.is_meta]
+    assert_same(model, original)
+
+
+@pytest.mark.parametrize("name", [name for name in models.AVAILABLE if name != "kimi_linear"])
+def test_experts_of_every_family_can_be_swapped(name: str, tmp_path: Path) -> None:
+    original = models.tiny(name)
+    model = on_meta(saved(original, tmp_path))
+    ktinject.optimize(model, [EXPERTS], progress=False)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, original(IDS).logits)
+
+
+def everything(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def test_a_model_with_its_weights_needs_no_checkpoint() -> None:
+    model, original = models.tiny("mixtral").train(), models.tiny("mixtral")
+    want = {name: id(tensor) for name, tensor in everything(model) if ".experts." not in name}
+    ktinject.optimize(model, [EXPERTS], progress=False)
+    assert {name: id(tensor) for name, tensor in everything(model)} == want
+    assert model.training and model.model.layers[0].mlp.experts.training
+    assert_same(model.eval(), original)
+
+
+def test_a_checkpoint_replaces_the_weights_a_model_has(tmp_path: Path) -> None:
+    original = models.tiny("deepseek_v3", seed=1)
+    model = models.tiny("deepseek_v3", seed=2)
+    inv_freq = model.model.rotary_emb.inv_freq.clone()
+    ktinject.optimize(model, [EXPERTS], checkpoint=saved(original, tmp_path), progress=False)
+    assert torch.equal(model.model.rotary_emb.inv_freq, inv_freq)
+    assert_same(model, original)
+
+
+def test_weights_loaded_from_a_folder_are_taken_from_the_model_and_not_read_again(tmp_path: Path) -> None:
+    folder = saved(models.tiny("qwen3_moe"), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj.mul_(2)
+        want = model(IDS).logits
+        ktinject.optimize(model, [EXPERTS], progress=False)
+        assert torch.equal(model(IDS).logits, want)
+    assert model.ktinject.checkpoint is None
+
+
+def test_nothing_to_swap_is_an_ordinary_load(tmp_path: Path) -> None:
+    original = models.tiny("qwen3_moe")
+    keep = {"name": "all", "match": {"class": "Qwen3MoeExperts"}, "replace": "keep"}
+    model = ktinject.load(saved(original, tmp_path), [keep], progress=False)
+    assert_same(model, original)
+    assert model.ktinject.entries == ()
+
+
+@pytest.mark.parametrize("there", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_embeddings(there: str, tmp_path: Path) -> None:
+    original = models.tiny("qwen3_moe", tie_word_embeddings=True)
+    folder = saved(original, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    (stored,) = {"model.embed_tokens.weight", "lm_head.weight"} & tensors.keys()
+    tensors[there] = tensors.pop(stored)
+    save_file(tensors, folder / "model.safetensors")
+    model = ktinject.load(folder, [EXPERTS], progress=False)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert_same(model, original)
+
+
+def test_bf16_models_keep_what_must_be_fp32(tmp_path: Path) -> None:
+    folder = saved(models.tiny("deepseek_v3"), tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = ktinject.load(folder, [EXPERTS], dtype="bfloat16", progress=False)
+    assert model.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32
+    dtypes = {name: tensor.dtype for name, tensor in everything(reference) if ".experts." not in name}
+    assert {name: tensor.dtype for name, tensor in everything(model)} == dtypes
+    assert_same(model, reference)
+
+
+def test_operators_get_the_checkpoints_dtype(tmp_path: Path) -> None:
+    folder = saved(models.tiny("qwen3_moe").half(), tmp_path)
+    model = ktinject.load(folder, [EXPERTS], dtype="float32", progress=False)
+    assert model.model.layers[0].mlp.experts.dtypes == {torch.float16}
+
+
+# FP8 checkpoints
+
+
+def quantise(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FP8 values, their scales, and what both mean in fp32."""
+    n, k = weight.shape
+    rows, columns = -(-n // block), -(-k // block)
+    padded = torch.zeros(rows * block, columns * block)
+    padded[:n, :k] = weight
+    blocks = padded.view(rows, block, columns, block)
+    scales = blocks.abs().amax((1, 3)).clamp(min=1e-6) / 448
+    values = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    meant = values.float() * scales[:, None, :, None]
+    return (
+        values.view(rows * block, -1)[:n, :k].contiguous(),
+        scales,
+        meant.view(rows * block, -1)[:n, :k].contiguous(),
+    )
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """A checkpoint as DeepSeek publishes them, and the model that it means, in fp32."""
+    folder = saved(models.tiny("deepseek_v3"), tmp_path_factory.mktemp("fp8") / "model")
+    meaning = folder.with_name("meaning")
+    meaning.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    meant = dict(tensors)
+    for name, weight in list(tensors.items()):
+        if name.endswith("_proj.weight") or name.endswith("_with_mqa.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"], meant[name] = quantise(weight, 16)
+    assert len(tensors) > len(meant) + 20
+    save_file(tensors, folder / "model.safetensors")
+    save_file(meant, meaning / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (meaning / "config.json").write_text(json.dumps(config))
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [16, 16],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder, AutoModelForCausalLM.from_pretrained(meaning)
+
+
+def test_fp8_checkpoints_are_decoded_in_swapped_and_dense_parts(fp8: tuple[Path, PreTrainedModel]) -> None:
+    folder, reference = fp8
+    model = on_meta(folder)
+    ktinject.optimize(model, [EXPERTS], progress=False)
+    assert_same(model, reference, tolerance=0.0)
+    assert hf.quantization(model.config) is None
+    assert "the checkpoint is quantised (fp8); it is decoded while it is read" in model.ktinject.notes
+
+
+def test_fp8_checkpoints_in_bf16(fp8: tuple[Path, PreTrainedModel]) -> None:
+    folder, reference = fp8
+    model = ktinject.load(folder, [EXPERTS], dtype="bfloat16", progress=False)
+    dense = model.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(dense, reference.model.layers[0].mlp.up_proj.weight.bfloat16())
+
+
+def test_a_scale_that_is_not_a_number_is_always_refused(
+    fp8: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    for part in ("layers.1.mlp.experts.3.up_proj", "layers.0.self_attn.o_proj"):
+        tensors = load_file(fp8[0] / "model.safetensors")
+        tensors[f"model.{part}.weight_scale_inv"][0, 1] = torch.nan
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text((fp8[0] / "config.json").read_text())
+        with pytest.raises(CheckpointError, match=rf"{part}.weight_scale_inv'.*nan at \[0, 1\]"):
+            ktinject.load(tmp_path, [EXPERTS], progress=False)
+
+
+# Arguments and defaults
+
+
+def test_load_with_automatic_rules_and_variables(tmp_path: Path) -> None:
+    folder = saved(models.tiny("qwen3_moe"), tmp_path)
+    model = ktinject.load(folder, variables={"experts": "int8"}, progress=False)
+    assert {entry.runs["weights"] for entry in model.ktinject.entries} == {"int8"}
+    with torch.no_grad():
+        assert model.generate(IDS, max_new_tokens=4).shape == (2, 16)
+    plan = ktinject.plan(on_meta(folder), "auto", variables={"experts": "int8"})
+    assert plan.to_dict()["modules"] == model.ktinject.to_dict()["modules"]
+
+
+def test_an_unknown_variable_is_refused(tmp_path: Path) -> None:
+    folder = saved(models.tiny("qwen3_moe"), tmp_path)
+    with pytest.raises(RuleError, match="expert"):
+        ktinject.load(folder, variables={"expertts": "int8"}, progress=False)
+
+
+def test_the_checkpoint_is_where_the_config_came_from(tmp_path: Path) -> None:
+    folder = saved(models.tiny("qwen3_moe"), tmp_path)
+    assert ktinject.plan(on_meta(folder), [EXPERTS]).checkpoint == str(folder)
+    assert ktinject.plan(on_meta(models.tiny("qwen3_moe")), [EXPERTS]).checkpoint is None
+
+
+def test_the_generation_config_of_the_folder_is_used(tmp_path: Path) -> None:
+    folder = saved(models.tiny("qwen3_moe"), tmp_path)
+    GenerationConfig(max_new_tokens=3, do_sample=False).save_pretrained(folder)
+    model = ktinject.optimize(on_meta(folder), [EXPERTS], progress=False)
+    assert model.generate(IDS).shape == (2, 15)
+
+
+def test_a_swapped_model_prints_nothing_unless_asked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(models.tiny("qwen3_moe"), tmp_path)
+    model = on_meta(folder)
+    capfd.readouterr()
+    ktinject.plan(model, [EXPERTS])
+    ktinject.optimize(model, [EXPERTS], progress=False)
+    assert capfd.readouterr() == ("", "")
+    ktinject.optimize(on_meta(folder), [EXPERTS], progress=True)
+    out, err = capfd.readouterr()
+    assert out == "" and "loading" in err and "100%" not in out
+
+
+def test_what_was_done_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="ktinject"):
+        ktinject.load(saved(models.tiny("qwen3_moe"), tmp_path), [EXPERTS], progress=False)
+    assert "swapped 2 modules of Qwen3MoeForCausalLM" in caplog.text
+
+
+# Refusals
+
+
+def test_meta_without_a_checkpoint_is_refused() -> None:
+    model = on_meta(models.tiny("qwen3_moe"))
+    with pytest.raises(
+        CheckpointError, match=r"on meta and there is no checkpoint to load.*checkpoint=<folder>"
+    ):
+        ktinject.optimize(model, [EXPERTS], progress=False)
+    assert ktinject.plan(model, [EXPERTS]).problems == [], "but it can be planned"
+
+
+@pytest.mark.parametrize(
+    "call", [ktinject.load, lambda path, rules: ktinject.plan(tiny_meta(), rules, checkpoint=path)]
+)
+def test_gguf_and_absent_folders_are_refused(call: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.gguf: GGUF is not read by this version"):
+        call(tmp_path / "model.gguf", [EXPERTS])
+    with pytest.raises(CheckpointError, match="no such folder or file; a checkpoint must be on this machine"):
+        call("Qwen/Qwen3-30B-A3B", [EXPERTS])
+
+
+def tiny_meta() -> PreTrainedModel:
+    return on_meta(models.tiny("qwen3_moe"))
+
+
+def test_a_gguf_named_by_the_config_is_refused() -> None:
+    model = tiny_meta()
+    model.config.name_or_path = "model.gguf"
+    with pytest.raises(CheckpointError, match="GGUF is not read"):
+        ktinject.plan(model, [EXPERTS])
+
+
+def test_an_index_alone_is_not_enough_to_load(tmp_path: Path) -> None:
+    folder = saved(models.tiny("qwen3_moe"), tmp_path, max_shard_size="50KB")
+    for shard in folder.glob("*.safetensors"):
+        shard.unlink()
+    with pytest.raises(CheckpointError, match="only the index is there. Download the shards"):
+        ktinject.load(folder, [EXPERTS], progress=False)
+
+
+def test_a_plan_that_does_not_fit_is_not_carried_out(tmp_path: Path) -> None:
+    folder = saved(models.tiny("qwen3_moe"), tmp_path)
+    with pytest.raises(
+        PlanError, match=r"the plan does not fit:\n  cpu needs .*, but the budget is 10.0 KiB"
+    ):
+        ktinject.load(folder, [EXPERTS], budget={"cpu": "10KiB"}, progress=False)
+
+
+@pytest.mark.parametrize("part", ["layers.1.mlp.experts.4.up_proj", "layers.0.self_attn.o_proj"])
+def test_tensors_are_checked_if_asked(part: str, tmp_path: Path) -> None:
+    folder = saved(models.tiny("qwen3_moe"), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"model.{part}.weight"][2, 3] = torch.inf
+    save_file(tensors, folder / "model.safetensors")
+    ktinject.load(folder, [EXPERTS], progress=False)
+    with pytest.raises(CheckpointError, match=rf"{part}.weight.*inf at \[2, 3\]"):
+        ktinject.load(folder, [EXPERTS], progress=False, check_tensors=True)
+
+
+@pytest.mark.gpu
+def test_the_rest_on_a_gpu(tmp_path: Path) -> None:
+    original = models.tiny("deepseek_v3")
+    model = ktinject.load(saved(original, tmp_path), "deepseek-v3", devices="cuda:0", progress=False)
+    assert model.lm_head.weight.device.type == "cuda" and model.ktinject.device_map == {"": "cuda:0"}
+    with torch.no_grad():
+        ours, theirs = model(IDS.to("cuda")).logits.cpu(), original(IDS).logits
+    assert (ours - theirs).norm() / theirs.norm() < 1e-2
