@@ -254,7 +254,8 @@ def test_weights_that_do_not_fit_the_models_dtype_are_not_saved(folder: Path, tm
 def test_saving_without_the_memory_for_it_is_refused(
     swapped: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ktinject.machine.detect", lambda made=machine(memory=1000): made)
+    small = machine(memory=1000)
+    monkeypatch.setattr("ktinject.machine.detect", lambda: small)
     with pytest.raises(
         OperatorError, match=r"saving needs 67.5 KiB for unpacked weights, and 1000 B are free"
     ):

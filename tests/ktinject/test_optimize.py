@@ -289,7 +289,7 @@ def test_an_index_alone_is_not_enough_to_load(tmp_path: Path) -> None:
     folder = saved(models.tiny("qwen3_moe"), tmp_path, max_shard_size="50KB")
     for shard in folder.glob("*.safetensors"):
         shard.unlink()
-    with pytest.raises(CheckpointError, match="only the index is there. Download the shards"):
+    with pytest.raises(CheckpointError, match=r"only the index is there\. Download the shards"):
         ktinject.load(folder, [EXPERTS], progress=False)
 
 
