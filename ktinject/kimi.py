@@ -12,32 +12,50 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _CONFIGS = "transformers.models.auto.configuration_auto"
+_WATCHED = (
+    _CONFIGS,
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.deepseek_v3.configuration_deepseek_v3",
+)
 
 
 def register() -> None:
-    """Add the config to transformers' list: now if that is imported, else right after it is."""
+    """Add the config to transformers' list: now if that is imported, else as soon as it is."""
     if _CONFIGS in sys.modules:
         import ktinject.kimi_k2  # noqa: F401
-    elif not any(isinstance(finder, _AfterConfigs) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterConfigs())
+    elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch())
 
 
-class _AfterConfigs:
-    """A finder that serves one module, once, with the registration behind it."""
+class _Watch:
+    """A finder that serves the watched modules, and registers as soon as none of them is half imported.
+
+    They import one another, in an order that depends on what is asked of transformers first, and the registration
+    needs two of them whole.
+    """
+
+    def __init__(self) -> None:
+        self.unseen = set(_WATCHED)
+        self.executing: set[str] = set()
 
     def find_spec(
         self, name: str, path: object = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _CONFIGS:
+        if name not in self.unseen:
             return None
-        sys.meta_path.remove(self)
+        self.unseen.remove(name)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
-                execute(module)
-                import ktinject.kimi_k2  # noqa: F401
+                self.executing.add(name)
+                try:
+                    execute(module)
+                finally:
+                    self.executing.remove(name)
+                if not self.executing and _CONFIGS in sys.modules:
+                    import ktinject.kimi_k2  # noqa: F401
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

@@ -226,7 +226,16 @@ def test_the_checkpoints_generation_config_is_taken_unless_one_was_set(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "first", ["import ktinject; import transformers", "import transformers; import ktinject"]
+    "first",
+    [
+        "import transformers; import ktinject",
+        "import ktinject; import transformers",
+        # What is asked of transformers first decides the order in which its modules import one another.
+        "import ktinject, transformers; from transformers import AutoModelForCausalLM",
+        "import ktinject, transformers; from transformers import AutoTokenizer",
+        "import ktinject, transformers; from transformers import DeepseekV3Config",
+        "import ktinject, transformers; from transformers.models.deepseek_v3 import modeling_deepseek_v3",
+    ],
 )
 def test_kimi_k2_loads_in_plain_transformers_once_ktinject_is_imported(first: str, tmp_path: Path) -> None:
     model = models.tiny("deepseek_v3")
