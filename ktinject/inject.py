@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import types
+import functools
+import weakref
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -32,11 +33,13 @@ def apply(model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator])
     """
     hf.untie(model, plan.swapped)
     for path, operator in operators.items():
-        operator._is_hf_initialized = True  # its weights are none of transformers' business
+        vars(operator)["_is_hf_initialized"] = True  # its weights are none of transformers' business
         operator.train(model.training)
         model.set_submodule(path, operator, strict=True)
     model.ktinject = plan
-    model.save_pretrained = types.MethodType(_save_pretrained, model)
+    if operators:
+        # Weak, so that a model that is dropped is freed at once and not when Python next looks for cycles.
+        model.save_pretrained = functools.partial(_save_pretrained, weakref.ref(model))
 
 
 class Transaction:
@@ -85,12 +88,16 @@ def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [config, *(part for part in inner if isinstance(part, PreTrainedConfig))]
 
 
-def _save_pretrained(model: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+def _save_pretrained(
+    reference: weakref.ref[PreTrainedModel], save_directory: Any, *args: Any, **kwargs: Any
+) -> None:
     """`save_pretrained` of a swapped model: the checkpoint that would give the same weights, or OperatorError.
 
-    transformers' own would write one without the weights that the operators hold. Takes the memory of those weights
-    in the model's dtype while it saves.
+    transformers' own would write one without the weights that the operators hold. Takes the memory of those
+    weights in the model's dtype while it saves.
     """
+    model = reference()
+    assert model is not None, "the call comes through the model"
     if kwargs.get("state_dict") is None:
         kwargs["state_dict"] = {**model.state_dict(), **_unpacked(model)}
     type(model).save_pretrained(model, save_directory, *args, **kwargs)

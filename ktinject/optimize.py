@@ -82,7 +82,7 @@ def optimize(
             _check_ready(model, decided, source)
             operators |= inject.build(decided, model)
             if source is None:
-                _fill_from_model(model, decided, operators, progress)
+                _fill_from_model(model, decided, operators, progress, check_tensors)
             else:
                 _fill_from_checkpoint(model, decided, operators, source, progress, check_tensors)
     except BaseException as error:
@@ -171,11 +171,15 @@ def _check_ready(model: PreTrainedModel, decided: Plan, source: Checkpoint | Non
 
 
 def _fill_from_model(
-    model: PreTrainedModel, decided: Plan, operators: Mapping[str, Any], progress: bool
+    model: PreTrainedModel,
+    decided: Plan,
+    operators: Mapping[str, Any],
+    progress: bool,
+    check_tensors: bool,
 ) -> None:
     total = sum(model.get_parameter_or_buffer(name).nbytes for name in decided.swapped)
     with fill.progress(total, progress) as advance:
-        fill.from_model(decided, operators, model, advance)
+        fill.from_model(decided, operators, model, advance, check_tensors)
     with inject.Transaction(model):
         inject.apply(model, decided, operators)
 

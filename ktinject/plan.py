@@ -221,7 +221,7 @@ def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
 
 def _find(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[_Found], dict[str, tuple[str, ...]]]:
     """The modules that rules replace, in the order of the model, and the paths of every rule."""
-    configs = {}
+    configs: dict[str, Any] = {}
     for rule in ruleset.rules:
         if rule.operator not in REGISTRY:
             raise rules.unknown_operator(rule, REGISTRY)
@@ -294,7 +294,7 @@ def _entries(found: list[_Found], where: Devices, standing: str, machine: Machin
         except OperatorError as error:
             raise OperatorError(str(rule.place().refusal(f"{item.path}: {error}"))) from error
         inner = [other.path for other in found if other.path.startswith(f"{item.path}.")]
-        _check_tensors(item, built, inner)
+        _check_contract(item, built, inner, {*where.allowed})
         entries.append(
             Entry(
                 path=item.path,
@@ -319,12 +319,15 @@ def _entries(found: list[_Found], where: Devices, standing: str, machine: Machin
     return tuple(entries)
 
 
-def _check_tensors(item: _Found, built: Operator, inner: list[str]) -> None:
+def _check_contract(item: _Found, built: Operator, inner: list[str], devices: set[str]) -> None:
     """Everything the module has must be taken or kept by the operator, which may have nothing else."""
 
     def refuse(text: str) -> OperatorError:
         return OperatorError(f"operator {item.rule.operator!r} at {item.path}: {text}. Correct the operator.")
 
+    unknown = set(built.footprint()) - devices
+    if unknown:
+        raise refuse(f"its footprint names {', '.join(unknown)}, which the plan may not use")
     theirs = {**dict(item.module.named_parameters()), **dict(item.module.named_buffers())}
     kept = {**dict(built.named_parameters()), **dict(built.named_buffers())}
     for name, tensor in kept.items():

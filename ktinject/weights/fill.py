@@ -95,14 +95,24 @@ def from_checkpoint(
 
 
 def from_model(
-    plan: Plan, operators: Mapping[str, Operator], model: PreTrainedModel, advance: Advance
+    plan: Plan,
+    operators: Mapping[str, Operator],
+    model: PreTrainedModel,
+    advance: Advance,
+    check: bool = False,
 ) -> None:
-    """Fill the operators from the weights that the model has."""
+    """Fill the operators from the weights that the model has.
+
+    check    refuse values that are not finite
+    Raises   CheckpointError for these, or OperatorError with the path of the module
+    """
     for operator in operators.values():
         operator.allocate()
     for entry in plan.entries:
         for name in entry.wants:
             tensor = model.get_parameter_or_buffer(f"{entry.path}.{name}").detach()
+            if check:
+                formats.check_finite(f"{entry.path}.{name}", tensor)
             _load_whole(entry.path, operators[entry.path], name, tensor)
             advance(tensor.nbytes)
     _finish(operators)

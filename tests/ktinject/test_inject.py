@@ -268,6 +268,18 @@ def test_a_given_state_dict_is_saved_as_it_is(swapped: PreTrainedModel, tmp_path
         assert list(checkpoint.names) == ["lm_head.weight"]
 
 
+def test_a_swapped_model_is_freed_when_it_is_dropped(folder: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = ktinject.load(folder, [EXPERTS], progress=False)
+        operator = weakref.ref(model.model.layers[1].mlp.experts)
+        del model
+        assert operator() is None, "no cycle keeps it until Python looks for cycles"
+    finally:
+        gc.enable()
+
+
 # Operators that take less or more than a leaf
 
 

@@ -312,7 +312,16 @@ def test_tensors_are_checked_if_asked(part: str, tmp_path: Path) -> None:
         ktinject.load(folder, [EXPERTS], progress=False, check_tensors=True)
 
 
+def test_tensors_of_a_model_with_weights_are_checked_if_asked() -> None:
+    model = models.tiny("qwen3_moe")
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3, 2, 1] = torch.inf
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj.*inf at \[3, 2, 1\]"):
+        ktinject.optimize(model, [EXPERTS], progress=False, check_tensors=True)
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_rest_on_a_gpu(tmp_path: Path) -> None:
     original = models.tiny("deepseek_v3")
     model = ktinject.load(saved(original, tmp_path), "deepseek-v3", devices="cuda:0", progress=False)

@@ -8,7 +8,6 @@ import re
 import resource
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ktinject import rules
 from ktinject.errors import CheckpointError, KTInjectError, OperatorError, PlanError, RuleError
-from ktinject.operators import REGISTRY, Config, register_operator
+from ktinject.operators import REGISTRY, register_operator
 from ktinject.placement import Devices, parse_bytes, show_bytes
 from ktinject.plan import Plan, make
 from ktinject.weights.checkpoint import Checkpoint
@@ -260,9 +259,11 @@ def test_an_operator_takes_all_the_module_has_and_nothing_else(
     assert found in refusal(OperatorError, model)
 
 
-@dataclass(frozen=True)
-class AnyConfig(Config):
-    pass
+def test_an_operator_stays_on_the_devices_of_the_plan(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch, footprint=lambda self: {"cuda:0": 1})
+    assert "its footprint names cuda:0, which the plan may not use" in refusal(OperatorError, model)
 
 
 def test_registering_refuses_what_breaks_the_contract() -> None:
