@@ -27,6 +27,8 @@ demo: $(VENV)/installed
 
 dev: $(VENV)/dev
 
+# Torch's OpenMP threads would spin while they wait, which on few and shared cores takes minutes.
+test: export OMP_WAIT_POLICY := PASSIVE
 test: $(VENV)/dev
 	python -m pytest -q --junitxml=build/test-results.xml
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktinject.cli import options
-from ktinject.errors import PlanError
+from ktinject.errors import CheckpointError, PlanError
 from ktinject.rules import parse_overrides
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ def _variants(base: list[str], variants: list[str]) -> dict[str, dict[str, Any]]
 
 
 def _beside(model: Path, name: str) -> Path | None:
-    return next((file for file in (model / name, model.resolve().parent / name) if file.is_file()), None)
+    beside = Path(os.path.normpath(model / ".." / name))
+    return next((file for file in (model / name, beside) if file.is_file()), None)
 
 
 def _read(file: Path) -> str:
@@ -172,9 +174,9 @@ def _prompts(tokenizer: PreTrainedTokenizerBase, file: Path) -> list[Tensor]:
 def _load_unswapped(folder: Path, device: list[str] | None) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    from ktinject.errors import CheckpointError
-
+    logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:

@@ -77,9 +77,15 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: its tokenizer cannot be used: {error}") from error
+    # A folder without tokenizer files gives a tokenizer that knows no word.
+    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+        raise CheckpointError(
+            f"{folder}: there is no tokenizer. Put the model's tokenizer files into the folder."
+        )
+    return tokenizer
 
 
 def show(thing: Any) -> None:

@@ -1,0 +1,108 @@
+"""`ktinject run` on tiny models."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ktinject.cli import run
+from ktinject.cli.measure import Measurement, measure_unswapped
+
+
+def written(folder, prompt: str, new_tokens: int) -> str:
+    """What stock transformers writes."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt")
+    out = model.generate(**ids, max_new_tokens=new_tokens, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    return tokenizer.decode(out, skip_special_tokens=True)
+
+
+def test_plan_text_and_comparison(ktinject, tiny_qwen3_moe):
+    result = ktinject("run", tiny_qwen3_moe, "--prompt", "def f(", "--max-new-tokens", 6)
+    plan, text, table = re.split(r"\n(?=def f\()|\n\n +(?=unswapped)", result.stdout)
+    assert "cpu_experts" in plan
+    assert text.strip() == "def f(" + written(tiny_qwen3_moe, "def f(", 6).strip()
+    assert re.search(r"tokens/s +\d+\.\d +\d+\.\d\n", table)
+    assert re.search(r"resident memory +[\d,]+ MiB +[\d,]+ MiB\n", table)
+    assert "100% (6 of 6)" in table
+
+
+def test_without_comparison(ktinject, tiny_deepseek_v3):
+    text = ktinject(
+        "run", tiny_deepseek_v3, "--max-new-tokens", 3, "--no-compare", "--set", "experts=int8"
+    ).stdout
+    assert "int8" in text and "tokens/s" in text and "unswapped" not in text
+
+
+def test_chat_template(tiny_qwen3_moe):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen3_moe)
+    assert run._encode(tokenizer, "hi") == ("hi", tokenizer("hi")["input_ids"])
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<answer>"
+    text, ids = run._encode(tokenizer, "hi")
+    assert text == "<user>hi<answer>" == tokenizer.decode(ids)
+
+
+def test_the_table_says_why_there_is_no_measurement():
+    table = run._table({"unswapped": "MemoryError", "swapped": Measurement([1, 2], 0.5, 2**30, 2**20, 2**21)})
+    assert table.caption == "unswapped: not measured: MemoryError"
+    rows = {column.header: list(column.cells) for column in table.columns}
+    assert rows["unswapped"] == ["–"] * 4
+    assert rows["swapped"] == ["4.0", "1,024 MiB", "1 MiB", "2 MiB"]
+
+
+def test_unswapped_in_its_own_process(tiny_qwen3_moe):
+    found = measure_unswapped(tiny_qwen3_moe, [1, 2, 3], 4, dtype="auto", device_map=None)
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen3_moe)
+    expected = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)[0, 3:]
+    assert isinstance(found, Measurement)
+    assert found.tokens == expected.tolist()
+    assert 0 < found.model_bytes < found.resident_bytes
+
+
+def test_unswapped_that_fails(tmp_path):
+    found = measure_unswapped(tmp_path, [1], 1, dtype="auto", device_map=None)
+    assert isinstance(found, str) and "config.json" in found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--max-new-tokens", 600], "at most 512"),
+        (["--prompt", ""], "at least 1"),
+        (["--budget", "cpu=1KiB"], "does not fit"),
+        (["--rules", "nothing.yaml"], "nothing.yaml"),
+    ],
+)
+def test_refused(ktinject, tiny_qwen3_moe, arguments, says):
+    assert says in ktinject("run", tiny_qwen3_moe, *arguments, exit_code=2).stderr
+
+
+def test_no_tokenizer(ktinject, tiny_qwen3_moe, tmp_path):
+    (tmp_path / "config.json").write_bytes((tiny_qwen3_moe / "config.json").read_bytes())
+    assert "there is no tokenizer" in ktinject("run", tmp_path, exit_code=2).stderr
+
+
+def test_broken_tokenizer(ktinject, tiny_qwen3_moe, tmp_path):
+    (tmp_path / "config.json").write_bytes((tiny_qwen3_moe / "config.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert "tokenizer cannot be used" in ktinject("run", tmp_path, exit_code=2).stderr
+
+
+@pytest.fixture
+def with_nan(tiny_qwen3_moe, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    for file in tiny_qwen3_moe.iterdir():
+        if file.name != "model.safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tiny_qwen3_moe / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    return tmp_path
+
+
+def test_check_tensors(ktinject, with_nan):
+    assert "model.norm.weight" in ktinject("run", with_nan, "--check-tensors", exit_code=2).stderr
