@@ -145,20 +145,29 @@ def final_dtype(model: PreTrainedModel) -> Callable[[str, Tensor], torch.dtype]:
     return dtype_of
 
 
-def load_generation_config(model: PreTrainedModel, folder: Path) -> None:
-    """Take the checkpoint's generation config, as `from_pretrained` does, unless the user has set one."""
+def generation_config(model: PreTrainedModel, folder: Path) -> GenerationConfig | None:
+    """The checkpoint's generation config, as `from_pretrained` takes it; None if the user has set another one.
+
+    Raises   CheckpointError if there is one that cannot be read
+    """
     if not (model.can_generate() and (folder / "generation_config.json").is_file()):
-        return
-    if model.generation_config == GenerationConfig.from_model_config(model.config):
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        return None
+    if model.generation_config != GenerationConfig.from_model_config(model.config):
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # transformers' own code on somebody's file
+        raise CheckpointError(f"{folder}/generation_config.json cannot be used: {error}") from error
 
 
 def quantization(config: PreTrainedConfig) -> dict[str, Any] | None:
     """What `config.json` says about quantised weights, as a dict."""
     for part in (config, config.get_text_config()):
         found = getattr(part, "quantization_config", None)
-        if found is not None:
-            return dict(found) if isinstance(found, Mapping) else found.to_dict()
+        if found is not None and not isinstance(found, Mapping):
+            found = found.to_dict() if hasattr(found, "to_dict") else {"quant_method": found}
+        if found:
+            return dict(found)
     return None
 
 
@@ -172,7 +181,7 @@ def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
     """Read a model folder's config.json; never runs code from it. Raises CheckpointError."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers' own code on somebody's file
         raise CheckpointError(f"{path}: its config.json cannot be used: {error}") from error
 
 
@@ -181,7 +190,7 @@ def meta_model(
 ) -> PreTrainedModel:
     """Build the causal language model of a config on the meta device, where it takes no memory.
 
-    dtype       None or "auto": what the config says, else what most bytes of the checkpoint are, else torch's default
+    dtype       None or "auto": what the config says, else what most of the checkpoint is, else torch's default
     Raises      PlanError
     """
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -194,8 +203,11 @@ def meta_model(
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
         raise PlanError(f"dtype: found {dtype!r}; use auto, bfloat16, float16 or float32.")
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=found, trust_remote_code=False)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=found, trust_remote_code=False)
+    except Exception as error:  # transformers' own code on somebody's values
+        raise PlanError(f"model type {config.model_type!r}: the config makes no model: {error}") from error
 
 
 def _usual_dtype(checkpoint: Checkpoint | None) -> torch.dtype:

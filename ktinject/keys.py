@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 )
 
 # An expert's number in a checkpoint key. Keys that differ in nothing else are renamed once, all together.
-_EXPERT = re.compile(r"(?<=\.experts\.)(?:0|[1-9]\d*)(?=\.)")
+_EXPERT = re.compile(r"(?<=\.experts\.)(?:0|[1-9][0-9]{0,5})(?=\.)")
 
 _STACK = ("MergeModulelist", 0)  # [experts] × [n, k] → [experts, n, k]
 _CONCATENATE = ("Concatenate", 1)  # parts × [experts, n, k] → [experts, parts · n, k]
@@ -120,7 +120,7 @@ def key_map(
         together.setdefault(canonical, []).append((int(number[0]) if number else None, key))
     # Sorted as transformers' loader does it: some renamings switch others on.
     found: dict[str, _ByPattern] = {}
-    for canonical in sorted(together, key=dot_natural_key):
+    for canonical in sorted(together, key=_natural):
         target, pattern = renamer.rename(canonical)
         # Without a converter, or with the number still in the name, each expert is a parameter of its own.
         each = pattern is None or _EXPERT.search(target)
@@ -243,8 +243,16 @@ def _report(
         for name in state
         if not mapping.targets.get(name) and name not in mapping.conversions and not matches(optional, name)
     ]
-    mapping.unexpected.sort(key=dot_natural_key)
-    mapping.missing.sort(key=dot_natural_key)
+    mapping.unexpected.sort(key=_natural)
+    mapping.missing.sort(key=_natural)
+
+
+def _natural(key: str) -> list[tuple[Any, ...]]:
+    """transformers' order of keys, which cannot tell what to do with ² or a number of 5,000 digits."""
+    try:
+        return dot_natural_key(key)
+    except ValueError:
+        return [(2, key)]
 
 
 def matches(patterns: Iterable[str], name: str) -> bool:

@@ -193,6 +193,8 @@ def _fill_from_checkpoint(
     check_tensors: bool,
 ) -> None:
     assert decided.mapping is not None
+    folder = source.path if source.path.is_dir() else source.path.parent
+    generation = hf.generation_config(model, folder)
     keys = {key for name in model.state_dict() for key in decided.mapping.keys(name)}
     with fill.progress(sum(source.tensors[key].bytes for key in keys), progress) as advance:
         read = fill.Reader(source, hf.quantization(model.config), advance, check_tensors)
@@ -201,7 +203,8 @@ def _fill_from_checkpoint(
             inject.apply(model, decided, operators)
             hf.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))
             hf.drop_quantization(model.config)
-            hf.load_generation_config(model, source.path if source.path.is_dir() else source.path.parent)
+            if generation is not None:
+                model.generation_config = generation
 
 
 def _let_go(error: BaseException | None) -> None:

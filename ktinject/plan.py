@@ -187,6 +187,9 @@ def make(
     _check_shared(plan, model)
     if standing != standings[0]:
         plan.notes.append(f"everything else stands on {standing}: it does not fit on {standings[0]}")
+    unused = [device for device in where.free if device not in (*plan.bytes, "cpu")]
+    if unused and devices is None and not has_weights:
+        plan.notes.append(f"not used: {', '.join(unused)}; this version places everything else on one device")
     if checkpoint is not None and (quantization := hf.quantization(model.config)):
         method = quantization["quant_method"]
         plan.notes.append(f"the checkpoint is quantised ({method}); it is decoded while it is read")

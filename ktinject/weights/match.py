@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ktinject.keys import Conversion, KeyMap
 from ktinject.weights import formats
 from ktinject.weights.checkpoint import Checkpoint
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
 _FEW = 20
 
 
@@ -66,11 +67,12 @@ def listed(names: list[str]) -> list[str]:
         return names
     alike: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
-        alike.setdefault(_NUMBER.sub("{}", name), []).append(tuple(map(int, _NUMBER.findall(name))))
+        pattern = _NUMBER.sub("{}", name.replace("{", "{{").replace("}", "}}"))
+        alike.setdefault(pattern, []).append(tuple(map(int, _NUMBER.findall(name))))
     lines = []
     for pattern, numbers in alike.items():
         columns = [sorted(set(column)) for column in zip(*numbers)]
-        if len(numbers) > 1 and len(set(numbers)) == _product(map(len, columns)):
+        if len(numbers) > 1 and len(set(numbers)) == math.prod(map(len, columns)):
             lines.append(f"{pattern.format(*map(_ranges, columns))} ({len(numbers)} tensors)")
         else:
             lines += [pattern.format(*row) for row in numbers]
@@ -90,15 +92,10 @@ def _ranges(numbers: list[int]) -> str:
     return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "}"
 
 
-def _product(numbers: Iterable[int]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
-
-
 def _section(title: str, lines: list[str]) -> str:
-    return f"\n{title}:" + "".join(f"\n  {line}" for line in lines) if lines else ""
+    # Names are whatever a file says; one that a terminal would act on is shown with escapes.
+    shown = [line if line.isprintable() else repr(line) for line in lines]
+    return f"\n{title}:" + "".join(f"\n  {line}" for line in shown) if lines else ""
 
 
 def _shape(parameter: Tensor, is_slice: bool, parts: int) -> tuple[int, ...]:

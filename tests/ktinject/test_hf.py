@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -14,10 +15,11 @@ from double import on_meta, saved
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ktinject import hf
-from ktinject.errors import CheckpointError, PlanError
+from ktinject.errors import CheckpointError, KTInjectError, PlanError
 from ktinject.keys import KeyMap, Piece, key_map
 from ktinject.weights import formats
 from ktinject.weights.checkpoint import Checkpoint
+from ktinject.weights.match import listed
 
 torch.set_num_threads(1)
 IDS = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -106,6 +108,31 @@ def test_a_checkpoint_with_both_spellings_of_a_parameter_is_too_much() -> None:
     model = models.tiny("qwen3_moe")
     mapping = mapping_of(model, [*names_of(model), "model.layers.1.mlp.experts.down_proj"])
     assert [name for name in mapping.unexpected if ".down_proj" in name] == mapping.unexpected != []
+
+
+NASTY = [
+    "model.layers.1.mlp.experts." + "9" * 5000 + ".gate_proj.weight",
+    "model.layers." + "1" * 5000 + ".mlp.gate.weight",
+    "model.layers.².mlp.experts.².gate_proj.weight",
+    "model.layers.1.mlp.experts.-1.gate_proj.weight",
+    "model.layers.1.mlp.experts.٣.gate_proj.weight",
+    "model.{0}.{x!r:>99999999}.weight",
+    "\\1.\\g<0>.experts.1.w1.weight",
+    "",
+    ".",
+    "..experts.1.",
+    "\x1b[2J.weight",
+    "model." * 1000,
+]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral", "gpt_oss"])
+def test_names_made_to_trip_us_are_only_unexpected(name: str) -> None:
+    model = models.tiny(name)
+    mapping = mapping_of(model, [*names_of(model), *NASTY])
+    assert sorted(mapping.unexpected) == sorted(NASTY) and not mapping.missing
+    lines = listed([*NASTY, *(f"{name}.{number}" for name in NASTY for number in range(3))])
+    assert len(lines) >= len(NASTY)
 
 
 def test_names_that_the_model_class_ignores_are_ignored() -> None:
@@ -214,12 +241,17 @@ def test_what_stays_fp32_in_a_bf16_model(tmp_path: Path) -> None:
 def test_the_checkpoints_generation_config_is_taken_unless_one_was_set(tmp_path: Path) -> None:
     GenerationConfig(max_new_tokens=7, do_sample=True, temperature=0.6).save_pretrained(tmp_path)
     model = on_meta(models.tiny("qwen3_moe"))
-    hf.load_generation_config(model, tmp_path)
-    assert model.generation_config.max_new_tokens == 7
-    model = on_meta(models.tiny("qwen3_moe"))
+    found = hf.generation_config(model, tmp_path)
+    assert found is not None and found.max_new_tokens == 7
     model.generation_config.max_new_tokens = 9
-    hf.load_generation_config(model, tmp_path)
-    assert model.generation_config.max_new_tokens == 9
+    assert hf.generation_config(model, tmp_path) is None
+    assert hf.generation_config(on_meta(models.tiny("qwen3_moe")), tmp_path / "nothing") is None
+
+
+def test_a_generation_config_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be used"):
+        hf.generation_config(on_meta(models.tiny("qwen3_moe")), tmp_path)
 
 
 # Kimi-K2
@@ -308,6 +340,17 @@ def test_a_config_that_cannot_be_read_is_refused(content: str, found: str, tmp_p
 def test_no_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json cannot be used"):
         hf.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": "wide"}, {"hidden_size": -3}, {"rope_parameters": 7}]
+)
+def test_a_config_that_makes_no_model_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    folder = saved(models.tiny("qwen3_moe"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(KTInjectError):
+        hf.meta_model(hf.read_config(folder))
 
 
 # Layers and classes

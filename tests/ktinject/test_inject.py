@@ -84,7 +84,7 @@ STEPS = [
     ("ktinject.hf.untie", 1),
     ("ktinject.hf.load_rest", 1),
     ("ktinject.hf.drop_quantization", 1),
-    ("ktinject.hf.load_generation_config", 1),
+    ("ktinject.hf.generation_config", 1),
     ("ktinject.weights.checkpoint.Checkpoint.read", 1),
     ("ktinject.weights.checkpoint.Checkpoint.read", 7),
     ("ktinject.weights.checkpoint.Checkpoint.read", 19),

@@ -299,6 +299,7 @@ def test_the_rest_goes_to_the_first_gpu_if_it_fits(model: PreTrainedModel) -> No
     plan = planned(model, machine=machine(gpus=2))
     assert plan.device_map == {"": "cuda:0"} and plan.entries[0].device == "cpu"
     assert plan.bytes == {"cpu": plan.entries[0].bytes["cpu"], "cuda:0": plan.rest_bytes["cuda:0"]}
+    assert plan.notes == ["not used: cuda:1; this version places everything else on one device"]
     plan = planned(model, machine=machine(gpus=1, gpu_memory=2**10))
     assert plan.device_map == {"": "cpu"} and not plan.problems
     assert "everything else stands on cpu: it does not fit on cuda:0" in plan.notes
@@ -469,6 +470,13 @@ def test_fused_experts_are_checked_too(tmp_path: Path) -> None:
     assert f"{name}: found [6, 112, 40], expected [6, 40, 112]" in said
 
 
+def test_names_that_a_terminal_would_act_on_are_escaped(
+    model: PreTrainedModel, folder: Path, tmp_path: Path
+) -> None:
+    path = changed(folder, tmp_path / "changed", lambda tensors: tensors.update({"\x1b[2J": torch.zeros(1)}))
+    assert "not expected by the model:\n  '\\x1b[2J'\n" in refusal(CheckpointError, model, rule(), path)
+
+
 def test_long_lists_are_complete_and_short() -> None:
     names = [f"layers.{layer}.experts.{e}.{p}" for layer in range(3, 9) for e in range(16) for p in "ab"]
     assert listed(names) == [
@@ -483,10 +491,10 @@ def test_long_lists_are_complete_and_short() -> None:
     assert listed([*names, "norm"])[-1] == "norm"
 
 
-@pytest.mark.parametrize("method", ["mxfp4", "gptq", "compressed-tensors", None])
+@pytest.mark.parametrize("method", ["mxfp4", "gptq", "compressed-tensors", None, "plain text"])
 def test_a_quantised_checkpoint_that_is_not_read_is_refused(method: Any, folder: Path) -> None:
     model = on_meta(models.tiny("deepseek_v3"))
-    model.config.quantization_config = {"quant_method": method}
+    model.config.quantization_config = method if method == "plain text" else {"quant_method": method}
     said = refusal(PlanError, model, rule(), folder)
     assert (
         f"its config.json says quant_method {method!r}; read are checkpoints in bf16, fp16, fp32 and fp8"
