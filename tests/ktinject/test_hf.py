@@ -210,11 +210,13 @@ def test_a_parameter_that_is_not_filled_is_fatal(tmp_path: Path) -> None:
             hf.load_rest(loaded, mapping, checkpoint.read, {"": "cpu"}, str(tmp_path))
 
 
+@pytest.mark.parametrize("shown", [True, False])
 def test_transformers_shows_no_bars_and_keeps_its_setting(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    shown: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.utils import logging
 
+    monkeypatch.setattr(logging, "_tqdm_active", shown)
     model = models.tiny("qwen3_moe")
     with Checkpoint.open(saved(model, tmp_path)) as checkpoint:
         loaded = on_meta(model)
@@ -222,7 +224,7 @@ def test_transformers_shows_no_bars_and_keeps_its_setting(
         capfd.readouterr()
         hf.load_rest(loaded, mapping, checkpoint.read, {"": "cpu"}, str(tmp_path))
     assert capfd.readouterr() == ("", "")
-    assert logging.is_progress_bar_enabled()
+    assert logging.is_progress_bar_enabled() == shown
 
 
 def test_what_stays_fp32_in_a_bf16_model(tmp_path: Path) -> None:
