@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
-PROMPT = "def main():\n"
+PROMPT = "import unittest\n\n\nclass QueueTest(unittest.TestCase):\n    def setUp(self):\n"
 
 Prompt = Annotated[
     str, typer.Option("--prompt", metavar="TEXT", help="What to continue, or to answer.", show_default=False)
