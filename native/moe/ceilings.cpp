@@ -42,7 +42,7 @@ struct Unit {
 
 // Through the wrappers of the kernels; zeros in the tiles.
 void run_amx(long iterations, void (*product)(bool)) {
-  HardwareTiles::configure(TileShapes(16, 16, 64));
+  HardwareTiles::configure(TileShapes(16, 16));
   for (long i = 0; i < iterations; ++i) product(true);
   HardwareTiles::release();
 }

@@ -1,8 +1,8 @@
 // The forward pass. Five stages, each a set of independent tasks handed to the pool:
-//   1 round or quantise every token once
-//   2 gate and up, with the activation: tasks of (expert, a few panels)
+//   1 round or quantise every token once, and put a copy among the rows of each of its experts
+//   2 gate and up, with the activation: tasks of (expert, some panels)
 //   3 int8, int4: quantise every row of the intermediate once
-//   4 down: tasks of (expert, a few panels)
+//   4 down: tasks of (expert, some panels)
 //   5 weighted sum over a token's experts, in the order of its slots, so results do not depend on the number of threads
 #include "moe/experts.hpp"
 
@@ -17,16 +17,32 @@ namespace ktinject {
 namespace {
 
 // Slots of the pool's buffers; 0 belongs to packing.
-enum Slot : size_t { kInput = 1, kInputScale, kInputSums, kHidden, kHiddenQ, kHiddenScale, kHiddenSums, kOutput, kThread, kRouting };
+enum Slot : size_t {
+  kInput = 1,
+  kInputScale,
+  kInputSums,
+  kGathered,
+  kGatheredScale,
+  kGatheredSums,
+  kHidden,
+  kHiddenQ,
+  kHiddenScale,
+  kHiddenSums,
+  kOutput,
+  kThread,
+};
 
 // Long prompts are cut so that the working memory stays below this; the result is the same.
 constexpr size_t kMostWorkspaceBytes = size_t{512} << 20;
-// Rows of one expert that a task gathers at a time: what half an L2 cache holds beside the weights.
-constexpr size_t kGatherBytes = size_t{512} << 10;
-// A task's weights when an expert has many rows: they are read again for every gathered run of rows.
-constexpr size_t kTaskBytes = size_t{1} << 20;
+// Rows of one expert, and rows times panels, that a kernel is given at once: 256 KiB of results, a part of an L2 cache.
+constexpr int kMostRows = 256;
+constexpr int kMostResults = 2048;
 // Layers with less than this to do are left to the caller: waking workers would cost more.
 constexpr size_t kSerialBytes = size_t{128} << 10;
+// Tasks a thread, on average, so that a slow one does not hold up the rest.
+constexpr int kTasksPerThread = 8;
+// Up to about so many rows a panel costs what reading its weights costs.
+constexpr int kReadRows = 4;
 
 // Experts a token may be sent to; they are gathered on the stack.
 constexpr int kMostSlots = 64;
@@ -37,13 +53,18 @@ struct Task {
   int panels;
 };
 
-// Quantised or rounded activations of a stage, one row a token or a (token, expert) pair.
+// Rounded or quantised activations, a row a token or a (token, expert) pair.
 struct Activations {
   std::byte* data;
-  size_t stride;
-  float* scale;
-  int32_t* sums;
-  int groups;
+  float* scale;     // null for bf16
+  int32_t* sums;    // null unless int4
+  size_t row_bytes;
+  size_t groups;
+
+  Rows rows(size_t first, int m) const {
+    return {data + first * row_bytes, row_bytes, m, scale == nullptr ? nullptr : scale + first,
+            sums == nullptr ? nullptr : sums + first * groups};
+  }
 };
 
 }  // namespace
@@ -52,6 +73,7 @@ struct Activations {
 struct Experts::Routing {
   std::vector<int> count;    // [experts]
   std::vector<int> start;    // [experts]
+  std::vector<int> expert;   // [rows]: expert of a sorted row
   std::vector<int> token;    // [rows]: token of a sorted row
   std::vector<int> row;      // [tokens, top_k]: sorted row of a slot, or -1
   std::vector<int> active;   // experts with rows, most rows first
@@ -127,8 +149,9 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
 
   const auto workers = pool();
   const auto session = workers->session();
-  const size_t row_bytes = gate_up_.row_bytes() + static_cast<size_t>(top_k) * (static_cast<size_t>(down_.panels) * kPanel * sizeof(float) +
-                                                                               static_cast<size_t>(config_.intermediate_size) * 3);
+  const size_t row_bytes = gate_up_.row_bytes() +
+                           static_cast<size_t>(top_k) * (gate_up_.row_bytes() + static_cast<size_t>(down_.panels) * kPanel * sizeof(float) +
+                                                         static_cast<size_t>(config_.intermediate_size) * 3);
   const int most = std::max(64, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / row_bytes, 1u << 20)));
   static thread_local Routing routing;  // keeps its capacity from call to call
   for (int first = 0; first < tokens; first += most) {
@@ -148,13 +171,13 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
       rows += routing.count[static_cast<size_t>(expert)];
       if (routing.count[static_cast<size_t>(expert)] > 0) routing.active.push_back(expert);
     }
-    routing.token.resize(static_cast<size_t>(rows));
+    routing.expert.resize(static_cast<size_t>(rows));
     std::vector<int>& next = routing.start;  // advanced while filling, set back below
     for (int slot = 0; slot < slots; ++slot) {
       if (!routed(slot)) continue;
       const int row = next[static_cast<size_t>(chosen[slot])]++;
       routing.row[static_cast<size_t>(slot)] = row;
-      routing.token[static_cast<size_t>(row)] = slot / top_k;
+      routing.expert[static_cast<size_t>(row)] = static_cast<int>(chosen[slot]);
     }
     for (int expert = 0; expert < config_.experts; ++expert)
       routing.start[static_cast<size_t>(expert)] -= routing.count[static_cast<size_t>(expert)];
@@ -174,12 +197,12 @@ template void Experts::forward(const void*, DType, const int64_t*, const float*,
 void Experts::run(const Pass& pass) const {
   Routing& routing = *pass.routing;
   ThreadPool& workers = *pass.workers;
-  const auto rows = routing.token.size();
+  const auto rows = routing.expert.size();
   const bool quantised = config_.format != Format::bf16;
   const int zero_point = config_.format == Format::int8 ? 128 : 0;
   const bool sums = config_.format == Format::int4;
   const size_t active_bytes = routing.active.size() * (gate_up_.bytes() + down_.bytes());
-  const bool serial = active_bytes * std::max<size_t>(1, rows / std::max<size_t>(1, routing.active.size()) / 4) < kSerialBytes;
+  const bool serial = active_bytes * std::max<size_t>(1, rows / std::max<size_t>(1, routing.active.size()) / kReadRows) < kSerialBytes;
   auto each = [&](int tasks, auto&& task) {
     if (serial)
       for (int index = 0; index < tasks; ++index) task(index, 0);
@@ -188,140 +211,144 @@ void Experts::run(const Pass& pass) const {
   };
 
   auto activations = [&](const Matrix& matrix, size_t count, Slot data, Slot scale, Slot sum) {
-    const int groups = sums ? matrix.groups() : 0;
-    return Activations{workers.buffer(data, count * matrix.row_bytes()), matrix.row_bytes(),
-                       reinterpret_cast<float*>(workers.buffer(scale, quantised ? count * sizeof(float) : 0)),
-                       reinterpret_cast<int32_t*>(workers.buffer(sum, count * static_cast<size_t>(groups) * sizeof(int32_t))), groups};
+    const auto groups = sums ? static_cast<size_t>(matrix.groups()) : 0;
+    return Activations{workers.buffer(data, count * matrix.row_bytes()),
+                       quantised ? reinterpret_cast<float*>(workers.buffer(scale, count * sizeof(float))) : nullptr,
+                       sums ? reinterpret_cast<int32_t*>(workers.buffer(sum, count * groups * sizeof(int32_t))) : nullptr,
+                       matrix.row_bytes(), groups};
   };
-  auto quantise = [&](const Activations& to, const Matrix& matrix, size_t row, const void* values, DType dtype) {
-    to.scale[row] = stages_->quantise_row(values, dtype, matrix.k, matrix.padded_k(), zero_point, matrix.group_size,
-                                          reinterpret_cast<uint8_t*>(to.data) + row * to.stride,
-                                          sums ? to.sums + row * static_cast<size_t>(to.groups) : nullptr);
+  // Rounds or quantises `values` to the contiguous row `out`, and its scale and sums to those of row `at`.
+  auto convert = [&](const Activations& to, const Matrix& matrix, size_t at, const void* values, DType dtype, std::byte* out) {
+    if (!quantised) return stages_->round_row(values, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(out));
+    to.scale[at] = stages_->quantise_row(values, dtype, matrix.k, matrix.padded_k(), zero_point, matrix.group_size,
+                                         reinterpret_cast<uint8_t*>(out), sums ? to.sums + at * to.groups : nullptr);
   };
+  auto count_of = [&](size_t expert) { return routing.count[expert]; };
+  auto start_of = [&](size_t expert) { return static_cast<size_t>(routing.start[expert]); };
 
-  // 1: inputs, a few tokens a task.
+  // Memory a worker has to itself: a block of results, a row, the kernel's scratch.
+  constexpr size_t kResultBytes = size_t{kMostResults} * kPanel * sizeof(float);
+  const size_t scratch = std::max(scratch_bytes(gate_up_), scratch_bytes(down_));
+  const size_t thread_bytes = kResultBytes + down_.row_bytes() + scratch;
+  std::byte* own = workers.buffer(kThread, thread_bytes * static_cast<size_t>(workers.threads()));
+  auto results = [&](int worker) { return reinterpret_cast<float*>(own + static_cast<size_t>(worker) * thread_bytes); };
+  auto one_row = [&](int worker) { return own + static_cast<size_t>(worker) * thread_bytes + kResultBytes; };
+  auto kernel_scratch = [&](int worker) { return one_row(worker) + down_.row_bytes(); };
+
+  // 1: inputs. An expert with one row reads the token's own.
   const Activations input = activations(gate_up_, static_cast<size_t>(pass.tokens), kInput, kInputScale, kInputSums);
-  const size_t x_stride = static_cast<size_t>(config_.hidden_size) * dtype_bytes(pass.dtype);
-  constexpr int kTokensPerTask = 4;
-  each((pass.tokens + kTokensPerTask - 1) / kTokensPerTask, [&](int index, int) {
-    const int end = std::min(pass.tokens, (index + 1) * kTokensPerTask);
-    for (int token = index * kTokensPerTask; token < end; ++token) {
-      const auto at = static_cast<size_t>(token);
-      const std::byte* x = static_cast<const std::byte*>(pass.x) + at * x_stride;
-      if (quantised) quantise(input, gate_up_, at, x, pass.dtype);
-      else stages_->round_row(x, pass.dtype, gate_up_.k, gate_up_.padded_k(), reinterpret_cast<uint16_t*>(input.data + at * input.stride));
+  const Activations gathered = activations(gate_up_, rows, kGathered, kGatheredScale, kGatheredSums);
+  routing.token.resize(rows);
+  const size_t x_bytes = static_cast<size_t>(config_.hidden_size) * dtype_bytes(pass.dtype);
+  each(pass.tokens, [&](int token, int) {
+    const auto at = static_cast<size_t>(token);
+    std::byte* row = input.data + at * input.row_bytes;
+    convert(input, gate_up_, at, static_cast<const std::byte*>(pass.x) + at * x_bytes, pass.dtype, row);
+    for (int slot = token * pass.top_k; slot < (token + 1) * pass.top_k; ++slot) {
+      if (routing.row[static_cast<size_t>(slot)] < 0) continue;
+      const auto to = static_cast<size_t>(routing.row[static_cast<size_t>(slot)]);
+      const auto expert = static_cast<size_t>(routing.expert[to]);
+      routing.token[to] = token;
+      if (count_of(expert) == 1) continue;
+      place_row(gathered.data + start_of(expert) * gathered.row_bytes, gathered.row_bytes, count_of(expert),
+                static_cast<int>(to - start_of(expert)), row);
+      if (quantised) gathered.scale[to] = input.scale[at];
+      if (sums) std::memcpy(gathered.sums + to * gathered.groups, input.sums + at * input.groups, input.groups * sizeof(int32_t));
     }
   });
 
-  // Memory a worker has to itself: gathered rows with their scales and sums, a block of results, the kernel's scratch.
-  const size_t gather_rows = std::clamp<size_t>(kGatherBytes / gate_up_.row_bytes() / 32 * 32, 32, 256);
-  const size_t gather_bytes = gather_rows * gate_up_.row_bytes();
-  const size_t c_bytes = gather_rows * kPanel * sizeof(float);
-  const size_t scale_bytes = gather_rows * sizeof(float);
-  const size_t sums_bytes = (gather_rows * static_cast<size_t>(input.groups) * sizeof(int32_t) + 63) / 64 * 64;
-  const size_t scratch = (std::max(scratch_bytes(gate_up_), scratch_bytes(down_)) + 63) / 64 * 64;
-  const size_t thread_bytes = gather_bytes + c_bytes + scale_bytes + sums_bytes + scratch;
-  std::byte* threads = workers.buffer(kThread, thread_bytes * static_cast<size_t>(workers.threads()));
-
   auto plan_tasks = [&](const Matrix& matrix) {
     routing.tasks.clear();
-    const int all = matrix.panels * static_cast<int>(routing.active.size());
-    const int even = std::max(1, all / (workers.threads() * 8));
-    const int cached = std::max(1, static_cast<int>(kTaskBytes / matrix.panel_bytes()));
+    size_t work = 0;
+    for (const int expert : routing.active) work += static_cast<size_t>(std::max(kReadRows, count_of(static_cast<size_t>(expert))));
+    work = work * static_cast<size_t>(matrix.panels) / static_cast<size_t>(workers.threads() * kTasksPerThread);
     for (const int expert : routing.active) {
-      const bool few = routing.count[static_cast<size_t>(expert)] <= 4;
-      // Gathering rows for one panel only would cost more than it saves.
-      const int size = few ? even : std::min(cached, std::max(even, 4));
+      const auto each_panel = static_cast<size_t>(std::max(kReadRows, count_of(static_cast<size_t>(expert))));
+      const int size = std::clamp(static_cast<int>(work / each_panel), 1, matrix.panels);
       for (int first = 0; first < matrix.panels; first += size)
         routing.tasks.push_back({expert, first, std::min(size, matrix.panels - first)});
     }
   };
+  // Calls use(first row of the expert, rows, first panel, panels, c) for the results of a task, piece by piece.
+  auto multiply = [&](const Task& task, const Matrix& matrix, const Block& weights, const Rows& all, int worker, auto&& use) {
+    const Kernel& kernel = kernels_(all.m);
+    float* c = results(worker);
+    for (int first = 0; first < all.m; first += kMostRows) {
+      // A run of whole groups of 16 rows is laid out like rows of its own.
+      const int m = std::min(kMostRows, all.m - first);
+      const Rows x{all.group(first), all.row_bytes, m, all.scale == nullptr ? nullptr : all.scale + first,
+                   all.group_sum == nullptr ? nullptr : all.group_sum + static_cast<size_t>(first) * static_cast<size_t>(matrix.groups())};
+      const int most = std::max(1, kMostResults / round_up(m, kTile));
+      for (int p = task.first_panel; p < task.first_panel + task.panels; p += most) {
+        const int panels = std::min(most, task.first_panel + task.panels - p);
+        kernel.multiply(matrix, panel(matrix, weights, task.expert, p), panels, x, c, kernel_scratch(worker));
+        use(first, m, p, panels, c);
+      }
+    }
+  };
 
-  // 2: gate and up.
-  const size_t h_stride = std::max<size_t>(static_cast<size_t>(down_.padded_k()),
-                                           static_cast<size_t>(gate_up_.panels) * (config_.activation.has_gate ? kTile : kPanel));
-  auto* hidden = reinterpret_cast<uint16_t*>(workers.buffer(kHidden, rows * h_stride * sizeof(uint16_t)));
-  const size_t panel_columns = config_.activation.has_gate ? kTile : kPanel;
+  // 2: gate and up. bf16 results are the next product's rows at once; the others are quantised first, as whole rows.
+  const Activations inner = activations(down_, rows, kHiddenQ, kHiddenScale, kHiddenSums);
+  const auto wide = static_cast<size_t>(round_up(config_.intermediate_size, kPanel));
+  auto* hidden = quantised ? reinterpret_cast<uint16_t*>(workers.buffer(kHidden, rows * wide * sizeof(uint16_t))) : nullptr;
+  const int columns = config_.activation.has_gate ? kTile : kPanel;
   const auto* gate_up_bias = reinterpret_cast<const float*>(gate_up_bias_.data());
   plan_tasks(gate_up_);
   each(static_cast<int>(routing.tasks.size()), [&](int index, int worker) {
     const Task& task = routing.tasks[static_cast<size_t>(index)];
     const auto expert = static_cast<size_t>(task.expert);
-    const auto count = static_cast<size_t>(routing.count[expert]), start = static_cast<size_t>(routing.start[expert]);
-    const Kernel& kernel = kernels_(static_cast<int>(count));
-    std::byte* gathered = threads + static_cast<size_t>(worker) * thread_bytes;
-    auto* c = reinterpret_cast<float*>(gathered + gather_bytes);
-    auto* scale = reinterpret_cast<float*>(gathered + gather_bytes + c_bytes);
-    auto* group_sums = reinterpret_cast<int32_t*>(gathered + gather_bytes + c_bytes + scale_bytes);
-    std::byte* kernel_scratch = gathered + gather_bytes + c_bytes + scale_bytes + sums_bytes;
-    for (size_t first = 0; first < count; first += gather_rows) {
-      const size_t take = std::min(gather_rows, count - first);
-      const int* token = routing.token.data() + start + first;
-      Rows x{gathered, input.stride, static_cast<int>(take), scale, group_sums};
-      if (take == 1) {
-        const auto at = static_cast<size_t>(token[0]);
-        x.data = input.data + at * input.stride;
-        x.scale = input.scale + (quantised ? at : 0);
-        x.group_sum = input.sums + at * static_cast<size_t>(input.groups);
-      } else {
-        for (size_t row = 0; row < take; ++row) {
-          const auto at = static_cast<size_t>(token[row]);
-          std::memcpy(gathered + row * input.stride, input.data + at * input.stride, input.stride);
-          if (quantised) scale[row] = input.scale[at];
-          if (sums)
-            std::memcpy(group_sums + row * static_cast<size_t>(input.groups), input.sums + at * static_cast<size_t>(input.groups),
-                        static_cast<size_t>(input.groups) * sizeof(int32_t));
-        }
-      }
-      uint16_t* h = hidden + (start + first) * h_stride;
-      for (int p = task.first_panel; p < task.first_panel + task.panels; ++p) {
-        kernel.multiply(gate_up_, panel(gate_up_, gate_up_data_, task.expert, p), x, c, kernel_scratch);
+    const size_t start = start_of(expert);
+    const int count = count_of(expert);
+    const Rows x = count == 1 ? input.rows(static_cast<size_t>(routing.token[start]), 1) : gathered.rows(start, count);
+    multiply(task, gate_up_, gate_up_data_, x, worker, [&](int first, int m, int first_panel, int panels, const float* c) {
+      for (int p = first_panel; p < first_panel + panels; ++p, c += static_cast<size_t>(m) * kPanel) {
         const float* bias = gate_up_bias == nullptr
                                 ? nullptr
                                 : gate_up_bias + (expert * static_cast<size_t>(gate_up_.panels) + static_cast<size_t>(p)) * kPanel;
-        stages_->activate(config_.activation, c, bias, static_cast<int>(take), h + static_cast<size_t>(p) * panel_columns, h_stride);
+        const int column = p * columns;
+        if (quantised) {
+          uint16_t* h = hidden + (start + static_cast<size_t>(first)) * wide + static_cast<size_t>(column);
+          stages_->activate(config_.activation, c, bias, m, h, wide);
+          continue;
+        }
+        const Rows to = inner.rows(start, count);
+        for (int row = first; row < first + m; row += kTile) {
+          const int height = to.group_rows(row);
+          auto* h = reinterpret_cast<uint16_t*>(const_cast<std::byte*>(to.group(row)) + static_cast<size_t>(column / 32 * height) * 64) +
+                    column % 32;
+          stages_->activate(config_.activation, c + (row - first) * kPanel, bias, height, h, 32);
+          // A half block at the end belongs to no panel. The weights there are zero, but zero times a stale NaN is not.
+          if (p + 1 == gate_up_.panels && column % 32 == 0 && columns == kTile)
+            for (int r = 0; r < height; ++r) std::fill(h + r * 32 + kTile, h + r * 32 + 32, uint16_t{0});
+        }
       }
-      // The padding that the next product reads; the weights there are zero, but zero times a stale NaN is not.
-      const size_t written = static_cast<size_t>(gate_up_.panels) * panel_columns;
-      if (task.first_panel + task.panels == gate_up_.panels && written < h_stride)
-        for (size_t row = 0; row < take; ++row) std::fill(h + row * h_stride + written, h + (row + 1) * h_stride, uint16_t{0});
-    }
+    });
   });
 
   // 3: quantise the intermediate.
-  Activations inner{reinterpret_cast<std::byte*>(hidden), h_stride * sizeof(uint16_t), nullptr, nullptr, 0};
-  if (quantised) {
-    inner = activations(down_, rows, kHiddenQ, kHiddenScale, kHiddenSums);
-    constexpr size_t kRowsPerTask = 4;
-    each(static_cast<int>((rows + kRowsPerTask - 1) / kRowsPerTask), [&](int index, int) {
-      const size_t first = static_cast<size_t>(index) * kRowsPerTask;
-      for (size_t row = first; row < std::min(rows, first + kRowsPerTask); ++row)
-        quantise(inner, down_, row, hidden + row * h_stride, DType::bf16);
+  if (quantised)
+    each(static_cast<int>(rows), [&](int row, int worker) {
+      const auto at = static_cast<size_t>(row);
+      const auto expert = static_cast<size_t>(routing.expert[at]);
+      convert(inner, down_, at, hidden + at * wide, DType::bf16, one_row(worker));
+      place_row(inner.data + start_of(expert) * inner.row_bytes, inner.row_bytes, count_of(expert),
+                static_cast<int>(at - start_of(expert)), one_row(worker));
     });
-  }
 
-  // 4: down. Rows of an expert lie together already.
+  // 4: down.
   const size_t y_stride = static_cast<size_t>(down_.panels) * kPanel;
   auto* y = reinterpret_cast<float*>(workers.buffer(kOutput, rows * y_stride * sizeof(float)));
   plan_tasks(down_);
   each(static_cast<int>(routing.tasks.size()), [&](int index, int worker) {
     const Task& task = routing.tasks[static_cast<size_t>(index)];
     const auto expert = static_cast<size_t>(task.expert);
-    const auto count = static_cast<size_t>(routing.count[expert]), start = static_cast<size_t>(routing.start[expert]);
-    const Kernel& kernel = kernels_(static_cast<int>(count));
-    std::byte* own = threads + static_cast<size_t>(worker) * thread_bytes;
-    auto* c = reinterpret_cast<float*>(own + gather_bytes);
-    std::byte* kernel_scratch = own + gather_bytes + c_bytes + scale_bytes + sums_bytes;
-    for (size_t first = 0; first < count; first += gather_rows) {
-      const size_t take = std::min(gather_rows, count - first), row = start + first;
-      const Rows x{inner.data + row * inner.stride, inner.stride, static_cast<int>(take), inner.scale + (quantised ? row : 0),
-                   inner.sums + row * static_cast<size_t>(inner.groups)};
-      for (int p = task.first_panel; p < task.first_panel + task.panels; ++p) {
-        kernel.multiply(down_, panel(down_, down_data_, task.expert, p), x, c, kernel_scratch);
-        float* target = y + row * y_stride + static_cast<size_t>(p) * kPanel;
-        for (size_t r = 0; r < take; ++r) std::memcpy(target + r * y_stride, c + r * kPanel, kPanel * sizeof(float));
-      }
-    }
+    multiply(task, down_, down_data_, inner.rows(start_of(expert), count_of(expert)), worker,
+             [&](int first, int m, int first_panel, int panels, const float* c) {
+               for (int p = first_panel; p < first_panel + panels; ++p) {
+                 float* to = y + (start_of(expert) + static_cast<size_t>(first)) * y_stride + static_cast<size_t>(p) * kPanel;
+                 for (int row = 0; row < m; ++row, c += kPanel, to += y_stride) std::memcpy(to, c, kPanel * sizeof(float));
+               }
+             });
   });
 
   // 5: weighted sum; columns are cut too, so that one token still has work for several workers.
@@ -341,8 +368,7 @@ void Experts::run(const Pass& pass) const {
       if (row < 0) continue;
       terms[used] = y + static_cast<size_t>(row) * y_stride + column;
       if (down_bias != nullptr) {
-        const auto after = std::upper_bound(routing.start.begin(), routing.start.end(), row) - routing.start.begin();
-        biases[used] = down_bias + static_cast<size_t>(after - 1) * y_stride + column;
+        biases[used] = down_bias + static_cast<size_t>(routing.expert[static_cast<size_t>(row)]) * y_stride + column;
       }
       weight[used++] = pass.weights[at];
     }

@@ -54,11 +54,16 @@ void pack_tile(const Matrix& matrix, const Stages& stages, const float* values, 
       for (int k = 0; k < padded_k; k += 4)
         std::memcpy(data + static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 4 * 64 + j * 4), quantised + k, 4);
     } else {
-      auto* scales = reinterpret_cast<uint16_t*>(panel);
+      auto* levels = reinterpret_cast<float*>(panel);
+      auto* scales = reinterpret_cast<uint16_t*>(levels + kPanel);
+      float most = 0;
       for (int g = 0; g < matrix.groups(); ++g) {
         const int start = g * matrix.group_size, length = std::min(matrix.group_size, padded_k - start);
-        scales[g * kPanel + column] = stages.quantise_int4(row + start, length, quantised + start);
+        const uint16_t scale = stages.quantise_int4(row + start, length, quantised + start);
+        scales[g * kPanel + column] = scale;
+        most = std::max(most, std::abs(bf16_to_float(scale)));
       }
+      levels[column] = most * 8.0f / 127.0f;
       for (int k = 0; k < padded_k; k += 8)
         for (int i = 0; i < 4; ++i)
           data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 8 * 64 + j * 4 + i)] =

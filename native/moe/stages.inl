@@ -233,10 +233,9 @@ static uint16_t quantise_int4(const float* x, int k, int8_t* q) {
     return 0;
   }
   float best_error = __builtin_inff(), best_scale = 0.0f;
-  // The extreme maps to about -8.6 ... -6.4: clipping it a little often costs less than a coarser grid for everything else.
-  for (int step = 0; step < 12; ++step) {
-    const float scale = from_bf16(to_bf16(extreme / (-8.6f + 0.2f * static_cast<float>(step))));
-    if (scale == 0.0f) continue;
+  auto consider = [&](float candidate) {
+    const float scale = from_bf16(to_bf16(candidate));
+    if (scale == 0.0f) return;
     const float inverse = 1.0f / scale;
     float error[16] = {};  // independent sums, so that the loop vectorises without reordering
     for (int start = 0; start < k; start += 16) {
@@ -253,6 +252,19 @@ static uint16_t quantise_int4(const float* x, int k, int8_t* q) {
       best_error = total;
       best_scale = scale;
     }
+  };
+  // The extreme maps to about -8.8 ... -5.8: clipping it a little often costs less than a coarser grid for everything else.
+  for (int step = 0; step < 16; ++step) consider(extreme / (-8.8f + 0.2f * static_cast<float>(step)));
+  // Given the steps, the scale of least squared error has a closed form.
+  if (best_scale != 0.0f) {
+    const float inverse = 1.0f / best_scale;
+    float product = 0.0f, square = 0.0f;
+    for (int i = 0; i < k; ++i) {
+      const float step = clamp_to(nearest(x[i] * inverse), -8.0f, 7.0f);
+      product += step * x[i];
+      square += step * step;
+    }
+    if (square > 0.0f) consider(product / square);
   }
   const float inverse = best_scale != 0.0f ? 1.0f / best_scale : 0.0f;
   for (int i = 0; i < k; ++i) q[i] = static_cast<int8_t>(clamp_to(nearest(x[i] * inverse), -8.0f, 7.0f));

@@ -151,15 +151,21 @@ def tolerance(case: Case) -> float:
 
     bf16: fp32 sums in another order, and an intermediate that falls to the other side of a rounding boundary. int8
     activations: the same fall may hit the largest value of a row, which moves that row's whole grid by 2^-8; so one
-    case may come near the error of int8 activations themselves, and `MEDIAN` watches over the rest.
+    case may come near the error of int8 activations themselves, and the median watches over the rest.
     """
     name = "bf16" if case.weights == "bf16" else "int8"
     output = {torch.float32: 0.0, torch.bfloat16: 4e-3, torch.float16: 1e-3}[case.dtype]
-    return reference.KERNEL_TOLERANCE[name] + output
+    return reference.KERNEL_TOLERANCE[name] + output + (2e-2 if requantises(case.kernel) else 0.0)
 
 
-# Half of all cases meet no rounding boundary that matters: what is left there is the output's own rounding.
-MEDIAN = 2e-3
+def requantises(kernel: str) -> bool:
+    """AMX rounds int4 weights once more, to the int8 grid of their column: about 1 % of each weight matrix."""
+    return kernel.endswith("amx_int4")
+
+
+def median_tolerance(kernel: str) -> float:
+    """Half of all cases meet no rounding boundary that matters: what is left there is the output's own rounding."""
+    return 2e-2 if requantises(kernel) else 2e-3
 
 
 def sweep(
@@ -175,8 +181,10 @@ def sweep(
         if not error <= tolerance(case):
             failures.append(f"error {error:.2e} > {tolerance(case):.2e}: {case}")
     for kernel, values in errors.items():
-        if not statistics.median(values) <= MEDIAN:
-            failures.append(f"{kernel}: median error {statistics.median(values):.2e} > {MEDIAN:.0e}")
+        if not statistics.median(values) <= median_tolerance(kernel):
+            failures.append(
+                f"{kernel}: median error {statistics.median(values):.2e} > {median_tolerance(kernel):.0e}"
+            )
     return errors, failures
 
 

@@ -123,11 +123,17 @@ def wanted(family_name: str, name: str, tokens: int) -> dict[str, Tensor]:
     }
 
 
-def assert_close(out: Tensor, want: dict[str, Tensor], name: str) -> None:
-    assert reference.relative_error(out, want["emulated"]) <= reference.EMULATED_TOLERANCE[name]
+def requantised(operator: CpuExperts) -> float:
+    """AMX rounds int4 weights once more, to the int8 grid of their column: up to 1.5 % a layer of three matrices."""
+    return 2.5e-2 if operator.native.kernels[0].endswith("amx_int4") else 0.0
+
+
+def assert_close(out: Tensor, want: dict[str, Tensor], name: str, operator: CpuExperts) -> None:
+    extra = requantised(operator)
+    assert reference.relative_error(out, want["emulated"]) <= reference.EMULATED_TOLERANCE[name] + extra
     if out.shape[0] < 9:  # the looser bounds are averages
         return
-    assert reference.relative_error(out, want["unpacked"]) <= reference.KERNEL_TOLERANCE[name]
+    assert reference.relative_error(out, want["unpacked"]) <= reference.KERNEL_TOLERANCE[name] + extra
     assert reference.relative_error(out, want["original"]) <= reference.TOLERANCE[name]
 
 
@@ -140,7 +146,7 @@ def test_family(family_name: str, name: str, kernel: str) -> None:
     operator = ready(family_name, name, kernel)
     out = operator(*inputs(operator.spec, 17))
     assert out.dtype == torch.float32
-    assert_close(out, wanted(family_name, name, 17), name)
+    assert_close(out, wanted(family_name, name, 17), name, operator)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -182,7 +188,7 @@ def test_tokens(family_name: str, name: str, kernel: str, tokens: int) -> None:
     out = operator(*inputs(operator.spec, tokens))
     assert out.shape == (tokens, operator.spec.hidden_size)
     if tokens:
-        assert_close(out, wanted(family_name, name, tokens), name)
+        assert_close(out, wanted(family_name, name, tokens), name, operator)
 
 
 # hidden, intermediate: one short of and one past a tile, a panel, a group; less than any of them; groups that
@@ -197,7 +203,7 @@ def test_sizes(hidden: int, inner: int, name: str, kernel: str) -> None:
     arguments = inputs(operator.spec, 9, top_k=3)
     want = reference.experts(*arguments, unpacked(operator), operator.spec, emulated(name))
     # A single feature may sit on a rounding boundary, and there is nothing to average it with.
-    tolerance = reference.EMULATED_TOLERANCE[name] if hidden > 1 else 1e-2
+    tolerance = (reference.EMULATED_TOLERANCE[name] if hidden > 1 else 1e-2) + requantised(operator)
     assert reference.relative_error(operator(*arguments), want) <= tolerance
 
 
@@ -216,6 +222,7 @@ def test_large_enough_for_every_group_to_be_full(name: str, kernel: str) -> None
             "emulated": reference.experts(*arguments, weights, operator.spec, emulated(name)),
         },
         name,
+        operator,
     )
 
 
@@ -235,7 +242,9 @@ def test_dtypes(name: str, dtype: torch.dtype, weight_dtype: torch.dtype, index_
     want = reference.experts(x, index, weights, unpacked(operator), operator.spec, emulated(name))
     # The output is rounded to its own dtype last: 2^-9 at the most for bf16.
     rounding = {torch.bfloat16: 2e-3, torch.float16: 3e-4}.get(dtype, 0.0)
-    assert reference.relative_error(out, want) <= reference.EMULATED_TOLERANCE[name] + rounding
+    assert reference.relative_error(out, want) <= reference.EMULATED_TOLERANCE[name] + rounding + requantised(
+        operator
+    )
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4_g32"])
@@ -308,7 +317,7 @@ def test_sentinels_are_skipped(name: str, kernel: str) -> None:
     out = operator(x, index, weights)
     assert not out[5].any()
     want = reference.experts(x, index, weights, unpacked(operator), operator.spec, emulated(name))
-    assert reference.relative_error(out, want) <= reference.EMULATED_TOLERANCE[name]
+    assert reference.relative_error(out, want) <= reference.EMULATED_TOLERANCE[name] + requantised(operator)
     index[:] = operator.num_experts
     assert not operator(x, index, weights).any()
 
@@ -341,7 +350,9 @@ def test_all_tokens_to_one_expert(name: str, kernel: str) -> None:
     x, index, weights = inputs(operator.spec, 70, top_k=1)
     index[:] = 4
     want = reference.experts(x, index, weights, unpacked(operator), operator.spec, emulated(name))
-    assert reference.relative_error(operator(x, index, weights), want) <= reference.EMULATED_TOLERANCE[name]
+    assert reference.relative_error(operator(x, index, weights), want) <= reference.EMULATED_TOLERANCE[
+        name
+    ] + requantised(operator)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -357,9 +368,9 @@ def test_routing_of_every_shape(name: str) -> None:
     ]:
         weights = torch.randn(index.shape)
         want = reference.experts(x, index, weights, unpacked(operator), operator.spec, emulated(name))
-        assert (
-            reference.relative_error(operator(x, index, weights), want) <= reference.EMULATED_TOLERANCE[name]
-        )
+        assert reference.relative_error(operator(x, index, weights), want) <= reference.EMULATED_TOLERANCE[
+            name
+        ] + requantised(operator)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,11 @@
 // AMX kernels. Tile: 32 rows x 32 outputs as 2 x 2 accumulators over blocks of 64 bytes along k, so every A and B tile that is
 // loaded is used twice. Rows that do not fill a tile get a tile of fewer rows, which also makes the product shorter.
 //
-// int4 is expanded to int8 once a panel, then multiplied group by group; the groups' scales are applied in fp32.
+// With many rows, k is cut into stretches of 16 blocks: 32 KiB of a panel's weights stay in the L1 cache while all rows pass by,
+// and those rows' share of a stretch stays in the L2 cache while all panels of the call pass by. The accumulators wait in c.
+//
+// int4 runs on the same int8 chains. A stretch of a panel is expanded once for all rows: q * scale becomes a whole number of the
+// column's level (see moe/layout.hpp), which rounds by at most half a level, 1/254 of the column's largest weight.
 #include <immintrin.h>
 
 #include "moe/kernels/head.hpp"
@@ -13,129 +17,151 @@
 namespace ktinject {
 namespace {
 
-// Calls run(first, m0, m1) for blocks of up to 32 rows: m0 rows in the first tile, m1 in the second.
-template <class Run>
-void for_row_blocks(int m, Run&& run) {
-  for (int first = 0; first < m; first += 32) {
-    const int left = m - first;
-    run(first, left < 16 ? left : 16, left < 16 ? 0 : left < 32 ? left - 16 : 16);
-  }
-}
+constexpr int kStretch = 16;
 
-template <class Tiles, class Product>
-inline void accumulate(const Rows& rows, int first, bool two, const std::byte* w, int blocks, Product product) {
-  const std::byte* a0 = rows.data + static_cast<size_t>(first) * rows.stride;
-  const std::byte* a1 = a0 + 16 * rows.stride;
-  for (int block = 0; block < blocks; ++block, w += 2048) {
-    Tiles::load_a0(a0 + block * 64, rows.stride);
-    if (two) Tiles::load_a1(a1 + block * 64, rows.stride);
-    Tiles::load_b(w, w + 1024);
-    product(two);
-  }
-}
-
-template <class Tiles>
-void bf16(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c) {
-  for_row_blocks(rows.m, [&](int first, int m0, int m1) {
-    Tiles::configure(TileShapes(m0, m1, 64));
-    Tiles::zero(m1 > 0);
-    accumulate<Tiles>(rows, first, m1 > 0, panel, matrix.blocks(), [](bool two) { Tiles::bf16(two); });
-    Tiles::store(c + first * kPanel, m1 > 0);
-  });
-  Tiles::release();
-}
-
-template <class Tiles>
-void int8(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte* scratch) {
-  const Int8Head& head = int8_head(panel);
-  auto* sums = reinterpret_cast<int32_t*>(scratch);
-  for_row_blocks(rows.m, [&](int first, int m0, int m1) {
-    Tiles::configure(TileShapes(m0, m1, 64));
-    Tiles::zero(m1 > 0);
-    accumulate<Tiles>(rows, first, m1 > 0, panel + matrix.head_bytes(), matrix.blocks(),
-                      [](bool two) { Tiles::unsigned_signed(two); });
-    Tiles::store(sums, m1 > 0);
-    for (int row = 0; row < m0 + m1; ++row)
-      for (int t = 0; t < 2; ++t) {
-        const __m512i exact = _mm512_sub_epi32(_mm512_load_si512(sums + row * kPanel + t * kTile),
-                                               _mm512_loadu_si512(head.offset + t * kTile));
-        const __m512 factor = _mm512_mul_ps(_mm512_loadu_ps(head.scale + t * kTile), _mm512_set1_ps(rows.scale[first + row]));
-        _mm512_storeu_ps(c + (first + row) * kPanel + t * kTile, _mm512_mul_ps(_mm512_cvtepi32_ps(exact), factor));
-      }
-  });
-  Tiles::release();
-}
-
-template <class Tiles>
-void int4(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte* scratch) {
-  const uint16_t* scales = int4_scales(panel);
-  const std::byte* data = panel + matrix.head_bytes();
-  const int blocks = matrix.blocks();
-  const __m512i low_nibbles = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8);
-  for (size_t row = 0; row < static_cast<size_t>(blocks) * 16; ++row) {
-    const __m512i pair = _mm512_load_si512(data + row * 64);
-    const __m512i low = _mm512_and_si512(pair, low_nibbles), high = _mm512_and_si512(_mm512_srli_epi16(pair, 4), low_nibbles);
-    _mm512_store_si512(scratch + row * 128, _mm512_sub_epi8(low, eight));
-    _mm512_store_si512(scratch + row * 128 + 64, _mm512_sub_epi8(high, eight));
-  }
-  auto* sums = reinterpret_cast<int32_t*>(scratch + static_cast<size_t>(blocks) * 2048);
-  // Groups of 32 are half a block; longer ones are whole blocks.
-  const int k_bytes = matrix.group_size < 64 ? matrix.group_size : 64;
-  for_row_blocks(rows.m, [&](int first, int m0, int m1) {
-    const bool two = m1 > 0;
-    const std::byte* a0 = rows.data + static_cast<size_t>(first) * rows.stride;
-    float* out = c + first * kPanel;
-    Tiles::configure(TileShapes(m0, m1, k_bytes));
-    for (int g = 0; g < matrix.groups(); ++g) {
-      Tiles::zero(two);
-      const int end = (g + 1) * matrix.group_size < matrix.padded_k() ? (g + 1) * matrix.group_size : matrix.padded_k();
-      for (int k = g * matrix.group_size; k < end; k += k_bytes) {
-        Tiles::load_a0(a0 + k, rows.stride);
-        if (two) Tiles::load_a1(a0 + 16 * rows.stride + k, rows.stride);
-        const std::byte* w = scratch + static_cast<size_t>(k / 64) * 2048 + static_cast<size_t>(k % 64) * 16;
-        Tiles::load_b(w, w + 1024);
-        Tiles::signed_signed(two);
-      }
-      Tiles::store(sums, two);
-      for (int t = 0; t < 2; ++t) {
-        const __m512i bits =
-            _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + g * kPanel + t * kTile)));
-        const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-        for (int row = 0; row < m0 + m1; ++row) {
-          float* target = out + row * kPanel + t * kTile;
-          const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums + row * kPanel + t * kTile)), scale);
-          _mm512_storeu_ps(target, g == 0 ? product : _mm512_add_ps(product, _mm512_loadu_ps(target)));
+// c [count, m, 32], fp32 or int32 as the product accumulates. weights(panel, first, blocks) returns `blocks` blocks of B tiles
+// from block `first` on.
+template <class Tiles, class Weights>
+void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, void* c, int stretch, void (*product)(bool),
+            Weights weights) {
+  auto* out = static_cast<float*>(c);
+  const int all = matrix.blocks();
+  const size_t data_block = 2 * matrix.tile_bytes();
+  int m0 = 0, m1 = 0;
+  for (int first_block = 0; first_block < all; first_block += stretch) {
+    const int blocks = all - first_block < stretch ? all - first_block : stretch;
+    for (int p = 0; p < count; ++p) {
+      const std::byte* panel = panels + static_cast<size_t>(p) * matrix.panel_bytes();
+      const std::byte* w = weights(panel, first_block, blocks);
+      // What comes next from memory, asked for while the first rows are computed.
+      const std::byte* next = (p + 1 < count ? panel + matrix.panel_bytes() + static_cast<size_t>(first_block) * data_block
+                                             : panels + static_cast<size_t>(first_block + stretch) * data_block) +
+                              matrix.head_bytes();
+      for (int row = 0; row < rows.m; row += 2 * kTile) {
+        const int h0 = rows.group_rows(row), h1 = row + kTile < rows.m ? rows.group_rows(row + kTile) : 0;
+        if (h0 != m0 || h1 != m1) {
+          Tiles::configure(TileShapes(h0, h1));
+          m0 = h0;
+          m1 = h1;
         }
+        const bool two = h1 > 0;
+        float* target = out + (static_cast<size_t>(p) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
+        if (first_block == 0) Tiles::zero(two);
+        else Tiles::load_c(target, two);
+        const std::byte* a0 = rows.group(row) + static_cast<size_t>(first_block) * static_cast<size_t>(h0) * 64;
+        const std::byte* a1 = rows.group(row + kTile) + static_cast<size_t>(first_block) * static_cast<size_t>(h1) * 64;
+        for (int block = 0; block < blocks; ++block) {
+          Tiles::load_a0(a0 + block * h0 * 64, 64);
+          if (two) Tiles::load_a1(a1 + block * h1 * 64, 64);
+          Tiles::load_b(w + block * 2048, w + block * 2048 + 1024);
+          product(two);
+          if (row == 0)
+            for (size_t at = 0; at < data_block; at += 64)
+              _mm_prefetch(reinterpret_cast<const char*>(next + static_cast<size_t>(block) * data_block + at), _MM_HINT_T1);
+        }
+        Tiles::store(target, two);
       }
     }
-    for (int row = 0; row < m0 + m1; ++row)
-      for (int t = 0; t < 2; ++t) {
-        float* target = out + row * kPanel + t * kTile;
-        _mm512_storeu_ps(target, _mm512_mul_ps(_mm512_loadu_ps(target), _mm512_set1_ps(rows.scale[first + row])));
-      }
-  });
+  }
   Tiles::release();
+}
+
+// Up to 32 rows never leave the accumulators, so nothing is gained by cutting k.
+int stretch_for(const Matrix& matrix, const Rows& rows) { return rows.m <= 2 * kTile ? matrix.blocks() : kStretch; }
+
+template <class Tiles>
+void bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c) {
+  chains<Tiles>(matrix, panels, count, rows, c, stretch_for(matrix, rows), Tiles::bf16,
+                [&](const std::byte* panel, int first, int) { return panel + static_cast<size_t>(first) * 2048; });
+}
+
+// c = (sum - offset) * column scale * row scale, in place.
+void scale_sums(const float* column_scale, const int32_t* offset, const Rows& rows, float* c) {
+  for (int t = 0; t < 2; ++t) {
+    const __m512 column = _mm512_loadu_ps(column_scale + t * kTile);
+    const __m512i less = offset != nullptr ? _mm512_loadu_si512(offset + t * kTile) : _mm512_setzero_si512();
+    for (int row = 0; row < rows.m; ++row) {
+      float* target = c + row * kPanel + t * kTile;
+      const __m512 sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(target), less));
+      _mm512_store_ps(target, _mm512_mul_ps(sum, _mm512_mul_ps(column, _mm512_set1_ps(rows.scale[row]))));
+    }
+  }
+}
+
+template <class Tiles>
+void int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c) {
+  const size_t head_bytes = matrix.head_bytes();
+  chains<Tiles>(
+      matrix, panels, count, rows, c, stretch_for(matrix, rows), Tiles::unsigned_signed,
+      [&](const std::byte* panel, int first, int) { return panel + head_bytes + static_cast<size_t>(first) * 2048; });
+  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
+    scale_sums(int8_head(panels).scale, int8_head(panels).offset, rows, c);
+}
+
+// Expands the nibbles of one tile's row pair: bytes are q * scale / level, rounded. `ratio` is scale / level * 2048, twice in each
+// 32-bit lane; nibbles are brought to (q + 8) * 16 in 16 bits, so that the rounding high multiply takes off exactly 2^15.
+inline __m512i scaled(__m512i even, __m512i odd, __m512i ratio) {
+  const __m512i mask = _mm512_set1_epi16(0xf0), eight = _mm512_set1_epi16(128);
+  even = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_and_si512(even, mask), eight), ratio);
+  odd = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_and_si512(odd, mask), eight), ratio);
+  return _mm512_or_si512(_mm512_and_si512(even, _mm512_set1_epi16(0xff)), _mm512_slli_epi16(odd, 8));
+}
+
+inline __m512i ratio_of(const std::byte* panel, int group, int tile) {
+  const __m512 level = _mm512_loadu_ps(int4_levels(panel) + tile * kTile);
+  const auto* scales = reinterpret_cast<const __m256i*>(int4_scales(panel) + group * kPanel + tile * kTile);
+  const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(scales)), 16));
+  const __mmask16 used = _mm512_cmp_ps_mask(level, _mm512_setzero_ps(), _CMP_GT_OQ);
+  const __m512 ratio = _mm512_maskz_div_ps(used, _mm512_mul_ps(scale, _mm512_set1_ps(2048.0f)), level);
+  const __m512i whole = _mm512_and_si512(_mm512_cvtps_epi32(ratio), _mm512_set1_epi32(0xffff));
+  return _mm512_or_si512(whole, _mm512_slli_epi32(whole, 16));
+}
+
+void expand(const Matrix& matrix, const std::byte* panel, int first, int blocks, std::byte* to) {
+  const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 1024;
+  for (int block = first; block < first + blocks; ++block)
+    for (int tile = 0; tile < 2; ++tile) {
+      __m512i ratio = _mm512_setzero_si512();
+      for (int row = 0; row < 8; ++row, from += 64, to += 128) {
+        const int k = block * 64 + row * 8;
+        if (row == 0 || k % matrix.group_size == 0) ratio = ratio_of(panel, k / matrix.group_size, tile);
+        const __m512i pair = _mm512_load_si512(from);
+        _mm512_store_si512(to, scaled(_mm512_slli_epi16(pair, 4), _mm512_srli_epi16(pair, 4), ratio));
+        _mm512_store_si512(to + 64, scaled(pair, _mm512_srli_epi16(pair, 8), ratio));
+      }
+    }
+}
+
+template <class Tiles>
+void int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch) {
+  chains<Tiles>(matrix, panels, count, rows, c, kStretch, Tiles::signed_signed,
+                [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
+                  expand(matrix, panel, first, blocks, scratch);
+                  return scratch;
+                });
+  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
+    scale_sums(int4_levels(panels), nullptr, rows, c);
 }
 
 }  // namespace
 
-void amx_bf16(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
-  bf16<HardwareTiles>(matrix, panel, rows, c);
+void amx_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  bf16<HardwareTiles>(matrix, panels, count, rows, c);
 }
-void amx_int8(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte* scratch) {
-  int8<HardwareTiles>(matrix, panel, rows, c, scratch);
+void amx_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  int8<HardwareTiles>(matrix, panels, count, rows, c);
 }
-void amx_int4(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte* scratch) {
-  int4<HardwareTiles>(matrix, panel, rows, c, scratch);
+void amx_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch) {
+  int4<HardwareTiles>(matrix, panels, count, rows, c, scratch);
 }
-void modelled_amx_bf16(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
-  bf16<ModelTiles>(matrix, panel, rows, c);
+void modelled_amx_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  bf16<ModelTiles>(matrix, panels, count, rows, c);
 }
-void modelled_amx_int8(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte* scratch) {
-  int8<ModelTiles>(matrix, panel, rows, c, scratch);
+void modelled_amx_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  int8<ModelTiles>(matrix, panels, count, rows, c);
 }
-void modelled_amx_int4(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte* scratch) {
-  int4<ModelTiles>(matrix, panel, rows, c, scratch);
+void modelled_amx_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch) {
+  int4<ModelTiles>(matrix, panels, count, rows, c, scratch);
 }
 
 }  // namespace ktinject

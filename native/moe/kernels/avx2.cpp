@@ -15,16 +15,16 @@ namespace {
 inline __m256i load(const std::byte* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
 
 template <int M>
-void bf16_rows(const Matrix& matrix, const std::byte* w, const std::byte* x, size_t stride, float* c) {
+void bf16_rows(const Matrix& matrix, const std::byte* w, const std::byte* x, size_t block_stride, float* c) {
   const __m256i high_half = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   __m256 sum[M][4];
   for (auto& row : sum)
     for (auto& value : row) value = _mm256_setzero_ps();
-  for (int block = 0; block < matrix.blocks(); ++block, w += 2048, x += 64) {
+  for (int block = 0; block < matrix.blocks(); ++block, w += 2048, x += block_stride) {
     for (int r = 0; r < 16; ++r) {
       __m256 even[M], odd[M];
       for (int row = 0; row < M; ++row) {
-        const __m256i pair = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x + static_cast<size_t>(row) * stride + r * 4));
+        const __m256i pair = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x + row * 64 + r * 4));
         even[row] = _mm256_castsi256_ps(_mm256_slli_epi32(pair, 16));
         odd[row] = _mm256_castsi256_ps(_mm256_and_si256(pair, high_half));
       }
@@ -59,12 +59,12 @@ inline void fold(const __m256i* sum, __m256i* folded) {
   }
 }
 
-void int8_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, float scale, float* c) {
+void int8_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride, float scale, float* c) {
   const Int8Head& head = int8_head(panel);
   const std::byte* w = panel + matrix.head_bytes();
   __m256i sum[8];
   for (auto& value : sum) value = _mm256_setzero_si256();
-  for (int block = 0; block < matrix.blocks(); ++block, w += 2048, x += 64)
+  for (int block = 0; block < matrix.blocks(); ++block, w += 2048, x += block_stride)
     for (int r = 0; r < 16; ++r) {
       const __m256i a = widen_quad<false>(x + r * 4);
 #pragma GCC unroll 8
@@ -82,7 +82,8 @@ void int8_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
   }
 }
 
-void int4_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, const int32_t* group_sum, float scale, float* c) {
+void int4_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride, const int32_t* group_sum,
+              float scale, float* c) {
   const uint16_t* scales = int4_scales(panel);
   const std::byte* data = panel + matrix.head_bytes();
   const __m128i low_nibbles = _mm_set1_epi8(15);
@@ -95,7 +96,8 @@ void int4_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
     const int end = (g + 1) * group_rows < all_rows ? (g + 1) * group_rows : all_rows;
     for (int at = g * group_rows; at < end; ++at) {
       const std::byte* w = data + static_cast<size_t>(at / 8) * 1024 + static_cast<size_t>(at % 8) * 64;
-      const __m256i a0 = widen_quad<true>(x + at * 8), a1 = widen_quad<true>(x + at * 8 + 4);
+      const std::byte* quads = x + static_cast<size_t>(at / 8) * block_stride + static_cast<size_t>(at % 8) * 8;
+      const __m256i a0 = widen_quad<true>(quads), a1 = widen_quad<true>(quads + 4);
 #pragma GCC unroll 8
       for (int q = 0; q < 8; ++q) {
         const __m128i pair = _mm_load_si128(reinterpret_cast<const __m128i*>(w + (q / 4) * 512 + (q % 4) * 16));
@@ -116,25 +118,43 @@ void int4_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
   for (int q = 0; q < 4; ++q) _mm256_storeu_ps(c + q * 8, _mm256_mul_ps(total[q], _mm256_set1_ps(scale)));
 }
 
+// Calls run(panel, x, block_stride, row, take, c) for one row, or two of the same group where `Most` allows.
+template <int Most, class Run>
+void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, Run&& run) {
+  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
+    for (int group = 0; group < rows.m; group += kTile) {
+      const int height = rows.group_rows(group);
+      for (int at = 0; at < height;) {
+        const int take = height - at < Most ? height - at : Most;
+        run(panels, rows.group(group) + at * 64, static_cast<size_t>(height) * 64, group + at, take, c + (group + at) * kPanel);
+        at += take;
+      }
+    }
+}
+
 }  // namespace
 
-void avx2_bf16(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
-  int row = 0;
-  for (; row + 2 <= rows.m; row += 2)
-    bf16_rows<2>(matrix, panel, rows.data + static_cast<size_t>(row) * rows.stride, rows.stride, c + row * kPanel);
-  if (row < rows.m) bf16_rows<1>(matrix, panel, rows.data + static_cast<size_t>(row) * rows.stride, rows.stride, c + row * kPanel);
+void avx2_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  for_runs<2>(matrix, panels, count, rows, c,
+              [&](const std::byte* panel, const std::byte* x, size_t block_stride, int, int take, float* out) {
+                if (take == 2) bf16_rows<2>(matrix, panel, x, block_stride, out);
+                else bf16_rows<1>(matrix, panel, x, block_stride, out);
+              });
 }
 
-void avx2_int8(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
-  for (int row = 0; row < rows.m; ++row)
-    int8_row(matrix, panel, rows.data + static_cast<size_t>(row) * rows.stride, rows.scale[row], c + row * kPanel);
+void avx2_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  for_runs<1>(matrix, panels, count, rows, c,
+              [&](const std::byte* panel, const std::byte* x, size_t block_stride, int row, int, float* out) {
+                int8_row(matrix, panel, x, block_stride, rows.scale[row], out);
+              });
 }
 
-void avx2_int4(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
+void avx2_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
   const auto groups = static_cast<size_t>(matrix.groups());
-  for (int row = 0; row < rows.m; ++row)
-    int4_row(matrix, panel, rows.data + static_cast<size_t>(row) * rows.stride, rows.group_sum + static_cast<size_t>(row) * groups,
-             rows.scale[row], c + row * kPanel);
+  for_runs<1>(matrix, panels, count, rows, c,
+              [&](const std::byte* panel, const std::byte* x, size_t block_stride, int row, int, float* out) {
+                int4_row(matrix, panel, x, block_stride, rows.group_sum + static_cast<size_t>(row) * groups, rows.scale[row], out);
+              });
 }
 
 }  // namespace ktinject

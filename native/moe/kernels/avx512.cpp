@@ -19,15 +19,16 @@ constexpr int kPrefetchBytes = 4096;
 inline __m512i load(const std::byte* p) { return _mm512_load_si512(p); }
 inline __m512i broadcast(const std::byte* p) { return _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(p)); }
 
+// In all of these: x is the first of M rows in a group, whose blocks lie block_stride bytes apart and whose rows 64.
 template <int M>
-void bf16_rows(const Matrix& matrix, const std::byte* w, const std::byte* x, size_t stride, float* c) {
+void bf16_rows(const Matrix& matrix, const std::byte* w, const std::byte* x, size_t block_stride, float* c) {
   // Two chains per accumulator when M is small, to cover the latency of the dot product.
   constexpr int kChains = M <= 2 ? 2 : 1;
   __m512 sum[kChains][M][2];
   for (auto& chain : sum)
     for (auto& row : chain) row[0] = row[1] = _mm512_setzero_ps();
   const int blocks = matrix.blocks();
-  for (int block = 0; block < blocks; ++block, w += 2048, x += 64) {
+  for (int block = 0; block < blocks; ++block, w += 2048, x += block_stride) {
 #pragma GCC unroll 16
     for (int r = 0; r < 16; ++r) {
       if (M <= 2) {
@@ -38,7 +39,7 @@ void bf16_rows(const Matrix& matrix, const std::byte* w, const std::byte* x, siz
       const auto w1 = reinterpret_cast<__m512bh>(load(w + 1024 + r * 64));
 #pragma GCC unroll 16
       for (int row = 0; row < M; ++row) {
-        const auto a = reinterpret_cast<__m512bh>(broadcast(x + static_cast<size_t>(row) * stride + r * 4));
+        const auto a = reinterpret_cast<__m512bh>(broadcast(x + row * 64 + r * 4));
         auto& target = sum[r % kChains][row];
         target[0] = _mm512_dpbf16_ps(target[0], w0, a);
         target[1] = _mm512_dpbf16_ps(target[1], w1, a);
@@ -54,7 +55,7 @@ void bf16_rows(const Matrix& matrix, const std::byte* w, const std::byte* x, siz
 }
 
 template <int M>
-void int8_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t stride, const float* scale, float* c) {
+void int8_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride, const float* scale, float* c) {
   constexpr int kChains = M <= 2 ? 2 : 1;
   const Int8Head& head = int8_head(panel);
   __m512i sum[kChains][M][2];
@@ -66,7 +67,7 @@ void int8_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
   }
   const std::byte* w = panel + matrix.head_bytes();
   const int blocks = matrix.blocks();
-  for (int block = 0; block < blocks; ++block, w += 2048, x += 64) {
+  for (int block = 0; block < blocks; ++block, w += 2048, x += block_stride) {
 #pragma GCC unroll 16
     for (int r = 0; r < 16; ++r) {
       if (M <= 2) {
@@ -76,7 +77,7 @@ void int8_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
       const __m512i w0 = load(w + r * 64), w1 = load(w + 1024 + r * 64);
 #pragma GCC unroll 16
       for (int row = 0; row < M; ++row) {
-        const __m512i a = broadcast(x + static_cast<size_t>(row) * stride + r * 4);
+        const __m512i a = broadcast(x + row * 64 + r * 4);
         auto& target = sum[r % kChains][row];
         target[0] = _mm512_dpbusd_epi32(target[0], a, w0);
         target[1] = _mm512_dpbusd_epi32(target[1], a, w1);
@@ -98,12 +99,11 @@ inline __m512 widen_scale(const uint16_t* scales) {
 }
 
 template <int M>
-void int4_rows(const Matrix& matrix, const std::byte* panel, const Rows& rows, int first, float* c) {
+void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride, const float* scale,
+               const int32_t* group_sum, float* c) {
   const int groups = matrix.groups();
   const uint16_t* scales = int4_scales(panel);
   const std::byte* data = panel + matrix.head_bytes();
-  const std::byte* x = rows.data + static_cast<size_t>(first) * rows.stride;
-  const int32_t* group_sum = rows.group_sum + static_cast<size_t>(first) * static_cast<size_t>(groups);
   const __m512i low_nibbles = _mm512_set1_epi8(15);
   __m512 total[M][2];
   for (auto& row : total) row[0] = row[1] = _mm512_setzero_ps();
@@ -117,7 +117,7 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const Rows& rows, i
     const int end = (g + 1) * group_rows < all_rows ? (g + 1) * group_rows : all_rows;
     for (int at = g * group_rows; at < end; at += 4) {
       const std::byte* w = data + static_cast<size_t>(at / 8) * 1024 + static_cast<size_t>(at % 8) * 64;
-      const std::byte* inputs = x + static_cast<size_t>(at) * 8;
+      const std::byte* inputs = x + static_cast<size_t>(at / 8) * block_stride + static_cast<size_t>(at % 8) * 8;
 #pragma GCC unroll 4
       for (int r = 0; r < 4; ++r) {
         if (M <= 2) {
@@ -131,7 +131,7 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const Rows& rows, i
         const __m512i high1 = _mm512_and_si512(_mm512_srli_epi16(pair1, 4), low_nibbles);
 #pragma GCC unroll 16
         for (int row = 0; row < M; ++row) {
-          const std::byte* a = inputs + static_cast<size_t>(row) * rows.stride + r * 8;
+          const std::byte* a = inputs + row * 64 + r * 8;
           const __m512i a0 = broadcast(a), a1 = broadcast(a + 4);
           sum[row][0] = _mm512_dpbusd_epi32(sum[row][0], low0, a0);
           sum[row][1] = _mm512_dpbusd_epi32(sum[row][1], low1, a0);
@@ -149,19 +149,24 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const Rows& rows, i
   }
   for (int row = 0; row < M; ++row)
     for (int t = 0; t < 2; ++t)
-      _mm512_storeu_ps(c + row * kPanel + t * kTile, _mm512_mul_ps(total[row][t], _mm512_set1_ps(rows.scale[first + row])));
+      _mm512_storeu_ps(c + row * kPanel + t * kTile, _mm512_mul_ps(total[row][t], _mm512_set1_ps(scale[row])));
 }
 
-// Cuts m rows into runs of at most Most, each handled by the instance for exactly that many rows.
+// Calls run(panel, x, block_stride, first, take, c) for runs of at most Most rows that lie in one group, each of a number of rows
+// the kernel has an instance for.
 template <int Most, class Run>
-void for_runs(int m, Run&& run) {
-  for (int first = 0; first < m;) {
-    int take = m - first;
-    // Two even runs beat a full one and a sliver.
-    if (take > Most) take = take < 2 * Most ? (take + 1) / 2 : Most;
-    run(first, take);
-    first += take;
-  }
+void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, Run&& run) {
+  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
+    for (int group = 0; group < rows.m; group += kTile) {
+      const int height = rows.group_rows(group);
+      // Even runs beat full ones and a sliver.
+      const int runs = (height + Most - 1) / Most;
+      for (int i = 0, at = 0; i < runs; ++i) {
+        const int take = (height - at + runs - i - 1) / (runs - i);
+        run(panels, rows.group(group) + at * 64, static_cast<size_t>(height) * 64, group + at, take, c + (group + at) * kPanel);
+        at += take;
+      }
+    }
 }
 
 #define KTINJECT_ROWS(CALL) \
@@ -187,35 +192,35 @@ void for_runs(int m, Run&& run) {
 
 }  // namespace
 
-void avx512_bf16(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
-  for_runs<12>(rows.m, [&](int first, int take) {
-    const std::byte* x = rows.data + static_cast<size_t>(first) * rows.stride;
-    float* out = c + first * kPanel;
-#define CALL(M) return bf16_rows<M>(matrix, panel, x, rows.stride, out)
-    KTINJECT_ROWS(CALL)
-    KTINJECT_MORE_ROWS(CALL)
+void avx512_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  for_runs<12>(matrix, panels, count, rows, c,
+               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int, int take, float* out) {
+#define CALL(M) return bf16_rows<M>(matrix, panel, x, block_stride, out)
+                 KTINJECT_ROWS(CALL)
+                 KTINJECT_MORE_ROWS(CALL)
 #undef CALL
-  });
+               });
 }
 
-void avx512_int8(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
-  for_runs<12>(rows.m, [&](int first, int take) {
-    const std::byte* x = rows.data + static_cast<size_t>(first) * rows.stride;
-    float* out = c + first * kPanel;
-#define CALL(M) return int8_rows<M>(matrix, panel, x, rows.stride, rows.scale + first, out)
-    KTINJECT_ROWS(CALL)
-    KTINJECT_MORE_ROWS(CALL)
+void avx512_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  for_runs<12>(matrix, panels, count, rows, c,
+               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int first, int take, float* out) {
+#define CALL(M) return int8_rows<M>(matrix, panel, x, block_stride, rows.scale + first, out)
+                 KTINJECT_ROWS(CALL)
+                 KTINJECT_MORE_ROWS(CALL)
 #undef CALL
-  });
+               });
 }
 
-void avx512_int4(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
-  for_runs<6>(rows.m, [&](int first, int take) {
-    float* out = c + first * kPanel;
-#define CALL(M) return int4_rows<M>(matrix, panel, rows, first, out)
-    KTINJECT_ROWS(CALL)
+void avx512_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  const auto groups = static_cast<size_t>(matrix.groups());
+  for_runs<6>(matrix, panels, count, rows, c,
+              [&](const std::byte* panel, const std::byte* x, size_t block_stride, int first, int take, float* out) {
+                const int32_t* sums = rows.group_sum + static_cast<size_t>(first) * groups;
+#define CALL(M) return int4_rows<M>(matrix, panel, x, block_stride, rows.scale + first, sums, out)
+                KTINJECT_ROWS(CALL)
 #undef CALL
-  });
+              });
 }
 
 }  // namespace ktinject

@@ -11,59 +11,64 @@ const std::byte* at(const Matrix& matrix, const std::byte* panel, int block, int
          static_cast<size_t>(r) * 64 + static_cast<size_t>(b);
 }
 
+// Byte b of row `row`.
+const std::byte* of_row(const Rows& rows, int row, int b) {
+  const int first = row / kTile * kTile;
+  return rows.group(first) + static_cast<size_t>(b / 64 * rows.group_rows(first) + row - first) * 64 + static_cast<size_t>(b % 64);
+}
+
+// Calls one(panel, row, j) for every value of c and stores what it returns.
+template <class One>
+void for_each(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, One one) {
+  for (int p = 0; p < count; ++p)
+    for (int row = 0; row < rows.m; ++row)
+      for (int j = 0; j < kPanel; ++j) *c++ = one(panels + static_cast<size_t>(p) * matrix.panel_bytes(), row, j);
+}
+
 }  // namespace
 
-void reference_bf16(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
-  for (int row = 0; row < rows.m; ++row) {
-    const auto* x = reinterpret_cast<const uint16_t*>(rows.data + static_cast<size_t>(row) * rows.stride);
-    for (int j = 0; j < kPanel; ++j) {
-      float sum = 0;
-      for (int k = 0; k < matrix.padded_k(); ++k) {
-        const int in_block = k % 32;
-        uint16_t w;
-        __builtin_memcpy(&w, at(matrix, panel, k / 32, j / kTile, in_block / 2, (j % kTile) * 4 + (in_block % 2) * 2), 2);
-        sum += bf16_to_float(x[k]) * bf16_to_float(w);
-      }
-      c[row * kPanel + j] = sum;
+void reference_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
+    float sum = 0;
+    for (int k = 0; k < matrix.padded_k(); ++k) {
+      const int in_block = k % 32;
+      uint16_t w, x;
+      __builtin_memcpy(&w, at(matrix, panel, k / 32, j / kTile, in_block / 2, (j % kTile) * 4 + (in_block % 2) * 2), 2);
+      __builtin_memcpy(&x, of_row(rows, row, 2 * k), 2);
+      sum += bf16_to_float(x) * bf16_to_float(w);
     }
-  }
+    return sum;
+  });
 }
 
-void reference_int8(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
-  const Int8Head& head = int8_head(panel);
-  for (int row = 0; row < rows.m; ++row) {
-    const auto* x = reinterpret_cast<const uint8_t*>(rows.data + static_cast<size_t>(row) * rows.stride);
-    for (int j = 0; j < kPanel; ++j) {
-      int32_t sum = 0;
-      for (int k = 0; k < matrix.padded_k(); ++k) {
-        const int in_block = k % 64;
-        const auto w = static_cast<int8_t>(*at(matrix, panel, k / 64, j / kTile, in_block / 4, (j % kTile) * 4 + in_block % 4));
-        sum += int32_t{x[k]} * w;
-      }
-      c[row * kPanel + j] = static_cast<float>(sum - head.offset[j]) * rows.scale[row] * head.scale[j];
+void reference_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
+    const Int8Head& head = int8_head(panel);
+    int32_t sum = -head.offset[j];
+    for (int k = 0; k < matrix.padded_k(); ++k) {
+      const int in_block = k % 64;
+      const auto w = static_cast<int8_t>(*at(matrix, panel, k / 64, j / kTile, in_block / 4, (j % kTile) * 4 + in_block % 4));
+      sum += int32_t{static_cast<uint8_t>(*of_row(rows, row, k))} * w;
     }
-  }
+    return static_cast<float>(sum) * (rows.scale[row] * head.scale[j]);
+  });
 }
 
-void reference_int4(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte*) {
-  const uint16_t* scales = int4_scales(panel);
-  for (int row = 0; row < rows.m; ++row) {
-    const auto* x = reinterpret_cast<const int8_t*>(rows.data + static_cast<size_t>(row) * rows.stride);
-    for (int j = 0; j < kPanel; ++j) {
-      float sum = 0;
-      for (int g = 0; g < matrix.groups(); ++g) {
-        int32_t products = -8 * rows.group_sum[row * matrix.groups() + g];
-        const int end = (g + 1) * matrix.group_size < matrix.padded_k() ? (g + 1) * matrix.group_size : matrix.padded_k();
-        for (int k = g * matrix.group_size; k < end; ++k) {
-          const int quad = k % 64 / 4;
-          const auto pair = static_cast<uint8_t>(*at(matrix, panel, k / 64, j / kTile, quad / 2, (j % kTile) * 4 + k % 4));
-          products += int32_t{x[k]} * (quad % 2 ? pair >> 4 : pair & 15);
-        }
-        sum += static_cast<float>(products) * bf16_to_float(scales[g * kPanel + j]);
+void reference_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
+    float sum = 0;
+    for (int g = 0; g < matrix.groups(); ++g) {
+      int32_t products = -8 * rows.group_sum[row * matrix.groups() + g];
+      const int end = (g + 1) * matrix.group_size < matrix.padded_k() ? (g + 1) * matrix.group_size : matrix.padded_k();
+      for (int k = g * matrix.group_size; k < end; ++k) {
+        const int quad = k % 64 / 4;
+        const auto pair = static_cast<uint8_t>(*at(matrix, panel, k / 64, j / kTile, quad / 2, (j % kTile) * 4 + k % 4));
+        products += int32_t{static_cast<int8_t>(*of_row(rows, row, k))} * (quad % 2 ? pair >> 4 : pair & 15);
       }
-      c[row * kPanel + j] = sum * rows.scale[row];
+      sum += static_cast<float>(products) * bf16_to_float(int4_scales(panel)[g * kPanel + j]);
     }
-  }
+    return sum * rows.scale[row];
+  });
 }
 
 }  // namespace ktinject

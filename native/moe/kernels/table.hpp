@@ -9,9 +9,9 @@
 
 namespace ktinject {
 
-// c [m, 32] fp32, contiguous, 64-byte aligned = rows [m, k] times the panel [32, k] transposed, all scales applied. `scratch` holds at least
-// scratch_bytes(matrix) bytes, 64-byte aligned.
-using Multiply = void (*)(const Matrix& matrix, const std::byte* panel, const Rows& rows, float* c, std::byte* scratch);
+// c [count, m, 32] fp32, contiguous, 64-byte aligned = rows [m, k] times each of `count` panels [32, k] transposed, all scales
+// applied. The panels follow each other in memory. `scratch` holds at least scratch_bytes(matrix) bytes, 64-byte aligned.
+using Multiply = void (*)(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch);
 
 struct Kernel {
   const char* name;  // <isa>_<dtype>
@@ -42,20 +42,20 @@ Choice choose_kernel(Format format, const std::string& name);
 std::string why_unavailable(const Kernel& kernel);
 
 // One of these per file of kernels/.
-void reference_bf16(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void reference_int8(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void reference_int4(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void avx2_bf16(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void avx2_int8(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void avx2_int4(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void avx512_bf16(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void avx512_int8(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void avx512_int4(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void amx_bf16(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void amx_int8(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void amx_int4(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void modelled_amx_bf16(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void modelled_amx_int8(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
-void modelled_amx_int4(const Matrix&, const std::byte*, const Rows&, float*, std::byte*);
+void reference_bf16(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void reference_int8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void reference_int4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void avx2_bf16(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void avx2_int8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void avx2_int4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void avx512_bf16(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void avx512_int8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void avx512_int4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void amx_bf16(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void amx_int8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void amx_int4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void modelled_amx_bf16(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void modelled_amx_int8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
+void modelled_amx_int4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*);
 
 }  // namespace ktinject

@@ -21,8 +21,9 @@ struct alignas(64) TileShapes {
   uint16_t bytes_a_row[16] = {};
   uint8_t rows[16] = {};
 
-  // m0, m1: rows of the two A tiles (m1 may be 0: tiles 2, 3 and 5 are then not used). k_bytes: 64, or 32 for half a block.
-  TileShapes(int m0, int m1, int k_bytes) {
+  // m0, m1: rows of the two A tiles (m1 may be 0: tiles 2, 3 and 5 are then not used).
+  TileShapes(int m0, int m1) {
+    constexpr int k_bytes = 64;
     auto set = [&](int tile, int tile_rows, int bytes) {
       rows[tile] = static_cast<uint8_t>(tile_rows);
       bytes_a_row[tile] = static_cast<uint16_t>(bytes);
@@ -66,7 +67,16 @@ struct HardwareTiles {
       zero_tile<3>();
     }
   }
-  // c: 32 rows of 32 four-byte values; only the configured rows are written.
+  // c: 32 rows of 32 four-byte values; only the configured rows are touched.
+  static void load_c(const void* c, bool two) {
+    const auto* bytes = static_cast<const char*>(c);
+    load<0>(bytes, 128);
+    load<1>(bytes + 64, 128);
+    if (two) {
+      load<2>(bytes + 16 * 128, 128);
+      load<3>(bytes + 16 * 128 + 64, 128);
+    }
+  }
   static void store(void* c, bool two) {
     auto* bytes = static_cast<char*>(c);
     store_tile<0>(bytes);
@@ -137,6 +147,10 @@ struct ModelTiles {
   static void zero(bool two) {
     check(state().configured, "tile zero without a configuration");
     std::memset(state().data, 0, sizeof(State::data[0]) * (two ? 4 : 2));
+  }
+  static void load_c(const void* c, bool two) {
+    for (int tile = 0; tile < (two ? 4 : 2); ++tile)
+      load(tile, static_cast<const char*>(c) + tile / 2 * 16 * 128 + tile % 2 * 64, 128);
   }
   static void store(void* c, bool two) {
     State& s = state();
