@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktinject import _native
 from ktinject.errors import OperatorError, PlanError
 
 VERBOSITY = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "debug": logging.DEBUG}
@@ -40,14 +41,23 @@ class Settings:
 def settings() -> Settings:
     """The settings of this process; the environment is read on the first call and never again.
 
+    What belongs to the process and to no model takes effect here: the number of threads, and what is logged.
+
     Raises  PlanError, or OperatorError for KTINJECT_KERNEL, as `read` does
     """
-    from ktinject import _native
-
     found = read(os.environ, kernels=_native.kernels())
     if found.verbosity:
         logging.getLogger("ktinject").setLevel(VERBOSITY[found.verbosity])
+    if found.threads:
+        _native.set_threads(found.threads)
     return found
+
+
+def kernel_for(weights: str) -> str:
+    """The row that KTINJECT_KERNEL forces on a weight format; "auto" if it forces none, or one for another format."""
+    forced = settings().kernel
+    rows = (row["name"] for row in _native.kernels() if row["weights"] == weights)
+    return forced if forced in rows else "auto"
 
 
 def read(environ: Mapping[str, str], *, kernels: list[dict[str, Any]]) -> Settings:

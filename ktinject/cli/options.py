@@ -46,7 +46,10 @@ NewTokens = Annotated[
 ]
 RestDtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option("--dtype", help="Of everything that is not swapped; auto: what the checkpoint says."),
+    typer.Option(
+        metavar="auto|float32|bfloat16|float16",
+        help="Of everything that is not swapped; auto: what the checkpoint says.",
+    ),
 ]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +51,27 @@ def test_all_set(tmp_path):
 
 def test_cache_follows_xdg(tmp_path):
     assert env.read({"XDG_CACHE_HOME": str(tmp_path)}, kernels=KERNELS).cache == tmp_path / "ktinject"
+
+
+def test_threads_and_verbosity_take_effect_once():
+    code = """
+import logging
+from ktinject import _native, env
+assert env.settings() is env.settings()
+print(_native.threads(), logging.getLogger("ktinject").level)
+"""
+    environ = {**os.environ, "KTINJECT_THREADS": "3", "KTINJECT_VERBOSITY": "debug"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == f"3 {logging.DEBUG}\n"
+
+
+def test_a_forced_kernel_serves_its_own_format_only(monkeypatch):
+    monkeypatch.setattr(env, "settings", lambda: env.Settings(kernel="reference_bf16"))
+    assert (env.kernel_for("bf16"), env.kernel_for("int8")) == ("reference_bf16", "auto")
+    monkeypatch.setattr(env, "settings", env.Settings)
+    assert env.kernel_for("bf16") == "auto"
 
 
 @pytest.mark.parametrize(
