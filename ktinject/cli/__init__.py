@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import traceback
 from importlib.metadata import version
@@ -63,8 +62,6 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    # Torch's OpenMP threads spin while they wait, on the cores that our threads, or other programs, need then.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     logging.basicConfig(format="%(name)s: %(message)s")
     logger.setLevel(logging.INFO if verbose else logging.NOTSET)
 

@@ -80,6 +80,9 @@ def command(
     as_json: options.AsJson = False,
 ) -> None:
     """Measure perplexity, KL divergence and greedy agreement against the unswapped model in float32."""
+    # Spinning OpenMP threads gain a little speed on idle cores and lose nearly all of it on shared ones. Speed is
+    # not measured here; `run` measures it and leaves this alone.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
     from rich.console import Console
 
