@@ -1,0 +1,132 @@
+"""Write the reference pages that the code itself can tell: cli.md, operators.md, python.md.
+
+    python docs/reference/generate.py
+
+A test compares the pages with what this writes, so they cannot go stale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import ktinject
+from ktinject.cli import app
+from ktinject.operators import REGISTRY, Operator
+
+HERE = Path(__file__).parent
+
+
+def table(*rows: tuple[str, ...]) -> Iterator[str]:
+    for number, row in enumerate(rows):
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+        if number == 0:
+            yield "|" + "---|" * len(row)
+    yield ""
+
+
+def cli() -> Iterator[str]:
+    yield "# Command line\n"
+    yield "Exit codes: 0 done, 1 failed, 2 refused or wrong usage (the message is on stderr), 130 interrupted."
+    yield "Variables of the environment: [environment.md](environment.md).\n"
+    yield from _command(typer.main.get_command(app), "ktinject")
+
+
+def _command(command: Any, name: str) -> Iterator[str]:
+    yield f"## {name}\n"
+    yield f"{command.help}\n"
+    commands = getattr(command, "commands", {})
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    usage = [name, *(["[OPTIONS]"] if command.params else []), *map(_value, arguments)]
+    yield f"```\n{' '.join(usage)}{' COMMAND …' if commands else ''}\n```\n"
+    rows = [row for p in command.params if (row := _parameter(p))]
+    if rows:
+        yield from table(("", "", "default"), *rows)
+    for key, child in commands.items():
+        yield from _command(child, f"{name} {key}")
+
+
+def _parameter(parameter: Any) -> tuple[str, str, str]:
+    if parameter.param_type_name == "argument":
+        return f"`{_value(parameter)}`", parameter.help or "", ""
+    names = " / ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
+    if not parameter.is_flag:
+        names += f" `{_value(parameter)}`"
+    default = parameter.opts[0].strip("-") if parameter.default is True else parameter.default
+    return names, parameter.help or "", f"`{default}`" if default and parameter.show_default else ""
+
+
+def _value(parameter: Any) -> str:
+    return parameter.metavar or parameter.name.upper()
+
+
+def operators() -> Iterator[str]:
+    yield "# Operators\n"
+    yield "What a rule can say under `replace`. `keep` takes no arguments: the modules stay as they are."
+    yield "Every other operator takes the arguments in its table; the first of the allowed values is the default.\n"
+    for name, operator in sorted(REGISTRY.items()):
+        if operator.replaces:
+            yield f"## {name}\n"
+            yield f"{inspect.getdoc(operator)}\n"
+            yield from table(("argument", "allowed", "default", ""), *_arguments(operator))
+
+
+def _arguments(operator: type[Operator]) -> Iterator[tuple[str, ...]]:
+    comments: dict[str, str] = {}
+    for config in reversed(operator.Config.__mro__[:-1]):
+        found = re.findall(r"^    (\w+): .*?(?:  # (.*))?$", inspect.getsource(config), re.MULTILINE)
+        comments |= dict(found)
+    for field in dataclasses.fields(operator.Config):
+        allowed = str(field.type).removeprefix("Literal[").removesuffix("]").replace(", ", " | ")
+        allowed = re.sub("[\"']", "", allowed)
+        yield f"`{field.name}`", f"`{allowed}`", f"`{field.default}`", comments[field.name]
+
+
+def python() -> Iterator[str]:
+    yield "# Python\n"
+    yield "All refusals are a `ktinject.KTInjectError`, which is a `ValueError`; its children are `RuleError`,"
+    yield "`PlanError`, `CheckpointError` and `OperatorError`. After a refusal the model is as it was.\n"
+    public = [getattr(ktinject, name) for name in ktinject.__all__ if not name.startswith("_")]
+    for function in filter(inspect.isfunction, public):
+        yield from _described(f"ktinject.{function.__name__}", function)
+    for kind in filter(inspect.isclass, public):
+        yield f"## ktinject.{kind.__name__}\n"
+        yield f"```\n{inspect.getdoc(kind)}\n```\n"
+    from ktinject import evaluate
+
+    yield "# ktinject.evaluate\n"
+    yield f"```\n{inspect.getdoc(evaluate)}\n```\n"
+    for name, function in vars(evaluate).items():
+        if (
+            inspect.isfunction(function)
+            and function.__module__ == evaluate.__name__
+            and not name.startswith("_")
+        ):
+            yield from _described(f"ktinject.evaluate.{name}", function)
+
+
+def _described(name: str, function: Any) -> Iterator[str]:
+    # Annotations are text, so `inspect` quotes them; one parameter a line.
+    signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(function)))
+    signature = re.sub(r"(\(|, )(?=\w+: |\*, )", lambda found: found[1].rstrip() + "\n    ", signature)
+    yield f"## {name}\n"
+    yield f"```python\n{name}{signature.replace(') ->', chr(10) + ') ->')}\n```\n"
+    yield f"```\n{inspect.getdoc(function)}\n```\n"
+
+
+PAGES = {"cli.md": cli, "operators.md": operators, "python.md": python}
+
+
+def page(name: str) -> str:
+    return "\n".join(PAGES[name]()).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        (HERE / name).write_text(page(name))

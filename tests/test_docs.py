@@ -1,0 +1,83 @@
+"""The documentation against the code: pages, links, commands, rules."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from ktinject import rules
+from ktinject.cli import app
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def generator():
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/reference/generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["cli.md", "operators.md", "python.md"])
+def test_generated_page(generator, name):
+    found = (ROOT / "docs/reference" / name).read_text()
+    assert found == generator.page(name), "run `python docs/reference/generate.py`"
+
+
+def test_every_variable_of_the_environment_is_described():
+    read = set(re.findall(r"KTINJECT_[A-Z]+", (ROOT / "ktinject/env.py").read_text()))
+    assert read == set(re.findall(r"KTINJECT_[A-Z]+", (ROOT / "docs/reference/environment.md").read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page):
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert "://" in link or (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "cli.md"], ids=lambda page: page.name
+)
+def test_commands_exist(page):
+    """Every `ktinject …` in a block is a command, and its options are that command's."""
+    text = "\n".join(blocks(page, "")).replace("\\\n", " ")
+    for line in re.findall(r"^(?:\$ )?ktinject ([a-z].*)$", text, re.MULTILINE):
+        command = typer.main.get_command(app)
+        words = shlex.split(line, comments=True)
+        while hasattr(command, "commands"):
+            command = command.commands[words.pop(0)]
+        options = {
+            name for parameter in command.params for name in [*parameter.opts, *parameter.secondary_opts]
+        }
+        assert {word for word in words if word.startswith("--")} <= options, line
+
+
+@pytest.mark.parametrize("name", ["quickstart.py", "own_operator.py"])
+def test_example_runs(name):
+    environ = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, str(ROOT / "examples" / name)]
+    assert (
+        "cpu_experts"
+        in subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rule_files_are_read(page):
+    for text in blocks(page, "yaml"):
+        if text.startswith("version:"):
+            assert rules.parse(text.encode(), page.name).rules
