@@ -12,7 +12,7 @@ PIP_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq $(PIP_ARGS)
 # The lists stand in pyproject.toml alone.
 LISTED = $(BIN)/python -c 'import functools, tomllib; print(*functools.reduce(dict.get, "$(1)".split("/"), tomllib.load(open("pyproject.toml", "rb"))), sep="\n")'
 NATIVE := $(shell find native -type f)

@@ -57,7 +57,7 @@ def kernel_for(weights: str) -> str:
     """The row that KTINJECT_KERNEL forces on a weight format; "auto" if it forces none, or one for another format."""
     forced = settings().kernel
     rows = (row["name"] for row in _native.kernels() if row["weights"] == weights)
-    return forced if forced in rows else "auto"
+    return next((name for name in rows if name == forced), "auto")
 
 
 def read(environ: Mapping[str, str], *, kernels: list[dict[str, Any]]) -> Settings:

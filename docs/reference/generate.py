@@ -71,7 +71,7 @@ def operators() -> Iterator[str]:
     yield "What a rule can say under `replace`. `keep` takes no arguments: the modules stay as they are."
     yield "Every other operator takes the arguments in its table; the first of the allowed values is the default.\n"
     for name, operator in sorted(REGISTRY.items()):
-        if operator.replaces:
+        if operator.replaces and operator.__module__.startswith("ktinject."):
             yield f"## {name}\n"
             yield f"{inspect.getdoc(operator)}\n"
             yield from table(("argument", "allowed", "default", ""), *_arguments(operator))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def node(number: int, cpus: str, gib: int) -> dict[str, str]:
     return {f"{folder}/cpulist": f"{cpus}\n", f"{folder}/meminfo": memory}
 
 
+EIGHT = tuple(range(8))
 EIGHT_CPUS = {
     "proc/meminfo": f"MemTotal: {64 * GIB >> 10} kB\nMemFree: 1 kB\nMemAvailable: {48 * GIB >> 10} kB\n",
     "proc/cpuinfo": "processor\t: 0\nmodel name\t: Made Up 9000\n",
@@ -43,7 +45,7 @@ EIGHT_CPUS = {
 }
 
 
-def detect(root: Path, *files: dict[str, str], affinity=range(8)) -> machine.Machine:
+def detect(root: Path, *files: dict[str, str], affinity: Collection[int] = EIGHT) -> machine.Machine:
     for some in (EIGHT_CPUS, *files):
         tree(root, some)
     return machine.detect(root, affinity=affinity)
