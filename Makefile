@@ -65,7 +65,7 @@ $(VENV)/torch:
 	    || $(PIP) torch==2.13.0; \
 	  fi; \
 	fi
-	$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $@
+	$(BIN)/python -W ignore -c 'import torch; print(f"torch=={torch.__version__}")' > $@
 
 $(VENV)/build-requirements: $(VENV)/torch pyproject.toml
 	$(call LISTED,build-system/requires) > $@.txt
