@@ -49,11 +49,13 @@ clean:
 	rm -f ktinject/_native*.so
 
 # A torch that is there is used, not replaced: on a GPU machine it is the one that fits the driver. Where PYTHON is
-# itself a virtual environment's, --system-site-packages does not reach its packages; a .pth file does.
+# itself a virtual environment's, --system-site-packages does not reach its packages; a .pth file does. The old
+# setuptools that venv brings would hide theirs.
 $(VENV)/torch:
 	rm -rf $(VENV)
 	if $(PYTHON) -c 'import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; then \
 	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+  $(BIN)/python -m pip uninstall -qq --yes setuptools; \
 	  $(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
 	    > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/theirs.pth"; \
 	else \
