@@ -34,9 +34,9 @@ enum Slot : size_t {
 
 // Long prompts are cut so that the working memory stays below this; the result is the same.
 constexpr size_t kMostWorkspaceBytes = size_t{512} << 20;
-// Rows of one expert, and rows times panels, that a kernel is given at once: 256 KiB of results, a part of an L2 cache.
+// Rows of one expert, and rows times panels, that a kernel is given at once: 512 KiB of results, a part of an L2 cache.
 constexpr int kMostRows = 256;
-constexpr int kMostResults = 2048;
+constexpr int kMostResults = 4096;
 // Layers with less than this to do are left to the caller: waking workers would cost more.
 constexpr size_t kSerialBytes = size_t{128} << 10;
 // Tasks a thread, on average, so that a slow one does not hold up the rest.

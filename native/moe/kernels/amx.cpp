@@ -33,10 +33,13 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows
     for (int p = 0; p < count; ++p) {
       const std::byte* panel = panels + static_cast<size_t>(p) * matrix.panel_bytes();
       const std::byte* w = weights(panel, first_block, blocks);
-      // What comes next from memory, asked for while the first rows are computed.
+      // What comes next from memory is asked for a little at a time: a burst of prefetches would fill the queue of outstanding
+      // lines, and the loads of this panel would wait behind it.
       const std::byte* next = (p + 1 < count ? panel + matrix.panel_bytes() + static_cast<size_t>(first_block) * data_block
                                              : panels + static_cast<size_t>(first_block + stretch) * data_block) +
                               matrix.head_bytes();
+      const size_t ahead = (data_block / 64 + static_cast<size_t>((rows.m - 1) / (2 * kTile))) /
+                           static_cast<size_t>((rows.m + 2 * kTile - 1) / (2 * kTile)) * 64;
       for (int row = 0; row < rows.m; row += 2 * kTile) {
         const int h0 = rows.group_rows(row), h1 = row + kTile < rows.m ? rows.group_rows(row + kTile) : 0;
         if (h0 != m0 || h1 != m1) {
@@ -55,9 +58,9 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows
           if (two) Tiles::load_a1(a1 + block * h1 * 64, 64);
           Tiles::load_b(w + block * 2048, w + block * 2048 + 1024);
           product(two);
-          if (row == 0)
-            for (size_t at = 0; at < data_block; at += 64)
-              _mm_prefetch(reinterpret_cast<const char*>(next + static_cast<size_t>(block) * data_block + at), _MM_HINT_T1);
+          for (size_t at = 0; at < ahead; at += 64)
+            _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T1);
+          next += ahead;
         }
         Tiles::store(target, two);
       }
