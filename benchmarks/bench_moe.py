@@ -60,6 +60,7 @@ BYTES_A_WEIGHT = {
     "int4-g64": 0.5 + 2 / 64,
     "int4-g32": 0.5 + 2 / 32,
 }
+LINE = "{shape:15s} {tokens:5d} {weights:10s} {kernel:15s} {us:10.0f} {gb_s:7.1f} {tflops:7.3f} {share:6.2f}"
 COLUMNS = [
     "date", "commit", "machine", "threads", "benchmark", "shape", "routing", "tokens", "weights", "kernel",
     "us", "us_p10", "us_p90", "gb_s", "tflops", "roofline_us", "share", "bound", "peer", "peer_us", "ratio",
@@ -257,8 +258,7 @@ def bench(arguments: argparse.Namespace) -> list[dict[str, object]]:
                 for (routing, _), (sets, x, weight, peer_us) in problems.items():
                     row = stamp | cell(shape, weights, experts, sets, x, weight, ceilings, arguments.seconds)
                     row["routing"] = routing
-                    line = "{shape:15s} {tokens:5d} {weights:10s} {kernel:15s} {us:10.0f} {gb_s:7.1f} {tflops:7.3f} {share:6.2f}"
-                    line = line.format_map(row)
+                    line = LINE.format_map(row)
                     if peer_us:
                         row |= {"peer": f"torch {torch.__version__} bf16", "peer_us": round(peer_us, 1)}
                         row["ratio"] = round(peer_us / float(str(row["us"])), 2)

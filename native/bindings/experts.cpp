@@ -46,17 +46,19 @@ T one_of(const std::string& value, const char* what, std::initializer_list<std::
 }
 
 Projection projection_of(const std::string& name) {
-  return one_of<Projection>(name, "projection", {{"gate", Projection::gate}, {"up", Projection::up}, {"down", Projection::down}});
+  return one_of<Projection>(name, "projection",
+                            {{"gate", Projection::gate}, {"up", Projection::up}, {"down", Projection::down}});
 }
 
-ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, const std::string& weights, int group_size,
-                          bool has_gate, bool has_bias, const std::string& activation, float alpha, float gate_max, float up_limit,
-                          float up_offset, const std::string& kernel) {
+ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, const std::string& weights,
+                          int group_size, bool has_gate, bool has_bias, const std::string& activation, float alpha,
+                          float gate_max, float up_limit, float up_offset, const std::string& kernel) {
   ExpertsConfig config;
   config.experts = experts;
   config.hidden_size = hidden_size;
   config.intermediate_size = intermediate_size;
-  config.format = one_of<Format>(weights, "weights", {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}});
+  config.format =
+      one_of<Format>(weights, "weights", {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}});
   config.group_size = group_size;
   config.has_bias = has_bias;
   config.activation.kind = one_of<ActivationKind>(activation, "activation",
@@ -76,15 +78,20 @@ ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, c
 }
 
 void load(Experts& self, const std::string& projection, int expert, Weight weight) {
-  const Source source{weight.data(),           dtype_of(weight.dtype(), "weight"), static_cast<int>(weight.shape(0)),
-                      static_cast<int>(weight.shape(1)), weight.stride(0),                   weight.stride(1)};
+  const Source source{weight.data(),
+                      dtype_of(weight.dtype(), "weight"),
+                      static_cast<int>(weight.shape(0)),
+                      static_cast<int>(weight.shape(1)),
+                      weight.stride(0),
+                      weight.stride(1)};
   const Projection which = projection_of(projection);
   nb::gil_scoped_release release;
   self.load(which, expert, source);
 }
 
 void load_bias(Experts& self, const std::string& projection, int expert, Bias bias) {
-  const Source source{bias.data(), dtype_of(bias.dtype(), "bias"), static_cast<int>(bias.shape(0)), 1, bias.stride(0), 1};
+  const Source source{
+      bias.data(), dtype_of(bias.dtype(), "bias"), static_cast<int>(bias.shape(0)), 1, bias.stride(0), 1};
   self.load_bias(projection_of(projection), expert, source);
 }
 
@@ -96,13 +103,14 @@ void forward(const Experts& self, Input x, Ids<Id> ids, RoutingWeights weights, 
   if (x.shape(1) != hidden)
     refuse("hidden states: found " + std::to_string(x.shape(1)) + " features; expected " + std::to_string(hidden));
   if (ids.shape(0) != x.shape(0) || weights.shape(0) != x.shape(0) || weights.shape(1) != ids.shape(1))
-    refuse("top_k_index [" + std::to_string(ids.shape(0)) + ", " + std::to_string(ids.shape(1)) + "] and top_k_weights [" +
-           std::to_string(weights.shape(0)) + ", " + std::to_string(weights.shape(1)) + "] must both be [" + std::to_string(x.shape(0)) +
-           ", top_k]");
+    refuse("top_k_index [" + std::to_string(ids.shape(0)) + ", " + std::to_string(ids.shape(1)) +
+           "] and top_k_weights [" + std::to_string(weights.shape(0)) + ", " + std::to_string(weights.shape(1)) +
+           "] must both be [" + std::to_string(x.shape(0)) + ", top_k]");
   if (out.shape(0) != x.shape(0) || out.shape(1) != hidden || out.dtype() != x.dtype())
     refuse("output: shape and dtype must be those of the hidden states");
   nb::gil_scoped_release release;
-  self.forward(x.data(), dtype, ids.data(), weights.data(), static_cast<int>(x.shape(0)), static_cast<int>(ids.shape(1)), out.data());
+  self.forward(x.data(), dtype, ids.data(), weights.data(), static_cast<int>(x.shape(0)),
+               static_cast<int>(ids.shape(1)), out.data());
 }
 
 }  // namespace
@@ -111,18 +119,22 @@ void init_experts(nb::module_& m) {
   nb::class_<Experts>(m, "Experts", "Packed routed experts of one layer.")
       .def(
           "__init__",
-          [](Experts* self, int experts, int hidden_size, int intermediate_size, const std::string& weights, int group_size, bool has_gate,
-             bool has_bias, const std::string& activation, float alpha, float gate_max, float up_limit, float up_offset,
-             const std::string& kernel) {
-            new (self) Experts(make_config(experts, hidden_size, intermediate_size, weights, group_size, has_gate, has_bias, activation,
-                                           alpha, gate_max, up_limit, up_offset, kernel));
+          [](Experts* self, int experts, int hidden_size, int intermediate_size, const std::string& weights,
+             int group_size, bool has_gate, bool has_bias, const std::string& activation, float alpha, float gate_max,
+             float up_limit, float up_offset, const std::string& kernel) {
+            new (self) Experts(make_config(experts, hidden_size, intermediate_size, weights, group_size, has_gate,
+                                           has_bias, activation, alpha, gate_max, up_limit, up_offset, kernel));
           },
           nb::kw_only(), nb::arg("experts"), nb::arg("hidden_size"), nb::arg("intermediate_size"), nb::arg("weights"),
-          nb::arg("group_size"), nb::arg("has_gate"), nb::arg("has_bias"), nb::arg("activation"), nb::arg("alpha"), nb::arg("gate_max"),
-          nb::arg("up_limit"), nb::arg("up_offset"), nb::arg("kernel"), "Nothing is allocated before allocate().")
+          nb::arg("group_size"), nb::arg("has_gate"), nb::arg("has_bias"), nb::arg("activation"), nb::arg("alpha"),
+          nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("up_offset"), nb::arg("kernel"),
+          "Nothing is allocated before allocate().")
       .def_prop_ro("bytes", &Experts::bytes, "Bytes of packed weights and biases, known before allocation.")
       .def_prop_ro(
-          "kernels", [](const Experts& self) { return std::make_tuple(std::string(self.kernels().many->name), std::string(self.kernels().few->name)); },
+          "kernels",
+          [](const Experts& self) {
+            return std::make_tuple(std::string(self.kernels().many->name), std::string(self.kernels().few->name));
+          },
           "(kernel for experts with many rows, kernel for few).")
       .def("allocate", &Experts::allocate, "Reserve the packed weights, zeroed. Raises MemoryError.")
       .def("load", &load, nb::arg("projection"), nb::arg("expert"), nb::arg("weight"),
@@ -135,7 +147,8 @@ void init_experts(nb::module_& m) {
             const bool down = projection_of(projection) == Projection::down;
             const auto n = static_cast<size_t>(down ? self.config().hidden_size : self.config().intermediate_size);
             const auto k = static_cast<size_t>(down ? self.config().intermediate_size : self.config().hidden_size);
-            if (out.shape(0) != n || out.shape(1) != k) throw std::invalid_argument("unpack: the output has the wrong shape");
+            if (out.shape(0) != n || out.shape(1) != k)
+              throw std::invalid_argument("unpack: the output has the wrong shape");
             self.unpack(projection_of(projection), expert, out.data());
           },
           nb::arg("projection"), nb::arg("expert"), nb::arg("out"), "Write the dequantised weight to out [n, k] fp32.")
@@ -148,10 +161,13 @@ void init_experts(nb::module_& m) {
             self.unpack_bias(projection_of(projection), expert, out.data());
           },
           nb::arg("projection"), nb::arg("expert"), nb::arg("out"), "Write the bias to out [n] fp32.")
-      .def("forward", &forward<int64_t>, nb::arg("hidden_states"), nb::arg("top_k_index"), nb::arg("top_k_weights"), nb::arg("out"),
-           "out [m, hidden] = weighted sum of the experts of hidden_states [m, hidden]; top_k_index, top_k_weights [m, t].\n"
+      .def("forward", &forward<int64_t>, nb::arg("hidden_states"), nb::arg("top_k_index"), nb::arg("top_k_weights"),
+           nb::arg("out"),
+           "out [m, hidden] = weighted sum of the experts of hidden_states [m, hidden]; top_k_index, top_k_weights [m, "
+           "t].\n"
            "Raises IndexError for an id that is no expert.")
-      .def("forward", &forward<int32_t>, nb::arg("hidden_states"), nb::arg("top_k_index"), nb::arg("top_k_weights"), nb::arg("out"));
+      .def("forward", &forward<int32_t>, nb::arg("hidden_states"), nb::arg("top_k_index"), nb::arg("top_k_weights"),
+           nb::arg("out"));
 }
 
 }  // namespace ktinject

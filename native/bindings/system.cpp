@@ -3,8 +3,8 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/subjects.hpp"
-#include "moe/kernels/table.hpp"
 #include "moe/ceilings.hpp"
+#include "moe/kernels/table.hpp"
 #include "runtime/cpu_features.hpp"
 #include "runtime/thread_pool.hpp"
 
@@ -44,7 +44,8 @@ void init_system(nb::module_& m) {
       },
       "The kernel table, best first.");
   m.def("default_threads", &default_threads, "min(CPU affinity, cgroup quota).");
-  m.def("set_threads", &set_threads, nb::arg("threads"), "Threads that compute, the caller included; 0: default_threads().");
+  m.def("set_threads", &set_threads, nb::arg("threads"),
+        "Threads that compute, the caller included; 0: default_threads().");
   m.def("threads", [] { return pool()->threads(); }, "Threads in use.");
   m.def("read_bandwidth", &read_bandwidth, nb::arg("bytes_per_thread"), nb::call_guard<nb::gil_scoped_release>(),
         "Bytes a second that all threads read together, measured now.");

@@ -46,27 +46,27 @@ void run_amx(long iterations, void (*product)(bool)) {
   for (long i = 0; i < iterations; ++i) product(true);
   HardwareTiles::release();
 }
-void run_amx_bf16(long iterations) {
-  run_amx(iterations, HardwareTiles::bf16);
-}
-void run_amx_int8(long iterations) {
-  run_amx(iterations, HardwareTiles::unsigned_signed);
-}
+void run_amx_bf16(long iterations) { run_amx(iterations, HardwareTiles::bf16); }
+void run_amx_int8(long iterations) { run_amx(iterations, HardwareTiles::unsigned_signed); }
 
-// Twelve independent chains cover latency times throughput of every dot product unit so far. In assembly, because compilers keep
-// such a set of accumulators in memory.
-#define KTINJECT_STEP(INSTRUCTION, REGISTER, CHAIN) INSTRUCTION " %%" REGISTER "15, %%" REGISTER "15, %%" REGISTER #CHAIN "\n\t"
-#define KTINJECT_CHAINS(INSTRUCTION, REGISTER)                                                                               \
-  __asm__ volatile("vzeroall" ::: "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10",    \
-                   "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");                                                             \
-  for (long i = 0; i < iterations; ++i)                                                                                      \
-    __asm__ volatile(KTINJECT_STEP(INSTRUCTION, REGISTER, 0) KTINJECT_STEP(INSTRUCTION, REGISTER, 1)                         \
-                         KTINJECT_STEP(INSTRUCTION, REGISTER, 2) KTINJECT_STEP(INSTRUCTION, REGISTER, 3)                     \
-                             KTINJECT_STEP(INSTRUCTION, REGISTER, 4) KTINJECT_STEP(INSTRUCTION, REGISTER, 5)                 \
-                                 KTINJECT_STEP(INSTRUCTION, REGISTER, 6) KTINJECT_STEP(INSTRUCTION, REGISTER, 7)             \
-                                     KTINJECT_STEP(INSTRUCTION, REGISTER, 8) KTINJECT_STEP(INSTRUCTION, REGISTER, 9)         \
-                                         KTINJECT_STEP(INSTRUCTION, REGISTER, 10) KTINJECT_STEP(INSTRUCTION, REGISTER, 11)   \
-                     ::: "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11");
+// Twelve independent chains cover latency times throughput of every dot product unit so far. In assembly, because
+// compilers keep such a set of accumulators in memory.
+#define KTINJECT_STEP(INSTRUCTION, REGISTER, CHAIN) \
+  INSTRUCTION " %%" REGISTER "15, %%" REGISTER "15, %%" REGISTER #CHAIN "\n\t"
+#define KTINJECT_CHAINS(INSTRUCTION, REGISTER)                                                                       \
+  __asm__ volatile("vzeroall" ::                                                                                     \
+                       : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10",    \
+                         "xmm11", "xmm12", "xmm13", "xmm14", "xmm15");                                               \
+  for (long i = 0; i < iterations; ++i)                                                                              \
+    __asm__ volatile(KTINJECT_STEP(INSTRUCTION, REGISTER, 0) KTINJECT_STEP(INSTRUCTION, REGISTER, 1)                 \
+                         KTINJECT_STEP(INSTRUCTION, REGISTER, 2) KTINJECT_STEP(INSTRUCTION, REGISTER, 3)             \
+                             KTINJECT_STEP(INSTRUCTION, REGISTER, 4) KTINJECT_STEP(INSTRUCTION, REGISTER, 5)         \
+                                 KTINJECT_STEP(INSTRUCTION, REGISTER, 6) KTINJECT_STEP(INSTRUCTION, REGISTER, 7)     \
+                                     KTINJECT_STEP(INSTRUCTION, REGISTER, 8) KTINJECT_STEP(INSTRUCTION, REGISTER, 9) \
+                                         KTINJECT_STEP(INSTRUCTION, REGISTER, 10)                                    \
+                                             KTINJECT_STEP(INSTRUCTION, REGISTER, 11)::                              \
+                                                 : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7",   \
+                                                   "xmm8", "xmm9", "xmm10", "xmm11");
 
 void run_avx512_bf16(long iterations) { KTINJECT_CHAINS("vdpbf16ps", "zmm") }
 void run_avx512_int8(long iterations) { KTINJECT_CHAINS("vpdpbusd", "zmm") }
@@ -102,7 +102,8 @@ double read_bandwidth(size_t bytes_per_thread) {
     }
     for (const uint64_t value : sum) sink.fetch_add(value);
   };
-  together(*workers, [&](int index) { std::memset(blocks[static_cast<size_t>(index)].data(), index + 1, bytes_per_thread); });
+  together(*workers,
+           [&](int index) { std::memset(blocks[static_cast<size_t>(index)].data(), index + 1, bytes_per_thread); });
   double best = 0;
   for (int round = 0; round < 4; ++round)
     best = std::max(best, static_cast<double>(bytes_per_thread) * threads / together(*workers, read));

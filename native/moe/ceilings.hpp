@@ -1,4 +1,5 @@
-// What this machine can do at best, measured in the process that also runs the benchmark: the share of it is what counts.
+// What this machine can do at best, measured in the process that also runs the benchmark: the share of it is what
+// counts.
 #pragma once
 
 #include <string>
@@ -12,8 +13,8 @@ double read_bandwidth(size_t bytes_per_thread);
 // Names of the multiply units this CPU has, of: amx_bf16, amx_int8, avx512_bf16, avx512_int8, avx2_fp32.
 std::vector<std::string> multiply_units();
 
-// Operations a second (a multiply-add is two) of all threads with operands in registers. Throws std::invalid_argument for a unit
-// that is not there.
+// Operations a second (a multiply-add is two) of all threads with operands in registers. Throws std::invalid_argument
+// for a unit that is not there.
 double multiply_rate(const std::string& unit);
 
 }  // namespace ktinject

@@ -56,8 +56,8 @@ struct Task {
 // Rounded or quantised activations, a row a token or a (token, expert) pair.
 struct Activations {
   std::byte* data;
-  float* scale;     // null for bf16
-  int32_t* sums;    // null unless int4
+  float* scale;   // null for bf16
+  int32_t* sums;  // null unless int4
   size_t row_bytes;
   size_t groups;
 
@@ -71,12 +71,12 @@ struct Activations {
 
 // Which token goes to which expert, as lists: rows sorted by expert.
 struct Experts::Routing {
-  std::vector<int> count;    // [experts]
-  std::vector<int> start;    // [experts]
-  std::vector<int> expert;   // [rows]: expert of a sorted row
-  std::vector<int> token;    // [rows]: token of a sorted row
-  std::vector<int> row;      // [tokens, top_k]: sorted row of a slot, or -1
-  std::vector<int> active;   // experts with rows, most rows first
+  std::vector<int> count;   // [experts]
+  std::vector<int> start;   // [experts]
+  std::vector<int> expert;  // [rows]: expert of a sorted row
+  std::vector<int> token;   // [rows]: token of a sorted row
+  std::vector<int> row;     // [tokens, top_k]: sorted row of a slot, or -1
+  std::vector<int> active;  // experts with rows, most rows first
   std::vector<Task> tasks;
 };
 
@@ -92,17 +92,20 @@ struct Experts::Pass {
 };
 
 Experts::Experts(ExpertsConfig config)
-    : config_(std::move(config)), kernels_(choose_kernel(config_.format, config_.kernel)),
+    : config_(std::move(config)),
+      kernels_(choose_kernel(config_.format, config_.kernel)),
       stages_(&choose_stages(kernels_.many->isa & kernels_.few->isa)) {
   auto positive = [](const char* name, int value, int most) {
     if (value < 1 || value > most)
-      throw std::invalid_argument(std::string(name) + ": found " + std::to_string(value) + "; allowed: 1 to " + std::to_string(most));
+      throw std::invalid_argument(std::string(name) + ": found " + std::to_string(value) + "; allowed: 1 to " +
+                                  std::to_string(most));
   };
   // 255 * 127 * 65536 is the longest int32 sum that cannot overflow.
   positive("experts", config_.experts, 1 << 16);
   positive("hidden_size", config_.hidden_size, 65536);
   positive("intermediate_size", config_.intermediate_size, 65536);
-  if (config_.format == Format::int4 && config_.group_size != 32 && config_.group_size != 64 && config_.group_size != 128)
+  if (config_.format == Format::int4 && config_.group_size != 32 && config_.group_size != 64 &&
+      config_.group_size != 128)
     throw std::invalid_argument("group_size: found " + std::to_string(config_.group_size) + "; allowed: 32, 64, 128");
   const bool gate = config_.activation.has_gate;
   const int inner = config_.intermediate_size;
@@ -114,7 +117,8 @@ Experts::Experts(ExpertsConfig config)
 
 size_t Experts::bytes() const {
   const size_t weights = gate_up_.bytes() + down_.bytes();
-  const size_t biases = config_.has_bias ? static_cast<size_t>(gate_up_.panels + down_.panels) * kPanel * sizeof(float) : 0;
+  const size_t biases =
+      config_.has_bias ? static_cast<size_t>(gate_up_.panels + down_.panels) * kPanel * sizeof(float) : 0;
   return static_cast<size_t>(config_.experts) * (weights + biases);
 }
 
@@ -133,25 +137,29 @@ void Experts::allocate() {
 }
 
 const std::byte* Experts::panel(const Matrix& matrix, const Block& block, int expert, int index) const {
-  return block.data() + static_cast<size_t>(expert) * matrix.bytes() + static_cast<size_t>(index) * matrix.panel_bytes();
+  return block.data() + static_cast<size_t>(expert) * matrix.bytes() +
+         static_cast<size_t>(index) * matrix.panel_bytes();
 }
 
 template <class Id>
-void Experts::forward(const void* x, DType dtype, const Id* ids, const float* weights, int tokens, int top_k, void* out) const {
+void Experts::forward(const void* x, DType dtype, const Id* ids, const float* weights, int tokens, int top_k,
+                      void* out) const {
   if (gate_up_data_.data() == nullptr) throw std::invalid_argument("forward before allocate()");
   if (top_k < 1 || top_k > kMostSlots)
-    throw std::invalid_argument("experts a token: found " + std::to_string(top_k) + "; allowed: 1 to " + std::to_string(kMostSlots));
+    throw std::invalid_argument("experts a token: found " + std::to_string(top_k) + "; allowed: 1 to " +
+                                std::to_string(kMostSlots));
   for (size_t i = 0; i < static_cast<size_t>(tokens) * static_cast<size_t>(top_k); ++i)
     if (ids[i] < -1 || ids[i] > config_.experts)
-      throw std::out_of_range("token " + std::to_string(i / static_cast<size_t>(top_k)) + " is routed to expert " + std::to_string(ids[i]) +
-                              "; allowed: 0 to " + std::to_string(config_.experts - 1) + ", or -1 or " +
-                              std::to_string(config_.experts) + " for none");
+      throw std::out_of_range("token " + std::to_string(i / static_cast<size_t>(top_k)) + " is routed to expert " +
+                              std::to_string(ids[i]) + "; allowed: 0 to " + std::to_string(config_.experts - 1) +
+                              ", or -1 or " + std::to_string(config_.experts) + " for none");
 
   const auto workers = pool();
   const auto session = workers->session();
-  const size_t row_bytes = gate_up_.row_bytes() +
-                           static_cast<size_t>(top_k) * (gate_up_.row_bytes() + static_cast<size_t>(down_.panels) * kPanel * sizeof(float) +
-                                                         static_cast<size_t>(config_.intermediate_size) * 3);
+  const size_t row_bytes =
+      gate_up_.row_bytes() +
+      static_cast<size_t>(top_k) * (gate_up_.row_bytes() + static_cast<size_t>(down_.panels) * kPanel * sizeof(float) +
+                                    static_cast<size_t>(config_.intermediate_size) * 3);
   const int most = std::max(64, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / row_bytes, 1u << 20)));
   static thread_local Routing routing;  // keeps its capacity from call to call
   for (int first = 0; first < tokens; first += most) {
@@ -186,7 +194,8 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
       return routing.count[static_cast<size_t>(a)] > routing.count[static_cast<size_t>(b)];
     });
     const size_t offset = static_cast<size_t>(first) * static_cast<size_t>(config_.hidden_size) * dtype_bytes(dtype);
-    run({static_cast<const std::byte*>(x) + offset, dtype, weights + static_cast<size_t>(first) * static_cast<size_t>(top_k), take, top_k,
+    run({static_cast<const std::byte*>(x) + offset, dtype,
+         weights + static_cast<size_t>(first) * static_cast<size_t>(top_k), take, top_k,
          static_cast<std::byte*>(out) + offset, &routing, workers.get()});
   }
 }
@@ -202,24 +211,27 @@ void Experts::run(const Pass& pass) const {
   const int zero_point = config_.format == Format::int8 ? 128 : 0;
   const bool sums = config_.format == Format::int4;
   const size_t active_bytes = routing.active.size() * (gate_up_.bytes() + down_.bytes());
-  const bool serial = active_bytes * std::max<size_t>(1, rows / std::max<size_t>(1, routing.active.size()) / kReadRows) < kSerialBytes;
+  const bool serial =
+      active_bytes * std::max<size_t>(1, rows / std::max<size_t>(1, routing.active.size()) / kReadRows) < kSerialBytes;
   auto each = [&](int tasks, auto&& task) {
     if (serial)
       for (int index = 0; index < tasks; ++index) task(index, 0);
-    else
-      workers.parallel_for(tasks, task);
+    else workers.parallel_for(tasks, task);
   };
 
   auto activations = [&](const Matrix& matrix, size_t count, Slot data, Slot scale, Slot sum) {
     const auto groups = sums ? static_cast<size_t>(matrix.groups()) : 0;
-    return Activations{workers.buffer(data, count * matrix.row_bytes()),
-                       quantised ? reinterpret_cast<float*>(workers.buffer(scale, count * sizeof(float))) : nullptr,
-                       sums ? reinterpret_cast<int32_t*>(workers.buffer(sum, count * groups * sizeof(int32_t))) : nullptr,
-                       matrix.row_bytes(), groups};
+    return Activations{
+        workers.buffer(data, count * matrix.row_bytes()),
+        quantised ? reinterpret_cast<float*>(workers.buffer(scale, count * sizeof(float))) : nullptr,
+        sums ? reinterpret_cast<int32_t*>(workers.buffer(sum, count * groups * sizeof(int32_t))) : nullptr,
+        matrix.row_bytes(), groups};
   };
   // Rounds or quantises `values` to the contiguous row `out`, and its scale and sums to those of row `at`.
-  auto convert = [&](const Activations& to, const Matrix& matrix, size_t at, const void* values, DType dtype, std::byte* out) {
-    if (!quantised) return stages_->round_row(values, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(out));
+  auto convert = [&](const Activations& to, const Matrix& matrix, size_t at, const void* values, DType dtype,
+                     std::byte* out) {
+    if (!quantised)
+      return stages_->round_row(values, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(out));
     to.scale[at] = stages_->quantise_row(values, dtype, matrix.k, matrix.padded_k(), zero_point, matrix.group_size,
                                          reinterpret_cast<uint8_t*>(out), sums ? to.sums + at * to.groups : nullptr);
   };
@@ -253,14 +265,17 @@ void Experts::run(const Pass& pass) const {
       place_row(gathered.data + start_of(expert) * gathered.row_bytes, gathered.row_bytes, count_of(expert),
                 static_cast<int>(to - start_of(expert)), row);
       if (quantised) gathered.scale[to] = input.scale[at];
-      if (sums) std::memcpy(gathered.sums + to * gathered.groups, input.sums + at * input.groups, input.groups * sizeof(int32_t));
+      if (sums)
+        std::memcpy(gathered.sums + to * gathered.groups, input.sums + at * input.groups,
+                    input.groups * sizeof(int32_t));
     }
   });
 
   auto plan_tasks = [&](const Matrix& matrix) {
     routing.tasks.clear();
     size_t work = 0;
-    for (const int expert : routing.active) work += static_cast<size_t>(std::max(kReadRows, count_of(static_cast<size_t>(expert))));
+    for (const int expert : routing.active)
+      work += static_cast<size_t>(std::max(kReadRows, count_of(static_cast<size_t>(expert))));
     work = work * static_cast<size_t>(matrix.panels) / static_cast<size_t>(workers.threads() * kTasksPerThread);
     for (const int expert : routing.active) {
       const auto each_panel = static_cast<size_t>(std::max(kReadRows, count_of(static_cast<size_t>(expert))));
@@ -270,14 +285,17 @@ void Experts::run(const Pass& pass) const {
     }
   };
   // Calls use(first row of the expert, rows, first panel, panels, c) for the results of a task, piece by piece.
-  auto multiply = [&](const Task& task, const Matrix& matrix, const Block& weights, const Rows& all, int worker, auto&& use) {
+  auto multiply = [&](const Task& task, const Matrix& matrix, const Block& weights, const Rows& all, int worker,
+                      auto&& use) {
     const Kernel& kernel = kernels_(all.m);
     float* c = results(worker);
     for (int first = 0; first < all.m; first += kMostRows) {
       // A run of whole groups of 16 rows is laid out like rows of its own.
       const int m = std::min(kMostRows, all.m - first);
       const Rows x{all.group(first), all.row_bytes, m, all.scale == nullptr ? nullptr : all.scale + first,
-                   all.group_sum == nullptr ? nullptr : all.group_sum + static_cast<size_t>(first) * static_cast<size_t>(matrix.groups())};
+                   all.group_sum == nullptr
+                       ? nullptr
+                       : all.group_sum + static_cast<size_t>(first) * static_cast<size_t>(matrix.groups())};
       const int most = std::max(1, kMostResults / round_up(m, kTile));
       for (int p = task.first_panel; p < task.first_panel + task.panels; p += most) {
         const int panels = std::min(most, task.first_panel + task.panels - p);
@@ -290,7 +308,8 @@ void Experts::run(const Pass& pass) const {
   // 2: gate and up. bf16 results are the next product's rows at once; the others are quantised first, as whole rows.
   const Activations inner = activations(down_, rows, kHiddenQ, kHiddenScale, kHiddenSums);
   const auto wide = static_cast<size_t>(round_up(config_.intermediate_size, kPanel));
-  auto* hidden = quantised ? reinterpret_cast<uint16_t*>(workers.buffer(kHidden, rows * wide * sizeof(uint16_t))) : nullptr;
+  auto* hidden =
+      quantised ? reinterpret_cast<uint16_t*>(workers.buffer(kHidden, rows * wide * sizeof(uint16_t))) : nullptr;
   const int columns = config_.activation.has_gate ? kTile : kPanel;
   const auto* gate_up_bias = reinterpret_cast<const float*>(gate_up_bias_.data());
   plan_tasks(gate_up_);
@@ -300,29 +319,33 @@ void Experts::run(const Pass& pass) const {
     const size_t start = start_of(expert);
     const int count = count_of(expert);
     const Rows x = count == 1 ? input.rows(static_cast<size_t>(routing.token[start]), 1) : gathered.rows(start, count);
-    multiply(task, gate_up_, gate_up_data_, x, worker, [&](int first, int m, int first_panel, int panels, const float* c) {
-      for (int p = first_panel; p < first_panel + panels; ++p, c += static_cast<size_t>(m) * kPanel) {
-        const float* bias = gate_up_bias == nullptr
-                                ? nullptr
-                                : gate_up_bias + (expert * static_cast<size_t>(gate_up_.panels) + static_cast<size_t>(p)) * kPanel;
-        const int column = p * columns;
-        if (quantised) {
-          uint16_t* h = hidden + (start + static_cast<size_t>(first)) * wide + static_cast<size_t>(column);
-          stages_->activate(config_.activation, c, bias, m, h, wide);
-          continue;
-        }
-        const Rows to = inner.rows(start, count);
-        for (int row = first; row < first + m; row += kTile) {
-          const int height = to.group_rows(row);
-          auto* h = reinterpret_cast<uint16_t*>(const_cast<std::byte*>(to.group(row)) + static_cast<size_t>(column / 32 * height) * 64) +
-                    column % 32;
-          stages_->activate(config_.activation, c + (row - first) * kPanel, bias, height, h, 32);
-          // A half block at the end belongs to no panel. The weights there are zero, but zero times a stale NaN is not.
-          if (p + 1 == gate_up_.panels && column % 32 == 0 && columns == kTile)
-            for (int r = 0; r < height; ++r) std::fill(h + r * 32 + kTile, h + r * 32 + 32, uint16_t{0});
-        }
-      }
-    });
+    multiply(
+        task, gate_up_, gate_up_data_, x, worker, [&](int first, int m, int first_panel, int panels, const float* c) {
+          for (int p = first_panel; p < first_panel + panels; ++p, c += static_cast<size_t>(m) * kPanel) {
+            const float* bias =
+                gate_up_bias == nullptr
+                    ? nullptr
+                    : gate_up_bias + (expert * static_cast<size_t>(gate_up_.panels) + static_cast<size_t>(p)) * kPanel;
+            const int column = p * columns;
+            if (quantised) {
+              uint16_t* h = hidden + (start + static_cast<size_t>(first)) * wide + static_cast<size_t>(column);
+              stages_->activate(config_.activation, c, bias, m, h, wide);
+              continue;
+            }
+            const Rows to = inner.rows(start, count);
+            for (int row = first; row < first + m; row += kTile) {
+              const int height = to.group_rows(row);
+              auto* h = reinterpret_cast<uint16_t*>(const_cast<std::byte*>(to.group(row)) +
+                                                    static_cast<size_t>(column / 32 * height) * 64) +
+                        column % 32;
+              stages_->activate(config_.activation, c + (row - first) * kPanel, bias, height, h, 32);
+              // A half block at the end belongs to no panel. The weights there are zero, but zero times a stale NaN is
+              // not.
+              if (p + 1 == gate_up_.panels && column % 32 == 0 && columns == kTile)
+                for (int r = 0; r < height; ++r) std::fill(h + r * 32 + kTile, h + r * 32 + 32, uint16_t{0});
+            }
+          }
+        });
   });
 
   // 3: quantise the intermediate.
@@ -345,8 +368,10 @@ void Experts::run(const Pass& pass) const {
     multiply(task, down_, down_data_, inner.rows(start_of(expert), count_of(expert)), worker,
              [&](int first, int m, int first_panel, int panels, const float* c) {
                for (int p = first_panel; p < first_panel + panels; ++p) {
-                 float* to = y + (start_of(expert) + static_cast<size_t>(first)) * y_stride + static_cast<size_t>(p) * kPanel;
-                 for (int row = 0; row < m; ++row, c += kPanel, to += y_stride) std::memcpy(to, c, kPanel * sizeof(float));
+                 float* to =
+                     y + (start_of(expert) + static_cast<size_t>(first)) * y_stride + static_cast<size_t>(p) * kPanel;
+                 for (int row = 0; row < m; ++row, c += kPanel, to += y_stride)
+                   std::memcpy(to, c, kPanel * sizeof(float));
                }
              });
   });
@@ -373,9 +398,10 @@ void Experts::run(const Pass& pass) const {
       weight[used++] = pass.weights[at];
     }
     auto* out = static_cast<std::byte*>(pass.out) +
-                (static_cast<size_t>(token) * static_cast<size_t>(config_.hidden_size) + static_cast<size_t>(column)) * out_bytes;
-    stages_->combine(terms, down_bias == nullptr ? nullptr : biases, weight, used, std::min(kColumns, config_.hidden_size - column),
-                     pass.dtype, out);
+                (static_cast<size_t>(token) * static_cast<size_t>(config_.hidden_size) + static_cast<size_t>(column)) *
+                    out_bytes;
+    stages_->combine(terms, down_bias == nullptr ? nullptr : biases, weight, used,
+                     std::min(kColumns, config_.hidden_size - column), pass.dtype, out);
   });
 }
 

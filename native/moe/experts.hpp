@@ -24,8 +24,8 @@ struct ExpertsConfig {
 
 enum class Projection { gate, up, down };
 
-// A weight as it comes from a checkpoint: [n, k], element strides of any kind, so that transposed and interleaved parameters are
-// packed from a view.
+// A weight as it comes from a checkpoint: [n, k], element strides of any kind, so that transposed and interleaved
+// parameters are packed from a view.
 struct Source {
   const void* data = nullptr;
   DType dtype = DType::bf16;
@@ -45,8 +45,8 @@ class Experts {
   size_t bytes() const;
 
   void allocate();
-  // Packs one projection of one expert; without a gate the first projection is `up`. Throws std::domain_error when a row holds a
-  // NaN or an infinity and the format has scales.
+  // Packs one projection of one expert; without a gate the first projection is `up`. Throws std::domain_error when a
+  // row holds a NaN or an infinity and the format has scales.
   void load(Projection projection, int expert, const Source& source);
   void load_bias(Projection projection, int expert, const Source& source);
   // Every projection (and bias) that load() has not been called for, as "expert 3 up", at most `limit` of them.
@@ -56,8 +56,8 @@ class Experts {
   void unpack(Projection projection, int expert, float* out) const;
   void unpack_bias(Projection projection, int expert, float* out) const;
 
-  // out [tokens, hidden] = sum over the token's experts of weight * expert(x). Ids below 0 and equal to `experts` are skipped.
-  // Throws std::out_of_range for other ids, before anything is written.
+  // out [tokens, hidden] = sum over the token's experts of weight * expert(x). Ids below 0 and equal to `experts` are
+  // skipped. Throws std::out_of_range for other ids, before anything is written.
   template <class Id>
   void forward(const void* x, DType dtype, const Id* ids, const float* weights, int tokens, int top_k, void* out) const;
 
@@ -77,8 +77,8 @@ class Experts {
   Matrix down_;
   Block gate_up_data_;
   Block down_data_;
-  Block gate_up_bias_;  // float [experts, panels * 32], in panel order
-  Block down_bias_;     // float [experts, panels * 32]
+  Block gate_up_bias_;           // float [experts, panels * 32], in panel order
+  Block down_bias_;              // float [experts, panels * 32]
   std::vector<uint8_t> loaded_;  // [experts][projection][weight, bias]
 };
 

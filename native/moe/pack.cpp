@@ -27,16 +27,19 @@ TileAt tile_at(const ExpertsConfig& config, Projection projection, int t) {
 }
 
 // One tile's 16 outputs x padded_k inputs, fp32, zero padded; `rows` of the outputs exist.
-void pack_tile(const Matrix& matrix, const Stages& stages, const float* values, std::byte* panel, int second, int8_t* quantised) {
+void pack_tile(const Matrix& matrix, const Stages& stages, const float* values, std::byte* panel, int second,
+               int8_t* quantised) {
   const int padded_k = matrix.padded_k();
   std::byte* data = panel + matrix.head_bytes() + static_cast<size_t>(second) * matrix.tile_bytes();
   const size_t block_stride = 2 * matrix.tile_bytes();
   if (matrix.format == Format::bf16) {
     std::vector<uint16_t> row(static_cast<size_t>(padded_k));
     for (int j = 0; j < kTile; ++j) {
-      stages.round_row(values + static_cast<size_t>(j) * static_cast<size_t>(padded_k), DType::f32, padded_k, padded_k, row.data());
+      stages.round_row(values + static_cast<size_t>(j) * static_cast<size_t>(padded_k), DType::f32, padded_k, padded_k,
+                       row.data());
       for (int k = 0; k < padded_k; k += 2)
-        std::memcpy(data + static_cast<size_t>(k / 32) * block_stride + static_cast<size_t>(k % 32 / 2 * 64 + j * 4), row.data() + k, 4);
+        std::memcpy(data + static_cast<size_t>(k / 32) * block_stride + static_cast<size_t>(k % 32 / 2 * 64 + j * 4),
+                    row.data() + k, 4);
     }
     return;
   }
@@ -52,7 +55,8 @@ void pack_tile(const Matrix& matrix, const Stages& stages, const float* values, 
       head.scale[column] = scale;
       head.offset[column] = 128 * sum;
       for (int k = 0; k < padded_k; k += 4)
-        std::memcpy(data + static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 4 * 64 + j * 4), quantised + k, 4);
+        std::memcpy(data + static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 4 * 64 + j * 4),
+                    quantised + k, 4);
     } else {
       auto* levels = reinterpret_cast<float*>(panel);
       auto* scales = reinterpret_cast<uint16_t*>(levels + kPanel);
@@ -79,13 +83,18 @@ void unpack_column(const Matrix& matrix, const std::byte* panel, int column, flo
   for (int k = 0; k < matrix.k; ++k) {
     if (matrix.format == Format::bf16) {
       uint16_t bits;
-      std::memcpy(&bits, data + static_cast<size_t>(k / 32) * block_stride + static_cast<size_t>(k % 32 / 2 * 64 + j * 4 + k % 2 * 2), 2);
+      std::memcpy(
+          &bits,
+          data + static_cast<size_t>(k / 32) * block_stride + static_cast<size_t>(k % 32 / 2 * 64 + j * 4 + k % 2 * 2),
+          2);
       out[k] = bf16_to_float(bits);
     } else if (matrix.format == Format::int8) {
-      const auto q = static_cast<int8_t>(data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 4 * 64 + j * 4 + k % 4)]);
+      const auto q = static_cast<int8_t>(
+          data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 4 * 64 + j * 4 + k % 4)]);
       out[k] = static_cast<float>(q) * int8_head(panel).scale[column];
     } else {
-      const auto pair = static_cast<uint8_t>(data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 8 * 64 + j * 4 + k % 4)]);
+      const auto pair = static_cast<uint8_t>(
+          data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 8 * 64 + j * 4 + k % 4)]);
       const int q = (k % 8 < 4 ? pair & 15 : pair >> 4) - 8;
       out[k] = static_cast<float>(q) * bf16_to_float(int4_scales(panel)[k / matrix.group_size * kPanel + column]);
     }
@@ -103,7 +112,8 @@ int Experts::inputs_of(Projection projection) const {
 
 void Experts::check(Projection projection, int expert, const Source& source, bool bias) const {
   auto refuse = [&](const std::string& why) {
-    throw std::invalid_argument("expert " + std::to_string(expert) + ", " + name_of(projection) + (bias ? " bias" : "") + ": " + why);
+    throw std::invalid_argument("expert " + std::to_string(expert) + ", " + name_of(projection) +
+                                (bias ? " bias" : "") + ": " + why);
   };
   if (gate_up_data_.data() == nullptr) refuse("allocate() was not called");
   if (expert < 0 || expert >= config_.experts)
@@ -112,8 +122,8 @@ void Experts::check(Projection projection, int expert, const Source& source, boo
   if (bias && !config_.has_bias) refuse("these experts were built without biases");
   const int n = rows_of(projection), k = bias ? 1 : inputs_of(projection);
   if (source.n != n || source.k != k)
-    refuse("found shape [" + std::to_string(source.n) + ", " + std::to_string(source.k) + "]; expected [" + std::to_string(n) + ", " +
-           std::to_string(k) + "]");
+    refuse("found shape [" + std::to_string(source.n) + ", " + std::to_string(source.k) + "]; expected [" +
+           std::to_string(n) + ", " + std::to_string(k) + "]");
 }
 
 void Experts::load(Projection projection, int expert, const Source& source) {
@@ -139,15 +149,17 @@ void Experts::load(Projection projection, int expert, const Source& source) {
       const int output = t * kTile + j;
       std::fill(row, row + padded_k, 0.0f);
       if (output >= source.n) continue;
-      const auto* start = static_cast<const std::byte*>(source.data) + output * source.n_stride * static_cast<ptrdiff_t>(element);
+      const auto* start =
+          static_cast<const std::byte*>(source.data) + output * source.n_stride * static_cast<ptrdiff_t>(element);
       stages_->widen(start, source.dtype, source.k_stride, source.k, row);
       // A scale that is not finite would spoil the whole row; bf16 has no scales and keeps what it was given.
       if (matrix.format != Format::bf16 && !std::isfinite(stages_->max_abs(row, source.k)))
-        throw std::domain_error("expert " + std::to_string(expert) + ", " + name_of(projection) + ": output row " + std::to_string(output) +
-                                " holds a NaN or an infinity, so it has no scale");
+        throw std::domain_error("expert " + std::to_string(expert) + ", " + name_of(projection) + ": output row " +
+                                std::to_string(output) + " holds a NaN or an infinity, so it has no scale");
     }
     const TileAt at = tile_at(config_, projection, t);
-    pack_tile(matrix, *stages_, values, base + static_cast<size_t>(at.panel) * matrix.panel_bytes(), at.second, quantised);
+    pack_tile(matrix, *stages_, values, base + static_cast<size_t>(at.panel) * matrix.panel_bytes(), at.second,
+              quantised);
   });
   loaded_[(static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2] = 1;
 }
@@ -203,8 +215,9 @@ void Experts::unpack_bias(Projection projection, int expert, float* out) const {
   shape.k = 1;
   check(projection, expert, shape, true);
   const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
-  const auto* bias = reinterpret_cast<const float*>((projection == Projection::down ? down_bias_ : gate_up_bias_).data()) +
-                     static_cast<size_t>(expert) * static_cast<size_t>(matrix.panels) * kPanel;
+  const auto* bias =
+      reinterpret_cast<const float*>((projection == Projection::down ? down_bias_ : gate_up_bias_).data()) +
+      static_cast<size_t>(expert) * static_cast<size_t>(matrix.panels) * kPanel;
   for (int n = 0; n < shape.n; ++n) {
     const TileAt at = tile_at(config_, projection, n / kTile);
     out[n] = bias[at.panel * kPanel + at.second * kTile + n % kTile];

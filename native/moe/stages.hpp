@@ -1,5 +1,6 @@
-// Everything of an experts layer that is not the matrix product: rounding and quantising rows, the activation, the weighted sum,
-// and the quantisation of weights when they are packed. Plain loops, compiled once for each level of vector unit.
+// Everything of an experts layer that is not the matrix product: rounding and quantising rows, the activation, the
+// weighted sum, and the quantisation of weights when they are packed. Plain loops, compiled once for each level of
+// vector unit.
 #pragma once
 
 #include <cstddef>
@@ -30,16 +31,20 @@ struct Stages {
   // out [padded_k] bf16 = x [k]; the padding is zero.
   void (*round_row)(const void* x, DType dtype, int k, int padded_k, uint16_t* out);
 
-  // out [padded_k] = round(x / scale) + zero_point, scale = max|x| / 127 (0 for a row of zeros); the padding is zero_point.
-  // group_sum [ceil(padded_k / group_size)], where not null: sums of the quantised values, zero point left out.
+  // out [padded_k] = round(x / scale) + zero_point, scale = max|x| / 127 (0 for a row of zeros); the padding is
+  // zero_point. group_sum [ceil(padded_k / group_size)], where not null: sums of the quantised values, zero point left
+  // out.
   float (*quantise_row)(const void* x, DType dtype, int k, int padded_k, int zero_point, int group_size, uint8_t* out,
                         int32_t* group_sum);
 
-  // h [m, 16 with a gate, else 32] bf16, rows `h_stride` values apart = activation of c [m, 32] + bias [32] (may be null).
-  void (*activate)(const Activation& activation, const float* c, const float* bias, int m, uint16_t* h, size_t h_stride);
+  // h [m, 16 with a gate, else 32] bf16, rows `h_stride` values apart = activation of c [m, 32] + bias [32] (may be
+  // null).
+  void (*activate)(const Activation& activation, const float* c, const float* bias, int m, uint16_t* h,
+                   size_t h_stride);
 
   // out [n] = sum over s of weight[s] * (y[s] [n] + bias[s] [n]); bias may be null.
-  void (*combine)(const float* const* y, const float* const* bias, const float* weight, int terms, int n, DType dtype, void* out);
+  void (*combine)(const float* const* y, const float* const* bias, const float* weight, int terms, int n, DType dtype,
+                  void* out);
 
   // x [k] of `dtype`, elements `stride` apart, to fp32.
   void (*widen)(const void* x, DType dtype, ptrdiff_t stride, int k, float* out);
@@ -50,7 +55,8 @@ struct Stages {
   // q [k] int8 = round(x / scale), clamped to [-127, 127].
   void (*quantise_int8)(const float* x, int k, float scale, int8_t* q);
 
-  // q [k] in [-8, 7]; returns the bf16 bits of the scale. Of a few candidate scales the one with the least squared error.
+  // q [k] in [-8, 7]; returns the bf16 bits of the scale. Of a few candidate scales the one with the least squared
+  // error.
   uint16_t (*quantise_int4)(const float* x, int k, int8_t* q);
 };
 

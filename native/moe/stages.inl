@@ -1,5 +1,5 @@
-// Included by stages_<level>.cpp inside its target region and namespace. Nothing here may call an inline function of the standard
-// library: it would be compiled for that target and could be the copy the linker keeps for everybody.
+// Included by stages_<level>.cpp inside its target region and namespace. Nothing here may call an inline function of
+// the standard library: it would be compiled for that target and could be the copy the linker keeps for everybody.
 
 using u16 = uint16_t;
 using u32 = uint32_t;
@@ -52,8 +52,12 @@ static inline u16 to_f16(float value) {
 }
 
 static inline float load_value(const float* x) { return *x; }
-struct Bf16 { u16 bits; };
-struct F16 { u16 bits; };
+struct Bf16 {
+  u16 bits;
+};
+struct F16 {
+  u16 bits;
+};
 static inline float load_value(const Bf16* x) { return from_bf16(x->bits); }
 static inline float load_value(const F16* x) { return from_f16(x->bits); }
 
@@ -61,7 +65,8 @@ static inline float load_value(const F16* x) { return from_f16(x->bits); }
 static inline float exp_of(float x) {
   x = x > 88.0f ? 88.0f : x;
   x = x < -87.0f ? -87.0f : x;
-  const float shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low mantissa bits
+  const float shifted =
+      x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low mantissa bits
   const float n = shifted - 12582912.0f;
   const float r = (x - n * 0.693145751953125f) - n * 1.42860682030941723e-6f;
   float p = 1.388888888888889e-3f;
@@ -141,7 +146,8 @@ static float quantise_row(const void* x, DType dtype, int k, int padded_k, int z
 }
 
 template <ActivationKind kind>
-static void activate_kind(const Activation& activation, const float* c, const float* bias, int m, u16* h, size_t h_stride) {
+static void activate_kind(const Activation& activation, const float* c, const float* bias, int m, u16* h,
+                          size_t h_stride) {
   const float alpha = activation.alpha, gate_max = activation.gate_max, limit = activation.up_limit,
               offset = activation.up_offset;
   static const float zeros[kPanel] = {};
@@ -161,18 +167,26 @@ static void activate_kind(const Activation& activation, const float* c, const fl
   }
 }
 
-static void activate(const Activation& activation, const float* c, const float* bias, int m, uint16_t* h, size_t h_stride) {
+static void activate(const Activation& activation, const float* c, const float* bias, int m, uint16_t* h,
+                     size_t h_stride) {
   switch (activation.kind) {
-    case ActivationKind::silu: return activate_kind<ActivationKind::silu>(activation, c, bias, m, h, h_stride);
-    case ActivationKind::gelu: return activate_kind<ActivationKind::gelu>(activation, c, bias, m, h, h_stride);
-    case ActivationKind::gelu_tanh: return activate_kind<ActivationKind::gelu_tanh>(activation, c, bias, m, h, h_stride);
-    case ActivationKind::relu: return activate_kind<ActivationKind::relu>(activation, c, bias, m, h, h_stride);
-    case ActivationKind::relu2: return activate_kind<ActivationKind::relu2>(activation, c, bias, m, h, h_stride);
-    case ActivationKind::identity: return activate_kind<ActivationKind::identity>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::silu:
+      return activate_kind<ActivationKind::silu>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::gelu:
+      return activate_kind<ActivationKind::gelu>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::gelu_tanh:
+      return activate_kind<ActivationKind::gelu_tanh>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::relu:
+      return activate_kind<ActivationKind::relu>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::relu2:
+      return activate_kind<ActivationKind::relu2>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::identity:
+      return activate_kind<ActivationKind::identity>(activation, c, bias, m, h, h_stride);
   }
 }
 
-static void combine(const float* const* y, const float* const* bias, const float* weight, int terms, int n, DType dtype, void* out) {
+static void combine(const float* const* y, const float* const* bias, const float* weight, int terms, int n, DType dtype,
+                    void* out) {
   constexpr int kChunk = 64;
   for (int start = 0; start < n; start += kChunk) {
     const int width = n - start < kChunk ? n - start : kChunk;
@@ -184,7 +198,8 @@ static void combine(const float* const* y, const float* const* bias, const float
       if (bias != nullptr)
         for (int j = 0; j < width; ++j) sum[j] += w * bias[s][start + j];
     }
-    if (dtype == DType::f32) __builtin_memcpy(static_cast<float*>(out) + start, sum, static_cast<size_t>(width) * sizeof(float));
+    if (dtype == DType::f32)
+      __builtin_memcpy(static_cast<float*>(out) + start, sum, static_cast<size_t>(width) * sizeof(float));
     else if (dtype == DType::bf16)
       for (int j = 0; j < width; ++j) static_cast<u16*>(out)[start + j] = to_bf16(sum[j]);
     else
@@ -253,7 +268,8 @@ static uint16_t quantise_int4(const float* x, int k, int8_t* q) {
       best_scale = scale;
     }
   };
-  // The extreme maps to about -8.8 ... -5.8: clipping it a little often costs less than a coarser grid for everything else.
+  // The extreme maps to about -8.8 ... -5.8: clipping it a little often costs less than a coarser grid for everything
+  // else.
   for (int step = 0; step < 16; ++step) consider(extreme / (-8.8f + 0.2f * static_cast<float>(step)));
   // Given the steps, the scale of least squared error has a closed form.
   if (best_scale != 0.0f) {

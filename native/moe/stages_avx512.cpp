@@ -11,8 +11,16 @@ namespace avx512 {
 #include "moe/stages.inl"
 }  // namespace avx512
 
-const Stages kAvx512Stages = {"avx512", kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2 | kFma, avx512::round_row, avx512::quantise_row, avx512::activate, avx512::combine,
-    avx512::widen, avx512::max_abs, avx512::quantise_int8, avx512::quantise_int4};
+const Stages kAvx512Stages = {"avx512",
+                              kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2 | kFma,
+                              avx512::round_row,
+                              avx512::quantise_row,
+                              avx512::activate,
+                              avx512::combine,
+                              avx512::widen,
+                              avx512::max_abs,
+                              avx512::quantise_int8,
+                              avx512::quantise_int4};
 
 }  // namespace ktinject
 #pragma GCC pop_options

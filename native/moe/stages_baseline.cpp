@@ -9,7 +9,15 @@ namespace baseline {
 #include "moe/stages.inl"
 }  // namespace baseline
 
-const Stages kBaselineStages = {"baseline", 0, baseline::round_row, baseline::quantise_row, baseline::activate, baseline::combine,
-    baseline::widen, baseline::max_abs, baseline::quantise_int8, baseline::quantise_int4};
+const Stages kBaselineStages = {"baseline",
+                                0,
+                                baseline::round_row,
+                                baseline::quantise_row,
+                                baseline::activate,
+                                baseline::combine,
+                                baseline::widen,
+                                baseline::max_abs,
+                                baseline::quantise_int8,
+                                baseline::quantise_int4};
 
 }  // namespace ktinject

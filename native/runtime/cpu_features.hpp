@@ -1,5 +1,5 @@
-// What this CPU may be asked to do: CPUID says what is built in, XCR0 what the kernel saves on a context switch, and for AMX
-// the process has to ask for permission first.
+// What this CPU may be asked to do: CPUID says what is built in, XCR0 what the kernel saves on a context switch, and
+// for AMX the process has to ask for permission first.
 #pragma once
 
 #include <cstdint>

@@ -6,8 +6,8 @@
 
 namespace ktinject {
 
-// Anonymous zeroed pages, given back on destruction. Blocks of 2 MiB and more are aligned to 2 MiB and ask for huge pages;
-// where the system has none to give they stay on 4 KiB pages.
+// Anonymous zeroed pages, given back on destruction. Blocks of 2 MiB and more are aligned to 2 MiB and ask for huge
+// pages; where the system has none to give they stay on 4 KiB pages.
 class Block {
  public:
   Block() = default;

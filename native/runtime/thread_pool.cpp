@@ -14,8 +14,8 @@
 namespace ktinject {
 namespace {
 
-// About 20 microseconds: long enough to bridge the stages of one layer, short enough that idle workers do not steal cores from
-// the attention that follows.
+// About 20 microseconds: long enough to bridge the stages of one layer, short enough that idle workers do not steal
+// cores from the attention that follows.
 constexpr int kSpinsBeforeSleep = 2000;
 // A waiting caller gives its core away now and then, for a worker that holds the last task on the same core.
 constexpr int kSpinsBeforeYield = 4000;
@@ -30,8 +30,8 @@ std::vector<int> allowed_cpus() {
   return cpus;
 }
 
-// The first line of a small file, without its end; empty if there is none. By C streams: those of C++ keep their locale in a
-// global that a second copy of libstdc++ in the process can spoil.
+// The first line of a small file, without its end; empty if there is none. By C streams: those of C++ keep their locale
+// in a global that a second copy of libstdc++ in the process can spoil.
 std::string first_line(const std::string& path, const char* prefix = "") {
   std::FILE* file = std::fopen(path.c_str(), "re");
   if (file == nullptr) return {};
@@ -51,7 +51,8 @@ double quota_cpus() {
   path.erase(0, 3);
   for (;;) {  // a parent's limit binds its children
     const std::string line = first_line("/sys/fs/cgroup" + path + "/cpu.max");
-    if (std::sscanf(line.c_str(), "%lf %lf", &maximum, &period) == 2 && period > 0) quota = std::min(quota, maximum / period);
+    if (std::sscanf(line.c_str(), "%lf %lf", &maximum, &period) == 2 && period > 0)
+      quota = std::min(quota, maximum / period);
     if (path.empty() || path == "/") break;
     path.erase(path.rfind('/'));
   }
@@ -74,8 +75,8 @@ std::once_flag global_once;
 Global& state() {
   std::call_once(global_once, [] {
     global = new Global;
-    // The child has none of the parent's threads, and perhaps a locked mutex: it starts afresh. The parent's object is left
-    // alone on purpose, since joining threads that do not exist would hang.
+    // The child has none of the parent's threads, and perhaps a locked mutex: it starts afresh. The parent's object is
+    // left alone on purpose, since joining threads that do not exist would hang.
     pthread_atfork(nullptr, nullptr, [] {
       const int requested = global->requested;
       global = new Global;
@@ -97,7 +98,8 @@ ThreadPool::ThreadPool(int threads) : threads_(threads) {
     wake_.fetch_add(1);
     wake_.notify_all();
     for (auto& thread : workers_) thread.join();
-    throw std::runtime_error("could not start " + std::to_string(threads) + " worker threads; set KTINJECT_THREADS lower");
+    throw std::runtime_error("could not start " + std::to_string(threads) +
+                             " worker threads; set KTINJECT_THREADS lower");
   }
   if (threads > static_cast<int>(cpus.size())) return;  // more threads than CPUs: the system places them better
   for (int worker = 1; worker < threads; ++worker) {
@@ -154,7 +156,8 @@ void ThreadPool::work(int worker) {
       }
       const uint32_t ticket = wake_.load();
       sleepers_.fetch_add(1);
-      // Looked at again after announcing the sleep: a job published in between has either been seen here or sees the sleeper.
+      // Looked at again after announcing the sleep: a job published in between has either been seen here or sees the
+      // sleeper.
       const uint64_t again = word_.load();
       const bool idle = static_cast<uint32_t>(again) == 0 || static_cast<uint32_t>(again >> 32) == done_generation;
       if (idle && !stop_.load()) wake_.wait(ticket);
@@ -221,7 +224,8 @@ std::shared_ptr<ThreadPool> pool() {
 }
 
 void set_threads(int threads) {
-  if (threads < 0 || threads > 4096) throw std::invalid_argument("threads: found " + std::to_string(threads) + "; allowed: 0 (automatic) to 4096");
+  if (threads < 0 || threads > 4096)
+    throw std::invalid_argument("threads: found " + std::to_string(threads) + "; allowed: 0 (automatic) to 4096");
   Global& here = state();
   std::lock_guard lock(here.mutex);
   here.requested = threads;

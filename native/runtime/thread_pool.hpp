@@ -1,11 +1,11 @@
 // The CPU workers. One call publishes tasks, the caller works on them too, and returns when all are done.
 //
-// There is no barrier that a thread has to reach. All progress is counted in tasks: a worker that the operating system does not
-// schedule in time simply claims nothing, and the others do its share. So threads >= cores, a busy neighbour or another
-// library's spinning threads cost throughput but no scheduler tick.
+// There is no barrier that a thread has to reach. All progress is counted in tasks: a worker that the operating system
+// does not schedule in time simply claims nothing, and the others do its share. So threads >= cores, a busy neighbour
+// or another library's spinning threads cost throughput but no scheduler tick.
 //
-// One 64-bit word holds (generation, tasks left). A claim is a compare-and-swap on it, so a late worker can never claim from a
-// later call by mistake, and touches a job's data only while one of its own tasks keeps that job alive.
+// One 64-bit word holds (generation, tasks left). A claim is a compare-and-swap on it, so a late worker can never claim
+// from a later call by mistake, and touches a job's data only while one of its own tasks keeps that job alive.
 #pragma once
 
 #include <atomic>
@@ -30,20 +30,24 @@ class ThreadPool {
 
   int threads() const { return threads_; }
 
-  // Runs task(index, worker) for every index in [0, tasks), worker in [0, threads()); the caller is worker 0. The first exception
-  // of a task is rethrown here once all tasks have ended. Calls are made by one thread at a time (see `session`).
+  // Runs task(index, worker) for every index in [0, tasks), worker in [0, threads()); the caller is worker 0. The first
+  // exception of a task is rethrown here once all tasks have ended. Calls are made by one thread at a time (see
+  // `session`).
   template <class Task>
   void parallel_for(int tasks, Task&& task) {
     run(
-        tasks, [](void* context, int index, int worker) { (*static_cast<std::remove_reference_t<Task>*>(context))(index, worker); },
+        tasks,
+        [](void* context, int index, int worker) {
+          (*static_cast<std::remove_reference_t<Task>*>(context))(index, worker);
+        },
         &task);
   }
 
   // Held for a whole layer: serialises callers from several Python threads, who share the workers and the buffers.
   std::unique_lock<std::mutex> session() { return std::unique_lock<std::mutex>(session_); }
 
-  // Working memory of the layer that runs, at least `bytes` long, 64-byte aligned, contents undefined. It only ever grows, so a
-  // warmed-up layer allocates nothing. Call inside a session.
+  // Working memory of the layer that runs, at least `bytes` long, 64-byte aligned, contents undefined. It only ever
+  // grows, so a warmed-up layer allocates nothing. Call inside a session.
   std::byte* buffer(size_t slot, size_t bytes);
 
  private:

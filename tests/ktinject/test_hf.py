@@ -344,9 +344,7 @@ def test_no_config_is_refused(tmp_path: Path) -> None:
         hf.read_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "change", [{"hidden_size": "wide"}, {"hidden_size": -3}, {"rope_parameters": 7}]
-)
+@pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"hidden_size": -3}, {"rope_parameters": 7}])
 def test_a_config_that_makes_no_model_is_refused(change: dict[str, Any], tmp_path: Path) -> None:
     folder = saved(models.tiny("qwen3_moe"), tmp_path)
     config = json.loads((folder / "config.json").read_text())

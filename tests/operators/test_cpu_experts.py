@@ -467,7 +467,9 @@ def test_a_call_of_the_wrong_shape_says_what_it_found() -> None:
         ):
             operator(*arguments)
     for wrong in (index.float(), index.bool()):
-        with pytest.raises(OperatorError, match="top_k_index: found torch.(float32|bool); allowed: integers"):
+        with pytest.raises(
+            OperatorError, match=r"top_k_index: found torch\.(float32|bool); allowed: integers"
+        ):
             operator(x, wrong, weights)
     with pytest.raises(OperatorError, match="found parameter w1; allowed: gate_up_proj, down_proj"):
         operator.unpack("w1")

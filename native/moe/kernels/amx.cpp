@@ -1,11 +1,14 @@
-// AMX kernels. Tile: 32 rows x 32 outputs as 2 x 2 accumulators over blocks of 64 bytes along k, so every A and B tile that is
-// loaded is used twice. Rows that do not fill a tile get a tile of fewer rows, which also makes the product shorter.
+// AMX kernels. Tile: 32 rows x 32 outputs as 2 x 2 accumulators over blocks of 64 bytes along k, so every A and B tile
+// that is loaded is used twice. Rows that do not fill a tile get a tile of fewer rows, which also makes the product
+// shorter.
 //
-// With many rows, k is cut into stretches of 16 blocks: 32 KiB of a panel's weights stay in the L1 cache while all rows pass by,
-// and those rows' share of a stretch stays in the L2 cache while all panels of the call pass by. The accumulators wait in c.
+// With many rows, k is cut into stretches of 16 blocks: 32 KiB of a panel's weights stay in the L1 cache while all rows
+// pass by, and those rows' share of a stretch stays in the L2 cache while all panels of the call pass by. The
+// accumulators wait in c.
 //
-// int4 runs on the same int8 chains. A stretch of a panel is expanded once for all rows: q * scale becomes a whole number of the
-// column's level (see moe/layout.hpp), which rounds by at most half a level, 1/254 of the column's largest weight.
+// int4 runs on the same int8 chains. A stretch of a panel is expanded once for all rows: q * scale becomes a whole
+// number of the column's level (see moe/layout.hpp), which rounds by at most half a level, 1/254 of the column's
+// largest weight.
 #include <immintrin.h>
 
 #include "moe/kernels/head.hpp"
@@ -19,11 +22,11 @@ namespace {
 
 constexpr int kStretch = 16;
 
-// c [count, m, 32], fp32 or int32 as the product accumulates. weights(panel, first, blocks) returns `blocks` blocks of B tiles
-// from block `first` on.
+// c [count, m, 32], fp32 or int32 as the product accumulates. weights(panel, first, blocks) returns `blocks` blocks of
+// B tiles from block `first` on.
 template <class Tiles, class Weights>
-void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, void* c, int stretch, void (*product)(bool),
-            Weights weights) {
+void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, void* c, int stretch,
+            void (*product)(bool), Weights weights) {
   auto* out = static_cast<float*>(c);
   const int all = matrix.blocks();
   const size_t data_block = 2 * matrix.tile_bytes();
@@ -33,11 +36,12 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows
     for (int p = 0; p < count; ++p) {
       const std::byte* panel = panels + static_cast<size_t>(p) * matrix.panel_bytes();
       const std::byte* w = weights(panel, first_block, blocks);
-      // What comes next from memory is asked for a little at a time: a burst of prefetches would fill the queue of outstanding
-      // lines, and the loads of this panel would wait behind it.
-      const std::byte* next = (p + 1 < count ? panel + matrix.panel_bytes() + static_cast<size_t>(first_block) * data_block
-                                             : panels + static_cast<size_t>(first_block + stretch) * data_block) +
-                              matrix.head_bytes();
+      // What comes next from memory is asked for a little at a time: a burst of prefetches would fill the queue of
+      // outstanding lines, and the loads of this panel would wait behind it.
+      const std::byte* next =
+          (p + 1 < count ? panel + matrix.panel_bytes() + static_cast<size_t>(first_block) * data_block
+                         : panels + static_cast<size_t>(first_block + stretch) * data_block) +
+          matrix.head_bytes();
       const size_t ahead = (data_block / 64 + static_cast<size_t>((rows.m - 1) / (2 * kTile))) /
                            static_cast<size_t>((rows.m + 2 * kTile - 1) / (2 * kTile)) * 64;
       for (int row = 0; row < rows.m; row += 2 * kTile) {
@@ -48,7 +52,8 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows
           m1 = h1;
         }
         const bool two = h1 > 0;
-        float* target = out + (static_cast<size_t>(p) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
+        float* target =
+            out + (static_cast<size_t>(p) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
         if (first_block == 0) Tiles::zero(two);
         else Tiles::load_c(target, two);
         const std::byte* a0 = rows.group(row) + static_cast<size_t>(first_block) * static_cast<size_t>(h0) * 64;
@@ -58,8 +63,7 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows
           if (two) Tiles::load_a1(a1 + block * h1 * 64, 64);
           Tiles::load_b(w + block * 2048, w + block * 2048 + 1024);
           product(two);
-          for (size_t at = 0; at < ahead; at += 64)
-            _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T1);
+          for (size_t at = 0; at < ahead; at += 64) _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T1);
           next += ahead;
         }
         Tiles::store(target, two);
@@ -101,8 +105,9 @@ void int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& 
     scale_sums(int8_head(panels).scale, int8_head(panels).offset, rows, c);
 }
 
-// Expands the nibbles of one tile's row pair: bytes are q * scale / level, rounded. `ratio` is scale / level * 2048, twice in each
-// 32-bit lane; nibbles are brought to (q + 8) * 16 in 16 bits, so that the rounding high multiply takes off exactly 2^15.
+// Expands the nibbles of one tile's row pair: bytes are q * scale / level, rounded. `ratio` is scale / level * 2048,
+// twice in each 32-bit lane; nibbles are brought to (q + 8) * 16 in 16 bits, so that the rounding high multiply takes
+// off exactly 2^15.
 inline __m512i scaled(__m512i even, __m512i odd, __m512i ratio) {
   const __m512i mask = _mm512_set1_epi16(0xf0), eight = _mm512_set1_epi16(128);
   even = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_and_si512(even, mask), eight), ratio);
@@ -154,16 +159,20 @@ void amx_bf16(const Matrix& matrix, const std::byte* panels, int count, const Ro
 void amx_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
   int8<HardwareTiles>(matrix, panels, count, rows, c);
 }
-void amx_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch) {
+void amx_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
+              std::byte* scratch) {
   int4<HardwareTiles>(matrix, panels, count, rows, c, scratch);
 }
-void modelled_amx_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void modelled_amx_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
+                       std::byte*) {
   bf16<ModelTiles>(matrix, panels, count, rows, c);
 }
-void modelled_amx_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void modelled_amx_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
+                       std::byte*) {
   int8<ModelTiles>(matrix, panels, count, rows, c);
 }
-void modelled_amx_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch) {
+void modelled_amx_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
+                       std::byte* scratch) {
   int4<ModelTiles>(matrix, panels, count, rows, c, scratch);
 }
 

@@ -1,7 +1,8 @@
-// AVX2 kernels, for CPUs without AVX-512. Register tile: M rows x 32 outputs as four or eight 256-bit accumulators a row.
+// AVX2 kernels, for CPUs without AVX-512. Register tile: M rows x 32 outputs as four or eight 256-bit accumulators a
+// row.
 //
-// bf16 pairs are widened to two fp32 vectors (even inputs by a shift, odd ones by a mask) and multiplied with FMA. int8 goes
-// through 16 bits, because vpmaddubsw saturates: 255 * 127 * 2 does not fit.
+// bf16 pairs are widened to two fp32 vectors (even inputs by a shift, odd ones by a mask) and multiplied with FMA. int8
+// goes through 16 bits, because vpmaddubsw saturates: 255 * 127 * 2 does not fit.
 #include <immintrin.h>
 
 #include "moe/kernels/head.hpp"
@@ -59,7 +60,8 @@ inline void fold(const __m256i* sum, __m256i* folded) {
   }
 }
 
-void int8_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride, float scale, float* c) {
+void int8_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride, float scale,
+              float* c) {
   const Int8Head& head = int8_head(panel);
   const std::byte* w = panel + matrix.head_bytes();
   __m256i sum[8];
@@ -76,14 +78,15 @@ void int8_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
   __m256i folded[4];
   fold(sum, folded);
   for (int q = 0; q < 4; ++q) {
-    const __m256i exact = _mm256_sub_epi32(folded[q], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(head.offset + q * 8)));
+    const __m256i exact =
+        _mm256_sub_epi32(folded[q], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(head.offset + q * 8)));
     const __m256 factor = _mm256_mul_ps(_mm256_loadu_ps(head.scale + q * 8), _mm256_set1_ps(scale));
     _mm256_storeu_ps(c + q * 8, _mm256_mul_ps(_mm256_cvtepi32_ps(exact), factor));
   }
 }
 
-void int4_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride, const int32_t* group_sum,
-              float scale, float* c) {
+void int4_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride,
+              const int32_t* group_sum, float scale, float* c) {
   const uint16_t* scales = int4_scales(panel);
   const std::byte* data = panel + matrix.head_bytes();
   const __m128i low_nibbles = _mm_set1_epi8(15);
@@ -126,7 +129,8 @@ void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Ro
       const int height = rows.group_rows(group);
       for (int at = 0; at < height;) {
         const int take = height - at < Most ? height - at : Most;
-        run(panels, rows.group(group) + at * 64, static_cast<size_t>(height) * 64, group + at, take, c + (group + at) * kPanel);
+        run(panels, rows.group(group) + at * 64, static_cast<size_t>(height) * 64, group + at, take,
+            c + (group + at) * kPanel);
         at += take;
       }
     }
@@ -153,7 +157,8 @@ void avx2_int4(const Matrix& matrix, const std::byte* panels, int count, const R
   const auto groups = static_cast<size_t>(matrix.groups());
   for_runs<1>(matrix, panels, count, rows, c,
               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int row, int, float* out) {
-                int4_row(matrix, panel, x, block_stride, rows.group_sum + static_cast<size_t>(row) * groups, rows.scale[row], out);
+                int4_row(matrix, panel, x, block_stride, rows.group_sum + static_cast<size_t>(row) * groups,
+                         rows.scale[row], out);
               });
 }
 

@@ -1,8 +1,8 @@
 // AVX-512 kernels: BF16 dot products for bf16, VNNI for int8 and int4.
 //
-// Register tile: M rows x 32 outputs, M up to 12 (int4: 6, which needs a second set of accumulators for its groups). Each 64-byte
-// row of a packed tile is one vector operand; the matching pair or quad of inputs of a row of activations is broadcast from
-// memory. Wide M amortises the weight loads; for M = 1 the loop is a stream at memory speed.
+// Register tile: M rows x 32 outputs, M up to 12 (int4: 6, which needs a second set of accumulators for its groups).
+// Each 64-byte row of a packed tile is one vector operand; the matching pair or quad of inputs of a row of activations
+// is broadcast from memory. Wide M amortises the weight loads; for M = 1 the loop is a stream at memory speed.
 #include <immintrin.h>
 
 #include "moe/kernels/head.hpp"
@@ -55,7 +55,8 @@ void bf16_rows(const Matrix& matrix, const std::byte* w, const std::byte* x, siz
 }
 
 template <int M>
-void int8_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride, const float* scale, float* c) {
+void int8_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride,
+               const float* scale, float* c) {
   constexpr int kChains = M <= 2 ? 2 : 1;
   const Int8Head& head = int8_head(panel);
   __m512i sum[kChains][M][2];
@@ -99,8 +100,8 @@ inline __m512 widen_scale(const uint16_t* scales) {
 }
 
 template <int M>
-void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride, const float* scale,
-               const int32_t* group_sum, float* c) {
+void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride,
+               const float* scale, const int32_t* group_sum, float* c) {
   const int groups = matrix.groups();
   const uint16_t* scales = int4_scales(panel);
   const std::byte* data = panel + matrix.head_bytes();
@@ -113,7 +114,8 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
     __m512i sum[M][2];
 #pragma GCC unroll 16
     for (int row = 0; row < M; ++row)
-      sum[row][0] = sum[row][1] = _mm512_set1_epi32(-8 * group_sum[static_cast<size_t>(row) * static_cast<size_t>(groups) + static_cast<size_t>(g)]);
+      sum[row][0] = sum[row][1] = _mm512_set1_epi32(
+          -8 * group_sum[static_cast<size_t>(row) * static_cast<size_t>(groups) + static_cast<size_t>(g)]);
     const int end = (g + 1) * group_rows < all_rows ? (g + 1) * group_rows : all_rows;
     for (int at = g * group_rows; at < end; at += 4) {
       const std::byte* w = data + static_cast<size_t>(at / 8) * 1024 + static_cast<size_t>(at % 8) * 64;
@@ -152,8 +154,8 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
       _mm512_storeu_ps(c + row * kPanel + t * kTile, _mm512_mul_ps(total[row][t], _mm512_set1_ps(scale[row])));
 }
 
-// Calls run(panel, x, block_stride, first, take, c) for runs of at most Most rows that lie in one group, each of a number of rows
-// the kernel has an instance for.
+// Calls run(panel, x, block_stride, first, take, c) for runs of at most Most rows that lie in one group, each of a
+// number of rows the kernel has an instance for.
 template <int Most, class Run>
 void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, Run&& run) {
   for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
@@ -163,7 +165,8 @@ void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Ro
       const int runs = (height + Most - 1) / Most;
       for (int i = 0, at = 0; i < runs; ++i) {
         const int take = (height - at + runs - i - 1) / (runs - i);
-        run(panels, rows.group(group) + at * 64, static_cast<size_t>(height) * 64, group + at, take, c + (group + at) * kPanel);
+        run(panels, rows.group(group) + at * 64, static_cast<size_t>(height) * 64, group + at, take,
+            c + (group + at) * kPanel);
         at += take;
       }
     }
@@ -171,23 +174,37 @@ void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Ro
 
 #define KTINJECT_ROWS(CALL) \
   switch (take) {           \
-    case 1: CALL(1);        \
-    case 2: CALL(2);        \
-    case 3: CALL(3);        \
-    case 4: CALL(4);        \
-    case 5: CALL(5);        \
-    case 6: CALL(6);        \
-    default: break;         \
+    case 1:                 \
+      CALL(1);              \
+    case 2:                 \
+      CALL(2);              \
+    case 3:                 \
+      CALL(3);              \
+    case 4:                 \
+      CALL(4);              \
+    case 5:                 \
+      CALL(5);              \
+    case 6:                 \
+      CALL(6);              \
+    default:                \
+      break;                \
   }
 #define KTINJECT_MORE_ROWS(CALL) \
   switch (take) {                \
-    case 7: CALL(7);             \
-    case 8: CALL(8);             \
-    case 9: CALL(9);             \
-    case 10: CALL(10);           \
-    case 11: CALL(11);           \
-    case 12: CALL(12);           \
-    default: break;              \
+    case 7:                      \
+      CALL(7);                   \
+    case 8:                      \
+      CALL(8);                   \
+    case 9:                      \
+      CALL(9);                   \
+    case 10:                     \
+      CALL(10);                  \
+    case 11:                     \
+      CALL(11);                  \
+    case 12:                     \
+      CALL(12);                  \
+    default:                     \
+      break;                     \
   }
 
 }  // namespace

@@ -7,14 +7,16 @@ namespace {
 
 // Byte of tile `tile` that holds (row r, byte b of the 64) in block `block`.
 const std::byte* at(const Matrix& matrix, const std::byte* panel, int block, int tile, int r, int b) {
-  return panel + matrix.head_bytes() + (static_cast<size_t>(block) * 2 + static_cast<size_t>(tile)) * matrix.tile_bytes() +
+  return panel + matrix.head_bytes() +
+         (static_cast<size_t>(block) * 2 + static_cast<size_t>(tile)) * matrix.tile_bytes() +
          static_cast<size_t>(r) * 64 + static_cast<size_t>(b);
 }
 
 // Byte b of row `row`.
 const std::byte* of_row(const Rows& rows, int row, int b) {
   const int first = row / kTile * kTile;
-  return rows.group(first) + static_cast<size_t>(b / 64 * rows.group_rows(first) + row - first) * 64 + static_cast<size_t>(b % 64);
+  return rows.group(first) + static_cast<size_t>(b / 64 * rows.group_rows(first) + row - first) * 64 +
+         static_cast<size_t>(b % 64);
 }
 
 // Calls one(panel, row, j) for every value of c and stores what it returns.
@@ -47,7 +49,8 @@ void reference_int8(const Matrix& matrix, const std::byte* panels, int count, co
     int32_t sum = -head.offset[j];
     for (int k = 0; k < matrix.padded_k(); ++k) {
       const int in_block = k % 64;
-      const auto w = static_cast<int8_t>(*at(matrix, panel, k / 64, j / kTile, in_block / 4, (j % kTile) * 4 + in_block % 4));
+      const auto w =
+          static_cast<int8_t>(*at(matrix, panel, k / 64, j / kTile, in_block / 4, (j % kTile) * 4 + in_block % 4));
       sum += int32_t{static_cast<uint8_t>(*of_row(rows, row, k))} * w;
     }
     return static_cast<float>(sum) * (rows.scale[row] * head.scale[j]);
@@ -62,7 +65,8 @@ void reference_int4(const Matrix& matrix, const std::byte* panels, int count, co
       const int end = (g + 1) * matrix.group_size < matrix.padded_k() ? (g + 1) * matrix.group_size : matrix.padded_k();
       for (int k = g * matrix.group_size; k < end; ++k) {
         const int quad = k % 64 / 4;
-        const auto pair = static_cast<uint8_t>(*at(matrix, panel, k / 64, j / kTile, quad / 2, (j % kTile) * 4 + k % 4));
+        const auto pair =
+            static_cast<uint8_t>(*at(matrix, panel, k / 64, j / kTile, quad / 2, (j % kTile) * 4 + k % 4));
         products += int32_t{static_cast<int8_t>(*of_row(rows, row, k))} * (quad % 2 ? pair >> 4 : pair & 15);
       }
       sum += static_cast<float>(products) * bf16_to_float(int4_scales(panel)[g * kPanel + j]);

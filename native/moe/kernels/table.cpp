@@ -26,7 +26,8 @@ constexpr Kernel kTable[] = {
     {"reference_bf16", Format::bf16, 0, 0, true, reference_bf16},
     {"reference_int8", Format::int8, 0, 0, true, reference_int8},
     {"reference_int4", Format::int4, 0, 0, true, reference_int4},
-    // The AMX kernels over a software model of the tile unit: slow, for machines without AMX, where tests must reach them too.
+    // The AMX kernels over a software model of the tile unit: slow, for machines without AMX, where tests must reach
+    // them too.
     {"modelled_amx_bf16", Format::bf16, kAvx512Set, 0, false, modelled_amx_bf16},
     {"modelled_amx_int8", Format::int8, kAvx512Set, 0, false, modelled_amx_int8},
     {"modelled_amx_int4", Format::int4, kAvx512Set, 0, false, modelled_amx_int4},
@@ -67,12 +68,14 @@ Choice choose_kernel(Format format, const std::string& name) {
     if (kernel.format != format) continue;
     if (kernel.name == name) {
       const std::string reason = why_unavailable(kernel);
-      if (!reason.empty()) throw std::invalid_argument("kernel '" + name + "' cannot run here: " + reason + ". Use kernel: auto");
+      if (!reason.empty())
+        throw std::invalid_argument("kernel '" + name + "' cannot run here: " + reason + ". Use kernel: auto");
       return {&kernel, &kernel};
     }
     allowed += (allowed.empty() ? "auto, " : ", ") + std::string(kernel.name);
   }
-  throw std::invalid_argument("kernel '" + name + "' is not one for " + format_name(format) + " weights; allowed: " + allowed);
+  throw std::invalid_argument("kernel '" + name + "' is not one for " + format_name(format) +
+                              " weights; allowed: " + allowed);
 }
 
 }  // namespace ktinject

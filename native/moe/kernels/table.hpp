@@ -9,16 +9,18 @@
 
 namespace ktinject {
 
-// c [count, m, 32] fp32, contiguous, 64-byte aligned = rows [m, k] times each of `count` panels [32, k] transposed, all scales
-// applied. The panels follow each other in memory. `scratch` holds at least scratch_bytes(matrix) bytes, 64-byte aligned.
-using Multiply = void (*)(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch);
+// c [count, m, 32] fp32, contiguous, 64-byte aligned = rows [m, k] times each of `count` panels [32, k] transposed, all
+// scales applied. The panels follow each other in memory. `scratch` holds at least scratch_bytes(matrix) bytes, 64-byte
+// aligned.
+using Multiply = void (*)(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
+                          std::byte* scratch);
 
 struct Kernel {
   const char* name;  // <isa>_<dtype>
   Format format;
-  uint32_t isa;   // what the CPU must have
-  int min_rows;   // below this many rows an expert, a kernel further down the table is faster
-  bool automatic; // false: only when asked for by name
+  uint32_t isa;    // what the CPU must have
+  int min_rows;    // below this many rows an expert, a kernel further down the table is faster
+  bool automatic;  // false: only when asked for by name
   Multiply multiply;
 };
 
@@ -34,8 +36,8 @@ struct Choice {
   const Kernel& operator()(int rows) const { return rows >= many->min_rows ? *many : *few; }
 };
 
-// `name`: "auto" or a row of the table. Throws std::invalid_argument for a name that is not there, is of another format or that
-// this CPU cannot run.
+// `name`: "auto" or a row of the table. Throws std::invalid_argument for a name that is not there, is of another format
+// or that this CPU cannot run.
 Choice choose_kernel(Format format, const std::string& name);
 
 // Why this CPU cannot run the kernel; empty if it can.

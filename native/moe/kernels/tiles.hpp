@@ -1,9 +1,10 @@
 // Two tile units with one interface: the CPU's, and a software model of it.
 //
-// The kernels of amx.cpp use eight tiles in fixed roles: 0..3 accumulate a 2 x 2 block (accumulator 2a + b = A tile a times B tile
-// b), 4 and 5 hold A (activations, up to 16 rows each), 6 and 7 hold B (packed weights, 16 outputs each).
+// The kernels of amx.cpp use eight tiles in fixed roles: 0..3 accumulate a 2 x 2 block (accumulator 2a + b = A tile a
+// times B tile b), 4 and 5 hold A (activations, up to 16 rows each), 6 and 7 hold B (packed weights, 16 outputs each).
 //
-// Source: Intel Architecture Instruction Set Extensions Programming Reference, chapter on AMX, whose pseudo-code the model follows.
+// Source: Intel Architecture Instruction Set Extensions Programming Reference, chapter on AMX, whose pseudo-code the
+// model follows.
 #pragma once
 
 #include <cstddef>
@@ -35,8 +36,8 @@ struct alignas(64) TileShapes {
   }
 };
 
-// In assembly: the intrinsics of GCC 11 and 12 tell the compiler of 8 of the configuration's 64 bytes, and of none of the memory
-// that a tile load reads, so that it may drop or move the stores before them.
+// In assembly: the intrinsics of GCC 11 and 12 tell the compiler of 8 of the configuration's 64 bytes, and of none of
+// the memory that a tile load reads, so that it may drop or move the stores before them.
 struct HardwareTiles {
   template <int tile>
   static void load(const void* p, size_t stride) {
@@ -86,12 +87,12 @@ struct HardwareTiles {
       store_tile<3>(bytes + 16 * 128 + 64);
     }
   }
-#define KTINJECT_TILE_PRODUCT(INSTRUCTION)                              \
-  __asm__ volatile(INSTRUCTION " %tmm6, %tmm4, %tmm0");                 \
-  __asm__ volatile(INSTRUCTION " %tmm7, %tmm4, %tmm1");                 \
-  if (two) {                                                            \
-    __asm__ volatile(INSTRUCTION " %tmm6, %tmm5, %tmm2");               \
-    __asm__ volatile(INSTRUCTION " %tmm7, %tmm5, %tmm3");               \
+#define KTINJECT_TILE_PRODUCT(INSTRUCTION)                \
+  __asm__ volatile(INSTRUCTION " %tmm6, %tmm4, %tmm0");   \
+  __asm__ volatile(INSTRUCTION " %tmm7, %tmm4, %tmm1");   \
+  if (two) {                                              \
+    __asm__ volatile(INSTRUCTION " %tmm6, %tmm5, %tmm2"); \
+    __asm__ volatile(INSTRUCTION " %tmm7, %tmm5, %tmm3"); \
   }
   static void bf16(bool two) { KTINJECT_TILE_PRODUCT("tdpbf16ps") }
   static void unsigned_signed(bool two) { KTINJECT_TILE_PRODUCT("tdpbusd") }
@@ -167,10 +168,12 @@ struct ModelTiles {
     check(s.configured, "tile product without a configuration");
     for (int c = 0; c < (two ? 4 : 2); ++c) {
       const int a = 4 + c / 2, b = 6 + c % 2;
-      check(s.rows[c] == s.rows[a] && s.bytes[c] == s.bytes[b] && s.bytes[a] == 4 * s.rows[b], "tile product: shapes do not fit");
+      check(s.rows[c] == s.rows[a] && s.bytes[c] == s.bytes[b] && s.bytes[a] == 4 * s.rows[b],
+            "tile product: shapes do not fit");
       for (int m = 0; m < s.rows[c]; ++m)
         for (int k = 0; k < s.bytes[a] / 4; ++k)
-          for (int n = 0; n < s.bytes[c] / 4; ++n) step(&s.data[c][m][n * 4], &s.data[a][m][k * 4], &s.data[b][k][n * 4]);
+          for (int n = 0; n < s.bytes[c] / 4; ++n)
+            step(&s.data[c][m][n * 4], &s.data[a][m][k * 4], &s.data[b][k][n * 4]);
     }
   }
   static float wide(const uint8_t* p) {

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -106,3 +110,24 @@ def with_nan(tiny_qwen3_moe, tmp_path):
 
 def test_check_tensors(ktinject, with_nan):
     assert "model.norm.weight" in ktinject("run", with_nan, "--check-tensors", exit_code=2).stderr
+
+
+def test_ctrl_c_while_writing(tiny_qwen3_moe):
+    arguments = [
+        "run",
+        str(tiny_qwen3_moe),
+        "--prompt",
+        "def f(\n",
+        "--max-new-tokens",
+        "500",
+        "--no-compare",
+    ]
+    process = subprocess.Popen([sys.executable, "-m", "ktinject.cli", *arguments], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    while b"def f(" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    process.communicate(timeout=30)
+    # Ending the interpreter takes its own time.
+    assert (process.returncode, time.monotonic() - start < 5) == (130, True)
