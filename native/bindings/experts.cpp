@@ -14,15 +14,13 @@ namespace nb = nanobind;
 namespace ktinject {
 namespace {
 
-using Weight = nb::ndarray<nb::ro, nb::ndim<2>, nb::device::cpu>;
-using Bias = nb::ndarray<nb::ro, nb::ndim<1>, nb::device::cpu>;
-using Input = nb::ndarray<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Output = nb::ndarray<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using RoutingWeights = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Float2d = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Float1d = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class Id>
-using Ids = nb::ndarray<const Id, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Weight = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<2>, nb::device::cpu>;
+using Bias = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<1>, nb::device::cpu>;
+using Input = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Output = nb::ndarray<nb::pytorch, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using RoutingWeights = nb::ndarray<nb::pytorch, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Float2d = nb::ndarray<nb::pytorch, float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Float1d = nb::ndarray<nb::pytorch, float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 DType dtype_of(nb::dlpack::dtype dtype, const char* what) {
   if (dtype.lanes == 1) {
@@ -95,8 +93,7 @@ void load_bias(Experts& self, const std::string& projection, int expert, Bias bi
   self.load_bias(projection_of(projection), expert, source);
 }
 
-template <class Id>
-void forward(const Experts& self, Input x, Ids<Id> ids, RoutingWeights weights, Output out) {
+void forward(const Experts& self, Input x, Input ids, RoutingWeights weights, Output out) {
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto hidden = static_cast<size_t>(self.config().hidden_size);
   auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
@@ -108,9 +105,15 @@ void forward(const Experts& self, Input x, Ids<Id> ids, RoutingWeights weights, 
            "] must both be [" + std::to_string(x.shape(0)) + ", top_k]");
   if (out.shape(0) != x.shape(0) || out.shape(1) != hidden || out.dtype() != x.dtype())
     refuse("output: shape and dtype must be those of the hidden states");
+  const bool is_int = ids.dtype().code == static_cast<uint8_t>(nb::dlpack::dtype_code::Int) && ids.dtype().lanes == 1;
+  if (!is_int || (ids.dtype().bits != 64 && ids.dtype().bits != 32))
+    refuse("top_k_index: dtype must be int64 or int32");
+  const auto tokens = static_cast<int>(x.shape(0)), top_k = static_cast<int>(ids.shape(1));
   nb::gil_scoped_release release;
-  self.forward(x.data(), dtype, ids.data(), weights.data(), static_cast<int>(x.shape(0)),
-               static_cast<int>(ids.shape(1)), out.data());
+  if (ids.dtype().bits == 64)
+    self.forward(x.data(), dtype, static_cast<const int64_t*>(ids.data()), weights.data(), tokens, top_k, out.data());
+  else
+    self.forward(x.data(), dtype, static_cast<const int32_t*>(ids.data()), weights.data(), tokens, top_k, out.data());
 }
 
 }  // namespace
@@ -161,13 +164,11 @@ void init_experts(nb::module_& m) {
             self.unpack_bias(projection_of(projection), expert, out.data());
           },
           nb::arg("projection"), nb::arg("expert"), nb::arg("out"), "Write the bias to out [n] fp32.")
-      .def("forward", &forward<int64_t>, nb::arg("hidden_states"), nb::arg("top_k_index"), nb::arg("top_k_weights"),
+      .def("forward", &forward, nb::arg("hidden_states"), nb::arg("top_k_index"), nb::arg("top_k_weights"),
            nb::arg("out"),
-           "out [m, hidden] = weighted sum of the experts of hidden_states [m, hidden]; top_k_index, top_k_weights [m, "
-           "t].\n"
-           "Raises IndexError for an id that is no expert.")
-      .def("forward", &forward<int32_t>, nb::arg("hidden_states"), nb::arg("top_k_index"), nb::arg("top_k_weights"),
-           nb::arg("out"));
+           "out [m, hidden] = weighted sum of the experts of hidden_states [m, hidden]; top_k_index [m, t] int64 or "
+           "int32,\n"
+           "top_k_weights [m, t]. Raises IndexError for an id that is no expert.");
 }
 
 }  // namespace ktinject
