@@ -4,8 +4,8 @@
     python benchmarks/bench_moe.py --shapes all --tokens 1 4 16 64 128 256 1024 4096 --weights bf16 int8 int4
 
 Roofline of a cell = max(bytes of the distinct experts / read bandwidth, operations / multiply rate), both measured
-here and now with the same threads. Share = roofline / measured time. Routing sets are cycled, so that a step never
-finds its experts in a cache because the step before used them.
+here and now with the same threads. Share = roofline / measured time. Routing sets are cycled, and so are copies of a
+layer that is not eight times as large as the last-level cache: a step should find its experts in memory.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import csv
 import datetime
 import functools
+import itertools
 import math
 import os
 import platform
@@ -181,18 +182,26 @@ def kernels_for(weights: str, asked: list[str]) -> list[str]:
     return [k["name"] for k in rows if not k["name"].startswith(("reference", "modelled"))]
 
 
+def copies(bytes_a_layer: int) -> int:
+    """Layers to cycle through, at most 8."""
+    cache = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+    last_level = int(cache.read_text().strip().removesuffix("K")) << 10 if cache.exists() else 64 << 20
+    return min(8, math.ceil(8 * last_level / bytes_a_layer))
+
+
 def cell(
-    shape: Shape, weights: str, experts: _native.Experts, sets: list[Tensor], x: Tensor, weight: Tensor,
+    shape: Shape, weights: str, layers: list[_native.Experts], sets: list[Tensor], x: Tensor, weight: Tensor,
     ceilings: Ceilings, seconds: float,
 ) -> dict[str, object]:  # fmt: skip
     """One line of the table: x [tokens, hidden] bf16, weight [tokens, top_k] fp32, sets of top-k indices."""
     tokens = x.shape[0]
     out = torch.empty_like(x)
-    median, low, high = measure(lambda ids: experts.forward(x, ids, weight, out), sets, seconds)
+    turn = itertools.cycle(layers)
+    median, low, high = measure(lambda ids: next(turn).forward(x, ids, weight, out), sets, seconds)
     distinct = statistics.mean(len(ids.unique()) for ids in sets)
     each = 3 * shape.hidden * shape.intermediate
     moved, operations = distinct * each * BYTES_A_WEIGHT[weights], 2.0 * each * shape.top_k * tokens
-    many, few = experts.kernels
+    many, few = layers[0].kernels
     used = many if tokens * shape.top_k / distinct >= 5 else few
     roofline, bound = ceilings.roofline(moved, operations, multiply_unit(used, weights))
     return {
@@ -254,9 +263,12 @@ def bench(arguments: argparse.Namespace) -> list[dict[str, object]]:
                 problems[routing, tokens] = sets, x, weight, peer_us
         for weights in arguments.weights:
             for kernel in kernels_for(weights, arguments.kernels):
-                experts = build(shape, weights, kernel, gate_up, down)
+                layers = [build(shape, weights, kernel, gate_up, down)]
+                layers += [
+                    build(shape, weights, kernel, gate_up, down) for _ in range(1, copies(layers[0].bytes))
+                ]
                 for (routing, _), (sets, x, weight, peer_us) in problems.items():
-                    row = stamp | cell(shape, weights, experts, sets, x, weight, ceilings, arguments.seconds)
+                    row = stamp | cell(shape, weights, layers, sets, x, weight, ceilings, arguments.seconds)
                     row["routing"] = routing
                     line = LINE.format_map(row)
                     if peer_us:
@@ -265,7 +277,7 @@ def bench(arguments: argparse.Namespace) -> list[dict[str, object]]:
                         line += f" {peer_us:11.0f} {row['ratio']:5.2f}x"
                     print(line, flush=True)
                     rows.append(row)
-                del experts
+                del layers
     return rows
 
 
