@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from ktinject import _native
+from ktinject import _native, env
 from ktinject.errors import OperatorError
 from ktinject.operators import routed_experts
 from ktinject.operators.base import Config, Operator, register_operator
@@ -65,7 +65,7 @@ class CpuExperts(Operator):
                 gate_max=spec.gate_max,
                 up_limit=spec.up_limit,
                 up_offset=spec.up_offset,
-                kernel=config.kernel,
+                kernel=env.kernel_for(config.weights) if config.kernel == "auto" else config.kernel,
             )
         except ValueError as error:
             raise OperatorError(f"cpu_experts: {error}") from None

@@ -3,6 +3,8 @@
 #include "bindings/subjects.hpp"
 
 NB_MODULE(_native, m) {
+  // A model that lives until the interpreter ends, as in any script, is no leak.
+  nanobind::set_leak_warnings(false);
   m.doc() = "Native core of ktinject.";
   ktinject::init_system(m);
   ktinject::init_experts(m);

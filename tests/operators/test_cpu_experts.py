@@ -8,9 +8,14 @@ reference that rounds its activations too, which leaves next to nothing and so f
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
+import textwrap
 import threading
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import models
@@ -809,3 +814,44 @@ def test_whole_model(family_name: str) -> None:
     errors = (found - want).norm(dim=-1) / want.norm(dim=-1)
     assert errors.median() < 6e-3 and (errors < 2e-2).sum() >= 18
     assert (found.argmax(-1) == want.argmax(-1)).sum() >= 19
+
+
+# --- the environment ---
+
+
+def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Settings are read once a process."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+def test_the_environment_forces_a_kernel_where_the_rule_says_auto() -> None:
+    code = """
+        import ktinject
+        model = "examples/models/tiny-qwen3-moe"
+        for kernel in ("auto", "avx2_bf16"):
+            rules = [{"name": "experts", "match": {"path": r".*\\.experts"},
+                      "replace": {"operator": "cpu_experts", "kernel": kernel}}]
+            import transformers, torch
+            with torch.device("meta"):
+                meta = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(model))
+            print(ktinject.plan(meta, rules, checkpoint=model).to_dict()["modules"][0]["runs"]["kernel"])
+    """
+    answer = in_a_process(code, KTINJECT_KERNEL="reference_bf16")
+    assert answer.stdout.split() == ["reference_bf16", "avx2_bf16"]
+
+
+def test_a_model_that_lives_to_the_end_of_the_script_is_no_leak() -> None:
+    answer = in_a_process(
+        """
+        import ktinject
+        model = ktinject.load("examples/models/tiny-qwen3-moe", devices=["cpu"], progress=False)
+        """
+    )
+    assert "leaked" not in answer.stderr
