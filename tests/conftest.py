@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,12 @@ SHARED = {
     "eos_token_id": 256,
     "pad_token_id": 256,
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What the planner chooses depends on the machine; tests are about the CPU unless GPUs are asked for: `-m gpu`."""
+    if "gpu" not in (config.getoption("-m") or ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
