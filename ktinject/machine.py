@@ -74,7 +74,7 @@ class Machine:
     amx_permission          granted, absent, or "refused: …"
     kernels                 the native kernel table, best first
     gpus, no_gpu            the CUDA devices, and why there is none
-    cuda_built              the native core holds CUDA kernels
+    cuda_built              the native core holds its CUDA parts
     versions                of python, torch, transformers
     """
 

@@ -185,8 +185,5 @@ def _explain_gpus(machine: Machine) -> Finding:
         f"sm_{gpu.capability[0]}{gpu.capability[1]}"
         for gpu in machine.gpus
     )
-    if machine.cuda_built:
-        return Finding("GPU", has, "torch's and our own kernels")
-    return Finding(
-        "GPU", has, "torch's kernels", "the native core was built without nvcc: no CUDA kernels of our own"
-    )
+    built = "" if machine.cuda_built else "; the native core was built without nvcc"
+    return Finding("GPU", has, "torch's kernels", f"there are none of our own in this version{built}")

@@ -3,6 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/subjects.hpp"
+#include "cuda/devices.hpp"
 #include "moe/ceilings.hpp"
 #include "moe/kernels/table.hpp"
 #include "runtime/cpu_features.hpp"
@@ -52,7 +53,22 @@ void init_system(nb::module_& m) {
   m.def("multiply_units", &multiply_units, "Multiply units of this CPU.");
   m.def("multiply_rate", &multiply_rate, nb::arg("unit"), nb::call_guard<nb::gil_scoped_release>(),
         "Operations a second of all threads on one unit, operands in registers, measured now.");
-  m.def("cuda_built", [] { return false; }, "Whether the CUDA parts were compiled in.");
+  m.def("cuda_built", &cuda_built, "Whether the CUDA parts were compiled in.");
+  m.def(
+      "cuda_devices",
+      [] {
+        nb::list devices;
+        for (const CudaDevice& device : cuda_devices()) {
+          nb::dict row;
+          row["name"] = device.name;
+          row["capability"] = nb::make_tuple(device.major, device.minor);
+          row["memory_bytes"] = device.memory_bytes;
+          row["multiprocessors"] = device.multiprocessors;
+          devices.append(row);
+        }
+        return devices;
+      },
+      "CUDA devices as the native core sees them. Raises RuntimeError in a build without CUDA, or without a driver.");
 }
 
 }  // namespace ktinject

@@ -117,7 +117,7 @@ def test_gpus():
     finding = explained(gpus=gpus)["GPU"]
     assert finding.has == "cuda:0 Big One, 80.0 GiB, 79.0 GiB free, sm_90"
     assert "without nvcc" in finding.reason
-    assert explained(gpus=gpus, cuda_built=True)["GPU"].reason == ""
+    assert explained(gpus=gpus, cuda_built=True)["GPU"].reason == "there are none of our own in this version"
 
 
 def test_as_text_and_json():
