@@ -27,7 +27,7 @@ def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
 
 
 def apply(model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator]) -> None:
-    """Set the operators; to be called inside a `Transaction`.
+    """Set the operators; to be called while a `Transaction` is open.
 
     Modules come in the order of the model, so an operator that keeps a child is there before what replaces the child.
     """
@@ -62,9 +62,10 @@ class Transaction:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self._restore()
+            self.restore()
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Put everything back; may be called at any time, also when nothing has changed."""
         for owner, saved in zip(self._owners, self._saved):
             attributes = vars(owner)
             attributes.clear()

@@ -76,6 +76,8 @@ def optimize(
     """
     ruleset = _read_rules(model, rules, variables)
     operators: dict[str, Any] = {}
+    # Open until the very end: an interrupt may come between the last step and the return.
+    transaction = inject.Transaction(model)
     try:
         with _open(model, checkpoint) or nullcontext() as source:
             decided = make(model, ruleset, source, machine.detect(), devices, budget)
@@ -85,11 +87,12 @@ def optimize(
                 _fill_from_model(model, decided, operators, progress, check_tensors)
             else:
                 _fill_from_checkpoint(model, decided, operators, source, progress, check_tensors)
+        logger.info("swapped %d modules of %s", len(decided.entries), decided.model)
     except BaseException as error:
+        transaction.restore()
         operators.clear()
         _let_go(error)
         raise
-    logger.info("swapped %d modules of %s", len(decided.entries), decided.model)
     return model
 
 
@@ -180,8 +183,7 @@ def _fill_from_model(
     total = sum(model.get_parameter_or_buffer(name).nbytes for name in decided.swapped)
     with fill.progress(total, progress) as advance:
         fill.from_model(decided, operators, model, advance, check_tensors)
-    with inject.Transaction(model):
-        inject.apply(model, decided, operators)
+    inject.apply(model, decided, operators)
 
 
 def _fill_from_checkpoint(
@@ -199,12 +201,11 @@ def _fill_from_checkpoint(
     with fill.progress(sum(source.tensors[key].bytes for key in keys), progress) as advance:
         read = fill.Reader(source, hf.quantization(model.config), advance, check_tensors)
         fill.from_checkpoint(decided, operators, model, source, read)
-        with inject.Transaction(model):
-            inject.apply(model, decided, operators)
-            hf.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))
-            hf.drop_quantization(model.config)
-            if generation is not None:
-                model.generation_config = generation
+        inject.apply(model, decided, operators)
+        hf.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))
+        hf.drop_quantization(model.config)
+        if generation is not None:
+            model.generation_config = generation
 
 
 def _let_go(error: BaseException | None) -> None:
