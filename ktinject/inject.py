@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def apply(model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator])
 
 
 class Transaction:
-    """Puts a model back exactly as it was if its `with` block is left by any exception.
+    """What a model is now, so that `restore` can put it back exactly so after any exception.
 
     Restored are all attributes of all modules (so parameters, buffers, children and hooks), what dicts, sets and lists
     among them held, the marks that transformers leaves on tensors, and the config's attributes.
@@ -56,13 +56,6 @@ class Transaction:
         self._saved = [
             {name: (value, _content(value)) for name, value in vars(o).items()} for o in self._owners
         ]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.restore()
 
     def restore(self) -> None:
         """Put everything back; may be called at any time, also when nothing has changed."""

@@ -184,12 +184,14 @@ def test_refusals_leave_the_model_as_it_was(folder: Path) -> None:
         assert snapshot(model) == before
 
 
-def test_a_transaction_that_succeeds_changes_nothing_back() -> None:
+def test_a_transaction_changes_nothing_back_until_it_is_told_to() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     model.config = models.config("qwen3_moe")
-    with Transaction(model):  # type: ignore[arg-type]
-        model.append(nn.Linear(1, 1))
+    transaction = Transaction(model)  # type: ignore[arg-type]
+    model.append(nn.Linear(1, 1))
     assert len(model) == 2
+    transaction.restore()
+    assert len(model) == 1
 
 
 # What a swapped model is
