@@ -6,6 +6,7 @@
 
 #include "moe/kernels/table.hpp"
 #include "moe/layout.hpp"
+#include "moe/pack.hpp"
 #include "moe/stages.hpp"
 #include "runtime/memory.hpp"
 
@@ -23,17 +24,6 @@ struct ExpertsConfig {
 };
 
 enum class Projection { gate, up, down };
-
-// A weight as it comes from a checkpoint: [n, k], element strides of any kind, so that transposed and interleaved
-// parameters are packed from a view.
-struct Source {
-  const void* data = nullptr;
-  DType dtype = DType::bf16;
-  int n = 0;
-  int k = 0;
-  ptrdiff_t n_stride = 0;
-  ptrdiff_t k_stride = 0;
-};
 
 class Experts {
  public:

@@ -1,4 +1,5 @@
-// From checkpoint weights to packed panels and back; the layout is drawn in moe/layout.hpp.
+#include "moe/pack.hpp"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -15,15 +16,14 @@ const char* name_of(Projection projection) {
   return projection == Projection::gate ? "gate" : projection == Projection::up ? "up" : "down";
 }
 
-// Where a projection's outputs lie: tile t (of 16 outputs) of the projection is tile `second` of panel `panel`.
-struct TileAt {
-  int panel;
-  int second;
-};
+// Where a projection's outputs lie.
+TileMap tiles_of(const ExpertsConfig& config, Projection projection) {
+  if (projection == Projection::down || !config.activation.has_gate) return paired_tiles;
+  return projection == Projection::up ? second_tiles : first_tiles;
+}
 
-TileAt tile_at(const ExpertsConfig& config, Projection projection, int t) {
-  if (projection == Projection::down || !config.activation.has_gate) return {t / 2, t % 2};
-  return {t, projection == Projection::up ? 1 : 0};
+std::string title(Projection projection, int expert) {
+  return "expert " + std::to_string(expert) + ", " + name_of(projection);
 }
 
 // One tile's 16 outputs x padded_k inputs, fp32, zero padded; `rows` of the outputs exist.
@@ -103,6 +103,50 @@ void unpack_column(const Matrix& matrix, const std::byte* panel, int column, flo
 
 }  // namespace
 
+void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& source, TileMap place, std::byte* panels,
+                 const std::string& what) {
+  const auto padded_k = static_cast<size_t>(matrix.padded_k());
+  const size_t element = dtype_bytes(source.dtype);
+  const size_t values_bytes = kTile * padded_k * sizeof(float), worker_bytes = values_bytes + padded_k + 64;
+  // Of a matrix alone, the last panel may have only its first tile: the second is packed as zeros.
+  const int tiles = place == paired_tiles ? 2 * matrix.panels : matrix.panels;
+
+  const auto workers = pool();
+  const auto session = workers->session();
+  std::byte* buffers = workers->buffer(0, static_cast<size_t>(workers->threads()) * worker_bytes);
+  workers->parallel_for(tiles, [&](int t, int worker) {
+    auto* values = reinterpret_cast<float*>(buffers + static_cast<size_t>(worker) * worker_bytes);
+    auto* quantised = reinterpret_cast<int8_t*>(values) + values_bytes;
+    for (int j = 0; j < kTile; ++j) {
+      float* row = values + static_cast<size_t>(j) * padded_k;
+      const int output = t * kTile + j;
+      std::fill(row, row + padded_k, 0.0f);
+      if (output >= source.n) continue;
+      const auto* start =
+          static_cast<const std::byte*>(source.data) + output * source.n_stride * static_cast<ptrdiff_t>(element);
+      stages.widen(start, source.dtype, source.k_stride, source.k, row);
+      // A scale that is not finite would spoil the whole row; bf16 has no scales and keeps what it was given.
+      if (matrix.format != Format::bf16 && !std::isfinite(stages.max_abs(row, source.k)))
+        throw std::domain_error(what + ": output row " + std::to_string(output) +
+                                " holds a NaN or an infinity, so it has no scale");
+    }
+    const TileAt at = place(t);
+    pack_tile(matrix, stages, values, panels + static_cast<size_t>(at.panel) * matrix.panel_bytes(), at.second,
+              quantised);
+  });
+}
+
+void unpack_matrix(const Matrix& matrix, const std::byte* panels, TileMap place, int n, float* out) {
+  const auto workers = pool();
+  const auto session = workers->session();
+  workers->parallel_for((n + kTile - 1) / kTile, [&](int t, int) {
+    const TileAt at = place(t);
+    for (int row = t * kTile; row < std::min(n, (t + 1) * kTile); ++row)
+      unpack_column(matrix, panels + static_cast<size_t>(at.panel) * matrix.panel_bytes(),
+                    at.second * kTile + row % kTile, out + static_cast<size_t>(row) * static_cast<size_t>(matrix.k));
+  });
+}
+
 int Experts::rows_of(Projection projection) const {
   return projection == Projection::down ? config_.hidden_size : config_.intermediate_size;
 }
@@ -112,8 +156,7 @@ int Experts::inputs_of(Projection projection) const {
 
 void Experts::check(Projection projection, int expert, const Source& source, bool bias) const {
   auto refuse = [&](const std::string& why) {
-    throw std::invalid_argument("expert " + std::to_string(expert) + ", " + name_of(projection) +
-                                (bias ? " bias" : "") + ": " + why);
+    throw std::invalid_argument(title(projection, expert) + (bias ? " bias" : "") + ": " + why);
   };
   if (gate_up_data_.data() == nullptr) refuse("allocate() was not called");
   if (expert < 0 || expert >= config_.experts)
@@ -130,37 +173,8 @@ void Experts::load(Projection projection, int expert, const Source& source) {
   check(projection, expert, source, false);
   const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
   const Block& block = projection == Projection::down ? down_data_ : gate_up_data_;
-  std::byte* base = block.data() + static_cast<size_t>(expert) * matrix.bytes();
-  const auto padded_k = static_cast<size_t>(matrix.padded_k());
-  const size_t element = dtype_bytes(source.dtype);
-  const size_t values_bytes = kTile * padded_k * sizeof(float), worker_bytes = values_bytes + padded_k + 64;
-  // Without a gate, and for down, the last panel may have only its first tile: the second is packed as zeros.
-  const bool paired = projection == Projection::down || !config_.activation.has_gate;
-  const int tiles = paired ? 2 * matrix.panels : matrix.panels;
-
-  const auto workers = pool();
-  const auto session = workers->session();
-  std::byte* buffers = workers->buffer(0, static_cast<size_t>(workers->threads()) * worker_bytes);
-  workers->parallel_for(tiles, [&](int t, int worker) {
-    auto* values = reinterpret_cast<float*>(buffers + static_cast<size_t>(worker) * worker_bytes);
-    auto* quantised = reinterpret_cast<int8_t*>(values) + values_bytes;
-    for (int j = 0; j < kTile; ++j) {
-      float* row = values + static_cast<size_t>(j) * padded_k;
-      const int output = t * kTile + j;
-      std::fill(row, row + padded_k, 0.0f);
-      if (output >= source.n) continue;
-      const auto* start =
-          static_cast<const std::byte*>(source.data) + output * source.n_stride * static_cast<ptrdiff_t>(element);
-      stages_->widen(start, source.dtype, source.k_stride, source.k, row);
-      // A scale that is not finite would spoil the whole row; bf16 has no scales and keeps what it was given.
-      if (matrix.format != Format::bf16 && !std::isfinite(stages_->max_abs(row, source.k)))
-        throw std::domain_error("expert " + std::to_string(expert) + ", " + name_of(projection) + ": output row " +
-                                std::to_string(output) + " holds a NaN or an infinity, so it has no scale");
-    }
-    const TileAt at = tile_at(config_, projection, t);
-    pack_tile(matrix, *stages_, values, base + static_cast<size_t>(at.panel) * matrix.panel_bytes(), at.second,
-              quantised);
-  });
+  pack_matrix(matrix, *stages_, source, tiles_of(config_, projection),
+              block.data() + static_cast<size_t>(expert) * matrix.bytes(), title(projection, expert));
   loaded_[(static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2] = 1;
 }
 
@@ -169,10 +183,11 @@ void Experts::load_bias(Projection projection, int expert, const Source& source)
   const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
   auto* bias = reinterpret_cast<float*>((projection == Projection::down ? down_bias_ : gate_up_bias_).data()) +
                static_cast<size_t>(expert) * static_cast<size_t>(matrix.panels) * kPanel;
+  const TileMap place = tiles_of(config_, projection);
   std::vector<float> values(static_cast<size_t>(source.n));
   stages_->widen(source.data, source.dtype, source.n_stride, source.n, values.data());
   for (int n = 0; n < source.n; ++n) {
-    const TileAt at = tile_at(config_, projection, n / kTile);
+    const TileAt at = place(n / kTile);
     bias[at.panel * kPanel + at.second * kTile + n % kTile] = values[static_cast<size_t>(n)];
   }
   loaded_[(static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2 + 1] = 1;
@@ -199,14 +214,7 @@ void Experts::unpack(Projection projection, int expert, float* out) const {
   check(projection, expert, shape, false);
   const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
   const Block& block = projection == Projection::down ? down_data_ : gate_up_data_;
-  const auto workers = pool();
-  const auto session = workers->session();
-  workers->parallel_for((shape.n + kTile - 1) / kTile, [&](int t, int) {
-    const TileAt at = tile_at(config_, projection, t);
-    for (int n = t * kTile; n < std::min(shape.n, (t + 1) * kTile); ++n)
-      unpack_column(matrix, panel(matrix, block, expert, at.panel), at.second * kTile + n % kTile,
-                    out + static_cast<size_t>(n) * static_cast<size_t>(shape.k));
-  });
+  unpack_matrix(matrix, panel(matrix, block, expert, 0), tiles_of(config_, projection), shape.n, out);
 }
 
 void Experts::unpack_bias(Projection projection, int expert, float* out) const {
@@ -218,8 +226,9 @@ void Experts::unpack_bias(Projection projection, int expert, float* out) const {
   const auto* bias =
       reinterpret_cast<const float*>((projection == Projection::down ? down_bias_ : gate_up_bias_).data()) +
       static_cast<size_t>(expert) * static_cast<size_t>(matrix.panels) * kPanel;
+  const TileMap place = tiles_of(config_, projection);
   for (int n = 0; n < shape.n; ++n) {
-    const TileAt at = tile_at(config_, projection, n / kTile);
+    const TileAt at = place(n / kTile);
     out[n] = bias[at.panel * kPanel + at.second * kTile + n % kTile];
   }
 }

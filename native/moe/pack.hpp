@@ -1,0 +1,43 @@
+// From checkpoint weights to the packed panels of moe/layout.hpp, and back.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "moe/layout.hpp"
+#include "moe/stages.hpp"
+
+namespace ktinject {
+
+// A weight as it comes from a checkpoint: [n, k], element strides of any kind, so that transposed and interleaved
+// parameters are packed from a view.
+struct Source {
+  const void* data = nullptr;
+  DType dtype = DType::bf16;
+  int n = 0;
+  int k = 0;
+  ptrdiff_t n_stride = 0;
+  ptrdiff_t k_stride = 0;
+};
+
+// Where 16 outputs lie: tile `second` (0 or 1) of panel `panel`.
+struct TileAt {
+  int panel;
+  int second;
+};
+// Tile t of a projection → its place among the panels.
+using TileMap = TileAt (*)(int t);
+
+inline TileAt paired_tiles(int t) { return {t / 2, t % 2}; }  // one matrix alone
+inline TileAt first_tiles(int t) { return {t, 0}; }           // gate, beside up
+inline TileAt second_tiles(int t) { return {t, 1}; }          // up, beside gate
+
+// Packs `source` to the panels at `panels`, in parallel. `what` names it in the std::domain_error that a NaN or an
+// infinity is when the format has scales.
+void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& source, TileMap place, std::byte* panels,
+                 const std::string& what);
+
+// out [n, matrix.k] fp32 = the dequantised outputs 0..n-1, in parallel.
+void unpack_matrix(const Matrix& matrix, const std::byte* panels, TileMap place, int n, float* out);
+
+}  // namespace ktinject
