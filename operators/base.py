@@ -42,6 +42,9 @@ class Operator(nn.Module, ABC):
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)  # where the module may stand, preferred first
     per_expert: ClassVar[bool] = False  # dimension 0 of all it wants is the expert: load() gets one at a time
     keeps: ClassVar[tuple[str, ...]] = ()  # direct children it keeps; rules may replace what is inside these
+    # forward, given CUDA tensors, only enqueues work: no host synchronisation, and nothing on the host that a replay
+    # of a CUDA graph would miss. Decode is captured only if all operators of a model say so.
+    capturable: bool = False
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
