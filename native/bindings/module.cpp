@@ -8,4 +8,5 @@ NB_MODULE(_native, m) {
   m.doc() = "Native core of ktinject.";
   ktinject::init_system(m);
   ktinject::init_experts(m);
+  ktinject::init_handoff(m);
 }

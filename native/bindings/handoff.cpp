@@ -1,0 +1,93 @@
+// Work for the experts that is handed in by one call and waited for by another.
+#include "cuda/handoff.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <array>
+#include <memory>
+
+#include "bindings/subjects.hpp"
+#include "moe/leader.hpp"
+
+namespace nb = nanobind;
+
+namespace ktinject {
+namespace {
+
+// operators/handoff.py numbers them like this; it has checked shapes, dtypes and devices.
+DType dtype_of(int code) {
+  constexpr std::array kinds{DType::f32, DType::bf16, DType::f16};
+  return kinds.at(static_cast<size_t>(code));
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+
+void init_handoff(nb::module_& m) {
+  nb::class_<Task>(m, "Task", "One request in host memory, run by the leader while the caller goes on.")
+      .def(
+          "__init__",
+          [](Task* self, const Experts& experts, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit,
+             uintptr_t weights, uintptr_t out, int tokens, int top_k) {
+            new (self) Task(experts,
+                            Request{pointer<const void>(x), pointer<const void>(ids), ids_are_64_bit,
+                                    pointer<const float>(weights), pointer<void>(out), dtype_of(dtype), tokens, top_k});
+          },
+          nb::arg("experts"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
+          nb::arg("weights"), nb::arg("out"), nb::arg("tokens"), nb::arg("top_k"), nb::keep_alive<1, 2>(),
+          "Addresses of contiguous tensors, which must outlive the task.")
+      .def("submit", &Task::submit, nb::call_guard<nb::gil_scoped_release>(), "Hand it to the leader.")
+      .def("wait", &Task::wait, nb::call_guard<nb::gil_scoped_release>(),
+           "Return when it is computed. Raises what the computation raised, or RuntimeError if nobody answers.")
+      .def_prop_ro("done", &Task::done, "Whether it is computed.");
+
+  nb::class_<Channel>(m, "Channel", "The slots of one layer on one CUDA device.")
+      .def(
+          "__init__",
+          [](Channel* self, const Experts& experts, int device, int slots, int tokens, int value_bytes,
+             bool host_func) {
+            nb::gil_scoped_release release;
+            new (self) Channel(experts, device, slots, tokens, value_bytes,
+                               host_func ? HandoffMode::host_func : HandoffMode::flags);
+          },
+          nb::kw_only(), nb::arg("experts"), nb::arg("device"), nb::arg("slots"), nb::arg("tokens"),
+          nb::arg("value_bytes"), nb::arg("host_func"), nb::keep_alive<1, 2>())
+      .def_prop_ro("bytes", &Channel::bytes, "Pinned bytes that it holds.")
+      .def(
+          "submit",
+          [](Channel& self, int slot, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit, uintptr_t weights,
+             int weights_dtype, int tokens, int top_k, uintptr_t lookup, uintptr_t stream) {
+            self.submit(
+                slot,
+                {pointer<const void>(x), dtype_of(dtype), pointer<const void>(ids), ids_are_64_bit,
+                 pointer<const void>(weights), dtype_of(weights_dtype), tokens, top_k, pointer<const int32_t>(lookup)},
+                stream);
+          },
+          nb::arg("slot"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
+          nb::arg("weights"), nb::arg("weights_dtype"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("lookup"),
+          nb::arg("stream"), "Put a submit into the stream; addresses on the device.")
+      .def(
+          "wait",
+          [](Channel& self, int slot, int tokens, int dtype, uintptr_t out, uintptr_t addend, uintptr_t stream) {
+            self.wait(slot, tokens, dtype_of(dtype), pointer<void>(out), pointer<const float>(addend), stream);
+          },
+          nb::arg("slot"), nb::arg("tokens"), nb::arg("dtype"), nb::arg("out"), nb::arg("addend"), nb::arg("stream"),
+          "Put a wait into the stream; out 0: drop the answer, addend 0: add nothing.")
+      .def("check", &Channel::check, nb::call_guard<nb::gil_scoped_release>(),
+           "Raise what went wrong since the last call.");
+
+  m.def("why_no_flags", &why_no_flags, nb::arg("device"), nb::call_guard<nb::gil_scoped_release>(),
+        "Why mapped flags do not work on a CUDA device; empty where they do. Tried once a process.");
+  m.def("handoff_wake", [] { leader().wake(); }, "Wake the leader: before the replay of a graph with submits in it.");
+  m.def(
+      "handoff_pause", [](bool paused) { leader().pause(paused); }, nb::arg("paused"), "For tests: let nobody answer.");
+  m.def("set_answer_timeout", &set_answer_timeout, nb::arg("seconds"), "How long an answer may take.");
+  m.def("answer_timeout", &answer_timeout, "How long an answer may take, in seconds.");
+}
+
+}  // namespace ktinject

@@ -1,0 +1,537 @@
+#include "cuda/handoff.hpp"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <new>
+#include <stdexcept>
+#include <thread>
+
+#include "moe/leader.hpp"
+
+namespace ktinject {
+namespace {
+
+constexpr int kMostSlotsPerToken = 64;  // experts a token may be sent to, as in the forward pass
+constexpr int kMostThreads = 1024;
+
+void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // an error that was reported is not to be found again by the next call
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check_cuda(cudaGetDevice(&before_), "asking for the current device");
+    if (before_ != device) check_cuda(cudaSetDevice(device), "choosing a device");
+    changed_ = before_ != device;
+  }
+  ~OnDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+enum Status : uint32_t { kFine = 0, kNoAnswer = 1, kSlotTaken = 2 };
+
+// The head of a slot in mapped memory. What the CPU writes and what the GPU writes lie on lines of their own.
+struct Head {
+  alignas(128) uint32_t tokens;
+  uint32_t top_k;
+  uint32_t dtype;
+  alignas(128) uint32_t answer;  // submits answered so far
+};
+
+// A slot's part of device memory.
+struct Counts {
+  uint32_t busy;    // a submit whose answer has not been fetched
+  uint32_t posted;  // submits so far
+  uint32_t lost;    // the last submit gave up
+};
+
+struct View {
+  Head* head;
+  std::byte* x;
+  int32_t* ids;
+  float* weights;
+  const std::byte* out;
+  Counts* counts;
+  uint32_t* status;  // of the channel, mapped
+};
+
+struct Bell {
+  uint64_t* ring;      // mapped; null: nobody watches it, a host function calls instead
+  uint32_t* ticket;    // device memory
+  uint32_t entry = 0;  // the port, announced or not
+};
+
+struct Payload {
+  const void* x;
+  size_t bytes;
+  const void* ids;
+  const void* weights;
+  const int32_t* lookup;
+  int experts;
+  uint32_t tokens;
+  uint32_t top_k;
+  uint32_t dtype;
+  bool wide_ids;
+  uint32_t weights_dtype;
+};
+
+__device__ uint64_t now_ns() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+}
+
+__device__ uint32_t load_acquire(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// Copies `bytes` from `from` to `to` with all threads; 16 bytes at a time where both are aligned. `kFromHost` reads
+// past the caches: the same addresses hold something else after every answer.
+template <bool kFromHost>
+__device__ void copy(const void* from, void* to, size_t bytes) {
+  size_t done = 0;
+  if (((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) & 15) == 0) {
+    const auto* source = static_cast<const uint4*>(from);
+    auto* target = static_cast<uint4*>(to);
+    for (size_t i = threadIdx.x; i < bytes / 16; i += blockDim.x)
+      target[i] = kFromHost ? __ldcv(source + i) : source[i];
+    done = bytes / 16 * 16;
+  }
+  const auto* source = static_cast<const uint16_t*>(from);  // all dtypes are multiples of two bytes
+  auto* target = static_cast<uint16_t*>(to);
+  for (size_t i = done / 2 + threadIdx.x; i < bytes / 2; i += blockDim.x)
+    target[i] = kFromHost ? __ldcv(source + i) : source[i];
+}
+
+__device__ float widen(const void* values, uint32_t dtype, size_t i) {
+  if (dtype == static_cast<uint32_t>(DType::f32)) return static_cast<const float*>(values)[i];
+  if (dtype == static_cast<uint32_t>(DType::f16)) return __half2float(static_cast<const __half*>(values)[i]);
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(values)[i]);
+}
+
+__device__ void narrow(void* values, uint32_t dtype, size_t i, float value) {
+  if (dtype == static_cast<uint32_t>(DType::f32)) static_cast<float*>(values)[i] = value;
+  else if (dtype == static_cast<uint32_t>(DType::f16)) static_cast<__half*>(values)[i] = __float2half_rn(value);
+  else static_cast<__nv_bfloat16*>(values)[i] = __float2bfloat16_rn(value);
+}
+
+__global__ void __launch_bounds__(kMostThreads) submit_kernel(View slot, Bell bell, Payload from, uint64_t timeout_ns) {
+  __shared__ bool mine;
+  if (threadIdx.x == 0) {
+    mine = true;
+    if (atomicCAS(&slot.counts->busy, 0u, 1u) != 0) {
+      const uint64_t start = now_ns();
+      while (atomicCAS(&slot.counts->busy, 0u, 1u) != 0) {
+        __nanosleep(500);
+        if (now_ns() - start > timeout_ns || load_acquire(slot.status) != kFine) {
+          mine = false;
+          *slot.status = kSlotTaken;
+          break;
+        }
+      }
+    }
+    slot.counts->lost = !mine;
+  }
+  __syncthreads();
+  if (!mine) return;
+  copy<false>(from.x, slot.x, from.bytes);
+  const size_t entries = static_cast<size_t>(from.tokens) * from.top_k;
+  for (size_t i = threadIdx.x; i < entries; i += blockDim.x) {
+    const int64_t id =
+        from.wide_ids ? static_cast<const int64_t*>(from.ids)[i] : static_cast<const int32_t*>(from.ids)[i];
+    // An id that is no expert is the CPU's to refuse.
+    const bool known = id >= 0 && id <= from.experts;
+    slot.ids[i] = from.lookup != nullptr && known
+                      ? from.lookup[id]
+                      : static_cast<int32_t>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, id)));
+    slot.weights[i] = widen(from.weights, from.weights_dtype, i);
+  }
+  if (threadIdx.x == 0) {
+    slot.head->tokens = from.tokens;
+    slot.head->top_k = from.top_k;
+    slot.head->dtype = from.dtype;
+    slot.counts->posted += 1;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence_system();  // covers the other threads' writes, which the barrier put before it
+  if (bell.ring == nullptr) return;
+  const uint32_t ticket = atomicAdd(bell.ticket, 1u);
+  const uint64_t entry = static_cast<uint64_t>(ticket + 1) << 32 | bell.entry;
+  *reinterpret_cast<volatile uint64_t*>(bell.ring + ticket % Leader::kRingEntries) = entry;
+}
+
+__global__ void __launch_bounds__(kMostThreads)
+    wait_kernel(View slot, void* out, const float* addend, size_t bytes, uint32_t dtype, uint64_t timeout_ns) {
+  __shared__ bool answered;
+  if (threadIdx.x == 0) {
+    const uint32_t posted = slot.counts->posted;
+    const uint64_t start = now_ns();
+    answered = slot.counts->lost == 0;
+    for (int spins = 1; answered && static_cast<int32_t>(load_acquire(&slot.head->answer) - posted) < 0; ++spins) {
+      if (spins % 32 != 0) continue;
+      const bool late = now_ns() - start > timeout_ns;
+      if (late) *slot.status = kNoAnswer;
+      if (late || load_acquire(slot.status) != kFine) answered = false;
+    }
+  }
+  __syncthreads();
+  if (out != nullptr) {
+    if (!answered) {
+      for (size_t i = threadIdx.x; i < bytes / 2; i += blockDim.x)
+        static_cast<uint16_t*>(out)[i] = 0xffff;  // NaN in all three dtypes: nobody takes it for a result
+    } else if (addend == nullptr) {
+      copy<true>(slot.out, out, bytes);
+    } else {
+      const size_t values = bytes / (dtype == static_cast<uint32_t>(DType::f32) ? 4 : 2);
+      if (dtype == static_cast<uint32_t>(DType::f32)) {
+        const auto* source = reinterpret_cast<const float*>(slot.out);
+        for (size_t i = threadIdx.x; i < values; i += blockDim.x)
+          static_cast<float*>(out)[i] = __ldcv(source + i) + addend[i];
+      } else {
+        const auto* source = reinterpret_cast<const uint32_t*>(slot.out);
+        for (size_t i = threadIdx.x; i < (values + 1) / 2; i += blockDim.x) {
+          const uint32_t pair = __ldcv(source + i);
+          narrow(out, dtype, 2 * i, widen(&pair, dtype, 0) + addend[2 * i]);
+          if (2 * i + 1 < values) narrow(out, dtype, 2 * i + 1, widen(&pair, dtype, 1) + addend[2 * i + 1]);
+        }
+      }
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0 && answered) {
+    __threadfence();
+    atomicExch(&slot.counts->busy, 0u);
+  }
+}
+
+// Asks and spins on the answer: whether host and device see each other's writes while a kernel runs.
+__global__ void echo_kernel(volatile uint32_t* ask, const uint32_t* answer, volatile uint32_t* heard) {
+  *ask = 1;
+  __threadfence_system();
+  const uint64_t start = now_ns();
+  while (now_ns() - start < 500'000'000)
+    if (load_acquire(answer) == 1) {
+      *heard = 1;
+      break;
+    }
+  __threadfence_system();
+}
+
+std::string try_flags(int device) {
+  OnDevice on(device);
+  int mapped = 0, unified = 0;
+  cudaDeviceGetAttribute(&mapped, cudaDevAttrCanMapHostMemory, device);
+  cudaDeviceGetAttribute(&unified, cudaDevAttrUnifiedAddressing, device);
+  if (mapped == 0 || unified == 0) return "the device cannot map host memory";
+  uint32_t* words = nullptr;
+  cudaStream_t stream = nullptr;
+  check_cuda(cudaHostAlloc(&words, 4096, cudaHostAllocMapped | cudaHostAllocPortable), "allocating mapped memory");
+  std::memset(words, 0, 4096);
+  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
+  auto *ask = words, *answer = words + 64, *heard = words + 128;
+  echo_kernel<<<1, 1, 0, stream>>>(ask, answer, heard);
+  const auto start = std::chrono::steady_clock::now();
+  while (__atomic_load_n(ask, __ATOMIC_ACQUIRE) == 0 &&
+         std::chrono::steady_clock::now() - start < std::chrono::seconds(2)) {
+  }
+  __atomic_store_n(answer, 1, __ATOMIC_RELEASE);
+  const cudaError_t error = cudaStreamSynchronize(stream);
+  const bool heard_it = *heard == 1;
+  cudaStreamDestroy(stream);
+  cudaFreeHost(words);
+  check_cuda(error, "trying mapped flags");
+  return heard_it ? "" : "a running kernel and the host do not see each other's writes";
+}
+
+// What a process keeps for a device: the ring, and mapped blocks that former channels left. Blocks are not freed, since
+// freeing one would wait for the whole device.
+struct PerDevice {
+  std::string why_no_flags;
+  uint64_t* ring = nullptr;
+  uint32_t* ticket = nullptr;
+  std::multimap<size_t, std::pair<std::byte*, Counts*>> left;
+};
+
+std::mutex devices_mutex;
+
+std::map<int, PerDevice>& devices() {
+  static auto* all = new std::map<int, PerDevice>;
+  return *all;
+}
+
+PerDevice& per_device(int device) {  // with devices_mutex held
+  auto found = devices().find(device);
+  if (found != devices().end()) return found->second;
+  PerDevice made;
+  made.why_no_flags = try_flags(device);
+  check_cuda(
+      cudaHostAlloc(&made.ring, Leader::kRingEntries * sizeof(uint64_t), cudaHostAllocMapped | cudaHostAllocPortable),
+      "allocating mapped memory");
+  std::memset(made.ring, 0, Leader::kRingEntries * sizeof(uint64_t));
+  check_cuda(cudaMalloc(&made.ticket, sizeof(uint32_t)), "allocating a counter");
+  check_cuda(cudaMemset(made.ticket, 0, sizeof(uint32_t)), "clearing a counter");
+  leader().watch(made.ring);
+  return devices().emplace(device, std::move(made)).first->second;
+}
+
+}  // namespace
+
+std::string why_no_flags(int device) {
+  std::lock_guard lock(devices_mutex);
+  OnDevice on(device);
+  return per_device(device).why_no_flags;
+}
+
+struct Channel::Slot final : Work {
+  Shared* shared = nullptr;
+  View view{};
+  uint32_t port = 0;
+  uint32_t answered = 0;                      // by the leader
+  std::atomic<uint32_t> called{0}, ended{0};  // of host functions: by the driver's thread, and done by the leader
+
+  void run() noexcept override;
+};
+
+struct Channel::Shared {
+  std::atomic<const Experts*> experts{nullptr};
+  int expert_count = 0;
+  int device = 0;
+  HandoffMode mode = HandoffMode::flags;
+  size_t hidden = 0;
+  size_t tokens = 0;
+  size_t x_bytes = 0;
+  size_t total = 0;
+  std::byte* block = nullptr;
+  Counts* counts = nullptr;
+  uint32_t* status = nullptr;
+  Bell bell{};
+  std::vector<std::unique_ptr<Slot>> slots;
+  std::mutex mutex;
+  std::exception_ptr failure;
+  std::atomic<bool> failed{false};
+};
+
+void Channel::Slot::run() noexcept {
+  const Head& head = *view.head;
+  const auto dtype = static_cast<DType>(head.dtype);
+  auto* out = const_cast<std::byte*>(view.out);
+  try {
+    const Experts* const experts = shared->experts.load();
+    if (experts == nullptr) throw std::runtime_error("the experts are gone");
+    Request{
+        view.x, view.ids, false, view.weights, out, dtype, static_cast<int>(head.tokens), static_cast<int>(head.top_k)}
+        .compute(*experts);
+  } catch (...) {
+    std::memset(out, 0xff, head.tokens * shared->hidden * dtype_bytes(dtype));
+    std::lock_guard lock(shared->mutex);
+    if (!shared->failed) shared->failure = std::current_exception();
+    shared->failed = true;
+  }
+  __atomic_store_n(&view.head->answer, ++answered, __ATOMIC_RELEASE);
+  ended.fetch_add(1, std::memory_order_release);
+}
+
+Channel::Channel(const Experts& experts, int device, int slots, int tokens, int value_bytes, HandoffMode mode)
+    : shared_(std::make_unique<Shared>()) {
+  Shared& here = *shared_;
+  here.experts = &experts;
+  here.expert_count = experts.config().experts;
+  here.device = device;
+  here.mode = mode;
+  here.hidden = static_cast<size_t>(experts.config().hidden_size);
+  here.tokens = static_cast<size_t>(tokens);
+  auto padded = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
+  here.x_bytes = padded(here.tokens * here.hidden * static_cast<size_t>(value_bytes));
+  const size_t routes = padded(here.tokens * kMostSlotsPerToken * sizeof(float));
+  const size_t each = padded(sizeof(Head)) + 2 * here.x_bytes + 2 * routes;
+  const size_t count = static_cast<size_t>(slots);
+  here.total = 256 + count * each;
+
+  OnDevice on(device);
+  std::lock_guard lock(devices_mutex);
+  PerDevice& shared = per_device(device);
+  if (mode == HandoffMode::flags && !shared.why_no_flags.empty())
+    throw std::runtime_error("mapped flags do not work here: " + shared.why_no_flags);
+  if (auto found = shared.left.find(here.total); found != shared.left.end()) {
+    std::tie(here.block, here.counts) = found->second;
+    shared.left.erase(found);
+    std::memset(here.block, 0, here.total);
+    check_cuda(cudaMemset(here.counts, 0, count * sizeof(Counts)), "clearing counters");
+  } else {
+    if (cudaHostAlloc(&here.block, here.total, cudaHostAllocMapped | cudaHostAllocPortable) != cudaSuccess) {
+      cudaGetLastError();
+      throw std::bad_alloc();
+    }
+    std::memset(here.block, 0, here.total);
+    if (const cudaError_t error = cudaMalloc(&here.counts, count * sizeof(Counts)); error != cudaSuccess) {
+      cudaFreeHost(here.block);
+      check_cuda(error, "allocating counters");
+    }
+    check_cuda(cudaMemset(here.counts, 0, count * sizeof(Counts)), "clearing counters");
+  }
+  check_cuda(cudaDeviceSynchronize(), "clearing counters");
+  here.status = reinterpret_cast<uint32_t*>(here.block);
+  *here.status = kFine;
+  here.bell = {mode == HandoffMode::flags ? shared.ring : nullptr, shared.ticket, 0};
+  std::byte* at = here.block + 256;
+  for (size_t index = 0; index < count; ++index) {
+    auto slot = std::make_unique<Slot>();
+    slot->shared = &here;
+    slot->view = {reinterpret_cast<Head*>(at),
+                  at + padded(sizeof(Head)),
+                  reinterpret_cast<int32_t*>(at + padded(sizeof(Head)) + here.x_bytes),
+                  reinterpret_cast<float*>(at + padded(sizeof(Head)) + here.x_bytes + routes),
+                  at + padded(sizeof(Head)) + here.x_bytes + 2 * routes,
+                  here.counts + index,
+                  here.status};
+    slot->port = leader().open(slot.get());
+    here.slots.push_back(std::move(slot));
+    at += each;
+  }
+}
+
+Channel::~Channel() {
+  Shared& here = *shared_;
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaSetDevice(here.device);
+  cudaStreamCaptureMode capture = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&capture);
+  const bool idle = cudaDeviceSynchronize() == cudaSuccess;
+  cudaGetLastError();
+  cudaThreadExchangeStreamCaptureMode(&capture);
+  cudaSetDevice(before);
+  if (!idle) {
+    // Work may still be on its way: the ports stay taken, and what comes is answered without the experts.
+    here.experts.store(nullptr);
+    for (auto& slot : here.slots) leader().settle(slot.get());
+    shared_.release();
+    return;
+  }
+  for (auto& slot : here.slots) leader().close(slot->port);
+  std::lock_guard lock(devices_mutex);
+  devices()[here.device].left.emplace(here.total, std::pair(here.block, here.counts));
+}
+
+HandoffMode Channel::mode() const { return shared_->mode; }
+size_t Channel::bytes() const { return shared_->total; }
+
+void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stream) {
+  Shared& here = *shared_;
+  Slot& slot = *here.slots.at(static_cast<size_t>(index));
+  const size_t bytes = static_cast<size_t>(request.tokens) * here.hidden * dtype_bytes(request.dtype);
+  if (request.tokens < 1 || bytes > here.x_bytes || static_cast<size_t>(request.tokens) > here.tokens)
+    throw std::invalid_argument("tokens: found " + std::to_string(request.tokens) + "; allowed: 1 to " +
+                                std::to_string(here.tokens));
+  if (request.top_k < 1 || request.top_k > kMostSlotsPerToken)
+    throw std::invalid_argument("experts a token: found " + std::to_string(request.top_k) + "; allowed: 1 to " +
+                                std::to_string(kMostSlotsPerToken));
+  auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
+  OnDevice on(here.device);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "asking whether a graph is captured");
+  const bool captured = status != cudaStreamCaptureStatusNone;
+  Bell bell = here.bell;
+  bell.entry = slot.port;
+  if (captured) {
+    leader().nap();
+  } else if (here.mode == HandoffMode::flags) {
+    bell.entry |= Leader::kAnnounced;
+    leader().announce();
+  }
+  const Payload payload{request.x,
+                        bytes,
+                        request.ids,
+                        request.weights,
+                        request.lookup,
+                        here.expert_count,
+                        static_cast<uint32_t>(request.tokens),
+                        static_cast<uint32_t>(request.top_k),
+                        static_cast<uint32_t>(request.dtype),
+                        request.ids_are_64_bit,
+                        static_cast<uint32_t>(request.weights_dtype)};
+  const auto threads = static_cast<unsigned>(std::clamp<size_t>((bytes / 16 + 31) / 32 * 32, 64, kMostThreads));
+  submit_kernel<<<1, threads, 0, stream>>>(slot.view, bell, payload, static_cast<uint64_t>(answer_timeout() * 1e9));
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
+    if (bell.entry & Leader::kAnnounced) leader().withdraw();
+    check_cuda(error, "launching the submit kernel");
+  }
+  if (here.mode == HandoffMode::host_func)
+    check_cuda(cudaLaunchHostFunc(
+                   stream,
+                   [](void* context) {
+                     auto* work = static_cast<Slot*>(context);
+                     work->called.fetch_add(1, std::memory_order_relaxed);
+                     leader().post(work);
+                   },
+                   &slot),
+               "adding a host function");
+}
+
+void Channel::wait(int index, int tokens, DType dtype, void* out, const float* addend, uintptr_t raw_stream) {
+  Shared& here = *shared_;
+  const size_t bytes = static_cast<size_t>(tokens) * here.hidden * dtype_bytes(dtype);
+  if (bytes > here.x_bytes) throw std::invalid_argument("wait for more tokens than were submitted");
+  Slot& slot = *here.slots.at(static_cast<size_t>(index));
+  auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
+  OnDevice on(here.device);
+  if (here.mode == HandoffMode::host_func)
+    check_cuda(cudaLaunchHostFunc(
+                   stream,
+                   [](void* context) {
+                     auto* work = static_cast<Slot*>(context);
+                     const uint32_t called = work->called.load(std::memory_order_relaxed);
+                     const auto limit = std::chrono::duration<double>(answer_timeout());
+                     const auto start = std::chrono::steady_clock::now();
+                     while (static_cast<int32_t>(work->ended.load(std::memory_order_acquire) - called) < 0) {
+                       if (std::chrono::steady_clock::now() - start < limit) continue;
+                       __atomic_store_n(work->shared->status, kNoAnswer, __ATOMIC_RELEASE);
+                       return;
+                     }
+                   },
+                   &slot),
+               "adding a host function");
+  const auto threads = static_cast<unsigned>(std::clamp<size_t>((bytes / 16 + 31) / 32 * 32, 64, kMostThreads));
+  wait_kernel<<<1, threads, 0, stream>>>(slot.view, out, addend, bytes, static_cast<uint32_t>(dtype),
+                                         static_cast<uint64_t>(answer_timeout() * 1e9));
+  check_cuda(cudaGetLastError(), "launching the wait kernel");
+}
+
+void Channel::check() {
+  Shared& here = *shared_;
+  if (const uint32_t status = __atomic_load_n(here.status, __ATOMIC_ACQUIRE); status != kFine) {
+    // Whatever is still in the streams ends at once while the status stands; then the slots are free again.
+    OnDevice on(here.device);
+    check_cuda(cudaDeviceSynchronize(), "waiting for the device");
+    for (size_t index = 0; index < here.slots.size(); ++index)
+      check_cuda(cudaMemset(&here.counts[index].busy, 0, sizeof(uint32_t)), "freeing a slot");
+    __atomic_store_n(here.status, kFine, __ATOMIC_RELEASE);
+    throw std::runtime_error(status == kNoAnswer
+                                 ? "no answer from the CPU's experts within " + std::to_string(answer_timeout()) + " s"
+                                 : "another stream held this layer's buffers for " + std::to_string(answer_timeout()) +
+                                       " s");
+  }
+  if (!here.failed.load(std::memory_order_acquire)) return;
+  std::lock_guard lock(here.mutex);
+  here.failed = false;
+  std::rethrow_exception(std::exchange(here.failure, nullptr));
+}
+
+}  // namespace ktinject

@@ -1,0 +1,67 @@
+// From a CUDA stream to the leader and back, in order, eagerly or captured, without a call of the CUDA API by any
+// other thread.
+//
+//   stream                        mapped host memory                leader
+//   submit kernel   ── x, ids, weights, then an entry ──►   finds the entry, computes
+//   (other work)                                            writes the output, raises `answer`
+//   wait kernel     ◄── spins on `answer`, copies ──        (next entry)
+//
+// Counts live in device memory and are advanced by the kernels themselves, so every replay of a captured graph is a new
+// submit. A slot that is still in use by another stream is waited for on the device.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "moe/experts.hpp"
+
+namespace ktinject {
+
+enum class HandoffMode { flags, host_func };
+
+// What a submit takes; device pointers, contiguous.
+struct DeviceRequest {
+  const void* x = nullptr;  // [tokens, hidden] of dtype
+  DType dtype = DType::bf16;
+  const void* ids = nullptr;  // [tokens, top_k]
+  bool ids_are_64_bit = false;
+  const void* weights = nullptr;  // [tokens, top_k]
+  DType weights_dtype = DType::f32;
+  int tokens = 0;
+  int top_k = 0;
+  const int32_t* lookup = nullptr;  // [experts + 1]: the id the CPU is to see, -1 for none; null: all as they are
+};
+
+// Whether mapped flags work on a device, found out by one round trip; the reason if not, else empty.
+std::string why_no_flags(int device);
+
+// One owner's slots on one device. Calls for one slot alternate: submit, wait, submit, …
+class Channel {
+ public:
+  // Slots hold `tokens` tokens of dtypes of up to `value_bytes` bytes. Throws std::runtime_error or std::bad_alloc.
+  Channel(const Experts& experts, int device, int slots, int tokens, int value_bytes, HandoffMode mode);
+  ~Channel();
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  HandoffMode mode() const;
+  size_t bytes() const;
+  // Throws std::invalid_argument for a request that does not fit.
+  void submit(int slot, const DeviceRequest& request, uintptr_t stream);
+  // out [tokens, hidden] = the answer + addend; tokens and dtype are the request's, addend [tokens, hidden] is fp32 or
+  // null. With a null `out` the answer is waited for and dropped.
+  void wait(int slot, int tokens, DType dtype, void* out, const float* addend, uintptr_t stream);
+  // Throws what went wrong since the last call: what the CPU threw, or that nobody answered in time.
+  void check();
+
+ private:
+  struct Slot;
+  struct Shared;
+  std::unique_ptr<Shared> shared_;
+};
+
+}  // namespace ktinject

@@ -1,0 +1,237 @@
+#include "moe/leader.hpp"
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <climits>
+#include <ctime>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+namespace ktinject {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kHot{2};
+constexpr microseconds kShortNap{50};
+constexpr milliseconds kLongNap{5};
+constexpr std::chrono::seconds kUntilLongNaps{1};
+constexpr int kSpinsBetweenClocks = 128;
+
+static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
+
+void futex_wait(std::atomic<uint32_t>& word, uint32_t seen, const timespec* timeout) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, timeout, nullptr, 0);
+}
+
+void futex_wake(std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+std::atomic<double> timeout_s{60};
+
+struct Global {
+  std::mutex mutex;
+  std::atomic<Leader*> leader{nullptr};
+};
+
+Global* global = nullptr;
+std::once_flag global_once;
+
+Global& state() {
+  std::call_once(global_once, [] {
+    global = new Global;
+    // The child has none of the parent's threads; what is left of the parent's leader is never touched again.
+    pthread_atfork(nullptr, nullptr, [] { global = new Global; });
+  });
+  return *global;
+}
+
+}  // namespace
+
+void set_answer_timeout(double seconds) { timeout_s = seconds; }
+double answer_timeout() { return timeout_s; }
+
+void Request::compute(const Experts& experts) const {
+  if (ids_are_64_bit) experts.forward(x, dtype, static_cast<const int64_t*>(ids), weights, tokens, top_k, out);
+  else experts.forward(x, dtype, static_cast<const int32_t*>(ids), weights, tokens, top_k, out);
+}
+
+Leader& leader() {
+  Global& here = state();
+  if (Leader* found = here.leader.load(std::memory_order_acquire)) return *found;
+  std::lock_guard lock(here.mutex);
+  if (Leader* found = here.leader.load(std::memory_order_acquire)) return *found;
+  auto* made = new Leader;  // lives as long as the process: a GPU may write to its rings at any time
+  std::thread([made] { made->loop(); }).detach();
+  here.leader.store(made, std::memory_order_release);
+  return *made;
+}
+
+void Leader::watch(const uint64_t* ring) {
+  const size_t index = ring_count_.load();
+  if (index == rings_.size()) throw std::runtime_error("too many rings");
+  rings_[index] = {ring, 0};
+  ring_count_.store(index + 1, std::memory_order_release);
+}
+
+uint32_t Leader::open(Work* work) {
+  for (uint32_t port = 0; port < kMostPorts; ++port) {
+    Work* free = nullptr;
+    if (ports_[port].compare_exchange_strong(free, work)) return port;
+  }
+  throw std::runtime_error("more than " + std::to_string(kMostPorts) + " handoff slots are in use; drop a model first");
+}
+
+void Leader::close(uint32_t port) {
+  Work* const work = ports_[port].exchange(nullptr);
+  settle(work);
+}
+
+void Leader::settle(const Work* work) const {
+  while (running_.load() == work) sched_yield();
+}
+
+void Leader::post(Work* work) {
+  const uint32_t ticket = post_ticket_.fetch_add(1);
+  auto& place = posted_[ticket % posted_.size()];
+  for (Work* free = nullptr; !place.compare_exchange_weak(free, work); free = nullptr) sched_yield();
+  wake();
+}
+
+void Leader::wake() {
+  wake_.fetch_add(1);
+  if (sleeping_.load()) futex_wake(wake_);
+}
+
+void Leader::pause(bool paused) {
+  paused_ = paused;
+  wake();
+}
+
+Work* Leader::next() {
+  if (paused_.load(std::memory_order_relaxed)) return nullptr;
+  auto& place = posted_[post_next_ % posted_.size()];
+  if (place.load(std::memory_order_relaxed) != nullptr) {
+    ++post_next_;
+    return place.exchange(nullptr);
+  }
+  const size_t rings = ring_count_.load(std::memory_order_acquire);
+  for (size_t index = 0; index < rings; ++index) {
+    Ring& ring = rings_[index];
+    const uint64_t entry = __atomic_load_n(&ring.entries[ring.next % kRingEntries], __ATOMIC_ACQUIRE);
+    if (static_cast<uint32_t>(entry >> 32) != ring.next + 1) continue;
+    ++ring.next;
+    const auto port = static_cast<uint32_t>(entry);
+    if (port & kAnnounced) outstanding_.fetch_sub(1, std::memory_order_relaxed);
+    // Announced as running before it is looked at again, so that close() either is seen here or sees it.
+    auto& slot = ports_[(port & ~kAnnounced) % kMostPorts];
+    Work* work = slot.load();
+    running_.store(work);
+    if (slot.load() == work && work != nullptr) return work;
+    running_.store(nullptr);
+  }
+  return nullptr;
+}
+
+void Leader::loop() {
+  {
+    // The pool's workers have CPUs of their own from the second on; the first is left for its worker 0.
+    cpu_set_t allowed, first;
+    CPU_ZERO(&allowed);
+    CPU_ZERO(&first);
+    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0)
+      for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+        if (CPU_ISSET(cpu, &allowed)) {
+          CPU_SET(cpu, &first);
+          break;
+        }
+    if (CPU_COUNT(&allowed) > 1 && CPU_COUNT(&first) == 1) pthread_setaffinity_np(pthread_self(), sizeof first, &first);
+  }
+  uint32_t woken = wake_.load();
+  auto active = Clock::now();
+  for (int spins = 0;;) {
+    if (Work* work = next()) {
+      run(work);
+      spins = kSpinsBetweenClocks - 1;  // the clock is read once, after the work
+      active = Clock::time_point::max();
+      continue;
+    }
+    _mm_pause();
+    if (++spins < kSpinsBetweenClocks) continue;
+    spins = 0;
+    const auto now = Clock::now();
+    const uint32_t seen = wake_.load();
+    if (active == Clock::time_point::max() || seen != woken) {
+      active = now;
+      woken = seen;
+    }
+    const auto idle = now - active;
+    if (idle < kHot) continue;
+    sleeping_.store(true);
+    // Looked at again after announcing the sleep: a wake() in between has been seen here or sees the sleeper.
+    if (wake_.load() == woken) {
+      const bool expects = outstanding_.load() > 0 || captured_.load();
+      if (expects) {
+        const auto nap = idle < kUntilLongNaps ? std::chrono::nanoseconds(kShortNap) : kLongNap;
+        const timespec time{0, nap.count()};
+        futex_wait(wake_, woken, &time);
+        spins = kSpinsBetweenClocks - 1;
+      } else {
+        futex_wait(wake_, woken, nullptr);
+      }
+    }
+    sleeping_.store(false);
+  }
+}
+
+void Leader::run(Work* work) {
+  running_.store(work);
+  work->run();
+  running_.store(nullptr);
+}
+
+Task::~Task() {
+  // The buffers belong to the task until it has run, even if nobody waits for it.
+  while (submitted_ && !done()) sched_yield();
+}
+
+void Task::submit() {
+  submitted_ = true;
+  leader().post(this);
+}
+
+void Task::run() noexcept {
+  try {
+    request_.compute(experts_);
+  } catch (...) {
+    failure_ = std::current_exception();
+  }
+  done_.store(true, std::memory_order_release);
+}
+
+void Task::wait() {
+  const auto limit = std::chrono::duration<double>(answer_timeout());
+  const auto start = Clock::now();
+  for (int spins = 0; !done();) {
+    _mm_pause();
+    if (++spins < 4096) continue;
+    spins = 0;
+    sched_yield();
+    if (Clock::now() - start > limit)
+      throw std::runtime_error("no answer from the experts within " + std::to_string(limit.count()) + " s");
+  }
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+}
+
+}  // namespace ktinject

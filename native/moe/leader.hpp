@@ -1,0 +1,128 @@
+// The thread that answers. Work for the experts comes from GPUs, which write to rings in mapped memory, and from the
+// host; one thread looks at all of them, computes on the pool as its worker 0 (so there is no hop to another thread),
+// and answers. It never calls CUDA and never takes the GIL, so nothing that waits for the GPU can keep it from
+// answering.
+//
+// It spins while there has been work or a wake() within the last two milliseconds. After that
+//   - while eager submits are on their way through a stream, or graphs have been captured, it naps: 50 us, and 5 ms
+//     when nothing came for a second. A GPU cannot wake a sleeping thread, so a graph that is replayed without wake()
+//     is only found at the end of a nap;
+//   - else it sleeps until wake().
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+
+#include "moe/experts.hpp"
+
+namespace ktinject {
+
+// Something to compute. Whoever hands it in keeps it alive until run() has returned.
+class Work {
+ public:
+  virtual ~Work() = default;
+  virtual void run() noexcept = 0;
+};
+
+// One call of Experts::forward, buffers in host memory.
+struct Request {
+  const void* x = nullptr;
+  const void* ids = nullptr;
+  bool ids_are_64_bit = false;
+  const float* weights = nullptr;
+  void* out = nullptr;
+  DType dtype = DType::bf16;
+  int tokens = 0;
+  int top_k = 0;
+
+  void compute(const Experts& experts) const;
+};
+
+class Leader {
+ public:
+  static constexpr uint32_t kRingEntries = 4096;
+  static constexpr uint32_t kAnnounced = 1u << 31;  // set in entries whose submit called announce()
+  static constexpr uint32_t kMostPorts = 4096;
+
+  // A ring in memory that one GPU writes and the leader reads: (ticket + 1) << 32 | port. It is never taken away.
+  void watch(const uint64_t* ring);
+
+  // What an entry of a ring names. Ports are never used for two things at once: close() waits until the work that
+  // runs, if any, has ended.
+  uint32_t open(Work* work);
+  void close(uint32_t port);
+  // Returns when `work` does not run.
+  void settle(const Work* work) const;
+
+  // Work from the host, in order; waits for room. `work` must live until it has run.
+  void post(Work* work);
+
+  // An eager submit is about to be put into a stream: stay awake for it.
+  void announce() {
+    outstanding_.fetch_add(1, std::memory_order_relaxed);
+    wake();
+  }
+  void withdraw() { outstanding_.fetch_sub(1, std::memory_order_relaxed); }
+  // A graph with submits has been captured: never sleep for good again.
+  void nap() { captured_.store(true, std::memory_order_relaxed); }
+  // To be called before a graph is replayed.
+  void wake();
+
+  // For tests of what happens when nobody answers.
+  void pause(bool paused);
+
+ private:
+  friend Leader& leader();
+  void loop();
+  Work* next();
+  void run(Work* work);
+
+  struct Ring {
+    const uint64_t* entries = nullptr;
+    uint32_t next = 0;
+  };
+  std::array<Ring, 64> rings_;
+  std::atomic<size_t> ring_count_{0};
+  std::array<std::atomic<Work*>, kMostPorts> ports_{};
+  std::array<std::atomic<Work*>, 256> posted_{};
+  std::atomic<uint32_t> post_ticket_{0};
+  uint32_t post_next_ = 0;
+  std::atomic<Work*> running_{nullptr};
+  std::atomic<int> outstanding_{0};
+  std::atomic<bool> captured_{false};
+  std::atomic<bool> paused_{false};
+  std::atomic<uint32_t> wake_{0};
+  std::atomic<bool> sleeping_{false};
+};
+
+// The process's leader, started on first use; a forked child starts its own.
+Leader& leader();
+
+// A request from the host, run by the leader while the caller goes on.
+class Task final : public Work {
+ public:
+  Task(const Experts& experts, const Request& request) : experts_(experts), request_(request) {}
+  ~Task() override;
+  void submit();
+  // Rethrows what the computation threw; std::runtime_error if there is no answer within the timeout.
+  void wait();
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  void run() noexcept override;
+
+ private:
+  const Experts& experts_;
+  const Request request_;
+  bool submitted_ = false;
+  std::atomic<bool> done_{false};
+  std::exception_ptr failure_;
+};
+
+// How long anybody waits for an answer before calling its sender lost.
+void set_answer_timeout(double seconds);
+double answer_timeout();
+
+}  // namespace ktinject

@@ -1,0 +1,28 @@
+#include "cuda/handoff.hpp"
+
+#include <stdexcept>
+
+namespace ktinject {
+namespace {
+
+[[noreturn]] void refuse() {
+  throw std::runtime_error(
+      "this build of ktinject has no CUDA parts: nvcc was not found when it was made. Install the CUDA toolkit and "
+      "build again.");
+}
+
+}  // namespace
+
+struct Channel::Slot {};
+struct Channel::Shared {};
+
+std::string why_no_flags(int) { refuse(); }
+Channel::Channel(const Experts&, int, int, int, int, HandoffMode) { refuse(); }
+Channel::~Channel() = default;
+HandoffMode Channel::mode() const { refuse(); }
+size_t Channel::bytes() const { refuse(); }
+void Channel::submit(int, const DeviceRequest&, uintptr_t) { refuse(); }
+void Channel::wait(int, int, DType, void*, const float*, uintptr_t) { refuse(); }
+void Channel::check() { refuse(); }
+
+}  // namespace ktinject

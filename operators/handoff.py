@@ -1,0 +1,301 @@
+"""Work for the CPU's experts that is handed in by one call and waited for by another.
+
+    ticket = handoff.submit(x, ids, weights)      # returns at once, on a GPU in the order of the current stream
+    …                                             # what the device does meanwhile
+    out = handoff.wait(ticket)                    # [m, hidden], where and as x was
+
+Several submits may be under way; they are computed in the order in which they were submitted. On a CUDA device both
+calls only put kernels into the current stream, so both can be captured in a graph, and each replay is a new submit and
+a new wait. On the CPU a thread of the native core computes while the caller goes on.
+
+A failure in the experts never hangs the GPU: it gets NaN, and the next submit, wait or check raises OperatorError.
+Whoever replays a graph calls `wake()` before, since a GPU cannot wake a sleeping thread, and `check()` of the operators
+after it has looked at the result.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ktinject import _native
+from ktinject.errors import OperatorError
+
+Mode = Literal["auto", "flags", "host_func"]
+
+# Tokens that a submit into a stream may have: decoding with room for drafts. More are prefill, for which plain copies
+# cost nothing beside the computation.
+MOST_TOKENS = 32
+# Submits of one owner under way at the same time. Deferral needs two.
+SLOTS = 4
+
+_CODES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+}  # as native/bindings/handoff.cpp numbers them
+
+
+class Ticket:
+    """One submit. Dropping it without waiting drops the answer."""
+
+    __slots__ = ("captured", "channel", "device", "dtype", "shape", "slot", "stream", "task", "tensors")
+
+    def __init__(self, x: Tensor) -> None:
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        self.slot = -1
+        self.channel: _Slots | None = None
+        self.task: _native.Task | None = None
+        self.tensors: tuple[Tensor, ...] = ()
+        self.stream = 0
+        self.captured = False
+
+    def __del__(self) -> None:
+        if self.channel is not None:
+            self.channel.drop(self)
+
+
+class _Slots:
+    """One owner's slots on one CUDA device, and which of them are free."""
+
+    def __init__(self, experts: _native.Experts, device: torch.device, value_bytes: int, mode: Mode) -> None:
+        assert device.index is not None
+        if mode == "auto":
+            mode = "host_func" if _native.why_no_flags(device.index) else "flags"
+        self.mode: Mode = mode
+        self.value_bytes = value_bytes
+        self.native = _native.Channel(
+            experts=experts,
+            device=device.index,
+            slots=SLOTS,
+            tokens=MOST_TOKENS,
+            value_bytes=value_bytes,
+            host_func=mode == "host_func",
+        )
+        self._free = list(reversed(range(SLOTS)))
+        self._lock = threading.Lock()
+
+    def take(self) -> int:
+        with self._lock:
+            if not self._free:
+                raise OperatorError(
+                    f"handoff: {SLOTS} submits of one layer are under way, which is the most. Wait for one first."
+                )
+            return self._free.pop()
+
+    def give(self, slot: int) -> None:
+        with self._lock:
+            self._free.append(slot)
+            # The lowest first, always: streams that take several take them in the same order and cannot block
+            # each other.
+            self._free.sort(reverse=True)
+
+    def drop(self, ticket: Ticket) -> None:
+        """Free the slot of a ticket that nobody waited for. One captured in a graph has nothing to free."""
+        if not ticket.captured:
+            self.native.wait(ticket.slot, ticket.shape[0], _CODES[ticket.dtype], 0, 0, ticket.stream)
+        self.give(ticket.slot)
+
+
+class Handoff:
+    """The way of one layer to its experts on the CPU.
+
+    experts  filled; must not be closed while submits are under way
+    mode     how a CUDA device tells the CPU: mapped flags, or host functions where those do not work (auto)
+    """
+
+    def __init__(self, experts: _native.Experts, hidden_size: int, mode: Mode = "auto") -> None:
+        self._experts = experts
+        self._hidden = hidden_size
+        self._mode = mode
+        self._slots: dict[torch.device, _Slots] = {}
+
+    def prepare(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Take the buffers for a CUDA device now, as the first submit would; needed before a capture.
+
+        Raises   OperatorError if there is no room for them, or `flags` were asked for and do not work
+        """
+        held = self._slots.get(device)
+        if held is not None and held.value_bytes >= dtype.itemsize:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise OperatorError(
+                "handoff: its buffers cannot be allocated while a graph is captured. Run the model once before."
+            )
+        try:
+            self._slots[device] = _Slots(self._experts, device, dtype.itemsize, self._mode)
+        except (RuntimeError, MemoryError) as error:
+            raise OperatorError(f"handoff: {str(error) or 'no room for pinned buffers'}.") from None
+
+    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, lookup: Tensor | None = None) -> Ticket:
+        """Hand work to the experts on the CPU.
+
+        x        [m, hidden] float32, bfloat16 or float16, on the CPU or a CUDA device
+        ids      [m, t] int64 or int32 on the same device; -1 and num_experts are skipped
+        weights  [m, t] float32, bfloat16 or float16 on the same device
+        lookup   [num_experts + 1] int32 on the same device: the id that the CPU is to see, -1 for none
+        Returns  a ticket to be given to `wait` once
+        Raises   OperatorError for shapes, dtypes and devices, and for what went wrong before; during a capture
+                 also for more than MOST_TOKENS tokens
+        """
+        self._check(x, ids, weights)
+        ticket = Ticket(x)
+        if x.shape[0] == 0:
+            return ticket
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not x.is_cuda or (x.shape[0] > MOST_TOKENS and not capturing):
+            self._submit_host(ticket, x, ids, weights, lookup)
+            return ticket
+        if x.shape[0] > MOST_TOKENS:
+            raise OperatorError(
+                f"handoff: found {x.shape[0]} tokens in a graph; allowed are up to {MOST_TOKENS}. "
+                "Run prompts outside of graphs."
+            )
+        self.prepare(x.device, x.dtype)
+        if not capturing:
+            self.check()
+        slots = self._slots[x.device]
+        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        ticket.stream = torch.cuda.current_stream(x.device).cuda_stream
+        ticket.captured = capturing
+        slot = slots.take()
+        try:
+            slots.native.submit(
+                slot,
+                x.data_ptr(),
+                _CODES[x.dtype],
+                ids.data_ptr(),
+                ids.dtype == torch.int64,
+                weights.data_ptr(),
+                _CODES[weights.dtype],
+                *ids.shape,
+                0 if lookup is None else lookup.data_ptr(),
+                ticket.stream,
+            )
+        except (RuntimeError, ValueError) as error:
+            slots.give(slot)
+            raise OperatorError(f"handoff: {error}.") from None
+        ticket.slot, ticket.channel = slot, slots
+        return ticket
+
+    def wait(self, ticket: Ticket, out: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+        """The result of a submit; on a CUDA device in the order of the current stream.
+
+        out      [m, hidden] contiguous, of x's dtype and device, to write to; None: a new tensor
+        addend   [m, hidden] float32 contiguous on x's device, added before rounding
+        Raises   OperatorError for what the experts raised, or if nobody answered within the timeout
+        """
+        if out is None:
+            out = torch.empty(ticket.shape, dtype=ticket.dtype, device=ticket.device)
+        elif (out.shape, out.dtype, out.device) != (
+            ticket.shape,
+            ticket.dtype,
+            ticket.device,
+        ) or not out.is_contiguous():
+            raise OperatorError(
+                f"handoff: out is {list(out.shape)} {out.dtype} on {out.device}; it must be contiguous, "
+                f"{list(ticket.shape)} {ticket.dtype} on {ticket.device}."
+            )
+        if ticket.shape[0] == 0:
+            return out
+        if ticket.task is not None:
+            self._wait_host(ticket, out, addend)
+            return out
+        slots, ticket.channel = ticket.channel, None
+        if slots is None:
+            raise OperatorError("handoff: this ticket was waited for already; submit again.")
+        try:
+            slots.native.wait(
+                ticket.slot,
+                ticket.shape[0],
+                _CODES[ticket.dtype],
+                out.data_ptr(),
+                0 if addend is None else addend.data_ptr(),
+                torch.cuda.current_stream(ticket.device).cuda_stream,
+            )
+        except RuntimeError as error:
+            raise OperatorError(f"handoff: {error}.") from None
+        finally:
+            slots.give(ticket.slot)
+        if not ticket.captured:
+            self.check()
+        return out
+
+    def check(self) -> None:
+        """Raise OperatorError for what went wrong in submits so far; looks at two words of memory."""
+        for slots in self._slots.values():
+            try:
+                slots.native.check()
+            except (IndexError, ValueError, RuntimeError) as error:
+                raise OperatorError(f"handoff: {error}.") from None
+
+    def modes(self) -> dict[torch.device, Mode]:
+        """How each device that was used tells the CPU."""
+        return {device: slots.mode for device, slots in self._slots.items()}
+
+    def _check(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        if x.dim() != 2 or x.shape[1] != self._hidden or ids.dim() != 2 or ids.shape != weights.shape:
+            found = ", ".join(str(list(tensor.shape)) for tensor in (x, ids, weights))
+            raise OperatorError(
+                f"hidden_states, top_k_index and top_k_weights: found shapes {found}; "
+                f"expected [m, {self._hidden}], [m, t], [m, t]."
+            )
+        if ids.shape[0] != x.shape[0]:
+            raise OperatorError(f"top_k_index: found {ids.shape[0]} tokens; hidden_states has {x.shape[0]}.")
+        if x.dtype not in _CODES or weights.dtype not in _CODES:
+            raise OperatorError(
+                f"hidden_states and top_k_weights: found {x.dtype} and {weights.dtype}; "
+                "allowed: float32, bfloat16, float16."
+            )
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise OperatorError(f"top_k_index: found {ids.dtype}; allowed: int64, int32.")
+        if not x.device == ids.device == weights.device:
+            raise OperatorError(
+                f"hidden_states, top_k_index and top_k_weights are on {x.device}, {ids.device} and "
+                f"{weights.device}; they must be on one device."
+            )
+
+    def _submit_host(
+        self, ticket: Ticket, x: Tensor, ids: Tensor, weights: Tensor, lookup: Tensor | None
+    ) -> None:
+        if lookup is not None:
+            # Ids that are no expert are left for the experts to refuse.
+            known = (ids >= 0) & (ids < lookup.shape[0])
+            ids = torch.where(known, lookup[ids.clamp(0, lookup.shape[0] - 1).long()].to(ids.dtype), ids)
+        x, ids = x.detach().to("cpu").contiguous(), ids.to("cpu").contiguous()
+        weights = weights.detach().to("cpu", torch.float32).contiguous()
+        out = torch.empty_like(x)
+        ticket.tensors = (x, ids, weights, out)
+        ticket.task = _native.Task(
+            self._experts,
+            x.data_ptr(),
+            _CODES[x.dtype],
+            ids.data_ptr(),
+            ids.dtype == torch.int64,
+            weights.data_ptr(),
+            out.data_ptr(),
+            *ids.shape,
+        )
+        ticket.task.submit()
+
+    def _wait_host(self, ticket: Ticket, out: Tensor, addend: Tensor | None) -> None:
+        assert ticket.task is not None
+        if not ticket.tensors:
+            raise OperatorError("handoff: this ticket was waited for already; submit again.")
+        try:
+            ticket.task.wait()
+        except (IndexError, ValueError, RuntimeError) as error:
+            raise OperatorError(f"{error}.") from None
+        answer, ticket.tensors = ticket.tensors[-1], ()
+        if addend is None:
+            out.copy_(answer)
+        else:
+            out.copy_(answer.to(addend.device, torch.float32) + addend)
+
+
+def wake() -> None:
+    """Wake the thread that answers. To be called before a graph with submits in it is replayed."""
+    _native.handoff_wake()

@@ -1,0 +1,448 @@
+"""The handoff against one plain call of the experts: results, order, failures, and no time spent when idle."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from ktinject import _native
+from ktinject.errors import OperatorError
+from ktinject.operators import handoff
+from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
+from ktinject.operators.handoff import Handoff
+
+EXPERTS, HIDDEN = 8, 64
+
+
+@cache
+def operator(seed: int = 0, hidden: int = HIDDEN) -> CpuExperts:
+    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=48, num_experts=EXPERTS)
+    config._experts_implementation = "eager"
+    module = Qwen3MoeExperts(config)
+    random = torch.Generator().manual_seed(seed)
+    made = CpuExperts.build(module, CpuExpertsConfig(device="cpu"))
+    made.allocate()
+    for name, parameter in module.named_parameters():
+        values = torch.randn(parameter.shape, generator=random) * parameter.shape[-1] ** -0.5
+        made.load(name, values, None, None)
+    made.finish()
+    return made
+
+
+def way(seed: int = 0, mode: handoff.Mode = "auto") -> Handoff:
+    return Handoff(operator(seed).native, HIDDEN, mode)
+
+
+def inputs(
+    tokens: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16, top_k: int = 2, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, generator=random).to(dtype)
+    ids = torch.rand(tokens, EXPERTS, generator=random).argsort(-1)[:, :top_k].contiguous()
+    weights = torch.rand(tokens, top_k, generator=random)
+    return x.to(device), ids.to(device), weights.to(device)
+
+
+def plain(arguments: tuple[Tensor, Tensor, Tensor], seed: int = 0) -> Tensor:
+    return operator(seed).compute(*(tensor.cpu() for tensor in arguments))
+
+
+@pytest.fixture
+def nobody_answers() -> Iterator[None]:
+    before = _native.answer_timeout()
+    _native.set_answer_timeout(0.2)
+    _native.handoff_pause(True)
+    yield
+    _native.handoff_pause(False)
+    _native.set_answer_timeout(before)
+
+
+# --- on the CPU ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 100])
+def test_the_result_is_that_of_a_plain_call(tokens: int, dtype: torch.dtype) -> None:
+    arguments, here = inputs(tokens, dtype=dtype), way()
+    out = here.wait(here.submit(*arguments))
+    assert out.dtype == dtype
+    assert torch.equal(out, plain(arguments))
+
+
+def test_several_are_under_way_and_waited_for_in_any_order() -> None:
+    here, other = way(), way(seed=1)
+    calls = [inputs(3, seed) for seed in range(4)]
+    tickets = [here.submit(*call) for call in calls]
+    foreign = other.submit(*calls[0])
+    for index in (2, 0, 3, 1):
+        assert torch.equal(here.wait(tickets[index]), plain(calls[index]))
+    assert torch.equal(other.wait(foreign), plain(calls[0], seed=1))
+
+
+def test_ids_are_looked_up_and_an_addend_is_added() -> None:
+    x, ids, weights = inputs(6, dtype=torch.float32)
+    lookup = torch.arange(EXPERTS + 1, dtype=torch.int32)
+    lookup[::2] = -1
+    here, addend = way(), torch.randn(6, HIDDEN)
+    out = torch.full_like(x, torch.nan)
+    assert here.wait(here.submit(x, ids, weights, lookup), out, addend) is out
+    kept = torch.where(ids % 2 == 1, ids, -1)
+    assert torch.equal(out, plain((x, kept, weights)) + addend)
+
+
+def test_a_failure_is_raised_at_the_wait_and_the_next_call_works() -> None:
+    x, ids, weights = inputs(2)
+    here = way()
+    ticket = here.submit(x, ids + EXPERTS + 1, weights)
+    good = here.submit(x, ids, weights)
+    with pytest.raises(OperatorError, match="routed to expert"):
+        here.wait(ticket)
+    assert torch.equal(here.wait(good), plain((x, ids, weights)))
+
+
+def test_a_ticket_can_be_dropped() -> None:
+    here, arguments = way(), inputs(40)
+    for _ in range(20):
+        here.submit(*arguments)
+    assert torch.equal(here.wait(here.submit(*arguments)), plain(arguments))
+
+
+def test_a_ticket_is_waited_for_once() -> None:
+    here = way()
+    ticket = here.submit(*inputs(1))
+    here.wait(ticket)
+    with pytest.raises(OperatorError, match="waited for already"):
+        here.wait(ticket)
+
+
+def test_a_lost_leader_is_an_error(nobody_answers: None) -> None:
+    here, arguments = way(), inputs(1)
+    ticket = here.submit(*arguments)
+    with pytest.raises(OperatorError, match="no answer from the experts within"):
+        here.wait(ticket)
+    _native.handoff_pause(False)
+    assert torch.equal(here.wait(here.submit(*arguments)), plain(arguments))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    x, ids, weights = inputs(2)
+    here = way()
+    for bad in [
+        (x[:, :5], ids, weights),
+        (x, ids[:1], weights[:1]),
+        (x, ids, weights[:, :1]),
+        (x.double(), ids, weights),
+        (x, ids.float(), weights),
+    ]:
+        with pytest.raises(OperatorError, match="found"):
+            here.submit(*bad)
+    ticket = here.submit(x, ids, weights)
+    with pytest.raises(OperatorError, match="must be contiguous"):
+        here.wait(ticket, torch.empty(HIDDEN, 2, dtype=x.dtype).T)
+    here.wait(ticket)
+
+
+def test_many_threads() -> None:
+    calls = {seed: inputs(3, seed) for seed in range(4)}
+    want = {seed: plain(call) for seed, call in calls.items()}
+    here, wrong = way(), []
+
+    def work(seed: int) -> None:
+        for _ in range(50):
+            if not torch.equal(here.wait(here.submit(*calls[seed])), want[seed]):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_forked_child_has_a_leader_of_its_own() -> None:
+    here, arguments = way(), inputs(2)
+    want = here.wait(here.submit(*arguments))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = int(not torch.equal(here.wait(here.submit(*arguments)), want))
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_idle_leader_takes_no_time() -> None:
+    here = way()
+    here.wait(here.submit(*inputs(1)))
+    time.sleep(0.05)  # the workers' and the leader's spinning ends
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.003
+
+
+# --- on a GPU ---
+
+gpu = pytest.mark.gpu
+MODES = ["flags", "host_func"]
+
+
+@pytest.fixture
+def cuda() -> str:
+    if not torch.cuda.is_available() or not _native.cuda_built():
+        pytest.skip("no CUDA device, or built without CUDA")
+    return "cuda:0"
+
+
+def captured(function, warm: bool = True) -> torch.cuda.CUDAGraph:  # noqa: ANN001
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        if warm:
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+def replay(graph: torch.cuda.CUDAGraph) -> None:
+    handoff.wake()
+    graph.replay()
+
+
+@gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 8, 32, 33, 100])
+def test_eager(cuda: str, tokens: int, dtype: torch.dtype, mode: handoff.Mode) -> None:
+    here = way(mode=mode)
+    for seed in range(3):
+        x, ids, weights = inputs(tokens, seed, dtype, device=cuda)
+        want = plain((x, ids, weights))
+        for call in [(x, ids, weights), (x, ids.int(), weights.to(dtype).float())]:
+            out = here.wait(here.submit(*call))
+            assert out.device == x.device and out.dtype == dtype
+            if call[1] is ids:
+                assert torch.equal(out.cpu(), want)
+    assert mode in here.modes().values() or tokens in (0, 33, 100)
+
+
+@gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_lookup_and_addend_on_the_gpu(cuda: str, mode: handoff.Mode) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for tokens in (1, 7):
+            x, ids, weights = inputs(tokens, dtype=dtype, device=cuda)
+            lookup = torch.arange(EXPERTS + 1, dtype=torch.int32, device=cuda)
+            lookup[::2] = -1
+            here, addend = way(mode=mode), torch.randn(tokens, HIDDEN, device=cuda)
+            out = here.wait(here.submit(x, ids, weights, lookup), None, addend)
+            answer = plain((x, torch.where(ids % 2 == 1, ids, -1), weights))
+            assert torch.equal(out.cpu(), (answer.float() + addend.cpu()).to(dtype))
+
+
+@gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_replays_of_two_models_with_deferred_work(cuda: str, mode: handoff.Mode) -> None:
+    """Two layers of two models; a submit is waited for one layer later. New inputs at every replay."""
+    first, second = way(0, mode), way(1, mode)
+    for layer in (first, second):
+        layer.prepare(torch.device(cuda))
+    x, ids, weights = inputs(3, device=cuda)
+    other_ids = (ids + 1) % EXPERTS
+    outs = [torch.empty_like(x) for _ in range(3)]
+
+    def step() -> None:
+        now, later = first.submit(x, ids, weights), first.submit(x, other_ids, weights)
+        first.wait(now, outs[0])
+        following = second.submit(outs[0], ids, weights)
+        first.wait(later, outs[1])
+        second.wait(following, outs[2])
+
+    graph = captured(step)
+    for seed in range(50):
+        new = inputs(3, seed, device=cuda)
+        for to, value in zip((x, ids, weights), new):
+            to.copy_(value)
+        other_ids.copy_((ids + 1) % EXPERTS)
+        replay(graph)
+        torch.cuda.synchronize()
+        want = plain((x, ids, weights))
+        assert torch.equal(outs[0].cpu(), want)
+        assert torch.equal(outs[1].cpu(), plain((x, other_ids, weights)))
+        assert torch.equal(outs[2].cpu(), plain((want, ids, weights), seed=1))
+        first.check()
+
+
+@gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_several_graphs_and_streams_at_once(cuda: str, mode: handoff.Mode) -> None:
+    """Four threads replay graphs of one layer on streams of their own, and one runs it eagerly."""
+    here = way(mode=mode)
+    here.prepare(torch.device(cuda))
+    calls = [inputs(2 + index, index, device=cuda) for index in range(4)]
+    outs = [torch.empty_like(call[0]) for call in calls]
+    graphs = [captured(lambda c=call, o=out: here.wait(here.submit(*c), o)) for call, out in zip(calls, outs)]
+    want = [plain(call) for call in calls]
+    torch.cuda.synchronize()
+    wrong: list[object] = []
+
+    def work(index: int) -> None:
+        try:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(100):
+                    outs[index].fill_(torch.nan)
+                    replay(graphs[index])
+                    stream.synchronize()
+                    if not torch.equal(outs[index].cpu(), want[index]):
+                        wrong.append(index)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(50):
+        out = here.wait(here.submit(*calls[0]))
+        assert torch.equal(out.cpu(), want[0])
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@gpu
+def test_a_graph_that_nobody_announces_is_found_by_a_nap(cuda: str) -> None:
+    here, arguments = way(), inputs(1, device=cuda)
+    here.prepare(torch.device(cuda))
+    out = torch.empty_like(arguments[0])
+    graph = captured(lambda: here.wait(here.submit(*arguments), out))
+    time.sleep(1.3)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.02
+    start = time.perf_counter()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start < 0.1
+    assert torch.equal(out.cpu(), plain(arguments))
+
+
+@gpu
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failure_crosses_to_the_next_call(cuda: str, mode: handoff.Mode) -> None:
+    here = way(mode=mode)
+    x, ids, weights = inputs(2, device=cuda)
+    out = here.wait(here.submit(x, ids, weights))
+    ticket = here.submit(x, ids + EXPERTS + 1, weights)
+    torch.cuda.synchronize()
+    with pytest.raises(OperatorError, match="routed to expert"):
+        while True:  # the answer is there after the first wait; which call sees it depends on the time
+            out = here.wait(ticket)
+            torch.cuda.synchronize()
+            here.check()
+    assert torch.equal(here.wait(here.submit(x, ids, weights)).cpu(), plain((x, ids, weights)))
+
+
+@gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_lost_leader_releases_the_gpu(cuda: str, graph: bool, mode: handoff.Mode) -> None:
+    here, arguments = way(mode=mode), inputs(2, device=cuda)
+    here.prepare(torch.device(cuda))
+    out = torch.empty_like(arguments[0])
+    step = captured(lambda: here.wait(here.submit(*arguments), out)) if graph else None
+    before = _native.answer_timeout()
+    _native.set_answer_timeout(0.3)
+    if graph:  # the timeout is an argument of the kernels
+        step = captured(lambda: here.wait(here.submit(*arguments), out))
+    _native.handoff_pause(True)
+    try:
+        if step is None:
+            here.wait(here.submit(*arguments), out)
+        else:
+            step.replay()
+        torch.cuda.synchronize()
+        assert out.isnan().all()
+        with pytest.raises(OperatorError, match="no answer"):
+            here.check()
+    finally:
+        _native.handoff_pause(False)
+        _native.set_answer_timeout(before)
+    for _ in range(3):
+        if step is None:
+            here.wait(here.submit(*arguments), out)
+        else:
+            replay(step)
+        torch.cuda.synchronize()
+        here.check()
+        assert torch.equal(out.cpu(), plain(arguments))
+
+
+@gpu
+def test_tickets_dropped_on_the_gpu_free_their_slots(cuda: str) -> None:
+    here, arguments = way(), inputs(2, device=cuda)
+    for _ in range(20):
+        here.submit(*arguments)
+    assert torch.equal(here.wait(here.submit(*arguments)).cpu(), plain(arguments))
+    tickets = [here.submit(*arguments) for _ in range(handoff.SLOTS)]
+    with pytest.raises(OperatorError, match="under way"):
+        here.submit(*arguments)
+    del tickets
+
+
+@gpu
+def test_a_thousand_replays_take_no_memory(cuda: str) -> None:
+    here, arguments = way(), inputs(1, device=cuda)
+    here.prepare(torch.device(cuda))
+    out = torch.empty_like(arguments[0])
+    graph = captured(lambda: [here.wait(here.submit(*arguments), out) for _ in range(10)])
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    for _ in range(50):
+        replay(graph)
+    torch.cuda.synchronize()
+    before, device_before = resident(), torch.cuda.mem_get_info()[0]
+    for _ in range(1000):
+        replay(graph)
+    torch.cuda.synchronize()
+    assert resident() - before < 2**20
+    assert device_before - torch.cuda.mem_get_info()[0] < 2**20
+    here.check()
+
+
+@gpu
+def test_buffers_of_a_dropped_layer_are_used_again(cuda: str) -> None:
+    arguments = inputs(2, device=cuda)
+    for _ in range(50):
+        here = way()
+        assert torch.equal(here.wait(here.submit(*arguments)).cpu(), plain(arguments))
+        del here
+        gc.collect()
+
+
+@gpu
+def test_a_capture_is_refused_what_it_cannot_hold(cuda: str) -> None:
+    here = way()
+    for tokens, match in [(2, "Run the model once before"), (handoff.MOST_TOKENS + 1, "Run prompts outside")]:
+        arguments = inputs(tokens, device=cuda)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(OperatorError, match=match), torch.cuda.graph(graph):
+            here.submit(*arguments)
+    torch.cuda.synchronize()
