@@ -40,7 +40,7 @@ def layers(hidden: int, mode: handoff.Mode) -> list[handoff.Handoff]:
     return made
 
 
-def best_us(step, repeats: int = 60) -> float:  # noqa: ANN001
+def best_us(step, repeats: int = 60) -> float:
     """The median over replays, a layer."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -74,7 +74,7 @@ def main() -> None:
             for mode in ("flags", "host_func"):
                 made = layers(hidden, mode)
 
-                def step(layer: int, made=made, x=x, ids=ids, weights=weights, out=out) -> None:  # noqa: ANN001
+                def step(layer: int, made=made, x=x, ids=ids, weights=weights, out=out) -> None:
                     x.mul_(1.0)
                     made[layer].wait(made[layer].submit(x, ids, weights), out)
 
@@ -98,19 +98,21 @@ def write(path: Path, machine: str, rows: list[tuple[int, int, str, float]]) -> 
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         for hidden, tokens, mode, added in rows:
-            values = {
-                "date": date.today().isoformat(),
-                "commit": commit,
-                "machine": machine,
-                "operator": "handoff",
-                "shape": f"hidden {hidden}",
-                "weights": mode,
-                "tokens": tokens,
-                "us": f"{added:.2f}",
-                "peer": "host functions" if mode == "flags" else "",
-                "ratio": f"{host[hidden, tokens] / added:.2f}" if mode == "flags" else "",
-            }
-            writer.writerow({name: value for name, value in values.items() if name in columns})
+            writer.writerow(
+                {
+                    "date": date.today().isoformat(),
+                    "commit": commit,
+                    "machine": machine,
+                    "benchmark": "handoff",
+                    "shape": f"hidden {hidden}",
+                    "kernel": mode,
+                    "tokens": tokens,
+                    "us": f"{added:.2f}",
+                    "peer": "host functions" if mode == "flags" else "",
+                    "peer_us": f"{host[hidden, tokens]:.2f}" if mode == "flags" else "",
+                    "ratio": f"{host[hidden, tokens] / added:.2f}" if mode == "flags" else "",
+                }
+            )
 
 
 if __name__ == "__main__":

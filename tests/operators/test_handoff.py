@@ -205,7 +205,7 @@ def cuda() -> str:
     return "cuda:0"
 
 
-def captured(function, warm: bool = True) -> torch.cuda.CUDAGraph:  # noqa: ANN001
+def captured(function, warm: bool = True) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -346,14 +346,11 @@ def test_a_graph_that_nobody_announces_is_found_by_a_nap(cuda: str) -> None:
 def test_a_failure_crosses_to_the_next_call(cuda: str, mode: handoff.Mode) -> None:
     here = way(mode=mode)
     x, ids, weights = inputs(2, device=cuda)
-    out = here.wait(here.submit(x, ids, weights))
+    here.wait(here.submit(x, ids, weights))
     ticket = here.submit(x, ids + EXPERTS + 1, weights)
     torch.cuda.synchronize()
     with pytest.raises(OperatorError, match="routed to expert"):
-        while True:  # the answer is there after the first wait; which call sees it depends on the time
-            out = here.wait(ticket)
-            torch.cuda.synchronize()
-            here.check()
+        here.wait(ticket)
     assert torch.equal(here.wait(here.submit(x, ids, weights)).cpu(), plain((x, ids, weights)))
 
 
