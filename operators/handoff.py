@@ -171,7 +171,8 @@ class Handoff:
                 ids.dtype == torch.int64,
                 weights.data_ptr(),
                 _CODES[weights.dtype],
-                *ids.shape,
+                ids.shape[0],
+                ids.shape[1],
                 0 if lookup is None else lookup.data_ptr(),
                 ticket.stream,
             )
@@ -277,7 +278,8 @@ class Handoff:
             ids.dtype == torch.int64,
             weights.data_ptr(),
             out.data_ptr(),
-            *ids.shape,
+            ids.shape[0],
+            ids.shape[1],
         )
         ticket.task.submit()
 
