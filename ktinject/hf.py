@@ -244,6 +244,12 @@ class Layers:
         """Number of decoder layers; 0 if the model has none that can be told."""
         return self._prefix_and_count[1]
 
+    @property
+    def stack(self) -> nn.Module:
+        """The module that owns the decoder layers, through whose forward all tokens go; else the model itself."""
+        prefix, count = self._prefix_and_count
+        return self._model.get_submodule(prefix.rpartition(".")[0]) if count else self._model
+
     def of(self, path: str) -> int | None:
         """The decoder layer of a module path, None outside of them."""
         prefix, count = self._prefix_and_count

@@ -36,6 +36,10 @@ def apply(model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator])
         vars(operator)["_is_hf_initialized"] = True  # its weights are none of transformers' business
         operator.train(model.training)
         model.set_submodule(path, operator, strict=True)
+    stack = hf.Layers(model).stack
+    kinds: dict[type[Operator], None] = dict.fromkeys(type(operator) for operator in operators.values())
+    for kind in kinds:
+        kind.connect(stack, [operator for operator in operators.values() if type(operator) is kind])
     model.ktinject = plan
     if operators:
         # Weak, so that a model that is dropped is freed at once and not when Python next looks for cycles.

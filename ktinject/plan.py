@@ -161,7 +161,7 @@ def make(
     layouts = []
     for standing in standings:
         with _one_thread():
-            entries = _entries(found, where, standing, machine)
+            entries = _entries(found, where, standing, machine, hf.Layers(model).stack)
         rest = {standing: _rest_bytes(model, entries)}
         to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
         over = {device: size for device, size in to_load.items() if size > where.limits[device]}
@@ -280,14 +280,16 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _entries(found: list[_Found], where: Devices, standing: str, machine: Machine) -> tuple[Entry, ...]:
+def _entries(
+    found: list[_Found], where: Devices, standing: str, machine: Machine, stack: nn.Module
+) -> tuple[Entry, ...]:
     entries = []
     refused: dict[tuple[str, str], list[str]] = {}
+    arranged = _arrange(found, where, standing, stack)
     for item in found:
         rule, operator = item.rule, item.operator
-        device = where.for_operator(rule, item.config.device, operator.device_types, standing)
-        config = dataclasses.replace(item.config, device=device)
-        reason = operator.supports(item.module, config, machine)
+        config = arranged[item.path]
+        reason = config if isinstance(config, str) else operator.supports(item.module, config, machine)
         if reason is not None:
             text = f"{rule.operator} cannot replace a {type(item.module).__name__}: {reason}"
             refused.setdefault((rule.name, text), []).append(item.path)
@@ -306,7 +308,7 @@ def _entries(found: list[_Found], where: Devices, standing: str, machine: Machin
                 operator=rule.operator,
                 arguments=dict(rule.arguments),
                 runs=built.describe(),
-                device=device,
+                device=config.device,
                 bytes=built.footprint(),
                 config=config,
                 wants=built.wants(),
@@ -320,6 +322,19 @@ def _entries(found: list[_Found], where: Devices, standing: str, machine: Machin
         ]
         raise PlanError("\n".join(lines))
     return tuple(entries)
+
+
+def _arrange(found: list[_Found], where: Devices, standing: str, stack: nn.Module) -> dict[str, Any]:
+    """Path → config with its device, or the reason why not."""
+    modules: dict[type[Operator], dict[str, tuple[nn.Module, Any]]] = {}
+    for item in found:
+        device = where.for_operator(item.rule, item.config.device, item.operator.device_types, standing)
+        config = dataclasses.replace(item.config, device=device)
+        modules.setdefault(item.operator, {})[item.path] = (item.module, config)
+    arranged: dict[str, Any] = {}
+    for operator, theirs in modules.items():
+        arranged |= operator.arrange(stack, theirs)
+    return arranged
 
 
 def _check_contract(item: _Found, built: Operator, inner: list[str], devices: set[str]) -> None:

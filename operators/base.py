@@ -5,8 +5,9 @@ no buffer of its own: its weights live in a native object, filled piece by piece
 does not compute itself (a router, a norm) it keeps as a child, under the child's old name, and transformers loads
 that as it always did.
 
-The engine calls, in this order: `supports`, `build`, then `describe`, `footprint` and `wants` for the plan. When
-the plan stands it builds again and calls `allocate`, `load` for every piece, and `finish`.
+The engine calls, in this order: `arrange` for all modules of an operator at once, `supports`, `build`, then
+`describe`, `footprint` and `wants` for the plan. When the plan stands it builds again and calls `allocate`, `load` for
+every piece, and `finish`; when all operators are in the model, `connect`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 
@@ -45,6 +46,16 @@ class Operator(nn.Module, ABC):
     # forward, given CUDA tensors, only enqueues work: no host synchronisation, and nothing on the host that a replay
     # of a CUDA graph would miss. Decode is captured only if all operators of a model say so.
     capturable: bool = False
+
+    @classmethod
+    def arrange(cls, stack: nn.Module, modules: Mapping[str, tuple[nn.Module, Any]]) -> dict[str, Any]:
+        """Settle what depends on more than one module; most operators have nothing to settle.
+
+        stack    the module that owns the decoder layers, not yet changed
+        modules  path → module and config of all that rules give to this operator, in the order of the model
+        Returns  path → the config that `supports` and `build` get, or the reason why not, as `supports` words it
+        """
+        return {path: config for path, (_, config) in modules.items()}
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -85,6 +96,13 @@ class Operator(nn.Module, ABC):
 
     def finish(self) -> None:
         """Called after the last `load`. Raises OperatorError if something is absent."""
+
+    @classmethod
+    def connect(cls, stack: nn.Module, operators: Sequence[Self]) -> None:
+        """Called once when the model stands, with all operators of this class in its order.
+
+        stack    the module that owns the decoder layers; hooks set on it go away if the swap is undone
+        """
 
     def unpack(self, name: str, expert: int | None = None) -> Tensor:
         """The dequantised fp32 weights of `name` (of one expert), for tests, gradients and saving."""

@@ -6,11 +6,12 @@ It shares no arithmetic with the package. Letters: m tokens, n outputs, k inputs
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ktinject.operators.routed_experts import ExpertsSpec, views, wants
+from ktinject.operators.routed_experts import ExpertsSpec, describe, views, wants
 
 # Relative error ‖out - reference‖ / ‖reference‖ against the ORIGINAL weights, Gaussian weights and inputs.
 # The two layers, gate·up and down, each add an error of about the same size.
@@ -155,3 +156,54 @@ def quantise_int4_groups(w: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 def dequantise_groups(q: Tensor, scale: Tensor, group_size: int) -> Tensor:
     """The fp32 values of `quantise_int4_groups`; exact, since 4 and 8 bits of mantissa make 12."""
     return q.float() * scale.float().repeat_interleave(group_size, 1)[:, : q.shape[1]]
+
+
+class Deferral:
+    """Expert deferral as defined, written out: sets itself into a plain model in place of its experts.
+
+    deferred  experts that each Mixture-of-Experts layer defers at decode, first layer to last; the last 0
+    decodes   to be set by hand before each forward pass
+    skip      leave the deferred experts out for good; for comparison
+    """
+
+    def __init__(
+        self, model: nn.Module, deferred: list[int], activations: str = "bf16", skip: bool = False
+    ) -> None:
+        self.decodes = False
+        self.handed_on: Tensor | None = None
+        blocks = [
+            module for module in model.modules() if isinstance(getattr(module, "experts", None), nn.Module)
+        ]
+        assert len(blocks) == len(deferred) and (skip or deferred[-1] == 0)
+        for block, n in zip(blocks, deferred):
+            spec = describe(block.experts)
+            assert isinstance(spec, ExpertsSpec)
+            weights = weights_of(spec, parameters_of(block.experts))
+            block.experts = _Deferring(self, spec, weights, n, activations, skip)
+
+
+class _Deferring(nn.Module):
+    def __init__(
+        self, whole: Deferral, spec: ExpertsSpec, weights: dict[str, Tensor], n: int, *how: Any
+    ) -> None:
+        super().__init__()
+        self.num_experts = spec.num_experts
+        self.of = (whole, spec, weights, n, *how)
+
+    def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        whole, spec, weights, n, activations, skip = self.of
+        early, late = torch.zeros_like(x).double(), torch.zeros_like(x).double()
+        for token in range(x.shape[0]):
+            slots = list(range(top_k_index.shape[1]))
+            slots.sort(key=lambda slot: (-abs(float(top_k_weights[token, slot])), slot))
+            for place, slot in enumerate(slots):
+                at = (slice(token, token + 1), slice(slot, slot + 1))
+                one = experts(
+                    x[token : token + 1], top_k_index[at], top_k_weights[at], weights, spec, activations
+                )
+                is_late = whole.decodes and place >= len(slots) - n
+                (late if is_late else early)[token] += one[0]
+        if whole.handed_on is not None and whole.decodes:
+            early += whole.handed_on
+        whole.handed_on = None if skip or not whole.decodes else late
+        return early.to(x.dtype)

@@ -1,0 +1,290 @@
+"""Expert deferral: at decode the least weighted experts of a layer are added one Mixture-of-Experts layer later.
+
+    layer i     router ─► now: the top_k - n experts of the greatest weights ─────────────────► + ─► output i
+                      └─► later: the n others, from the same input i ──────────────┐
+    layer i+1   router ─► now … ──────────────────────────────────────► + ◄────────┘  + ─► output i+1
+
+The definition, token by token:
+
+- A forward pass is a decode step if every row of the batch brings one token and the cache holds tokens already. Only
+  decode steps defer; a prompt, in one piece or in chunks, never does.
+- In a decode step, Mixture-of-Experts layer i sorts the slots of a token by |weight|, equal ones by their place, and
+  defers the last n. Their experts see the input of layer i and keep its routing weights.
+- The sum of what layer i deferred is added to the output of Mixture-of-Experts layer i+1, whatever dense layers stand
+  between. The last one defers nothing. So each expert is added exactly once, within the same forward pass.
+
+Because a pass ends with nothing left over, there is no state between passes: what layers hand on is dropped when the
+next pass of the model begins. Requests that take turns, rows that end early, and passes that were aborted midway cannot
+meet each other's outputs. Passes of several threads are kept apart.
+
+The block's own forward runs unchanged, router and shared experts included; only its leaf is exchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from ktinject.errors import OperatorError
+from ktinject.operators import moe_block
+from ktinject.operators.base import Operator, register_operator
+from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
+from ktinject.operators.moe_block import BlockSpec
+
+if TYPE_CHECKING:
+    from ktinject.machine import Machine
+
+
+@dataclass(frozen=True)
+class DeferredMoeConfig(CpuExpertsConfig):
+    """Arguments of `deferred_moe` in a rule: those of the experts, and two more."""
+
+    deferred: int = 0  # experts of a token that are added a layer later, at most its top-k
+    schedule: Literal["fixed"] | list[int] = (
+        "fixed"  # fixed: the same n in all layers; or n for each, in order
+    )
+
+    def __post_init__(self) -> None:
+        if self.deferred < 0:
+            raise ValueError(
+                f"deferred is {self.deferred}; it is 0 or more. Write how many experts may be late."
+            )
+        if isinstance(self.schedule, list):
+            if self.deferred:
+                raise ValueError("deferred and a schedule by layer contradict each other. Write one of them.")
+            if any(n < 0 for n in self.schedule):
+                raise ValueError(f"schedule is {self.schedule}; its numbers are 0 or more. Correct it.")
+
+
+@dataclass(frozen=True)
+class _Arranged(DeferredMoeConfig):
+    """The same for one layer. defers: how many experts it defers; why: the reason where that is not what was asked."""
+
+    defers: int = 0
+    why: str = ""
+
+
+class Pass:
+    """What the layers of one model hand on to each other within one forward pass of one thread."""
+
+    def __init__(self, stack: nn.Module) -> None:
+        """stack: the module that owns the decoder layers; its forward is the pass."""
+        self._local = threading.local()
+        names = [*inspect.signature(type(stack).forward).parameters][1:]
+        self._places = {name: place for place, name in enumerate(names)}
+        stack.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    @property
+    def decodes(self) -> bool:
+        return getattr(self._local, "decodes", False)
+
+    def put(self, deferred: Tensor) -> None:
+        self._local.deferred = deferred
+
+    def take(self) -> Tensor | None:
+        deferred = getattr(self._local, "deferred", None)
+        self._local.deferred = None
+        return deferred
+
+    def _begin(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def given(name: str) -> Any:
+            place = self._places.get(name, len(args))
+            return args[place] if place < len(args) else kwargs.get(name)
+
+        inputs = given("inputs_embeds")
+        if inputs is None:
+            inputs = given("input_ids")
+        self._local.deferred = None  # of a pass that was aborted
+        self._local.decodes = (
+            inputs is not None and inputs.shape[1] == 1 and _holds_tokens(given("past_key_values"))
+        )
+
+
+def _holds_tokens(cache: Any) -> bool:
+    if cache is None:
+        return False
+    seen = cache.get_seq_length()
+    if isinstance(seen, Tensor) and seen.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True  # it cannot be read now, and only decode steps are captured
+    return int(seen) > 0
+
+
+def split(index: Tensor, weights: Tensor, later: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Divide the slots of each token by |weight|.
+
+    index, weights  [m, t]
+    later           how many slots are deferred, 0 < later ≤ t
+    Returns         (index, weights) [m, t - later] of the greatest, and [m, later] of the smallest weights
+    """
+    order = weights.abs().argsort(dim=-1, descending=True, stable=True)
+    slots = order.split([index.shape[1] - later, later], -1)
+    now, deferred = ((index.gather(-1, part), weights.gather(-1, part)) for part in slots)
+    return now, deferred
+
+
+class _Leaf(nn.Module):
+    """The block's leaf: computes, defers, and adds what the layer before deferred."""
+
+    def __init__(self, experts: CpuExperts, defers: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.num_experts = experts.num_experts
+        self.defers = defers
+        self.within: Pass | None = None  # set when the whole model stands
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As the leaf it replaces: [m, hidden], [m, t], [m, t] → [m, hidden]."""
+        within = self.within
+        if within is None or not within.decodes:
+            return self.experts(hidden_states, top_k_index, top_k_weights)
+        earlier = within.take()
+        if self.defers:
+            now, later = split(top_k_index, top_k_weights, self.defers)
+            all_late = self.defers == top_k_index.shape[1]
+            out = torch.zeros_like(hidden_states) if all_late else self.experts(hidden_states, *now)
+            within.put(self.experts(hidden_states, *later))
+        else:
+            out = self.experts(hidden_states, top_k_index, top_k_weights)
+        return out if earlier is None else out + earlier.to(out.device, out.dtype)
+
+    def extra_repr(self) -> str:
+        return f"defers {self.defers}"
+
+
+@register_operator("deferred_moe")
+class DeferredMoe(Operator):
+    """A whole Mixture-of-Experts block whose least weighted experts may come one such layer later, at decode.
+
+    Takes the block, keeps its router and shared experts, and runs its own forward. With `deferred: 0` it computes
+    what the experts' operator does. Prompts and the last such layer are never deferred.
+    """
+
+    Config = DeferredMoeConfig
+    per_expert = True
+    keeps = ("gate", "router", "shared_experts", "shared_expert", "shared_expert_gate", "shared_mlp")
+
+    def __init__(self, block: nn.Module, spec: BlockSpec, config: Any) -> None:
+        super().__init__()
+        self.spec = spec
+        self.defers: int = getattr(config, "defers", 0)
+        self._why: str = getattr(config, "why", "")
+        self._class = type(block).__name__
+        leaf = _Leaf(CpuExperts.build(block.get_submodule(spec.leaf), config), self.defers)
+        twin = moe_block.twin_of(block, **{spec.leaf: leaf})
+        # No child, but this module under the block's class: children and tensors are the same, exchanged or not.
+        shared = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+        vars(self).update({name: vars(twin)[name] for name in shared}, _block=twin)
+
+    @classmethod
+    def arrange(cls, stack: nn.Module, modules: Mapping[str, tuple[nn.Module, Any]]) -> dict[str, Any]:
+        kinds = {type(module) for module, _ in modules.values()}
+        blocks = [module for module in stack.modules() if type(module) in kinds]
+        ours = {id(module) for module, _ in modules.values()}
+        following = {id(block): after for block, after in itertools.pairwise(blocks)}
+        arranged: dict[str, Any] = {}
+        for path, (module, config) in modules.items():
+            spec = moe_block.describe(module)
+            if isinstance(spec, str):
+                arranged[path] = spec
+                continue
+            paths = [other for other, (_, c) in modules.items() if c == config]
+            wanted = config.deferred
+            if isinstance(config.schedule, list):
+                if len(config.schedule) != len(paths):
+                    arranged[path] = (
+                        f"its schedule has {len(config.schedule)} numbers for {len(paths)} layers"
+                    )
+                    continue
+                wanted = config.schedule[paths.index(path)]
+            after = following.get(id(module))
+            why = (
+                ""
+                if id(after) in ours
+                else "it is the last"
+                if after is None
+                else "the next is not deferred_moe"
+            )
+            if wanted > spec.top_k:
+                arranged[path] = f"{wanted} experts are to be deferred, and a token has {spec.top_k}"
+            elif why and wanted and isinstance(config.schedule, list):
+                arranged[path] = f"its schedule defers {wanted} experts in a layer that cannot: {why}"
+            else:
+                values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+                arranged[path] = _Arranged(**values, defers=0 if why else wanted, why=why)
+        return arranged
+
+    @classmethod
+    def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
+        spec = moe_block.describe(module)
+        if isinstance(spec, str):
+            return spec
+        return CpuExperts.supports(module.get_submodule(spec.leaf), config, machine)
+
+    @classmethod
+    def build(cls, module: nn.Module, config: Any) -> Self:
+        spec = moe_block.describe(module)
+        if isinstance(spec, str):
+            raise OperatorError(f"deferred_moe: {type(module).__name__} cannot be replaced: {spec}.")
+        return cls(module, spec, config)
+
+    @classmethod
+    def connect(cls, stack: nn.Module, operators: Sequence[Self]) -> None:
+        if any(operator.defers for operator in operators):
+            within = Pass(stack)
+            for operator in operators:
+                operator._leaf.within = within
+
+    def describe(self) -> dict[str, Any]:
+        deferred = f"{self.defers} of {self.spec.top_k}" + (f" ({self._why})" if self._why else "")
+        return {**self._experts.describe(), "deferred": deferred}
+
+    def footprint(self) -> dict[str, int]:
+        return self._experts.footprint()
+
+    def wants(self) -> dict[str, tuple[int, ...]]:
+        return {f"{self.spec.leaf}.{name}": shape for name, shape in self._experts.wants().items()}
+
+    def allocate(self) -> None:
+        self._experts.allocate()
+
+    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
+        self._experts.load(self._inner(name), tensor, expert, part)
+
+    def finish(self) -> None:
+        self._experts.finish()
+
+    def is_lossless(self) -> bool:
+        return self._experts.is_lossless()
+
+    def unpack(self, name: str, expert: int | None = None) -> Tensor:
+        return self._experts.unpack(self._inner(name), expert)
+
+    def train(self, mode: bool = True) -> Self:
+        vars(self._block)["training"] = mode  # blocks with noise in their router look at it
+        return super().train(mode)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's own forward."""
+        return moe_block.run(self._block, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return f"{self._class}, defers {self.defers} of {self.spec.top_k}"
+
+    @property
+    def _leaf(self) -> Any:
+        return self._modules[self.spec.leaf]
+
+    @property
+    def _experts(self) -> CpuExperts:
+        return self._leaf.experts
+
+    def _inner(self, name: str) -> str:
+        return name.removeprefix(f"{self.spec.leaf}.")
