@@ -130,13 +130,21 @@ class Handoff:
         except (RuntimeError, MemoryError) as error:
             raise OperatorError(f"handoff: {str(error) or 'no room for pinned buffers'}.") from None
 
-    def submit(self, x: Tensor, ids: Tensor, weights: Tensor, lookup: Tensor | None = None) -> Ticket:
+    def submit(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        lookup: Tensor | None = None,
+        ranks: tuple[int, int] | None = None,
+    ) -> Ticket:
         """Hand work to the experts on the CPU.
 
         x        [m, hidden] float32, bfloat16 or float16, on the CPU or a CUDA device
         ids      [m, t] int64 or int32 on the same device; -1 and num_experts are skipped
         weights  [m, t] float32, bfloat16 or float16 on the same device
         lookup   [num_experts + 1] int32 on the same device: the id that the CPU is to see, -1 for none
+        ranks    first and end: only these of a token's experts, as `of_ranks` numbers them
         Returns  a ticket to be given to `wait` once
         Raises   OperatorError for shapes, dtypes and devices, and for what went wrong before; during a capture
                  also for more than MOST_TOKENS tokens
@@ -147,7 +155,9 @@ class Handoff:
             return ticket
         capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if not x.is_cuda or (x.shape[0] > MOST_TOKENS and not capturing):
-            self._submit_host(ticket, x, ids, weights, lookup)
+            self._submit_host(
+                ticket, x, ids if ranks is None else of_ranks(ids, weights, *ranks), weights, lookup
+            )
             return ticket
         if x.shape[0] > MOST_TOKENS:
             raise OperatorError(
@@ -174,6 +184,7 @@ class Handoff:
                 ids.shape[0],
                 ids.shape[1],
                 0 if lookup is None else lookup.data_ptr(),
+                *(ranks or (0, ids.shape[1])),
                 ticket.stream,
             )
         except (RuntimeError, ValueError) as error:
@@ -296,6 +307,16 @@ class Handoff:
             out.copy_(answer)
         else:
             out.copy_(answer.to(addend.device, torch.float32) + addend)
+
+
+def of_ranks(ids: Tensor, weights: Tensor, first: int, end: int) -> Tensor:
+    """ids [m, t] with -1 for all but the experts of a token of ranks first to end - 1 by |weight|.
+
+    Rank 0 has the greatest weight [m, t]; of equal ones, the first in its row.
+    """
+    order = weights.abs().argsort(dim=-1, descending=True, stable=True)
+    ranks = order.argsort(dim=-1)
+    return ids.masked_fill((ranks < first) | (ranks >= end), -1)
 
 
 def wake() -> None:

@@ -61,16 +61,17 @@ void init_handoff(nb::module_& m) {
       .def(
           "submit",
           [](Channel& self, int slot, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit, uintptr_t weights,
-             int weights_dtype, int tokens, int top_k, uintptr_t lookup, uintptr_t stream) {
-            self.submit(
-                slot,
-                {pointer<const void>(x), dtype_of(dtype), pointer<const void>(ids), ids_are_64_bit,
-                 pointer<const void>(weights), dtype_of(weights_dtype), tokens, top_k, pointer<const int32_t>(lookup)},
-                stream);
+             int weights_dtype, int tokens, int top_k, uintptr_t lookup, int rank_from, int rank_to, uintptr_t stream) {
+            self.submit(slot,
+                        {pointer<const void>(x), dtype_of(dtype), pointer<const void>(ids), ids_are_64_bit,
+                         pointer<const void>(weights), dtype_of(weights_dtype), tokens, top_k,
+                         pointer<const int32_t>(lookup), rank_from, rank_to},
+                        stream);
           },
           nb::arg("slot"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
           nb::arg("weights"), nb::arg("weights_dtype"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("lookup"),
-          nb::arg("stream"), "Put a submit into the stream; addresses on the device.")
+          nb::arg("rank_from"), nb::arg("rank_to"), nb::arg("stream"),
+          "Put a submit into the stream; addresses on the device.")
       .def(
           "wait",
           [](Channel& self, int slot, int tokens, int dtype, uintptr_t out, uintptr_t addend, uintptr_t stream) {

@@ -84,6 +84,8 @@ struct Payload {
   int experts;
   uint32_t tokens;
   uint32_t top_k;
+  uint32_t rank_from;
+  uint32_t rank_to;
   uint32_t dtype;
   bool wide_ids;
   uint32_t weights_dtype;
@@ -131,6 +133,19 @@ __device__ void narrow(void* values, uint32_t dtype, size_t i, float value) {
   else static_cast<__nv_bfloat16*>(values)[i] = __float2bfloat16_rn(value);
 }
 
+// Whether entry `i` of the routing is one of the ranks asked for.
+__device__ bool is_ranked(const Payload& from, size_t i) {
+  if (from.rank_from == 0 && from.rank_to >= from.top_k) return true;
+  const size_t first = i / from.top_k * from.top_k;
+  const float own = fabsf(widen(from.weights, from.weights_dtype, i));
+  uint32_t rank = 0;
+  for (size_t other = first; other < first + from.top_k; ++other) {
+    const float weight = fabsf(widen(from.weights, from.weights_dtype, other));
+    rank += weight > own || (weight == own && other < i);
+  }
+  return from.rank_from <= rank && rank < from.rank_to;
+}
+
 __global__ void __launch_bounds__(kMostThreads) submit_kernel(View slot, Bell bell, Payload from, uint64_t timeout_ns) {
   __shared__ bool mine;
   if (threadIdx.x == 0) {
@@ -157,7 +172,8 @@ __global__ void __launch_bounds__(kMostThreads) submit_kernel(View slot, Bell be
         from.wide_ids ? static_cast<const int64_t*>(from.ids)[i] : static_cast<const int32_t*>(from.ids)[i];
     // An id that is no expert is the CPU's to refuse.
     const bool known = id >= 0 && id <= from.experts;
-    slot.ids[i] = from.lookup != nullptr && known
+    slot.ids[i] = !is_ranked(from, i) ? -1
+                  : from.lookup != nullptr && known
                       ? from.lookup[id]
                       : static_cast<int32_t>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, id)));
     slot.weights[i] = widen(from.weights, from.weights_dtype, i);
@@ -464,6 +480,8 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
                         here.expert_count,
                         static_cast<uint32_t>(request.tokens),
                         static_cast<uint32_t>(request.top_k),
+                        static_cast<uint32_t>(request.rank_from),
+                        static_cast<uint32_t>(request.rank_to),
                         static_cast<uint32_t>(request.dtype),
                         request.ids_are_64_bit,
                         static_cast<uint32_t>(request.weights_dtype)};

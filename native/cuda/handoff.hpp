@@ -34,6 +34,9 @@ struct DeviceRequest {
   int tokens = 0;
   int top_k = 0;
   const int32_t* lookup = nullptr;  // [experts + 1]: the id the CPU is to see, -1 for none; null: all as they are
+  // Only the experts of a token whose rank by |weight| is within, the greatest first and equal ones by their place.
+  int rank_from = 0;
+  int rank_to = 64;
 };
 
 // Whether mapped flags work on a device, found out by one round trip; the reason if not, else empty.

@@ -100,6 +100,29 @@ def test_ids_are_looked_up_and_an_addend_is_added() -> None:
     assert torch.equal(out, plain((x, kept, weights)) + addend)
 
 
+RANKS = [(0, 1), (0, 3), (1, 4), (2, 2), (0, 4), (3, 4)]
+
+
+def by_rank(ids: Tensor, weights: Tensor, ranks: tuple[int, int]) -> Tensor:
+    kept = torch.full_like(ids, -1)
+    for row, (theirs, weight) in enumerate(zip(ids.tolist(), weights.abs().tolist())):
+        order = sorted(range(len(theirs)), key=lambda slot: (-weight[slot], slot))
+        for slot in order[slice(*ranks)]:
+            kept[row, slot] = theirs[slot]
+    return kept
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_only_experts_of_some_ranks(ranks: tuple[int, int]) -> None:
+    """Also where weights are negative or equal."""
+    x, ids, weights = inputs(9, dtype=torch.float32, top_k=4)
+    weights[1] = 0.25
+    weights[2:4] *= -1
+    here = way()
+    out = here.wait(here.submit(x, ids, weights, ranks=ranks))
+    assert torch.equal(out, plain((x, by_rank(ids, weights, ranks), weights)))
+
+
 def test_a_failure_is_raised_at_the_wait_and_the_next_call_works() -> None:
     x, ids, weights = inputs(2)
     here = way()
@@ -252,6 +275,20 @@ def test_lookup_and_addend_on_the_gpu(cuda: str, mode: handoff.Mode) -> None:
             out = here.wait(here.submit(x, ids, weights, lookup), None, addend)
             answer = plain((x, torch.where(ids % 2 == 1, ids, -1), weights))
             assert torch.equal(out.cpu(), (answer.float() + addend.cpu()).to(dtype))
+
+
+@gpu
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_only_experts_of_some_ranks_on_the_gpu(cuda: str, tokens: int, ranks: tuple[int, int]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, ids, weights = inputs(tokens, dtype=dtype, top_k=4, device=cuda)
+        weights[0] = 0.25
+        weights[1:3] *= -1
+        here = way()
+        out = here.wait(here.submit(x, ids, weights.to(dtype), ranks=ranks))
+        kept = by_rank(ids.cpu(), weights.to(dtype).cpu(), ranks)
+        assert torch.equal(out.cpu(), plain((x, kept, weights.to(dtype))))
 
 
 @gpu
