@@ -4,6 +4,16 @@ from ktinject.operators.base import REGISTRY, Config, Operator, register_operato
 
 from ktinject.operators import cpu_experts  # isort: skip
 from ktinject.operators import deferred_moe  # isort: skip
+from ktinject.operators import hybrid_experts  # isort: skip
 from ktinject.operators import keep  # isort: skip
 
-__all__ = ["REGISTRY", "Config", "Operator", "cpu_experts", "deferred_moe", "keep", "register_operator"]
+__all__ = [
+    "REGISTRY",
+    "Config",
+    "Operator",
+    "cpu_experts",
+    "deferred_moe",
+    "hybrid_experts",
+    "keep",
+    "register_operator",
+]

@@ -77,6 +77,10 @@ class CpuExperts(Operator):
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
         if config.device not in ("auto", "cpu"):
             return f"it computes on the CPU and was given device {config.device}"
+        return cls._unsupported(module, config)
+
+    @classmethod
+    def _unsupported(cls, module: nn.Module, config: Any) -> str | None:
         spec = routed_experts.describe(module)
         if isinstance(spec, str):
             return spec

@@ -244,6 +244,13 @@ class Handoff:
             except (IndexError, ValueError, RuntimeError) as error:
                 raise OperatorError(f"handoff: {error}.") from None
 
+    def describe(self, device: torch.device) -> str:
+        """How a CUDA device would tell the CPU, and why, for the plan."""
+        if self._mode != "auto":
+            return self._mode
+        reason = _native.why_no_flags(device.index)
+        return f"host_func, since mapped flags do not work here: {reason}" if reason else "flags"
+
     def modes(self) -> dict[torch.device, Mode]:
         """How each device that was used tells the CPU."""
         return {device: slots.mode for device, slots in self._slots.items()}
