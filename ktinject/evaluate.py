@@ -3,6 +3,10 @@
 Letters: T tokens of the text, V entries of the vocabulary. Text is cut into windows that do not overlap; the
 first token of a window is context only, every other one is predicted from those before it in its window.
 Memory stays bounded by two windows of logits and `CHUNK_BYTES`, however long the text.
+
+With `decode` the windows are not read at once but written down token by token through a cache, as `generate` writes
+after the prompt; several windows side by side. That is the only way to measure what acts at decode alone, such as
+deferred experts, and it takes some ten times as long.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from ktinject.errors import OperatorError, PlanError
 
 CHUNK_BYTES = 64 << 20
 """Bytes of one fp64 piece of logits; a few such pieces live at once."""
+
+ROWS = 16
+"""Windows that are decoded side by side."""
 
 
 @dataclass(frozen=True)
@@ -59,29 +66,31 @@ class Agreement:
     same: int
 
 
-def perplexity(model: PreTrainedModel, ids: Tensor, *, window: int = 512) -> float:
+def perplexity(model: PreTrainedModel, ids: Tensor, *, window: int = 512, decode: bool = False) -> float:
     """The perplexity of `model` on a text.
 
     ids      [T] token ids, int64
     window   tokens that the model sees at once
+    decode   token by token
     Returns  exp of the mean negative log-likelihood, in nats, of every predicted token
     Raises   PlanError if text or window do not fit the model; OperatorError if a logit is not finite
     """
     total, count = 0.0, 0
-    for piece in _windows(model, ids, window):
-        logits = _logits(model, piece)
-        for rows, targets in zip(_chunks(logits), piece[1:].split(_chunk_rows(logits))):
-            total += _nll(_log_probabilities(rows), targets)
-            count += len(rows)
+    for rows, targets in _predictions(model, ids, window, decode):
+        total += _nll(_log_probabilities(rows), targets)
+        count += len(rows)
     return math.exp(total / count)
 
 
-def divergence(a: PreTrainedModel, b: PreTrainedModel, ids: Tensor, *, window: int = 512) -> Divergence:
+def divergence(
+    a: PreTrainedModel, b: PreTrainedModel, ids: Tensor, *, window: int = 512, decode: bool = False
+) -> Divergence:
     """Compare the next-token distributions of two models on a text, in fp64.
 
     a, b     reference and candidate, with the same vocabulary
     ids      [T] token ids, int64
     window   tokens that the models see at once
+    decode   token by token
     Raises   PlanError if text, window or vocabularies do not fit; OperatorError if a logit is not finite
     """
     size_a, size_b = a.config.get_text_config().vocab_size, b.config.get_text_config().vocab_size
@@ -92,16 +101,13 @@ def divergence(a: PreTrainedModel, b: PreTrainedModel, ids: Tensor, *, window: i
     kl: list[Tensor] = []
     same = 0
     nll_a, nll_b = 0.0, 0.0
-    for piece in _windows(a, ids, window):
-        logits_a, logits_b = _logits(a, piece), _logits(b, piece)
-        for rows_a, rows_b, targets in zip(
-            _chunks(logits_a), _chunks(logits_b), piece[1:].split(_chunk_rows(logits_a))
-        ):
-            p, q = _log_probabilities(rows_a), _log_probabilities(rows_b).to(rows_a.device)
-            kl.append(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).cpu())
-            same += int((p.argmax(-1) == q.argmax(-1)).sum())
-            nll_a += _nll(p, targets)
-            nll_b += _nll(q, targets)
+    pairs = zip(_predictions(a, ids, window, decode), _predictions(b, ids, window, decode), strict=True)
+    for (rows_a, targets), (rows_b, _) in pairs:
+        p, q = _log_probabilities(rows_a), _log_probabilities(rows_b).to(rows_a.device)
+        kl.append(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).cpu())
+        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        nll_a += _nll(p, targets)
+        nll_b += _nll(q, targets)
     nats = torch.cat(kl).sort().values
     count = len(nats)
     return Divergence(
@@ -188,18 +194,37 @@ def _windows(model: PreTrainedModel, ids: Tensor, window: int) -> Iterator[Tenso
             yield piece
 
 
-def _logits(model: PreTrainedModel, piece: Tensor) -> Tensor:
-    """Logits of all predictions in a window, [len(piece) - 1, V]."""
-    with torch.inference_mode():
-        return model(input_ids=piece[None].to(model.device), use_cache=False).logits[0, :-1]
+def _predictions(
+    model: PreTrainedModel, ids: Tensor, window: int, decode: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits [rows, V] and what came next, [rows], for all predictions; the same rows for every model."""
+    read = _decoded if decode else _read
+    for logits, targets in read(model, list(_windows(model, ids, window))):
+        rows = max(1, CHUNK_BYTES // (8 * logits.shape[-1]))
+        yield from zip(logits.split(rows), targets.split(rows))
 
 
-def _chunk_rows(logits: Tensor) -> int:
-    return max(1, CHUNK_BYTES // (8 * logits.shape[-1]))
+def _read(model: PreTrainedModel, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """A window at a time."""
+    for piece in pieces:
+        with torch.inference_mode():
+            logits = model(input_ids=piece[None].to(model.device), use_cache=False).logits[0, :-1]
+        yield logits, piece[1:]
 
 
-def _chunks(logits: Tensor) -> tuple[Tensor, ...]:
-    return logits.split(_chunk_rows(logits))
+def _decoded(model: PreTrainedModel, pieces: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """A token of up to ROWS windows of one length at a time; the first tokens are their prompts."""
+    while pieces:
+        rows = [piece for piece in pieces[:ROWS] if len(piece) == len(pieces[0])]
+        pieces = pieces[len(rows) :]
+        text = torch.stack(rows)
+        cache = None
+        for at in range(text.shape[1] - 1):
+            with torch.inference_mode():
+                step = text[:, at : at + 1].to(model.device)
+                out = model(input_ids=step, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            yield out.logits[:, -1], text[:, at + 1]
 
 
 def _log_probabilities(rows: Tensor) -> Tensor:

@@ -50,6 +50,14 @@ PromptFile = Annotated[
     ),
 ]
 Tokens = Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Read N tokens of the text.")]
+Decode = Annotated[
+    bool | None,
+    typer.Option(
+        "--decode/--no-decode",
+        help="Read the text token by token, as generate writes; default: where experts are deferred.",
+        show_default=False,
+    ),
+]
 Window = Annotated[int, typer.Option("--window", metavar="N", min=2, help="Tokens the model sees at once.")]
 
 
@@ -59,6 +67,7 @@ class Result:
 
     variant: str
     variables: dict[str, Any]
+    decode: bool
     divergence: Divergence
     agreement: Agreement | None
 
@@ -72,6 +81,7 @@ def command(
     text: TextFile = None,
     tokens: Tokens = 8192,
     window: Window = 512,
+    decode: Decode = None,
     prompts: PromptFile = None,
     new_tokens: options.NewTokens = 64,
     device: options.Device = None,
@@ -111,11 +121,12 @@ def command(
             status.update(f"{name}: loading")
             swapped = ktinject.load(model, rules, dtype=dtype, variables=values, **places)
             status.update(f"{name}: reading the text")
-            divergence = evaluate.divergence(reference, swapped, ids, window=window)
+            steps = _defers(reference) or _defers(swapped) if decode is None else decode
+            divergence = evaluate.divergence(reference, swapped, ids, window=window, decode=steps)
             status.update(f"{name}: writing")
             written = [evaluate.greedy(swapped, start, new_tokens) for start in starts]
             agreement = evaluate.greedy_agreement(expected, written) if starts else None
-            results.append(Result(name, values, divergence, agreement))
+            results.append(Result(name, values, steps, divergence, agreement))
             del swapped
     if as_json:
         about = {
@@ -130,6 +141,13 @@ def command(
     options.show(_table(against, results))
     counted = f"{results[0].divergence.tokens:,} predictions on {text_file}, in windows of {window} tokens"
     typer.echo(f"{counted}; {len(starts)} prompts, at most {new_tokens} new tokens each")
+    if stepped := [result.variant for result in results if result.decode]:
+        typer.echo(f"the text was read token by token for {', '.join(stepped)}")
+
+
+def _defers(model: PreTrainedModel) -> bool:
+    """Whether a model does something at decode that it does not do with a prompt."""
+    return any(getattr(module, "defers", 0) for module in model.modules())
 
 
 def _variants(base: list[str], variants: list[str]) -> dict[str, dict[str, Any]]:

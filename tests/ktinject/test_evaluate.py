@@ -70,6 +70,31 @@ def test_against_the_definition(model, other, ids, window, chunk_rows, monkeypat
     assert evaluate.perplexity(other, ids, window=window) == pytest.approx(found.perplexity_b, rel=1e-12)
 
 
+@pytest.mark.parametrize(("window", "rows"), [(20, 16), (20, 2), (50, 1), (512, 16)])
+def test_token_by_token_is_the_same(model, other, ids, window, rows, monkeypatch):
+    """For models that do at decode what they do with a prompt; windows of 20 leave one of 1, which is left out."""
+    monkeypatch.setattr(evaluate, "ROWS", rows)
+    at_once = evaluate.divergence(model, other, ids, window=window)
+    found = evaluate.divergence(model, other, ids, window=window, decode=True)
+    assert found.tokens == at_once.tokens
+    for name in ("mean_nats", "p99_nats", "top1", "perplexity_a", "perplexity_b"):
+        assert getattr(found, name) == pytest.approx(getattr(at_once, name), rel=1e-3), name
+    alone = evaluate.perplexity(other, ids, window=window, decode=True)
+    assert alone == pytest.approx(found.perplexity_b, rel=1e-9)
+
+
+def test_token_by_token_through_the_cache(model, ids):
+    """Every step but the first sees one token and what the cache holds."""
+    seen = []
+    hook = model.register_forward_pre_hook(
+        lambda _, arguments, named: seen.append((named["input_ids"].shape, named["past_key_values"] is None)),
+        with_kwargs=True,
+    )
+    evaluate.perplexity(model, ids[:60], window=20, decode=True)
+    hook.remove()
+    assert seen == [((3, 1), True)] + 18 * [((3, 1), False)]
+
+
 def test_a_model_does_not_diverge_from_itself(model, ids):
     found = evaluate.divergence(model, model, ids)
     assert (found.mean_nats, found.p99_nats, found.top1) == (0.0, 0.0, 1.0)

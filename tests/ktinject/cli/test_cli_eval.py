@@ -59,6 +59,30 @@ def test_against_other_rules(as_json, tiny_qwen3_moe, text):
     assert result["agreement"] is None
 
 
+DEFERRED = """
+version: 1
+variables: {deferred: 0}
+rules:
+  - name: experts
+    match: {class: Qwen3MoeSparseMoeBlock}
+    replace: {operator: deferred_moe, deferred: "${variables.deferred}"}
+"""
+
+
+def test_deferred_experts_are_read_token_by_token(ktinject, as_json, tiny_qwen3_moe, text, tmp_path):
+    rules = tmp_path / "deferred.yaml"
+    rules.write_text(DEFERRED)
+    arguments = [tiny_qwen3_moe, "--text", text, "--tokens", 60, "--rules", rules, "--against", rules]
+    variants = ["--variant", "deferred=0", "--variant", "deferred=2"]
+    none, two = as_json("eval", *arguments, *variants)["results"]
+    assert (none["decode"], two["decode"]) == (False, True)
+    assert none["divergence"]["mean_nats"] == 0.0 < two["divergence"]["mean_nats"]
+    (whole,) = as_json("eval", *arguments, "--set", "deferred=2", "--no-decode")["results"]
+    assert whole["divergence"]["mean_nats"] == 0.0, "read at once, nothing is deferred"
+    said = ktinject("eval", *arguments, *variants).stdout
+    assert "the text was read token by token for deferred=2\n" in said
+
+
 def test_files_at_the_model_and_beside_it(tmp_path):
     model = tmp_path / "model"
     model.mkdir()
