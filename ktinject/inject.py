@@ -56,6 +56,7 @@ class Transaction:
     def __init__(self, model: PreTrainedModel) -> None:
         configs = _configs(model.config)
         tensors = [*model.parameters(), *model.buffers()]
+        self._model, self._class = model, type(model)
         self._owners: list[Any] = [*model.modules(), *tensors, *configs]
         self._saved = [
             {name: (value, _content(value)) for name, value in vars(o).items()} for o in self._owners
@@ -63,6 +64,7 @@ class Transaction:
 
     def restore(self) -> None:
         """Put everything back; may be called at any time, also when nothing has changed."""
+        self._model.__class__ = self._class
         for owner, saved in zip(self._owners, self._saved):
             attributes = vars(owner)
             attributes.clear()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ktinject import hf, inject, machine
+from ktinject import generate, hf, inject, machine
 from ktinject import rules as language
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.plan import Plan, make
@@ -87,6 +87,7 @@ def optimize(
                 _fill_from_model(model, decided, operators, progress, check_tensors)
             else:
                 _fill_from_checkpoint(model, decided, operators, source, progress, check_tensors)
+        generate.install(model)
         logger.info("swapped %d modules of %s", len(decided.entries), decided.model)
     except BaseException as error:
         transaction.restore()

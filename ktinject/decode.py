@@ -1,0 +1,116 @@
+"""The decode loop: a token a step, with nothing between two steps that the device would have to wait for.
+
+    step ──► logits ──► Sampler.choose ──► tokens stay on the device ──► step …
+                              └──► a copy to the host, read while the next step runs
+
+The end is therefore seen one step late; that step is thrown away. What one step is, a forward pass or the replay of a
+CUDA graph, the loop does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Step(Protocol):
+    """Makes the next token of each row, given those that it made before, and leaves it in `result`."""
+
+    result: Tensor  # [2, b] int64, see Sampler
+
+    def __call__(self) -> None: ...
+
+    def end_row(self, row: int) -> None: ...
+
+
+class Mailbox:
+    """Results on their way to the host: written behind the step that made them, read without stopping the device."""
+
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+        on_gpu = result.is_cuda
+        self._slots = [torch.empty_like(result, device="cpu", pin_memory=on_gpu) for _ in range(2)]
+        # A thread that spins here would take a core from the workers that compute the experts.
+        self._written = [torch.cuda.Event(blocking=True) for _ in range(2)] if on_gpu else []
+        self._sent = 0
+
+    def send(self) -> int:
+        """Have the result of the step just queued copied; at most two are on their way. Returns what `read` takes."""
+        slot = self._sent % 2
+        self._sent += 1
+        self._slots[slot].copy_(self._result, non_blocking=True)
+        if self._written:
+            self._written[slot].record()
+        return slot
+
+    def read(self, slot: int) -> Tensor:
+        """Wait for a result; [2, b], valid until the next but one is sent."""
+        if self._written:
+            self._written[slot].synchronize()
+        return self._slots[slot]
+
+
+def run(
+    prompt: Tensor,
+    step: Step,
+    first: Callable[[], None],
+    *,
+    new_tokens: int,
+    pad: int | None,
+    stop: Callable[[Tensor], Tensor] | None,
+    streamer: Any,
+    late: bool,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Generate until every row has ended or has `new_tokens`.
+
+    prompt     [b, n] int64
+    first      chooses the first tokens, from the logits of the prompt
+    pad        what a finished row goes on with; None: what it produces
+    stop       rows, [b, n] int64 on the host → which of them end in a stop string, [b] bool
+    streamer   gets [b] int64 on the host for each step, or is None
+    late       queue the next step before the end of this one is known
+    generator  whose random numbers a thrown-away step must not use up; None if it uses none
+    Returns    [b, n + new] int64 on the prompt's device
+    """
+    mailbox = Mailbox(step.result)
+    stopped = torch.zeros(len(prompt), dtype=torch.bool)
+    rows = prompt.cpu() if stop is not None else None
+    produced: list[Tensor] = []
+    first()
+    waiting = mailbox.send()
+    while True:
+        is_last = len(produced) + 1 == new_tokens
+        ahead, drawn = None, 0
+        if late and not is_last:
+            drawn = generator.get_offset() if generator is not None else 0
+            step()
+            ahead = mailbox.send()
+        tokens, alive = mailbox.read(waiting).clone()
+        if pad is not None:
+            tokens = tokens.masked_fill_(stopped, pad)  # a row stopped by a string was one step ahead
+        produced.append(tokens)
+        if stop is not None:
+            assert rows is not None
+            rows = torch.cat([rows, tokens[:, None]], dim=1)
+            found = stop(rows) & ~stopped
+            stopped |= found
+            for row in found.nonzero().flatten().tolist():
+                step.end_row(row)
+        if streamer is not None:
+            streamer.put(tokens)
+        ended = bool((stopped | (alive == 0)).all())
+        if is_last or ended:
+            if ahead is not None and generator is not None:
+                generator.set_offset(drawn)
+            break
+        if ahead is None:
+            step()
+            ahead = mailbox.send()
+        waiting = ahead
+    if streamer is not None:
+        streamer.end()
+    return torch.cat([prompt, torch.stack(produced, dim=1).to(prompt.device)], dim=1)

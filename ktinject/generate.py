@@ -1,0 +1,456 @@
+"""`generate` of a swapped model: what of it runs in our own decode loop and in CUDA graphs, and what in the stock one.
+
+    model.generate ──► transformers prepares everything ──► `_sample` of the class made here
+                                                              ├─ plain: prefill as ever, then decode.run
+                                                              └─ else: transformers' own `_sample`, its forward passes
+                                                                 replaced by replays where that changes nothing
+
+`install` makes the model an instance of a subclass of its class with that method in it; what other ways of generating
+call is transformers' own. The private methods of transformers that generation is made of are called in this
+file only; they are the same in 5.17 and 5.23.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMixin,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StaticCache,
+    StopStringCriteria,
+)
+from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ktinject import decode, sampling
+from ktinject.graph import MAX_BATCH, Lane, power_of_two
+from ktinject.operators import Operator
+from ktinject.sampling import Request, Sampler, Sampling
+
+logger = logging.getLogger("ktinject")
+
+_KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
+
+
+class Decoding:
+    """How a model decodes: `model.ktinject_decoding`.
+
+    graphs    "" if decode steps run as CUDA graphs, else why they never do
+    last      how the last request ran: "graph loop", "eager loop", "graph, stock loop: why" or "stock loop: why"
+    reason    why the last request ran without graphs, "" if it ran with them
+    requests  the same words → how many requests
+    lanes     batch size → what is captured for it
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.graphs = _never(model)
+        self.last, self.reason = "", ""
+        self.requests: Counter[str] = Counter()
+        self.lanes: dict[int, Lane] = {}
+        self._model = weakref.ref(model)
+        self._state: object = None
+        self._turn = threading.Lock()
+        self._owner: int | None = None
+
+    def release(self) -> None:
+        """Give back all captured graphs and their caches; the next request captures again."""
+        self.lanes.clear()
+        self._state = None
+
+    def note(self, how: str, why: str) -> None:
+        """Remember how a request runs; a reason is logged once."""
+        self.last, self.reason = how, why
+        if why and not self.requests[how]:
+            level = logging.DEBUG if why == self.graphs else logging.WARNING
+            logger.log(level, "generate runs without CUDA graphs: %s", why)
+        self.requests[how] += 1
+
+    @contextmanager
+    def turn(self) -> Iterator[str]:
+        """One request at a time uses the lanes, other threads wait. Gives why this one must not, or ""."""
+        if self.graphs:
+            yield self.graphs
+        elif self._owner == threading.get_ident():
+            yield "it is called from within another request of this model"
+        else:
+            with self._turn:
+                self._owner = threading.get_ident()
+                try:
+                    yield ""
+                finally:
+                    self._owner = None
+
+    def refuse(self, input_ids: Tensor, model_kwargs: Mapping[str, Any], config: GenerationConfig) -> str:
+        """Why this request cannot run in graphs; "" if it can. To be called in one's turn."""
+        model = self._model()
+        assert model is not None
+        cache = model_kwargs.get("past_key_values")
+        if len(input_ids) > MAX_BATCH:
+            return f"batch size {len(input_ids)}; captured are 1 to {MAX_BATCH}"
+        if input_ids.device != model.device:
+            return f"the prompt is on {input_ids.device}, the model on {model.device}"
+        if not config.use_cache or cache is None:
+            return "there is no cache (use_cache=False)"
+        if getattr(cache, "_is_user_defined", False):
+            return "the cache is the caller's own (past_key_values)"
+        if config.cache_implementation not in (None, "static"):
+            return f"cache_implementation={config.cache_implementation!r}"
+        if config.return_dict_in_generate:
+            return "return_dict_in_generate=True returns the cache"
+        wanted = {DynamicCache: DynamicLayer, StaticCache: StaticLayer}.get(type(cache))
+        odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not wanted}
+        if wanted is None or odd or cache.offloading:
+            return f"the cache is a {type(cache).__name__} of {', '.join(sorted(odd)) or 'offloaded layers'}"
+        unknown = {name for name, value in model_kwargs.items() if value is not None} - _KNOWN
+        if unknown:
+            return f"the model gets {', '.join(sorted(unknown))}"
+        positions = model_kwargs.get("position_ids")
+        if positions is not None and positions.dim() != 2:
+            return "positions have more than one dimension"
+        if torch.is_autocast_enabled("cuda"):
+            return "autocast is on"
+        return self._check_unchanged(model)
+
+    def _check_unchanged(self, model: PreTrainedModel) -> str:
+        """What a replay would miss; graphs of a model whose modules or weights were replaced are dropped."""
+        if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+            return "there are hooks on all modules"
+        state = []
+        for path, module in model.named_modules():
+            if type(module).__module__.startswith("peft."):
+                return "there are adapters on the model (PEFT)"
+            if module._forward_hooks or module._forward_pre_hooks:
+                return f"{path or 'the model'} has forward hooks"
+            if module.training:
+                return "the model is in training mode"
+            state.append(id(module))
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            state += [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        if state != self._state:
+            self.release()
+            self._state = state
+        return ""
+
+    def lane(self, cache: Any, logits: Tensor, tokens: int) -> Lane | None:
+        """The lane of a request; None, and `reason` says so, if there is no room for one."""
+        batch = len(logits)
+        found = self.lanes.get(batch)
+        if found is not None and found.capacity >= tokens:
+            return found
+        self.lanes.pop(batch, None)
+        del found
+        try:
+            lane = Lane(functools.partial(_forward, self._model), cache, tokens, logits)
+        except torch.OutOfMemoryError:
+            self.release()
+            self.reason = f"there is no room for a captured cache of {power_of_two(tokens)} tokens"
+            return None
+        self.lanes[batch] = lane
+        return lane
+
+
+def install(model: PreTrainedModel) -> None:
+    """Let `generate` of a swapped model run as this file says."""
+    if not isinstance(model, GenerationMixin) or type(model)._sample is not GenerationMixin._sample:
+        return
+    model.ktinject_decoding = Decoding(model)
+    model.__class__ = _swapped_class(type(model))
+
+
+@functools.cache
+def _swapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (_Swapped, base), names)
+
+
+class _Swapped:
+    """The methods that differ from the model's own class."""
+
+    ktinject_decoding: Decoding
+    _replay: Callable[..., Any] | None = None  # what the stock loop calls for the model, during one request
+
+    def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
+        return self._replay or super().get_compiled_call(compile_config)  # type: ignore[misc, no-any-return]
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        return self._replay is not None or super()._valid_auto_compile_criteria(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
+    def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.ktinject_decoding.note("stock loop: beam search", "beam search")
+        return super()._beam_search(*args, **kwargs)
+
+    def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.ktinject_decoding.note("stock loop: assisted decoding", "assisted decoding")
+        return super()._assisted_decoding(*args, **kwargs)
+
+    def _sample(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        decoding: Decoding = self.ktinject_decoding
+        plain = _read(self, logits_processor, stopping_criteria, generation_config, synced_gpus)
+        outer = self.__dict__.pop("_replay", None)
+        try:
+            with decoding.turn() as eager:
+                eager = eager or decoding.refuse(input_ids, model_kwargs, generation_config)
+                if (
+                    eager
+                    and generation_config.cache_implementation == "static"
+                    and not isinstance(plain, str)
+                ):
+                    plain = "a static cache without graphs, which transformers may compile"
+                if not isinstance(plain, str):
+                    return _own(self, eager, plain, input_ids, generation_config, streamer, model_kwargs)
+                decoding.note(f"{'' if eager else 'graph, '}stock loop: {plain}", eager)
+                if not eager:
+                    self._replay = _Replay(self, stopping_criteria.max_length or 0)
+                return super()._sample(
+                    input_ids,
+                    logits_processor=logits_processor,
+                    stopping_criteria=stopping_criteria,
+                    generation_config=generation_config,
+                    synced_gpus=synced_gpus,
+                    streamer=streamer,
+                    **model_kwargs,
+                )
+        except torch.OutOfMemoryError as error:
+            decoding.release()
+            torch.cuda.empty_cache()
+            error.add_note(
+                "ktinject: captured graphs and their caches were given back; the next request can run. "
+                "Use a shorter prompt, fewer new tokens or a smaller batch."
+            )
+            raise
+        finally:
+            self.__dict__.pop("_replay", None)
+            if outer is not None:
+                self._replay = outer
+
+
+class _Plain:
+    """A request that our own loop can run, see `_read`."""
+
+    def __init__(self, chosen: Sampling, request: Request, max_length: int, stop: Any) -> None:
+        self.sampling, self.request, self.max_length, self.stop = chosen, request, max_length, stop
+
+
+def _read(
+    model: Any, processors: Any, criteria: Any, config: GenerationConfig, synced_gpus: bool
+) -> _Plain | str:
+    """The request if it is plain, else why not."""
+    if synced_gpus:
+        return "synced_gpus"
+    if config.return_dict_in_generate or any(getattr(config, name) for name in _OUTPUTS):
+        return "more than tokens is asked for (return_dict_in_generate, output_…)"
+    if config.is_assistant or model.config.is_encoder_decoder:
+        return "an assistant, or an encoder and decoder"
+    max_length, stop, ends = 0, None, None
+    for criterion in criteria:
+        kind = type(criterion)
+        if kind is MaxLengthCriteria and not max_length:
+            max_length = criterion.max_length
+        elif kind is EosTokenCriteria and ends is None:
+            ends = criterion.eos_token_id
+        elif kind is StopStringCriteria and stop is None:
+            stop = criterion
+        else:
+            return kind.__name__
+    if not max_length:
+        return "there is no maximal length"
+    pad = config._pad_token_tensor
+    found = sampling.read(
+        processors, config.do_sample, ends, int(pad) if ends is not None and pad is not None else None
+    )
+    return found if isinstance(found, str) else _Plain(*found, max_length, stop)
+
+
+def _own(
+    model: Any,
+    eager: str,
+    plain: _Plain,
+    input_ids: Tensor,
+    config: GenerationConfig,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> Tensor:
+    """The request in our own loop."""
+    decoding: Decoding = model.ktinject_decoding
+    outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
+    logits = _last(outputs, input_ids)
+    cache = outputs.get("past_key_values")
+    model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+    del outputs
+    new_tokens = max(1, plain.max_length - input_ids.shape[1])
+    lane = None
+    if not eager and new_tokens > 1:
+        lane = decoding.lane(cache, logits, input_ids.shape[1] + new_tokens)
+        eager = "" if lane is not None else decoding.reason
+    step: _GraphStep | _EagerStep
+    with model._optimize_model_for_decode():
+        if lane is not None:
+            positions = model_kwargs.get("position_ids")
+            lane.begin(
+                cache,
+                input_ids.shape[1],
+                model_kwargs.get("attention_mask"),
+                None if positions is None else positions[:, -1:],
+            )
+            _empty(cache)
+            step = _GraphStep(lane, plain)
+        else:
+            step = _EagerStep(model, plain, logits, input_ids, model_kwargs)
+        step.sampler.begin(input_ids, plain.request)
+        draws = lane is not None and plain.sampling.do_sample and logits.is_cuda
+        tokens = decode.run(
+            input_ids,
+            step,
+            functools.partial(step.first, logits),
+            new_tokens=new_tokens,
+            pad=plain.sampling.pad,
+            stop=None if plain.stop is None else lambda rows: plain.stop(rows, None),
+            streamer=streamer,
+            late=lane is not None,
+            generator=torch.cuda.default_generators[logits.device.index] if draws else None,
+        )
+    failure = lane.failure if lane is not None else eager
+    decoding.note("eager loop" if lane is None or failure else "graph loop", failure)
+    return tokens
+
+
+def _last(outputs: Any, input_ids: Tensor) -> Tensor:
+    """[b, v] fp32, a copy: the logits of a long prompt would be kept alive by a view."""
+    return outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+
+
+def _empty(cache: DynamicCache | StaticCache) -> None:
+    """Give back a cache that was copied; nobody else holds it."""
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()
+
+
+class _GraphStep:
+    """A step is two replays: the forward pass, then the choice."""
+
+    def __init__(self, lane: Lane, plain: _Plain) -> None:
+        self._lane = lane
+        self.sampler, self._choose = lane.sampler(plain.sampling)
+        self.result, self.end_row = self.sampler.result, self.sampler.end_row
+
+    def first(self, logits: Tensor) -> None:
+        self._lane.logits.copy_(logits)
+        self._choose()
+
+    def __call__(self) -> None:
+        self._lane.step()
+        self._choose()
+
+
+class _EagerStep:
+    """A step as transformers makes it, with our choice of the token."""
+
+    def __init__(
+        self, model: Any, plain: _Plain, logits: Tensor, input_ids: Tensor, model_kwargs: dict[str, Any]
+    ) -> None:
+        self._model, self._tokens, self._kwargs = model, input_ids, model_kwargs
+        self.sampler = Sampler(plain.sampling, input_ids[:, -1:].clone(), logits.shape[1])
+        self.result, self.end_row = self.sampler.result, self.sampler.end_row
+
+    def first(self, logits: Tensor) -> None:
+        self.sampler.choose(logits)
+
+    def __call__(self) -> None:
+        self._tokens = torch.cat([self._tokens, self.sampler.ids], dim=1)
+        inputs = self._model.prepare_inputs_for_generation(
+            self._tokens, next_sequence_length=1 if self._kwargs["use_cache"] else None, **self._kwargs
+        )
+        outputs = self._model(**inputs, return_dict=True)
+        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
+        self.sampler.choose(_last(outputs, self._tokens))
+
+
+class _Replay:
+    """Stands for the model in the stock loop: its first step with one token shows the shapes, the next ones replay."""
+
+    def __init__(self, model: Any, max_length: int) -> None:
+        self._model, self._max_length = model, max_length
+        self._logits: Tensor | None = None
+        self._lane: Lane | None = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        ids = inputs.get("input_ids")
+        if self._lane is None and (ids is None or ids.shape[1] != 1 or self._logits is None):
+            outputs = self._model(**inputs)
+            if ids is not None and ids.shape[1] == 1:
+                self._logits = outputs.logits[:, -1]
+            return outputs
+        if self._lane is None:
+            self._begin(inputs)
+        if self._lane is None:
+            return self._model(**inputs)
+        self._lane.ids.copy_(ids)
+        self._lane.step()
+        return CausalLMOutputWithPast(
+            logits=self._lane.logits[:, None], past_key_values=inputs["past_key_values"]
+        )
+
+    def _begin(self, inputs: dict[str, Any]) -> None:
+        cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
+        length = int(cache.get_seq_length())
+        self._lane = self._model.ktinject_decoding.lane(
+            cache, self._logits, max(self._max_length, length + 1)
+        )
+        if self._lane is not None:
+            mask = mask[:, 0, 0] if mask is not None and mask.dim() == 4 else mask
+            self._lane.begin(cache, length, mask, inputs.get("position_ids"))
+
+
+def _forward(
+    reference: weakref.ref[PreTrainedModel], ids: Tensor, mask: Tensor, positions: Tensor, cache: Any
+) -> Tensor:
+    """The model on one token a row, [b, v]; weak, for a lane must not keep its model alive."""
+    model = reference()
+    assert model is not None
+    return model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+    ).logits[:, -1]
+
+
+def _never(model: PreTrainedModel) -> str:
+    """Why no decode step of a model can ever be captured; "" if it may be."""
+    devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    if len(devices) > 1 or not devices[0].startswith("cuda"):
+        return f"what is not swapped stands on {', '.join(devices)}; it must stand on one GPU"
+    fixed = {o.name for o in model.modules() if isinstance(o, Operator) and not o.capturable}
+    if fixed:
+        return f"{', '.join(sorted(fixed))} cannot be captured"
+    if not model._can_compile_fullgraph:
+        return f"transformers does not say that {type(model).__name__} is free of host decisions"
+    attention = model.config.get_text_config()._attn_implementation
+    if attention != "sdpa":
+        return f"attention runs as {attention!r}; captured is 'sdpa'"
+    return ""

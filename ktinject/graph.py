@@ -1,0 +1,198 @@
+"""Decode steps as CUDA graphs: captured once for each batch size and stretch of cache, replayed for every request.
+
+    eager prefill ──► its cache ──► `Lane.begin` copies it into tensors that stay where they are
+                                    `Lane.step`: one replay is one token: forward, cache, mask, positions
+
+A lane belongs to one batch size. Its cache holds the longest request so far, rounded up to a power of two; a graph
+sees the shortest stretch of it, a power of two again, that holds what there is. So attention over an empty rest costs
+at most as much as over what is there, and nothing is captured anew but when a request needs a longer cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from ktinject.sampling import Request, Sampler, Sampling
+
+logger = logging.getLogger("ktinject")
+
+MAX_BATCH = 8
+_SHORTEST = 256  # tokens of the shortest stretch
+_SAMPLERS = 16  # captured ways to choose a token that a lane keeps
+
+# (ids [b, 1], mask [b, 1, 1, n] bool, positions [b, 1], cache) → logits [b, v]
+Forward = Callable[[Tensor, Tensor, Tensor, Cache], Tensor]
+
+
+class _Layer(CacheLayerMixin):
+    """A stretch of one layer's cache. Layers share the place of the next token, where transformers' count each."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, place: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self._place = keys, values, place
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass  # it always is
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self._place, key_states)
+        self.values.index_copy_(2, self._place, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> int:
+        return self._place  # a tensor, as transformers' static layers give
+
+    def get_max_length(self) -> int:
+        return self.keys.shape[2]
+
+
+def power_of_two(tokens: int) -> int:
+    """The smallest stretch of cache that holds so many tokens."""
+    return max(_SHORTEST, 1 << (tokens - 1).bit_length())
+
+
+class Lane:
+    """All that is captured for one batch size.
+
+    ids         [b, 1] int64: the tokens that the next step reads
+    logits      [b, v] fp32: what it leaves
+    capacity    tokens that the cache holds
+    captures    graphs captured so far
+    replays     steps replayed
+    failure     why graphs cannot be captured; the steps then run one kernel at a time, on the same tensors
+    """
+
+    def __init__(self, forward: Forward, cache: Cache, tokens: int, logits: Tensor) -> None:
+        """Take the memory. Raises torch.OutOfMemoryError.
+
+        forward  the model on one token a row; must not keep the model alive
+        cache    as a prefill left it; the shapes of its keys and values are taken
+        tokens   that the longest row of the request may have
+        logits   [b, v] of that prefill
+        """
+        device = logits.device
+        batch, vocab_size = logits.shape
+        self.device, self.capacity = device, power_of_two(tokens)
+        self.captures, self.replays, self.failure = 0, 0, ""
+        self._forward = forward
+        # Made outside of inference mode, whose tensors could not be written outside of it later.
+        with torch.inference_mode(False):
+            self._cache = [(self._empty(layer.keys), self._empty(layer.values)) for layer in cache.layers]
+            self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+            self.logits = torch.zeros(batch, vocab_size, dtype=torch.float32, device=device)
+            self._positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+            self._place = torch.zeros(1, dtype=torch.int64, device=device)
+            self._mask = torch.zeros(batch, 1, 1, self.capacity, dtype=torch.bool, device=device)
+        self._used = 0
+        if device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)
+        else:
+            self.failure = f"{device} has no CUDA graphs"
+        self._steps: dict[int, torch.cuda.CUDAGraph] = {}
+        self._samplers: OrderedDict[Sampling, tuple[Sampler, torch.cuda.CUDAGraph | None]] = OrderedDict()
+
+    def _empty(self, like: Tensor) -> Tensor:
+        batch, heads, _, size = like.shape
+        return torch.zeros(batch, heads, self.capacity, size, dtype=like.dtype, device=like.device)
+
+    def begin(self, cache: Cache, length: int, mask: Tensor | None, positions: Tensor | None) -> None:
+        """Take over what a prefill left behind.
+
+        cache      its layers' keys and values, [b, h, n ≥ length, d]
+        length     tokens in it
+        mask       [b, ≥ length], 0 or False for padding; None: there is none
+        positions  [b or 1, 1] of the next token; None: `length`
+        """
+        for (keys, values), layer in zip(self._cache, cache.layers):
+            keys[:, :, :length].copy_(layer.keys[:, :, :length])
+            values[:, :, :length].copy_(layer.values[:, :, :length])
+        self._mask.zero_()
+        self._mask[:, 0, 0, :length] = True if mask is None else mask[:, :length] != 0
+        self._place.fill_(length)
+        self._positions.copy_(self._place if positions is None else positions)
+        self._used = length
+
+    def step(self) -> None:
+        """One forward pass over `ids`, which leaves `logits`."""
+        self._used += 1
+        stretch = power_of_two(self._used)
+        graph = self._steps.get(stretch)
+        if graph is None and not self.failure:
+            graph = self._capture(lambda: self._compute(stretch), [self._positions, self._place, self._mask])
+            if graph is not None:
+                self._steps[stretch] = graph
+        if graph is None:
+            self._compute(stretch)
+        else:
+            graph.replay()
+            self.replays += 1
+
+    def sampler(self, sampling: Sampling) -> tuple[Sampler, Callable[[], None]]:
+        """The sampler of this lane for a way of choosing, and a call that chooses from `logits`."""
+        if sampling not in self._samplers:
+            with torch.inference_mode(False):
+                sampler = Sampler(sampling, self.ids, self.logits.shape[1])
+            sampler.begin(self.ids, Request())
+            graph = None if self.failure else self._capture(lambda: sampler.choose(self.logits), [self.ids])
+            self._samplers[sampling] = (sampler, graph)
+            if len(self._samplers) > _SAMPLERS:
+                self._samplers.popitem(last=False)
+        self._samplers.move_to_end(sampling)
+        sampler, graph = self._samplers[sampling]
+        return sampler, graph.replay if graph is not None else lambda: sampler.choose(self.logits)
+
+    def _compute(self, stretch: int) -> None:
+        self._mask.index_fill_(3, self._place, True)
+        layers = [_Layer(k[:, :, :stretch], v[:, :, :stretch], self._place) for k, v in self._cache]
+        logits = self._forward(self.ids, self._mask[..., :stretch], self._positions, Cache(layers=layers))
+        self.logits.copy_(logits)
+        self._positions.add_(1)
+        self._place.add_(1)
+
+    def _capture(self, work: Callable[[], None], state: list[Tensor]) -> torch.cuda.CUDAGraph | None:
+        """Run `work` once to warm up, put `state` back, and capture it; None, and `failure`, if that cannot be."""
+        saved = [tensor.clone() for tensor in state]
+        generator = torch.cuda.default_generators[self.device.index]
+        drawn = generator.get_offset()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.device(self.device):
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    work()
+                torch.cuda.current_stream().wait_stream(self._stream)
+                # Calls of other threads must not spoil the capture.
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ):
+                    work()
+            self.captures += 1
+            return graph
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            logger.warning("a decode step cannot be captured, it runs eagerly from now on: %s", self.failure)
+            # A capture that fails leaves the generator's state marked as being captured.
+            generator.graphsafe_set_state(generator.clone_state())
+            return None
+        finally:
+            generator.set_offset(drawn)
+            for tensor, value in zip(state, saved):
+                tensor.copy_(value)

@@ -1,0 +1,135 @@
+"""Captured decode steps on a GPU: the tokens of the same steps run one kernel at a time, request after request."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from test_generate import PLAIN, STOCK, name_of, prompt, stock, swapped
+from transformers import PreTrainedModel
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return swapped(request.param, device="cuda")
+
+
+def captures(model: PreTrainedModel) -> int:
+    return sum(lane.captures for lane in model.ktinject_decoding.lanes.values())
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=name_of)
+def test_graphs_give_the_stock_loop_s_tokens_from_the_same_seed(
+    model: PreTrainedModel, case: dict[str, Any]
+) -> None:
+    for seed, batch in enumerate([1, 3, 8, 1]):
+        arguments = {**prompt(batch, device="cuda"), **case}
+        if arguments.get("num_return_sequences") and batch == 8:
+            continue
+        torch.manual_seed(seed)
+        ours, state = model.generate(**arguments), torch.cuda.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(ours, stock(model, **arguments))
+        assert torch.equal(state, torch.cuda.get_rng_state()), "as many random numbers are used up"
+        if arguments["max_new_tokens"] > 1:
+            assert model.ktinject_decoding.last == "graph loop", model.ktinject_decoding.reason
+
+
+@pytest.mark.parametrize("case, how", STOCK, ids=[how + name_of(case) for case, how in STOCK])
+def test_every_other_case_is_the_stock_loop_s(model: PreTrainedModel, case: dict[str, Any], how: str) -> None:
+    arguments = {**prompt(1, padding=0, device="cuda"), **case}
+    torch.manual_seed(1)
+    ours = model.generate(**arguments)
+    assert model.ktinject_decoding.last.startswith(how)
+    torch.manual_seed(1)
+    theirs = stock(model, **arguments)
+    assert torch.equal(*(out if isinstance(out, torch.Tensor) else out.sequences for out in (ours, theirs)))
+
+
+def test_one_capture_serves_every_later_request(model: PreTrainedModel) -> None:
+    model.ktinject_decoding.release()
+    for batch in (1, 2, 1, 2):
+        for length in (9, 30, 60):
+            model.generate(**prompt(batch, length, "cuda"))
+    assert captures(model) == 4, "a forward pass and a choice for each of two batch sizes"
+
+
+def test_a_long_answer_moves_to_longer_stretches(model: PreTrainedModel) -> None:
+    arguments = {**prompt(2, 100, "cuda"), "max_new_tokens": 600, "eos_token_id": None}
+    ours = model.generate(**arguments)
+    assert model.ktinject_decoding.lanes[2].capacity == 1024
+    eager = stock(model, **arguments)
+    assert (ours == eager).float().mean() > 0.99 or (ours != eager).any(0).nonzero()[0] > 300
+
+
+def test_a_thousand_requests_take_no_more_memory(model: PreTrainedModel) -> None:
+    arguments = {**prompt(2, device="cuda"), "max_new_tokens": 6}
+
+    def used() -> tuple[int, int]:
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+    for i in range(60):
+        model.generate(**arguments, do_sample=True, temperature=0.5 + i % 40 / 100)
+    before = used()
+    for i in range(1000):
+        model.generate(**arguments, do_sample=bool(i % 2), temperature=0.5 + i % 40 / 100)
+    after = used()
+    assert after[0] <= before[0] and after[1] <= before[1] + 2**21, (before, after)
+
+
+def test_a_dropped_model_gives_its_memory_back() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = swapped("qwen3_moe", device="cuda")
+    model.generate(**prompt(device="cuda"))
+    lane = weakref.ref(model.ktinject_decoding.lanes[3])
+    del model
+    gc.collect()
+    assert lane() is None
+    assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def test_what_cannot_be_captured_runs_eagerly_and_says_so() -> None:
+    model = swapped("qwen3_moe", "looking_experts", "cuda")
+    arguments = {**prompt(device="cuda"), "do_sample": True}
+    for seed in range(2):
+        torch.manual_seed(seed)
+        ours = model.generate(**arguments)
+        torch.manual_seed(seed)
+        assert torch.equal(ours, stock(model, **arguments))
+        assert model.ktinject_decoding.last == "eager loop"
+        assert "captur" in model.ktinject_decoding.reason
+    other = swapped("qwen3_moe", device="cuda")
+    torch.manual_seed(0)
+    ours = other.generate(**arguments)
+    assert other.ktinject_decoding.last == "graph loop"
+    torch.manual_seed(0)
+    assert torch.equal(ours, stock(other, **arguments))
+
+
+def test_out_of_memory_is_an_error_and_the_next_request_runs(model: PreTrainedModel) -> None:
+    wanted = stock(model, **prompt(device="cuda"))
+    free, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            model.generate(torch.full((64, 100_000), 5, device="cuda"), max_new_tokens=4)
+        assert any("the next request can run" in note for note in caught.value.__notes__)
+        del caught
+        gc.collect()
+        assert torch.equal(model.generate(**prompt(device="cuda")), wanted)
+        too_long = {**prompt(device="cuda"), "max_new_tokens": 2**21, "eos_token_id": list(range(96))}
+        model.generate(**too_long)
+        assert "no room for a captured cache" in model.ktinject_decoding.reason
+        assert torch.equal(model.generate(**prompt(device="cuda")), wanted)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    del free
