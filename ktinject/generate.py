@@ -19,7 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class Decoding:
 
     graphs    "" if decode steps run as CUDA graphs, else why they never do
     last      how the last request ran: "graph loop", "eager loop", "graph, stock loop: why" or "stock loop: why"
-    reason    why the last request ran without graphs, "" if it ran with them
+    reason    why the last request ran without graphs, or not all of it; "" if it ran with them
     requests  the same words → how many requests
     lanes     batch size → what is captured for it
     """
@@ -168,11 +168,17 @@ def install(model: PreTrainedModel) -> None:
     if not isinstance(model, GenerationMixin) or type(model)._sample is not GenerationMixin._sample:
         return
     model.ktinject_decoding = Decoding(model)
-    model.__class__ = _swapped_class(type(model))
+    model.__class__ = _swapped_class(cast(Any, type(model)))
 
 
-@functools.cache
-def _swapped_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+def _class_before(model: Any) -> Any:
+    """The class that a model had, and whose methods those below stand before."""
+    classes = type(model).__mro__
+    return classes[classes.index(_Swapped) + 1]
+
+
+@cast(Any, functools.cache)
+def _swapped_class(base: Any) -> Any:
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     return type(base.__name__, (_Swapped, base), names)
 
@@ -183,19 +189,28 @@ class _Swapped:
     ktinject_decoding: Decoding
     _replay: Callable[..., Any] | None = None  # what the stock loop calls for the model, during one request
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is of the model's own class: operators refuse to be copied, but there may be none."""
+        base = _class_before(self)
+        _, _, state, *rest = base.__reduce_ex__(self, protocol)
+        state = {name: value for name, value in state.items() if name != "ktinject_decoding"}
+        return object.__new__, (base,), state, *rest
+
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
-        return self._replay or super().get_compiled_call(compile_config)  # type: ignore[misc, no-any-return]
+        return self._replay or _class_before(self).get_compiled_call(self, compile_config)
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        return self._replay is not None or super()._valid_auto_compile_criteria(*args, **kwargs)  # type: ignore[misc, no-any-return]
+        return self._replay is not None or _class_before(self)._valid_auto_compile_criteria(
+            self, *args, **kwargs
+        )
 
     def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.ktinject_decoding.note("stock loop: beam search", "beam search")
-        return super()._beam_search(*args, **kwargs)
+        return _class_before(self)._beam_search(self, *args, **kwargs)
 
     def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.ktinject_decoding.note("stock loop: assisted decoding", "assisted decoding")
-        return super()._assisted_decoding(*args, **kwargs)
+        return _class_before(self)._assisted_decoding(self, *args, **kwargs)
 
     def _sample(
         self: Any,
@@ -224,7 +239,8 @@ class _Swapped:
                 decoding.note(f"{'' if eager else 'graph, '}stock loop: {plain}", eager)
                 if not eager:
                     self._replay = _Replay(self, stopping_criteria.max_length or 0)
-                return super()._sample(
+                return _class_before(self)._sample(
+                    self,
                     input_ids,
                     logits_processor=logits_processor,
                     stopping_criteria=stopping_criteria,
@@ -393,35 +409,35 @@ class _Replay:
 
     def __init__(self, model: Any, max_length: int) -> None:
         self._model, self._max_length = model, max_length
-        self._logits: Tensor | None = None
+        self._steps = 0
+        self._shape: Tensor | None = None
         self._lane: Lane | None = None
 
     def __call__(self, **inputs: Any) -> Any:
-        ids = inputs.get("input_ids")
-        if self._lane is None and (ids is None or ids.shape[1] != 1 or self._logits is None):
-            outputs = self._model(**inputs)
-            if ids is not None and ids.shape[1] == 1:
-                self._logits = outputs.logits[:, -1]
-            return outputs
-        if self._lane is None:
-            self._begin(inputs)
-        if self._lane is None:
-            return self._model(**inputs)
-        self._lane.ids.copy_(ids)
-        self._lane.step()
-        return CausalLMOutputWithPast(
-            logits=self._lane.logits[:, None], past_key_values=inputs["past_key_values"]
-        )
+        ids: Tensor = inputs["input_ids"]
+        if self._lane is None and self._shape is not None:
+            self._lane, self._shape = self._begin(inputs, self._shape), None
+        if self._lane is not None:
+            self._lane.ids.copy_(ids)
+            self._lane.step()
+            logits = self._lane.logits[:, None]
+            return CausalLMOutputWithPast(logits=logits, past_key_values=inputs["past_key_values"])
+        outputs = self._model(**inputs)
+        if ids.shape[1] == 1:
+            self._shape = outputs.logits[:, -1] if self._steps == 0 else None
+            self._steps += 1
+        return outputs
 
-    def _begin(self, inputs: dict[str, Any]) -> None:
+    def _begin(self, inputs: dict[str, Any], logits: Tensor) -> Lane | None:
         cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
         length = int(cache.get_seq_length())
-        self._lane = self._model.ktinject_decoding.lane(
-            cache, self._logits, max(self._max_length, length + 1)
+        lane: Lane | None = self._model.ktinject_decoding.lane(
+            cache, logits, max(self._max_length, length + 1)
         )
-        if self._lane is not None:
+        if lane is not None:
             mask = mask[:, 0, 0] if mask is not None and mask.dim() == 4 else mask
-            self._lane.begin(cache, length, mask, inputs.get("position_ids"))
+            lane.begin(cache, length, mask, inputs.get("position_ids"))
+        return lane
 
 
 def _forward(

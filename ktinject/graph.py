@@ -54,7 +54,7 @@ class _Layer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.keys.shape[2], 0
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> Any:
         return self._place  # a tensor, as transformers' static layers give
 
     def get_max_length(self) -> int:

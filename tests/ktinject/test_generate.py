@@ -337,3 +337,12 @@ def test_the_class_looks_like_the_model_s_own(model: PreTrainedModel) -> None:
     assert isinstance(model, base)
     assert (type(model).__name__, type(model).__module__) == (base.__name__, base.__module__)
     assert type(swapped(model.config.model_type)) is type(model), "one class, however many models"
+
+
+def test_a_copy_is_of_the_model_s_own_class() -> None:
+    model = models.tiny("qwen3_moe")
+    wanted = model.generate(**prompt())
+    ktinject.optimize(model, [{**EXPERTS, "replace": "keep"}], progress=False)
+    twin = copy.deepcopy(model)
+    assert type(twin) is type(model).__mro__[2] and not hasattr(twin, "ktinject_decoding")
+    assert torch.equal(twin.generate(**prompt()), wanted)
