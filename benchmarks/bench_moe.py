@@ -1,11 +1,16 @@
-"""One routed-experts layer: ktinject's kernels beside the machine's ceilings and PyTorch, in one process.
+"""One routed-experts layer: ktinject's kernels beside the machine's ceilings and other implementations, in one process.
 
-    python benchmarks/bench_moe.py                                    # a minute: what `make bench` runs
-    python benchmarks/bench_moe.py --shapes all --tokens 1 4 16 64 128 256 1024 4096 --weights bf16 int8 int4
+    python benchmarks/bench_moe.py                                # a minute: what `make bench` runs
+    python benchmarks/bench_moe.py --sweep --csv out.csv          # every shape, format and number of tokens: an hour
+    python benchmarks/bench_moe.py --kernels all --tokens 16      # every kernel this CPU can run
 
-Roofline of a cell = max(bytes of the distinct experts / read bandwidth, operations / multiply rate), both measured
-here and now with the same threads. Share = roofline / measured time. Routing sets are cycled, and so are copies of a
-layer that is not eight times as large as the last-level cache: a step should find its experts in memory.
+Roofline of a cell = max(bytes of the distinct experts / read bandwidth, operations / multiply rate). Both ceilings are
+measured in this process, with the same threads, before each format again, because a shared host gives more at one time
+and less at another. The highest figure of the run counts, and a cell that itself reads or multiplies faster raises the
+ceiling: so no share exceeds 1, and a share is low rather than high.
+
+Steps cycle through copies of the layer that are together eight times as large as the last-level cache, and through
+many routings, so that a step finds its experts in memory.
 """
 
 from __future__ import annotations
@@ -14,7 +19,6 @@ import argparse
 import csv
 import datetime
 import functools
-import itertools
 import math
 import os
 import platform
@@ -22,12 +26,12 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from moe_peers import KtKernel, KtLayer, load_kt_kernel, quiet, torch_layer
 from torch import Tensor
-from torch.nn import functional
 
 from ktinject import _native
 
@@ -43,6 +47,10 @@ class Shape:
     top_k: int
     hidden: int
     intermediate: int
+
+    @property
+    def weights_an_expert(self) -> int:
+        return 3 * self.hidden * self.intermediate
 
 
 SHAPES = {
@@ -61,19 +69,96 @@ BYTES_A_WEIGHT = {
     "int4-g64": 0.5 + 2 / 64,
     "int4-g32": 0.5 + 2 / 32,
 }
-LINE = "{shape:15s} {tokens:5d} {weights:10s} {kernel:15s} {us:10.0f} {gb_s:7.1f} {tflops:7.3f} {share:6.2f}"
+SWEEP_TOKENS = [1, 4, 16, 64, 128, 256, 1024, 4096]
 COLUMNS = [
     "date", "commit", "machine", "threads", "benchmark", "shape", "routing", "tokens", "weights", "kernel",
     "us", "us_p10", "us_p90", "gb_s", "tflops", "roofline_us", "share", "bound", "peer", "peer_us", "ratio",
 ]  # fmt: skip
 
 
-def routing_sets(shape: Shape, tokens: int, skewed: bool, sets: int = 16) -> list[Tensor]:
+@dataclass
+class Problem:
+    """Inputs of a cell, the same for everybody."""
+
+    shape: Shape
+    routing: str
+    tokens: int
+    sets: list[Tensor]  # top-k indices [tokens, top_k], int64
+    x: Tensor  # [tokens, hidden] bf16
+    weight: Tensor  # [tokens, top_k] fp32
+    torch_us: float | None = None
+
+    @property
+    def distinct(self) -> float:
+        return statistics.mean(len(ids.unique()) for ids in self.sets)
+
+    @property
+    def operations(self) -> float:
+        return 2.0 * self.shape.weights_an_expert * self.shape.top_k * self.tokens
+
+
+@dataclass
+class Cell:
+    """A measured cell; its share is known when the run's ceilings are."""
+
+    problem: Problem
+    weights: str
+    asked: str  # kernel as asked for: auto, or a row of the table
+    kernel: str  # the row that ran
+    times: list[float]  # µs, sorted
+    peers: dict[str, float] = field(default_factory=dict)  # name: µs
+
+    @property
+    def us(self) -> float:
+        return statistics.median(self.times)
+
+    @property
+    def bytes(self) -> float:
+        return self.problem.distinct * self.problem.shape.weights_an_expert * BYTES_A_WEIGHT[self.weights]
+
+    @property
+    def unit(self) -> str:
+        """What bounds the kernel; int4 runs on the int8 units, AVX2 converts everything to fp32 or int16."""
+        isa = self.kernel.split("_")[0]
+        if isa in ("avx2", "reference"):
+            return "avx2_fp32"
+        return f"{isa}_{'bf16' if self.weights == 'bf16' else 'int8'}"
+
+
+@dataclass
+class Ceilings:
+    """What the machine does at best: bytes a second, operations a second a unit."""
+
+    read: float = 0.0
+    rates: dict[str, float] = field(default_factory=dict)
+
+    def measure(self) -> None:
+        self.read = max(self.read, _native.read_bandwidth(256 << 20))
+        for unit in _native.multiply_units():
+            self.rates[unit] = max(self.rates.get(unit, 0.0), _native.multiply_rate(unit))
+
+    def raise_to(self, cell: Cell) -> None:
+        self.read = max(self.read, cell.bytes / cell.us * 1e6)
+        self.rates[cell.unit] = max(self.rates.get(cell.unit, 0.0), cell.problem.operations / cell.us * 1e6)
+
+    def roofline(self, cell: Cell) -> tuple[float, str]:
+        """Least µs for the work, and what binds it."""
+        memory = cell.bytes / self.read * 1e6
+        multiply = cell.problem.operations / self.rates[cell.unit] * 1e6
+        return max(memory, multiply), "memory" if memory > multiply else "multiply"
+
+    def __str__(self) -> str:
+        units = ", ".join(f"{unit} {rate / 1e12:.2f} T" for unit, rate in self.rates.items())
+        return f"read {self.read / 1e9:.1f} GB/s; {units}"
+
+
+def routing_sets(shape: Shape, tokens: int, skewed: bool) -> list[Tensor]:
     """Random top-k indices [tokens, top_k], int64; skewed: expert popularity falls off as 1 / rank."""
     popularity = torch.ones(shape.experts)
     if skewed:
         popularity = 1.0 / torch.arange(1, shape.experts + 1)
         popularity = popularity[torch.randperm(shape.experts)]
+    sets = 64 if tokens <= 64 else 8
     return [torch.multinomial(popularity.expand(tokens, -1), shape.top_k) for _ in range(sets)]
 
 
@@ -103,47 +188,27 @@ def build(shape: Shape, weights: str, kernel: str, gate_up: Tensor, down: Tensor
     return experts
 
 
-def torch_layer(gate_up: Tensor, down: Tensor, x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
-    """The plain way: sort the pairs, loop over the experts hit, oneDNN underneath."""
-    out = torch.zeros(x.shape, dtype=torch.float32)
-    flat = index.flatten()
-    order = flat.argsort()
-    tokens = order // index.shape[1]
-    sorted_weight = weight.flatten()[order]
-    start = 0
-    for e, count in enumerate(torch.bincount(flat, minlength=gate_up.shape[0]).tolist()):
-        if count == 0:
-            continue
-        rows = tokens[start : start + count]
-        gate, up = functional.linear(x[rows], gate_up[e]).chunk(2, -1)
-        y = functional.linear(functional.silu(gate) * up, down[e])
-        out.index_add_(0, rows, y.float() * sorted_weight[start : start + count, None])
-        start += count
-    return out
+Step = Callable[[int, Tensor], object]
 
 
-def measure(
-    step: Callable[[Tensor], object], sets: list[Tensor], seconds: float
-) -> tuple[float, float, float]:
-    """Median, 10th and 90th percentile of one step, in µs; at least five steps after two of warm-up."""
-    for ids in sets[:2]:
-        step(ids)
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 5:
-        start = time.perf_counter()
-        step(sets[len(times) % len(sets)])
-        times.append((time.perf_counter() - start) * 1e6)
-    times.sort()
-    return statistics.median(times), times[len(times) // 10], times[len(times) * 9 // 10]
-
-
-def multiply_unit(kernel: str, weights: str) -> str:
-    """The unit whose rate bounds a kernel; int4 runs on the int8 units, AVX2 converts everything to fp32 or int16."""
-    isa = kernel.split("_")[0]
-    if isa in ("avx2", "reference"):
-        return "avx2_fp32"
-    return f"{isa}_{'bf16' if weights == 'bf16' else 'int8'}"
+def measure(steps: dict[str, Step], sets: list[Tensor], seconds: float) -> dict[str, list[float]]:
+    """Sorted µs of each step(turn, ids). Several steps alternate in two rounds, with a pause that lets the workers of
+    the last one fall asleep; at least six turns each, after two of warm-up a round."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    rounds = 1 if len(steps) == 1 else 2
+    for _ in range(rounds):
+        for name, step in steps.items():
+            time.sleep(0.1)
+            for turn in range(2):
+                step(turn, sets[turn])
+            taken = times[name]
+            end, least = time.perf_counter() + seconds / rounds, len(taken) + 6 // rounds
+            while time.perf_counter() < end or len(taken) < least:
+                ids = sets[len(taken) % len(sets)]
+                start = time.perf_counter()
+                step(len(taken), ids)
+                taken.append((time.perf_counter() - start) * 1e6)
+    return {name: sorted(taken) for name, taken in times.items()}
 
 
 def cpu_name() -> str:
@@ -161,19 +226,6 @@ def commit() -> str:
         return os.environ.get("KTINJECT_COMMIT", "unknown")
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What the machine does at best, measured in this process: bytes a second, operations a second a unit."""
-
-    read: float
-    rates: dict[str, float]
-
-    def roofline(self, moved: float, operations: float, unit: str) -> tuple[float, str]:
-        """Least µs for the work, and what binds it."""
-        memory, multiply = moved / self.read * 1e6, operations / self.rates[unit] * 1e6
-        return max(memory, multiply), "memory" if memory > multiply else "multiply"
-
-
 def kernels_for(weights: str, asked: list[str]) -> list[str]:
     """`all` means every fast kernel this CPU runs; the reference and modelled ones are for tests."""
     if asked != ["all"]:
@@ -189,95 +241,175 @@ def copies(bytes_a_layer: int) -> int:
     return min(8, math.ceil(8 * last_level / bytes_a_layer))
 
 
-def cell(
-    shape: Shape, weights: str, layers: list[_native.Experts], sets: list[Tensor], x: Tensor, weight: Tensor,
-    ceilings: Ceilings, seconds: float,
-) -> dict[str, object]:  # fmt: skip
-    """One line of the table: x [tokens, hidden] bf16, weight [tokens, top_k] fp32, sets of top-k indices."""
-    tokens = x.shape[0]
-    out = torch.empty_like(x)
-    turn = itertools.cycle(layers)
-    median, low, high = measure(lambda ids: next(turn).forward(x, ids, weight, out), sets, seconds)
-    distinct = statistics.mean(len(ids.unique()) for ids in sets)
-    each = 3 * shape.hidden * shape.intermediate
-    moved, operations = distinct * each * BYTES_A_WEIGHT[weights], 2.0 * each * shape.top_k * tokens
+def measure_cell(
+    problem: Problem, weights: str, asked: str, layers: list[_native.Experts], peers: dict[str, list[KtLayer]],
+    seconds: float,
+) -> Cell:  # fmt: skip
+    out = torch.empty_like(problem.x)
+
+    def ours(turn: int, ids: Tensor) -> None:
+        layers[turn % len(layers)].forward(problem.x, ids, problem.weight, out)
+
+    def theirs(peer: list[KtLayer], turn: int, ids: Tensor) -> None:
+        peer[turn % len(peer)].forward(problem.x, ids, problem.weight, out)
+
+    steps: dict[str, Step] = {"": ours}
+    steps |= {name: functools.partial(theirs, peer) for name, peer in peers.items()}
+    times = measure(steps, problem.sets, seconds)
     many, few = layers[0].kernels
-    used = many if tokens * shape.top_k / distinct >= 5 else few
-    roofline, bound = ceilings.roofline(moved, operations, multiply_unit(used, weights))
-    return {
-        "shape": shape.name,
-        "tokens": tokens,
-        "weights": weights,
-        "kernel": used,
-        "us": round(median, 1),
-        "us_p10": round(low, 1),
-        "us_p90": round(high, 1),
-        "gb_s": round(moved / median / 1e3, 2),
-        "tflops": round(operations / median / 1e6, 3),
-        "roofline_us": round(roofline, 1),
-        "share": round(roofline / median, 3),
-        "bound": bound,
-    }
+    kernel = many if problem.tokens * problem.shape.top_k / problem.distinct >= 5 else few
+    cell = Cell(problem, weights, asked, kernel, times.pop(""))
+    if problem.torch_us is not None:
+        cell.peers[f"torch {torch.__version__} bf16"] = problem.torch_us
+    cell.peers |= {name: statistics.median(taken) for name, taken in times.items()}
+    return cell
 
 
-def bench(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    if arguments.threads:
-        _native.set_threads(arguments.threads)
+def line(cell: Cell, ceilings: Ceilings) -> str:
+    best = min((us for name, us in cell.peers.items() if not name.startswith("torch")), default=None)
+    other = f"{best:10.0f} {best / cell.us:5.2f}x" if best is not None else ""
+    torch_us = cell.problem.torch_us
+    slow = f"{torch_us:10.0f} {torch_us / cell.us:5.2f}x" if torch_us is not None else " " * 17
+    return (
+        f"{cell.problem.shape.name:15s} {cell.problem.routing:8s} {cell.problem.tokens:5d} {cell.weights:10s} "
+        f"{cell.kernel:15s} {cell.us:10.0f} {cell.bytes / cell.us / 1e3:7.1f} "
+        f"{cell.problem.operations / cell.us / 1e6:7.3f} {ceilings.roofline(cell)[0] / cell.us:6.2f} {slow} {other}"
+    )
+
+
+HEADER = (
+    f"{'shape':15s} {'routing':8s} {'m':>5s} {'weights':10s} {'kernel':15s} {'µs':>10s} {'GB/s':>7s} {'TFLOPS':>7s} "
+    f"{'share':>6s} {'PyTorch':>10s} {'ratio':>6s} {'kt-kernel':>10s} {'ratio':>6s}"
+)
+
+
+def peers_of(
+    kt: KtKernel | None, weights: str, gate_up: Tensor, down: Tensor, shape: Shape, most: int, count: int
+) -> dict[str, list[KtLayer]]:
+    """kt-kernel's layers beside ours, each proved right first."""
+    found: dict[str, list[KtLayer]] = {}
+    for format in KtKernel.FORMATS.get(weights, []) if kt is not None else []:
+        assert kt is not None
+        try:
+            layers = [kt.layer(format, gate_up, down, shape.top_k, most) for _ in range(count)]
+        except AttributeError:
+            continue  # its build for this CPU lacks the format
+        error = layers[0].error(gate_up, down)
+        if error > 0.35:
+            raise RuntimeError(
+                f"{layers[0].name}: relative error {error:.2f}; it would be no fair comparison"
+            )
+        found[layers[0].name] = layers
+    return found
+
+
+def bench(arguments: argparse.Namespace) -> tuple[list[Cell], Ceilings]:
     threads = _native.threads()
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    rates = {unit: _native.multiply_rate(unit) for unit in _native.multiply_units()}
-    ceilings = Ceilings(_native.read_bandwidth(256 << 20), rates)
-    machine = arguments.machine or f"{cpu_name()}, {len(os.sched_getaffinity(0))} vCPU"
-    stamp = {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit(),
-        "machine": machine,
-        "threads": threads,
-        "benchmark": "moe",
-    }
-    print(f"# {machine}, {threads} threads, commit {stamp['commit']}, torch {torch.__version__}")
-    print(
-        f"# read {ceilings.read / 1e9:.1f} GB/s; "
-        + ", ".join(f"{u} {r / 1e12:.2f} T" for u, r in rates.items())
-    )
-    print(
-        f"{'shape':15s} {'m':>5s} {'weights':10s} {'kernel':15s} {'µs':>10s} {'GB/s':>7s} {'TFLOPS':>7s} "
-        f"{'share':>6s} {'PyTorch µs':>11s} {'ratio':>6s}"
-    )
-    rows: list[dict[str, object]] = []
+    extension = load_kt_kernel() if arguments.peers else None
+    kt = KtKernel(extension, arguments.kt_threads or threads) if extension is not None else None
+    ceilings = Ceilings()
+    ceilings.measure()
+    print(f"# {ceilings}")
+    if kt is not None:
+        print(f"# kt-kernel {kt.version}, {kt.workers} workers and a dispatcher")
+    print(HEADER)
+    cells: list[Cell] = []
     for shape in (SHAPES[name] for name in arguments.shapes):
-        gate_up = torch.empty(
-            shape.experts, 2 * shape.intermediate, shape.hidden, dtype=torch.bfloat16
-        ).normal_(0, 0.02)
-        down = torch.empty(shape.experts, shape.hidden, shape.intermediate, dtype=torch.bfloat16).normal_(
-            0, 0.02
-        )
-        problems = {}
+        gate_up = torch.empty(shape.experts, 2 * shape.intermediate, shape.hidden, dtype=torch.bfloat16)
+        down = torch.empty(shape.experts, shape.hidden, shape.intermediate, dtype=torch.bfloat16)
+        gate_up.normal_(0, 0.02), down.normal_(0, 0.02)
+        problems = []
         for routing in arguments.routing:
             for tokens in arguments.tokens:
                 sets = routing_sets(shape, tokens, routing == "skewed")
                 x, weight = torch.randn(tokens, shape.hidden).bfloat16(), torch.rand(tokens, shape.top_k)
-                step = functools.partial(torch_layer, gate_up, down, x, weight)
-                peer_us = measure(step, sets, arguments.seconds)[0] if arguments.peer else None
-                problems[routing, tokens] = sets, x, weight, peer_us
+                problem = Problem(shape, routing, tokens, sets, x, weight)
+                if arguments.peers:
+                    step = functools.partial(torch_layer, gate_up, down, x, weight)
+                    times = measure({"": lambda _, ids, step=step: step(ids)}, sets, arguments.seconds)
+                    problem.torch_us = statistics.median(times[""])
+                problems.append(problem)
         for weights in arguments.weights:
-            for kernel in kernels_for(weights, arguments.kernels):
+            ceilings.measure()
+            peers: dict[str, list[KtLayer]] = {}
+            for position, kernel in enumerate(kernels_for(weights, arguments.kernels)):
                 layers = [build(shape, weights, kernel, gate_up, down)]
                 layers += [
                     build(shape, weights, kernel, gate_up, down) for _ in range(1, copies(layers[0].bytes))
                 ]
-                for (routing, _), (sets, x, weight, peer_us) in problems.items():
-                    row = stamp | cell(shape, weights, layers, sets, x, weight, ceilings, arguments.seconds)
-                    row["routing"] = routing
-                    line = LINE.format_map(row)
-                    if peer_us:
-                        row |= {"peer": f"torch {torch.__version__} bf16", "peer_us": round(peer_us, 1)}
-                        row["ratio"] = round(peer_us / float(str(row["us"])), 2)
-                        line += f" {peer_us:11.0f} {row['ratio']:5.2f}x"
-                    print(line, flush=True)
-                    rows.append(row)
+                if position == 0:
+                    peers = peers_of(kt, weights, gate_up, down, shape, max(arguments.tokens), len(layers))
+                for problem in problems:
+                    beside = peers if position == 0 else {}
+                    cell = measure_cell(problem, weights, kernel, layers, beside, arguments.seconds)
+                    ceilings.raise_to(cell)
+                    cells.append(cell)
+                    print(line(cell, ceilings), flush=True)
                 del layers
+            del peers
+    with quiet():
+        del kt  # says goodbye
+    return cells, ceilings
+
+
+def summary(cells: list[Cell], ceilings: Ceilings) -> str:
+    """Shares by number of tokens under the run's final ceilings, and how far ahead of the peers."""
+    tokens = sorted({cell.problem.tokens for cell in cells})
+    lines = [
+        f"# ceilings of the run: {ceilings}",
+        "",
+        "share of roofline".ljust(52) + "".join(f"{m:>7d}" for m in tokens),
+    ]
+    table: dict[tuple[str, ...], dict[int, Cell]] = {}
+    for cell in cells:
+        key = cell.problem.shape.name, cell.problem.routing, cell.weights, cell.asked
+        table.setdefault(key, {})[cell.problem.tokens] = cell
+    for key, row in table.items():
+        shares = (f"{ceilings.roofline(row[m])[0] / row[m].us:7.2f}" if m in row else " " * 7 for m in tokens)
+        lines.append(" ".join(key).ljust(52) + "".join(shares))
+    ratios: dict[str, list[float]] = {}
+    for cell in cells:
+        for peer, us in cell.peers.items():
+            ratios.setdefault(peer, []).append(us / cell.us)
+    for peer, values in ratios.items():
+        mean = math.exp(statistics.fmean(map(math.log, values)))
+        lines.append(
+            f"times faster than {peer}: {mean:.2f} in the geometric mean, {min(values):.2f} at least"
+        )
+    return "\n".join(lines)
+
+
+def rows_of(cells: list[Cell], ceilings: Ceilings, machine: str) -> list[dict[str, object]]:
+    """Rows for results.csv: one for each peer of a cell."""
+    stamp = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "machine": machine,
+        "threads": _native.threads(),
+        "benchmark": "moe",
+    }
+    rows = []
+    for cell in cells:
+        roofline, bound = ceilings.roofline(cell)
+        row = stamp | {
+            "shape": cell.problem.shape.name,
+            "routing": cell.problem.routing,
+            "tokens": cell.problem.tokens,
+            "weights": cell.weights,
+            "kernel": cell.kernel,
+            "us": round(cell.us, 1),
+            "us_p10": round(cell.times[len(cell.times) // 10], 1),
+            "us_p90": round(cell.times[len(cell.times) * 9 // 10], 1),
+            "gb_s": round(cell.bytes / cell.us / 1e3, 2),
+            "tflops": round(cell.problem.operations / cell.us / 1e6, 3),
+            "roofline_us": round(roofline, 1),
+            "share": round(roofline / cell.us, 3),
+            "bound": bound,
+        }
+        rows += [
+            row | {"peer": peer, "peer_us": round(us, 1), "ratio": round(us / cell.us, 2)}
+            for peer, us in cell.peers.items()
+        ] or [row]
     return rows
 
 
@@ -302,17 +434,43 @@ def main() -> None:
         "--kernels", nargs="+", default=["auto"], help="rows of the kernel table, auto, or all"
     )
     parser.add_argument("--routing", nargs="+", default=["uniform"], choices=["uniform", "skewed"])
+    parser.add_argument(
+        "--sweep", action="store_true", help="all shapes, weights, routings and numbers of tokens"
+    )
     parser.add_argument("--threads", type=int, default=0, help="0: all the process may use")
-    parser.add_argument("--seconds", type=float, default=1.0, help="measured per cell")
-    parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave PyTorch out")
+    parser.add_argument("--kt-threads", type=int, default=0, help="0: one less than CPUs, its best setting")
+    parser.add_argument("--seconds", type=float, default=1.0, help="measured per cell and implementation")
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave the others out")
     parser.add_argument("--machine", help="name for the machine column")
     parser.add_argument("--csv", type=Path, default=None, help=f"append to this file, e.g. {RESULTS}")
+    parser.add_argument(
+        "--plot", type=Path, default=None, help="draw roofline and shares to this PNG; needs matplotlib"
+    )
     arguments = parser.parse_args()
+    if arguments.sweep:
+        arguments.shapes, arguments.tokens = ["all"], SWEEP_TOKENS
+        arguments.weights, arguments.routing = list(BYTES_A_WEIGHT), ["uniform", "skewed"]
     if "all" in arguments.shapes:
         arguments.shapes = list(SHAPES)
-    rows = bench(arguments)
+    if arguments.plot:
+        from plot_moe import require_matplotlib
+
+        require_matplotlib()  # before the work, not after it
+    if arguments.threads:
+        _native.set_threads(arguments.threads)
+    torch.set_num_threads(_native.threads())
+    torch.manual_seed(0)
+    machine = arguments.machine or f"{cpu_name()}, {len(os.sched_getaffinity(0))} vCPU"
+    print(f"# {machine}, {_native.threads()} threads, commit {commit()}, torch {torch.__version__}")
+    cells, ceilings = bench(arguments)
+    print(summary(cells, ceilings))
+    rows = rows_of(cells, ceilings, machine)
     if arguments.csv:
         record(rows, arguments.csv)
+    if arguments.plot:
+        from plot_moe import draw
+
+        draw([{key: str(value) for key, value in row.items()} for row in rows], arguments.plot)
 
 
 if __name__ == "__main__":
