@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "bindings/subjects.hpp"
+#include "cuda/resident.hpp"
 #include "moe/leader.hpp"
 
 namespace nb = nanobind;
@@ -81,6 +82,33 @@ void init_handoff(nb::module_& m) {
           "Put a wait into the stream; out 0: drop the answer, addend 0: add nothing.")
       .def("check", &Channel::check, nb::call_guard<nb::gil_scoped_release>(),
            "Raise what went wrong since the last call.");
+
+  nb::class_<Resident>(m, "Resident", "The shapes of the experts of one layer that lie on a GPU, and their part of it.")
+      .def(nb::init<const Experts&>(), nb::arg("experts"))
+      .def_prop_ro("bytes", &Resident::bytes, "Device bytes of one expert.")
+      .def_prop_ro("inner_width", &Resident::inner_width, "Values a (token, slot) pair of the working memory.")
+      .def(
+          "copy",
+          [](const Resident& self, const Experts& experts, int expert, uintptr_t to, uintptr_t stream) {
+            self.copy(experts, expert, pointer<void>(to), stream);
+          },
+          nb::arg("experts"), nb::arg("expert"), nb::arg("to"), nb::arg("stream"),
+          nb::call_guard<nb::gil_scoped_release>(), "Put the copy of one packed expert into the stream.")
+      .def(
+          "forward",
+          [](const Resident& self, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit, uintptr_t weights,
+             int weights_dtype, int tokens, int top_k, uintptr_t places, uintptr_t resident, uintptr_t inner,
+             uintptr_t out, uintptr_t stream) {
+            self.forward(
+                {pointer<const void>(x), dtype_of(dtype), pointer<const void>(ids), ids_are_64_bit,
+                 pointer<const void>(weights), dtype_of(weights_dtype), tokens, top_k, pointer<const int32_t>(places),
+                 pointer<const void>(resident), pointer<void>(inner), pointer<float>(out)},
+                stream);
+          },
+          nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"), nb::arg("weights"),
+          nb::arg("weights_dtype"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("places"), nb::arg("resident"),
+          nb::arg("inner"), nb::arg("out"), nb::arg("stream"),
+          "Put out [tokens, hidden] fp32 = the weighted sum of the experts that are here into the stream.");
 
   m.def("why_no_flags", &why_no_flags, nb::arg("device"), nb::call_guard<nb::gil_scoped_release>(),
         "Why mapped flags do not work on a CUDA device; empty where they do. Tried once a process.");

@@ -25,6 +25,19 @@ struct ExpertsConfig {
 
 enum class Projection { gate, up, down };
 
+// Packed panels that lie together: of each expert the same ones, [experts, panels] panels.
+struct PackedRun {
+  Matrix matrix;
+  bool is_down = false;
+  int first_panel = 0;
+  int panels = 0;
+  const std::byte* data = nullptr;
+
+  size_t bytes(int experts) const {
+    return static_cast<size_t>(experts) * static_cast<size_t>(panels) * matrix.panel_bytes();
+  }
+};
+
 class Experts {
  public:
   explicit Experts(ExpertsConfig config);
@@ -45,6 +58,13 @@ class Experts {
   // out [n, k] fp32 = the dequantised weight; bias [n].
   void unpack(Projection projection, int expert, float* out) const;
   void unpack_bias(Projection projection, int expert, float* out) const;
+
+  // Where all packed panels lie, after allocate().
+  std::vector<PackedRun> packed() const;
+  // [experts, panels * 32] in panel order; null without biases.
+  const float* packed_bias(bool down) const {
+    return reinterpret_cast<const float*>((down ? down_bias_ : gate_up_bias_).data());
+  }
 
   // out [tokens, hidden] = sum over the token's experts of weight * expert(x). Ids below 0 and equal to `experts` are
   // skipped. Throws std::out_of_range for other ids, before anything is written.

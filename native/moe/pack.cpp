@@ -233,4 +233,9 @@ void Experts::unpack_bias(Projection projection, int expert, float* out) const {
   }
 }
 
+std::vector<PackedRun> Experts::packed() const {
+  return {{gate_up_, false, 0, gate_up_.panels, gate_up_data_.data()},
+          {down_, true, 0, down_.panels, down_data_.data()}};
+}
+
 }  // namespace ktinject

@@ -1,0 +1,326 @@
+// Two kernels. A thread block takes one panel (32 outputs; moe/layout.hpp draws it) of one (token, slot) pair in the
+// first, of one token in the second, and leaves at once if the expert is not here. Its warps share the panel's blocks
+// along k; in a block, four lanes hold the 16 outputs of a tile, four each, and the eight groups of four lanes the
+// rows:
+//
+//   lane      0      1       2       3      | 4 …           one load: 16 bytes a lane, 512 contiguous bytes a warp
+//   outputs   0..3   4..7    8..11   12..15 | 0..3 …
+//   row       r      r       r       r      | r + 1 …
+//
+// Sums are fp32, and always in the same order. Activations are rounded to bf16, as on the CPU for bf16 weights.
+#include "cuda/resident.hpp"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+namespace ktinject {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+
+void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // an error that was reported is not to be found again by the next call
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+struct Panels {
+  int panels;
+  int k;
+  int blocks;
+  int group_size;
+  size_t panel_bytes;
+  size_t head_bytes;
+};
+
+struct Routes {
+  const void* ids;
+  const void* weights;
+  const int32_t* places;
+  const std::byte* resident;
+  size_t expert_bytes;
+  int experts;
+  int top_k;
+  bool wide_ids;
+  DType weights_dtype;
+};
+
+// The expert of a slot of the routing; null if it is not on this GPU.
+__device__ const std::byte* expert_of(const Routes& routes, size_t slot) {
+  const int64_t id =
+      routes.wide_ids ? static_cast<const int64_t*>(routes.ids)[slot] : static_cast<const int32_t*>(routes.ids)[slot];
+  if (id < 0 || id >= routes.experts) return nullptr;
+  const int32_t place = routes.places[id];
+  return place < 0 ? nullptr : routes.resident + static_cast<size_t>(place) * routes.expert_bytes;
+}
+
+__device__ float value_of(const void* values, DType dtype, size_t i) {
+  if (dtype == DType::f32) return static_cast<const float*>(values)[i];
+  if (dtype == DType::f16) return __half2float(static_cast<const __half*>(values)[i]);
+  return __bfloat162float(static_cast<const __nv_bfloat16*>(values)[i]);
+}
+
+__device__ float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
+__device__ float to_float(float value) { return rounded(value); }
+__device__ float to_float(__half value) { return rounded(__half2float(value)); }
+__device__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ float high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// kCount values of a row from `first` on, zero past its end; at once where rows are aligned for that.
+template <int kCount, class T>
+__device__ void load_row(const T* row, int first, int k, float (&values)[kCount]) {
+  if (k % kCount == 0) {
+    if (first >= k) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values[i] = 0;
+      return;
+    }
+    struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Run {
+      T values[kCount];
+    };
+    const Run run = *reinterpret_cast<const Run*>(row + first);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = to_float(run.values[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = first + i < k ? to_float(row[first + i]) : 0.0f;
+  }
+}
+
+// Adds the products of one panel with one row to sums[tile][output of the lane], for this warp's part of k.
+template <class T>
+__device__ void multiply_bf16(const Panels& matrix, const std::byte* panel, const T* row, float (&sums)[2][4]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll 2
+  for (int block = warp; block < matrix.blocks; block += kWarps) {
+    const auto* words = reinterpret_cast<const uint4*>(panel + static_cast<size_t>(block) * 2048) + lane;
+    uint4 weights[2][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) weights[i / 2][i % 2] = __ldcs(words + i * 32);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x[2];
+      load_row(row, block * 32 + (half * 8 + lane / 4) * 2, matrix.k, x);
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const uint4& w = weights[tile][half];
+        sums[tile][0] = fmaf(high(w.x), x[1], fmaf(low(w.x), x[0], sums[tile][0]));
+        sums[tile][1] = fmaf(high(w.y), x[1], fmaf(low(w.y), x[0], sums[tile][1]));
+        sums[tile][2] = fmaf(high(w.z), x[1], fmaf(low(w.z), x[0], sums[tile][2]));
+        sums[tile][3] = fmaf(high(w.w), x[1], fmaf(low(w.w), x[0], sums[tile][3]));
+      }
+    }
+  }
+}
+
+// The same for int4. A nibble put into the mantissa of 128.0 as bf16 is 128 + q + 8, exactly; the 136 times the sum of
+// the inputs is taken off for all at once.
+template <class T>
+__device__ void multiply_int4(const Panels& matrix, const std::byte* panel, const T* row, float (&sums)[2][4]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const auto* scales = reinterpret_cast<const uint16_t*>(panel + kPanel * sizeof(float));
+  const std::byte* data = panel + matrix.head_bytes;
+#pragma unroll 2
+  for (int block = warp; block < matrix.blocks; block += kWarps) {
+    const auto* words = reinterpret_cast<const uint4*>(data + static_cast<size_t>(block) * 1024) + lane;
+    const uint4 weights[2] = {__ldcs(words), __ldcs(words + 32)};
+    const int input = block * 64 + lane / 4 * 8;
+    float x[8];
+    load_row(row, input, matrix.k, x);
+    float offset = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) offset += x[i];
+    offset *= -136.0f;
+    const uint16_t* group = scales + static_cast<size_t>(input / matrix.group_size) * kPanel + lane % 4 * 4;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      const uint32_t w[4] = {weights[tile].x, weights[tile].y, weights[tile].z, weights[tile].w};
+      const uint2 scale = *reinterpret_cast<const uint2*>(group + tile * kTile);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float dot = offset;
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {  // low nibbles of bytes 0 and 2, of 1 and 3, then high ones
+          const int shift = part / 2 * 4 + part % 2 * 8;
+          const uint32_t pair = (w[j] >> shift & 0x000f000fu) | 0x43004300u;
+          const int first = part / 2 * 4 + part % 2;
+          dot = fmaf(high(pair), x[first + 2], fmaf(low(pair), x[first], dot));
+        }
+        const uint32_t bits = j < 2 ? scale.x : scale.y;
+        sums[tile][j] = fmaf(dot, j % 2 == 0 ? low(bits) : high(bits), sums[tile][j]);
+      }
+    }
+  }
+}
+
+template <Format kFormat, class T>
+__device__ void multiply(const Panels& matrix, const std::byte* panel, const T* row, float (&sums)[2][4]) {
+  if constexpr (kFormat == Format::int4) multiply_int4(matrix, panel, row, sums);
+  else multiply_bf16(matrix, panel, row, sums);
+}
+
+// The sums of all lanes and warps; the result for output i of the panel is valid in thread i < 32.
+__device__ float gather(float (&sums)[2][4], float (&shared)[kWarps][kPanel]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) sums[tile][j] += __shfl_xor_sync(~0u, sums[tile][j], step);
+      if (lane < 4) shared[warp][tile * kTile + lane * 4 + j] = sums[tile][j];
+    }
+  __syncthreads();
+  float total = 0;
+  if (threadIdx.x < kPanel)
+    for (int from = 0; from < kWarps; ++from) total += shared[from][threadIdx.x];
+  return total;
+}
+
+__device__ float activated(const Activation& activation, float x) {
+  switch (activation.kind) {
+    case ActivationKind::silu:
+      return x / (1.0f + __expf(-activation.alpha * x));
+    case ActivationKind::gelu:
+      return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+    case ActivationKind::gelu_tanh:
+      return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+    case ActivationKind::relu:
+      return fmaxf(x, 0.0f);
+    case ActivationKind::relu2:
+      return fmaxf(x, 0.0f) * fmaxf(x, 0.0f);
+    case ActivationKind::identity:
+      break;
+  }
+  return x;
+}
+
+// inner [tokens * top_k, width] = activation of the gate and up outputs.
+template <Format kFormat, class T>
+__global__ void __launch_bounds__(kThreads) gate_up_kernel(const T* x, Routes routes, Panels matrix, size_t bias_at,
+                                                           Activation activation, __nv_bfloat16* inner, int width) {
+  __shared__ float shared[kWarps][kPanel];
+  const size_t slot = blockIdx.y;
+  const std::byte* expert = expert_of(routes, slot);
+  if (expert == nullptr) return;
+  const int index = static_cast<int>(blockIdx.x);
+  const std::byte* panel = expert + static_cast<size_t>(index) * matrix.panel_bytes;
+  float sums[2][4] = {};
+  multiply<kFormat>(matrix, panel, x + slot / routes.top_k * matrix.k, sums);
+  float value = gather(sums, shared);
+  if (threadIdx.x >= kPanel) return;
+  if (bias_at != 0) value += reinterpret_cast<const float*>(expert + bias_at)[index * kPanel + threadIdx.x];
+  int column = index * kPanel + static_cast<int>(threadIdx.x);
+  if (activation.has_gate) {
+    const float up = __shfl_down_sync(~0u, value, kTile);
+    if (threadIdx.x >= kTile) return;
+    column = index * kTile + static_cast<int>(threadIdx.x);
+    const float linear = fminf(fmaxf(up, -activation.up_limit), activation.up_limit) + activation.up_offset;
+    value = activated(activation, fminf(value, activation.gate_max)) * linear;
+  } else {
+    value = activated(activation, value);
+  }
+  if (column < width) inner[slot * width + column] = __float2bfloat16_rn(value);
+}
+
+// out [tokens, hidden] = the weighted sum of the down outputs.
+template <Format kFormat>
+__global__ void __launch_bounds__(kThreads) down_kernel(const __nv_bfloat16* inner, Routes routes, Panels matrix,
+                                                        size_t at, size_t bias_at, float* out, int hidden) {
+  __shared__ float shared[kWarps][kPanel];
+  const size_t token = blockIdx.y;
+  const int index = static_cast<int>(blockIdx.x), column = index * kPanel + static_cast<int>(threadIdx.x);
+  float sums[2][4] = {}, bias = 0;
+  for (int i = 0; i < routes.top_k; ++i) {
+    const size_t slot = token * routes.top_k + i;
+    const std::byte* expert = expert_of(routes, slot);
+    if (expert == nullptr) continue;
+    const float weight = value_of(routes.weights, routes.weights_dtype, slot);
+    float terms[2][4] = {};
+    multiply<kFormat>(matrix, expert + at + static_cast<size_t>(index) * matrix.panel_bytes, inner + slot * matrix.k,
+                      terms);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sums[j / 4][j % 4] = fmaf(weight, terms[j / 4][j % 4], sums[j / 4][j % 4]);
+    if (bias_at != 0 && threadIdx.x < kPanel)
+      bias = fmaf(weight, reinterpret_cast<const float*>(expert + bias_at)[column], bias);
+  }
+  const float value = gather(sums, shared) + bias;
+  if (threadIdx.x < kPanel && column < hidden) out[token * hidden + column] = value;
+}
+
+}  // namespace
+
+Resident::Resident(const Experts& experts) : config_(experts.config()) {
+  if (config_.format != Format::bf16 && config_.format != Format::int4)
+    throw std::invalid_argument("experts on a GPU: found weights that have no kernel there; allowed: bf16, int4");
+  for (const PackedRun& run : experts.packed()) (run.is_down ? down_ : gate_up_) = run.matrix;
+  const auto padded = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
+  down_at_ = padded(gate_up_.bytes());
+  bytes_ = padded(down_at_ + down_.bytes());
+  if (!config_.has_bias) return;
+  gate_up_bias_at_ = bytes_;
+  down_bias_at_ = padded(gate_up_bias_at_ + static_cast<size_t>(gate_up_.panels) * kPanel * sizeof(float));
+  bytes_ = padded(down_bias_at_ + static_cast<size_t>(down_.panels) * kPanel * sizeof(float));
+}
+
+void Resident::copy(const Experts& experts, int expert, void* to, uintptr_t stream) const {
+  auto put = [&](size_t at, const void* from, size_t bytes) {
+    check_cuda(cudaMemcpyAsync(static_cast<std::byte*>(to) + at, from, bytes, cudaMemcpyHostToDevice,
+                               reinterpret_cast<cudaStream_t>(stream)),
+               "copying an expert to the GPU");
+  };
+  for (const PackedRun& run : experts.packed())
+    put((run.is_down ? down_at_ : 0) + static_cast<size_t>(run.first_panel) * run.matrix.panel_bytes(),
+        run.data + run.bytes(expert), run.bytes(1));
+  if (!config_.has_bias) return;
+  for (const bool down : {false, true}) {
+    const auto values = static_cast<size_t>((down ? down_ : gate_up_).panels) * kPanel;
+    put(down ? down_bias_at_ : gate_up_bias_at_, experts.packed_bias(down) + static_cast<size_t>(expert) * values,
+        values * sizeof(float));
+  }
+}
+
+void Resident::forward(const ResidentRequest& request, uintptr_t raw_stream) const {
+  auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
+  const auto panels = [](const Matrix& matrix) {
+    return Panels{matrix.panels,        matrix.k,           matrix.blocks(), matrix.group_size,
+                  matrix.panel_bytes(), matrix.head_bytes()};
+  };
+  const Routes routes{request.ids,
+                      request.weights,
+                      request.places,
+                      static_cast<const std::byte*>(request.resident),
+                      bytes_,
+                      config_.experts,
+                      request.top_k,
+                      request.ids_are_64_bit,
+                      request.weights_dtype};
+  auto* inner = static_cast<__nv_bfloat16*>(request.inner);
+  const auto run = [&]<Format kFormat>(std::integral_constant<Format, kFormat>) {
+    const dim3 slots(static_cast<unsigned>(gate_up_.panels), static_cast<unsigned>(request.tokens * request.top_k));
+    const auto first = [&]<class T>(const T* x) {
+      gate_up_kernel<kFormat><<<slots, kThreads, 0, stream>>>(x, routes, panels(gate_up_), gate_up_bias_at_,
+                                                              config_.activation, inner, inner_width());
+    };
+    if (request.dtype == DType::f32) first(static_cast<const float*>(request.x));
+    else if (request.dtype == DType::f16) first(static_cast<const __half*>(request.x));
+    else first(static_cast<const __nv_bfloat16*>(request.x));
+    check_cuda(cudaGetLastError(), "launching the gate and up kernel");
+    const dim3 tokens(static_cast<unsigned>(down_.panels), static_cast<unsigned>(request.tokens));
+    down_kernel<kFormat><<<tokens, kThreads, 0, stream>>>(inner, routes, panels(down_), down_at_, down_bias_at_,
+                                                          request.out, config_.hidden_size);
+    check_cuda(cudaGetLastError(), "launching the down kernel");
+  };
+  if (config_.format == Format::int4) run(std::integral_constant<Format, Format::int4>());
+  else run(std::integral_constant<Format, Format::bf16>());
+}
+
+}  // namespace ktinject

@@ -1,0 +1,52 @@
+// Experts that lie on a GPU, packed as they lie in RAM, and their part of a layer for few tokens.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "moe/experts.hpp"
+
+namespace ktinject {
+
+// What the GPU's part of a layer takes; device pointers, contiguous.
+struct ResidentRequest {
+  const void* x = nullptr;  // [tokens, hidden] of dtype
+  DType dtype = DType::bf16;
+  const void* ids = nullptr;  // [tokens, top_k]
+  bool ids_are_64_bit = false;
+  const void* weights = nullptr;  // [tokens, top_k]
+  DType weights_dtype = DType::f32;
+  int tokens = 0;
+  int top_k = 0;
+  const int32_t* places = nullptr;  // [experts + 1]: where among the resident experts an expert lies, or -1
+  const void* resident = nullptr;   // [places] experts of bytes() each
+  void* inner = nullptr;            // [tokens, top_k, inner_width()] bf16, working memory
+  float* out = nullptr;             // [tokens, hidden]
+};
+
+// The shapes of a layer's resident experts. One expert: gate and up panels, down panels, their biases.
+class Resident {
+ public:
+  // Throws std::invalid_argument for a format that has no kernel on GPUs.
+  explicit Resident(const Experts& experts);
+
+  size_t bytes() const { return bytes_; }
+  int inner_width() const { return config_.intermediate_size; }
+  // Copies one expert of `experts`, which must have the same shapes, to `to` on the device, in the order of `stream`.
+  // Unless the memory is page-locked, the host waits for it.
+  void copy(const Experts& experts, int expert, void* to, uintptr_t stream) const;
+  // out = the weighted sum over the experts that `places` knows; zero for a token without any. Only enqueues.
+  void forward(const ResidentRequest& request, uintptr_t stream) const;
+
+ private:
+  ExpertsConfig config_;
+  Matrix gate_up_;
+  Matrix down_;
+  size_t down_at_ = 0;
+  size_t gate_up_bias_at_ = 0;
+  size_t down_bias_at_ = 0;
+  size_t bytes_ = 0;
+};
+
+}  // namespace ktinject
