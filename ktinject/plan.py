@@ -160,10 +160,16 @@ def make(
     standings = (_stands_on(model, where, devices),) if has_weights else where.candidates
     layouts = []
     for standing in standings:
+        stack = hf.Layers(model).stack
         with _one_thread():
-            entries = _entries(found, where, standing, machine, hf.Layers(model).stack)
+            entries = _entries(found, where, standing, machine, stack, {})
         rest = {standing: _rest_bytes(model, entries)}
         to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
+        if any(entry.config.fills for entry in entries):
+            spare = {device: where.limits[device] - to_load.get(device, 0) for device in where.allowed}
+            with _one_thread():
+                entries = _entries(found, where, standing, machine, stack, spare)
+            to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
         over = {device: size for device, size in to_load.items() if size > where.limits[device]}
         excess = sum(size - where.limits[device] for device, size in over.items())
         layouts.append((excess, standing, entries, rest, to_load, over))
@@ -281,11 +287,16 @@ def _one_thread() -> Iterator[None]:
 
 
 def _entries(
-    found: list[_Found], where: Devices, standing: str, machine: Machine, stack: nn.Module
+    found: list[_Found],
+    where: Devices,
+    standing: str,
+    machine: Machine,
+    stack: nn.Module,
+    spare: Mapping[str, int],
 ) -> tuple[Entry, ...]:
     entries = []
     refused: dict[tuple[str, str], list[str]] = {}
-    arranged = _arrange(found, where, standing, stack)
+    arranged = _arrange(found, where, standing, stack, spare)
     for item in found:
         rule, operator = item.rule, item.operator
         config = arranged[item.path]
@@ -324,7 +335,9 @@ def _entries(
     return tuple(entries)
 
 
-def _arrange(found: list[_Found], where: Devices, standing: str, stack: nn.Module) -> dict[str, Any]:
+def _arrange(
+    found: list[_Found], where: Devices, standing: str, stack: nn.Module, spare: Mapping[str, int]
+) -> dict[str, Any]:
     """Path → config with its device, or the reason why not."""
     modules: dict[type[Operator], dict[str, tuple[nn.Module, Any]]] = {}
     for item in found:
@@ -333,7 +346,7 @@ def _arrange(found: list[_Found], where: Devices, standing: str, stack: nn.Modul
         modules.setdefault(item.operator, {})[item.path] = (item.module, config)
     arranged: dict[str, Any] = {}
     for operator, theirs in modules.items():
-        arranged |= operator.arrange(stack, theirs)
+        arranged |= operator.arrange(stack, theirs, spare)
     return arranged
 
 

@@ -33,6 +33,11 @@ class Config:
 
     device: str = "auto"  # where the operator computes, whatever device its inputs are on
 
+    @property
+    def fills(self) -> bool:
+        """Whether the operator takes what the rest of the plan leaves of a device."""
+        return False
+
 
 class Operator(nn.Module, ABC):
     """Base of all operators; see the module's docstring for the order of calls."""
@@ -48,11 +53,17 @@ class Operator(nn.Module, ABC):
     capturable: bool = False
 
     @classmethod
-    def arrange(cls, stack: nn.Module, modules: Mapping[str, tuple[nn.Module, Any]]) -> dict[str, Any]:
+    def arrange(
+        cls,
+        stack: nn.Module,
+        modules: Mapping[str, tuple[nn.Module, Any]],
+        spare: Mapping[str, int],
+    ) -> dict[str, Any]:
         """Settle what depends on more than one module; most operators have nothing to settle.
 
         stack    the module that owns the decoder layers, not yet changed
         modules  path → module and config of all that rules give to this operator, in the order of the model
+        spare    device → bytes that may be used on top; empty at first, and again if some config then says `fills`
         Returns  path → the config that `supports` and `build` get, or the reason why not, as `supports` words it
         """
         return {path: config for path, (_, config) in modules.items()}

@@ -31,6 +31,28 @@ class CpuExpertsConfig(Config):
     kernel: str = "auto"  # or a row of the kernel table, which must then be able to run
 
 
+def native_experts(spec: ExpertsSpec, weights: str, group_size: int, kernel: str) -> _native.Experts:
+    """The native experts of a layer, empty. Raises OperatorError for what the core does not serve."""
+    try:
+        return _native.Experts(
+            experts=spec.num_experts,
+            hidden_size=spec.hidden_size,
+            intermediate_size=spec.intermediate_size,
+            weights=weights,
+            group_size=group_size if weights == "int4" else 0,
+            has_gate=spec.has_gate,
+            has_bias=spec.has_bias,
+            activation=spec.activation,
+            alpha=spec.alpha,
+            gate_max=spec.gate_max,
+            up_limit=spec.up_limit,
+            up_offset=spec.up_offset,
+            kernel=kernel,
+        )
+    except ValueError as error:
+        raise OperatorError(f"cpu_experts: {error}") from None
+
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core takes as they are
 
 
@@ -51,24 +73,8 @@ class CpuExperts(Operator):
         self.spec = spec
         self.config = config
         self.num_experts = spec.num_experts
-        try:
-            self.native = _native.Experts(
-                experts=spec.num_experts,
-                hidden_size=spec.hidden_size,
-                intermediate_size=spec.intermediate_size,
-                weights=config.weights,
-                group_size=config.group_size if config.weights == "int4" else 0,
-                has_gate=spec.has_gate,
-                has_bias=spec.has_bias,
-                activation=spec.activation,
-                alpha=spec.alpha,
-                gate_max=spec.gate_max,
-                up_limit=spec.up_limit,
-                up_offset=spec.up_offset,
-                kernel=env.kernel_for(config.weights) if config.kernel == "auto" else config.kernel,
-            )
-        except ValueError as error:
-            raise OperatorError(f"cpu_experts: {error}") from None
+        kernel = env.kernel_for(config.weights) if config.kernel == "auto" else config.kernel
+        self.native = native_experts(spec, config.weights, config.group_size, kernel)
         self._loaded_dtype: torch.dtype | None = None
         self._handle = next(_handles)
         _experts[self._handle] = self
@@ -132,12 +138,15 @@ class CpuExperts(Operator):
             self._loaded_dtype = tensor.dtype
         for projection, e, view in routed_experts.views(self.spec, name, tensor.detach(), expert, part):
             try:
-                if projection.endswith("_bias"):
-                    self.native.load_bias(projection.removesuffix("_bias"), e, view)
-                else:
-                    self.native.load(projection, e, view)
+                self._pack(projection, e, view)
             except ValueError as error:
                 raise OperatorError(f"cpu_experts: {name}: {error}.") from None
+
+    def _pack(self, projection: str, expert: int, view: Tensor) -> None:
+        if projection.endswith("_bias"):
+            self.native.load_bias(projection.removesuffix("_bias"), expert, view)
+        else:
+            self.native.load(projection, expert, view)
 
     def finish(self) -> None:
         limit = 20

@@ -184,7 +184,12 @@ class DeferredMoe(Operator):
         vars(self).update({name: vars(twin)[name] for name in shared}, _block=twin)
 
     @classmethod
-    def arrange(cls, stack: nn.Module, modules: Mapping[str, tuple[nn.Module, Any]]) -> dict[str, Any]:
+    def arrange(
+        cls,
+        stack: nn.Module,
+        modules: Mapping[str, tuple[nn.Module, Any]],
+        spare: Mapping[str, int],
+    ) -> dict[str, Any]:
         kinds = {type(module) for module, _ in modules.values()}
         blocks = [module for module in stack.modules() if type(module) in kinds]
         ours = {id(module) for module, _ in modules.values()}

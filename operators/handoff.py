@@ -32,7 +32,7 @@ MOST_TOKENS = 32
 # Submits of one owner under way at the same time. Deferral needs two.
 SLOTS = 4
 
-_CODES = {
+CODES = {
     torch.float32: 0,
     torch.bfloat16: 1,
     torch.float16: 2,
@@ -96,7 +96,7 @@ class _Slots:
     def drop(self, ticket: Ticket) -> None:
         """Free the slot of a ticket that nobody waited for. One captured in a graph has nothing to free."""
         if not ticket.captured:
-            self.native.wait(ticket.slot, ticket.shape[0], _CODES[ticket.dtype], 0, 0, ticket.stream)
+            self.native.wait(ticket.slot, ticket.shape[0], CODES[ticket.dtype], 0, 0, ticket.stream)
         self.give(ticket.slot)
 
 
@@ -176,11 +176,11 @@ class Handoff:
             slots.native.submit(
                 slot,
                 x.data_ptr(),
-                _CODES[x.dtype],
+                CODES[x.dtype],
                 ids.data_ptr(),
                 ids.dtype == torch.int64,
                 weights.data_ptr(),
-                _CODES[weights.dtype],
+                CODES[weights.dtype],
                 ids.shape[0],
                 ids.shape[1],
                 0 if lookup is None else lookup.data_ptr(),
@@ -223,7 +223,7 @@ class Handoff:
             slots.native.wait(
                 ticket.slot,
                 ticket.shape[0],
-                _CODES[ticket.dtype],
+                CODES[ticket.dtype],
                 out.data_ptr(),
                 0 if addend is None else addend.data_ptr(),
                 torch.cuda.current_stream(ticket.device).cuda_stream,
@@ -264,7 +264,7 @@ class Handoff:
             )
         if ids.shape[0] != x.shape[0]:
             raise OperatorError(f"top_k_index: found {ids.shape[0]} tokens; hidden_states has {x.shape[0]}.")
-        if x.dtype not in _CODES or weights.dtype not in _CODES:
+        if x.dtype not in CODES or weights.dtype not in CODES:
             raise OperatorError(
                 f"hidden_states and top_k_weights: found {x.dtype} and {weights.dtype}; "
                 "allowed: float32, bfloat16, float16."
@@ -291,7 +291,7 @@ class Handoff:
         ticket.task = _native.Task(
             self._experts,
             x.data_ptr(),
-            _CODES[x.dtype],
+            CODES[x.dtype],
             ids.data_ptr(),
             ids.dtype == torch.int64,
             weights.data_ptr(),

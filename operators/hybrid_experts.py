@@ -1,19 +1,29 @@
-"""Routed experts on the CPU beside a model on a GPU: no host function, no copy the host waits for, no allocation.
+"""Routed experts beside a model on a GPU: some of them on the GPU, the others on the CPU, at the same time.
 
-Decoding goes through `handoff`, so the operator can be captured in a CUDA graph. On a machine without a GPU, or under
-autograd, it is `cpu_experts`.
+    submit ──────────────► CPU: its experts ─────────────┐
+      GPU: its experts (those that `gpu_experts` names)   ▼
+                                                 wait: the sum of both
+
+No host function, no copy that the host waits for, no allocation: decoding can be captured in a CUDA graph. On a machine
+without a GPU, or under autograd, it is `cpu_experts`; the CPU holds every expert.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from ktinject import _native
+from ktinject.errors import OperatorError
+from ktinject.operators import gpu_experts, routed_experts
 from ktinject.operators.base import register_operator
-from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
+from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts
+from ktinject.operators.gpu_experts import GpuExperts
 from ktinject.operators.handoff import Handoff
 
 if TYPE_CHECKING:
@@ -25,12 +35,42 @@ if TYPE_CHECKING:
 class HybridExpertsConfig(CpuExpertsConfig):
     """Arguments of `hybrid_experts` in a rule, beside those of `cpu_experts`."""
 
+    # Experts of each layer on the GPU: a number, a share below 1, auto (what fits), or the profile to fill by.
+    gpu_experts: int | float | str = 0
+    gpu_weights: Literal["bf16", "int4"] = "bf16"  # int4: in groups of group_size
+    profile: str | None = None  # written by `ktinject profile`: the most used experts go to the GPU
     handoff: Literal["auto", "flags", "host_func"] = "auto"  # how the GPU tells the CPU
+
+    def __post_init__(self) -> None:
+        wanted = self.gpu_experts
+        if isinstance(wanted, str) and wanted != "auto" and not wanted.endswith(".json"):
+            raise ValueError(
+                f"gpu_experts is {wanted!r}; allowed are a number, a share below 1, auto, and a profile (….json)."
+            )
+        if isinstance(wanted, float) and not 0 <= wanted <= 1:
+            raise ValueError(
+                f"gpu_experts is {wanted}; a share is between 0 and 1. Write a whole number, or a share."
+            )
+        if isinstance(wanted, int) and wanted < 0:
+            raise ValueError(f"gpu_experts is {wanted}; allowed is 0 or more.")
+        if self.profile is not None and isinstance(wanted, str) and wanted != "auto":
+            raise ValueError("gpu_experts names a profile, and profile another one. Write one of them.")
+
+    @property
+    def fills(self) -> bool:
+        return isinstance(self.gpu_experts, str) and self.device != "cpu"
+
+
+@dataclass(frozen=True)
+class _Placed(HybridExpertsConfig):
+    """The same for one layer. resident: the experts on the GPU."""
+
+    resident: tuple[int, ...] = ()
 
 
 @register_operator("hybrid_experts")
 class HybridExperts(CpuExperts):
-    """`cpu_experts` that a GPU hands its work to within its own stream."""
+    """`cpu_experts` that a GPU hands its work to within its own stream, and does a part of itself."""
 
     Config = HybridExpertsConfig
     device_types = ("cuda", "cpu")
@@ -38,7 +78,29 @@ class HybridExperts(CpuExperts):
 
     def __init__(self, spec: ExpertsSpec, config: HybridExpertsConfig) -> None:
         super().__init__(spec, config)
+        self.resident: tuple[int, ...] = getattr(config, "resident", ())
         self.handoff = Handoff(self.native, spec.hidden_size, config.handoff)
+        self.on_gpu: GpuExperts | None = None
+        # What is packed for the GPU; the CPU's own where the format is the same.
+        self._for_gpu = self.native
+        if self.resident and config.gpu_weights != config.weights:
+            self._for_gpu = native_experts(spec, config.gpu_weights, config.group_size, "auto")
+
+    @classmethod
+    def arrange(
+        cls,
+        stack: nn.Module,
+        modules: Mapping[str, tuple[nn.Module, Any]],
+        spare: Mapping[str, int],
+    ) -> dict[str, Any]:
+        arranged: dict[str, Any] = {}
+        for config in dict.fromkeys(config for _, config in modules.values()):
+            theirs = {path: module for path, (module, other) in modules.items() if other == config}
+            if config.device == "cpu" or config.gpu_experts == 0:
+                arranged |= dict.fromkeys(theirs, config)
+            else:
+                arranged |= _place(theirs, config, spare)
+        return {path: arranged[path] for path in modules}
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -48,14 +110,46 @@ class HybridExperts(CpuExperts):
         runs = super().describe()
         if self.config.device == "cpu":
             runs["handoff"] = "none: no GPU is used, so hybrid_experts computes as cpu_experts does"
-        else:
-            runs["handoff"] = self.handoff.describe(torch.device(self.config.device))
+            return runs
+        runs["handoff"] = self.handoff.describe(torch.device(self.config.device))
+        if self.resident:
+            runs["on the GPU"] = (
+                f"{len(self.resident)} of {self.num_experts} experts as {self.config.gpu_weights}"
+            )
         return runs
+
+    def footprint(self) -> dict[str, int]:
+        sizes = super().footprint()
+        if self.resident:
+            experts = len(self.resident) * (self._for_gpu.bytes // self.num_experts)
+            sizes[self.config.device] = experts + GpuExperts.table_bytes(self.num_experts)
+        return sizes
+
+    def allocate(self) -> None:
+        super().allocate()
+        if self._for_gpu is not self.native:
+            self._for_gpu.allocate()
+
+    def _pack(self, projection: str, expert: int, view: Tensor) -> None:
+        super()._pack(projection, expert, view)
+        if self._for_gpu is not self.native and expert in self.resident:
+            if projection.endswith("_bias"):
+                self._for_gpu.load_bias(projection.removesuffix("_bias"), expert, view)
+            else:
+                self._for_gpu.load(projection, expert, view)
 
     def finish(self) -> None:
         super().finish()
-        if self.config.device != "cpu":
-            self.handoff.prepare(torch.device(self.config.device))
+        if self.config.device == "cpu":
+            return
+        device = torch.device(self.config.device)
+        self.handoff.prepare(device)
+        if self.resident:
+            try:
+                self.on_gpu = GpuExperts(self._for_gpu, self.num_experts, self.resident, device)
+            except (RuntimeError, ValueError) as error:
+                raise OperatorError(f"hybrid_experts: {error}") from None
+        self._for_gpu = self.native
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [m, hidden], top_k_index and top_k_weights [m, t] → [m, hidden], dtype and device kept.
@@ -66,5 +160,64 @@ class HybridExperts(CpuExperts):
         needs_graph = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
         if not hidden_states.is_cuda or needs_graph or torch.compiler.is_compiling():
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        ticket = self.handoff.submit(hidden_states, top_k_index, top_k_weights)
-        return self.handoff.wait(ticket)
+        here = self.on_gpu
+        if here is None:
+            return self.handoff.wait(self.handoff.submit(hidden_states, top_k_index, top_k_weights))
+        ticket = self.handoff.submit(hidden_states, top_k_index, top_k_weights, here.on_cpu)
+        part = here.forward(hidden_states, top_k_index, top_k_weights)
+        return self.handoff.wait(ticket, addend=part)
+
+
+def _place(modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, int]) -> dict[str, Any]:
+    """Path → config with the experts that go to the GPU, for modules with one config; or the reason why not."""
+    if not _native.cuda_built():
+        return dict.fromkeys(modules, "experts on a GPU need ktinject's CUDA parts, and this build has none")
+    profile = config.gpu_experts if str(config.gpu_experts).endswith(".json") else config.profile
+    specs: dict[str, ExpertsSpec] = {}
+    placed: dict[str, Any] = {}
+    for path, module in modules.items():
+        spec = routed_experts.describe(module)
+        if isinstance(spec, str):
+            placed[path] = spec
+        else:
+            specs[path] = spec
+    counts = {path: [0] * spec.num_experts for path, spec in specs.items()}
+    if profile is not None:
+        found = gpu_experts.read_profile(profile)
+        for path in specs:
+            if len(found.get(path, ())) != len(counts[path]):
+                has = f"{len(found[path])} experts" if path in found else "nothing"
+                reason = f"the profile {profile} has {has} for it, and it has {len(counts[path])} experts"
+                return dict.fromkeys(modules, reason)
+            counts[path] = found[path]
+
+    if isinstance(config.gpu_experts, str):
+        sizes = {
+            path: native_experts(spec, config.gpu_weights, config.group_size, "auto").bytes
+            // spec.num_experts
+            for path, spec in specs.items()
+        }
+        room = spare.get(config.device, 0)
+        room -= int(room * gpu_experts.RESERVE_SHARE) + gpu_experts.RESERVE_BYTES
+        room -= sum(GpuExperts.table_bytes(spec.num_experts) for spec in specs.values())
+        if profile is None:
+            # Without a count, each layer gets as many as the others.
+            each = max(0, room) // max(1, sum(sizes.values()))
+            wanted = {path: min(each, spec.num_experts) for path, spec in specs.items()}
+        else:
+            wanted = gpu_experts.fill(counts, sizes, max(0, room))
+    else:
+        share = config.gpu_experts
+        wanted = {
+            path: round(share * spec.num_experts) if isinstance(share, float) else share
+            for path, spec in specs.items()
+        }
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for path, spec in specs.items():
+        if wanted[path] > spec.num_experts:
+            placed[path] = (
+                f"{wanted[path]} of its experts are to be on the GPU, and it has {spec.num_experts}"
+            )
+        else:
+            placed[path] = _Placed(**values, resident=gpu_experts.hottest(counts[path], wanted[path]))
+    return placed

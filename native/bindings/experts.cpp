@@ -132,6 +132,8 @@ void init_experts(nb::module_& m) {
           nb::arg("group_size"), nb::arg("has_gate"), nb::arg("has_bias"), nb::arg("activation"), nb::arg("alpha"),
           nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("up_offset"), nb::arg("kernel"),
           "Nothing is allocated before allocate().")
+      .def_prop_ro(
+          "hidden_size", [](const Experts& self) { return self.config().hidden_size; }, "Inputs and outputs.")
       .def_prop_ro("bytes", &Experts::bytes, "Bytes of packed weights and biases, known before allocation.")
       .def_prop_ro(
           "kernels",

@@ -262,13 +262,11 @@ Resident::Resident(const Experts& experts) : config_(experts.config()) {
   if (config_.format != Format::bf16 && config_.format != Format::int4)
     throw std::invalid_argument("experts on a GPU: found weights that have no kernel there; allowed: bf16, int4");
   for (const PackedRun& run : experts.packed()) (run.is_down ? down_ : gate_up_) = run.matrix;
-  const auto padded = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
-  down_at_ = padded(gate_up_.bytes());
-  bytes_ = padded(down_at_ + down_.bytes());
-  if (!config_.has_bias) return;
-  gate_up_bias_at_ = bytes_;
-  down_bias_at_ = padded(gate_up_bias_at_ + static_cast<size_t>(gate_up_.panels) * kPanel * sizeof(float));
-  bytes_ = padded(down_bias_at_ + static_cast<size_t>(down_.panels) * kPanel * sizeof(float));
+  // Panels and biases are multiples of 64 bytes, so everything is aligned without padding.
+  down_at_ = gate_up_.bytes();
+  gate_up_bias_at_ = down_at_ + down_.bytes();
+  down_bias_at_ = gate_up_bias_at_ + static_cast<size_t>(gate_up_.panels) * kPanel * sizeof(float);
+  bytes_ = experts.bytes() / static_cast<size_t>(config_.experts);
 }
 
 void Resident::copy(const Experts& experts, int expert, void* to, uintptr_t stream) const {
@@ -307,7 +305,8 @@ void Resident::forward(const ResidentRequest& request, uintptr_t raw_stream) con
   const auto run = [&]<Format kFormat>(std::integral_constant<Format, kFormat>) {
     const dim3 slots(static_cast<unsigned>(gate_up_.panels), static_cast<unsigned>(request.tokens * request.top_k));
     const auto first = [&]<class T>(const T* x) {
-      gate_up_kernel<kFormat><<<slots, kThreads, 0, stream>>>(x, routes, panels(gate_up_), gate_up_bias_at_,
+      gate_up_kernel<kFormat><<<slots, kThreads, 0, stream>>>(x, routes, panels(gate_up_),
+                                                              config_.has_bias ? gate_up_bias_at_ : 0,
                                                               config_.activation, inner, inner_width());
     };
     if (request.dtype == DType::f32) first(static_cast<const float*>(request.x));
@@ -315,8 +314,8 @@ void Resident::forward(const ResidentRequest& request, uintptr_t raw_stream) con
     else first(static_cast<const __nv_bfloat16*>(request.x));
     check_cuda(cudaGetLastError(), "launching the gate and up kernel");
     const dim3 tokens(static_cast<unsigned>(down_.panels), static_cast<unsigned>(request.tokens));
-    down_kernel<kFormat><<<tokens, kThreads, 0, stream>>>(inner, routes, panels(down_), down_at_, down_bias_at_,
-                                                          request.out, config_.hidden_size);
+    down_kernel<kFormat><<<tokens, kThreads, 0, stream>>>(
+        inner, routes, panels(down_), down_at_, config_.has_bias ? down_bias_at_ : 0, request.out, config_.hidden_size);
     check_cuda(cudaGetLastError(), "launching the down kernel");
   };
   if (config_.format == Format::int4) run(std::integral_constant<Format, Format::int4>());

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
+import reference
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import ktinject
-from ktinject import _native
+from ktinject import _native, machine
 from ktinject.errors import OperatorError
-from ktinject.operators import handoff
+from ktinject.operators import gpu_experts, handoff
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
 
@@ -37,23 +41,27 @@ def module() -> Qwen3MoeExperts:
     return made
 
 
-def filled(operator: CpuExperts) -> CpuExperts:
+def filled(operator: CpuExperts, leaf: nn.Module) -> CpuExperts:
     operator.allocate()
-    for name, parameter in module().named_parameters():
-        operator.load(name, parameter.detach(), None, None)
+    for name, parameter in reference.parameters_of(leaf).items():
+        operator.load(name, parameter, None, None)
     operator.finish()
     return operator
 
 
-def hybrid(device: str, **arguments: Any) -> HybridExperts:
-    made = filled(HybridExperts.build(module(), HybridExpertsConfig(device=device, **arguments)))
+def hybrid(device: str, leaf: nn.Module | None = None, **arguments: Any) -> HybridExperts:
+    leaf = leaf or module()
+    config = HybridExpertsConfig(device=device, **arguments)
+    placed = HybridExperts.arrange(nn.Module(), {"e": (leaf, config)}, {device: 1 << 34})["e"]
+    assert not isinstance(placed, str), placed
+    made = filled(HybridExperts.build(leaf, placed), leaf)
     assert isinstance(made, HybridExperts)
     return made
 
 
 @cache
 def plain(**arguments: Any) -> CpuExperts:
-    return filled(CpuExperts.build(module(), CpuExpertsConfig(device="cpu", **arguments)))
+    return filled(CpuExperts.build(module(), CpuExpertsConfig(device="cpu", **arguments)), module())
 
 
 def inputs(tokens: int, seed: int = 0, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -91,6 +99,108 @@ def test_gradients_are_those_of_cpu_experts() -> None:
         operator(leaf, ids, weights).sum().backward()
         grads.append(leaf.grad)
     assert torch.equal(grads[0], grads[1])
+
+
+# --- which experts go to the GPU ---
+
+
+def placed(
+    layers: int = 2, spare: int = 1 << 34, device: str = "cuda:0", **arguments: Any
+) -> list[tuple[int, ...]]:
+    config = HybridExpertsConfig(device=device, **arguments)
+    modules = {f"layers.{layer}.experts": (module(), config) for layer in range(layers)}
+    arranged = HybridExperts.arrange(nn.Module(), modules, {"cuda:0": spare})
+    assert [*arranged] == [*modules]
+    for config in arranged.values():
+        if isinstance(config, str):
+            raise ValueError(config)
+    return [getattr(config, "resident", ()) for config in arranged.values()]
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> str:
+    """The first layer sends nearly everything to four experts, the second spreads it."""
+    counts = [[1] * EXPERTS, [50] * EXPERTS]
+    for expert, count in {2: 400, 5: 300, 11: 200, 3: 100}.items():
+        counts[0][expert] = count
+    counts[1][7] = 51
+    file = tmp_path / "routing.json"
+    file.write_text(json.dumps({"experts": {f"layers.{i}.experts": c for i, c in enumerate(counts)}}))
+    return str(file)
+
+
+needs_cuda_parts = pytest.mark.skipif(not _native.cuda_built(), reason="built without CUDA")
+EXPERT_BYTES = 3 * HIDDEN * 96 * 2
+# What `auto` keeps back, so that tests can name the room that is left.
+KEPT = gpu_experts.RESERVE_BYTES + 2 * gpu_experts.GpuExperts.table_bytes(EXPERTS)
+
+
+def spare_for(experts: float) -> int:
+    return int((KEPT + experts * EXPERT_BYTES) / (1 - gpu_experts.RESERVE_SHARE)) + 1
+
+
+@needs_cuda_parts
+def test_numbers_and_shares(profile: str) -> None:
+    assert placed() == [(), ()]
+    assert placed(gpu_experts=3) == [(0, 1, 2)] * 2
+    assert placed(gpu_experts=0.25) == [(0, 1, 2, 3)] * 2
+    assert placed(gpu_experts=1.0) == [tuple(range(EXPERTS))] * 2
+    assert placed(gpu_experts=3, profile=profile) == [(2, 5, 11), (0, 1, 7)]
+    assert placed(gpu_experts=3, device="cpu") == [(), ()]
+
+
+@needs_cuda_parts
+def test_auto_takes_what_is_left(profile: str) -> None:
+    assert placed(gpu_experts="auto", spare=0) == [(), ()]
+    assert placed(gpu_experts="auto", spare=spare_for(7.5)) == [(0, 1, 2)] * 2
+    assert placed(gpu_experts="auto") == [tuple(range(EXPERTS))] * 2
+    # By the profile the first layer's four come first, whichever way it is given.
+    for arguments in ({"gpu_experts": profile}, {"gpu_experts": "auto", "profile": profile}):
+        assert placed(**arguments, spare=spare_for(5.5)) == [(2, 3, 5, 11), (7,)]
+        assert placed(**arguments, spare=spare_for(2.5)) == [(2, 5), ()]
+
+
+@needs_cuda_parts
+def test_the_plan_counts_them(tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    detect = machine.detect
+
+    def with_gpu() -> machine.Machine:
+        gpu = machine.Gpu(0, "made up", 1 << 34, 1 << 34, (9, 0))
+        return dataclasses.replace(detect(), gpus=(gpu,), no_gpu="")
+
+    monkeypatch.setattr(machine, "detect", with_gpu)
+    monkeypatch.setattr(_native, "why_no_flags", lambda device: "")
+    config = transformers.AutoConfig.from_pretrained(tiny_qwen3_moe)
+    sizes = {}
+    for value in (0, 2, "auto"):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        replace = {"operator": "hybrid_experts", "gpu_experts": value}
+        plan = ktinject.plan(model, [{"name": "e", "match": {"path": r".*\.experts"}, "replace": replace}])
+        sizes[value] = plan.bytes["cuda:0"]
+        found = {0: "handoff: flags", 2: "2 of 8 experts", "auto": "8 of 8 experts"}[value]
+        assert found in str(plan)
+    expert = 3 * 64 * 32 * 2
+    tables = 3 * gpu_experts.GpuExperts.table_bytes(8)
+    assert sizes[2] - sizes[0] == 3 * 2 * expert + tables
+    assert sizes["auto"] - sizes[0] == 3 * 8 * expert + tables
+
+
+@needs_cuda_parts
+def test_what_cannot_be_placed_is_refused(tmp_path: Path, profile: str) -> None:
+    for bad in ({"gpu_experts": -1}, {"gpu_experts": 1.5}, {"gpu_experts": "all"},
+                {"gpu_experts": profile, "profile": profile}):  # fmt: skip
+        with pytest.raises(ValueError, match="gpu_experts"):
+            HybridExpertsConfig(**bad)
+    with pytest.raises(ValueError, match="17 of its experts are to be on the GPU, and it has 16"):
+        placed(gpu_experts=17)
+    with pytest.raises(ValueError, match="has nothing for it, and it has 16 experts"):
+        placed(layers=3, gpu_experts=1, profile=profile)
+    for text in ("{", "[]", '{"experts": {"layers.0.experts": [1, -2]}}', '{"experts": 3}'):
+        file = tmp_path / "bad.json"
+        file.write_text(text)
+        with pytest.raises(OperatorError, match=r"ktinject profile MODEL --prompts FILE"):
+            placed(gpu_experts=1, profile=str(file))
 
 
 # --- on a GPU ---
@@ -139,7 +249,8 @@ def test_gradients_on_the_gpu(cuda: str) -> None:
     want = x.float().requires_grad_()
     plain()(want, ids, weights).sum().backward()
     leaf = x.to(cuda).float().requires_grad_()
-    hybrid(cuda)(leaf, ids.to(cuda), weights.to(cuda)).sum().backward()
+    made = hybrid(cuda)
+    made(leaf, ids.to(cuda), weights.to(cuda)).sum().backward()
     assert want.grad is not None and leaf.grad is not None
     assert (leaf.grad.cpu() - want.grad).abs().max() <= 1e-4 * want.grad.abs().max()
 
@@ -154,6 +265,67 @@ def test_a_bad_id_is_raised_by_the_next_call(cuda: str) -> None:
         made(x, ids, weights)
     with torch.inference_mode():
         assert torch.equal(made(x, ids, weights).cpu(), plain()(*inputs(2)))
+
+
+GPU_FORMATS = [("bf16", "bf16", 128), ("int8", "bf16", 128), ("int4", "int4", 32), ("bf16", "int4", 128)]
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8, 40])
+@pytest.mark.parametrize("share", [0.25, 1.0])
+@pytest.mark.parametrize("weights,gpu_weights,group", GPU_FORMATS)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v4", "nemotron_h", "gemma4_text"])
+def test_experts_on_the_gpu(
+    cuda: str, family: str, weights: str, gpu_weights: str, group: int, share: float, tokens: int
+) -> None:
+    """Against the reference on the weights that each side holds; the CPU's part is as exact as its format."""
+    leaf = models.leaf(models.tiny(family))[1]
+    both = {"weights": weights, "group_size": group}
+    made = hybrid(cuda, leaf, gpu_experts=share, gpu_weights=gpu_weights, **both)
+    cpu_side = filled(CpuExperts.build(leaf, CpuExpertsConfig(device="cpu", **both)), leaf)
+    gpu_side = filled(
+        CpuExperts.build(leaf, CpuExpertsConfig(device="cpu", weights=gpu_weights, group_size=group)), leaf
+    )
+    spec = made.spec
+    random = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, spec.hidden_size, generator=random)
+    ids = torch.rand(tokens, spec.num_experts, generator=random).argsort(-1)[:, :2].contiguous()
+    ids[0, 0] = -1
+    ids[-1, 1] = spec.num_experts
+    routing = torch.rand(tokens, 2, generator=random)
+    resident = torch.zeros(spec.num_experts + 1, dtype=torch.bool)
+    resident[list(made.resident)] = True
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        inputs = x.to(dtype)
+        weights_of = reference.weights_of(spec, {name: gpu_side.unpack(name) for name in gpu_side.wants()})
+        want = (
+            reference.experts(
+                inputs.float(), torch.where(resident[ids], ids, -1), routing, weights_of, spec, "bf16"
+            ).float()
+            + cpu_side(inputs, torch.where(resident[ids], -1, ids), routing).float()
+        )
+        with torch.inference_mode():
+            out = made(inputs.to(cuda), ids.to(cuda), routing.to(cuda))
+        assert out.dtype == dtype
+        tolerance = {torch.float32: 3e-3, torch.bfloat16: 8e-3, torch.float16: 3e-3}[dtype]
+        assert reference.relative_error(out.cpu(), want) <= tolerance
+
+
+@gpu
+def test_replays_with_experts_on_both(cuda: str) -> None:
+    made, eager = hybrid(cuda, gpu_experts=5), hybrid(cuda, gpu_experts=5)
+    arguments = inputs(3, device=cuda)
+    graph = torch.cuda.CUDAGraph()
+    with torch.inference_mode():
+        with torch.cuda.graph(graph):
+            out = made(*arguments)
+        for seed in range(20):
+            for to, value in zip(arguments, inputs(3, seed)):
+                to.copy_(value)
+            handoff.wake()
+            graph.replay()
+            assert torch.equal(out, eager(*arguments))
+            assert reference.relative_error(out.cpu(), plain()(*inputs(3, seed))) <= 8e-3
 
 
 def written(
@@ -177,4 +349,6 @@ def test_the_trained_models_write_the_same(cuda: str, name: str, batch: int) -> 
     lines = (MODELS / "prompts.jsonl").read_text("utf-8").splitlines()[:batch]
     prompts = [json.loads(line)["prompt"] for line in lines]
     want = written(folder, {"operator": "cpu_experts"}, [cuda], prompts)
-    assert written(folder, {"operator": "hybrid_experts"}, [cuda], prompts) == want
+    for placement in (0, 0.25, 1.0):
+        operator = {"operator": "hybrid_experts", "gpu_experts": placement}
+        assert written(folder, operator, [cuda], prompts) == want
