@@ -2,6 +2,7 @@
 
 from ktinject.operators.base import REGISTRY, Config, Operator, register_operator
 
+from ktinject.operators import absorbed_mla  # isort: skip
 from ktinject.operators import cpu_experts  # isort: skip
 from ktinject.operators import deferred_moe  # isort: skip
 from ktinject.operators import hybrid_experts  # isort: skip
@@ -11,6 +12,7 @@ __all__ = [
     "REGISTRY",
     "Config",
     "Operator",
+    "absorbed_mla",
     "cpu_experts",
     "deferred_moe",
     "hybrid_experts",

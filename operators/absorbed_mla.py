@@ -1,0 +1,259 @@
+"""Multi-head latent attention with its up-projections absorbed, so that decoding reads the cached latent as it is.
+
+transformers expands the latent of every cached token to keys and values of all heads, at every step: at 32,768 tokens
+of DeepSeek-V3 that is 1.1 TFLOP and 4 GB a layer and token. Here the query goes into the latent space instead,
+and attention is that of many query heads over one key head:
+
+    q_nope · (W_k latent) = (W_kᵀ q_nope) · latent          out = W_v (p · latent)
+
+The cost of the two forms, a head, for m new tokens over s cached ones (n: nope, d: rope, v: value, r: rank):
+    expanded   s r (n + v) + m s (n + d + v)
+    absorbed   m r (n + v) + m s (2r + d)
+so a long prompt takes the expanded one. W_k and W_v are views of kv_b_proj's weight, which stays as it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ktinject.errors import OperatorError
+from ktinject.operators import latent_attention
+from ktinject.operators.base import Config, Operator, register_operator
+from ktinject.operators.latent_attention import EXPANSION, LatentSpec, Positions
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+    from ktinject.machine import Machine
+
+_MASKS = ("sdpa", "eager")  # attention implementations of transformers whose masks are dense
+# Scores are fp32; more queries than fit into this are taken in turns.
+_MOST_SCORE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class AbsorbedMlaConfig(Config):
+    """Arguments of `absorbed_mla` in a rule."""
+
+    device: Literal["auto"] = "auto"  # where the attention's own linears stand
+    prefill: Literal["auto", "expanded", "absorbed"] = "auto"  # the form for several tokens at once
+
+
+@register_operator("absorbed_mla")
+class AbsorbedMla(Operator):
+    """DeepSeek's latent attention: what is cached is the latent and one rotary key a token, in transformers' caches.
+
+    It holds no weights: all linears and norms stay under their names, and other rules may replace them, but for
+    kv_b_proj, whose weight is read as two stacks of matrices. Sums and softmax are fp32.
+    """
+
+    Config = AbsorbedMlaConfig
+    device_types = ("cuda", "cpu")
+    keeps = (*latent_attention.QUERY, *latent_attention.LATENT, latent_attention.OUTPUT)
+
+    def __init__(self, module: nn.Module, spec: LatentSpec, config: AbsorbedMlaConfig) -> None:
+        super().__init__()
+        self.spec = spec
+        self.config = config
+        self._dtype = getattr(module, EXPANSION).weight.dtype
+        for name in latent_attention.CHILDREN:
+            setattr(self, name, getattr(module, name, None))
+
+    @classmethod
+    def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
+        spec = latent_attention.describe(module, _probed)
+        if isinstance(spec, str):
+            return spec
+        implementation = getattr(module.config, "_attn_implementation", None)
+        if implementation not in (*_MASKS, None):
+            return f"the model uses {implementation!r} masks; build it with attn_implementation='sdpa'"
+        return None
+
+    @classmethod
+    def build(cls, module: nn.Module, config: Any) -> Self:
+        spec = latent_attention.describe(module, _probed)
+        if isinstance(spec, str):
+            raise OperatorError(f"absorbed_mla: {type(module).__name__} cannot be replaced: {spec}.")
+        return cls(module, spec, config)
+
+    def describe(self) -> dict[str, Any]:
+        prefill = {"auto": "expanded for long prompts", "expanded": "expanded for prompts", "absorbed": ""}
+        note = prefill[self.config.prefill]
+        return {
+            "weights": "kept",
+            "kernel": f"absorbed, {note}" if note else "absorbed",
+            "cache": f"{self.cache_bytes} bytes a token a layer ({str(self._dtype).removeprefix('torch.')})",
+        }
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that a token adds to the cache in this layer."""
+        return (self.spec.kv_lora_rank + self.spec.qk_rope_head_dim) * self._dtype.itemsize
+
+    def footprint(self) -> dict[str, int]:
+        return {}  # all its weights are children's, which the plan counts where they stand
+
+    def wants(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
+        raise OperatorError(f"absorbed_mla: it takes no weights of its own, and was given {name}.")
+
+    def is_lossless(self) -> bool:
+        return True
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: Positions = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """hidden_states [b, m, hidden] → ([b, m, hidden], None).
+
+        position_embeddings  of these m tokens, as the model's rotary embedding gives them
+        attention_mask       [b or 1, 1, m, s]: bool, True to attend, or floats to add; None: all of s for one token,
+                             causal for several, which are then the first
+        past_key_values      any of transformers' caches with keys and values of their own widths
+        Raises               OperatorError for another mask, or if attention weights are asked for
+        """
+        if kwargs.get("output_attentions"):
+            raise OperatorError("absorbed_mla: attention weights are not kept. Leave output_attentions out.")
+        spec = self.spec
+        b, m, _ = hidden_states.shape
+        q = self._query(hidden_states).view(b, m, spec.num_heads, -1).transpose(1, 2)
+        q_nope, q_rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states)[:, None].split(
+            [spec.kv_lora_rank, spec.qk_rope_head_dim], -1
+        )
+        latent = self.kv_a_layernorm(latent)
+        q_rope, k_rope = (latent_attention.rotate(spec.rope, x, position_embeddings) for x in (q_rope, k_rope))
+        if past_key_values is not None:
+            latent, k_rope = past_key_values.update(latent, k_rope, spec.layer_idx)
+        if attention_mask is None and m > 1:
+            # transformers leaves the mask out for the first tokens only; a static cache is longer than they are.
+            latent, k_rope = latent[:, :, :m], k_rope[:, :, :m]
+        _check_mask(attention_mask, b, m, latent.shape[2])
+        form = self._absorbed if self._absorbs(m, latent.shape[2]) else self._expanded
+        out = form(q_nope, q_rope, latent, k_rope, attention_mask)
+        return self.o_proj(out.reshape(b, m, -1)), None
+
+    def _query(self, hidden_states: Tensor) -> Tensor:
+        if self.q_a_proj is None:
+            return self.q_proj(hidden_states)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+
+    def _absorbs(self, m: int, s: int) -> bool:
+        """Which form m new tokens over s take; decided by shapes alone, so that a captured graph holds."""
+        spec = self.spec
+        if type(self.kv_b_proj) is not nn.Linear:
+            _warn_expansion(type(self.kv_b_proj).__name__)
+            return False
+        if self.training and spec.dropout:
+            return False
+        if m == 1 or self.config.prefill != "auto":
+            return m == 1 or self.config.prefill == "absorbed"
+        r, d = spec.kv_lora_rank, spec.qk_rope_head_dim
+        inner = spec.qk_nope_head_dim + spec.v_head_dim
+        return m * r * inner + m * s * (2 * r + d) < s * r * inner + m * s * (inner + d)
+
+    def _absorbed(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """[b, m, heads · v]; the heads' queries are rows of one matrix, so each product reads the cache once."""
+        spec = self.spec
+        b, h, m, _ = q_nope.shape
+        s, r = latent.shape[2], spec.kv_lora_rank
+        latent, k_rope = latent[:, 0], k_rope[:, 0]
+        w = self.kv_b_proj.weight.view(h, -1, r)
+        w_k, w_v = w[:, : spec.qk_nope_head_dim], w[:, spec.qk_nope_head_dim :]
+        # [h, b · m, n] × [h, n, r]
+        q = torch.bmm(q_nope.transpose(0, 1).reshape(h, b * m, -1), w_k).view(h, b, m, r).transpose(0, 1)
+        if mask is None and m > 1:
+            mask = torch.ones(m, s, dtype=torch.bool, device=q.device).tril()[None, None]
+        step = max(1, _MOST_SCORE_BYTES // (b * h * s * 4))
+        parts = []
+        for first in range(0, m, step):
+            rows = slice(first, min(first + step, m))
+            scores = _scores(
+                q[:, :, rows].reshape(b, -1, r), q_rope[:, :, rows].reshape(b, -1, q_rope.shape[-1]),
+                latent, k_rope, spec.scaling,
+            ).view(b, h, -1, s)  # fmt: skip
+            if mask is not None:
+                scores = _masked(scores, mask[:, :, rows])
+            p = scores.softmax(-1).to(latent.dtype).view(b, -1, s)
+            parts.append(torch.bmm(p, latent).view(b, h, -1, r))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        # [h, b · m, r] × [h, r, v]
+        out = torch.bmm(out.transpose(0, 1).reshape(h, b * m, r), w_v.mT)
+        return out.view(h, b, m, -1).permute(1, 2, 0, 3).flatten(2)
+
+    def _expanded(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """[b, m, heads, v]; keys and values of all heads, then torch's fused attention."""
+        spec = self.spec
+        kv = self.kv_b_proj(latent[:, 0]).unflatten(-1, (spec.num_heads, -1)).transpose(1, 2)
+        k_nope, v = kv.split([spec.qk_nope_head_dim, spec.v_head_dim], -1)
+        k = torch.cat([k_nope, k_rope.expand(-1, spec.num_heads, -1, -1)], -1)
+        out = functional.scaled_dot_product_attention(
+            torch.cat([q_nope, q_rope], -1), k, v,
+            attn_mask=mask, dropout_p=spec.dropout if self.training else 0.0,
+            is_causal=mask is None and q_nope.shape[2] > 1, scale=spec.scaling,
+        )  # fmt: skip
+        return out.transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        return f"{spec.num_heads} heads, latent {spec.kv_lora_rank} + {spec.qk_rope_head_dim}, {self.config.prefill}"
+
+
+def _scores(q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, scaling: float) -> Tensor:
+    """scaling · (q latentᵀ + q_rope k_ropeᵀ), [b, rows, s] in fp32, or fp64 of fp64."""
+    exact = q.dtype in (torch.float32, torch.float64)
+    if exact or not q.is_cuda or torch.is_grad_enabled():
+        scores = torch.baddbmm(torch.bmm(q, latent.mT), q_rope, k_rope.mT)
+        return (scores if exact else scores.float()) * scaling
+    scores = torch.bmm(q, latent.mT, out_dtype=torch.float32)
+    return torch.baddbmm(
+        scores, q_rope, k_rope.mT, beta=scaling, alpha=scaling, out_dtype=torch.float32
+    )
+
+
+def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return scores + mask
+    # Not minus infinity: a row of padding that sees nothing must not become NaN.
+    return torch.where(mask, scores, torch.finfo(scores.dtype).min)
+
+
+def _check_mask(mask: Any, b: int, m: int, s: int) -> None:
+    if mask is None:
+        return
+    shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+    if not isinstance(mask, Tensor) or len(shape) != 4 or shape not in {(b, 1, m, s), (1, 1, m, s)}:
+        raise OperatorError(
+            f"absorbed_mla: attention_mask: found {shape}; allowed: None or a tensor {(b, 1, m, s)}. "
+            "Use attn_implementation='sdpa' or 'eager'."
+        )
+
+
+def _warn_expansion(found: str) -> None:
+    warnings.warn(
+        f"absorbed_mla: kv_b_proj is a {found} now, which cannot be absorbed; keys and values are expanded at every "
+        "step. Leave kv_b_proj out of the target modules, or merge the adapter.",
+        stacklevel=4,
+    )
+
+
+def _probed(module: nn.Module, spec: LatentSpec) -> Any:
+    """The forward that a small copy is compared with."""
+    return AbsorbedMla(module, spec, AbsorbedMlaConfig(prefill="absorbed"))
