@@ -4,6 +4,7 @@ from ktinject.operators.base import REGISTRY, Config, Operator, register_operato
 
 from ktinject.operators import absorbed_mla  # isort: skip
 from ktinject.operators import cpu_experts  # isort: skip
+from ktinject.operators import cpu_linear  # isort: skip
 from ktinject.operators import deferred_moe  # isort: skip
 from ktinject.operators import hybrid_experts  # isort: skip
 from ktinject.operators import keep  # isort: skip
@@ -14,6 +15,7 @@ __all__ = [
     "Operator",
     "absorbed_mla",
     "cpu_experts",
+    "cpu_linear",
     "deferred_moe",
     "hybrid_experts",
     "keep",

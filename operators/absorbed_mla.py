@@ -135,7 +135,9 @@ class AbsorbedMla(Operator):
             [spec.kv_lora_rank, spec.qk_rope_head_dim], -1
         )
         latent = self.kv_a_layernorm(latent)
-        q_rope, k_rope = (latent_attention.rotate(spec.rope, x, position_embeddings) for x in (q_rope, k_rope))
+        q_rope, k_rope = (
+            latent_attention.rotate(spec.rope, x, position_embeddings) for x in (q_rope, k_rope)
+        )
         if past_key_values is not None:
             latent, k_rope = past_key_values.update(latent, k_rope, spec.layer_idx)
         if attention_mask is None and m > 1:
@@ -223,9 +225,7 @@ def _scores(q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, scaling: 
         scores = torch.baddbmm(torch.bmm(q, latent.mT), q_rope, k_rope.mT)
         return (scores if exact else scores.float()) * scaling
     scores = torch.bmm(q, latent.mT, out_dtype=torch.float32)
-    return torch.baddbmm(
-        scores, q_rope, k_rope.mT, beta=scaling, alpha=scaling, out_dtype=torch.float32
-    )
+    return torch.baddbmm(scores, q_rope, k_rope.mT, beta=scaling, alpha=scaling, out_dtype=torch.float32)
 
 
 def _masked(scores: Tensor, mask: Tensor) -> Tensor:

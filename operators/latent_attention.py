@@ -138,7 +138,9 @@ def _layout(module: nn.Module) -> LatentSpec | str:
         absent += [] if has_query else ["q_proj, or q_a_proj, q_a_layernorm and q_b_proj"]
         return f"it has no {', '.join(absent)}: it is no latent attention with DeepSeek's children"
     extra = [name for name in children if name not in CHILDREN]
-    extra += [name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]]
+    extra += [
+        name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    ]
     if extra:
         return f"it also holds {', '.join(extra)}, which absorbed_mla would lose"
     config = getattr(module, "config", None)

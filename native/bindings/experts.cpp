@@ -1,48 +1,18 @@
 // The routed experts of one layer.
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <tuple>
 
+#include "bindings/arrays.hpp"
 #include "bindings/subjects.hpp"
 #include "moe/experts.hpp"
-
-namespace nb = nanobind;
 
 namespace ktinject {
 namespace {
 
-using Weight = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<2>, nb::device::cpu>;
-using Bias = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<1>, nb::device::cpu>;
-using Input = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Output = nb::ndarray<nb::pytorch, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using RoutingWeights = nb::ndarray<nb::pytorch, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Float2d = nb::ndarray<nb::pytorch, float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Float1d = nb::ndarray<nb::pytorch, float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-DType dtype_of(nb::dlpack::dtype dtype, const char* what) {
-  if (dtype.lanes == 1) {
-    if (dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Float)) {
-      if (dtype.bits == 32) return DType::f32;
-      if (dtype.bits == 16) return DType::f16;
-    }
-    if (dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat) && dtype.bits == 16) return DType::bf16;
-  }
-  throw std::invalid_argument(std::string(what) + ": dtype not served; allowed: float32, bfloat16, float16");
-}
-
-template <class T>
-T one_of(const std::string& value, const char* what, std::initializer_list<std::pair<const char*, T>> choices) {
-  std::string allowed;
-  for (const auto& [name, choice] : choices) {
-    if (value == name) return choice;
-    allowed += (allowed.empty() ? "" : ", ") + std::string(name);
-  }
-  throw std::invalid_argument(std::string(what) + ": found '" + value + "'; allowed: " + allowed);
-}
-
 Projection projection_of(const std::string& name) {
   return one_of<Projection>(name, "projection",
                             {{"gate", Projection::gate}, {"up", Projection::up}, {"down", Projection::down}});
@@ -55,8 +25,7 @@ ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, c
   config.experts = experts;
   config.hidden_size = hidden_size;
   config.intermediate_size = intermediate_size;
-  config.format =
-      one_of<Format>(weights, "weights", {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}});
+  config.format = format_of(weights);
   config.group_size = group_size;
   config.has_bias = has_bias;
   config.activation.kind = one_of<ActivationKind>(activation, "activation",
@@ -76,21 +45,14 @@ ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, c
 }
 
 void load(Experts& self, const std::string& projection, int expert, Weight weight) {
-  const Source source{weight.data(),
-                      dtype_of(weight.dtype(), "weight"),
-                      static_cast<int>(weight.shape(0)),
-                      static_cast<int>(weight.shape(1)),
-                      weight.stride(0),
-                      weight.stride(1)};
+  const Source source = source_of(weight);
   const Projection which = projection_of(projection);
   nb::gil_scoped_release release;
   self.load(which, expert, source);
 }
 
 void load_bias(Experts& self, const std::string& projection, int expert, Bias bias) {
-  const Source source{
-      bias.data(), dtype_of(bias.dtype(), "bias"), static_cast<int>(bias.shape(0)), 1, bias.stride(0), 1};
-  self.load_bias(projection_of(projection), expert, source);
+  self.load_bias(projection_of(projection), expert, source_of(bias));
 }
 
 void forward(const Experts& self, Input x, Input ids, RoutingWeights weights, Output out) {

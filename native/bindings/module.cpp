@@ -9,4 +9,5 @@ NB_MODULE(_native, m) {
   ktinject::init_system(m);
   ktinject::init_experts(m);
   ktinject::init_handoff(m);
+  ktinject::init_linear(m);
 }

@@ -8,5 +8,6 @@ namespace ktinject {
 void init_system(nanobind::module_& m);
 void init_experts(nanobind::module_& m);
 void init_handoff(nanobind::module_& m);
+void init_linear(nanobind::module_& m);
 
 }  // namespace ktinject

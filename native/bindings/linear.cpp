@@ -1,0 +1,81 @@
+// One dense layer.
+#include "linear/linear.hpp"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <tuple>
+
+#include "bindings/arrays.hpp"
+#include "bindings/subjects.hpp"
+
+namespace ktinject {
+namespace {
+
+void forward(const Linear& self, Input x, Output out) {
+  const DType dtype = dtype_of(x.dtype(), "input");
+  const auto in = static_cast<size_t>(self.config().in_features), n = static_cast<size_t>(self.config().out_features);
+  auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
+  if (x.shape(1) != in)
+    refuse("input: found " + std::to_string(x.shape(1)) + " features; expected " + std::to_string(in));
+  if (out.shape(0) != x.shape(0) || out.shape(1) != n || out.dtype() != x.dtype())
+    refuse("output: must be [" + std::to_string(x.shape(0)) + ", " + std::to_string(n) + "] of the input's dtype");
+  const auto rows = static_cast<int>(x.shape(0));
+  nb::gil_scoped_release release;
+  self.forward(x.data(), dtype, rows, out.data());
+}
+
+}  // namespace
+
+void init_linear(nb::module_& m) {
+  nb::class_<Linear>(m, "Linear", "One packed dense layer.")
+      .def(
+          "__init__",
+          [](Linear* self, int out_features, int in_features, const std::string& weights, int group_size, bool has_bias,
+             const std::string& kernel) {
+            new (self) Linear({out_features, in_features, format_of(weights), group_size, has_bias, kernel});
+          },
+          nb::kw_only(), nb::arg("out_features"), nb::arg("in_features"), nb::arg("weights"), nb::arg("group_size"),
+          nb::arg("has_bias"), nb::arg("kernel"), "Nothing is allocated before allocate().")
+      .def_prop_ro("bytes", &Linear::bytes, "Bytes of packed weight and bias, known before allocation.")
+      .def_prop_ro(
+          "kernels",
+          [](const Linear& self) {
+            return std::make_tuple(std::string(self.kernels().many->name), std::string(self.kernels().few->name));
+          },
+          "(kernel for many rows, kernel for few).")
+      .def_prop_ro("has_weight", &Linear::has_weight, "Whether load() was called.")
+      .def_prop_ro("has_bias", &Linear::has_bias, "Whether load_bias() was called.")
+      .def("allocate", &Linear::allocate, "Reserve the packed weight, zeroed. Raises MemoryError.")
+      .def(
+          "load",
+          [](Linear& self, Weight weight) {
+            const Source source = source_of(weight);
+            nb::gil_scoped_release release;
+            self.load(source);
+          },
+          nb::arg("weight"), "Pack weight [out, in], any strides.")
+      .def(
+          "load_bias", [](Linear& self, Bias bias) { self.load_bias(source_of(bias)); }, nb::arg("bias"),
+          "Take bias [out].")
+      .def(
+          "unpack",
+          [](const Linear& self, Float2d out) {
+            if (out.shape(0) != static_cast<size_t>(self.config().out_features) ||
+                out.shape(1) != static_cast<size_t>(self.config().in_features))
+              throw std::invalid_argument("unpack: the output has the wrong shape");
+            self.unpack(out.data());
+          },
+          nb::arg("out"), "Write the dequantised weight to out [out, in] fp32.")
+      .def(
+          "unpack_bias",
+          [](const Linear& self, Float1d out) {
+            if (out.shape(0) != static_cast<size_t>(self.config().out_features))
+              throw std::invalid_argument("unpack_bias: the output has the wrong shape");
+            self.unpack_bias(out.data());
+          },
+          nb::arg("out"), "Write the bias to out [out] fp32.")
+      .def("forward", &forward, nb::arg("x"), nb::arg("out"), "out [m, out] = x [m, in] Wᵀ + bias, of x's dtype.");
+}
+
+}  // namespace ktinject

@@ -1,0 +1,181 @@
+// Two steps: round or quantise each row of x once, then multiply in tasks of (some rows, some panels). With a single
+// row the first is done by the caller alone, so that a token costs one hand-out of tasks.
+#include "linear/linear.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "runtime/thread_pool.hpp"
+
+namespace ktinject {
+namespace {
+
+// Slots of the pool's buffers; 0 belongs to packing. A layer has them to itself while it runs, as the experts have.
+enum Slot : size_t { kInput = 1, kInputScale, kInputSums, kThread };
+
+// Long inputs are cut so that the rounded rows stay below this.
+constexpr size_t kMostWorkspaceBytes = size_t{256} << 20;
+// Rows that a kernel is given at once, and rows times panels: 512 KiB of results, a part of an L2 cache.
+constexpr int kMostRows = 256;
+constexpr int kMostResults = 4096;
+// Less than this is left to the caller: waking workers would cost more.
+constexpr size_t kSerialBytes = size_t{128} << 10;
+constexpr int kTasksPerThread = 4;
+
+}  // namespace
+
+Linear::Linear(LinearConfig config)
+    : config_(std::move(config)),
+      kernels_(choose_kernel(config_.format, config_.kernel)),
+      stages_(&choose_stages(kernels_.many->isa & kernels_.few->isa)) {
+  auto positive = [](const char* name, int value, int most) {
+    if (value < 1 || value > most)
+      throw std::invalid_argument(std::string(name) + ": found " + std::to_string(value) + "; allowed: 1 to " +
+                                  std::to_string(most));
+  };
+  positive("out_features", config_.out_features, 1 << 24);
+  // 255 * 127 * 65536 is the longest int32 sum that cannot overflow.
+  positive("in_features", config_.in_features, 65536);
+  if (config_.format == Format::int4 && config_.group_size != 32 && config_.group_size != 64 &&
+      config_.group_size != 128)
+    throw std::invalid_argument("group_size: found " + std::to_string(config_.group_size) + "; allowed: 32, 64, 128");
+  matrix_ = {config_.format, config_.out_features, config_.in_features, config_.group_size,
+             (config_.out_features + kPanel - 1) / kPanel};
+}
+
+size_t Linear::bytes() const {
+  return matrix_.bytes() + (config_.has_bias ? static_cast<size_t>(matrix_.panels) * kPanel * sizeof(float) : 0);
+}
+
+void Linear::allocate() {
+  Block data(matrix_.bytes()), bias;
+  if (config_.has_bias) bias = Block(static_cast<size_t>(matrix_.panels) * kPanel * sizeof(float));
+  has_weight_ = has_bias_ = false;
+  data_ = std::move(data);
+  bias_ = std::move(bias);
+}
+
+void Linear::check(const Source& source, int k, const char* what) const {
+  auto refuse = [&](const std::string& why) { throw std::invalid_argument(std::string(what) + ": " + why); };
+  if (data_.data() == nullptr) refuse("allocate() was not called");
+  if (source.n != config_.out_features || source.k != k)
+    refuse("found shape [" + std::to_string(source.n) + ", " + std::to_string(source.k) + "]; expected [" +
+           std::to_string(config_.out_features) + ", " + std::to_string(k) + "]");
+}
+
+void Linear::load(const Source& weight) {
+  check(weight, config_.in_features, "weight");
+  pack_matrix(matrix_, *stages_, weight, paired_tiles, data_.data(), "weight");
+  has_weight_ = true;
+}
+
+void Linear::load_bias(const Source& bias) {
+  if (!config_.has_bias) throw std::invalid_argument("bias: this layer was built without one");
+  check(bias, 1, "bias");
+  stages_->widen(bias.data, bias.dtype, bias.n_stride, bias.n, reinterpret_cast<float*>(bias_.data()));
+  has_bias_ = true;
+}
+
+void Linear::unpack(float* out) const {
+  check({nullptr, DType::f32, config_.out_features, config_.in_features, 0, 0}, config_.in_features, "weight");
+  unpack_matrix(matrix_, data_.data(), paired_tiles, config_.out_features, out);
+}
+
+void Linear::unpack_bias(float* out) const {
+  if (bias_.data() == nullptr) throw std::invalid_argument("bias: there is none");
+  const auto* bias = reinterpret_cast<const float*>(bias_.data());
+  std::copy(bias, bias + config_.out_features, out);
+}
+
+void Linear::forward(const void* x, DType dtype, int rows, void* y) const {
+  if (data_.data() == nullptr) throw std::invalid_argument("forward before allocate()");
+  const int most =
+      std::max(kMostRows, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / matrix_.row_bytes(), 1u << 20)));
+  for (int first = 0; first < rows; first += most)
+    run(static_cast<const std::byte*>(x) +
+            static_cast<size_t>(first) * static_cast<size_t>(config_.in_features) * dtype_bytes(dtype),
+        dtype, std::min(most, rows - first),
+        static_cast<std::byte*>(y) +
+            static_cast<size_t>(first) * static_cast<size_t>(config_.out_features) * dtype_bytes(dtype));
+}
+
+void Linear::run(const void* x, DType dtype, int rows, void* y) const {
+  const auto pool_used = pool();
+  const auto session = pool_used->session();
+  ThreadPool& workers = *pool_used;
+  const bool quantised = config_.format != Format::bf16, summed = config_.format == Format::int4;
+  const bool serial = matrix_.bytes() * static_cast<size_t>(rows) < kSerialBytes;
+  auto each = [&](int tasks, auto&& task) {
+    if (serial)
+      for (int index = 0; index < tasks; ++index) task(index, 0);
+    else workers.parallel_for(tasks, task);
+  };
+
+  const auto m = static_cast<size_t>(rows);
+  const size_t groups = summed ? static_cast<size_t>(matrix_.groups()) : 0;
+  std::byte* input = workers.buffer(kInput, m * matrix_.row_bytes());
+  auto* scale = quantised ? reinterpret_cast<float*>(workers.buffer(kInputScale, m * sizeof(float))) : nullptr;
+  auto* sums = summed ? reinterpret_cast<int32_t*>(workers.buffer(kInputSums, m * groups * sizeof(int32_t))) : nullptr;
+  // Memory a worker has to itself: a block of results, a row, the kernel's scratch.
+  constexpr size_t kResultBytes = size_t{kMostResults} * kPanel * sizeof(float);
+  const size_t thread_bytes = kResultBytes + matrix_.row_bytes() + scratch_bytes(matrix_);
+  std::byte* own = workers.buffer(kThread, thread_bytes * static_cast<size_t>(workers.threads()));
+
+  // 1: the input.
+  const size_t x_bytes = static_cast<size_t>(config_.in_features) * dtype_bytes(dtype);
+  auto convert = [&](int row, std::byte* to) {
+    const void* from = static_cast<const std::byte*>(x) + static_cast<size_t>(row) * x_bytes;
+    if (!quantised)
+      return stages_->round_row(from, dtype, matrix_.k, matrix_.padded_k(), reinterpret_cast<uint16_t*>(to));
+    scale[row] = stages_->quantise_row(
+        from, dtype, matrix_.k, matrix_.padded_k(), config_.format == Format::int8 ? 128 : 0, matrix_.group_size,
+        reinterpret_cast<uint8_t*>(to), summed ? sums + static_cast<size_t>(row) * groups : nullptr);
+  };
+  if (rows == 1) {
+    convert(0, input);
+  } else {
+    each(rows, [&](int row, int worker) {
+      std::byte* one = own + static_cast<size_t>(worker) * thread_bytes + kResultBytes;
+      convert(row, one);
+      place_row(input, matrix_.row_bytes(), rows, row, one);
+    });
+  }
+
+  // 2: the product. Fewer rows a task only where the panels are too few to go round.
+  const Kernel& kernel = kernels_(rows);
+  const int row_blocks = (rows + kMostRows - 1) / kMostRows;
+  const int per_block = std::max(1, workers.threads() * kTasksPerThread / row_blocks);
+  const int run_length =
+      std::clamp(matrix_.panels / per_block, 1, kMostResults / std::min(kMostRows, round_up(rows, kTile)));
+  const int runs = (matrix_.panels + run_length - 1) / run_length;
+  const auto* bias = reinterpret_cast<const float*>(bias_.data());
+  const size_t element = dtype_bytes(dtype);
+  each(runs * row_blocks, [&](int index, int worker) {
+    // Neighbouring tasks share their panels, which stay in the caches while the rows pass.
+    const int first_panel = index / row_blocks * run_length, first = index % row_blocks * kMostRows;
+    const int panels = std::min(run_length, matrix_.panels - first_panel), count = std::min(kMostRows, rows - first);
+    std::byte* mine = own + static_cast<size_t>(worker) * thread_bytes;
+    auto* c = reinterpret_cast<float*>(mine);
+    // A run of whole groups of 16 rows is laid out like rows of its own.
+    const Rows taken{input + static_cast<size_t>(first) * matrix_.row_bytes(), matrix_.row_bytes(), count,
+                     quantised ? scale + first : nullptr,
+                     summed ? sums + static_cast<size_t>(first) * groups : nullptr};
+    kernel.multiply(matrix_, data_.data() + static_cast<size_t>(first_panel) * matrix_.panel_bytes(), panels, taken, c,
+                    mine + kResultBytes + matrix_.row_bytes());
+    for (int p = first_panel; p < first_panel + panels; ++p) {
+      const int column = p * kPanel, width = std::min(kPanel, config_.out_features - column);
+      const float* column_bias = bias == nullptr ? nullptr : bias + column;
+      constexpr float one = 1.0f;
+      for (int row = first; row < first + count; ++row, c += kPanel) {
+        std::byte* to =
+            static_cast<std::byte*>(y) +
+            (static_cast<size_t>(row) * static_cast<size_t>(config_.out_features) + static_cast<size_t>(column)) *
+                element;
+        const float* values = c;
+        stages_->combine(&values, bias == nullptr ? nullptr : &column_bias, &one, 1, width, dtype, to);
+      }
+    }
+  });
+}
+
+}  // namespace ktinject

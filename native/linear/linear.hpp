@@ -1,0 +1,60 @@
+// One dense layer on the CPU, y = x Wᵀ + b: the packed panels and kernels of the experts, without routing.
+#pragma once
+
+#include <string>
+
+#include "moe/kernels/table.hpp"
+#include "moe/layout.hpp"
+#include "moe/pack.hpp"
+#include "moe/stages.hpp"
+#include "runtime/memory.hpp"
+
+namespace ktinject {
+
+struct LinearConfig {
+  int out_features = 0;
+  int in_features = 0;
+  Format format = Format::bf16;
+  int group_size = 0;  // int4
+  bool has_bias = false;
+  std::string kernel = "auto";
+};
+
+class Linear {
+ public:
+  explicit Linear(LinearConfig config);
+
+  const LinearConfig& config() const { return config_; }
+  const Choice& kernels() const { return kernels_; }
+  // What allocate() takes: packed weight and bias.
+  size_t bytes() const;
+
+  void allocate();
+  // weight [out, in]. Throws std::domain_error when a row holds a NaN or an infinity and the format has scales.
+  void load(const Source& weight);
+  void load_bias(const Source& bias);
+  bool has_weight() const { return has_weight_; }
+  bool has_bias() const { return has_bias_; }
+
+  // out [out, in] fp32 = the dequantised weight; bias [out].
+  void unpack(float* out) const;
+  void unpack_bias(float* out) const;
+
+  // y [rows, out] = x [rows, in] times the weight transposed, plus bias; both of `dtype`, contiguous.
+  void forward(const void* x, DType dtype, int rows, void* y) const;
+
+ private:
+  void check(const Source& source, int k, const char* what) const;
+  void run(const void* x, DType dtype, int rows, void* y) const;
+
+  LinearConfig config_;
+  Choice kernels_;
+  const Stages* stages_;
+  Matrix matrix_;
+  Block data_;
+  Block bias_;  // float [panels * 32]
+  bool has_weight_ = false;
+  bool has_bias_ = false;
+};
+
+}  // namespace ktinject

@@ -1,0 +1,230 @@
+"""Dense linear layers on the CPU, from weights packed in RAM, through the kernels of `cpu_experts`."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from ktinject import _native, env
+from ktinject.errors import OperatorError
+from ktinject.operators.base import Config, Operator, register_operator
+
+if TYPE_CHECKING:
+    from ktinject.machine import Machine
+
+
+@dataclass(frozen=True)
+class CpuLinearConfig(Config):
+    """Arguments of `cpu_linear` in a rule."""
+
+    weights: Literal["bf16", "int8", "int4"] = "bf16"
+    group_size: Literal[128, 64, 32] = 128  # inputs that share a scale; int4 only
+    kernel: str = "auto"  # or a row of the kernel table, which must then be able to run
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core takes as they are
+
+
+@register_operator("cpu_linear")
+class CpuLinear(Operator, nn.Linear):
+    """Every nn.Linear, and one to everybody who asks, such as PEFT.
+
+    Weights are packed once, when loaded. Activations are rounded to bf16, or for int8 and int4 weights quantised
+    to int8 with a scale a token; sums are fp32. Inputs on another device are brought to the CPU and the result is
+    taken back. Gradients flow to the input, as of the unpacked weight; weight and bias are frozen.
+    """
+
+    Config = CpuLinearConfig
+
+    def __init__(self, module: nn.Linear, config: CpuLinearConfig) -> None:
+        nn.Module.__init__(self)  # and not nn.Linear's, which makes parameters
+        self.in_features, self.out_features = module.in_features, module.out_features
+        self.config = config
+        self.has_bias = module.bias is not None
+        self.dtype = module.weight.dtype
+        self._loaded_dtype: torch.dtype | None = None
+        try:
+            self.native = _native.Linear(
+                out_features=self.out_features,
+                in_features=self.in_features,
+                weights=config.weights,
+                group_size=config.group_size if config.weights == "int4" else 0,
+                has_bias=self.has_bias,
+                kernel=env.kernel_for(config.weights) if config.kernel == "auto" else config.kernel,
+            )
+        except ValueError as error:
+            raise OperatorError(f"cpu_linear: {error}") from None
+        self._handle = next(_handles)
+        _linears[self._handle] = self
+
+    @classmethod
+    def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
+        if config.device not in ("auto", "cpu"):
+            return f"it computes on the CPU and was given device {config.device}"
+        if not isinstance(module, nn.Linear):
+            return "it replaces nn.Linear"
+        if type(module).forward is not nn.Linear.forward:
+            return "its forward is not that of nn.Linear"
+        if not module.weight.is_floating_point() or module.weight.dtype.itemsize == 1:
+            return f"its weight is {module.weight.dtype}: it is quantised; inject into the plain model"
+        try:
+            cls(module, config)
+        except OperatorError as error:
+            return str(error).removeprefix("cpu_linear: ").removesuffix(".")
+        return None
+
+    @classmethod
+    def build(cls, module: nn.Module, config: Any) -> Self:
+        if not isinstance(module, nn.Linear):
+            raise OperatorError(
+                f"cpu_linear: a {type(module).__name__} cannot be replaced: it is no nn.Linear."
+            )
+        return cls(module, config)
+
+    def describe(self) -> dict[str, Any]:
+        many, few = self.native.kernels
+        weights = self.config.weights
+        return {
+            "weights": f"int4 group {self.config.group_size}" if weights == "int4" else weights,
+            "kernel": many if many == few else f"{many}, {few} for few rows",
+        }
+
+    def footprint(self) -> dict[str, int]:
+        return {"cpu": self.native.bytes}
+
+    def wants(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {"weight": (self.out_features, self.in_features)}
+        return shapes | ({"bias": (self.out_features,)} if self.has_bias else {})
+
+    def allocate(self) -> None:
+        try:
+            self.native.allocate()
+        except MemoryError:
+            raise OperatorError(
+                f"cpu_linear: no room for {self.native.bytes / 2**20:.1f} MiB of packed weights. "
+                "Choose smaller weights (int8, int4) or a machine with more memory."
+            ) from None
+
+    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
+        if name not in self.wants():
+            raise OperatorError(f"cpu_linear: found parameter {name}; allowed: {', '.join(self.wants())}.")
+        if expert is not None or part is not None or tuple(tensor.shape) != self.wants()[name]:
+            raise OperatorError(
+                f"cpu_linear: {name}: found shape {list(tensor.shape)}, expert {expert}, part {part}; "
+                f"expected the whole {list(self.wants()[name])}."
+            )
+        if tensor.dtype == torch.float64:
+            tensor = tensor.float()
+        if tensor.dtype not in _FLOATS:
+            raise OperatorError(
+                f"cpu_linear: {name}: found dtype {tensor.dtype}; allowed: float64, float32, bfloat16, float16. "
+                "Quantised codes have to be decoded first."
+            )
+        try:
+            if name == "bias":
+                self.native.load_bias(tensor.detach())
+            else:
+                self._loaded_dtype = tensor.dtype
+                self.native.load(tensor.detach())
+        except ValueError as error:
+            raise OperatorError(f"cpu_linear: {error}.") from None
+
+    def finish(self) -> None:
+        absent = [] if self.native.has_weight else ["weight"]
+        absent += ["bias"] if self.has_bias and not self.native.has_bias else []
+        if absent:
+            raise OperatorError(f"cpu_linear: never loaded: {', '.join(absent)}.")
+
+    def is_lossless(self) -> bool:
+        return self.config.weights == "bf16" and self._loaded_dtype == torch.bfloat16
+
+    def unpack(self, name: str, expert: int | None = None) -> Tensor:
+        """The fp32 `weight` [out, in] or `bias` [out]."""
+        if name not in self.wants() or expert is not None:
+            raise OperatorError(f"cpu_linear: found parameter {name}; allowed: {', '.join(self.wants())}.")
+        self.finish()
+        out = torch.empty(self.wants()[name], dtype=torch.float32)
+        (self.native.unpack_bias if name == "bias" else self.native.unpack)(out)
+        return out
+
+    @property
+    def weight(self) -> Tensor:
+        """The unpacked weight [out, in] in the model's dtype, made anew at each access: writing to it is lost."""
+        return self.unpack("weight").to(self.dtype)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias in the model's dtype, a copy; or None."""
+        return self.unpack("bias").to(self.dtype) if self.has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] → [..., out_features], dtype and device kept. Raises OperatorError for another width."""
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
+            return cpu_linear_op(x, self._handle)
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """forward without autograd: one native call, the GIL released."""
+        here = x.detach() if x.requires_grad else x
+        if here.dtype not in _FLOATS:
+            here = here.float()
+        here = here.to("cpu").reshape(-1, self.in_features) if x.shape[-1:] == (self.in_features,) else here
+        try:
+            out = torch.empty((here.shape[0], self.out_features), dtype=here.dtype)
+            self.native.forward(here.contiguous(), out)
+        except (ValueError, TypeError):
+            raise OperatorError(
+                f"cpu_linear: found input {list(x.shape)}; expected [..., {self.in_features}]."
+            ) from None
+        return out.view(*x.shape[:-1], self.out_features).to(x.device, x.dtype)
+
+    def compute_gradient(self, grad: Tensor) -> Tensor:
+        """grad [..., out_features] → gradient of the input [..., in_features]."""
+        return (grad.to("cpu", torch.float32) @ self.unpack("weight")).to(grad.device, grad.dtype)
+
+    def extra_repr(self) -> str:
+        bias = ", bias" if self.has_bias else ""
+        return f"{self.in_features} → {self.out_features}{bias}, {self.describe()['weights']}"
+
+
+# The custom op carries a number in its schema, since a traced graph cannot hold a Python object.
+_handles = itertools.count(1)
+_linears: weakref.WeakValueDictionary[int, CpuLinear] = weakref.WeakValueDictionary()
+
+
+@torch.library.custom_op("ktinject::cpu_linear", mutates_args=(), schema="(Tensor x, int handle) -> Tensor")
+def cpu_linear_op(x: Tensor, handle: int) -> Tensor:
+    return _linears[handle].compute(x)
+
+
+@cpu_linear_op.register_fake
+def _(x: Tensor, handle: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], _linears[handle].out_features)
+
+
+@torch.library.custom_op(
+    "ktinject::cpu_linear_backward", mutates_args=(), schema="(Tensor grad, int handle) -> Tensor"
+)
+def cpu_linear_backward_op(grad: Tensor, handle: int) -> Tensor:
+    return _linears[handle].compute_gradient(grad)
+
+
+@cpu_linear_backward_op.register_fake
+def _(grad: Tensor, handle: int) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], _linears[handle].in_features)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    ctx.handle = inputs[1]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return cpu_linear_backward_op(grad, ctx.handle), None
+
+
+cpu_linear_op.register_autograd(_backward, setup_context=_save)
