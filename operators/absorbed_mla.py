@@ -55,6 +55,7 @@ class AbsorbedMla(Operator):
 
     Config = AbsorbedMlaConfig
     device_types = ("cuda", "cpu")
+    capturable = True
     keeps = (*latent_attention.QUERY, *latent_attention.LATENT, latent_attention.OUTPUT)
 
     def __init__(self, module: nn.Module, spec: LatentSpec, config: AbsorbedMlaConfig) -> None:
@@ -256,4 +257,4 @@ def _warn_expansion(found: str) -> None:
 
 def _probed(module: nn.Module, spec: LatentSpec) -> Any:
     """The forward that a small copy is compared with."""
-    return AbsorbedMla(module, spec, AbsorbedMlaConfig(prefill="absorbed"))
+    return AbsorbedMla(module, spec, AbsorbedMlaConfig(prefill="absorbed")).eval()

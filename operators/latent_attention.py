@@ -13,6 +13,7 @@ and without a cache; only where both agree is the module served.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable
@@ -92,7 +93,10 @@ def rotate(kind: str, x: Tensor, positions: Positions) -> Tensor:
 
 Attention = Callable[[nn.Module, LatentSpec], Callable[..., Tensor]]
 
-_known: weakref.WeakKeyDictionary[nn.Module, LatentSpec | str] = weakref.WeakKeyDictionary()
+# Module → what it looked like when it was tried out, and what came of it.
+_tried: weakref.WeakKeyDictionary[nn.Module, tuple[LatentSpec, LatentSpec | str]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def describe(module: nn.Module, attention: Attention) -> LatentSpec | str:
@@ -100,33 +104,33 @@ def describe(module: nn.Module, attention: Attention) -> LatentSpec | str:
 
     attention   (module, spec) → the forward to compare with; called with the module's own arguments
     """
-    if module not in _known:
-        _known[module] = _describe(module, attention)
-    return _known[module]
-
-
-def _describe(module: nn.Module, attention: Attention) -> LatentSpec | str:
     layout = _layout(module)
     if isinstance(layout, str):
         return layout
+    if module not in _tried or _tried[module][0] != layout:
+        _tried[module] = (layout, _try_out(module, layout, attention))
+    return _tried[module][1]
+
+
+def _try_out(module: nn.Module, layout: LatentSpec, attention: Attention) -> LatentSpec | str:
     small = _small_copy(module, layout)
     if isinstance(small, str):
         return small
     twin, sizes = small
-    differences = {}
+    differences = []
+    error: Exception | None = None
     for rope in ("halves", "neighbours", "complex", "none"):
-        spec = LatentSpec(**{**vars(sizes), "rope": rope})
+        spec = dataclasses.replace(sizes, rope=rope)
         try:
-            differences[rope] = _difference(twin, attention(twin, spec), rope)
-        except Exception as error:  # transformers' own code, given what it may not be made for
-            differences.setdefault("error", error)
+            differences.append(_difference(twin, attention(twin, spec), rope))
+        except Exception as failure:  # transformers' own code, given what it may not be made for
+            error = failure
             continue
-        if differences[rope] <= _TOLERANCE:
-            return LatentSpec(**{**vars(layout), "rope": rope})
-    found = [value for value in differences.values() if isinstance(value, float)]
-    if not found:
-        return f"a small copy of it does not run: {differences['error']}"
-    return f"it computes something else than latent attention: max difference {min(found):.1e}"
+        if differences[-1] <= _TOLERANCE:
+            return dataclasses.replace(layout, rope=rope)
+    if not differences:
+        return f"a small copy of it does not run: {error}"
+    return f"it computes something else than latent attention: max difference {min(differences):.1e}"
 
 
 def _layout(module: nn.Module) -> LatentSpec | str:
