@@ -58,6 +58,15 @@ class AbsorbedMla(Operator):
     capturable = True
     keeps = (*latent_attention.QUERY, *latent_attention.LATENT, latent_attention.OUTPUT)
 
+    q_proj: nn.Module
+    q_a_proj: nn.Module | None
+    q_a_layernorm: nn.Module
+    q_b_proj: nn.Module
+    kv_a_proj_with_mqa: nn.Module
+    kv_a_layernorm: nn.Module
+    kv_b_proj: nn.Linear
+    o_proj: nn.Module
+
     def __init__(self, module: nn.Module, spec: LatentSpec, config: AbsorbedMlaConfig) -> None:
         super().__init__()
         self.spec = spec
@@ -71,7 +80,7 @@ class AbsorbedMla(Operator):
         spec = latent_attention.describe(module, _probed)
         if isinstance(spec, str):
             return spec
-        implementation = getattr(module.config, "_attn_implementation", None)
+        implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if implementation not in (*_MASKS, None):
             return f"the model uses {implementation!r} masks; build it with attn_implementation='sdpa'"
         return None

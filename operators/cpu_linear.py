@@ -153,12 +153,12 @@ class CpuLinear(Operator, nn.Linear):
         return out
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Tensor:  # type: ignore[override]
         """The unpacked weight [out, in] in the model's dtype, made anew at each access: writing to it is lost."""
         return self.unpack("weight").to(self.dtype)
 
     @property
-    def bias(self) -> Tensor | None:
+    def bias(self) -> Tensor | None:  # type: ignore[override]
         """The bias in the model's dtype, a copy; or None."""
         return self.unpack("bias").to(self.dtype) if self.has_bias else None
 

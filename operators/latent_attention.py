@@ -148,7 +148,9 @@ def _layout(module: nn.Module) -> LatentSpec | str:
     if extra:
         return f"it also holds {', '.join(extra)}, which absorbed_mla would lose"
     config = getattr(module, "config", None)
-    sizes = {name: getattr(module, name, None) for name in ("num_heads", *list(_SMALL)[4:7], "v_head_dim")}
+    sizes: dict[str, Any] = {
+        name: getattr(module, name, None) for name in ("num_heads", *list(_SMALL)[4:7], "v_head_dim")
+    }
     wrong = [name for name, value in sizes.items() if type(value) is not int or value < 1]
     if wrong or config is None or not isinstance(getattr(module, "scaling", None), float):
         return f"it does not state {', '.join(wrong) or 'its config and scaling'}"
@@ -180,7 +182,7 @@ def _layout(module: nn.Module) -> LatentSpec | str:
 
 def _small_copy(module: nn.Module, layout: LatentSpec) -> tuple[nn.Module, LatentSpec] | str:
     """A module of the same class and config at toy sizes with Gaussian weights in fp64, and its spec."""
-    config = copy.deepcopy(module.config)
+    config: Any = copy.deepcopy(module.config)
     for name, size in _SMALL.items():
         if getattr(config, name, None) is not None:
             setattr(config, name, size)
