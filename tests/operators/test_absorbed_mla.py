@@ -217,7 +217,7 @@ def test_auto_expands_long_prompts_only() -> None:
     attention = swapped.model.layers[0].self_attn
     attention.spec = latent_attention.LatentSpec(128, 1536, 512, 128, 64, 128, 0, 0.1, "halves", 0.0)
     assert attention._absorbs(1, 1) and attention._absorbs(1, 100_000)
-    assert attention._absorbs(100, 100_000) and not attention._absorbs(300, 100_000)
+    assert attention._absorbs(64, 100_000) and not attention._absorbs(128, 100_000)
     assert not attention._absorbs(4096, 4096)
 
 
