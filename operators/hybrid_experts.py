@@ -75,6 +75,7 @@ class HybridExperts(CpuExperts):
     Config = HybridExpertsConfig
     device_types = ("cuda", "cpu")
     capturable = True
+    config: HybridExpertsConfig
 
     def __init__(self, spec: ExpertsSpec, config: HybridExpertsConfig) -> None:
         super().__init__(spec, config)

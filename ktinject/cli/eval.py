@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +15,7 @@ from ktinject.rules import parse_overrides
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from torch import Tensor
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from ktinject.evaluate import Agreement, Divergence
 
@@ -105,8 +103,10 @@ def command(
         raise PlanError(f"{model}: there is no heldout.txt in it or beside it. Name a text: --text FILE.")
     prompt_file = prompts or _beside(model, "prompts.jsonl")
     tokenizer = options.load_tokenizer(model)
-    ids = torch.tensor(tokenizer(_read(text_file), add_special_tokens=False)["input_ids"][:tokens])
-    starts = [] if prompt_file is None else _prompts(tokenizer, prompt_file)
+    ids = torch.tensor(
+        tokenizer(options.read_text(text_file), add_special_tokens=False)["input_ids"][:tokens]
+    )
+    starts = [] if prompt_file is None else options.read_prompts(tokenizer, prompt_file)
     places: dict[str, Any] = {"devices": device, "budget": options.parse_budget(budget), "progress": False}
 
     with Console(stderr=True).status(f"{against}: loading") as status:
@@ -166,30 +166,6 @@ def _variants(base: list[str], variants: list[str]) -> dict[str, dict[str, Any]]
 def _beside(model: Path, name: str) -> Path | None:
     beside = Path(os.path.normpath(model / ".." / name))
     return next((file for file in (model / name, beside) if file.is_file()), None)
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{file}: it cannot be read as text: {error}. Name a file in UTF-8.") from error
-
-
-def _prompts(tokenizer: PreTrainedTokenizerBase, file: Path) -> list[Tensor]:
-    """The prompts of a JSON-lines file as token ids, as a base model gets them."""
-    import torch
-
-    prompts = []
-    for number, line in enumerate(_read(file).splitlines(), 1):
-        if line.strip():
-            try:
-                prompt = json.loads(line)["prompt"]
-            except (ValueError, KeyError, TypeError):
-                prompt = None
-            if not isinstance(prompt, str):
-                raise PlanError(f'{file}:{number}: found {line[:60]!r}; allowed is {{"prompt": "…"}}.')
-            prompts.append(torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long))
-    return prompts
 
 
 def _load_unswapped(folder: Path, device: list[str] | None) -> PreTrainedModel:

@@ -12,6 +12,7 @@ import typer
 from ktinject.errors import CheckpointError, PlanError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Model = Annotated[
@@ -89,6 +90,31 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             f"{folder}: there is no tokenizer. Put the model's tokenizer files into the folder."
         )
     return tokenizer
+
+
+def read_text(file: Path) -> str:
+    """A file in UTF-8. Raises PlanError."""
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{file}: it cannot be read as text: {error}. Name a file in UTF-8.") from error
+
+
+def read_prompts(tokenizer: PreTrainedTokenizerBase, file: Path) -> list[Tensor]:
+    """The prompts of a JSON-lines file as token ids, as a base model gets them."""
+    import torch
+
+    prompts = []
+    for number, line in enumerate(read_text(file).splitlines(), 1):
+        if line.strip():
+            try:
+                prompt = json.loads(line)["prompt"]
+            except (ValueError, KeyError, TypeError):
+                prompt = None
+            if not isinstance(prompt, str):
+                raise PlanError(f'{file}:{number}: found {line[:60]!r}; allowed is {{"prompt": "…"}}.')
+            prompts.append(torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long))
+    return prompts
 
 
 def show(thing: Any) -> None:
