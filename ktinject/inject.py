@@ -33,7 +33,6 @@ def apply(model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator])
     """
     hf.untie(model, plan.swapped)
     for path, operator in operators.items():
-        vars(operator)["_is_hf_initialized"] = True  # its weights are none of transformers' business
         operator.train(model.training)
         model.set_submodule(path, operator, strict=True)
     stack = hf.Layers(model).stack

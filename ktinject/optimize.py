@@ -199,7 +199,7 @@ def _fill_from_checkpoint(
     folder = source.path if source.path.is_dir() else source.path.parent
     generation = hf.generation_config(model, folder)
     keys = {key for name in model.state_dict() for key in decided.mapping.keys(name)}
-    with fill.progress(sum(source.tensors[key].bytes for key in keys), progress) as advance:
+    with fill.progress(sum(fill.stored_bytes(source, key) for key in keys), progress) as advance:
         read = fill.Reader(source, hf.quantization(model.config), advance, check_tensors)
         fill.from_checkpoint(decided, operators, model, source, read)
         inject.apply(model, decided, operators)

@@ -26,7 +26,6 @@ from ktinject.rules import Rule, RuleSet
 from ktinject.weights import formats, match
 from ktinject.weights.checkpoint import Checkpoint
 
-_READ = ("fp8",)  # values of quant_method in a config.json; see weights/formats.py
 _SHOWN = 5
 
 
@@ -156,6 +155,7 @@ def make(
     mapping = None
     if checkpoint is not None:
         mapping = _check_checkpoint(model, checkpoint)
+        found = [_adopt(item, model, checkpoint, mapping) for item in found]
 
     standings = (_stands_on(model, where, devices),) if has_weights else where.candidates
     layouts = []
@@ -250,14 +250,25 @@ def _find(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[_Found], dict[
 def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
     quantization = hf.quantization(model.config)
     method = (quantization or {}).get("quant_method")
-    if quantization and method not in _READ:
+    if quantization and method not in formats.METHODS:
         raise PlanError(
             f"{checkpoint.path}: its config.json says quant_method {method!r}; read are checkpoints in bf16, "
-            f"fp16, fp32 and {', '.join(_READ)}. Use one of these, such as the original this was made from."
+            f"fp16, fp32 and {', '.join(formats.METHODS)}. Use one of these, such as the original this was made from."
         )
-    mapping = key_map(model, checkpoint.names, formats.companions)
+    mapping = key_map(model, formats.weight_names(checkpoint.names), formats.companions)
     match.check(checkpoint, model, mapping, quantization)
     return mapping
+
+
+def _adopt(item: _Found, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap) -> _Found:
+    """With the arguments that fit the checkpoint, if the operator takes its format as it is."""
+    keys = [piece.key for piece in mapping.targets.get(f"{item.path}.weight", ())]
+    if not (item.operator.takes and keys):
+        return item
+    source = formats.detect(checkpoint, keys[0], hf.quantization(model.config))
+    if source.name not in item.operator.takes:
+        return item
+    return dataclasses.replace(item, config=item.operator.adopt(item.config, source))
 
 
 def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:

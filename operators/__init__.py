@@ -6,7 +6,9 @@ from ktinject.operators import absorbed_mla  # isort: skip
 from ktinject.operators import cpu_experts  # isort: skip
 from ktinject.operators import cpu_linear  # isort: skip
 from ktinject.operators import deferred_moe  # isort: skip
+from ktinject.operators import fp8_linear  # isort: skip
 from ktinject.operators import hybrid_experts  # isort: skip
+from ktinject.operators import int4_linear  # isort: skip
 from ktinject.operators import keep  # isort: skip
 
 __all__ = [
@@ -17,7 +19,9 @@ __all__ = [
     "cpu_experts",
     "cpu_linear",
     "deferred_moe",
+    "fp8_linear",
     "hybrid_experts",
+    "int4_linear",
     "keep",
     "register_operator",
 ]

@@ -25,6 +25,8 @@ from ktinject.errors import OperatorError
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
+    from ktinject.weights.fill import Stored
+    from ktinject.weights.formats import Format
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Operator(nn.Module, ABC):
     replaces: ClassVar[bool] = True  # False only for `keep`
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)  # where the module may stand, preferred first
     per_expert: ClassVar[bool] = False  # dimension 0 of all it wants is the expert: load() gets one at a time
+    takes: ClassVar[tuple[str, ...]] = ()  # source formats that `load_stored` takes, see weights/formats.py
     keeps: ClassVar[tuple[str, ...]] = ()  # direct children it keeps; rules may replace what is inside these
     # forward, given CUDA tensors, only enqueues work: no host synchronisation, and nothing on the host that a replay
     # of a CUDA graph would miss. Decode is captured only if all operators of a model say so.
@@ -67,6 +70,14 @@ class Operator(nn.Module, ABC):
         Returns  path → the config that `supports` and `build` get, or the reason why not, as `supports` words it
         """
         return {path: config for path, (_, config) in modules.items()}
+
+    # transformers may not initialise what it finds here: weights are none of its business.
+    _is_hf_initialized = True
+
+    @classmethod
+    def adopt(cls, config: Any, source: Format) -> Any:
+        """The arguments for a weight that the checkpoint has in one of the formats of `takes`."""
+        return config
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -104,6 +115,10 @@ class Operator(nn.Module, ABC):
         expert   the index along dimension 0 that the tensor is; None: all of them
         part     which of the parts concatenated along the output dimension (0 gate, 1 up); None: all of them
         """
+
+    def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
+        """As `load`, with a weight as the checkpoint stores it; called for the formats of `takes` only."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Called after the last `load`. Raises OperatorError if something is absent."""

@@ -35,6 +35,14 @@ KERNEL_TOLERANCE = {"bf16": 5e-3, "int8": 2.5e-2, "int4_g32": 2.5e-2, "int4_g64"
 # most: bf16 1e-7, int8 activations 2.0e-3.
 EMULATED_TOLERANCE = {"bf16": 3e-4, "int8": 3e-3, "int4_g32": 3e-3, "int4_g64": 3e-3, "int4_g128": 3e-3}
 
+# ‖out - reference‖ / ‖reference‖ of a GPU linear layer against the weights that it unpacks: codes and scales are exact
+# and sums fp32, which leaves the rounding of the output. For bf16, 8 bits, that is 1.7e-3 over many outputs.
+INT4_LINEAR_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4}
+
+# The same of fp8_linear, with the input rounded to fp8 in the reference, too: a bf16 output of sums that Hopper's fp8
+# units keep with 14 bits over 128 inputs.
+FP8_LINEAR_TOLERANCE = 4e-3
+
 
 def relative_error(found: Tensor, want: Tensor) -> float:
     """‖found - want‖ / ‖want‖ in fp64; 0 for two zeros."""

@@ -7,7 +7,7 @@ So memory never holds more than what is packed already, one tensor and its decod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,10 @@ from ktinject.operators import Operator
 from ktinject.plan import Plan
 from ktinject.weights import formats
 from ktinject.weights.checkpoint import Checkpoint
+from ktinject.weights.stored import Codes, Fp8Blocks
 
 Advance = Callable[[int], None]
+Stored = Codes | Fp8Blocks
 
 
 class Reader:
@@ -45,7 +47,9 @@ class Reader:
 
     def __call__(self, key: str, index: int | None = None) -> Tensor:
         """The tensor, or one slice of its first dimension. Raises CheckpointError."""
-        info = self._checkpoint.tensors[key]
+        info = self._checkpoint.tensors.get(key)
+        if info is None:
+            return self._count(key, formats.decode(self._checkpoint, key, index, self._quantization))
         if info.dtype.startswith(("F", "BF")):
             tensor = formats.decode(self._checkpoint, key, index, self._quantization)
         else:
@@ -54,6 +58,23 @@ class Reader:
             formats.check_finite(key, tensor)
         self._advance(info.bytes if index is None else info.bytes // info.shape[0])
         return tensor
+
+    def stored(self, key: str, takes: Collection[str]) -> Stored | None:
+        """The weight as it is stored, if that is one of the formats that are taken so. Raises CheckpointError."""
+        if not takes or formats.detect(self._checkpoint, key, self._quantization).name not in takes:
+            return None
+        if key in self._checkpoint.tensors:
+            return self._count(key, formats.fp8_blocks(self._checkpoint, key, None, self._quantization))
+        return self._count(key, formats.codes(self._checkpoint, key, self._quantization))
+
+    def _count(self, key: str, value: Any) -> Any:
+        self._advance(stored_bytes(self._checkpoint, key))
+        return value
+
+
+def stored_bytes(checkpoint: Checkpoint, key: str) -> int:
+    """Bytes in the checkpoint of the tensors that hold a weight's values."""
+    return sum(checkpoint.tensors[name].bytes for name in formats.tensors_of(checkpoint, key))
 
 
 def from_checkpoint(
@@ -73,14 +94,16 @@ def from_checkpoint(
     wanted = [(entry.path, name) for entry in plan.entries for name in entry.wants]
     pieces = [(path, name, piece) for path, name in wanted for piece in targets.get(f"{path}.{name}", ())]
     positions = {key: position for position, key in enumerate(checkpoint.tensors)}
-    pieces.sort(key=lambda item: positions[item[2].key])
+    pieces.sort(key=lambda item: positions[formats.tensors_of(checkpoint, item[2].key)[0]])
 
     for operator in operators.values():
         operator.allocate()
     for path, name, piece in pieces:
         operator = operators[path]
         with _at(path):
-            if piece.expert is None and operator.per_expert:
+            if (stored := read.stored(piece.key, operator.takes)) is not None:
+                operator.load_stored(name, stored, piece.expert, piece.part)
+            elif piece.expert is None and operator.per_expert:
                 for expert in range(checkpoint.tensors[piece.key].shape[0]):
                     operator.load(name, read(piece.key, expert), expert, piece.part)
             else:

@@ -6,6 +6,8 @@
     fp32         F32                                                   fp32, as it is
     fp8_blocks   F8_E4M3 [..., n, k] and `<key>_scale_inv` of shape    fp32: value · scale of its block
                  [..., ceil(n / block n), ceil(k / block k)]
+    gptq, awq,   int4 codes, scales and zero points in tensors of        fp32: scale · (code - zero point)
+    packed       their own (int4.py draws them); no tensor `<key>`
 
 `<key>` is the name of the weight's tensor, usually ending in `.weight`. Other formats are recognised by the
 tensors they come with and refused by name.
@@ -15,20 +17,32 @@ Source: the FP8 layout is DeepSeek-V3's (`weight_scale_inv` multiplies, in spite
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ktinject.errors import CheckpointError
+from ktinject.weights import int4
 from ktinject.weights.checkpoint import Checkpoint
 from ktinject.weights.safetensors_header import DOWNLOAD_AGAIN, shown
+from ktinject.weights.stored import Codes, Fp8Blocks
 
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 SCALES = ("F32", "BF16", "F16", "F8_E8M0")  # all exact in fp32
 BLOCK = (128, 128)
-READ = "Read are bf16, fp16, fp32, and FP8 (F8_E4M3) with block scales; use a checkpoint in one of these."
+READ = (
+    "Read are bf16, fp16, fp32, FP8 (F8_E4M3) with block scales, and int4 of GPTQ, AWQ and compressed-tensors; "
+    "use a checkpoint in one of these."
+)
+
+# The tensors that hold an int4 weight, by what replaces ".weight" in its name: needed ones, then optional ones.
+_INT4 = (
+    ((".qweight", ".qzeros", ".scales"), (".g_idx",)),
+    ((".weight_packed", ".weight_scale"), (".weight_shape", ".weight_zero_point", ".weight_g_idx")),
+)
+METHODS = ("fp8", "gptq", "awq", "compressed-tensors")  # values of quant_method in config.json that are read
 
 # What the name of a tensor that comes with a format adds to the weight's name without ".weight"; the first one
 # found names the format.
@@ -52,18 +66,55 @@ class Format:
     """How one weight is stored.
 
     name        a row of the table above; "float" if only an index is there, which does not tell the dtype
-    companions  further tensors that belong to the weight
+    companions  further tensors that belong to the weight; for int4 all of its tensors
     block       (n, k) of fp8_blocks, else None
+    shape       (n, k) of int4; None if only an index is there
+    group_size  inputs that share a scale, in int4; else 0
+    has_zeros   int4 has zero points other than 8
     """
 
     name: str
     companions: tuple[str, ...] = ()
     block: tuple[int, int] | None = None
+    shape: tuple[int, int] | None = None
+    group_size: int = 0
+    has_zeros: bool = False
 
 
 def companions(key: str) -> tuple[str, ...]:
     """Names that may accompany a weight, in any format that is read."""
     return (f"{key}_scale_inv",)
+
+
+def weight_names(names: Iterable[str]) -> set[str]:
+    """The names of a checkpoint, with `<stem>.weight` in place of the tensors that hold an int4 weight."""
+    names = set(names)
+    for needed, optional in _INT4:
+        for name in [name for name in names if name.endswith(needed[0])]:
+            stem = name.removesuffix(needed[0])
+            if all(stem + suffix in names for suffix in needed):
+                names -= {stem + suffix for suffix in (*needed, *optional)}
+                names.add(f"{stem}.weight")
+    return names
+
+
+def tensors_of(checkpoint: Checkpoint, key: str) -> tuple[str, ...]:
+    """The tensors that hold a weight's values: itself, or those of int4."""
+    names, stem = checkpoint.names, key.removesuffix(".weight")
+    if key not in names:
+        for needed, optional in _INT4:
+            if all(stem + suffix in names for suffix in needed):
+                return tuple(stem + s for s in (*needed, *optional) if stem + s in names)
+    return (key,)
+
+
+def shape(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+    """The shape of a weight as a model has it; of a complete checkpoint. Raises CheckpointError as `detect`."""
+    if key in checkpoint.tensors:
+        return checkpoint.tensors[key].shape
+    found = detect(checkpoint, key, quantization).shape
+    assert found is not None, "only int4 has no tensor of its own"
+    return found
 
 
 def detect(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | None = None) -> Format:
@@ -74,6 +125,9 @@ def detect(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | N
     """
     names = checkpoint.names
     stem = key.removesuffix(".weight")
+    held = tensors_of(checkpoint, key)
+    if held != (key,):
+        return _detect_int4(checkpoint, key, held, quantization or {})
     for suffix, name in UNSUPPORTED.items():
         if stem + suffix in names:
             raise _refused(checkpoint, key, f"{name} format, to which {shown(stem + suffix)} belongs. {READ}")
@@ -106,8 +160,27 @@ def decode(
     Raises   CheckpointError as `detect` and `Checkpoint.read`, and if a scale is not positive and finite
     """
     form = detect(checkpoint, key, quantization)
+    if form.shape is not None:
+        if index is not None:
+            raise _refused(
+                checkpoint, key, f"there is no expert {index} in a matrix; int4 is read as whole matrices."
+            )
+        return codes(checkpoint, key, quantization).values()
     if form.block is None:
         return checkpoint.read(key, index)
+    blocks = fp8_blocks(checkpoint, key, index, quantization)
+    return _dequantize(blocks.values, blocks.scales, blocks.block)
+
+
+def fp8_blocks(
+    checkpoint: Checkpoint,
+    key: str,
+    index: int | None = None,
+    quantization: Mapping[str, Any] | None = None,
+) -> Fp8Blocks:
+    """Read a weight in the format fp8_blocks as it is stored. Raises CheckpointError as `decode`."""
+    form = detect(checkpoint, key, quantization)
+    assert form.block is not None, "asked for fp8_blocks only"
     if index is not None and len(checkpoint.tensors[key].shape) < 3:
         raise _refused(
             checkpoint, key, f"there is no expert {index} in a matrix; FP8 blocks are read as whole matrices."
@@ -122,7 +195,43 @@ def decode(
             form.companions[0],
             f"{found} at {position}; scales must be positive and finite. {DOWNLOAD_AGAIN}",
         )
-    return _dequantize(checkpoint.read(key, index), scales, form.block)
+    return Fp8Blocks(checkpoint.read(key, index), scales, form.block)
+
+
+def codes(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | None = None) -> Codes:
+    """Read an int4 weight as it is stored.
+
+    Raises   CheckpointError as `detect` and `Checkpoint.read`, or if scales, shape or groups make no sense
+    """
+    form = detect(checkpoint, key, quantization)
+    read = {name.removeprefix(key.removesuffix("weight")): checkpoint.read(name) for name in form.companions}
+    scales = read.get("scales", read.get("weight_scale"))
+    assert form.shape is not None and scales is not None, "asked for int4 only"
+    check_finite(form.companions[2 if "scales" in read else 1], scales)
+    group_of = read.get("g_idx", read.get("weight_g_idx"))
+    if group_of is not None and (group_of.min() < 0 or group_of.max() >= form.shape[1] // form.group_size):
+        raise _refused(checkpoint, key, f"g_idx names a group that is not there. {DOWNLOAD_AGAIN}")
+    if form.name == "packed":
+        claimed = read.get("weight_shape")
+        if claimed is not None and tuple(claimed.tolist()) != form.shape:
+            raise _refused(
+                checkpoint,
+                key,
+                f"weight_shape says {claimed.tolist()}; weight_packed holds {list(form.shape)}. {DOWNLOAD_AGAIN}",
+            )
+        found = int4.from_packed(read["weight_packed"], scales, read.get("weight_zero_point"), group_of)
+    elif form.name == "awq":
+        found = int4.from_awq(read["qweight"], read["qzeros"], scales)
+    else:
+        version = 2 if (quantization or {}).get("checkpoint_format") == "gptq_v2" else 1
+        found = int4.from_gptq(read["qweight"], read["qzeros"], scales, group_of, version)
+    if found.zeros is not None and not form.has_zeros:
+        raise _refused(
+            checkpoint,
+            key,
+            "zero points other than 8, and config.json says symmetric. Correct quantization_config.sym.",
+        )
+    return found
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
@@ -196,6 +305,88 @@ def _check_scale_grid(checkpoint: Checkpoint, key: str, scale: str, block: tuple
             f"in blocks of {block[0]} × {block[1]}. Correct quantization_config.weight_block_size in "
             "config.json, or download the files again.",
         )
+
+
+def _detect_int4(
+    checkpoint: Checkpoint, key: str, held: tuple[str, ...], quantization: Mapping[str, Any]
+) -> Format:
+    method = quantization.get("quant_method")
+    stem = key.removesuffix("weight")
+    if f"{stem}weight_packed" in held:
+        name, zeros = "packed", f"{stem}weight_zero_point" in held
+        scheme = _packed_scheme(checkpoint, key, quantization)
+        group_size = scheme.get("group_size") or -1
+    elif method in ("gptq", "awq"):
+        name = method
+        bits = quantization.get("bits", quantization.get("w_bit", 4))
+        if bits != 4:
+            raise _refused(checkpoint, key, f"{method} with {bits} bits; 4 are read. {READ}")
+        if name == "awq" and str(quantization.get("version", "gemm")).lower() != "gemm":
+            raise _refused(checkpoint, key, f"AWQ of version {quantization['version']}; gemm is read. {READ}")
+        zeros = name == "awq" or not quantization.get("sym", True)
+        group_size = quantization.get("group_size", quantization.get("q_group_size", -1))
+    else:
+        raise _refused(
+            checkpoint,
+            key,
+            f"GPTQ or AWQ; quantization_config.quant_method is {shown(method)} and does not say which. "
+            "Correct config.json.",
+        )
+    if not checkpoint.complete:
+        return Format(name, held, None, None, group_size if type(group_size) is int else -1, zeros)
+    found = {part.removeprefix(stem): checkpoint.tensors[part] for part in held}
+
+    def refuse(part: str, needed: str) -> CheckpointError:
+        info = found[part]
+        text = f"{info.dtype} {list(info.shape)}; {needed} is needed. {DOWNLOAD_AGAIN}"
+        return _refused(checkpoint, stem + part, text)
+
+    first, scale = ("weight_packed", "weight_scale") if name == "packed" else ("qweight", "scales")
+    for part in (first, scale):
+        if len(found[part].shape) != 2 or 0 in found[part].shape:
+            raise refuse(part, "a matrix")
+    rows, columns = found[first].shape
+    n, k = {"packed": (rows, 8 * columns), "gptq": (columns, 8 * rows), "awq": (8 * columns, rows)}[name]
+    groups = found[scale].shape[name == "packed"]
+    if k % groups:
+        raise refuse(scale, f"a number of groups that divides {k}")
+    expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
+        first: (("I32",), (rows, columns)),
+        scale: (("F16", "BF16", "F32"), (n, groups) if name == "packed" else (groups, n)),
+        "qzeros": (("I32",), (groups, -(-n // 8))),
+        "weight_zero_point": (("I32",), (-(-n // 8), groups)),
+        "g_idx": (("I32", "I64"), (k,)),
+        "weight_g_idx": (("I32", "I64"), (k,)),
+        "weight_shape": (("I32", "I64"), (2,)),
+    }
+    for part, (dtypes, dims) in expected.items():
+        if part in found and (found[part].dtype not in dtypes or found[part].shape != dims):
+            raise refuse(part, f"{' or '.join(dtypes)} {list(dims)}")
+    return Format(name, held, None, (n, k), k // groups, zeros)
+
+
+def _packed_scheme(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+    """compressed-tensors says in config.json how its packed weights are made; all in one way."""
+    groups = quantization.get("config_groups")
+    schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
+    for scheme in schemes:
+        if (
+            not isinstance(scheme, Mapping)
+            or scheme.get("num_bits") != 4
+            or scheme.get("type", "int") != "int"
+        ):
+            raise _refused(
+                checkpoint,
+                key,
+                f"compressed-tensors packed as {shown(scheme)}; int of 4 bits is read. {READ}",
+            )
+    if not schemes:
+        raise _refused(
+            checkpoint,
+            key,
+            "compressed-tensors packed, and quantization_config.config_groups does not say how. Correct config.json.",
+        )
+    return schemes[0]
 
 
 def _position(tensor: torch.Tensor, flat: int) -> list[int]:

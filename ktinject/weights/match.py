@@ -37,16 +37,20 @@ def check(
             if piece.key in seen:
                 continue
             seen.add(piece.key)
-            unreadable += _unreadable(checkpoint, piece.key, state[name], quantization)
+            fault = _unreadable(checkpoint, piece.key, state[name], quantization)
+            unreadable += fault
             expected = _shape(state[name], piece.expert is not None, mapping.parts.get(name, 1))
-            if checkpoint.complete and checkpoint.tensors[piece.key].shape != expected:
-                found = list(checkpoint.tensors[piece.key].shape)
-                shapes.append(f"{piece.key}: found {found}, expected {list(expected)}")
+            if checkpoint.complete and not fault:
+                found = formats.shape(checkpoint, piece.key, quantization)
+                if found != expected:
+                    shapes.append(f"{piece.key}: found {list(found)}, expected {list(expected)}")
     for conversion in {id(found): found for found in mapping.conversions.values()}.values():
-        for key in conversion.keys:
-            unreadable += _unreadable(checkpoint, key, state[conversion.name], quantization)
-        if checkpoint.complete:
-            shapes += _misconverted(checkpoint, conversion, model, state)
+        faults = [
+            _unreadable(checkpoint, key, state[conversion.name], quantization) for key in conversion.keys
+        ]
+        unreadable += [line for fault in faults for line in fault]
+        if checkpoint.complete and not any(faults):
+            shapes += _misconverted(checkpoint, conversion, model, state, quantization)
 
     sections = [
         _section("missing", listed(mapping.missing)),
@@ -119,12 +123,16 @@ def _unreadable(
 
 
 def _misconverted(
-    checkpoint: Checkpoint, conversion: Conversion, model: PreTrainedModel, state: Mapping[str, Tensor]
+    checkpoint: Checkpoint,
+    conversion: Conversion,
+    model: PreTrainedModel,
+    state: Mapping[str, Tensor],
+    quantization: Mapping[str, Any] | None,
 ) -> list[str]:
     """Run the converter on tensors without data and compare what comes out."""
 
     def without_data(key: str) -> Tensor:
-        return torch.empty(checkpoint.tensors[key].shape, device="meta")
+        return torch.empty(formats.shape(checkpoint, key, quantization), device="meta")
 
     try:
         made = conversion.run(without_data, model)

@@ -10,4 +10,5 @@ NB_MODULE(_native, m) {
   ktinject::init_experts(m);
   ktinject::init_handoff(m);
   ktinject::init_linear(m);
+  ktinject::init_int4_linear(m);
 }

@@ -9,5 +9,6 @@ void init_system(nanobind::module_& m);
 void init_experts(nanobind::module_& m);
 void init_handoff(nanobind::module_& m);
 void init_linear(nanobind::module_& m);
+void init_int4_linear(nanobind::module_& m);
 
 }  // namespace ktinject

@@ -1,0 +1,70 @@
+// Linear layers with int4 weights on the GPU.
+//
+// Pointers come as integers: taking a CUDA tensor through DLPack would make streams wait for each other.
+#include <nanobind/stl/tuple.h>
+
+#include <cstdint>
+#include <tuple>
+
+#include "bindings/subjects.hpp"
+#include "cuda/int4_linear.hpp"
+
+namespace nb = nanobind;
+
+namespace ktinject {
+namespace {
+
+template <class T = void>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+struct Int4Linear {
+  Int4Matrix weight;
+  const float* bias;
+  int device;
+};
+
+}  // namespace
+
+void init_int4_linear(nb::module_& m) {
+  nb::class_<Int4Linear>(m, "Int4Linear", "A packed int4 weight on a CUDA device; it owns no memory.")
+      .def(
+          "__init__",
+          [](Int4Linear* self, uintptr_t words, uintptr_t scales, uintptr_t bias, int n, int k, int group_size,
+             bool has_zeros, bool fp16_scales, int device) {
+            new (self) Int4Linear{{pointer<>(words), pointer<>(scales), n, k, group_size, has_zeros, fp16_scales},
+                                  pointer<const float>(bias),
+                                  device};
+          },
+          nb::kw_only(), nb::arg("words"), nb::arg("scales"), nb::arg("bias"), nb::arg("n"), nb::arg("k"),
+          nb::arg("group_size"), nb::arg("has_zeros"), nb::arg("fp16_scales"), nb::arg("device"),
+          "Addresses of words, scales and bias (0: none), laid out as native/cuda/int4_linear.hpp says.")
+      .def(
+          "scratch",
+          [](const Int4Linear& self, int m) {
+            const Int4Scratch scratch = int4_scratch(self.weight.n, self.weight.k, m, self.device);
+            return std::make_tuple(scratch.partials_bytes, scratch.counters);
+          },
+          nb::arg("m"), "Scratch of a call with m tokens: bytes of partials, number of int32 counters.")
+      .def(
+          "forward",
+          [](const Int4Linear& self, uintptr_t x, bool fp16, int m, uintptr_t y, uintptr_t partials, uintptr_t counters,
+             uintptr_t stream) {
+            nb::gil_scoped_release release;
+            int4_linear(self.weight, self.bias, pointer<>(x), fp16, m, pointer<>(y), pointer<>(partials),
+                        pointer<int>(counters), self.device, pointer<>(stream));
+          },
+          nb::arg("x"), nb::arg("fp16"), nb::arg("m"), nb::arg("y"), nb::arg("partials"), nb::arg("counters"),
+          nb::arg("stream"), "y [m, n] = x [m, k] times the weight, plus bias, on a stream.")
+      .def(
+          "dequantise",
+          [](const Int4Linear& self, int first_row, int rows, bool fp16, uintptr_t out, uintptr_t stream) {
+            nb::gil_scoped_release release;
+            int4_dequantise(self.weight, first_row, rows, fp16, pointer<>(out), self.device, pointer<>(stream));
+          },
+          nb::arg("first_row"), nb::arg("rows"), nb::arg("fp16"), nb::arg("out"), nb::arg("stream"),
+          "out [rows, k] = the rows of the weight from first_row (a multiple of 64), rounded once.");
+}
+
+}  // namespace ktinject

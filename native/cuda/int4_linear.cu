@@ -1,0 +1,560 @@
+// int4 weights times bf16 or fp16 activations on tensor cores, sm_80 and newer.
+//
+// The weights are the A operand of mma.m16n8k16, so rows of the tensor core's tile are outputs and its columns are
+// tokens: one token costs an eighth of a tile, not a sixteenth, and a scale belongs to a row of the accumulator.
+//
+//   a block of 8 warps works on 256 outputs × 64 inputs a stage, a warp on 32 of the outputs:
+//
+//        64 inputs                                     tokens
+//      ┌───────────┐ warp 0: 2 tiles of 16 × 64      ┌────────┐
+//  256 │           │ warp 1                      · k │ x      │ ──► 256 × tokens in registers, fp32
+//      │           │   …                           64└────────┘
+//      └───────────┘ warp 7
+//
+// The words of a tile lie as its lanes want them: one 16-byte piece a lane is 16 outputs × 64 inputs. Stages arrive by
+// cp.async in a ring. The codes become 16-bit floats without scale, exactly; sums over a group are exact products
+// summed in fp32, and are then multiplied by the group's scale in fp32.
+//
+// All stages of all strips of 256 outputs stand in one line, which is cut into equal parts, one a block. A strip that
+// several blocks share is summed by the last of them to arrive, in the order of the line: the same bits every time.
+//
+// Source: the striped partition and dequantisation by lop3 are ideas of Marlin (Frantar et al. 2024).
+#include "cuda/int4_linear.hpp"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace ktinject {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kTiles = 2;                        // tiles of 16 outputs a warp
+constexpr int kStrip = 16 * kTiles * kWarps;     // outputs a block
+constexpr int kDepth = 64;                       // inputs a stage
+constexpr int kWordBytes = kStrip * kDepth / 2;  // of a stage
+constexpr int kMaxTokens = 64;
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();
+  throw std::runtime_error(std::string("int4_linear: ") + what + ": " + cudaGetErrorString(error));
+}
+
+struct Arguments {
+  const uint8_t* words;
+  const uint8_t* scales;
+  const float* bias;
+  const uint8_t* x;
+  void* y;
+  float4* partials;
+  int* counters;
+  int m, n, k;
+  int tiles64;           // n64 / 64
+  int depth;             // stages of a strip: k / 64
+  int strips;            // ceil(n / 256)
+  int stages_per_group;  // group_size / 64; 1 for groups of 32
+  int groups;            // k / group_size
+  int scale_bytes;       // of one scale, with its zero point: 2 or 4
+  bool fp16_scales;
+  int line;   // stages in all
+  int share;  // stages a block
+};
+
+__device__ __forceinline__ void copy16(void* to, const void* from, bool real) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  const int bytes = real ? 16 : 0;  // zeros for the rest
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8 × 8 matrices; each lane gives the address of one row.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+template <class T>
+struct Float16;
+
+template <>
+struct Float16<__nv_bfloat16> {
+  using Pair = __nv_bfloat162;
+  static constexpr uint32_t kMagic = 0x43004300;  // 128: the last four bits of the mantissa count ones
+  static __device__ __forceinline__ uint32_t subtract(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("{.reg .b32 one; mov.b32 one, 0x3f803f80; neg.bf16x2 %0, %2; fma.rn.bf16x2 %0, %1, one, %0;}"
+        : "=&r"(d)
+        : "r"(a), "r"(b));
+    return d;
+  }
+  static __device__ __forceinline__ Pair pair(float a, float b) { return __floats2bfloat162_rn(a, b); }
+  static __device__ __forceinline__ __nv_bfloat16 one(float a) { return __float2bfloat16_rn(a); }
+  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+};
+
+template <>
+struct Float16<__half> {
+  using Pair = __half2;
+  static constexpr uint32_t kMagic = 0x64006400;  // 1024
+  static __device__ __forceinline__ uint32_t subtract(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+  }
+  static __device__ __forceinline__ Pair pair(float a, float b) { return __floats2half2_rn(a, b); }
+  static __device__ __forceinline__ __half one(float a) { return __float2half_rn(a); }
+  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+};
+
+// Two codes of a word, `shift` and `shift + 16` bits up, as floats above kMagic's base.
+template <class T>
+__device__ __forceinline__ uint32_t codes(uint32_t word, int shift) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(d) : "r"(word >> shift), "r"(Float16<T>::kMagic));  // a & b | c
+  return d;
+}
+
+// A word's eight codes as the A operand: codes minus zero points, exact. `zeros`: of the even and the odd output, as
+// pairs above kMagic's base.
+template <class T>
+__device__ __forceinline__ void to_operand(uint32_t (&a)[4], uint32_t word, const uint32_t (&zeros)[2]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) a[i] = Float16<T>::subtract(codes<T>(word, 4 * i), zeros[i & 1]);
+}
+
+__device__ __forceinline__ float scale_of(uint32_t bits, bool fp16) {
+  return fp16 ? __half2float(__ushort_as_half(static_cast<unsigned short>(bits))) : __uint_as_float(bits << 16);
+}
+
+// The scales of a lane's two outputs of a tile, and their zero points as pairs.
+template <class T>
+__device__ __forceinline__ void read_scales(float (&scale)[2], uint32_t (&zeros)[2], const uint8_t* tile, int pair,
+                                            int scale_bytes, bool fp16) {
+  if (scale_bytes == 4) {
+    const uint2 both = reinterpret_cast<const uint2*>(tile)[pair];
+    scale[0] = scale_of(both.x & 0xffff, fp16);
+    scale[1] = scale_of(both.y & 0xffff, fp16);
+    zeros[0] = Float16<T>::kMagic + __byte_perm(both.x, 0, 0x3232);
+    zeros[1] = Float16<T>::kMagic + __byte_perm(both.y, 0, 0x3232);
+  } else {
+    const uint32_t both = reinterpret_cast<const uint32_t*>(tile)[pair];
+    scale[0] = scale_of(both & 0xffff, fp16);
+    scale[1] = scale_of(both >> 16, fp16);
+    zeros[0] = zeros[1] = Float16<T>::kMagic + 0x00080008;
+  }
+}
+
+// Bytes of a stage: words, activations [tokens][64] with the 16-byte pieces of a row swizzled, scales of one or two
+// groups.
+template <int kTokens, bool kHalfGroups>
+constexpr int kStageBytes = kWordBytes + kTokens * kDepth * 2 + (kHalfGroups ? 2 : 1) * kStrip * 4;
+
+// T: of activations. kTokens: rows of a block, a multiple of 8. kHalfGroups: groups of 32, two a stage.
+template <class T, int kTokens, bool kHalfGroups, int kStages>
+__global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_sm80(const Arguments p) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ int is_last;
+  constexpr int kStage = kStageBytes<kTokens, kHalfGroups>;
+  constexpr int kColumns = kTokens / 8;
+  constexpr int kGroups = kHalfGroups ? 2 : 1;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int begin = blockIdx.x * p.share, end = min(begin + p.share, p.line);
+  if (begin >= end) return;
+
+  auto fetch = [&](int position, int slot) {
+    uint8_t* stage = shared + slot * kStage;
+    const int unit = position / p.depth, depth = position - unit * p.depth;
+    const int strip = unit % p.strips, token = unit / p.strips * kTokens;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const int tile = warp * kTiles + i;  // of 16 outputs
+      const int tile64 = strip * (kStrip / 64) + tile / 4;
+      const bool real = tile64 < p.tiles64;
+      const size_t offset =
+          (static_cast<size_t>(real ? tile64 : 0) * p.depth + depth) * 2048 + tile % 4 * 512 + lane * 16;
+      copy16(stage + tile * 512 + lane * 16, p.words + offset, real);
+    }
+    uint8_t* activations = stage + kWordBytes;
+    for (int i = threadIdx.x; i < kTokens * 8; i += kThreads) {
+      const int row = i / 8, piece = i % 8;
+      const bool real = token + row < p.m;
+      const size_t offset = (static_cast<size_t>(real ? token + row : 0) * p.k + depth * kDepth) * 2 + piece * 16;
+      copy16(activations + row * 128 + ((piece ^ row) & 7) * 16, p.x + offset, real);
+    }
+    uint8_t* scales = activations + kTokens * 128;
+    const int pieces = 4 * p.scale_bytes;  // of 64 outputs' scales
+    const int group = kHalfGroups ? 2 * depth : depth / p.stages_per_group;
+    for (int i = threadIdx.x; i < kGroups * 4 * pieces; i += kThreads) {
+      const int half = i / (4 * pieces), rest = i % (4 * pieces), quarter = rest / pieces, piece = rest % pieces;
+      const int tile64 = strip * (kStrip / 64) + quarter;
+      const bool real = tile64 < p.tiles64;
+      const size_t offset = (static_cast<size_t>(real ? tile64 : 0) * p.groups + group + half) * (64 * p.scale_bytes);
+      copy16(scales + half * (kStrip * 4) + quarter * 64 * p.scale_bytes + piece * 16, p.scales + offset + piece * 16,
+             real);
+    }
+  };
+
+  float sum[kTiles][kColumns][4] = {};    // scaled
+  float group[kTiles][kColumns][4] = {};  // of the group so far
+  float scale[kTiles][2];
+  uint32_t zeros[kTiles][2];
+
+  auto close_group = [&] {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          sum[i][j][c] = fmaf(group[i][j][c], scale[i][c / 2], sum[i][j][c]);
+          group[i][j][c] = 0;
+        }
+  };
+
+  auto multiply = [&](int slot) {
+    const uint8_t* stage = shared + slot * kStage;
+    const uint8_t* activations = stage + kWordBytes;
+    const uint8_t* scales = activations + kTokens * 128;
+    uint4 words[kTiles];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+      words[i] = *reinterpret_cast<const uint4*>(stage + (warp * kTiles + i) * 512 + lane * 16);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half == 0 || kHalfGroups) {
+        if (kHalfGroups && half == 1) close_group();
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i)
+          read_scales<T>(scale[i], zeros[i], scales + half * (kStrip * 4) + (warp * kTiles + i) * 16 * p.scale_bytes,
+                         lane / 4, p.scale_bytes, p.fp16_scales);
+      }
+      uint32_t x[kColumns][4];  // 8 tokens × 32 inputs each
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const int row = j * 8 + lane % 8, piece = half * 4 + lane / 8;
+        load_matrices(x[j], activations + row * 128 + ((piece ^ row) & 7) * 16);
+      }
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) {
+        uint32_t a[4];
+        to_operand<T>(a, half ? words[i].z : words[i].x, zeros[i]);
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) Float16<T>::multiply(group[i][j], a, x[j][0], x[j][1]);
+        to_operand<T>(a, half ? words[i].w : words[i].y, zeros[i]);
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) Float16<T>::multiply(group[i][j], a, x[j][2], x[j][3]);
+      }
+    }
+    if (kHalfGroups) close_group();
+  };
+
+  auto write = [&](int unit) {
+    T* y = static_cast<T*>(p.y);
+    const int strip = unit % p.strips, first_token = unit / p.strips * kTokens;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const int output = strip * kStrip + (warp * kTiles + i) * 16 + lane / 4 * 2;  // and the next
+      const float bias0 = p.bias != nullptr && output < p.n ? p.bias[output] : 0.f;
+      const float bias1 = p.bias != nullptr && output + 1 < p.n ? p.bias[output + 1] : 0.f;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int token = first_token + j * 8 + lane % 4 * 2 + c;
+          if (token >= p.m || output >= p.n) continue;
+          const float even = sum[i][j][c] + bias0, odd = sum[i][j][c + 2] + bias1;
+          T* to = y + static_cast<size_t>(token) * p.n + output;
+          if (p.n % 2 == 0) {
+            *reinterpret_cast<typename Float16<T>::Pair*>(to) = Float16<T>::pair(even, odd);
+          } else {
+            to[0] = Float16<T>::one(even);
+            if (output + 1 < p.n) to[1] = Float16<T>::one(odd);
+          }
+        }
+    }
+  };
+
+  // A block has at most two shares of strips that are not wholly its own: where it begins (slot 0) and where it ends
+  // (1).
+  auto share = [&](int unit) {
+    constexpr int kPart = kTiles * kColumns * kThreads;
+    const int first = unit * p.depth / p.share, last = ((unit + 1) * p.depth - 1) / p.share;
+    if (first == last) return true;
+    float4* mine = p.partials + (2 * static_cast<size_t>(blockIdx.x) + (blockIdx.x == first)) * kPart + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+        mine[(i * kColumns + j) * kThreads] = make_float4(sum[i][j][0], sum[i][j][1], sum[i][j][2], sum[i][j][3]);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      is_last = atomicAdd(&p.counters[unit], 1) == last - first;
+      if (is_last) p.counters[unit] = 0;
+    }
+    __syncthreads();
+    if (!is_last) return false;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[i][j][c] = 0;
+#pragma unroll 2
+    for (int block = first; block <= last; ++block) {
+      const float4* part = p.partials + (2 * static_cast<size_t>(block) + (block == first)) * kPart + threadIdx.x;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          const float4 v = __ldcg(part + (i * kColumns + j) * kThreads);
+          sum[i][j][0] += v.x;
+          sum[i][j][1] += v.y;
+          sum[i][j][2] += v.z;
+          sum[i][j][3] += v.w;
+        }
+    }
+    return true;
+  };
+
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (begin + i < end) fetch(begin + i, i);
+    commit();
+  }
+  int slot = 0, depth = begin % p.depth, unit = begin / p.depth;
+  for (int position = begin; position < end; ++position) {
+    wait<kStages - 2>();
+    __syncthreads();
+    // The slot that all warps have just left.
+    if (position + kStages - 1 < end) fetch(position + kStages - 1, slot == 0 ? kStages - 1 : slot - 1);
+    commit();
+    multiply(slot);
+    slot = slot + 1 == kStages ? 0 : slot + 1;
+    const bool ends_strip = ++depth == p.depth;
+    if (!kHalfGroups && (depth % p.stages_per_group == 0 || position + 1 == end)) close_group();
+    if (ends_strip || position + 1 == end) {
+      if (share(unit)) write(unit);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) sum[i][j][c] = 0;
+      depth = 0;
+      ++unit;
+    }
+  }
+}
+
+// A warp writes 16 outputs × 64 inputs, by way of shared memory so that rows go out as whole lines.
+template <class T>
+__global__ void __launch_bounds__(128) int4_dequantise_sm80(const Arguments p, int first_tile, int rows, T* out) {
+  __shared__ __align__(16) uint8_t shared[4][16 * 144];  // 16 bytes of padding a row
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int tile64 = blockIdx.y, depth = blockIdx.x;
+  uint8_t* mine = shared[warp];
+  const size_t block = static_cast<size_t>(first_tile + tile64) * p.depth + depth;
+  const uint4 words = *reinterpret_cast<const uint4*>(p.words + block * 2048 + warp * 512 + lane * 16);
+  const uint32_t each[4] = {words.x, words.y, words.z, words.w};
+  float scale[2];
+  uint32_t zeros[2];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (j % 2 == 0) {
+      const int group = p.stages_per_group == 0 ? 2 * depth + j / 2 : depth / p.stages_per_group;
+      const size_t offset = (static_cast<size_t>(first_tile + tile64) * p.groups + group) * 64 + warp * 16;
+      read_scales<T>(scale, zeros, p.scales + offset * p.scale_bytes, lane / 4, p.scale_bytes, p.fp16_scales);
+    }
+    uint32_t a[4];
+    to_operand<T>(a, each[j], zeros);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const auto pair = *reinterpret_cast<const typename Float16<T>::Pair*>(&a[i]);
+      const float s = scale[i & 1];
+      uint8_t* to = mine + (lane / 4 * 2 + (i & 1)) * 144 + (16 * j + (i & 2) * 4 + lane % 4 * 2) * 2;
+      *reinterpret_cast<typename Float16<T>::Pair*>(to) =
+          Float16<T>::pair(static_cast<float>(pair.x) * s, static_cast<float>(pair.y) * s);
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = i * 4 + lane / 8, at = tile64 * 64 + warp * 16 + row;
+    if (at >= rows) continue;
+    auto* to = reinterpret_cast<uint4*>(out + static_cast<size_t>(at) * p.k + depth * 64) + lane % 8;
+    *to = *reinterpret_cast<const uint4*>(mine + row * 144 + lane % 8 * 16);
+  }
+}
+
+// Makes a device current for as long as it lives.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check(cudaGetDevice(&before_), "reading the current device");
+    if (before_ != device) check(cudaSetDevice(device), "choosing the device");
+    changed_ = before_ != device;
+  }
+  ~OnDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+int multiprocessors(int device) {
+  static std::atomic<int> known[64];
+  int count = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
+  if (count == 0) {
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "counting multiprocessors");
+    if (device < 64) known[device].store(count, std::memory_order_relaxed);
+  }
+  return count;
+}
+
+int tokens_a_block(int m) { return m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64; }
+
+struct Partition {
+  int tokens, units, depth, line, share, blocks;
+};
+
+Partition partition(int n, int k, int m, int device) {
+  Partition p;
+  p.tokens = tokens_a_block(m);
+  p.units = (n + kStrip - 1) / kStrip * ((m + p.tokens - 1) / p.tokens);
+  p.depth = k / kDepth;
+  p.line = p.units * p.depth;
+  const int most = multiprocessors(device) * (p.tokens <= 16 ? 2 : 1);
+  p.share = (p.line + most - 1) / most;
+  p.blocks = (p.line + p.share - 1) / p.share;
+  return p;
+}
+
+Arguments arguments_of(const Int4Matrix& w) {
+  if (w.n < 1 || w.k < kDepth || w.k % kDepth != 0)
+    throw std::invalid_argument("int4_linear: found " + std::to_string(w.n) + " outputs and " + std::to_string(w.k) +
+                                " inputs; inputs must be a multiple of 64");
+  if (w.group_size != 32 && (w.group_size < 64 || w.group_size % 64 != 0 || w.k % w.group_size != 0))
+    throw std::invalid_argument("int4_linear: found group_size " + std::to_string(w.group_size) + " for " +
+                                std::to_string(w.k) + " inputs; allowed: 32, or a multiple of 64 that divides them");
+  Arguments p{};
+  p.words = static_cast<const uint8_t*>(w.words);
+  p.scales = static_cast<const uint8_t*>(w.scales);
+  p.n = w.n;
+  p.k = w.k;
+  p.tiles64 = (w.n + 63) / 64;
+  p.depth = w.k / kDepth;
+  p.strips = (w.n + kStrip - 1) / kStrip;
+  p.stages_per_group = w.group_size / kDepth;  // 0 for groups of 32
+  p.groups = w.k / w.group_size;
+  p.scale_bytes = w.has_zeros ? 4 : 2;
+  p.fp16_scales = w.fp16_scales;
+  return p;
+}
+
+template <class T, int kTokens, bool kHalfGroups, int kStages>
+void launch(const Arguments& p, int blocks, int device, cudaStream_t stream) {
+  constexpr int bytes = kStages * kStageBytes<kTokens, kHalfGroups>;
+  auto* kernel = int4_linear_sm80<T, kTokens, kHalfGroups, kStages>;
+  static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if ((ready.load(std::memory_order_relaxed) & bit) == 0) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "asking for shared memory");
+    ready.fetch_or(bit, std::memory_order_relaxed);
+  }
+  kernel<<<blocks, kThreads, bytes, stream>>>(p);
+  check(cudaGetLastError(), "launch");
+}
+
+template <class T, bool kHalfGroups>
+void dispatch(int tokens, const Arguments& p, int blocks, int device, cudaStream_t stream) {
+  switch (tokens) {
+    case 8:
+      return launch<T, 8, kHalfGroups, 6>(p, blocks, device, stream);
+    case 16:
+      return launch<T, 16, kHalfGroups, 6>(p, blocks, device, stream);
+    case 32:
+      return launch<T, 32, kHalfGroups, 5>(p, blocks, device, stream);
+    default:
+      return launch<T, 64, kHalfGroups, 4>(p, blocks, device, stream);
+  }
+}
+
+}  // namespace
+
+Int4Scratch int4_scratch(int n, int k, int m, int device) {
+  if (m < 1) return {};
+  const Partition part = partition(n, k, m, device);
+  return {static_cast<size_t>(2) * part.blocks * kStrip * part.tokens * sizeof(float), static_cast<size_t>(part.units)};
+}
+
+void int4_linear(const Int4Matrix& weight, const float* bias, const void* x, bool fp16, int m, void* y, void* partials,
+                 int* counters, int device, void* stream) {
+  Arguments p = arguments_of(weight);
+  if (m < 1) return;
+  const OnDevice here(device);
+  const Partition part = partition(weight.n, weight.k, m, device);
+  p.bias = bias;
+  p.x = static_cast<const uint8_t*>(x);
+  p.y = y;
+  p.partials = static_cast<float4*>(partials);
+  p.counters = counters;
+  p.m = m;
+  p.line = part.line;
+  p.share = part.share;
+  const bool half_groups = weight.group_size == 32;
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (fp16)
+    half_groups ? dispatch<__half, true>(part.tokens, p, part.blocks, device, on)
+                : dispatch<__half, false>(part.tokens, p, part.blocks, device, on);
+  else
+    half_groups ? dispatch<__nv_bfloat16, true>(part.tokens, p, part.blocks, device, on)
+                : dispatch<__nv_bfloat16, false>(part.tokens, p, part.blocks, device, on);
+}
+
+void int4_dequantise(const Int4Matrix& weight, int first_row, int rows, bool fp16, void* out, int device,
+                     void* stream) {
+  const Arguments p = arguments_of(weight);
+  if (first_row < 0 || first_row % 64 != 0 || rows < 0 || first_row + rows > weight.n)
+    throw std::invalid_argument("int4_dequantise: rows out of range, or not from a multiple of 64");
+  if (rows == 0) return;
+  const OnDevice here(device);
+  const dim3 grid(p.depth, (rows + 63) / 64);
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (fp16) int4_dequantise_sm80<<<grid, 128, 0, on>>>(p, first_row / 64, rows, static_cast<__half*>(out));
+  else int4_dequantise_sm80<<<grid, 128, 0, on>>>(p, first_row / 64, rows, static_cast<__nv_bfloat16*>(out));
+  check(cudaGetLastError(), "launch");
+}
+
+}  // namespace ktinject

@@ -1,0 +1,36 @@
+// y = x · Wᵀ + b with W in int4, packed for the tensor cores. operators/int4_layout.py packs and draws the layout.
+#pragma once
+
+#include <cstddef>
+
+namespace ktinject {
+
+// A packed weight [n, k] on one device.
+struct Int4Matrix {
+  const void* words;   // [n64 / 64, k / 64, 4, 32, 4] uint32, n64 = n rounded up to 64
+  const void* scales;  // [n64 / 64, k / group_size, 64] of 16-bit scales, or of 32-bit (zero << 16 | scale)
+  int n = 0;
+  int k = 0;                 // a multiple of 64
+  int group_size = 0;        // 32, or a multiple of 64 that divides k
+  bool has_zeros = false;    // else every zero point is 8
+  bool fp16_scales = false;  // else bf16
+};
+
+// Sizes of the scratch memory of one call: `partials_bytes` need not be initialised; `counters` ints must be zero
+// before the first call and are zero again after each.
+struct Int4Scratch {
+  size_t partials_bytes = 0;
+  size_t counters = 0;
+};
+Int4Scratch int4_scratch(int n, int k, int m, int device);
+
+// y [m, n] = x [m, k] · Wᵀ + bias. x and y bf16, or fp16; rows contiguous, x aligned to 16 bytes and y to 4; bias [n]
+// fp32 or null. Runs on `stream`, allocates nothing, may be captured. Throws std::runtime_error if the launch fails,
+// std::invalid_argument for what is not served.
+void int4_linear(const Int4Matrix& weight, const float* bias, const void* x, bool fp16, int m, void* y, void* partials,
+                 int* counters, int device, void* stream);
+
+// out [rows, k] bf16, or fp16, = W[first_row : first_row + rows], each value rounded once; first_row a multiple of 64.
+void int4_dequantise(const Int4Matrix& weight, int first_row, int rows, bool fp16, void* out, int device, void* stream);
+
+}  // namespace ktinject

@@ -1,0 +1,198 @@
+"""A linear layer with fp8 weights in blocks on the GPU, multiplied by torch's scaled product where the GPU has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ktinject.errors import OperatorError
+from ktinject.operators.base import Config, register_operator
+from ktinject.operators.gpu_linear import GpuLinear
+from ktinject.weights.stored import Fp8Blocks
+
+if TYPE_CHECKING:
+    from ktinject.weights.fill import Stored
+    from ktinject.weights.formats import Format
+
+BLOCK = 128
+FP8_MAX = 448.0  # of float8_e4m3fn
+_ROWS = 4  # cuBLAS wants the scales of so many tokens at a time
+
+
+@dataclass(frozen=True)
+class Fp8LinearConfig(Config):
+    """Arguments of `fp8_linear` in a rule."""
+
+    block_size: Literal[128] = 128  # outputs and inputs of a block that share a scale
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to fp8 with a scale for each token and 128 inputs.
+
+    x        [m, k] float, k a multiple of 128
+    Returns  [m, k] float8_e4m3fn and scales [m, k / 128] fp32, each column contiguous
+    """
+    m, k = x.shape
+    groups = x.view(m, k // BLOCK, BLOCK).float()
+    scales = (groups.abs().amax(-1) / FP8_MAX).clamp_(min=1e-12)
+    values = (groups / scales[..., None]).to(torch.float8_e4m3fn)
+    return values.view(m, k), scales.t().contiguous().t()
+
+
+def quantise_blocks(weight: Tensor) -> Fp8Blocks:
+    """Round [n, k] to fp8 with a scale for each 128 × 128 block, so that the greatest value of a block is 448."""
+    n, k = weight.shape
+    padded = functional.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
+    blocks = padded.view(-(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
+    greatest = blocks.abs().amax((1, 3))
+    if not bool(torch.isfinite(greatest).all()):
+        raise OperatorError("fp8_linear: weight: a value is not finite; it cannot be quantised.")
+    scales = (greatest / FP8_MAX).clamp_(min=1e-12)
+    values = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    return Fp8Blocks(values.view(padded.shape)[:n, :k].contiguous(), scales, (BLOCK, BLOCK))
+
+
+def dequantise_blocks(values: Tensor, scales: Tensor) -> Tensor:
+    """[n, k] fp32, each the product of a value and its block's scale."""
+    n, k = values.shape
+    spread = scales.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
+    return values.float() * spread
+
+
+def has_scaled_product(device: str) -> bool:
+    """Whether torch multiplies fp8 with 1 × 128 and 128 × 128 scales there: cuBLAS 12.9 on compute capability 9.0."""
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return False
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
+
+
+@register_operator("fp8_linear")
+class Fp8Linear(GpuLinear):
+    """An `nn.Linear` with weights in e4m3, a scale for each block of 128 × 128, on a GPU.
+
+    With torch's scaled product (compute capability 9.0) activations are rounded to e4m3 as they come, with a scale
+    for each token and 128 inputs. Elsewhere, or if the number of inputs is no multiple of 128, the fp8 values are
+    unpacked to the model's dtype when loaded, which the plan says. Weights are quantised when loaded, or taken
+    exactly from a checkpoint with fp8 blocks, as DeepSeek-V3 is published.
+    """
+
+    Config = Fp8LinearConfig
+    takes = ("fp8_blocks",)
+    is_native = False
+
+    def __init__(self, module: nn.Linear, config: Fp8LinearConfig) -> None:
+        super().__init__(module, config)
+        self.is_scaled = self.in_features % BLOCK == 0 and has_scaled_product(config.device)
+
+    @classmethod
+    def misfit(cls, k: int, n: int, config: Any) -> str | None:
+        if k == 0 or n == 0 or k % 16:
+            return f"it has {k} inputs and {n} outputs; inputs must be a multiple of 16, and there must be outputs"
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        if self.is_scaled:
+            return {"weights": "fp8 128 × 128", "kernel": "cuBLAS fp8, activations 1 × 128"}
+        why = "inputs are no multiple of 128" if self.in_features % BLOCK else "no scaled product on this GPU"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"weights": f"fp8 128 × 128, unpacked to {dtype}: {why}", "kernel": f"cuBLAS {dtype}"}
+
+    def _grid(self) -> tuple[int, int]:
+        return -(-self.out_features // BLOCK), -(-self.in_features // BLOCK)
+
+    def footprint(self) -> dict[str, int]:
+        n, k = self.out_features, self.in_features
+        bias = 4 * n if self.has_bias else 0
+        if not self.is_scaled:
+            return {self.config.device: 2 * n * k + bias}
+        rows, columns = self._grid()
+        return {self.config.device: BLOCK * rows * k + 4 * rows * (columns + -columns % 4) + bias}
+
+    def _allocate(self) -> None:
+        device = self.config.device
+        if not self.is_scaled:
+            self._dense = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=device)
+            return
+        rows, columns = self._grid()
+        # As cuBLAS wants them: whole blocks of outputs, and rows of scales in fours.
+        self._values = torch.zeros(rows * BLOCK, self.in_features, dtype=torch.float8_e4m3fn, device=device)
+        self._scales = torch.ones(rows, columns + -columns % 4, dtype=torch.float32, device=device)
+
+    def _pack(self, weight: Tensor) -> None:
+        self._take(quantise_blocks(weight))
+
+    def _take(self, blocks: Fp8Blocks) -> None:
+        values, scales = blocks.values, blocks.scales
+        if not self.is_scaled:
+            self._dense.copy_(dequantise_blocks(values, scales))
+            return
+        # Bytes, since not every version of torch copies float8 slices.
+        self._values.view(torch.uint8)[: self.out_features].copy_(values.view(torch.uint8))
+        self._scales[:, : scales.shape[1]].copy_(scales)
+
+    @classmethod
+    def adopt(cls, config: Any, source: Format) -> Any:
+        return config
+
+    def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
+        assert isinstance(stored, Fp8Blocks) and name == "weight", "only fp8 weights are taken"
+        shape = (self.out_features, self.in_features)
+        if stored.values.shape != shape:
+            raise OperatorError(
+                f"fp8_linear: weight: found {list(stored.values.shape)}; expected {list(shape)}."
+            )
+        if stored.block != (BLOCK, BLOCK):
+            raise OperatorError(
+                f"fp8_linear: weight: the checkpoint has blocks of {stored.block[0]} × {stored.block[1]}; served are "
+                f"{BLOCK} × {BLOCK}. Keep these modules, or use another operator, which decodes them."
+            )
+        device = self.config.device
+        self._take(Fp8Blocks(stored.values.to(device), stored.scales.to(device), stored.block))
+        self._loaded.add(name)
+
+    def unpack(self, name: str, expert: int | None = None) -> Tensor:
+        if name == "bias" and self._bias is not None:
+            self._at(name)
+            return self._bias.cpu()
+        if name != "weight":
+            raise OperatorError(f"fp8_linear: found parameter {name}; allowed: {', '.join(self.wants())}.")
+        self._at(name)
+        return self._unpacked().cpu()
+
+    def _unpacked(self) -> Tensor:
+        if not self.is_scaled:
+            return self._dense.float()
+        return dequantise_blocks(self._values[: self.out_features], self._scales)
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        return self._unpacked().to(dtype)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        if not self.config.device.startswith("cuda"):
+            raise OperatorError(
+                f"fp8_linear: it computes on CUDA devices; this one is on {self.config.device}."
+            )
+        bias = None if self._bias is None else self._bias.to(x.dtype)
+        if not self.is_scaled:
+            return functional.linear(x, self._dense.to(x.dtype), bias)
+        m = x.shape[0]
+        if m == 0:
+            return x.new_empty(0, self.out_features)
+        values, scales = quantise_rows(functional.pad(x, (0, 0, 0, -m % _ROWS)))
+        recipe = functional.ScalingType
+        y = functional.scaled_mm(
+            values,
+            self._values.t(),
+            scales,
+            recipe.BlockWise1x128,
+            self._scales.t(),
+            recipe.BlockWise128x128,
+            output_dtype=torch.bfloat16,
+        )
+        y = y[:m, : self.out_features].to(x.dtype)
+        return y.contiguous() if bias is None else y + bias

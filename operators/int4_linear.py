@@ -1,0 +1,219 @@
+"""A linear layer with int4 weights on the GPU, through ktinject's own kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ktinject import _native
+from ktinject.errors import OperatorError
+from ktinject.operators import int4_layout
+from ktinject.operators.base import Config, register_operator
+from ktinject.operators.gpu_linear import GpuLinear
+from ktinject.operators.int4_layout import TILE
+from ktinject.weights.stored import Codes
+
+if TYPE_CHECKING:
+    from ktinject.weights.fill import Stored
+    from ktinject.weights.formats import Format
+
+
+@dataclass(frozen=True)
+class Int4LinearConfig(Config):
+    """Arguments of `int4_linear` in a rule."""
+
+    group_size: Literal[128, 64, 32, -1] = 128  # inputs that share a scale; -1: all of an output's
+    symmetric: bool = True  # codes from -8 to 7; false: a zero point a group
+
+
+@dataclass(frozen=True)
+class _Adopted(Int4LinearConfig):
+    """Group size and zero points are those of the checkpoint, whose codes are taken as they are."""
+
+    group_size: int = 128  # type: ignore[assignment]  # of any multiple of 64, and 32
+    source: str = ""
+
+
+# Beyond this many tokens it is faster to unpack the weight and let cuBLAS multiply.
+MANY_TOKENS = 256
+_TURNS = 4  # sets of counters that calls take in turns, so that calls on several streams do not share one
+
+
+@register_operator("int4_linear")
+class Int4Linear(GpuLinear):
+    """An `nn.Linear` whose number of inputs is a multiple of 64, on a GPU of compute capability 8.0 or newer.
+
+    Weights are quantised when loaded, or taken exactly from a checkpoint that has them in int4. Up to 256 tokens a
+    kernel of our own multiplies: codes exact, sums and scales fp32. Beyond that the weight is unpacked to the
+    activations' dtype, each value rounded once, and cuBLAS multiplies; our own quantisation chooses scales for which
+    that rounding changes nothing.
+    """
+
+    Config = Int4LinearConfig
+    takes = ("gptq", "awq", "packed")
+
+    def __init__(self, module: nn.Linear, config: Int4LinearConfig) -> None:
+        super().__init__(module, config)
+        self.group_size = self.in_features if config.group_size == -1 else config.group_size
+        self.has_zeros = not config.symmetric
+        self._scale_dtype = torch.bfloat16
+        self._native: Any = None
+        self._turn = 0
+
+    @classmethod
+    def adopt(cls, config: Any, source: Format) -> Any:
+        group_size = -1 if source.shape and source.group_size == source.shape[1] else source.group_size
+        return _Adopted(config.device, group_size, not source.has_zeros, source.name)
+
+    @classmethod
+    def misfit(cls, k: int, n: int, config: Any) -> str | None:
+        if k % TILE or k == 0 or n == 0:
+            return f"it has {k} inputs and {n} outputs; inputs must be a multiple of {TILE}, and there must be outputs"
+        group_size = k if config.group_size == -1 else config.group_size
+        if group_size != 32 and group_size % TILE:
+            return f"the checkpoint has groups of {group_size} inputs; served are 32 and multiples of {TILE}"
+        if k % group_size:
+            return f"its {k} inputs are no multiple of group_size {group_size}; choose a smaller one, or -1"
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        group = "a scale a row" if self.config.group_size == -1 else f"group {self.group_size}"
+        source = f", as stored ({self.config.source})" if isinstance(self.config, _Adopted) else ""
+        return {
+            "weights": f"int4 {group}{', zero points' if self.has_zeros else ''}{source}",
+            "kernel": f"int4_linear_sm80, cuBLAS beyond {MANY_TOKENS} tokens",
+        }
+
+    def _sizes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Shapes of words, scales and counters."""
+        blocks, depth = -(-self.out_features // TILE), self.in_features // TILE
+        groups = self.in_features // self.group_size
+        counters = -(-self.out_features // 256) * -(-MANY_TOKENS // 64)
+        return (blocks, depth, 4, 32, 4), (blocks, groups, TILE), (_TURNS, counters)
+
+    def footprint(self) -> dict[str, int]:
+        words, scales, counters = (torch.Size(shape).numel() for shape in self._sizes())
+        bias = 4 * self.out_features if self.has_bias else 0
+        return {self.config.device: 4 * words + (4 if self.has_zeros else 2) * scales + 4 * counters + bias}
+
+    def _allocate(self) -> None:
+        words, scales, counters = self._sizes()
+        device = self.config.device
+        self._words = torch.empty(words, dtype=torch.int32, device=device)
+        self._scales = torch.empty(
+            scales, dtype=torch.int32 if self.has_zeros else torch.int16, device=device
+        )
+        self._counters = torch.zeros(counters, dtype=torch.int32, device=device)
+
+    def _pack(self, weight: Tensor) -> None:
+        try:
+            self._take(int4_layout.quantise(weight, self.group_size, self.config.symmetric), torch.bfloat16)
+        except ValueError as error:
+            raise OperatorError(f"int4_linear: weight: {error}; it cannot be quantised.") from None
+
+    def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
+        assert isinstance(stored, Codes) and name == "weight", "only int4 weights are taken"
+        groups = self.in_features // self.group_size
+        if stored.codes.shape != (self.out_features, self.in_features) or stored.scales.shape[1] != groups:
+            raise OperatorError(
+                f"int4_linear: weight: found {list(stored.codes.shape)} in {stored.scales.shape[1]} groups; "
+                f"expected {[self.out_features, self.in_features]} in {groups}."
+            )
+        if stored.group_of is not None:
+            raise OperatorError(
+                "int4_linear: weight: its groups are not runs of inputs (GPTQ with desc_act, g_idx), which is not "
+                "served. Use a checkpoint without activation order, or another operator, which decodes it."
+            )
+        zeros = stored.zeros
+        if self.has_zeros and zeros is None:
+            zeros = torch.full(stored.scales.shape, 8, dtype=torch.uint8)
+        if zeros is not None and not self.has_zeros:
+            raise OperatorError(
+                "int4_linear: weight: found zero points; the plan has none. Set symmetric: false."
+            )
+        dtype = int4_layout.scale_dtype(stored.scales)
+        if dtype is None:
+            raise OperatorError(
+                "int4_linear: weight: its scales fit neither bfloat16 nor float16, so it cannot be taken exactly. "
+                "Use a checkpoint with scales of 16 bits."
+            )
+        device = self.config.device
+        zeros = None if zeros is None else zeros.to(device)
+        self._take(Codes(stored.codes.to(device), stored.scales.to(device), zeros), dtype)
+        self._loaded.add(name)
+
+    def _take(self, codes: Codes, dtype: torch.dtype) -> None:
+        self._words.copy_(int4_layout.pack_codes(codes.codes))
+        self._scales.copy_(int4_layout.pack_scales(codes.scales, codes.zeros, dtype))
+        self._scale_dtype = dtype
+
+    def finish(self) -> None:
+        super().finish()
+        device = torch.device(self.config.device)
+        if device.type != "cuda":
+            return  # filled for its values; forward refuses
+        self._native = _native.Int4Linear(
+            words=self._words.data_ptr(),
+            scales=self._scales.data_ptr(),
+            bias=0 if self._bias is None else self._bias.data_ptr(),
+            n=self.out_features,
+            k=self.in_features,
+            group_size=self.group_size,
+            has_zeros=self.has_zeros,
+            fp16_scales=self._scale_dtype == torch.float16,
+            device=device.index or 0,
+        )
+
+    def codes(self) -> Codes:
+        """What is packed, in the checkpoint's order."""
+        self._at("weight")
+        scales, zeros = int4_layout.unpack_scales(self._scales, self.out_features, self._scale_dtype)
+        return Codes(int4_layout.unpack_codes(self._words, self.out_features), scales, zeros)
+
+    def unpack(self, name: str, expert: int | None = None) -> Tensor:
+        if name == "bias" and self._bias is not None:
+            self._at(name)
+            return self._bias.cpu()
+        if name != "weight":
+            raise OperatorError(f"int4_linear: found parameter {name}; allowed: {', '.join(self.wants())}.")
+        return self.codes().values().cpu()
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        if self._native is None or dtype not in (torch.bfloat16, torch.float16):
+            return self.codes().values().to(dtype)
+        out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.config.device)
+        stream = torch.cuda.current_stream(out.device).cuda_stream
+        self._native.dequantise(0, self.out_features, dtype == torch.float16, out.data_ptr(), stream)
+        return out
+
+    def multiply(self, x: Tensor) -> Tensor:
+        if self._native is None:
+            raise OperatorError(
+                f"int4_linear: it computes on CUDA devices; this one is on {self.config.device}."
+            )
+        m = x.shape[0]
+        if m > MANY_TOKENS:
+            bias = None if self._bias is None else self._bias.to(x.dtype)
+            return functional.linear(x, self.dequantise(x.dtype), bias)
+        if x.data_ptr() % 16:
+            x = x.clone()
+        y = torch.empty(m, self.out_features, dtype=x.dtype, device=x.device)
+        if m == 0:
+            return y
+        # Fresh scratch belongs to this call and this stream; the caching allocator has it ready.
+        partials = torch.empty(self._native.scratch(m)[0], dtype=torch.uint8, device=x.device)
+        self._turn = (self._turn + 1) % _TURNS
+        self._native.forward(
+            x.data_ptr(),
+            x.dtype == torch.float16,
+            m,
+            y.data_ptr(),
+            partials.data_ptr(),
+            self._counters[self._turn].data_ptr(),
+            torch.cuda.current_stream(x.device).cuda_stream,
+        )
+        return y

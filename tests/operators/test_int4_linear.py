@@ -1,0 +1,289 @@
+"""`int4_linear`: its layout on the CPU, every refusal, and on a GPU the kernel against fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import ktinject
+from ktinject import machine
+from ktinject.errors import OperatorError, PlanError
+from ktinject.machine import Gpu
+from ktinject.operators import int4_layout
+from ktinject.operators.int4_linear import MANY_TOKENS, Int4Linear, Int4LinearConfig
+from ktinject.weights.formats import Format
+from ktinject.weights.stored import Codes
+
+GROUPS = [32, 64, 128, -1]
+
+
+def linear(
+    k: int, n: int, bias: bool = False, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(k, n, bias=bias, dtype=dtype)
+
+
+def filled(module: nn.Linear, device: str = "cpu", **arguments: Any) -> Int4Linear:
+    operator = Int4Linear.build(module, Int4LinearConfig(device=device, **arguments))
+    operator.allocate()
+    for name in operator.wants():
+        operator.load(name, getattr(module, name), None, None)
+    operator.finish()
+    return operator
+
+
+def place(output: int, k: int) -> tuple[int, int, int, int, int, int]:
+    """Where a code lies, in the words of the layout's drawing: block, depth, operand, lane, operand along k, nibble."""
+    block, output = divmod(output, 64)
+    operand, output = divmod(output, 16)
+    depth, k = divmod(k, 64)
+    step, k = divmod(k, 16)
+    return (
+        block,
+        depth,
+        operand,
+        4 * (output // 2) + k % 8 // 2,
+        step,
+        output % 2 + 2 * (k // 8) + 4 * (k % 2),
+    )
+
+
+@pytest.mark.parametrize("n, k", [(64, 64), (1, 64), (200, 192), (129, 128)])
+def test_codes_lie_where_the_drawing_says(n: int, k: int) -> None:
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    words = int4_layout.pack_codes(codes)
+    assert words.shape == (-(-n // 64), k // 64, 4, 32, 4)
+    for _ in range(200):
+        output, column = int(torch.randint(n, ())), int(torch.randint(k, ()))
+        *at, nibble = place(output, column)
+        assert int(words[tuple(at)]) >> 4 * nibble & 15 == int(codes[output, column])
+    assert int4_layout.unpack_codes(words, n).equal(codes)
+
+
+def test_scales_and_zero_points_come_back() -> None:
+    scales = torch.randn(200, 3).bfloat16().float()
+    zeros = torch.randint(0, 17, (200, 3), dtype=torch.uint8)
+    packed = int4_layout.pack_scales(scales, zeros, torch.bfloat16)
+    assert packed.shape == (4, 3, 64) and int(packed[1, 2, 5]) >> 16 == int(zeros[69, 2])
+    again, same = int4_layout.unpack_scales(packed, 200, torch.bfloat16)
+    assert again.equal(scales) and same is not None and same.equal(zeros)
+    packed = int4_layout.pack_scales(scales, None, torch.bfloat16)
+    again, none = int4_layout.unpack_scales(packed, 200, torch.bfloat16)
+    assert again.equal(scales) and none is None
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+def test_our_scales_lose_nothing_in_bf16_and_little_against_fine_ones(
+    group_size: int, symmetric: bool
+) -> None:
+    torch.manual_seed(group_size)
+    weight = torch.randn(96, 512) * 0.02
+    weight[3] = 0
+    weight[4, 7] = 0.5  # an outlier
+    quantised = int4_layout.quantise(weight, group_size, symmetric)
+    values = quantised.values()
+    assert values.bfloat16().float().equal(values) and values[3].abs().max() == 0
+    error = reference.relative_error(values, weight)
+    codes, scales = reference.quantise_int4_groups(weight, group_size)
+    assert error < 1.0 * reference.relative_error(
+        reference.dequantise_groups(codes, scales, group_size), weight
+    )
+
+
+def test_quantising_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(300, 128)
+    whole = int4_layout.quantise(weight, 64, False)
+    monkeypatch.setattr(int4_layout, "_ROWS", 128)
+    pieces = int4_layout.quantise(weight, 64, False)
+    assert whole.values().equal(pieces.values())
+
+
+def test_the_footprint_is_exact() -> None:
+    for arguments in ({}, {"symmetric": False}, {"group_size": -1}, {"group_size": 32}):
+        operator = filled(linear(256, 200, bias=True), **arguments)
+        held = [operator._words, operator._scales, operator._counters, operator._bias]
+        assert operator.footprint() == {"cpu": sum(t.nbytes for t in held)}
+
+
+def test_it_is_a_linear_layer_without_parameters_and_buffers() -> None:
+    module = linear(128, 96, bias=True)
+    operator = filled(module)
+    assert isinstance(operator, nn.Linear) and (operator.in_features, operator.out_features) == (128, 96)
+    assert not list(operator.parameters()) and not list(operator.buffers()) and not operator.state_dict()
+    assert operator.weight.dtype == torch.bfloat16 and operator.weight.float().equal(
+        operator.unpack("weight")
+    )
+    assert operator.bias is not None and operator.bias.equal(module.bias) and module.bias is not None
+    assert operator.unpack("bias").equal(module.bias.float())
+    assert "128 → 96, bias, int4 group 128" in repr(operator)
+    assert filled(linear(64, 8), group_size=64).bias is None
+
+
+def codes(n: int, k: int, groups: int, zeros: bool = True) -> Codes:
+    torch.manual_seed(n)
+    points = torch.randint(0, 16, (n, groups), dtype=torch.uint8)
+    scales = torch.rand(n, groups).half()
+    return Codes(torch.randint(0, 16, (n, k), dtype=torch.uint8), scales, points if zeros else None)
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("name, groups", [("gptq", 3), ("awq", 2), ("packed", 12), ("gptq", 1)])
+def test_codes_of_a_checkpoint_are_taken_exactly(name: str, groups: int, zeros: bool) -> None:
+    stored = codes(72, 384, groups, zeros)
+    source = Format(name, (), None, (72, 384), 384 // groups, zeros)
+    config = Int4Linear.adopt(Int4LinearConfig("cpu"), source)
+    operator = Int4Linear.build(linear(384, 72), config)
+    operator.allocate()
+    operator.load_stored("weight", stored, None, None)
+    operator.finish()
+    assert operator.unpack("weight").equal(stored.values())
+    assert f"as stored ({name})" in operator.describe()["weights"]
+    held = [operator._words, operator._scales, operator._counters]
+    assert operator.footprint() == {"cpu": sum(t.nbytes for t in held)}
+
+
+# Refusals
+
+
+def reason(module: nn.Module, **arguments: Any) -> str:
+    return (
+        Int4Linear.supports(module, Int4LinearConfig(**{"device": "cuda:0"} | arguments), MACHINE) or "served"
+    )
+
+
+GPU = Gpu(0, "a GPU", 1 << 34, 1 << 34, (9, 0))
+MACHINE = dataclasses.replace(machine.detect(), gpus=(GPU,), cuda_built=True)
+
+
+def test_what_is_served() -> None:
+    assert reason(linear(128, 7)) == reason(linear(64, 8, dtype=torch.float16), group_size=32) == "served"
+
+
+def test_what_is_refused() -> None:
+    assert "inputs must be a multiple of 64" in reason(linear(96, 8), group_size=32)
+    assert "192 inputs are no multiple of group_size 128; choose a smaller one, or -1" in reason(
+        linear(192, 8)
+    )
+    assert "dtype is float32" in reason(linear(128, 8, dtype=torch.float32))
+    assert "it replaces nn.Linear" in reason(nn.Embedding(128, 8))
+
+    class Other(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    assert "its forward is not that of nn.Linear" in reason(Other(128, 8, dtype=torch.bfloat16))
+
+
+def test_gpus_and_builds_that_are_refused() -> None:
+    old = dataclasses.replace(MACHINE, gpus=(dataclasses.replace(GPU, capability=(7, 5)),))
+    said = Int4Linear.supports(linear(128, 8), Int4LinearConfig("cuda:0"), old)
+    assert said is not None and "compute capability 7.5; 8.0 or newer is needed" in said
+    without = dataclasses.replace(MACHINE, cuda_built=False)
+    said = Int4Linear.supports(linear(128, 8), Int4LinearConfig("cuda:0"), without)
+    assert said is not None and "no CUDA parts" in said
+
+
+def test_without_a_gpu_the_plan_refuses(tiny_qwen3_moe: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen3_moe, dtype=torch.bfloat16)
+    rule = {
+        "name": "a",
+        "match": {"path": r".*\.q_proj"},
+        "replace": {"operator": "int4_linear", "group_size": 64},
+    }
+    with pytest.raises(PlanError, match="int4_linear computes on cuda only; the plan may use cpu"):
+        ktinject.plan(model, [rule])
+
+
+def test_forward_off_the_gpu_and_odd_inputs_are_refused() -> None:
+    operator = filled(linear(128, 8))
+    with pytest.raises(OperatorError, match="it computes on CUDA devices; this one is on cpu"):
+        operator(torch.zeros(1, 128, dtype=torch.bfloat16))
+    for x in (torch.zeros(1, 128), torch.zeros(1, 64, dtype=torch.bfloat16)):
+        with pytest.raises(OperatorError, match=r"allowed: bfloat16 or float16 \[\.\.\., 128\]"):
+            operator(x)
+
+
+def test_loads_that_are_refused() -> None:
+    operator = Int4Linear.build(linear(128, 8, bias=True), Int4LinearConfig("cpu"))
+    operator.allocate()
+    with pytest.raises(OperatorError, match="never loaded: weight, bias"):
+        operator.finish()
+    with pytest.raises(OperatorError, match="weight is not loaded"):
+        _ = operator.weight
+    with pytest.raises(OperatorError, match=r"expected the whole \[8, 128\]"):
+        operator.load("weight", torch.zeros(8, 64), None, None)
+    with pytest.raises(OperatorError, match="found dtype int8"):
+        operator.load("weight", torch.zeros(8, 128, dtype=torch.int8), None, None)
+    with pytest.raises(OperatorError, match="found parameter scale; allowed: weight, bias"):
+        operator.load("scale", torch.zeros(8), None, None)
+    with pytest.raises(OperatorError, match="a value is not finite; it cannot be quantised"):
+        operator.load("weight", torch.full((8, 128), float("nan")), None, None)
+
+
+def test_codes_that_are_refused() -> None:
+    operator = Int4Linear.build(linear(128, 8), Int4LinearConfig("cpu"))
+    operator.allocate()
+    good = codes(8, 128, 1, zeros=False)
+    for bad, words in [
+        (codes(8, 128, 2, zeros=False), r"found \[8, 128\] in 2 groups; expected \[8, 128\] in 1"),
+        (codes(8, 128, 1), "found zero points; the plan has none"),
+        (dataclasses.replace(good, scales=torch.full((8, 1), 1 / 3)), "fit neither bfloat16 nor float16"),
+        (dataclasses.replace(good, group_of=torch.zeros(128, dtype=torch.int64)), "GPTQ with desc_act"),
+    ]:
+        with pytest.raises(OperatorError, match=words):
+            operator.load_stored("weight", bad, None, None)
+    odd = Int4Linear.adopt(Int4LinearConfig("cpu"), Format("gptq", (), None, (8, 192), 48, False))
+    with pytest.raises(OperatorError, match="the checkpoint has groups of 48 inputs"):
+        Int4Linear.build(linear(192, 8), odd)
+
+
+# Kernel
+
+
+def expected(operator: Int4Linear, x: Tensor) -> Tensor:
+    """In fp64, of the unpacked weight."""
+    bias = operator.unpack("bias").double() if operator.has_bias else 0
+    return x.cpu().double() @ operator.unpack("weight").double().T + bias
+
+
+@pytest.fixture(scope="session")
+def cuda() -> str:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return "cuda:0"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_the_kernel_on_every_kind_of_shape(
+    group_size: int, symmetric: bool, dtype: torch.dtype, cuda: str
+) -> None:
+    for k, n in [(64, 8), (128, 64), (192, 200), (448, 513), (1024, 2304), (4096, 300), (512, 9000)]:
+        if group_size == 128 and k % 128:
+            continue
+        operator = filled(
+            linear(k, n, bias=n % 2 == 0, dtype=dtype, seed=n),
+            cuda,
+            group_size=group_size,
+            symmetric=symmetric,
+        )
+        for m in (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 200, MANY_TOKENS + 1):
+            x = torch.randn(m, k, device=cuda).to(dtype)
+            torch.empty(m, n, dtype=dtype, device=cuda).fill_(float("nan"))  # likely the memory that y gets
+            y = operator(x)
+            assert y.dtype == dtype and y.shape == (m, n)
+            error = reference.relative_error(y.cpu(), expected(operator, x))
+            few = 2 if y.numel() < 2000 else 1  # the rounding of few outputs may be above the average
+            assert error < few * reference.INT4_LINEAR_TOLERANCE[dtype], (k, n, m, error)
+            assert operator(x).equal(y), "the same bits every time"
