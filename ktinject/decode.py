@@ -25,6 +25,8 @@ class Step(Protocol):
 
     def end_row(self, row: int) -> None: ...
 
+    def check(self) -> None: ...  # raises what went wrong in steps whose results are on the host
+
 
 class Mailbox:
     """Results on their way to the host: written behind the step that made them, read without stopping the device."""
@@ -90,6 +92,7 @@ def run(
             step()
             ahead = mailbox.send()
         tokens, alive = mailbox.read(waiting).clone()
+        step.check()
         if pad is not None:
             tokens = tokens.masked_fill_(stopped, pad)  # a row stopped by a string was one step ahead
         produced.append(tokens)

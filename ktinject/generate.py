@@ -38,6 +38,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ktinject import decode, sampling
 from ktinject.graph import MAX_BATCH, Lane, power_of_two
 from ktinject.operators import Operator
+from ktinject.operators.handoff import Handoff, wake
 from ktinject.sampling import Request, Sampler, Sampling
 
 logger = logging.getLogger("ktinject")
@@ -63,6 +64,9 @@ class Decoding:
         self.lanes: dict[int, Lane] = {}
         self._model = weakref.ref(model)
         self._state: object = None
+        self._handoffs = [
+            o.handoff for o in model.modules() if isinstance(getattr(o, "handoff", None), Handoff)
+        ]
         self._turn = threading.Lock()
         self._owner: int | None = None
 
@@ -70,6 +74,11 @@ class Decoding:
         """Give back all captured graphs and their caches; the next request captures again."""
         self.lanes.clear()
         self._state = None
+
+    def check(self) -> None:
+        """Raise what went wrong on the CPU in replays whose results were looked at. Raises OperatorError."""
+        for handoff in self._handoffs:
+            handoff.check()
 
     def note(self, how: str, why: str) -> None:
         """Remember how a request runs; a reason is logged once."""
@@ -154,7 +163,13 @@ class Decoding:
         self.lanes.pop(batch, None)
         del found
         try:
-            lane = Lane(functools.partial(_forward, self._model), cache, tokens, logits)
+            lane = Lane(
+                functools.partial(_forward, self._model),
+                wake if self._handoffs else lambda: None,
+                cache,
+                tokens,
+                logits,
+            )
         except torch.OutOfMemoryError:
             self.release()
             self.reason = f"there is no room for a captured cache of {power_of_two(tokens)} tokens"
@@ -239,7 +254,7 @@ class _Swapped:
                 decoding.note(f"{'' if eager else 'graph, '}stock loop: {plain}", eager)
                 if not eager:
                     self._replay = _Replay(self, stopping_criteria.max_length or 0)
-                return _class_before(self)._sample(
+                found = _class_before(self)._sample(
                     self,
                     input_ids,
                     logits_processor=logits_processor,
@@ -249,6 +264,8 @@ class _Swapped:
                     streamer=streamer,
                     **model_kwargs,
                 )
+                decoding.check()
+                return found
         except torch.OutOfMemoryError as error:
             decoding.release()
             torch.cuda.empty_cache()
@@ -332,7 +349,7 @@ def _own(
                 None if positions is None else positions[:, -1:],
             )
             _empty(cache)
-            step = _GraphStep(lane, plain)
+            step = _GraphStep(lane, plain, decoding.check)
         else:
             step = _EagerStep(model, plain, logits, input_ids, model_kwargs)
         step.sampler.begin(input_ids, plain.request)
@@ -367,18 +384,18 @@ def _empty(cache: DynamicCache | StaticCache) -> None:
 class _GraphStep:
     """A step is two replays: the forward pass, then the choice."""
 
-    def __init__(self, lane: Lane, plain: _Plain) -> None:
-        self._lane = lane
-        self.sampler, self._choose = lane.sampler(plain.sampling)
+    def __init__(self, lane: Lane, plain: _Plain, check: Callable[[], None]) -> None:
+        self._lane, self.check = lane, check
+        self._sampling, self.sampler = plain.sampling, lane.sampler(plain.sampling)
         self.result, self.end_row = self.sampler.result, self.sampler.end_row
 
     def first(self, logits: Tensor) -> None:
         self._lane.logits.copy_(logits)
-        self._choose()
+        self._lane.choose(self._sampling)
 
     def __call__(self) -> None:
         self._lane.step()
-        self._choose()
+        self._lane.choose(self._sampling)
 
 
 class _EagerStep:
@@ -393,6 +410,9 @@ class _EagerStep:
 
     def first(self, logits: Tensor) -> None:
         self.sampler.choose(logits)
+
+    def check(self) -> None:
+        pass  # operators raise what went wrong
 
     def __call__(self) -> None:
         self._tokens = torch.cat([self._tokens, self.sampler.ids], dim=1)

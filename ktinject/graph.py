@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from ktinject.errors import OperatorError
 from ktinject.sampling import Request, Sampler, Sampling
 
 logger = logging.getLogger("ktinject")
@@ -77,10 +78,13 @@ class Lane:
     failure     why graphs cannot be captured; the steps then run one kernel at a time, on the same tensors
     """
 
-    def __init__(self, forward: Forward, cache: Cache, tokens: int, logits: Tensor) -> None:
+    def __init__(
+        self, forward: Forward, wake: Callable[[], None], cache: Cache, tokens: int, logits: Tensor
+    ) -> None:
         """Take the memory. Raises torch.OutOfMemoryError.
 
         forward  the model on one token a row; must not keep the model alive
+        wake     called before each replay
         cache    as a prefill left it; the shapes of its keys and values are taken
         tokens   that the longest row of the request may have
         logits   [b, v] of that prefill
@@ -89,7 +93,7 @@ class Lane:
         batch, vocab_size = logits.shape
         self.device, self.capacity = device, power_of_two(tokens)
         self.captures, self.replays, self.failure = 0, 0, ""
-        self._forward = forward
+        self._forward, self._wake = forward, wake
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self._cache = [(self._empty(layer.keys), self._empty(layer.values)) for layer in cache.layers]
@@ -140,11 +144,12 @@ class Lane:
         if graph is None:
             self._compute(stretch)
         else:
+            self._wake()
             graph.replay()
             self.replays += 1
 
-    def sampler(self, sampling: Sampling) -> tuple[Sampler, Callable[[], None]]:
-        """The sampler of this lane for a way of choosing, and a call that chooses from `logits`."""
+    def sampler(self, sampling: Sampling) -> Sampler:
+        """The sampler of this lane for a way of choosing."""
         if sampling not in self._samplers:
             with torch.inference_mode(False):
                 sampler = Sampler(sampling, self.ids, self.logits.shape[1])
@@ -154,8 +159,15 @@ class Lane:
             if len(self._samplers) > _SAMPLERS:
                 self._samplers.popitem(last=False)
         self._samplers.move_to_end(sampling)
+        return self._samplers[sampling][0]
+
+    def choose(self, sampling: Sampling) -> None:
+        """Choose the next tokens from `logits`; `sampler(sampling)` was called before."""
         sampler, graph = self._samplers[sampling]
-        return sampler, graph.replay if graph is not None else lambda: sampler.choose(self.logits)
+        if graph is None or self.failure:
+            sampler.choose(self.logits)
+        else:
+            graph.replay()
 
     def _compute(self, stretch: int) -> None:
         self._mask.index_fill_(3, self._place, True)
@@ -171,28 +183,37 @@ class Lane:
         generator = torch.cuda.default_generators[self.device.index]
         drawn = generator.get_offset()
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device):
+            try:
                 self._stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(self._stream):
                     work()
                 torch.cuda.current_stream().wait_stream(self._stream)
-                # Calls of other threads must not spoil the capture.
-                with torch.cuda.graph(
-                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-                ):
-                    work()
-            self.captures += 1
-            return graph
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-            logger.warning("a decode step cannot be captured, it runs eagerly from now on: %s", self.failure)
-            # A capture that fails leaves the generator's state marked as being captured.
-            generator.graphsafe_set_state(generator.clone_state())
-            return None
-        finally:
-            generator.set_offset(drawn)
-            for tensor, value in zip(state, saved):
-                tensor.copy_(value)
+                self._record(graph, work)
+                self.captures += 1
+                return graph
+            except _NotCapturable as error:
+                self.failure = str(error)
+                logger.warning("a decode step cannot be captured, it runs eagerly from now on: %s", error)
+                return None
+            finally:
+                generator.set_offset(drawn)
+                for tensor, value in zip(state, saved):
+                    tensor.copy_(value)
+
+    def _record(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None]) -> None:
+        # Calls of other threads must not spoil the capture.
+        options: Any = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+        try:
+            with torch.cuda.graph(graph, **options):
+                work()
+        except (RuntimeError, OperatorError) as error:
+            first = error.__context__ or error  # the end of a spoiled capture fails, too
+            # A capture that fails leaves the random numbers marked as being captured; one that works does not.
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), **options):
+                self._place.add_(0)
+            raise _NotCapturable(f"{type(first).__name__}: {str(first).splitlines()[0]}") from error
+
+
+class _NotCapturable(Exception):
+    """A capture failed; says why."""

@@ -96,6 +96,9 @@ void init_experts(nb::module_& m) {
           "Nothing is allocated before allocate().")
       .def_prop_ro(
           "hidden_size", [](const Experts& self) { return self.config().hidden_size; }, "Inputs and outputs.")
+      .def_prop_ro(
+          "id", [](const Experts& self) { return reinterpret_cast<uintptr_t>(&self); },
+          "Tells these experts from others in what trace_stop() gives.")
       .def_prop_ro("bytes", &Experts::bytes, "Bytes of packed weights and biases, known before allocation.")
       .def_prop_ro(
           "kernels",
@@ -107,6 +110,8 @@ void init_experts(nb::module_& m) {
       .def("load", &load, nb::arg("projection"), nb::arg("expert"), nb::arg("weight"),
            "Pack weight [n, k], any strides, of projection 'gate', 'up' or 'down'.")
       .def("load_bias", &load_bias, nb::arg("projection"), nb::arg("expert"), nb::arg("bias"), "Take bias [n].")
+      .def("repeat", &Experts::repeat, nb::arg("expert"), nb::call_guard<nb::gil_scoped_release>(),
+           "Make every expert a copy of this one, for benchmarks.")
       .def("absent", &Experts::absent, nb::arg("limit"), "Up to `limit` weights and biases that were not loaded.")
       .def(
           "unpack",

@@ -8,6 +8,7 @@
 #include "moe/kernels/table.hpp"
 #include "runtime/cpu_features.hpp"
 #include "runtime/thread_pool.hpp"
+#include "runtime/trace.hpp"
 
 namespace nb = nanobind;
 
@@ -53,6 +54,17 @@ void init_system(nb::module_& m) {
   m.def("multiply_units", &multiply_units, "Multiply units of this CPU.");
   m.def("multiply_rate", &multiply_rate, nb::arg("unit"), nb::call_guard<nb::gil_scoped_release>(),
         "Operations a second of all threads on one unit, operands in registers, measured now.");
+  m.def("trace_start", &trace_start, "Record from now on when experts compute; the first 65,536 spans are kept.");
+  m.def(
+      "trace_stop",
+      [] {
+        nb::list spans;
+        for (const Span& span : trace_stop())
+          spans.append(
+              nb::make_tuple(span.begin_ns, span.end_ns, reinterpret_cast<uintptr_t>(span.owner), span.tokens));
+        return spans;
+      },
+      "Stop, and give (begin, end, Experts.id, tokens) of each span; nanoseconds of the system clock.");
   m.def("cuda_built", &cuda_built, "Whether the CUDA parts were compiled in.");
   m.def(
       "cuda_devices",

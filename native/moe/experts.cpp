@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "runtime/thread_pool.hpp"
+#include "runtime/trace.hpp"
 
 namespace ktinject {
 namespace {
@@ -141,6 +142,33 @@ const std::byte* Experts::panel(const Matrix& matrix, const Block& block, int ex
          static_cast<size_t>(index) * matrix.panel_bytes();
 }
 
+void Experts::repeat(int expert) {
+  if (expert < 0 || expert >= config_.experts || gate_up_data_.data() == nullptr)
+    throw std::invalid_argument("repeat: there is no such expert, or no memory yet");
+  const size_t marks = loaded_.size() / static_cast<size_t>(config_.experts);
+  for (int e = 0; e < config_.experts; ++e) {
+    if (e == expert) continue;
+    auto copy = [&](const Matrix& matrix, const Block& block) {
+      for (int i = 0; i < matrix.panels; ++i)
+        std::memcpy(const_cast<std::byte*>(panel(matrix, block, e, i)), panel(matrix, block, expert, i),
+                    matrix.panel_bytes());
+    };
+    copy(gate_up_, gate_up_data_);
+    copy(down_, down_data_);
+    auto copy_bias = [&](const Matrix& matrix, const Block& block) {
+      const size_t bytes = static_cast<size_t>(matrix.panels) * kPanel * sizeof(float);
+      std::memcpy(block.data() + static_cast<size_t>(e) * bytes, block.data() + static_cast<size_t>(expert) * bytes,
+                  bytes);
+    };
+    if (config_.has_bias) {
+      copy_bias(gate_up_, gate_up_bias_);
+      copy_bias(down_, down_bias_);
+    }
+    std::copy_n(loaded_.begin() + static_cast<ptrdiff_t>(static_cast<size_t>(expert) * marks), marks,
+                loaded_.begin() + static_cast<ptrdiff_t>(static_cast<size_t>(e) * marks));
+  }
+}
+
 template <class Id>
 void Experts::forward(const void* x, DType dtype, const Id* ids, const float* weights, int tokens, int top_k,
                       void* out) const {
@@ -156,6 +184,7 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
 
   const auto workers = pool();
   const auto session = workers->session();
+  const TraceSpan span(this, tokens);
   const size_t row_bytes =
       gate_up_.row_bytes() +
       static_cast<size_t>(top_k) * (gate_up_.row_bytes() + static_cast<size_t>(down_.panels) * kPanel * sizeof(float) +

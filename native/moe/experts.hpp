@@ -52,6 +52,8 @@ class Experts {
   // row holds a NaN or an infinity and the format has scales.
   void load(Projection projection, int expert, const Source& source);
   void load_bias(Projection projection, int expert, const Source& source);
+  // Every expert becomes a copy of this one, for benchmarks: only the packing of one is paid for.
+  void repeat(int expert);
   // Every projection (and bias) that load() has not been called for, as "expert 3 up", at most `limit` of them.
   std::vector<std::string> absent(size_t limit) const;
 
