@@ -1,0 +1,156 @@
+"""What deferring experts costs in accuracy, beside leaving the same experts out, on the two trained models.
+
+    python benchmarks/deferral_accuracy.py            # twenty minutes on two cores: measures, then draws
+    python benchmarks/deferral_accuracy.py --draw     # table and plot from the figures that are there
+
+Each model runs under `deferred_moe` with bf16 weights on the CPU, and is compared with itself where nothing is
+deferred. The held-out text is read token by token, so that all but the first token of a window of 512 is a decode step,
+and every key and value in the cache comes from one: no prompt helps. Skipping leaves out, in the same layers, the
+experts that deferring would add late; the weights of the others stay as they are.
+
+Writes docs/explanation/deferral.csv and deferral.png, and prints the table of deferral.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+import ktinject
+from ktinject import evaluate, hf
+from ktinject.operators.deferred_moe import DeferredMoe, Pass
+from ktinject.operators.handoff import of_ranks
+
+ROOT = Path(__file__).parents[1]
+MODELS = ROOT / "examples/models"
+DOCS = ROOT / "docs/explanation"
+BLOCKS = {"tiny-deepseek-v3": "DeepseekV3MoE", "tiny-qwen3-moe": "Qwen3MoeSparseMoeBlock"}
+TOP_K = 8
+NEW_TOKENS = 64
+
+
+def load(name: str, deferred: int = 0) -> PreTrainedModel:
+    rule = {
+        "name": "experts",
+        "match": {"class": BLOCKS[name]},
+        "replace": {"operator": "deferred_moe", "deferred": deferred},
+    }
+    return ktinject.load(MODELS / name, [rule], devices=["cpu"], dtype=torch.float32, progress=False)
+
+
+def skip(model: PreTrainedModel, count: int) -> PreTrainedModel:
+    """Leave out at decode, in all but the last layer, the `count` experts of a token with the smallest weights."""
+    within = Pass(hf.Layers(model).stack)
+
+    def without(_: torch.nn.Module, arguments: tuple[Tensor, Tensor, Tensor]) -> Any:
+        hidden_states, index, weights = arguments
+        if within.decodes:
+            index = of_ranks(index, weights, 0, index.shape[1] - count)
+        return hidden_states, index, weights
+
+    for block in [module for module in model.modules() if isinstance(module, DeferredMoe)][:-1]:
+        block.get_submodule("experts").register_forward_pre_hook(without)
+    return model
+
+
+def measure(name: str, tokens: int, row: Callable[[dict[str, Any]], None]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
+    ids = torch.tensor(tokenizer((MODELS / "heldout.txt").read_text("utf-8"))["input_ids"][:tokens])
+    lines = (MODELS / "prompts.jsonl").read_text("utf-8").splitlines()
+    prompts = [torch.tensor(tokenizer(json.loads(line)["prompt"])["input_ids"]) for line in lines]
+    reference = load(name)
+    expected = [evaluate.greedy(reference, prompt, NEW_TOKENS) for prompt in prompts]
+    for count in range(1, TOP_K + 1):
+        for way in ("deferred", "skipped"):
+            model = load(name, count) if way == "deferred" else skip(load(name), count)
+            found = evaluate.divergence(reference, model, ids, decode=True)
+            written = [evaluate.greedy(model, prompt, NEW_TOKENS) for prompt in prompts]
+            agreement = evaluate.greedy_agreement(expected, written)
+            same = {"prompts": agreement.identical, "greedy": agreement.same / agreement.tokens}
+            row({"model": name, "experts": count, "way": way, **asdict(found), **same})
+
+
+def table(rows: list[dict[str, str]]) -> None:
+    print("| model | experts | perplexity, deferred | skipped | mean KL, deferred | skipped | p99 KL, deferred | skipped "
+          "| same top-1, deferred | skipped | same greedy tokens, deferred | skipped |")  # fmt: skip
+    print("|---|" + "---:|" * 11)
+    for name in BLOCKS:
+        for count in range(1, TOP_K + 1):
+            late, gone = (
+                next(r for r in rows if (r["model"], r["experts"], r["way"]) == (name, str(count), way))
+                for way in ("deferred", "skipped")
+            )
+            cells = [name, f"{count} of {TOP_K}"]
+            cells += [f"{float(r['perplexity_b']) / float(r['perplexity_a']) - 1:+.2%}" for r in (late, gone)]
+            for column, form in (("mean_nats", ".4f"), ("p99_nats", ".3f"), ("top1", ".1%"), ("greedy", ".0%")):
+                cells += [format(float(r[column]), form) for r in (late, gone)]
+            print("| " + " | ".join(cells) + " |")
+
+
+def draw(rows: list[dict[str, str]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), sharex=True)
+    for name, mark in zip(BLOCKS, "os"):
+        for way, colour in (("skipped", "#c44"), ("deferred", "#247")):
+            ours = [r for r in rows if (r["model"], r["way"]) == (name, way)]
+            counts = [int(r["experts"]) for r in ours]
+            change = [100 * abs(float(r["perplexity_b"]) / float(r["perplexity_a"]) - 1) for r in ours]
+            label = f"{name.removeprefix('tiny-')}, {way}"
+            style = {"marker": mark, "color": colour, "markersize": 4, "linewidth": 1.2, "label": label}
+            axes[0].plot(counts, change, **style)
+            axes[1].plot(counts, [float(r["mean_nats"]) for r in ours], **style)
+    axes[0].axhline(0.5, color="#999", linewidth=0.8, linestyle=":")
+    axes[0].set_ylabel("change of perplexity, %")
+    axes[1].set_ylabel("mean KL divergence, nats")
+    for axis in axes:
+        axis.set_yscale("log")
+        axis.set_xlabel(f"experts of a token's {TOP_K}")
+        axis.grid(True, which="major", linewidth=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draw", action="store_true", help="only draw, from the figures that are there")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--out", type=Path, default=DOCS)
+    arguments = parser.parse_args()
+    figures = arguments.out / "deferral.csv"
+    if not arguments.draw:
+        with figures.open("w", newline="") as file:
+            writer: Any = None
+
+            def row(values: dict[str, Any]) -> None:
+                nonlocal writer
+                if writer is None:
+                    writer = csv.DictWriter(file, values.keys(), lineterminator="\n")
+                    writer.writeheader()
+                writer.writerow({k: round(v, 7) if isinstance(v, float) else v for k, v in values.items()})
+                file.flush()
+
+            for name in BLOCKS:
+                measure(name, arguments.tokens, row)
+    with figures.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    table(rows)
+    draw(rows, arguments.out / "deferral.png")
+
+
+if __name__ == "__main__":
+    main()
