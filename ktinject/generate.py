@@ -142,7 +142,8 @@ class Decoding:
         for path, module in model.named_modules():
             if type(module).__module__.startswith("peft."):
                 return "there are adapters on the model (PEFT)"
-            if module._forward_hooks or module._forward_pre_hooks:
+            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+            if not all(getattr(hook, "capturable", False) for hook in hooks):
                 return f"{path or 'the model'} has forward hooks"
             if module.training:
                 return "the model is in training mode"

@@ -1,8 +1,9 @@
 """Expert deferral: at decode the least weighted experts of a layer are added one Mixture-of-Experts layer later.
 
-    layer i     router ─► now: the top_k - n experts of the greatest weights ─────────────────► + ─► output i
-                      └─► later: the n others, from the same input i ──────────────┐
-    layer i+1   router ─► now … ──────────────────────────────────────► + ◄────────┘  + ─► output i+1
+    layer i     router ─┬─► now: the top_k - n experts of the greatest weights ──► output i
+                        └─► later: the n others, from the same input ──┐
+    layer i+1   router ─┬─► now ───────────────────────────────────────┴──────────► output i+1
+                        └─► later …
 
 The definition, token by token:
 
@@ -17,7 +18,11 @@ Because a pass ends with nothing left over, there is no state between passes: wh
 next pass of the model begins. Requests that take turns, rows that end early, and passes that were aborted midway cannot
 meet each other's outputs. Passes of several threads are kept apart.
 
-The block's own forward runs unchanged, router and shared experts included; only its leaf is exchanged.
+The block's own forward runs unchanged, router and shared experts included; only its leaf is exchanged. On a GPU the
+leaf hands `now` and behind it `later` to the CPU. It waits for `now` alone, and for that only when the block is done
+with everything else: where the block adds shared experts, the leaf gives it zeros and the sum is made behind it. So
+shared experts run while the CPU computes `now`, and the next layer's attention while it computes `later`. All of it is
+kernels in a stream, eagerly or in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +41,7 @@ from torch import Tensor, nn
 from ktinject.errors import OperatorError
 from ktinject.operators import moe_block
 from ktinject.operators.base import Operator, register_operator
-from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
+from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig, Started
 from ktinject.operators.moe_block import BlockSpec
 
 if TYPE_CHECKING:
@@ -44,8 +49,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DeferredMoeConfig(CpuExpertsConfig):
-    """Arguments of `deferred_moe` in a rule: those of the experts, and two more."""
+class DeferredMoeConfig(HybridExpertsConfig):
+    """Arguments of `deferred_moe` in a rule: those of `hybrid_experts`, and two more."""
 
     deferred: int = 0  # experts of a token that are added a layer later, at most its top-k
     schedule: Literal["fixed"] | list[int] = (
@@ -72,6 +77,16 @@ class _Arranged(DeferredMoeConfig):
     why: str = ""
 
 
+class Deferred(NamedTuple):
+    """A layer's deferred experts under way, and who completes them."""
+
+    experts: HybridExperts
+    started: Started
+
+    def complete(self) -> Tensor:
+        return self.experts.complete(self.started)
+
+
 class Pass:
     """What the layers of one model hand on to each other within one forward pass of one thread."""
 
@@ -86,11 +101,11 @@ class Pass:
     def decodes(self) -> bool:
         return getattr(self._local, "decodes", False)
 
-    def put(self, deferred: Tensor) -> None:
+    def put(self, deferred: Deferred) -> None:
         self._local.deferred = deferred
 
-    def take(self) -> Tensor | None:
-        deferred = getattr(self._local, "deferred", None)
+    def take(self) -> Deferred | None:
+        deferred: Deferred | None = getattr(self._local, "deferred", None)
         self._local.deferred = None
         return deferred
 
@@ -107,6 +122,8 @@ class Pass:
             inputs is not None and inputs.shape[1] == 1 and _holds_tokens(given("past_key_values"))
         )
 
+    _begin.capturable = True  # type: ignore[attr-defined]  # it decides at the capture what every replay does
+
 
 def _holds_tokens(cache: Any) -> bool:
     if cache is None:
@@ -117,43 +134,47 @@ def _holds_tokens(cache: Any) -> bool:
     return int(seen) > 0
 
 
-def split(index: Tensor, weights: Tensor, later: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Divide the slots of each token by |weight|.
-
-    index, weights  [m, t]
-    later           how many slots are deferred, 0 < later ≤ t
-    Returns         (index, weights) [m, t - later] of the greatest, and [m, later] of the smallest weights
-    """
-    order = weights.abs().argsort(dim=-1, descending=True, stable=True)
-    slots = order.split([index.shape[1] - later, later], -1)
-    now, deferred = ((index.gather(-1, part), weights.gather(-1, part)) for part in slots)
-    return now, deferred
-
-
 class _Leaf(nn.Module):
-    """The block's leaf: computes, defers, and adds what the layer before deferred."""
+    """The block's leaf: hands in the experts, and gives the block their output, or zeros if `collect` is to add it."""
 
-    def __init__(self, experts: CpuExperts, defers: int) -> None:
+    def __init__(self, experts: HybridExperts, spec: BlockSpec, defers: int) -> None:
         super().__init__()
         self.experts = experts
         self.num_experts = experts.num_experts
+        self.spec = spec
         self.defers = defers
         self.within: Pass | None = None  # set when the whole model stands
+        self._outstanding = threading.local()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """As the leaf it replaces: [m, hidden], [m, t], [m, t] → [m, hidden]."""
-        within = self.within
+        routed = (hidden_states, top_k_index, top_k_weights)
+        experts, within = self.experts, self.within
+        self._outstanding.parts = None  # of a block that was aborted
         if within is None or not within.decodes:
-            return self.experts(hidden_states, top_k_index, top_k_weights)
-        earlier = within.take()
-        if self.defers:
-            now, later = split(top_k_index, top_k_weights, self.defers)
-            all_late = self.defers == top_k_index.shape[1]
-            out = torch.zeros_like(hidden_states) if all_late else self.experts(hidden_states, *now)
-            within.put(self.experts(hidden_states, *later))
+            now, earlier = experts.start(*routed), None
         else:
-            out = self.experts(hidden_states, top_k_index, top_k_weights)
-        return out if earlier is None else out + earlier.to(out.device, out.dtype)
+            earlier = within.take()
+            if self.defers:
+                few, everything = top_k_index.shape[1] - self.defers, top_k_index.shape[1]
+                now = experts.start(*routed, ranks=(0, few))
+                within.put(Deferred(experts, experts.start(*routed, ranks=(few, everything))))
+            else:
+                now = experts.start(*routed)
+        if self.spec.adds and not isinstance(now, Tensor):
+            self._outstanding.parts = (now, earlier)
+            return torch.zeros_like(hidden_states)
+        return self._sum(now, earlier)
+
+    def collect(self) -> Tensor | None:
+        """The output [m, hidden] that the block was given zeros for; None if it got it."""
+        parts = getattr(self._outstanding, "parts", None)
+        self._outstanding.parts = None
+        return None if parts is None else self._sum(*parts)
+
+    def _sum(self, now: Started, earlier: Deferred | None) -> Tensor:
+        out = self.experts.complete(now)
+        return out if earlier is None else out + earlier.complete().to(out.device, out.dtype)
 
     def extra_repr(self) -> str:
         return f"defers {self.defers}"
@@ -164,10 +185,12 @@ class DeferredMoe(Operator):
     """A whole Mixture-of-Experts block whose least weighted experts may come one such layer later, at decode.
 
     Takes the block, keeps its router and shared experts, and runs its own forward. With `deferred: 0` it computes
-    what the experts' operator does. Prompts and the last such layer are never deferred.
+    what `hybrid_experts` does. Prompts and the last such layer are never deferred.
     """
 
     Config = DeferredMoeConfig
+    device_types = HybridExperts.device_types
+    capturable = True
     per_expert = True
     keeps = ("gate", "router", "shared_experts", "shared_expert", "shared_expert_gate", "shared_mlp")
 
@@ -177,7 +200,7 @@ class DeferredMoe(Operator):
         self.defers: int = getattr(config, "defers", 0)
         self._why: str = getattr(config, "why", "")
         self._class = type(block).__name__
-        leaf = _Leaf(CpuExperts.build(block.get_submodule(spec.leaf), config), self.defers)
+        leaf = _Leaf(HybridExperts.build(block.get_submodule(spec.leaf), config), spec, self.defers)
         twin = moe_block.twin_of(block, **{spec.leaf: leaf})
         # No child, but this module under the block's class: children and tensors are the same, exchanged or not.
         shared = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
@@ -231,7 +254,7 @@ class DeferredMoe(Operator):
         spec = moe_block.describe(module)
         if isinstance(spec, str):
             return spec
-        return CpuExperts.supports(module.get_submodule(spec.leaf), config, machine)
+        return HybridExperts.supports(module.get_submodule(spec.leaf), config, machine)
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
@@ -278,7 +301,13 @@ class DeferredMoe(Operator):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward."""
-        return moe_block.run(self._block, *args, **kwargs)
+        out = moe_block.run(self._block, *args, **kwargs)
+        rest = self._leaf.collect()
+        if rest is None:
+            return out
+        if isinstance(out, tuple):
+            return (out[0] + rest.view_as(out[0]), *out[1:])
+        return out + rest.view_as(out)
 
     def extra_repr(self) -> str:
         return f"{self._class}, defers {self.defers} of {self.spec.top_k}"
@@ -288,7 +317,7 @@ class DeferredMoe(Operator):
         return self._modules[self.spec.leaf]
 
     @property
-    def _experts(self) -> CpuExperts:
+    def _experts(self) -> HybridExperts:
         return self._leaf.experts
 
     def _inner(self, name: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ktinject.operators import gpu_experts, routed_experts
 from ktinject.operators.base import register_operator
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts
 from ktinject.operators.gpu_experts import GpuExperts
-from ktinject.operators.handoff import Handoff
+from ktinject.operators.handoff import Handoff, Ticket, of_ranks
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -66,6 +66,16 @@ class _Placed(HybridExpertsConfig):
     """The same for one layer. resident: the experts on the GPU."""
 
     resident: tuple[int, ...] = ()
+
+
+class Underway(NamedTuple):
+    """What the CPU was given, and what the GPU computes itself [m, hidden] fp32."""
+
+    ticket: Ticket
+    part: Tensor | None
+
+
+Started = Tensor | Underway  # what `start` gives: the result where it is there at once
 
 
 @register_operator("hybrid_experts")
@@ -158,15 +168,38 @@ class HybridExperts(CpuExperts):
         Ids of -1 and num_experts are skipped. Raises OperatorError for any other id that is no expert: on a GPU, in
         the next call.
         """
+        return self.complete(self.start(hidden_states, top_k_index, top_k_weights))
+
+    def start(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        ranks: tuple[int, int] | None = None,
+    ) -> Started:
+        """Begin `forward`; `complete` ends it. Several may be under way and are computed in this order.
+
+        ranks    only the experts of a token of these ranks, first and end; see `handoff.of_ranks`
+        """
         needs_graph = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
         if not hidden_states.is_cuda or needs_graph or torch.compiler.is_compiling():
+            if ranks is not None:
+                top_k_index = of_ranks(top_k_index, top_k_weights, *ranks)
             return super().forward(hidden_states, top_k_index, top_k_weights)
         here = self.on_gpu
+        lookup = None if here is None else here.on_cpu
+        ticket = self.handoff.submit(hidden_states, top_k_index, top_k_weights, lookup, ranks)
         if here is None:
-            return self.handoff.wait(self.handoff.submit(hidden_states, top_k_index, top_k_weights))
-        ticket = self.handoff.submit(hidden_states, top_k_index, top_k_weights, here.on_cpu)
-        part = here.forward(hidden_states, top_k_index, top_k_weights)
-        return self.handoff.wait(ticket, addend=part)
+            return Underway(ticket, None)
+        if ranks is not None:
+            top_k_index = of_ranks(top_k_index, top_k_weights, *ranks)
+        return Underway(ticket, here.forward(hidden_states, top_k_index, top_k_weights))
+
+    def complete(self, started: Started) -> Tensor:
+        """What `forward` returns; on a GPU, the current stream waits for it."""
+        if isinstance(started, Tensor):
+            return started
+        return self.handoff.wait(started.ticket, addend=started.part)
 
 
 def _place(modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, int]) -> dict[str, Any]:
