@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -58,6 +57,7 @@ class DeferredMoeConfig(HybridExpertsConfig):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.deferred < 0:
             raise ValueError(
                 f"deferred is {self.deferred}; it is 0 or more. Write how many experts may be late."
@@ -71,10 +71,16 @@ class DeferredMoeConfig(HybridExpertsConfig):
 
 @dataclass(frozen=True)
 class _Arranged(DeferredMoeConfig):
-    """The same for one layer. defers: how many experts it defers; why: the reason where that is not what was asked."""
+    """The same for one layer.
+
+    defers   how many experts it defers
+    why      the reason where that is not what was asked
+    experts  what `hybrid_experts` arranged for them
+    """
 
     defers: int = 0
     why: str = ""
+    experts: HybridExpertsConfig | None = None
 
 
 class Deferred(NamedTuple):
@@ -200,7 +206,8 @@ class DeferredMoe(Operator):
         self.defers: int = getattr(config, "defers", 0)
         self._why: str = getattr(config, "why", "")
         self._class = type(block).__name__
-        leaf = _Leaf(HybridExperts.build(block.get_submodule(spec.leaf), config), spec, self.defers)
+        experts = HybridExperts.build(block.get_submodule(spec.leaf), _of_experts(config))
+        leaf = _Leaf(experts, spec, self.defers)
         twin = moe_block.twin_of(block, **{spec.leaf: leaf})
         # No child, but this module under the block's class: children and tensors are the same, exchanged or not.
         shared = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
@@ -213,48 +220,29 @@ class DeferredMoe(Operator):
         modules: Mapping[str, tuple[nn.Module, Any]],
         spare: Mapping[str, int],
     ) -> dict[str, Any]:
-        kinds = {type(module) for module, _ in modules.values()}
-        blocks = [module for module in stack.modules() if type(module) in kinds]
-        ours = {id(module) for module, _ in modules.values()}
-        following = {id(block): after for block, after in itertools.pairwise(blocks)}
-        arranged: dict[str, Any] = {}
-        for path, (module, config) in modules.items():
-            spec = moe_block.describe(module)
-            if isinstance(spec, str):
-                arranged[path] = spec
-                continue
-            paths = [other for other, (_, c) in modules.items() if c == config]
-            wanted = config.deferred
-            if isinstance(config.schedule, list):
-                if len(config.schedule) != len(paths):
-                    arranged[path] = (
-                        f"its schedule has {len(config.schedule)} numbers for {len(paths)} layers"
-                    )
-                    continue
-                wanted = config.schedule[paths.index(path)]
-            after = following.get(id(module))
-            why = (
-                ""
-                if id(after) in ours
-                else "it is the last"
-                if after is None
-                else "the next is not deferred_moe"
-            )
-            if wanted > spec.top_k:
-                arranged[path] = f"{wanted} experts are to be deferred, and a token has {spec.top_k}"
-            elif why and wanted and isinstance(config.schedule, list):
-                arranged[path] = f"its schedule defers {wanted} experts in a layer that cannot: {why}"
+        specs = {path: moe_block.describe(module) for path, (module, _) in modules.items()}
+        arranged: dict[str, Any] = {path: spec for path, spec in specs.items() if isinstance(spec, str)}
+        blocks = {path: spec for path, spec in specs.items() if isinstance(spec, BlockSpec)}
+        leaves = {
+            f"{path}.{spec.leaf}": (modules[path][0].get_submodule(spec.leaf), _of_experts(modules[path][1]))
+            for path, spec in blocks.items()
+        }
+        placed = HybridExperts.arrange(stack, leaves, spare)
+        for path, spec in blocks.items():
+            config, experts = modules[path][1], placed[f"{path}.{spec.leaf}"]
+            depth = experts if isinstance(experts, str) else _depth(stack, modules, path, spec)
+            if isinstance(depth, str):
+                arranged[path] = depth
             else:
-                values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-                arranged[path] = _Arranged(**values, defers=0 if why else wanted, why=why)
-        return arranged
+                arranged[path] = _Arranged(**_values(config), defers=depth[0], why=depth[1], experts=experts)
+        return {path: arranged[path] for path in modules}
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
         spec = moe_block.describe(module)
         if isinstance(spec, str):
             return spec
-        return HybridExperts.supports(module.get_submodule(spec.leaf), config, machine)
+        return HybridExperts.supports(module.get_submodule(spec.leaf), _of_experts(config), machine)
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
@@ -322,3 +310,39 @@ class DeferredMoe(Operator):
 
     def _inner(self, name: str) -> str:
         return name.removeprefix(f"{self.spec.leaf}.")
+
+
+def _values(config: Any, kind: type = DeferredMoeConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(kind)}
+
+
+def _of_experts(config: Any) -> HybridExpertsConfig:
+    """What the experts' operator is to be given."""
+    arranged: HybridExpertsConfig | None = getattr(config, "experts", None)
+    return arranged or HybridExpertsConfig(**_values(config, HybridExpertsConfig))
+
+
+def _depth(
+    stack: nn.Module, modules: Mapping[str, tuple[nn.Module, Any]], path: str, spec: BlockSpec
+) -> tuple[int, str] | str:
+    """How many experts a block defers, and why not as many as asked; or the reason why it is refused."""
+    module, config = modules[path]
+    kinds = {type(block) for block, _ in modules.values()}
+    in_order = [block for block in stack.modules() if type(block) in kinds]
+    following = dict(zip(map(id, in_order), in_order[1:])).get(id(module))
+    why = ""
+    if following is None:
+        why = "it is the last"
+    elif not any(following is block for block, _ in modules.values()):
+        why = "the next is not deferred_moe"
+    wanted = config.deferred
+    if isinstance(config.schedule, list):
+        paths = [other for other, (_, theirs) in modules.items() if theirs == config]
+        if len(config.schedule) != len(paths):
+            return f"its schedule has {len(config.schedule)} numbers for {len(paths)} layers"
+        wanted = config.schedule[paths.index(path)]
+        if wanted and why:
+            return f"its schedule defers {wanted} experts in a layer that cannot: {why}"
+    if wanted > spec.top_k:
+        return f"{wanted} experts are to be deferred, and a token has {spec.top_k}"
+    return (0, why) if why else (wanted, "")

@@ -352,6 +352,16 @@ def test_the_definition_on_a_gpu(seed: int) -> None:
 
 
 @gpu
+@pytest.mark.parametrize("resident", [1, 3, 6])
+def test_where_an_expert_lies_does_not_matter(deepseek: PreTrainedModel, resident: int) -> None:
+    swapped = on_gpu(deepseek, deferred=2, gpu_experts=resident)
+    definition = reference.Deferral(model := copy.deepcopy(deepseek), [2, 2, 2, 0])
+    ids = tokens(3, 9)
+    found = decode(Run(swapped), ids.cuda(), 4).cpu()
+    assert reference.relative_error(found, decode(Run(model, definition), ids, 4)) < SAME_ON_GPU
+
+
+@gpu
 @pytest.mark.parametrize("batch", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", ["qwen", "deepseek"])
 @pytest.mark.parametrize("mode", ["flags", "host_func"])
