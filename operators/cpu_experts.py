@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 class CpuExpertsConfig(Config):
     """Arguments of `cpu_experts` in a rule."""
 
-    weights: Literal["bf16", "int8", "int4"] = "bf16"
+    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4"] = "bf16"
     group_size: Literal[128, 64, 32] = 128  # inputs that share a scale; int4 only
+    symmetric: bool = True  # int4 only; false: a zero point for each group beside its scale
     kernel: str = "auto"  # or a row of the kernel table, which must then be able to run
 
 
-def native_experts(spec: ExpertsSpec, weights: str, group_size: int, kernel: str) -> _native.Experts:
+def native_experts(
+    spec: ExpertsSpec, weights: str, group_size: int, kernel: str, symmetric: bool = True
+) -> _native.Experts:
     """The native experts of a layer, empty. Raises OperatorError for what the core does not serve."""
     try:
         return _native.Experts(
@@ -40,6 +43,7 @@ def native_experts(spec: ExpertsSpec, weights: str, group_size: int, kernel: str
             intermediate_size=spec.intermediate_size,
             weights=weights,
             group_size=group_size if weights == "int4" else 0,
+            symmetric=symmetric,
             has_gate=spec.has_gate,
             has_bias=spec.has_bias,
             activation=spec.activation,
@@ -53,6 +57,13 @@ def native_experts(spec: ExpertsSpec, weights: str, group_size: int, kernel: str
         raise OperatorError(f"cpu_experts: {error}") from None
 
 
+def weights_in_words(config: Any) -> str:
+    """The weight format of a config with `weights`, `group_size` and `symmetric`, for the plan."""
+    if config.weights != "int4":
+        return str(config.weights)
+    return f"int4 group {config.group_size}" + ("" if config.symmetric else " with zero points")
+
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core takes as they are
 
 
@@ -61,8 +72,8 @@ class CpuExperts(Operator):
     """Every routed-experts leaf with transformers' standard signature.
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or for int8 and int4 weights quantised
-    to int8 with a scale a token; sums are fp32. Inputs on another device are brought to the CPU and the result is
-    taken back.
+    to int8 with a scale a token; sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights, mxfp4 is e2m1 with
+    a power of two for 32 inputs. Inputs on another device are brought to the CPU and the result is taken back.
     """
 
     Config = CpuExpertsConfig
@@ -74,7 +85,7 @@ class CpuExperts(Operator):
         self.config = config
         self.num_experts = spec.num_experts
         kernel = env.kernel_for(config.weights) if config.kernel == "auto" else config.kernel
-        self.native = native_experts(spec, config.weights, config.group_size, kernel)
+        self.native = native_experts(spec, config.weights, config.group_size, kernel, config.symmetric)
         self._loaded_dtype: torch.dtype | None = None
         self._handle = next(_handles)
         _experts[self._handle] = self
@@ -105,9 +116,8 @@ class CpuExperts(Operator):
 
     def describe(self) -> dict[str, Any]:
         many, few = self.native.kernels
-        weights = self.config.weights
         return {
-            "weights": f"int4 group {self.config.group_size}" if weights == "int4" else weights,
+            "weights": weights_in_words(self.config),
             "kernel": many if many == few else f"{many}, {few} for few rows",
         }
 
@@ -123,7 +133,7 @@ class CpuExperts(Operator):
         except MemoryError:
             raise OperatorError(
                 f"cpu_experts: no room for {self.native.bytes / 2**30:.1f} GiB of packed experts. "
-                "Choose smaller weights (int8, int4) or a machine with more memory."
+                "Choose smaller weights (int8, int4, mxfp4) or a machine with more memory."
             ) from None
 
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ktinject import _native, env
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
+from ktinject.operators.cpu_experts import weights_in_words
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 class CpuLinearConfig(Config):
     """Arguments of `cpu_linear` in a rule."""
 
-    weights: Literal["bf16", "int8", "int4"] = "bf16"
+    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4"] = "bf16"
     group_size: Literal[128, 64, 32] = 128  # inputs that share a scale; int4 only
+    symmetric: bool = True  # int4 only; false: a zero point for each group beside its scale
     kernel: str = "auto"  # or a row of the kernel table, which must then be able to run
 
 
@@ -54,6 +56,7 @@ class CpuLinear(Operator, nn.Linear):
                 in_features=self.in_features,
                 weights=config.weights,
                 group_size=config.group_size if config.weights == "int4" else 0,
+                symmetric=config.symmetric,
                 has_bias=self.has_bias,
                 kernel=env.kernel_for(config.weights) if config.kernel == "auto" else config.kernel,
             )
@@ -88,9 +91,8 @@ class CpuLinear(Operator, nn.Linear):
 
     def describe(self) -> dict[str, Any]:
         many, few = self.native.kernels
-        weights = self.config.weights
         return {
-            "weights": f"int4 group {self.config.group_size}" if weights == "int4" else weights,
+            "weights": weights_in_words(self.config),
             "kernel": many if many == few else f"{many}, {few} for few rows",
         }
 
@@ -107,7 +109,7 @@ class CpuLinear(Operator, nn.Linear):
         except MemoryError:
             raise OperatorError(
                 f"cpu_linear: no room for {self.native.bytes / 2**20:.1f} MiB of packed weights. "
-                "Choose smaller weights (int8, int4) or a machine with more memory."
+                "Choose smaller weights (int8, int4, mxfp4) or a machine with more memory."
             ) from None
 
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:

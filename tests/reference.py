@@ -24,16 +24,21 @@ TOLERANCE = {
     "int4_g32": 0.17,
     "int4_g64": 0.20,
     "int4_g128": 0.21,
+    "int4_g32_zero": 0.17,
+    # Steps of 2^-4 to 2^-3 of the value itself. Seen: 6.0e-2, in a layer 24 values wide.
+    "fp8": 6.5e-2,
+    # 8 magnitudes, a power of two for 32 values. Seen: 0.23, in a layer 24 values wide.
+    "mxfp4": 0.24,
 }
 
 # The same against the weights that the operator unpacks: the rounding of the activations remains. Seen at the
 # most: bf16 3.7e-3, int8 activations 2.2e-2.
-KERNEL_TOLERANCE = {"bf16": 5e-3, "int8": 2.5e-2, "int4_g32": 2.5e-2, "int4_g64": 2.5e-2, "int4_g128": 2.5e-2}
+KERNEL_TOLERANCE = dict.fromkeys(TOLERANCE, 2.5e-2) | dict.fromkeys(("bf16", "fp8", "mxfp4"), 5e-3)
 
 # The same with a reference that rounds its activations as the kernels do: what remains is the order of fp32
 # sums, and the few intermediates that it carries across a rounding boundary, by a whole step. Seen at the
 # most: bf16 1e-7, int8 activations 2.0e-3.
-EMULATED_TOLERANCE = {"bf16": 3e-4, "int8": 3e-3, "int4_g32": 3e-3, "int4_g64": 3e-3, "int4_g128": 3e-3}
+EMULATED_TOLERANCE = dict.fromkeys(TOLERANCE, 3e-3) | dict.fromkeys(("bf16", "fp8", "mxfp4"), 3e-4)
 
 # ‖out - reference‖ / ‖reference‖ of a GPU linear layer against the weights that it unpacks: codes and scales are exact
 # and sums fp32, which leaves the rounding of the output. For bf16, 8 bits, that is 1.7e-3 over many outputs.
@@ -123,6 +128,16 @@ def intermediate(gate: Tensor | None, up: Tensor, spec: ExpertsSpec) -> Tensor:
     if gate is None:
         return h
     return h * (torch.clamp(up, -spec.up_limit, spec.up_limit) + spec.up_offset)
+
+
+def rounding(weights: str) -> str:
+    """What kernels for a weight format round activations to: bf16 or int8."""
+    return "int8" if weights.startswith("int") else "bf16"
+
+
+def multiplied(w: Tensor, weights: str) -> Tensor:
+    """The values that kernels multiply by, of the unpacked weights, in fp64: fp8 codes times scale as bf16."""
+    return to_bf16(w) if weights == "fp8" else w.double()
 
 
 def to_bf16(x: Tensor) -> Tensor:

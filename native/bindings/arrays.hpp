@@ -46,7 +46,12 @@ T one_of(const std::string& value, const char* what, std::initializer_list<std::
 }
 
 inline Format format_of(const std::string& weights) {
-  return one_of<Format>(weights, "weights", {{"bf16", Format::bf16}, {"int8", Format::int8}, {"int4", Format::int4}});
+  std::string allowed;
+  for (const FormatName& format : kFormatNames) {
+    if (weights == format.name) return format.format;
+    allowed += (allowed.empty() ? "" : ", ") + std::string(format.name);
+  }
+  throw std::invalid_argument("weights: found '" + weights + "'; allowed: " + allowed);
 }
 
 inline Source source_of(const Weight& weight) {

@@ -12,6 +12,8 @@
 namespace ktinject {
 namespace {
 
+using Codes = nb::ndarray<nb::pytorch, const uint8_t, nb::ndim<2>, nb::device::cpu>;
+using Scales = nb::ndarray<nb::pytorch, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using RoutingWeights = nb::ndarray<nb::pytorch, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 Projection projection_of(const std::string& name) {
   return one_of<Projection>(name, "projection",
@@ -19,14 +21,15 @@ Projection projection_of(const std::string& name) {
 }
 
 ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, const std::string& weights,
-                          int group_size, bool has_gate, bool has_bias, const std::string& activation, float alpha,
-                          float gate_max, float up_limit, float up_offset, const std::string& kernel) {
+                          int group_size, bool symmetric, bool has_gate, bool has_bias, const std::string& activation,
+                          float alpha, float gate_max, float up_limit, float up_offset, const std::string& kernel) {
   ExpertsConfig config;
   config.experts = experts;
   config.hidden_size = hidden_size;
   config.intermediate_size = intermediate_size;
   config.format = format_of(weights);
   config.group_size = group_size;
+  config.symmetric = symmetric;
   config.has_bias = has_bias;
   config.activation.kind = one_of<ActivationKind>(activation, "activation",
                                                   {{"silu", ActivationKind::silu},
@@ -49,6 +52,20 @@ void load(Experts& self, const std::string& projection, int expert, Weight weigh
   const Projection which = projection_of(projection);
   nb::gil_scoped_release release;
   self.load(which, expert, source);
+}
+
+void load_fp8(Experts& self, const std::string& projection, int expert, Codes codes, Scales scales) {
+  const Fp8Source source{codes.data(),
+                         static_cast<int>(codes.shape(0)),
+                         static_cast<int>(codes.shape(1)),
+                         codes.stride(0),
+                         codes.stride(1),
+                         scales.data(),
+                         static_cast<int>(scales.shape(0)),
+                         static_cast<int>(scales.shape(1))};
+  const Projection which = projection_of(projection);
+  nb::gil_scoped_release release;
+  self.load_fp8(which, expert, source);
 }
 
 void load_bias(Experts& self, const std::string& projection, int expert, Bias bias) {
@@ -85,15 +102,16 @@ void init_experts(nb::module_& m) {
       .def(
           "__init__",
           [](Experts* self, int experts, int hidden_size, int intermediate_size, const std::string& weights,
-             int group_size, bool has_gate, bool has_bias, const std::string& activation, float alpha, float gate_max,
-             float up_limit, float up_offset, const std::string& kernel) {
-            new (self) Experts(make_config(experts, hidden_size, intermediate_size, weights, group_size, has_gate,
-                                           has_bias, activation, alpha, gate_max, up_limit, up_offset, kernel));
+             int group_size, bool symmetric, bool has_gate, bool has_bias, const std::string& activation, float alpha,
+             float gate_max, float up_limit, float up_offset, const std::string& kernel) {
+            new (self)
+                Experts(make_config(experts, hidden_size, intermediate_size, weights, group_size, symmetric, has_gate,
+                                    has_bias, activation, alpha, gate_max, up_limit, up_offset, kernel));
           },
           nb::kw_only(), nb::arg("experts"), nb::arg("hidden_size"), nb::arg("intermediate_size"), nb::arg("weights"),
-          nb::arg("group_size"), nb::arg("has_gate"), nb::arg("has_bias"), nb::arg("activation"), nb::arg("alpha"),
-          nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("up_offset"), nb::arg("kernel"),
-          "Nothing is allocated before allocate().")
+          nb::arg("group_size"), nb::arg("symmetric") = true, nb::arg("has_gate"), nb::arg("has_bias"),
+          nb::arg("activation"), nb::arg("alpha"), nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("up_offset"),
+          nb::arg("kernel"), "Nothing is allocated before allocate().")
       .def_prop_ro(
           "hidden_size", [](const Experts& self) { return self.config().hidden_size; }, "Inputs and outputs.")
       .def_prop_ro(
@@ -109,6 +127,9 @@ void init_experts(nb::module_& m) {
       .def("allocate", &Experts::allocate, "Reserve the packed weights, zeroed. Raises MemoryError.")
       .def("load", &load, nb::arg("projection"), nb::arg("expert"), nb::arg("weight"),
            "Pack weight [n, k], any strides, of projection 'gate', 'up' or 'down'.")
+      .def("load_fp8", &load_fp8, nb::arg("projection"), nb::arg("expert"), nb::arg("codes"), nb::arg("scales"),
+           "Keep e4m3 codes uint8 [n, k], any strides, with scales fp32 [ceil(n / 128), ceil(k / 128)]; for fp8 "
+           "weights.")
       .def("load_bias", &load_bias, nb::arg("projection"), nb::arg("expert"), nb::arg("bias"), "Take bias [n].")
       .def("repeat", &Experts::repeat, nb::arg("expert"), nb::call_guard<nb::gil_scoped_release>(),
            "Make every expert a copy of this one, for benchmarks.")

@@ -31,12 +31,13 @@ void init_linear(nb::module_& m) {
   nb::class_<Linear>(m, "Linear", "One packed dense layer.")
       .def(
           "__init__",
-          [](Linear* self, int out_features, int in_features, const std::string& weights, int group_size, bool has_bias,
-             const std::string& kernel) {
-            new (self) Linear({out_features, in_features, format_of(weights), group_size, has_bias, kernel});
+          [](Linear* self, int out_features, int in_features, const std::string& weights, int group_size,
+             bool symmetric, bool has_bias, const std::string& kernel) {
+            new (self) Linear({out_features, in_features, format_of(weights), group_size, symmetric, has_bias, kernel});
           },
           nb::kw_only(), nb::arg("out_features"), nb::arg("in_features"), nb::arg("weights"), nb::arg("group_size"),
-          nb::arg("has_bias"), nb::arg("kernel"), "Nothing is allocated before allocate().")
+          nb::arg("symmetric") = true, nb::arg("has_bias"), nb::arg("kernel"),
+          "Nothing is allocated before allocate().")
       .def_prop_ro("bytes", &Linear::bytes, "Bytes of packed weight and bias, known before allocation.")
       .def_prop_ro(
           "kernels",

@@ -35,7 +35,7 @@ void init_system(nb::module_& m) {
             if (kernel.isa & name.bit) isa += (isa.empty() ? "" : " ") + std::string(name.name);
           const std::string reason = why_unavailable(kernel);
           row["name"] = kernel.name;
-          row["weights"] = kernel.format == Format::bf16 ? "bf16" : kernel.format == Format::int8 ? "int8" : "int4";
+          row["weights"] = format_name(kernel.format);
           row["isa"] = isa;
           row["available"] = reason.empty();
           row["automatic"] = kernel.automatic;

@@ -39,8 +39,14 @@ Linear::Linear(LinearConfig config)
   if (config_.format == Format::int4 && config_.group_size != 32 && config_.group_size != 64 &&
       config_.group_size != 128)
     throw std::invalid_argument("group_size: found " + std::to_string(config_.group_size) + "; allowed: 32, 64, 128");
-  matrix_ = {config_.format, config_.out_features, config_.in_features, config_.group_size,
-             (config_.out_features + kPanel - 1) / kPanel};
+  if (config_.format != Format::int4 && !config_.symmetric)
+    throw std::invalid_argument("symmetric: found false; only int4 weights have zero points");
+  matrix_ = {config_.format,
+             config_.out_features,
+             config_.in_features,
+             scale_group(config_.format, config_.group_size),
+             (config_.out_features + kPanel - 1) / kPanel,
+             config_.symmetric};
 }
 
 size_t Linear::bytes() const {
@@ -103,7 +109,7 @@ void Linear::run(const void* x, DType dtype, int rows, void* y) const {
   const auto pool_used = pool();
   const auto session = pool_used->session();
   ThreadPool& workers = *pool_used;
-  const bool quantised = config_.format != Format::bf16, summed = config_.format == Format::int4;
+  const bool quantised = has_int8_rows(config_.format), summed = config_.format == Format::int4;
   const bool serial = matrix_.bytes() * static_cast<size_t>(rows) < kSerialBytes;
   auto each = [&](int tasks, auto&& task) {
     if (serial)

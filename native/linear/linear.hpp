@@ -15,7 +15,8 @@ struct LinearConfig {
   int out_features = 0;
   int in_features = 0;
   Format format = Format::bf16;
-  int group_size = 0;  // int4
+  int group_size = 0;     // int4
+  bool symmetric = true;  // int4: no zero points
   bool has_bias = false;
   std::string kernel = "auto";
 };

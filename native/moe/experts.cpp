@@ -108,11 +108,19 @@ Experts::Experts(ExpertsConfig config)
   if (config_.format == Format::int4 && config_.group_size != 32 && config_.group_size != 64 &&
       config_.group_size != 128)
     throw std::invalid_argument("group_size: found " + std::to_string(config_.group_size) + "; allowed: 32, 64, 128");
+  if (config_.format != Format::int4 && !config_.symmetric)
+    throw std::invalid_argument("symmetric: found false; only int4 weights have zero points");
   const bool gate = config_.activation.has_gate;
   const int inner = config_.intermediate_size;
-  gate_up_ = {config_.format, gate ? 2 * inner : inner, config_.hidden_size, config_.group_size,
-              gate ? (inner + kTile - 1) / kTile : (inner + kPanel - 1) / kPanel};
-  down_ = {config_.format, config_.hidden_size, inner, config_.group_size, (config_.hidden_size + kPanel - 1) / kPanel};
+  const int group_size = scale_group(config_.format, config_.group_size);
+  gate_up_ = {config_.format,
+              gate ? 2 * inner : inner,
+              config_.hidden_size,
+              group_size,
+              gate ? (inner + kTile - 1) / kTile : (inner + kPanel - 1) / kPanel,
+              config_.symmetric};
+  down_ = {config_.format,   config_.hidden_size, inner, group_size, (config_.hidden_size + kPanel - 1) / kPanel,
+           config_.symmetric};
   loaded_.assign(static_cast<size_t>(config_.experts) * 3 * 2, 0);
 }
 
@@ -236,7 +244,7 @@ void Experts::run(const Pass& pass) const {
   Routing& routing = *pass.routing;
   ThreadPool& workers = *pass.workers;
   const auto rows = routing.expert.size();
-  const bool quantised = config_.format != Format::bf16;
+  const bool quantised = has_int8_rows(config_.format);
   const int zero_point = config_.format == Format::int8 ? 128 : 0;
   const bool sums = config_.format == Format::int4;
   const size_t active_bytes = routing.active.size() * (gate_up_.bytes() + down_.bytes());

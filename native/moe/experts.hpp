@@ -17,7 +17,8 @@ struct ExpertsConfig {
   int hidden_size = 0;
   int intermediate_size = 0;
   Format format = Format::bf16;
-  int group_size = 0;
+  int group_size = 0;     // int4
+  bool symmetric = true;  // int4: no zero points
   bool has_bias = false;
   Activation activation;
   std::string kernel = "auto";
@@ -51,6 +52,9 @@ class Experts {
   // Packs one projection of one expert; without a gate the first projection is `up`. Throws std::domain_error when a
   // row holds a NaN or an infinity and the format has scales.
   void load(Projection projection, int expert, const Source& source);
+  // The same from fp8 codes, for fp8 weights: they are kept bit by bit. Throws std::domain_error for NaN and for scales
+  // out of range.
+  void load_fp8(Projection projection, int expert, const Fp8Source& source);
   void load_bias(Projection projection, int expert, const Source& source);
   // Every expert becomes a copy of this one, for benchmarks: only the packing of one is paid for.
   void repeat(int expert);

@@ -9,15 +9,23 @@
 //   bf16  block of 32 inputs  16 rows x 64 bytes: row r holds inputs 2r, 2r+1 of output 0, of output 1, ...
 //   int8  block of 64 inputs  16 rows x 64 bytes: row r holds inputs 4r..4r+3 of output 0, of output 1, ...
 //   int4  block of 64 inputs   8 rows x 64 bytes: the low nibbles of row r are row 2r of the int8 block,
-//                              the high nibbles row 2r+1; a nibble is q + 8, q in [-8, 7]
+//                              the high nibbles row 2r+1; a nibble is q + zero, zero 8 where symmetric
+//   fp8   block of 32 inputs   8 rows x 64 bytes: the even bytes of row r are row 2r of the bf16 block, the odd bytes
+//                              row 2r+1; a byte is e4m3 with its sign moved below the exponent's upper bits, see `Fp8`
+//   mxfp4 block of 32 inputs   4 rows x 64 bytes: nibble i of the 16-bit lanes of row r is row 4r+i of the bf16 block;
+//                              a nibble is e2m1
 //
 //   panel = [head][block 0: tile 0, tile 1][block 1: tile 0, tile 1]...
 //   head    bf16: none
 //           int8: float scale[32], int32 offset[32]; offset = 128 * sum of the column, see `Rows`
-//           int4: float level[32], bf16 scale[groups][32]; groups = ceil(k / group_size)
+//           int4: float level[32], bf16 scale[groups][32], and if not symmetric uint8 zero[groups][32];
+//                 groups = ceil(k / group_size)
+//           fp8: float scale[groups][2], one for each tile and 128 inputs; the 128 outputs of a block share it
+//           mxfp4: uint8 scale[groups][32], e8m0: 2^(scale - 127), one for each output and 32 inputs
 //
-// The level of an int4 column is its largest |scale| * 8 / 127: with it, q * scale / level fits int8, for kernels that
-// run whole chains of int8.
+// The level of an int4 column is its largest |(q - zero) * scale| / 127 that could be: with it, (q - zero) * scale /
+// level fits int8, for kernels that run whole chains of int8.
+// fp8 and mxfp4 weights are multiplied as bf16: code * scale, rounded to bf16 (which mxfp4 never needs).
 // n and k are padded with zeros. Source: the tile shapes are Intel's (Architecture Instruction Set Extensions, AMX);
 // one layout that AMX and AVX-512 share is described by KTransformers (SOSP'25).
 #pragma once
@@ -27,35 +35,65 @@
 
 namespace ktinject {
 
-enum class Format { bf16, int8, int4 };
+enum class Format { bf16, int8, int4, fp8, mxfp4 };
+
+struct FormatName {
+  Format format;
+  const char* name;
+};
+inline constexpr FormatName kFormatNames[] = {{Format::bf16, "bf16"},
+                                              {Format::int8, "int8"},
+                                              {Format::int4, "int4"},
+                                              {Format::fp8, "fp8"},
+                                              {Format::mxfp4, "mxfp4"}};
+inline const char* format_name(Format format) { return kFormatNames[static_cast<int>(format)].name; }
+
+// Whether activations are int8 with a scale a row; for the other formats they are bf16.
+inline constexpr bool has_int8_rows(Format format) { return format == Format::int8 || format == Format::int4; }
 
 inline constexpr int kTile = 16;
 inline constexpr int kPanel = 2 * kTile;
 
 inline constexpr int round_up(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+// Outputs and inputs that share a scale in fp8.
+inline constexpr int kFp8Block = 128;
+// Inputs that share a scale in mxfp4.
+inline constexpr int kMxfp4Group = 32;
+
+// Inputs that share a scale: int4 has the choice.
+inline constexpr int scale_group(Format format, int group_size) {
+  return format == Format::fp8 ? kFp8Block : format == Format::mxfp4 ? kMxfp4Group : group_size;
+}
+
 // Shape of one packed matrix; the same for every expert of a layer.
 struct Matrix {
   Format format = Format::bf16;
   int n = 0;           // outputs: columns of all tiles, padding left out
   int k = 0;           // inputs
-  int group_size = 0;  // int4: inputs a scale
+  int group_size = 0;  // inputs a scale: int4, fp8, mxfp4
   int panels = 0;
+  bool symmetric = true;  // int4: no zero points
 
-  int block() const { return format == Format::bf16 ? 32 : 64; }
+  int block() const { return has_int8_rows(format) ? 64 : 32; }
   int padded_k() const { return round_up(k, block()); }
   int blocks() const { return padded_k() / block(); }
   int groups() const { return (padded_k() + group_size - 1) / group_size; }
-  size_t tile_bytes() const { return format == Format::int4 ? 512 : 1024; }
+  size_t tile_bytes() const {
+    return format == Format::mxfp4 ? 256 : format == Format::int4 || format == Format::fp8 ? 512 : 1024;
+  }
   size_t head_bytes() const {
+    if (format == Format::bf16) return 0;
     if (format == Format::int8) return kPanel * (sizeof(float) + sizeof(int32_t));
-    if (format == Format::int4)
-      return kPanel * sizeof(float) + static_cast<size_t>(groups()) * kPanel * sizeof(uint16_t);
-    return 0;
+    const auto g = static_cast<size_t>(groups());
+    const size_t bytes = format == Format::fp8     ? g * 2 * sizeof(float)
+                         : format == Format::mxfp4 ? g * kPanel
+                                                   : kPanel * sizeof(float) + g * kPanel * (symmetric ? 2 : 3);
+    return (bytes + 63) / 64 * 64;
   }
   size_t panel_bytes() const { return head_bytes() + static_cast<size_t>(blocks()) * 2 * tile_bytes(); }
   size_t bytes() const { return static_cast<size_t>(panels) * panel_bytes(); }
-  size_t row_bytes() const { return static_cast<size_t>(padded_k()) * (format == Format::bf16 ? 2 : 1); }
+  size_t row_bytes() const { return static_cast<size_t>(padded_k()) * (has_int8_rows(format) ? 1 : 2); }
 };
 
 // Activations as a kernel takes them, padded with zeros to padded_k(). Rows come in groups of 16 (the last may be
@@ -63,12 +101,12 @@ struct Matrix {
 // of each of its rows. So the A operand of an AMX instruction is one contiguous run of at most 1 KiB, and a single row
 // is simply contiguous.
 //
-//   bf16  bf16
+//   bf16, fp8, mxfp4  bf16
 //   int8  uint8 = q + 128, q in [-127, 127]. The unsigned operand is what the dot product instructions want; the 128 it
 //   adds to
 //         every product is 128 * sum of the weight column, folded into the panel's offset when packing
-//   int4  int8 = q; the weights are the unsigned operand there (nibble = q + 8), and 8 * sum of the row's group is
-//   taken off
+//   int4  int8 = q; the weights are the unsigned operand there (nibble = q + zero), and zero * sum of the row's group
+//   is taken off
 struct Rows {
   const std::byte* data = nullptr;
   size_t row_bytes = 0;

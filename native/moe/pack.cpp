@@ -26,7 +26,40 @@ std::string title(Projection projection, int expert) {
   return "expert " + std::to_string(expert) + ", " + name_of(projection);
 }
 
-// One tile's 16 outputs x padded_k inputs, fp32, zero padded; `rows` of the outputs exist.
+// Of a matrix alone, the last panel may have only its first tile: the second is packed as zeros.
+int tiles_of(const Matrix& matrix, TileMap place) { return place == paired_tiles ? 2 * matrix.panels : matrix.panels; }
+
+// Where inputs k of one output lie in a panel of fp8 or mxfp4: the 16-bit lane that holds it, and the bit it starts at.
+struct CodeAt {
+  size_t lane;
+  int shift;
+};
+
+CodeAt code_at(const Matrix& matrix, int column, int k) {
+  const int bits = matrix.format == Format::fp8 ? 8 : 4, rows = 16 / bits;  // rows of the bf16 block in a packed one
+  const int row = k % 32 / 2;
+  return {matrix.head_bytes() +
+              (static_cast<size_t>(k / 32) * 2 + static_cast<size_t>(column / kTile)) * matrix.tile_bytes() +
+              static_cast<size_t>(row / rows * 64 + column % kTile * 4 + k % 2 * 2),
+          row % rows * bits};
+}
+
+// codes [padded_k] of one output, one a byte, as checkpoints have them.
+void pack_codes(const Matrix& matrix, std::byte* panel, int column, const uint8_t* codes) {
+  const int rows = matrix.format == Format::fp8 ? 2 : 4;
+  for (int first = 0; first < matrix.padded_k(); first += 2 * rows)
+    for (int odd = 0; odd < 2; ++odd) {
+      uint32_t lane = 0;
+      for (int row = 0; row < rows; ++row) {
+        const uint8_t code = codes[first + 2 * row + odd];
+        lane |= static_cast<uint32_t>(matrix.format == Format::fp8 ? Fp8::pack(code) : code) << 16 / rows * row;
+      }
+      const auto bits = static_cast<uint16_t>(lane);
+      std::memcpy(panel + code_at(matrix, column, first + odd).lane, &bits, sizeof bits);
+    }
+}
+
+// One tile's 16 outputs x padded_k inputs, fp32, zero padded. fp8: the tile's scales are there already.
 void pack_tile(const Matrix& matrix, const Stages& stages, const float* values, std::byte* panel, int second,
                int8_t* quantised) {
   const int padded_k = matrix.padded_k();
@@ -57,21 +90,42 @@ void pack_tile(const Matrix& matrix, const Stages& stages, const float* values, 
       for (int k = 0; k < padded_k; k += 4)
         std::memcpy(data + static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 4 * 64 + j * 4),
                     quantised + k, 4);
-    } else {
+    } else if (matrix.format == Format::int4) {
       auto* levels = reinterpret_cast<float*>(panel);
       auto* scales = reinterpret_cast<uint16_t*>(levels + kPanel);
+      auto* zeros = reinterpret_cast<uint8_t*>(scales + static_cast<size_t>(matrix.groups()) * kPanel);
       float most = 0;
       for (int g = 0; g < matrix.groups(); ++g) {
         const int start = g * matrix.group_size, length = std::min(matrix.group_size, padded_k - start);
-        const uint16_t scale = stages.quantise_int4(row + start, length, quantised + start);
+        int8_t* q = quantised + start;
+        uint8_t zero = 8;
+        uint16_t scale;
+        if (matrix.symmetric) {
+          scale = stages.quantise_int4(row + start, length, q);
+          for (int k = 0; k < length; ++k) q[k] = static_cast<int8_t>(q[k] + 8);
+        } else {
+          scale = stages.quantise_int4_zero(row + start, length, q, &zero);
+          zeros[g * kPanel + column] = zero;
+        }
         scales[g * kPanel + column] = scale;
-        most = std::max(most, std::abs(bf16_to_float(scale)));
+        most = std::max(most, std::abs(bf16_to_float(scale)) * static_cast<float>(std::max<int>(zero, 15 - zero)));
       }
-      levels[column] = most * 8.0f / 127.0f;
+      levels[column] = most / 127.0f;
       for (int k = 0; k < padded_k; k += 8)
         for (int i = 0; i < 4; ++i)
           data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 8 * 64 + j * 4 + i)] =
-              static_cast<std::byte>((quantised[k + i] + 8) | (quantised[k + 4 + i] + 8) << 4);
+              static_cast<std::byte>(quantised[k + i] | quantised[k + 4 + i] << 4);
+    } else {
+      auto* codes = reinterpret_cast<uint8_t*>(quantised);
+      for (int g = 0; g < matrix.groups(); ++g) {
+        const int start = g * matrix.group_size, length = std::min(matrix.group_size, padded_k - start);
+        if (matrix.format == Format::fp8)
+          stages.quantise_fp8(row + start, length, fp8_scale(panel, g, second), codes + start);
+        else
+          reinterpret_cast<uint8_t*>(panel)[g * kPanel + column] =
+              stages.quantise_mxfp4(row + start, length, codes + start);
+      }
+      pack_codes(matrix, panel, column, codes);
     }
   }
 }
@@ -92,11 +146,20 @@ void unpack_column(const Matrix& matrix, const std::byte* panel, int column, flo
       const auto q = static_cast<int8_t>(
           data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 4 * 64 + j * 4 + k % 4)]);
       out[k] = static_cast<float>(q) * int8_head(panel).scale[column];
-    } else {
+    } else if (matrix.format == Format::int4) {
       const auto pair = static_cast<uint8_t>(
           data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 8 * 64 + j * 4 + k % 4)]);
-      const int q = (k % 8 < 4 ? pair & 15 : pair >> 4) - 8;
-      out[k] = static_cast<float>(q) * bf16_to_float(int4_scales(panel)[k / matrix.group_size * kPanel + column]);
+      const int at = k / matrix.group_size * kPanel + column;
+      const int q = (k % 8 < 4 ? pair & 15 : pair >> 4) - (matrix.symmetric ? 8 : int4_zeros(matrix, panel)[at]);
+      out[k] = static_cast<float>(q) * bf16_to_float(int4_scales(panel)[at]);
+    } else {
+      const CodeAt at = code_at(matrix, column, k);
+      uint16_t lane;
+      std::memcpy(&lane, panel + at.lane, sizeof lane);
+      const int code = lane >> at.shift, group = k / matrix.group_size;
+      out[k] = matrix.format == Format::fp8
+                   ? Fp8::value(static_cast<uint8_t>(code)) * fp8_scale(panel, group, column / kTile)
+                   : Mxfp4::value(code & 15) * Mxfp4::scale(mxfp4_scales(panel)[group * kPanel + column]);
     }
   }
 }
@@ -108,15 +171,12 @@ void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& sourc
   const auto padded_k = static_cast<size_t>(matrix.padded_k());
   const size_t element = dtype_bytes(source.dtype);
   const size_t values_bytes = kTile * padded_k * sizeof(float), worker_bytes = values_bytes + padded_k + 64;
-  // Of a matrix alone, the last panel may have only its first tile: the second is packed as zeros.
-  const int tiles = place == paired_tiles ? 2 * matrix.panels : matrix.panels;
+  const int tiles = tiles_of(matrix, place);
 
   const auto workers = pool();
   const auto session = workers->session();
   std::byte* buffers = workers->buffer(0, static_cast<size_t>(workers->threads()) * worker_bytes);
-  workers->parallel_for(tiles, [&](int t, int worker) {
-    auto* values = reinterpret_cast<float*>(buffers + static_cast<size_t>(worker) * worker_bytes);
-    auto* quantised = reinterpret_cast<int8_t*>(values) + values_bytes;
+  auto widen_tile = [&](int t, float* values) {
     for (int j = 0; j < kTile; ++j) {
       float* row = values + static_cast<size_t>(j) * padded_k;
       const int output = t * kTile + j;
@@ -130,9 +190,77 @@ void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& sourc
         throw std::domain_error(what + ": output row " + std::to_string(output) +
                                 " holds a NaN or an infinity, so it has no scale");
     }
+  };
+  auto own = [&](int worker) { return reinterpret_cast<float*>(buffers + static_cast<size_t>(worker) * worker_bytes); };
+
+  // fp8: a scale belongs to eight tiles, so all of them are looked through before the first is packed.
+  const auto groups = matrix.format == Format::fp8 ? static_cast<size_t>(matrix.groups()) : 0;
+  std::vector<float> most(static_cast<size_t>(tiles) * groups);
+  if (groups > 0)
+    workers->parallel_for(tiles, [&](int t, int worker) {
+      float* values = own(worker);
+      widen_tile(t, values);
+      for (size_t g = 0; g < groups; ++g)
+        for (size_t j = 0; j < kTile; ++j) {
+          const size_t start = g * kFp8Block, length = std::min<size_t>(kFp8Block, padded_k - start);
+          float& found = most[static_cast<size_t>(t) * groups + g];
+          found = std::max(found, stages.max_abs(values + j * padded_k + start, static_cast<int>(length)));
+        }
+    });
+  auto fp8_block_scale = [&](int t, size_t g) {
+    constexpr int kTiles = kFp8Block / kTile;
+    float found = 0;
+    for (int i = t / kTiles * kTiles; i < std::min(tiles, (t / kTiles + 1) * kTiles); ++i)
+      found = std::max(found, most[static_cast<size_t>(i) * groups + g]);
+    return std::clamp(found / Fp8::kMost, Fp8::kLeastScale, Fp8::kMostScale);
+  };
+
+  workers->parallel_for(tiles, [&](int t, int worker) {
+    float* values = own(worker);
+    widen_tile(t, values);
     const TileAt at = place(t);
-    pack_tile(matrix, stages, values, panels + static_cast<size_t>(at.panel) * matrix.panel_bytes(), at.second,
-              quantised);
+    std::byte* panel = panels + static_cast<size_t>(at.panel) * matrix.panel_bytes();
+    for (size_t g = 0; g < groups; ++g)
+      reinterpret_cast<float*>(panel)[g * 2 + static_cast<size_t>(at.second)] = fp8_block_scale(t, g);
+    pack_tile(matrix, stages, values, panel, at.second, reinterpret_cast<int8_t*>(values) + values_bytes);
+  });
+}
+
+void pack_fp8(const Matrix& matrix, const Fp8Source& source, TileMap place, std::byte* panels,
+              const std::string& what) {
+  auto refuse = [&](const std::string& why) { throw std::domain_error(what + ": " + why); };
+  if (matrix.format != Format::fp8)
+    refuse(std::string("fp8 codes for ") + format_name(matrix.format) + " weights; decode them first");
+  const int rows = (source.n + kFp8Block - 1) / kFp8Block, columns = (source.k + kFp8Block - 1) / kFp8Block;
+  if (source.scale_rows != rows || source.scale_columns != columns)
+    refuse("found scales [" + std::to_string(source.scale_rows) + ", " + std::to_string(source.scale_columns) +
+           "]; expected [" + std::to_string(rows) + ", " + std::to_string(columns) + "]");
+  for (int i = 0; i < rows * columns; ++i)
+    if (!(source.scales[i] >= Fp8::kLeastScale && source.scales[i] <= Fp8::kMostScale))
+      refuse("the scale of block [" + std::to_string(i / columns) + ", " + std::to_string(i % columns) + "] is " +
+             std::to_string(source.scales[i]) + "; allowed: 2^-100 to 2^100");
+  const auto padded_k = static_cast<size_t>(matrix.padded_k());
+  const auto workers = pool();
+  const auto session = workers->session();
+  std::byte* buffers = workers->buffer(0, static_cast<size_t>(workers->threads()) * padded_k);
+  workers->parallel_for(tiles_of(matrix, place), [&](int t, int worker) {
+    const TileAt at = place(t);
+    std::byte* panel = panels + static_cast<size_t>(at.panel) * matrix.panel_bytes();
+    // Tiles past the last output have codes of zero, and any scale.
+    const int scale_row = std::min(t * kTile / kFp8Block, rows - 1);
+    for (int g = 0; g < columns; ++g)
+      reinterpret_cast<float*>(panel)[g * 2 + at.second] = source.scales[scale_row * columns + g];
+    auto* codes = reinterpret_cast<uint8_t*>(buffers) + static_cast<size_t>(worker) * padded_k;
+    for (int j = 0; j < kTile; ++j) {
+      const int output = t * kTile + j;
+      std::fill(codes, codes + padded_k, uint8_t{0});
+      if (output < source.n)
+        for (int k = 0; k < source.k; ++k) {
+          codes[k] = source.codes[output * source.n_stride + k * source.k_stride];
+          if (Fp8::is_nan(codes[k])) refuse("output row " + std::to_string(output) + " holds a NaN");
+        }
+      pack_codes(matrix, panel, at.second * kTile + j, codes);
+    }
   });
 }
 
@@ -175,6 +303,18 @@ void Experts::load(Projection projection, int expert, const Source& source) {
   const Block& block = projection == Projection::down ? down_data_ : gate_up_data_;
   pack_matrix(matrix, *stages_, source, tiles_of(config_, projection),
               block.data() + static_cast<size_t>(expert) * matrix.bytes(), title(projection, expert));
+  loaded_[(static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2] = 1;
+}
+
+void Experts::load_fp8(Projection projection, int expert, const Fp8Source& source) {
+  Source shape;
+  shape.n = source.n;
+  shape.k = source.k;
+  check(projection, expert, shape, false);
+  const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
+  const Block& block = projection == Projection::down ? down_data_ : gate_up_data_;
+  pack_fp8(matrix, source, tiles_of(config_, projection), block.data() + static_cast<size_t>(expert) * matrix.bytes(),
+           title(projection, expert));
   loaded_[(static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2] = 1;
 }
 

@@ -20,6 +20,18 @@ struct Source {
   ptrdiff_t k_stride = 0;
 };
 
+// An fp8 weight as it is stored: e4m3 codes [n, k], and a scale [ceil(n / 128), ceil(k / 128)] for each block.
+struct Fp8Source {
+  const uint8_t* codes = nullptr;
+  int n = 0;
+  int k = 0;
+  ptrdiff_t n_stride = 0;
+  ptrdiff_t k_stride = 0;
+  const float* scales = nullptr;  // contiguous
+  int scale_rows = 0;
+  int scale_columns = 0;
+};
+
 // Where 16 outputs lie: tile `second` (0 or 1) of panel `panel`.
 struct TileAt {
   int panel;
@@ -36,6 +48,10 @@ inline TileAt second_tiles(int t) { return {t, 1}; }          // up, beside gate
 // infinity is when the format has scales.
 void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& source, TileMap place, std::byte* panels,
                  const std::string& what);
+
+// The same from fp8 codes, for an fp8 matrix: they are kept bit by bit. std::domain_error for a NaN and for scales out
+// of range, too.
+void pack_fp8(const Matrix& matrix, const Fp8Source& source, TileMap place, std::byte* panels, const std::string& what);
 
 // out [n, matrix.k] fp32 = the dequantised outputs 0..n-1, in parallel.
 void unpack_matrix(const Matrix& matrix, const std::byte* panels, TileMap place, int n, float* out);

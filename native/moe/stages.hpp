@@ -58,6 +58,16 @@ struct Stages {
   // q [k] in [-8, 7]; returns the bf16 bits of the scale. Of a few candidate scales the one with the least squared
   // error.
   uint16_t (*quantise_int4)(const float* x, int k, int8_t* q);
+
+  // The same with a zero point: q [k] in [0, 15], the value is (q - zero) * scale.
+  uint16_t (*quantise_int4_zero)(const float* x, int k, int8_t* q, uint8_t* zero);
+
+  // codes [k] e4m3 = round(x / scale), saturating at 448.
+  void (*quantise_fp8)(const float* x, int k, float scale, uint8_t* codes);
+
+  // codes [k] e2m1; returns the e8m0 scale. Of the two powers of two around max|x| / 6 the one with the least squared
+  // error; values that fit some such grid exactly come back exactly.
+  uint8_t (*quantise_mxfp4)(const float* x, int k, uint8_t* codes);
 };
 
 extern const Stages kBaselineStages;
@@ -72,6 +82,13 @@ inline float bf16_to_float(uint16_t bits) {
   float value;
   __builtin_memcpy(&value, &wide, sizeof value);
   return value;
+}
+
+// Rounds to nearest even; for finite values.
+inline uint16_t float_to_bf16(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
 }  // namespace ktinject

@@ -286,3 +286,124 @@ static uint16_t quantise_int4(const float* x, int k, int8_t* q) {
   for (int i = 0; i < k; ++i) q[i] = static_cast<int8_t>(clamp_to(nearest(x[i] * inverse), -8.0f, 7.0f));
   return to_bf16(best_scale);
 }
+
+static uint16_t quantise_int4_zero(const float* x, int k, int8_t* q, uint8_t* zero) {
+  float low = 0.0f, high = 0.0f;  // zero itself always has a code
+  for (int i = 0; i < k; ++i) {
+    low = x[i] < low ? x[i] : low;
+    high = x[i] > high ? x[i] : high;
+  }
+  *zero = 8;
+  if (low == 0.0f && high == 0.0f) {
+    for (int i = 0; i < k; ++i) q[i] = 8;
+    return 0;
+  }
+  float best_error = __builtin_inff(), best_scale = 0.0f, best_zero = 8.0f;
+  auto consider = [&](float candidate, float shift) {
+    const float scale = from_bf16(to_bf16(candidate));
+    if (!(scale > 0.0f)) return;
+    const float inverse = 1.0f / scale;
+    float error[16] = {};
+    for (int start = 0; start < k; start += 16) {
+      const int width = k - start < 16 ? k - start : 16;
+      for (int i = 0; i < width; ++i) {
+        const float value = x[start + i];
+        const float difference = value - scale * (clamp_to(nearest(value * inverse) + shift, 0.0f, 15.0f) - shift);
+        error[i] += difference * difference;
+      }
+    }
+    float total = 0.0f;
+    for (int i = 0; i < 16; ++i) total += error[i];
+    if (total < best_error) {
+      best_error = total;
+      best_scale = scale;
+      best_zero = shift;
+    }
+  };
+  // The range is narrowed about its middle by up to a third: clipping a little often costs less than a coarser grid.
+  for (int step = 0; step < 12; ++step) {
+    const float part = 1.0f - 0.03f * static_cast<float>(step), scale = (high - low) * part / 15.0f;
+    if (!(scale > 0.0f)) break;
+    const float middle = 0.5f * (low + high) / scale;
+    consider(scale, clamp_to(nearest(7.5f - middle), 0.0f, 15.0f));
+  }
+  // Given zero point and steps, the scale of least squared error has a closed form.
+  if (best_scale > 0.0f) {
+    const float inverse = 1.0f / best_scale;
+    float product = 0.0f, square = 0.0f;
+    for (int i = 0; i < k; ++i) {
+      const float step = clamp_to(nearest(x[i] * inverse) + best_zero, 0.0f, 15.0f) - best_zero;
+      product += step * x[i];
+      square += step * step;
+    }
+    if (square > 0.0f) consider(product / square, best_zero);
+  }
+  const float inverse = best_scale > 0.0f ? 1.0f / best_scale : 0.0f;
+  for (int i = 0; i < k; ++i) q[i] = static_cast<int8_t>(clamp_to(nearest(x[i] * inverse) + best_zero, 0.0f, 15.0f));
+  *zero = static_cast<uint8_t>(best_zero);
+  return to_bf16(best_scale);
+}
+
+static void quantise_fp8(const float* x, int k, float scale, uint8_t* codes) {
+  const float inverse = 1.0f / scale;
+  for (int i = 0; i < k; ++i) {
+    const float value = x[i] * inverse;
+    const u32 sign = (as_bits(value) >> 24) & 0x80u;
+    float magnitude = as_float(as_bits(value) & 0x7fffffffu);
+    magnitude = magnitude > 448.0f ? 448.0f : magnitude;
+    // Below 2^-6 steps are 2^-9 and the adder rounds; above, the mantissa is rounded to 3 bits, and a carry moves on
+    // into the exponent as it should. Both to nearest even.
+    const u32 bits = as_bits(magnitude);
+    const u32 normal = ((bits + 0x7ffffu + ((bits >> 20) & 1u)) >> 20) - (120u << 3);
+    const u32 subnormal = as_bits(magnitude * 512.0f + 12582912.0f) - 0x4b400000u;
+    codes[i] = static_cast<uint8_t>(sign | (magnitude < 0.015625f ? subnormal : normal));
+  }
+}
+
+// Index of the closest e2m1 magnitude, ties to even; magnitude is at most 6.
+static inline float e2m1_index(float magnitude) {
+  const float fine = nearest(magnitude * 2.0f), middle = nearest(magnitude) + 2.0f,
+              coarse = nearest(magnitude * 0.5f) + 4.0f;
+  const float upper = magnitude < 4.0f ? middle : coarse;
+  return magnitude < 2.0f ? fine : upper;
+}
+
+static inline float e2m1_value(float index) {
+  const float upper = index < 6.0f ? index - 2.0f : (index - 4.0f) * 2.0f;
+  return index < 4.0f ? index * 0.5f : upper;
+}
+
+static uint8_t quantise_mxfp4(const float* x, int k, uint8_t* codes) {
+  const u32 most = max_bits(x, k);
+  const int exponent = static_cast<int>(most >> 23);
+  // 4 <= max|x| / 2^(scale - 127) < 8, and half of that.
+  const int first = exponent - 2 < 2 ? 2 : exponent - 2 > 251 ? 251 : exponent - 2;
+  float best_error = __builtin_inff();
+  int best = first;
+  for (int scale = first; scale <= first + 1; ++scale) {
+    const float inverse = as_float(static_cast<u32>(254 - scale) << 23);
+    const float step = static_cast<float>(1 + scale - first);  // errors are counted in units of the smaller scale
+    float error[16] = {};
+    for (int start = 0; start < k; start += 16) {
+      const int width = k - start < 16 ? k - start : 16;
+      for (int i = 0; i < width; ++i) {
+        const float magnitude = as_float(as_bits(x[start + i]) & 0x7fffffffu) * inverse;
+        const float difference = (magnitude - e2m1_value(e2m1_index(magnitude > 6.0f ? 6.0f : magnitude))) * step;
+        error[i] += difference * difference;
+      }
+    }
+    float total = 0.0f;
+    for (int i = 0; i < 16; ++i) total += error[i];
+    if (total < best_error) {
+      best_error = total;
+      best = scale;
+    }
+  }
+  const float inverse = as_float(static_cast<u32>(254 - best) << 23);
+  for (int i = 0; i < k; ++i) {
+    const float magnitude = as_float(as_bits(x[i]) & 0x7fffffffu) * inverse;
+    const int index = static_cast<int>(e2m1_index(magnitude > 6.0f ? 6.0f : magnitude));
+    codes[i] = static_cast<uint8_t>(index | static_cast<int>((as_bits(x[i]) >> 28) & 8u));
+  }
+  return static_cast<uint8_t>(best);
+}

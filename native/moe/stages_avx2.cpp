@@ -11,8 +11,19 @@ namespace avx2 {
 #include "moe/stages.inl"
 }  // namespace avx2
 
-const Stages kAvx2Stages = {"avx2",        kAvx2 | kFma, avx2::round_row, avx2::quantise_row,  avx2::activate,
-                            avx2::combine, avx2::widen,  avx2::max_abs,   avx2::quantise_int8, avx2::quantise_int4};
+const Stages kAvx2Stages = {"avx2",
+                            kAvx2 | kFma,
+                            avx2::round_row,
+                            avx2::quantise_row,
+                            avx2::activate,
+                            avx2::combine,
+                            avx2::widen,
+                            avx2::max_abs,
+                            avx2::quantise_int8,
+                            avx2::quantise_int4,
+                            avx2::quantise_int4_zero,
+                            avx2::quantise_fp8,
+                            avx2::quantise_mxfp4};
 
 }  // namespace ktinject
 #pragma GCC pop_options

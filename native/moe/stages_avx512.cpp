@@ -20,7 +20,10 @@ const Stages kAvx512Stages = {"avx512",
                               avx512::widen,
                               avx512::max_abs,
                               avx512::quantise_int8,
-                              avx512::quantise_int4};
+                              avx512::quantise_int4,
+                              avx512::quantise_int4_zero,
+                              avx512::quantise_fp8,
+                              avx512::quantise_mxfp4};
 
 }  // namespace ktinject
 #pragma GCC pop_options

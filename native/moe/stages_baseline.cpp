@@ -18,6 +18,9 @@ const Stages kBaselineStages = {"baseline",
                                 baseline::widen,
                                 baseline::max_abs,
                                 baseline::quantise_int8,
-                                baseline::quantise_int4};
+                                baseline::quantise_int4,
+                                baseline::quantise_int4_zero,
+                                baseline::quantise_fp8,
+                                baseline::quantise_mxfp4};
 
 }  // namespace ktinject

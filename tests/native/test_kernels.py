@@ -11,6 +11,7 @@ import torch
 from ktinject import _native
 
 TABLE = _native.kernels()
+FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4")
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])
@@ -25,20 +26,35 @@ def test_kernel_on_random_layers(row):
 
 
 def test_every_format_has_a_row_for_every_cpu():
-    for weights in ("bf16", "int8", "int4"):
+    vector = {"int8": ["avx512", "avxvnni", "avx2"], "int4": ["avx512", "avxvnni", "avx2"]}
+    for weights in FORMATS:
         rows = [row["name"] for row in TABLE if row["weights"] == weights]
-        assert [name.split("_")[0] for name in rows] == ["amx", "avx512", "avx2", "reference", "modelled"]
+        isas = ["amx", *vector.get(weights, ["avx512", "avx2"]), "reference", "modelled_amx"]
+        assert rows == [f"{isa}_{weights}" for isa in isas]
         assert next(row for row in TABLE if row["name"] == f"reference_{weights}")["available"]
+    assert len(TABLE) == 5 * 5 + 2
 
 
 def test_modelled_kernels_are_never_chosen_by_themselves():
     assert {row["name"] for row in TABLE if not row["automatic"]} == {
-        f"modelled_amx_{weights}" for weights in ("bf16", "int8", "int4")
+        f"modelled_amx_{weights}" for weights in FORMATS
     }
 
 
-@pytest.mark.parametrize("weights,group_size", [("bf16", 0), ("int8", 0), ("int4", 32), ("int4", 128)])
-def test_packed_weights_do_not_depend_on_the_instruction_set(weights, group_size):
+@pytest.mark.parametrize(
+    "weights,group_size,symmetric",
+    [
+        ("bf16", 0, True),
+        ("int8", 0, True),
+        ("int4", 32, True),
+        ("int4", 128, True),
+        ("int4", 32, False),
+        ("int4", 128, False),
+        ("fp8", 0, True),
+        ("mxfp4", 0, True),
+    ],
+)
+def test_packed_weights_do_not_depend_on_the_instruction_set(weights, group_size, symmetric):
     """A value on a rounding boundary must fall to the same side everywhere."""
     torch.manual_seed(0)
     weight = torch.randn(1024, 1024)
@@ -52,6 +68,7 @@ def test_packed_weights_do_not_depend_on_the_instruction_set(weights, group_size
             intermediate_size=1024,
             weights=weights,
             group_size=group_size,
+            symmetric=symmetric,
             has_gate=False,
             has_bias=False,
             activation="identity",

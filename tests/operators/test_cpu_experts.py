@@ -39,6 +39,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4_g32": {"weights": "int4", "group_size": 32},
     "int4_g64": {"weights": "int4", "group_size": 64},
     "int4_g128": {"weights": "int4", "group_size": 128},
+    "int4_g32_zero": {"weights": "int4", "group_size": 32, "symmetric": False},
+    "fp8": {"weights": "fp8"},
+    "mxfp4": {"weights": "mxfp4"},
 }
 TABLE = _native.kernels()
 RUNS = [
@@ -51,8 +54,7 @@ RUNS = [
 KINDS = ["qwen3_moe", "gpt_oss", "deepseek_v4", "minimax_m3_vl_text", "nemotron_h", "gemma4_text"]
 
 
-def emulated(name: str) -> str:
-    return "bf16" if name == "bf16" else "int8"
+emulated = reference.rounding
 
 
 @cache
@@ -102,6 +104,14 @@ def unpacked(operator: CpuExperts) -> dict[str, Tensor]:
     return reference.weights_of(operator.spec, {name: operator.unpack(name) for name in operator.wants()})
 
 
+def multiplied(operator: CpuExperts) -> dict[str, Tensor]:
+    """What the kernels multiply by; biases are added as they are."""
+    return {
+        name: value if name.endswith("bias") else reference.multiplied(value, operator.config.weights)
+        for name, value in unpacked(operator).items()
+    }
+
+
 def inputs(spec: ExpertsSpec, tokens: int, top_k: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, spec.hidden_size, generator=random)
@@ -124,7 +134,7 @@ def wanted(family_name: str, name: str, tokens: int) -> dict[str, Tensor]:
             *arguments, original(family(family_name), operator.spec), operator.spec
         ),
         "unpacked": reference.experts(*arguments, weights, operator.spec),
-        "emulated": reference.experts(*arguments, weights, operator.spec, emulated(name)),
+        "emulated": reference.experts(*arguments, multiplied(operator), operator.spec, emulated(name)),
     }
 
 
@@ -145,8 +155,19 @@ def assert_close(out: Tensor, want: dict[str, Tensor], name: str, operator: CpuE
 # --- every family, every format, every kernel ---
 
 
-@pytest.mark.parametrize("name,kernel", RUNS)
-@pytest.mark.parametrize("family_name", models.AVAILABLE)
+# A format that shares its arithmetic with another one need not meet every family again.
+LIKE_OTHERS = ("int4_g32_zero", "fp8", "mxfp4")
+
+
+@pytest.mark.parametrize(
+    "family_name,name,kernel",
+    [
+        (family_name, *run)
+        for family_name in models.AVAILABLE
+        for run in RUNS
+        if run[0] not in LIKE_OTHERS or family_name in KINDS
+    ],
+)
 def test_family(family_name: str, name: str, kernel: str) -> None:
     operator = ready(family_name, name, kernel)
     out = operator(*inputs(operator.spec, 17))
@@ -206,7 +227,7 @@ SIZES = [(1, 1), (7, 5), (15, 33), (33, 17), (40, 24), (64, 32), (127, 129), (16
 def test_sizes(hidden: int, inner: int, name: str, kernel: str) -> None:
     operator = filled(gaussian(hidden, inner), name, kernel)
     arguments = inputs(operator.spec, 9, top_k=3)
-    want = reference.experts(*arguments, unpacked(operator), operator.spec, emulated(name))
+    want = reference.experts(*arguments, multiplied(operator), operator.spec, emulated(name))
     # A single feature may sit on a rounding boundary, and there is nothing to average it with.
     tolerance = (reference.EMULATED_TOLERANCE[name] if hidden > 1 else 1e-2) + requantised(operator)
     assert reference.relative_error(operator(*arguments), want) <= tolerance
@@ -224,7 +245,7 @@ def test_large_enough_for_every_group_to_be_full(name: str, kernel: str) -> None
         {
             "original": reference.experts(*arguments, original(module, operator.spec), operator.spec),
             "unpacked": reference.experts(*arguments, weights, operator.spec),
-            "emulated": reference.experts(*arguments, weights, operator.spec, emulated(name)),
+            "emulated": reference.experts(*arguments, multiplied(operator), operator.spec, emulated(name)),
         },
         name,
         operator,
@@ -244,7 +265,7 @@ def test_dtypes(name: str, dtype: torch.dtype, weight_dtype: torch.dtype, index_
     x, index, weights = x.to(dtype), index.to(index_dtype), weights.to(weight_dtype)
     out = operator(x, index, weights)
     assert out.dtype == dtype
-    want = reference.experts(x, index, weights, unpacked(operator), operator.spec, emulated(name))
+    want = reference.experts(x, index, weights, multiplied(operator), operator.spec, emulated(name))
     # The output is rounded to its own dtype last: 2^-9 at the most for bf16.
     rounding = {torch.bfloat16: 2e-3, torch.float16: 3e-4}.get(dtype, 0.0)
     assert reference.relative_error(out, want) <= reference.EMULATED_TOLERANCE[name] + rounding + requantised(
@@ -321,7 +342,7 @@ def test_sentinels_are_skipped(name: str, kernel: str) -> None:
     index[5] = torch.tensor([-1, operator.num_experts, -1])
     out = operator(x, index, weights)
     assert not out[5].any()
-    want = reference.experts(x, index, weights, unpacked(operator), operator.spec, emulated(name))
+    want = reference.experts(x, index, weights, multiplied(operator), operator.spec, emulated(name))
     assert reference.relative_error(out, want) <= reference.EMULATED_TOLERANCE[name] + requantised(operator)
     index[:] = operator.num_experts
     assert not operator(x, index, weights).any()
@@ -354,7 +375,7 @@ def test_all_tokens_to_one_expert(name: str, kernel: str) -> None:
     operator = ready("deepseek_v4", name, kernel)
     x, index, weights = inputs(operator.spec, 70, top_k=1)
     index[:] = 4
-    want = reference.experts(x, index, weights, unpacked(operator), operator.spec, emulated(name))
+    want = reference.experts(x, index, weights, multiplied(operator), operator.spec, emulated(name))
     assert reference.relative_error(operator(x, index, weights), want) <= reference.EMULATED_TOLERANCE[
         name
     ] + requantised(operator)
@@ -372,7 +393,7 @@ def test_routing_of_every_shape(name: str) -> None:
         torch.tensor([[0], [0], [0], [0], [0], [5]]),
     ]:
         weights = torch.randn(index.shape)
-        want = reference.experts(x, index, weights, unpacked(operator), operator.spec, emulated(name))
+        want = reference.experts(x, index, weights, multiplied(operator), operator.spec, emulated(name))
         assert reference.relative_error(operator(x, index, weights), want) <= reference.EMULATED_TOLERANCE[
             name
         ] + requantised(operator)
@@ -494,7 +515,7 @@ def test_what_was_not_loaded_is_named() -> None:
     operator.finish()
 
 
-@pytest.mark.parametrize("name", ["int8", "int4_g32"])
+@pytest.mark.parametrize("name", ["int8", "int4_g32", "int4_g32_zero", "fp8", "mxfp4"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_without_a_scale_are_refused(name: str, value: float) -> None:
     operator = build(family("qwen3_moe"), name)
@@ -532,7 +553,9 @@ def test_int8_is_symmetric_per_output_row(kernel: str) -> None:
         assert ((found - parameter).abs() <= scale * (0.5 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("name,kernel", [run for run in RUNS if run[0].startswith("int4")])
+@pytest.mark.parametrize(
+    "name,kernel", [run for run in RUNS if run[0].startswith("int4_g") and "zero" not in run[0]]
+)
 def test_int4_has_one_bf16_scale_for_a_group(name: str, kernel: str) -> None:
     module = gaussian(160, 96)  # 160 and 96 end in the middle of a group of 64 or 128
     operator = filled(module, name, kernel)
@@ -562,6 +585,83 @@ def assert_on_a_grid(group: Tensor) -> None:
             is_bf16 = (scale.bfloat16().float() == scale)[:, 0]
             fits |= is_bf16 & (q == q.round()).all(-1) & (q >= -8).all(-1) & (q <= 7).all(-1)
     assert fits.all()
+
+
+@pytest.mark.parametrize("group_size", [32, 128])
+def test_int4_with_zero_points_follows_weights_that_are_all_of_one_sign(group_size: int) -> None:
+    """Symmetric codes lose a bit on these; a zero point has to win it back."""
+    module = copy.deepcopy(gaussian(160, 96))
+    with torch.no_grad():
+        module.gate_up_proj.abs_()
+        module.down_proj.abs_().neg_()
+    errors = {}
+    for symmetric in (True, False):
+        config = CpuExpertsConfig(device="cpu", weights="int4", group_size=group_size, symmetric=symmetric)
+        operator = CpuExperts.build(module, config)
+        operator.allocate()
+        for name, parameter in reference.parameters_of(module).items():
+            operator.load(name, parameter, None, None)
+        operator.finish()
+        assert ("with zero points" in operator.describe()["weights"]) is not symmetric
+        errors[symmetric] = [
+            reference.relative_error(operator.unpack(name), parameter)
+            for name, parameter in reference.parameters_of(module).items()
+        ]
+    assert all(zero < 0.6 * plain for zero, plain in zip(errors[False], errors[True]))
+
+
+def test_int4_with_zero_points_is_no_worse_than_from_least_to_greatest() -> None:
+    module = gaussian(160, 96)
+    operator = filled(module, "int4_g32_zero")
+    for name, parameter in reference.parameters_of(module).items():
+        w = parameter.unflatten(-1, (-1, 32))
+        low, high = w.amin(-1, keepdim=True).clamp(max=0), w.amax(-1, keepdim=True).clamp(min=0)
+        scale = ((high - low) / 15).bfloat16().float()
+        zero = (-low / scale).round()
+        plain = (((w / scale).round() + zero).clamp(0, 15) - zero) * scale
+        found = operator.unpack(name).unflatten(-1, (-1, 32))
+        # Steps of 16 values at the most: one bf16 scale, whole numbers of it.
+        assert max(len(group.unique()) for group in found.flatten(0, -2)[:200]) <= 16
+        assert ((found - w).square().sum(-1) <= (plain - w).square().sum(-1) * 1.001).float().mean() > 0.98
+
+
+def test_zero_points_are_for_int4_alone() -> None:
+    for weights in ("bf16", "int8", "fp8", "mxfp4"):
+        with pytest.raises(OperatorError, match="symmetric: found false; only int4 weights have zero points"):
+            CpuExperts.build(
+                family("qwen3_moe"), CpuExpertsConfig(device="cpu", weights=weights, symmetric=False)
+            )
+
+
+def test_fp8_is_rounded_to_nearest_with_a_scale_for_128_by_128() -> None:
+    module = gaussian(300, 200)
+    operator = filled(module, "fp8")
+    for name in ("gate_up_proj", "down_proj"):
+        w, found = reference.parameters_of(module)[name], operator.unpack(name)
+        halves = zip(w.chunk(2, 1), found.chunk(2, 1)) if name == "gate_up_proj" else [(w, found)]
+        for projection, got in halves:
+            for n in range(0, projection.shape[1], 128):
+                for k in range(0, projection.shape[2], 128):
+                    block = projection[:, n : n + 128, k : k + 128]
+                    scale = block.abs().amax((1, 2), keepdim=True) / 448
+                    codes = (block * (1 / scale)).to(torch.float8_e4m3fn)
+                    assert torch.equal(got[:, n : n + 128, k : k + 128], codes.float() * scale)
+
+
+def test_mxfp4_is_rounded_to_nearest_with_the_better_power_of_two() -> None:
+    module = gaussian(160, 96)
+    operator = filled(module, "mxfp4")
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    for name, parameter in reference.parameters_of(module).items():
+        w = parameter.unflatten(-1, (-1, 32))
+        first = torch.exp2(torch.floor(torch.log2(w.abs().amax(-1, keepdim=True))) - 2)
+        best = None
+        for scale in (first, 2 * first):
+            nearest = grid[((w.abs() / scale)[..., None] - grid).abs().argmin(-1)] * scale * w.sign()
+            error = (nearest - w).square().sum(-1)
+            best = error if best is None else torch.minimum(best, error)
+        found = operator.unpack(name).unflatten(-1, (-1, 32))
+        torch.testing.assert_close((found - w).square().sum(-1), best, rtol=1e-4, atol=1e-9)
 
 
 def test_a_row_of_zeros_stays_zero() -> None:

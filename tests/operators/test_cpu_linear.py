@@ -17,13 +17,13 @@ from ktinject import OperatorError, PlanError, _native, evaluate
 from ktinject.machine import detect
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
 from tests.models import tiny
-from tests.reference import relative_error, to_bf16, to_int8
+from tests.reference import multiplied, relative_error, rounding, to_bf16, to_int8
 
 MODELS = Path(__file__).parents[2] / "examples/models"
 
 # Relative error of one product against the original weights; those of the experts, which are two products, are in
 # reference.py. Seen: 2.5e-3, 1.2e-2, 0.11 for groups of 32.
-TOLERANCE = {"bf16": 4e-3, "int8": 2e-2, "int4": 0.14}
+TOLERANCE = {"bf16": 4e-3, "int8": 2e-2, "int4": 0.14, "fp8": 4e-2, "mxfp4": 0.14}
 # Against the unpacked weights and activations rounded as the kernels round them: fp32 sums remain, and for int4 on
 # AMX the second rounding of the weights, to the int8 grid of their column. Seen: 3e-7 and 5e-3.
 EMULATED = {"exact": 1e-5, "amx_int4": 1e-2}
@@ -55,13 +55,15 @@ def test_every_kernel(row: dict[str, Any], n: int, k: int, bias: bool, m: int) -
     weights = row["weights"]
     operator = swapped(linear(n, k, bias), weights=weights, group_size=32, kernel=row["name"])
     x = torch.randn(m, k)
-    rounded = to_bf16(x) if weights == "bf16" else to_int8(x)
-    want = rounded @ operator.unpack("weight").double().T + (operator.unpack("bias").double() if bias else 0)
+    rounded = to_bf16(x) if rounding(weights) == "bf16" else to_int8(x)
+    want = rounded @ multiplied(operator.unpack("weight"), weights).T + (
+        operator.unpack("bias").double() if bias else 0
+    )
     limit = EMULATED["amx_int4" if "amx_int4" in row["name"] else "exact"]
     assert relative_error(operator(x), want) <= limit
 
 
-@pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("weights", TOLERANCE)
 def test_close_to_the_layer_it_replaces(weights: str) -> None:
     layer = linear(200, 320, bias=True)
     operator = swapped(layer, weights=weights, group_size=32)

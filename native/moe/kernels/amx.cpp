@@ -11,6 +11,7 @@
 // largest weight.
 #include <immintrin.h>
 
+#include "moe/kernels/decode.hpp"
 #include "moe/kernels/head.hpp"
 #include "moe/kernels/tiles.hpp"
 
@@ -105,13 +106,13 @@ void int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& 
     scale_sums(int8_head(panels).scale, int8_head(panels).offset, rows, c);
 }
 
-// Expands the nibbles of one tile's row pair: bytes are q * scale / level, rounded. `ratio` is scale / level * 2048,
-// twice in each 32-bit lane; nibbles are brought to (q + 8) * 16 in 16 bits, so that the rounding high multiply takes
-// off exactly 2^15.
-inline __m512i scaled(__m512i even, __m512i odd, __m512i ratio) {
-  const __m512i mask = _mm512_set1_epi16(0xf0), eight = _mm512_set1_epi16(128);
-  even = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_and_si512(even, mask), eight), ratio);
-  odd = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_and_si512(odd, mask), eight), ratio);
+// Expands the nibbles of one tile's row pair: bytes are (q - zero) * scale / level, rounded. `ratio` is scale / level *
+// 2048, twice in each 32-bit lane; nibbles and zero are brought to 16 times their value in 16 bits, so that the
+// rounding high multiply takes off exactly 2^15.
+inline __m512i scaled(__m512i even, __m512i odd, __m512i ratio, __m512i zero) {
+  const __m512i mask = _mm512_set1_epi16(0xf0);
+  even = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_and_si512(even, mask), zero), ratio);
+  odd = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_and_si512(odd, mask), zero), ratio);
   return _mm512_or_si512(_mm512_and_si512(even, _mm512_set1_epi16(0xff)), _mm512_slli_epi16(odd, 8));
 }
 
@@ -125,17 +126,26 @@ inline __m512i ratio_of(const std::byte* panel, int group, int tile) {
   return _mm512_or_si512(whole, _mm512_slli_epi32(whole, 16));
 }
 
+inline __m512i zero_of(const Matrix& matrix, const std::byte* panel, int group, int tile) {
+  const uint8_t* zeros = int4_zeros(matrix, panel) + group * kPanel + tile * kTile;
+  const __m512i zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
+  return _mm512_slli_epi16(_mm512_or_si512(zero, _mm512_slli_epi32(zero, 16)), 4);
+}
+
 void expand(const Matrix& matrix, const std::byte* panel, int first, int blocks, std::byte* to) {
   const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 1024;
   for (int block = first; block < first + blocks; ++block)
     for (int tile = 0; tile < 2; ++tile) {
-      __m512i ratio = _mm512_setzero_si512();
+      __m512i ratio = _mm512_setzero_si512(), zero = _mm512_set1_epi16(8 * 16);
       for (int row = 0; row < 8; ++row, from += 64, to += 128) {
         const int k = block * 64 + row * 8;
-        if (row == 0 || k % matrix.group_size == 0) ratio = ratio_of(panel, k / matrix.group_size, tile);
+        if (row == 0 || k % matrix.group_size == 0) {
+          ratio = ratio_of(panel, k / matrix.group_size, tile);
+          if (!matrix.symmetric) zero = zero_of(matrix, panel, k / matrix.group_size, tile);
+        }
         const __m512i pair = _mm512_load_si512(from);
-        _mm512_store_si512(to, scaled(_mm512_slli_epi16(pair, 4), _mm512_srli_epi16(pair, 4), ratio));
-        _mm512_store_si512(to + 64, scaled(pair, _mm512_srli_epi16(pair, 8), ratio));
+        _mm512_store_si512(to, scaled(_mm512_slli_epi16(pair, 4), _mm512_srli_epi16(pair, 4), ratio, zero));
+        _mm512_store_si512(to + 64, scaled(pair, _mm512_srli_epi16(pair, 8), ratio, zero));
       }
     }
 }
@@ -149,6 +159,16 @@ void int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& 
                 });
   for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
     scale_sums(int4_levels(panels), nullptr, rows, c);
+}
+
+template <class Tiles>
+void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
+             Decode decode) {
+  chains<Tiles>(matrix, panels, count, rows, c, kDecodedBlocks, Tiles::bf16,
+                [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
+                  decode(matrix, panel, first, blocks, scratch);
+                  return scratch;
+                });
 }
 
 }  // namespace
@@ -174,6 +194,22 @@ void modelled_amx_int8(const Matrix& matrix, const std::byte* panels, int count,
 void modelled_amx_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
                        std::byte* scratch) {
   int4<ModelTiles>(matrix, panels, count, rows, c, scratch);
+}
+
+void amx_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch) {
+  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, avx512_decode_fp8);
+}
+void amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
+               std::byte* scratch) {
+  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, avx512_decode_mxfp4);
+}
+void modelled_amx_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
+                      std::byte* scratch) {
+  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, avx512_decode_fp8);
+}
+void modelled_amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
+                        std::byte* scratch) {
+  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, avx512_decode_mxfp4);
 }
 
 }  // namespace ktinject

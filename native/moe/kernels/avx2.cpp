@@ -5,6 +5,7 @@
 // goes through 16 bits, because vpmaddubsw saturates: 255 * 127 * 2 does not fit.
 #include <immintrin.h>
 
+#include "moe/kernels/decode.hpp"
 #include "moe/kernels/head.hpp"
 
 #pragma GCC push_options
@@ -15,13 +16,14 @@ namespace {
 
 inline __m256i load(const std::byte* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
 
+// c [M, 32] = x times `blocks` blocks of weights; on top of what c holds, if `add`.
 template <int M>
-void bf16_rows(const Matrix& matrix, const std::byte* w, const std::byte* x, size_t block_stride, float* c) {
+void bf16_rows(int blocks, const std::byte* w, const std::byte* x, size_t block_stride, bool add, float* c) {
   const __m256i high_half = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   __m256 sum[M][4];
-  for (auto& row : sum)
-    for (auto& value : row) value = _mm256_setzero_ps();
-  for (int block = 0; block < matrix.blocks(); ++block, w += 2048, x += block_stride) {
+  for (int row = 0; row < M; ++row)
+    for (int q = 0; q < 4; ++q) sum[row][q] = add ? _mm256_loadu_ps(c + row * kPanel + q * 8) : _mm256_setzero_ps();
+  for (int block = 0; block < blocks; ++block, w += 2048, x += block_stride) {
     for (int r = 0; r < 16; ++r) {
       __m256 even[M], odd[M];
       for (int row = 0; row < M; ++row) {
@@ -88,6 +90,7 @@ void int8_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
 void int4_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride,
               const int32_t* group_sum, float scale, float* c) {
   const uint16_t* scales = int4_scales(panel);
+  const uint8_t* zeros = int4_zeros(matrix, panel);
   const std::byte* data = panel + matrix.head_bytes();
   const __m128i low_nibbles = _mm_set1_epi8(15);
   const int group_rows = matrix.group_size / 8, all_rows = matrix.blocks() * 8;
@@ -111,11 +114,16 @@ void int4_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
     }
     __m256i folded[4];
     fold(sum, folded);
-    const __m256i offset = _mm256_set1_epi32(-8 * group_sum[g]);
+    const __m256i group = _mm256_set1_epi32(group_sum[g]);
     for (int q = 0; q < 4; ++q) {
+      const __m256i zero =
+          matrix.symmetric
+              ? _mm256_set1_epi32(8)
+              : _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros + g * kPanel + q * 8)));
+      const __m256i exact = _mm256_sub_epi32(folded[q], _mm256_mullo_epi32(zero, group));
       const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + g * kPanel + q * 8));
       const __m256 group_scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-      total[q] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_add_epi32(folded[q], offset)), group_scale, total[q]);
+      total[q] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(exact), group_scale, total[q]);
     }
   }
   for (int q = 0; q < 4; ++q) _mm256_storeu_ps(c + q * 8, _mm256_mul_ps(total[q], _mm256_set1_ps(scale)));
@@ -136,14 +144,40 @@ void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Ro
     }
 }
 
+// A stretch of a panel is decoded once for all rows, which then add its share to c.
+void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
+             Decode decode) {
+  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
+    for (int first = 0; first < matrix.blocks(); first += kDecodedBlocks) {
+      const int blocks = matrix.blocks() - first < kDecodedBlocks ? matrix.blocks() - first : kDecodedBlocks;
+      decode(matrix, panels, first, blocks, scratch);
+      for_runs<2>(matrix, panels, 1, rows, c,
+                  [&](const std::byte*, const std::byte* x, size_t block_stride, int, int take, float* out) {
+                    x += static_cast<size_t>(first) * block_stride;
+                    if (take == 2) bf16_rows<2>(blocks, scratch, x, block_stride, first > 0, out);
+                    else bf16_rows<1>(blocks, scratch, x, block_stride, first > 0, out);
+                  });
+    }
+}
+
 }  // namespace
 
 void avx2_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
   for_runs<2>(matrix, panels, count, rows, c,
               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int, int take, float* out) {
-                if (take == 2) bf16_rows<2>(matrix, panel, x, block_stride, out);
-                else bf16_rows<1>(matrix, panel, x, block_stride, out);
+                if (take == 2) bf16_rows<2>(matrix.blocks(), panel, x, block_stride, false, out);
+                else bf16_rows<1>(matrix.blocks(), panel, x, block_stride, false, out);
               });
+}
+
+void avx2_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
+              std::byte* scratch) {
+  decoded(matrix, panels, count, rows, c, scratch, avx2_decode_fp8);
+}
+
+void avx2_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
+                std::byte* scratch) {
+  decoded(matrix, panels, count, rows, c, scratch, avx2_decode_mxfp4);
 }
 
 void avx2_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {

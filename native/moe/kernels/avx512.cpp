@@ -5,6 +5,7 @@
 // is broadcast from memory. Wide M amortises the weight loads; for M = 1 the loop is a stream at memory speed.
 #include <immintrin.h>
 
+#include "moe/kernels/decode.hpp"
 #include "moe/kernels/head.hpp"
 
 #pragma GCC push_options
@@ -99,23 +100,30 @@ inline __m512 widen_scale(const uint16_t* scales) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
-template <int M>
+inline __m512 widen_zero(const uint8_t* zeros) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros))));
+}
+
+template <int M, bool symmetric>
 void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride,
                const float* scale, const int32_t* group_sum, float* c) {
   const int groups = matrix.groups();
   const uint16_t* scales = int4_scales(panel);
+  const uint8_t* zeros = int4_zeros(matrix, panel);
   const std::byte* data = panel + matrix.head_bytes();
   const __m512i low_nibbles = _mm512_set1_epi8(15);
   __m512 total[M][2];
   for (auto& row : total) row[0] = row[1] = _mm512_setzero_ps();
   const int group_rows = matrix.group_size / 8;  // 64-byte rows of packed weights in a group of one tile
   const int all_rows = matrix.blocks() * 8;
+  auto sum_of = [&](int row, int g) {
+    return group_sum[static_cast<size_t>(row) * static_cast<size_t>(groups) + static_cast<size_t>(g)];
+  };
   for (int g = 0; g < groups; ++g) {
     __m512i sum[M][2];
 #pragma GCC unroll 16
     for (int row = 0; row < M; ++row)
-      sum[row][0] = sum[row][1] = _mm512_set1_epi32(
-          -8 * group_sum[static_cast<size_t>(row) * static_cast<size_t>(groups) + static_cast<size_t>(g)]);
+      sum[row][0] = sum[row][1] = _mm512_set1_epi32(symmetric ? -8 * sum_of(row, g) : 0);
     const int end = (g + 1) * group_rows < all_rows ? (g + 1) * group_rows : all_rows;
     for (int at = g * group_rows; at < end; at += 4) {
       const std::byte* w = data + static_cast<size_t>(at / 8) * 1024 + static_cast<size_t>(at % 8) * 64;
@@ -148,10 +156,52 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
       total[row][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[row][0]), scale0, total[row][0]);
       total[row][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[row][1]), scale1, total[row][1]);
     }
+    if constexpr (!symmetric) {
+      const __m512 zero0 = _mm512_mul_ps(widen_zero(zeros + g * kPanel), scale0);
+      const __m512 zero1 = _mm512_mul_ps(widen_zero(zeros + g * kPanel + kTile), scale1);
+#pragma GCC unroll 16
+      for (int row = 0; row < M; ++row) {
+        const __m512 inputs = _mm512_set1_ps(static_cast<float>(sum_of(row, g)));
+        total[row][0] = _mm512_fnmadd_ps(inputs, zero0, total[row][0]);
+        total[row][1] = _mm512_fnmadd_ps(inputs, zero1, total[row][1]);
+      }
+    }
   }
   for (int row = 0; row < M; ++row)
     for (int t = 0; t < 2; ++t)
       _mm512_storeu_ps(c + row * kPanel + t * kTile, _mm512_mul_ps(total[row][t], _mm512_set1_ps(scale[row])));
+}
+
+// c [M, 32] = x times blocks of weights that were decoded to bf16 and lie in the L1 cache; on top of c, if `add`.
+template <int M>
+void decoded_rows(int blocks, const std::byte* w, const std::byte* x, size_t block_stride, bool add, float* c) {
+  constexpr int kChains = M <= 2 ? 2 : 1;
+  __m512 sum[kChains][M][2];
+  for (int row = 0; row < M; ++row)
+    for (int t = 0; t < 2; ++t) {
+      sum[0][row][t] = add ? _mm512_loadu_ps(c + row * kPanel + t * kTile) : _mm512_setzero_ps();
+      if constexpr (kChains == 2) sum[1][row][t] = _mm512_setzero_ps();
+    }
+  for (int block = 0; block < blocks; ++block, w += 2048, x += block_stride) {
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; ++r) {
+      const auto w0 = reinterpret_cast<__m512bh>(load(w + r * 64));
+      const auto w1 = reinterpret_cast<__m512bh>(load(w + 1024 + r * 64));
+#pragma GCC unroll 16
+      for (int row = 0; row < M; ++row) {
+        const auto a = reinterpret_cast<__m512bh>(broadcast(x + row * 64 + r * 4));
+        auto& target = sum[r % kChains][row];
+        target[0] = _mm512_dpbf16_ps(target[0], w0, a);
+        target[1] = _mm512_dpbf16_ps(target[1], w1, a);
+      }
+    }
+  }
+  for (int row = 0; row < M; ++row)
+    for (int t = 0; t < 2; ++t) {
+      __m512 total = sum[0][row][t];
+      if constexpr (kChains == 2) total = _mm512_add_ps(total, sum[1][row][t]);
+      _mm512_storeu_ps(c + row * kPanel + t * kTile, total);
+    }
 }
 
 // Calls run(panel, x, block_stride, first, take, c) for runs of at most Most rows that lie in one group, each of a
@@ -207,6 +257,24 @@ void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Ro
       break;                     \
   }
 
+// A stretch of a panel is decoded once for all rows, which then add its share to c.
+void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
+             Decode decode) {
+  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
+    for (int first = 0; first < matrix.blocks(); first += kDecodedBlocks) {
+      const int blocks = matrix.blocks() - first < kDecodedBlocks ? matrix.blocks() - first : kDecodedBlocks;
+      decode(matrix, panels, first, blocks, scratch);
+      for_runs<12>(matrix, panels, 1, rows, c,
+                   [&](const std::byte*, const std::byte* x, size_t block_stride, int, int take, float* out) {
+                     x += static_cast<size_t>(first) * block_stride;
+#define CALL(M) return decoded_rows<M>(blocks, scratch, x, block_stride, first > 0, out)
+                     KTINJECT_ROWS(CALL)
+                     KTINJECT_MORE_ROWS(CALL)
+#undef CALL
+                   });
+    }
+}
+
 }  // namespace
 
 void avx512_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
@@ -234,10 +302,26 @@ void avx512_int4(const Matrix& matrix, const std::byte* panels, int count, const
   for_runs<6>(matrix, panels, count, rows, c,
               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int first, int take, float* out) {
                 const int32_t* sums = rows.group_sum + static_cast<size_t>(first) * groups;
-#define CALL(M) return int4_rows<M>(matrix, panel, x, block_stride, rows.scale + first, sums, out)
-                KTINJECT_ROWS(CALL)
+                if (matrix.symmetric) {
+#define CALL(M) return int4_rows<M, true>(matrix, panel, x, block_stride, rows.scale + first, sums, out)
+                  KTINJECT_ROWS(CALL)
 #undef CALL
+                } else {
+#define CALL(M) return int4_rows<M, false>(matrix, panel, x, block_stride, rows.scale + first, sums, out)
+                  KTINJECT_ROWS(CALL)
+#undef CALL
+                }
               });
+}
+
+void avx512_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
+                std::byte* scratch) {
+  decoded(matrix, panels, count, rows, c, scratch, avx512_decode_fp8);
+}
+
+void avx512_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
+                  std::byte* scratch) {
+  decoded(matrix, panels, count, rows, c, scratch, avx512_decode_mxfp4);
 }
 
 }  // namespace ktinject

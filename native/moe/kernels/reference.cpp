@@ -61,7 +61,8 @@ void reference_int4(const Matrix& matrix, const std::byte* panels, int count, co
   for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
     float sum = 0;
     for (int g = 0; g < matrix.groups(); ++g) {
-      int32_t products = -8 * rows.group_sum[row * matrix.groups() + g];
+      const int zero = matrix.symmetric ? 8 : int4_zeros(matrix, panel)[g * kPanel + j];
+      int32_t products = -zero * rows.group_sum[row * matrix.groups() + g];
       const int end = (g + 1) * matrix.group_size < matrix.padded_k() ? (g + 1) * matrix.group_size : matrix.padded_k();
       for (int k = g * matrix.group_size; k < end; ++k) {
         const int quad = k % 64 / 4;
@@ -72,6 +73,46 @@ void reference_int4(const Matrix& matrix, const std::byte* panels, int count, co
       sum += static_cast<float>(products) * bf16_to_float(int4_scales(panel)[g * kPanel + j]);
     }
     return sum * rows.scale[row];
+  });
+}
+
+namespace {
+
+// The 16-bit lane of packed fp8 or mxfp4 in which input k of output j lies, from its lowest code on; `codes` a lane.
+uint32_t lane_of(const Matrix& matrix, const std::byte* panel, int k, int j, int codes) {
+  const int row = k % 32 / 2;
+  uint16_t lane;
+  __builtin_memcpy(&lane, at(matrix, panel, k / 32, j / kTile, row / codes, (j % kTile) * 4 + k % 2 * 2), 2);
+  return uint32_t{lane} >> (row % codes * 16 / codes);
+}
+
+// c = rows of bf16 times weight(panel, k, j), rounded to bf16.
+template <class Weight>
+void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, Weight weight) {
+  for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
+    float sum = 0;
+    for (int k = 0; k < matrix.padded_k(); ++k) {
+      uint16_t x;
+      __builtin_memcpy(&x, of_row(rows, row, 2 * k), 2);
+      sum += bf16_to_float(x) * bf16_to_float(float_to_bf16(weight(panel, k, j)));
+    }
+    return sum;
+  });
+}
+
+}  // namespace
+
+void reference_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
+    const auto code = static_cast<uint8_t>(lane_of(matrix, panel, k, j, 2));
+    return Fp8::value(code) * fp8_scale(panel, k / kFp8Block, j / kTile);
+  });
+}
+
+void reference_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+  decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
+    const uint8_t scale = mxfp4_scales(panel)[k / kMxfp4Group * kPanel + j];
+    return Mxfp4::value(static_cast<int>(lane_of(matrix, panel, k, j, 4) & 15)) * Mxfp4::scale(scale);
   });
 }
 

@@ -10,40 +10,51 @@ namespace {
 constexpr uint32_t kAvx2Set = kAvx2 | kFma;
 constexpr uint32_t kAvx512Set = kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2Set;
 
-// Below about five rows an expert, loading tiles costs more than the dot products they save.
+// Below about five rows an expert, loading tiles costs more than the dot products they save. Codes that have to be
+// decoded cost the vector kernels as much as the tiles, so the balance tips earlier.
 constexpr int kTileRows = 5;
+constexpr int kFp8TileRows = 3;
+constexpr int kMxfp4TileRows = 2;
 
 constexpr Kernel kTable[] = {
     {"amx_bf16", Format::bf16, kAmxTile | kAmxBf16 | kAvx512Set, kTileRows, true, amx_bf16},
     {"amx_int8", Format::int8, kAmxTile | kAmxInt8 | kAvx512Set, kTileRows, true, amx_int8},
     {"amx_int4", Format::int4, kAmxTile | kAmxInt8 | kAvx512Set, kTileRows, true, amx_int4},
+    {"amx_fp8", Format::fp8, kAmxTile | kAmxBf16 | kAvx512Set | kAvx512Bf16, kFp8TileRows, true, amx_fp8},
+    {"amx_mxfp4", Format::mxfp4, kAmxTile | kAmxBf16 | kAvx512Set | kAvx512Bf16, kMxfp4TileRows, true, amx_mxfp4},
     {"avx512_bf16", Format::bf16, kAvx512Set | kAvx512Bf16, 0, true, avx512_bf16},
     {"avx512_int8", Format::int8, kAvx512Set | kAvx512Vnni, 0, true, avx512_int8},
     {"avx512_int4", Format::int4, kAvx512Set | kAvx512Vnni, 0, true, avx512_int4},
+    {"avx512_fp8", Format::fp8, kAvx512Set | kAvx512Bf16, 0, true, avx512_fp8},
+    {"avx512_mxfp4", Format::mxfp4, kAvx512Set | kAvx512Bf16, 0, true, avx512_mxfp4},
+    {"avxvnni_int8", Format::int8, kAvx2Set | kAvxVnni, 0, true, avxvnni_int8},
+    {"avxvnni_int4", Format::int4, kAvx2Set | kAvxVnni, 0, true, avxvnni_int4},
     {"avx2_bf16", Format::bf16, kAvx2Set, 0, true, avx2_bf16},
     {"avx2_int8", Format::int8, kAvx2Set, 0, true, avx2_int8},
     {"avx2_int4", Format::int4, kAvx2Set, 0, true, avx2_int4},
+    {"avx2_fp8", Format::fp8, kAvx2Set, 0, true, avx2_fp8},
+    {"avx2_mxfp4", Format::mxfp4, kAvx2Set, 0, true, avx2_mxfp4},
     {"reference_bf16", Format::bf16, 0, 0, true, reference_bf16},
     {"reference_int8", Format::int8, 0, 0, true, reference_int8},
     {"reference_int4", Format::int4, 0, 0, true, reference_int4},
+    {"reference_fp8", Format::fp8, 0, 0, true, reference_fp8},
+    {"reference_mxfp4", Format::mxfp4, 0, 0, true, reference_mxfp4},
     // The AMX kernels over a software model of the tile unit: slow, for machines without AMX, where tests must reach
     // them too.
     {"modelled_amx_bf16", Format::bf16, kAvx512Set, 0, false, modelled_amx_bf16},
     {"modelled_amx_int8", Format::int8, kAvx512Set, 0, false, modelled_amx_int8},
     {"modelled_amx_int4", Format::int4, kAvx512Set, 0, false, modelled_amx_int4},
+    {"modelled_amx_fp8", Format::fp8, kAvx512Set | kAvx512Bf16, 0, false, modelled_amx_fp8},
+    {"modelled_amx_mxfp4", Format::mxfp4, kAvx512Set | kAvx512Bf16, 0, false, modelled_amx_mxfp4},
 };
-
-const char* format_name(Format format) {
-  return format == Format::bf16 ? "bf16" : format == Format::int8 ? "int8" : "int4";
-}
 
 }  // namespace
 
 std::span<const Kernel> kernel_table() { return kTable; }
 
 size_t scratch_bytes(const Matrix& matrix) {
-  // The AMX int4 kernel's int8 copy of a stretch of one panel.
-  return matrix.format == Format::int4 ? size_t{64} << 10 : 0;
+  // A decoded stretch of one panel.
+  return matrix.format == Format::bf16 || matrix.format == Format::int8 ? 0 : size_t{64} << 10;
 }
 
 std::string why_unavailable(const Kernel& kernel) {
