@@ -8,6 +8,7 @@
 #include "bindings/arrays.hpp"
 #include "bindings/subjects.hpp"
 #include "moe/experts.hpp"
+#include "runtime/thread_pool.hpp"
 
 namespace ktinject {
 namespace {
@@ -22,7 +23,8 @@ Projection projection_of(const std::string& name) {
 
 ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, const std::string& weights,
                           int group_size, bool symmetric, bool has_gate, bool has_bias, const std::string& activation,
-                          float alpha, float gate_max, float up_limit, float up_offset, const std::string& kernel) {
+                          float alpha, float gate_max, float up_limit, float up_offset, const std::string& kernel,
+                          int nodes) {
   ExpertsConfig config;
   config.experts = experts;
   config.hidden_size = hidden_size;
@@ -44,6 +46,7 @@ ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, c
   config.activation.up_limit = up_limit;
   config.activation.up_offset = up_offset;
   config.kernel = kernel;
+  config.nodes = nodes;
   return config;
 }
 
@@ -72,6 +75,12 @@ void load_bias(Experts& self, const std::string& projection, int expert, Bias bi
   self.load_bias(projection_of(projection), expert, source_of(bias));
 }
 
+// Ctrl-C while the native core works: Python's handler runs, and what it raises ends the call.
+void raise_pending_signal() {
+  nb::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
 void forward(const Experts& self, Input x, Input ids, RoutingWeights weights, Output out) {
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto hidden = static_cast<size_t>(self.config().hidden_size);
@@ -89,6 +98,7 @@ void forward(const Experts& self, Input x, Input ids, RoutingWeights weights, Ou
     refuse("top_k_index: dtype must be int64 or int32");
   const auto tokens = static_cast<int>(x.shape(0)), top_k = static_cast<int>(ids.shape(1));
   nb::gil_scoped_release release;
+  const Interruptible interruptible(raise_pending_signal);
   if (ids.dtype().bits == 64)
     self.forward(x.data(), dtype, static_cast<const int64_t*>(ids.data()), weights.data(), tokens, top_k, out.data());
   else
@@ -103,15 +113,15 @@ void init_experts(nb::module_& m) {
           "__init__",
           [](Experts* self, int experts, int hidden_size, int intermediate_size, const std::string& weights,
              int group_size, bool symmetric, bool has_gate, bool has_bias, const std::string& activation, float alpha,
-             float gate_max, float up_limit, float up_offset, const std::string& kernel) {
+             float gate_max, float up_limit, float up_offset, const std::string& kernel, int nodes) {
             new (self)
                 Experts(make_config(experts, hidden_size, intermediate_size, weights, group_size, symmetric, has_gate,
-                                    has_bias, activation, alpha, gate_max, up_limit, up_offset, kernel));
+                                    has_bias, activation, alpha, gate_max, up_limit, up_offset, kernel, nodes));
           },
           nb::kw_only(), nb::arg("experts"), nb::arg("hidden_size"), nb::arg("intermediate_size"), nb::arg("weights"),
           nb::arg("group_size"), nb::arg("symmetric") = true, nb::arg("has_gate"), nb::arg("has_bias"),
           nb::arg("activation"), nb::arg("alpha"), nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("up_offset"),
-          nb::arg("kernel"), "Nothing is allocated before allocate().")
+          nb::arg("kernel"), nb::arg("nodes") = 0, "Nothing is allocated before allocate().")
       .def_prop_ro(
           "hidden_size", [](const Experts& self) { return self.config().hidden_size; }, "Inputs and outputs.")
       .def_prop_ro(
@@ -124,6 +134,16 @@ void init_experts(nb::module_& m) {
             return std::make_tuple(std::string(self.kernels().many->name), std::string(self.kernels().few->name));
           },
           "(kernel for experts with many rows, kernel for few).")
+      .def_prop_ro(
+          "shards",
+          [](const Experts& self) {
+            std::vector<std::tuple<int, int>> panels;
+            for (const Shard& shard : self.shards()) panels.emplace_back(shard.gate_up.panels, shard.down.panels);
+            return panels;
+          },
+          "Of each node: (panels of gate and up, panels of down) of an expert.")
+      .def_prop_ro("not_placed", &Experts::not_placed,
+                   "After allocate(): why the system would not place the shards on their nodes; empty if it did.")
       .def("allocate", &Experts::allocate, "Reserve the packed weights, zeroed. Raises MemoryError.")
       .def("load", &load, nb::arg("projection"), nb::arg("expert"), nb::arg("weight"),
            "Pack weight [n, k], any strides, of projection 'gate', 'up' or 'down'.")

@@ -49,6 +49,20 @@ void init_system(nb::module_& m) {
   m.def("set_threads", &set_threads, nb::arg("threads"),
         "Threads that compute, the caller included; 0: default_threads().");
   m.def("threads", [] { return pool()->threads(); }, "Threads in use.");
+  m.def("set_nodes", &set_nodes, nb::arg("virtual_nodes"),
+        "Virtual NUMA nodes that threads and the weights allocated from now on are cut into; 0: the machine's nodes.");
+  m.def(
+      "nodes",
+      [] {
+        nb::list rows;
+        for (const Node& node : nodes()) rows.append(nb::make_tuple(node.id, node.cpus));
+        return rows;
+      },
+      "(id, CPUs) of each node that weights are cut for; id -1 where memory is not placed: one node, or virtual ones.");
+  m.def("empty_call_us", &empty_call_us, nb::arg("calls"), nb::arg("pause_us"), nb::arg("everyone"),
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Median microseconds of a call with an empty task for each worker, `pause_us` between two calls; with "
+        "`everyone`,\neach worker runs one of them.");
   m.def("read_bandwidth", &read_bandwidth, nb::arg("bytes_per_thread"), nb::call_guard<nb::gil_scoped_release>(),
         "Bytes a second that all threads read together, measured now.");
   m.def("multiply_units", &multiply_units, "Multiply units of this CPU.");

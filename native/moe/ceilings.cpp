@@ -137,6 +137,28 @@ double read_bandwidth(size_t bytes_per_thread) {
   return best;
 }
 
+double empty_call_us(int calls, double pause_us, bool everyone) {
+  const auto workers = pool();
+  const auto session = workers->session();
+  const int threads = workers->threads();
+  std::vector<double> us;
+  for (int call = 0; call < std::max(1, calls); ++call) {
+    const auto resume = Clock::now() + std::chrono::duration<double, std::micro>(pause_us);
+    while (Clock::now() < resume) _mm_pause();
+    std::atomic<int> arrived{0};
+    const auto start = Clock::now();
+    if (everyone)
+      workers->parallel_for(threads, [&](int, int) {
+        arrived.fetch_add(1);
+        for (int turn = 0; arrived.load() < threads; ++turn) ThreadPool::relax(turn);
+      });
+    else workers->parallel_for(threads, [](int, int) {});
+    us.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start).count());
+  }
+  std::nth_element(us.begin(), us.begin() + static_cast<ptrdiff_t>(us.size() / 2), us.end());
+  return us[us.size() / 2];
+}
+
 std::vector<std::string> multiply_units() {
   std::vector<std::string> names;
   for (const Unit& unit : kUnits)

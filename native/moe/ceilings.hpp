@@ -10,6 +10,11 @@ namespace ktinject {
 // Bytes a second that all threads of the pool read together, each streaming through its own `bytes_per_thread`.
 double read_bandwidth(size_t bytes_per_thread);
 
+// Median microseconds of a call with an empty task for each worker: what a fork and join costs. `everyone`: each worker
+// runs one of them, so that the last one's wake-up counts; else they go to whoever comes, as always. `pause_us` pass
+// between two calls; after more than workers spin they have to be woken.
+double empty_call_us(int calls, double pause_us, bool everyone);
+
 // Names of the multiply units this CPU has, of: amx_bf16, amx_int8, avx512_bf16, avx512_int8, avx2_fp32.
 std::vector<std::string> multiply_units();
 

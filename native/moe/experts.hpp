@@ -22,6 +22,19 @@ struct ExpertsConfig {
   bool has_bias = false;
   Activation activation;
   std::string kernel = "auto";
+  int nodes = 0;  // shards; 0: one for each node of the pool
+};
+
+// One node's part of the packed weights: of every expert some panels of gate and up, which cuts along the intermediate
+// dimension, and some panels of down, which cuts along the outputs. See docs/explanation/numa.md.
+struct Shard {
+  struct Part {
+    int first = 0;
+    int panels = 0;
+    Block data;  // [experts, panels] panels
+  };
+  Part gate_up;
+  Part down;
 };
 
 enum class Projection { gate, up, down };
@@ -45,6 +58,10 @@ class Experts {
 
   const ExpertsConfig& config() const { return config_; }
   const Choice& kernels() const { return kernels_; }
+  const std::vector<Shard>& shards() const { return shards_; }
+  // After allocate(): why the weights could not be asked for on their nodes; then the pinned workers' first touch
+  // places them. Empty where all is well or nothing is to be placed.
+  const std::string& not_placed() const { return not_placed_; }
   // What allocate() takes: packed weights and biases of all experts.
   size_t bytes() const;
 
@@ -78,21 +95,26 @@ class Experts {
   void forward(const void* x, DType dtype, const Id* ids, const float* weights, int tokens, int top_k, void* out) const;
 
  private:
-  struct Routing;
-  struct Pass;
+  friend class Forward;
   int rows_of(Projection projection) const;
   int inputs_of(Projection projection) const;
   void check(Projection projection, int expert, const Source& source, bool bias) const;
-  const std::byte* panel(const Matrix& matrix, const Block& block, int expert, int panel) const;
-  void run(const Pass& pass) const;
+  const Matrix& matrix_of(Projection projection) const { return projection == Projection::down ? down_ : gate_up_; }
+  static const Shard::Part& part_of(const Shard& shard, Projection projection) {
+    return projection == Projection::down ? shard.down : shard.gate_up;
+  }
+  std::vector<PanelRun> runs_of(Projection projection, int expert) const;
+  // Where a panel lies; those of one expert and shard follow each other.
+  std::byte* panel(Projection projection, int expert, int index) const;
 
   ExpertsConfig config_;
   Choice kernels_;
   const Stages* stages_;
   Matrix gate_up_;
   Matrix down_;
-  Block gate_up_data_;
-  Block down_data_;
+  std::vector<Shard> shards_;
+  std::string not_placed_;
+  bool allocated_ = false;
   Block gate_up_bias_;           // float [experts, panels * 32], in panel order
   Block down_bias_;              // float [experts, panels * 32]
   std::vector<uint8_t> loaded_;  // [experts][projection][weight, bias]

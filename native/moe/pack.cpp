@@ -164,10 +164,30 @@ void unpack_column(const Matrix& matrix, const std::byte* panel, int column, flo
   }
 }
 
+std::byte* panel_of(const Matrix& matrix, std::span<const PanelRun> runs, int panel) {
+  size_t run = 0;
+  while (panel >= runs[run].first + runs[run].panels) ++run;
+  return runs[run].data + static_cast<size_t>(panel - runs[run].first) * matrix.panel_bytes();
+}
+
+// use(tile, worker) for all tiles, those of a run by the workers of its node: where memory cannot be asked for on a
+// node, their first touch puts it there.
+template <class Use>
+void each_tile(ThreadPool& workers, std::span<const PanelRun> runs, TileMap place, Use&& use) {
+  const int tiles_a_panel = place == paired_tiles ? 2 : 1;
+  const bool by_node = runs.size() <= workers.nodes().size();
+  std::vector<int> lists(by_node ? runs.size() : 1, 0);
+  for (size_t i = 0; i < runs.size(); ++i) lists[by_node ? i : 0] += runs[i].panels * tiles_a_panel;
+  auto task = [&](int list, int index, int worker) {
+    use((by_node ? runs[static_cast<size_t>(list)].first : 0) * tiles_a_panel + index, worker);
+  };
+  workers.parallel_lists(lists, task, lists.size() > 1 ? ThreadPool::Steal::no : ThreadPool::Steal::yes);
+}
+
 }  // namespace
 
-void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& source, TileMap place, std::byte* panels,
-                 const std::string& what) {
+void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& source, TileMap place,
+                 std::span<const PanelRun> runs, const std::string& what) {
   const auto padded_k = static_cast<size_t>(matrix.padded_k());
   const size_t element = dtype_bytes(source.dtype);
   const size_t values_bytes = kTile * padded_k * sizeof(float), worker_bytes = values_bytes + padded_k + 64;
@@ -215,18 +235,18 @@ void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& sourc
     return std::clamp(found / Fp8::kMost, Fp8::kLeastScale, Fp8::kMostScale);
   };
 
-  workers->parallel_for(tiles, [&](int t, int worker) {
+  each_tile(*workers, runs, place, [&](int t, int worker) {
     float* values = own(worker);
     widen_tile(t, values);
     const TileAt at = place(t);
-    std::byte* panel = panels + static_cast<size_t>(at.panel) * matrix.panel_bytes();
+    std::byte* panel = panel_of(matrix, runs, at.panel);
     for (size_t g = 0; g < groups; ++g)
       reinterpret_cast<float*>(panel)[g * 2 + static_cast<size_t>(at.second)] = fp8_block_scale(t, g);
     pack_tile(matrix, stages, values, panel, at.second, reinterpret_cast<int8_t*>(values) + values_bytes);
   });
 }
 
-void pack_fp8(const Matrix& matrix, const Fp8Source& source, TileMap place, std::byte* panels,
+void pack_fp8(const Matrix& matrix, const Fp8Source& source, TileMap place, std::span<const PanelRun> runs,
               const std::string& what) {
   auto refuse = [&](const std::string& why) { throw std::domain_error(what + ": " + why); };
   if (matrix.format != Format::fp8)
@@ -243,9 +263,9 @@ void pack_fp8(const Matrix& matrix, const Fp8Source& source, TileMap place, std:
   const auto workers = pool();
   const auto session = workers->session();
   std::byte* buffers = workers->buffer(0, static_cast<size_t>(workers->threads()) * padded_k);
-  workers->parallel_for(tiles_of(matrix, place), [&](int t, int worker) {
+  each_tile(*workers, runs, place, [&](int t, int worker) {
     const TileAt at = place(t);
-    std::byte* panel = panels + static_cast<size_t>(at.panel) * matrix.panel_bytes();
+    std::byte* panel = panel_of(matrix, runs, at.panel);
     // Tiles past the last output have codes of zero, and any scale.
     const int scale_row = std::min(t * kTile / kFp8Block, rows - 1);
     for (int g = 0; g < columns; ++g)
@@ -264,14 +284,14 @@ void pack_fp8(const Matrix& matrix, const Fp8Source& source, TileMap place, std:
   });
 }
 
-void unpack_matrix(const Matrix& matrix, const std::byte* panels, TileMap place, int n, float* out) {
+void unpack_matrix(const Matrix& matrix, std::span<const PanelRun> runs, TileMap place, int n, float* out) {
   const auto workers = pool();
   const auto session = workers->session();
   workers->parallel_for((n + kTile - 1) / kTile, [&](int t, int) {
     const TileAt at = place(t);
     for (int row = t * kTile; row < std::min(n, (t + 1) * kTile); ++row)
-      unpack_column(matrix, panels + static_cast<size_t>(at.panel) * matrix.panel_bytes(),
-                    at.second * kTile + row % kTile, out + static_cast<size_t>(row) * static_cast<size_t>(matrix.k));
+      unpack_column(matrix, panel_of(matrix, runs, at.panel), at.second * kTile + row % kTile,
+                    out + static_cast<size_t>(row) * static_cast<size_t>(matrix.k));
   });
 }
 
@@ -286,7 +306,7 @@ void Experts::check(Projection projection, int expert, const Source& source, boo
   auto refuse = [&](const std::string& why) {
     throw std::invalid_argument(title(projection, expert) + (bias ? " bias" : "") + ": " + why);
   };
-  if (gate_up_data_.data() == nullptr) refuse("allocate() was not called");
+  if (!allocated_) refuse("allocate() was not called");
   if (expert < 0 || expert >= config_.experts)
     refuse("there is no such expert; allowed: 0 to " + std::to_string(config_.experts - 1));
   if (projection == Projection::gate && !config_.activation.has_gate) refuse("these experts have no gate; use up");
@@ -297,12 +317,20 @@ void Experts::check(Projection projection, int expert, const Source& source, boo
            std::to_string(n) + ", " + std::to_string(k) + "]");
 }
 
+std::vector<PanelRun> Experts::runs_of(Projection projection, int expert) const {
+  std::vector<PanelRun> runs;
+  for (const Shard& shard : shards_) {
+    const Shard::Part& part = part_of(shard, projection);
+    const size_t before = static_cast<size_t>(expert) * static_cast<size_t>(part.panels);
+    runs.push_back({part.first, part.panels, part.data.data() + before * matrix_of(projection).panel_bytes()});
+  }
+  return runs;
+}
+
 void Experts::load(Projection projection, int expert, const Source& source) {
   check(projection, expert, source, false);
-  const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
-  const Block& block = projection == Projection::down ? down_data_ : gate_up_data_;
-  pack_matrix(matrix, *stages_, source, tiles_of(config_, projection),
-              block.data() + static_cast<size_t>(expert) * matrix.bytes(), title(projection, expert));
+  pack_matrix(matrix_of(projection), *stages_, source, tiles_of(config_, projection), runs_of(projection, expert),
+              title(projection, expert));
   loaded_[(static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2] = 1;
 }
 
@@ -311,9 +339,7 @@ void Experts::load_fp8(Projection projection, int expert, const Fp8Source& sourc
   shape.n = source.n;
   shape.k = source.k;
   check(projection, expert, shape, false);
-  const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
-  const Block& block = projection == Projection::down ? down_data_ : gate_up_data_;
-  pack_fp8(matrix, source, tiles_of(config_, projection), block.data() + static_cast<size_t>(expert) * matrix.bytes(),
+  pack_fp8(matrix_of(projection), source, tiles_of(config_, projection), runs_of(projection, expert),
            title(projection, expert));
   loaded_[(static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2] = 1;
 }
@@ -352,9 +378,7 @@ void Experts::unpack(Projection projection, int expert, float* out) const {
   shape.n = rows_of(projection);
   shape.k = inputs_of(projection);
   check(projection, expert, shape, false);
-  const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
-  const Block& block = projection == Projection::down ? down_data_ : gate_up_data_;
-  unpack_matrix(matrix, panel(matrix, block, expert, 0), tiles_of(config_, projection), shape.n, out);
+  unpack_matrix(matrix_of(projection), runs_of(projection, expert), tiles_of(config_, projection), shape.n, out);
 }
 
 void Experts::unpack_bias(Projection projection, int expert, float* out) const {
@@ -374,8 +398,12 @@ void Experts::unpack_bias(Projection projection, int expert, float* out) const {
 }
 
 std::vector<PackedRun> Experts::packed() const {
-  return {{gate_up_, false, 0, gate_up_.panels, gate_up_data_.data()},
-          {down_, true, 0, down_.panels, down_data_.data()}};
+  std::vector<PackedRun> runs;
+  for (const Shard& shard : shards_) {
+    runs.push_back({gate_up_, false, shard.gate_up.first, shard.gate_up.panels, shard.gate_up.data.data()});
+    runs.push_back({down_, true, shard.down.first, shard.down.panels, shard.down.data.data()});
+  }
+  return runs;
 }
 
 }  // namespace ktinject

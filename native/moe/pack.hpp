@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <string>
 
 #include "moe/layout.hpp"
@@ -44,16 +45,34 @@ inline TileAt paired_tiles(int t) { return {t / 2, t % 2}; }  // one matrix alon
 inline TileAt first_tiles(int t) { return {t, 0}; }           // gate, beside up
 inline TileAt second_tiles(int t) { return {t, 1}; }          // up, beside gate
 
-// Packs `source` to the panels at `panels`, in parallel. `what` names it in the std::domain_error that a NaN or an
+// Panels [first, first + panels) of a matrix, one after the other at `data`. Runs follow each other; of several, the
+// i-th lies on the i-th node.
+struct PanelRun {
+  int first;
+  int panels;
+  std::byte* data;
+};
+
+// Packs `source` to the panels of `runs`, in parallel. `what` names it in the std::domain_error that a NaN or an
 // infinity is when the format has scales.
-void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& source, TileMap place, std::byte* panels,
-                 const std::string& what);
+void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& source, TileMap place,
+                 std::span<const PanelRun> runs, const std::string& what);
+inline void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& source, TileMap place,
+                        std::byte* panels, const std::string& what) {
+  const PanelRun whole[] = {{0, matrix.panels, panels}};
+  pack_matrix(matrix, stages, source, place, whole, what);
+}
 
 // The same from fp8 codes, for an fp8 matrix: they are kept bit by bit. std::domain_error for a NaN and for scales out
 // of range, too.
-void pack_fp8(const Matrix& matrix, const Fp8Source& source, TileMap place, std::byte* panels, const std::string& what);
+void pack_fp8(const Matrix& matrix, const Fp8Source& source, TileMap place, std::span<const PanelRun> runs,
+              const std::string& what);
 
 // out [n, matrix.k] fp32 = the dequantised outputs 0..n-1, in parallel.
-void unpack_matrix(const Matrix& matrix, const std::byte* panels, TileMap place, int n, float* out);
+void unpack_matrix(const Matrix& matrix, std::span<const PanelRun> runs, TileMap place, int n, float* out);
+inline void unpack_matrix(const Matrix& matrix, std::byte* panels, TileMap place, int n, float* out) {
+  const PanelRun whole[] = {{0, matrix.panels, panels}};
+  unpack_matrix(matrix, whole, place, n, out);
+}
 
 }  // namespace ktinject

@@ -78,6 +78,10 @@ const Detected& detected() {
 }  // namespace
 
 uint32_t cpu_features() { return detected().features; }
+bool has_waitpkg() {
+  uint32_t a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & (1u << 5));
+}
 const std::string& amx_permission() { return detected().amx; }
 
 }  // namespace ktinject

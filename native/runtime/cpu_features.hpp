@@ -50,6 +50,9 @@ inline constexpr IsaName kIsaNames[] = {
 // The usable bits, detected once a process.
 uint32_t cpu_features();
 
+// Whether a thread may wait for a write to a cache line (umwait).
+bool has_waitpkg();
+
 // "granted", "absent" or "refused: <why>".
 const std::string& amx_permission();
 

@@ -1,72 +1,89 @@
 #include "runtime/thread_pool.hpp"
 
 #include <immintrin.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <climits>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
 #include <stdexcept>
 #include <string>
+
+#include "runtime/cpu_features.hpp"
 
 namespace ktinject {
 namespace {
 
-// About 20 microseconds: long enough to bridge the stages of one layer, short enough that idle workers do not steal
-// cores from the attention that follows.
-constexpr int kSpinsBeforeSleep = 2000;
-// A waiting caller gives its core away now and then, for a worker that holds the last task on the same core.
-constexpr int kSpinsBeforeYield = 4000;
+// Long enough to bridge what a model does between two layers' experts on one token, short enough that idle workers do
+// not steal cores from a long attention.
+constexpr double kSpinMicroseconds = 50;
+// A waiting thread gives its core away now and then, for a worker that holds the last task on the same core.
+constexpr double kYieldMicroseconds = 10;
+constexpr int kPausesBetweenClocks = 64;
+constexpr double kCheckMicroseconds = 100e3;
+// Workers that claim from one word.
+constexpr int kGroup = 16;
+// Sleepers that each woken thread wakes in turn: a tree is faster than one thread waking all.
+constexpr int kWakeFan = 3;
 
-std::vector<int> allowed_cpus() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  std::vector<int> cpus;
-  if (sched_getaffinity(0, sizeof set, &set) == 0)
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
-  return cpus;
+// How fast this machine counts and pauses, measured once: the clock is read seldom in a spin.
+struct Pace {
+  double ticks_per_us;
+  double pauses_per_us;
+};
+
+const Pace& pace() {
+  static const Pace measured = [] {
+    using Clock = std::chrono::steady_clock;
+    double ticks = 0, pauses = 1e9;
+    for (int round = 0; round < 3; ++round) {  // the fastest: an interrupt makes a round longer
+      constexpr int kPauses = 500;
+      const auto start = Clock::now();
+      const uint64_t first = __rdtsc();
+      for (int i = 0; i < kPauses; ++i) _mm_pause();
+      const auto span = static_cast<double>(__rdtsc() - first);
+      const double us = std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+      if (us / kPauses < pauses) {
+        pauses = us / kPauses;
+        ticks = span / us;
+      }
+    }
+    return Pace{ticks, 1 / pauses};
+  }();
+  return measured;
 }
 
-// The first line of a small file, without its end; empty if there is none. By C streams: those of C++ keep their locale
-// in a global that a second copy of libstdc++ in the process can spoil.
-std::string first_line(const std::string& path, const char* prefix = "") {
-  std::FILE* file = std::fopen(path.c_str(), "re");
-  if (file == nullptr) return {};
-  char line[4096];
-  std::string found;
-  while (found.empty() && std::fgets(line, sizeof line, file) != nullptr)
-    if (std::strncmp(line, prefix, std::strlen(prefix)) == 0) found = line;
-  std::fclose(file);
-  if (!found.empty() && found.back() == '\n') found.pop_back();
-  return found;
+void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
+  static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, nullptr, nullptr, 0);
 }
 
-// CPUs' worth of run time this cgroup may use; infinity where nothing limits it.
-double quota_cpus() {
-  double quota = INFINITY, maximum = 0, period = 0;
-  std::string path = first_line("/proc/self/cgroup", "0::");
-  path.erase(0, 3);
-  for (;;) {  // a parent's limit binds its children
-    const std::string line = first_line("/sys/fs/cgroup" + path + "/cpu.max");
-    if (std::sscanf(line.c_str(), "%lf %lf", &maximum, &period) == 2 && period > 0)
-      quota = std::min(quota, maximum / period);
-    if (path.empty() || path == "/") break;
-    path.erase(path.rfind('/'));
-  }
-  const std::string v1 = "/sys/fs/cgroup/cpu/cpu.cfs_";
-  if (std::sscanf(first_line(v1 + "quota_us").c_str(), "%lf", &maximum) == 1 && maximum > 0 &&
-      std::sscanf(first_line(v1 + "period_us").c_str(), "%lf", &period) == 1 && period > 0)
-    quota = std::min(quota, maximum / period);
-  return quota;
+#pragma GCC push_options
+#pragma GCC target("waitpkg")
+// Sleeps lightly until the cache line of `word` is written or the time-stamp counter reaches `deadline`.
+void wait_for_write(const std::atomic<uint32_t>& word, uint32_t seen, uint64_t deadline) {
+  _umonitor(const_cast<std::atomic<uint32_t>*>(&word));
+  if (word.load(std::memory_order_acquire) == seen) _umwait(1, deadline);
 }
+#pragma GCC pop_options
+
+// Of the thread that makes the call; workers have none.
+struct Interruption {
+  void (*check)() = nullptr;
+  uint64_t next = 0;
+};
+thread_local Interruption interruption;
 
 struct Global {
   std::mutex mutex;
   std::shared_ptr<ThreadPool> pool;
-  int requested = 0;
+  int threads = 0;
+  int virtual_nodes = 0;
 };
 
 Global* global = nullptr;
@@ -78,137 +95,280 @@ Global& state() {
     // The child has none of the parent's threads, and perhaps a locked mutex: it starts afresh. The parent's object is
     // left alone on purpose, since joining threads that do not exist would hang.
     pthread_atfork(nullptr, nullptr, [] {
-      const int requested = global->requested;
-      global = new Global;
-      global->requested = requested;
+      auto* fresh = new Global;
+      fresh->threads = global->threads;
+      fresh->virtual_nodes = global->virtual_nodes;
+      global = fresh;
     });
   });
   return *global;
 }
 
+std::vector<Node> nodes_of(const Global& here) {
+  return here.virtual_nodes > 1 ? virtual_nodes(here.virtual_nodes, allowed_cpus()) : usable_nodes();
+}
+
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) : threads_(threads) {
-  const std::vector<int> cpus = allowed_cpus();
+struct ThreadPool::Queue {
+  alignas(64) std::atomic<uint64_t> word{0};  // generation << 32 | tasks left
+  // This call's part of a list: tasks first, first + stride, ... of it, `total` of them.
+  alignas(64) int list = 0;
+  int first = 0;
+  int stride = 1;
+  int total = 0;
+  int workers = 0;                           // whose home this is; the same for every call
+  alignas(64) std::atomic<int> finished{0};  // tasks finished by those workers
+};
+
+ThreadPool::ThreadPool(int threads, std::vector<Node> nodes) : threads_(threads), nodes_(std::move(nodes)) {
+  pace();
+  const size_t parts = nodes_.size();
+  size_t cpus = 0;
+  for (const Node& node : nodes_) cpus += node.cpus.size();
+  // Threads by CPUs; evenly over virtual nodes, of which some may have none.
+  const bool by_cpus = nodes_[0].id >= 0 && cpus > 0;
+  size_t before = 0;
+  int placed = 0;
+  for (size_t n = 0; n < parts; ++n) {
+    before += by_cpus ? nodes_[n].cpus.size() : 1;
+    const size_t all = by_cpus ? cpus : parts;
+    const int until = static_cast<int>((static_cast<size_t>(threads) * before + all / 2) / all);
+    const int here = until - placed, groups = std::max(1, (here + kGroup - 1) / kGroup);
+    span_.push_back({queue_count_, groups});
+    for (int i = 0; i < here; ++i) home_.push_back({static_cast<int>(n), queue_count_ + i * groups / here, i});
+    queue_count_ += groups;
+    placed = until;
+  }
+  queues_ = std::make_unique<Queue[]>(static_cast<size_t>(queue_count_));
+  for (const Home& home : home_) ++queues_[static_cast<size_t>(home.queue)].workers;
+  for (const auto& [first, count] : span_)
+    for (int own = first; own < first + count; ++own) {
+      std::vector<int> order;
+      for (int i = 0; i < count; ++i) order.push_back(first + (own - first + i) % count);
+      for (int i = 0; i < queue_count_ - count; ++i) order.push_back((first + count + i) % queue_count_);
+      order_.push_back(std::move(order));
+    }
+
   workers_.reserve(static_cast<size_t>(threads - 1));
   try {
     for (int worker = 1; worker < threads; ++worker) workers_.emplace_back([this, worker] { work(worker); });
   } catch (...) {
-    stop_ = true;
-    wake_.fetch_add(1);
-    wake_.notify_all();
-    for (auto& thread : workers_) thread.join();
+    join_all();
     throw std::runtime_error("could not start " + std::to_string(threads) +
                              " worker threads; set KTINJECT_THREADS lower");
   }
-  if (threads > static_cast<int>(cpus.size())) return;  // more threads than CPUs: the system places them better
+  // A worker gets a CPU of its own node: the n-th of a node the n-th CPU, the caller's place left free. With more
+  // threads than CPUs the system places them better, within their node.
   for (int worker = 1; worker < threads; ++worker) {
+    const Node& node = nodes_[static_cast<size_t>(node_of(worker))];
+    const auto place = static_cast<size_t>(place_of(worker));
     cpu_set_t set;
     CPU_ZERO(&set);
-    CPU_SET(static_cast<size_t>(cpus[static_cast<size_t>(worker)]), &set);
-    pthread_setaffinity_np(workers_[static_cast<size_t>(worker - 1)].native_handle(), sizeof set, &set);
+    if (static_cast<size_t>(threads) <= cpus && place < node.cpus.size())
+      CPU_SET(static_cast<size_t>(node.cpus[place]), &set);
+    else if (node.id >= 0)
+      for (const int cpu : node.cpus) CPU_SET(static_cast<size_t>(cpu), &set);
+    if (CPU_COUNT(&set) > 0)
+      pthread_setaffinity_np(workers_[static_cast<size_t>(worker - 1)].native_handle(), sizeof set, &set);
   }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { join_all(); }
+
+void ThreadPool::join_all() {
   stop_ = true;
-  wake_.fetch_add(1);
-  wake_.notify_all();
+  generation_.fetch_add(1);
+  futex(generation_, FUTEX_WAKE_PRIVATE, INT_MAX);
   for (auto& thread : workers_) thread.join();
 }
 
-void ThreadPool::drain(uint32_t generation, int worker) {
-  int finished = 0;
-  uint64_t seen = word_.load(std::memory_order_acquire);
-  for (;;) {
-    const auto left = static_cast<uint32_t>(seen);
-    if (static_cast<uint32_t>(seen >> 32) != generation || left == 0) break;
-    if (!word_.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-    try {
-      if (!failed_.load(std::memory_order_relaxed)) function_(context_, tasks_ - static_cast<int>(left), worker);
-    } catch (...) {
-      if (!failed_.exchange(true)) failure_ = std::current_exception();
-    }
-    ++finished;
-    seen = word_.load(std::memory_order_acquire);
+int ThreadPool::workers_of(int node) const {
+  return static_cast<int>(std::count_if(home_.begin(), home_.end(), [&](const Home& h) { return h.node == node; }));
+}
+
+void ThreadPool::fail() {
+  // `run` reads the exception only after all tasks have been counted, this one too.
+  if (!failed_.exchange(true)) failure_ = std::current_exception();
+}
+
+void ThreadPool::execute(Queue& queue, uint32_t left, int worker) {
+  if (stopped()) return;
+  try {
+    function_(context_, queue.list, queue.first + (queue.total - static_cast<int>(left)) * queue.stride, worker);
+  } catch (...) {
+    fail();
   }
-  // One decrement for all of a worker's tasks: its own unreported tasks keep the job alive meanwhile.
-  if (finished > 0) unfinished_.fetch_sub(finished, std::memory_order_acq_rel);
+}
+
+void ThreadPool::drain(uint32_t generation, int worker) {
+  const int own = worker == 0 ? caller_queue() : home_[static_cast<size_t>(worker)].queue;
+  int done = 0;
+  for (const int index : order_[static_cast<size_t>(own)]) {
+    Queue& queue = queues_[static_cast<size_t>(index)];
+    if (index != own && !steal_.load(std::memory_order_relaxed) && queue.workers > 0) continue;
+    uint64_t seen = queue.word.load(std::memory_order_acquire);
+    for (;;) {
+      const auto left = static_cast<uint32_t>(seen);
+      if (static_cast<uint32_t>(seen >> 32) != generation || left == 0) break;
+      if (!queue.word.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire))
+        continue;
+      execute(queue, left, worker);
+      ++done;
+      if (interruption.check != nullptr) look_for_interrupt();
+      seen = queue.word.load(std::memory_order_acquire);
+    }
+  }
+  // One addition for all of a worker's tasks: its own unreported tasks keep the job alive meanwhile.
+  if (done > 0) queues_[static_cast<size_t>(own)].finished.fetch_add(done, std::memory_order_acq_rel);
+}
+
+void ThreadPool::look_for_interrupt() {
+  if (__rdtsc() < interruption.next) return;
+  try {
+    interruption.check();
+  } catch (...) {
+    fail();
+  }
+  interruption.next = __rdtsc() + static_cast<uint64_t>(kCheckMicroseconds * pace().ticks_per_us);
+}
+
+bool ThreadPool::help(std::span<const int> limits, int worker) {
+  // The task that waits keeps the job alive, so its queues may be read before anything is claimed.
+  for (int index = 0; index < queue_count_; ++index) {
+    Queue& queue = queues_[static_cast<size_t>(index)];
+    uint64_t seen = queue.word.load(std::memory_order_acquire);
+    const auto left = static_cast<uint32_t>(seen);
+    if (left == 0 ||
+        queue.first + (queue.total - static_cast<int>(left)) * queue.stride >= limits[static_cast<size_t>(queue.list)])
+      continue;
+    if (!queue.word.compare_exchange_strong(seen, seen - 1, std::memory_order_acq_rel)) continue;
+    execute(queue, left, worker);
+    queue.finished.fetch_add(1, std::memory_order_acq_rel);
+    return true;
+  }
+  return false;
+}
+
+void ThreadPool::relax(int turn) {
+  static const int turns = std::max(1, static_cast<int>(kYieldMicroseconds * pace().pauses_per_us));
+  if (turn % turns == turns - 1) sched_yield();
+  else _mm_pause();
+}
+
+// True as soon as there is a new generation, false after a while without one.
+bool ThreadPool::spin(uint32_t seen) const {
+  static const bool can_wait = has_waitpkg();
+  const uint64_t end = __rdtsc() + static_cast<uint64_t>(kSpinMicroseconds * pace().ticks_per_us);
+  do {
+    if (can_wait) {  // the system may cut a wait short, so there can be several
+      wait_for_write(generation_, seen, end);
+      if (generation_.load(std::memory_order_acquire) != seen) return true;
+      continue;
+    }
+    for (int i = 0; i < kPausesBetweenClocks; ++i) {
+      if (generation_.load(std::memory_order_acquire) != seen) return true;
+      _mm_pause();
+    }
+  } while (__rdtsc() < end);
+  return false;
+}
+
+void ThreadPool::wake_some() {
+  if (sleepers_.load() > 0) futex(generation_, FUTEX_WAKE_PRIVATE, kWakeFan);
 }
 
 void ThreadPool::work(int worker) {
-  uint32_t done_generation = 0;
+  uint32_t seen = 0;
   for (;;) {
-    int spins = 0;
-    for (;;) {
-      const uint64_t word = word_.load(std::memory_order_acquire);
-      const auto generation = static_cast<uint32_t>(word >> 32);
-      if (generation != done_generation && static_cast<uint32_t>(word) != 0) {
-        drain(generation, worker);
-        done_generation = generation;
-        spins = 0;
-        continue;
-      }
-      if (stop_.load(std::memory_order_relaxed)) return;
-      if (++spins < kSpinsBeforeSleep) {
-        _mm_pause();
-        continue;
-      }
-      const uint32_t ticket = wake_.load();
+    while (!spin(seen)) {
       sleepers_.fetch_add(1);
-      // Looked at again after announcing the sleep: a job published in between has either been seen here or sees the
-      // sleeper.
-      const uint64_t again = word_.load();
-      const bool idle = static_cast<uint32_t>(again) == 0 || static_cast<uint32_t>(again >> 32) == done_generation;
-      if (idle && !stop_.load()) wake_.wait(ticket);
+      // The kernel compares once more, so a generation published meanwhile is not slept through.
+      futex(generation_, FUTEX_WAIT_PRIVATE, seen);
       sleepers_.fetch_sub(1);
-      spins = 0;
+      // Only news is passed on: late wakers wake workers that have been there already, and these would wake others.
+      if (generation_.load(std::memory_order_relaxed) != seen) wake_some();
     }
+    if (stop_.load(std::memory_order_relaxed)) return;
+    seen = generation_.load(std::memory_order_acquire);
+    drain(seen, worker);
   }
 }
 
-void ThreadPool::run(int tasks, Function function, void* context) {
-  if (tasks <= 0) return;
-  if (tasks == 1 || threads_ == 1) {
-    for (int index = 0; index < tasks; ++index) function(context, index, 0);
-    return;
-  }
-  tasks_ = tasks;
+// The queue of the node that the caller runs on.
+int ThreadPool::caller_queue() const {
+  if (nodes_[0].id < 0) return home_[0].queue;
+  const int cpu = sched_getcpu();
+  for (size_t n = 0; n < nodes_.size(); ++n)
+    if (std::find(nodes_[n].cpus.begin(), nodes_[n].cpus.end(), cpu) != nodes_[n].cpus.end()) return span_[n].first;
+  return home_[0].queue;
+}
+
+int ThreadPool::finished() const {
+  int sum = 0;
+  for (int index = 0; index < queue_count_; ++index)
+    sum += queues_[static_cast<size_t>(index)].finished.load(std::memory_order_acquire);
+  return sum;
+}
+
+void ThreadPool::run(std::span<const int> tasks, Function function, void* context, Steal steal, Wake wake) {
+  int all = 0;
+  for (const int count : tasks) all += count;
+  if (all == 0) return;
+  const bool alone = wake == Wake::none || threads_ == 1 || all == 1;
   function_ = function;
   context_ = context;
   failed_.store(false, std::memory_order_relaxed);
-  unfinished_.store(tasks, std::memory_order_relaxed);
-  uint32_t generation = static_cast<uint32_t>(word_.load(std::memory_order_relaxed) >> 32) + 1;
-  if (generation == 0) generation = 1;
-  word_.store((uint64_t{generation} << 32) | static_cast<uint32_t>(tasks));
-  if (sleepers_.load() > 0) {
-    wake_.fetch_add(1);
-    wake_.notify_all();
+  cancelled_.store(false, std::memory_order_relaxed);
+  steal_.store(steal == Steal::yes || alone, std::memory_order_relaxed);
+  const uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
+  for (size_t n = 0; n < span_.size(); ++n) {
+    const auto& [first, count] = span_[n];
+    for (int i = 0; i < count; ++i) {
+      Queue& queue = queues_[static_cast<size_t>(first + i)];
+      const bool is_dealt = tasks.size() == 1;
+      queue.list = is_dealt ? 0 : static_cast<int>(n);
+      queue.first = is_dealt ? first + i : i;
+      queue.stride = is_dealt ? queue_count_ : count;
+      const int listed = n < tasks.size() || is_dealt ? tasks[static_cast<size_t>(queue.list)] : 0;
+      queue.total = std::max(0, (listed - queue.first + queue.stride - 1) / queue.stride);
+      queue.finished.store(0, std::memory_order_relaxed);
+      queue.word.store((uint64_t{generation} << 32) | static_cast<uint32_t>(queue.total), std::memory_order_release);
+    }
+  }
+  // Where nobody is told, idle workers go on watching the old generation, and no claim of theirs can fit the new one.
+  if (!alone) {
+    generation_.store(generation);
+    wake_some();
   }
   drain(generation, 0);
-  for (int spins = 0; unfinished_.load(std::memory_order_acquire) != 0;) {
-    _mm_pause();
-    if (++spins == kSpinsBeforeYield) {
-      spins = 0;
-      sched_yield();
-    }
+  for (int turn = 0; finished() != all; ++turn) {
+    relax(turn);
+    if (interruption.check != nullptr) look_for_interrupt();
   }
   if (failed_.load()) {
     std::exception_ptr failure;
     std::swap(failure, failure_);
     std::rethrow_exception(failure);
   }
+  if (cancelled_.load()) throw Cancelled();
 }
 
-std::byte* ThreadPool::buffer(size_t slot, size_t bytes) {
-  if (slot >= buffers_.size()) buffers_.resize(slot + 1);
-  Block& block = buffers_[slot];
+std::byte* ThreadPool::buffer(size_t slot, size_t bytes, size_t node) {
+  const size_t index = slot * nodes_.size() + node;
+  if (index >= buffers_.size()) buffers_.resize(index + 1);
+  Block& block = buffers_[index];
   if (block.size() < bytes) {
     block = Block();  // the old one is freed first: both at once may not fit
     block = Block(bytes + bytes / 4);
   }
   return block.data();
 }
+
+Interruptible::Interruptible(void (*check)()) {
+  interruption = {check, __rdtsc() + static_cast<uint64_t>(kCheckMicroseconds * pace().ticks_per_us)};
+}
+Interruptible::~Interruptible() { interruption = {}; }
 
 int default_threads() {
   const auto cpus = static_cast<int>(allowed_cpus().size());
@@ -219,7 +379,8 @@ int default_threads() {
 std::shared_ptr<ThreadPool> pool() {
   Global& here = state();
   std::lock_guard lock(here.mutex);
-  if (!here.pool) here.pool = std::make_shared<ThreadPool>(here.requested > 0 ? here.requested : default_threads());
+  if (!here.pool)
+    here.pool = std::make_shared<ThreadPool>(here.threads > 0 ? here.threads : default_threads(), nodes_of(here));
   return here.pool;
 }
 
@@ -228,7 +389,23 @@ void set_threads(int threads) {
     throw std::invalid_argument("threads: found " + std::to_string(threads) + "; allowed: 0 (automatic) to 4096");
   Global& here = state();
   std::lock_guard lock(here.mutex);
-  here.requested = threads;
+  here.threads = threads;
+  here.pool.reset();
+}
+
+std::vector<Node> nodes() {
+  Global& here = state();
+  std::lock_guard lock(here.mutex);
+  return nodes_of(here);
+}
+
+void set_nodes(int virtual_nodes) {
+  if (virtual_nodes < 0 || virtual_nodes > kMostNodes)
+    throw std::invalid_argument("nodes: found " + std::to_string(virtual_nodes) + "; allowed: 0 (the machine's) to " +
+                                std::to_string(kMostNodes));
+  Global& here = state();
+  std::lock_guard lock(here.mutex);
+  here.virtual_nodes = virtual_nodes;
   here.pool.reset();
 }
 

@@ -1,11 +1,17 @@
-// The CPU workers. One call publishes tasks, the caller works on them too, and returns when all are done.
+// The CPU workers. One call publishes lists of tasks, the caller works on them too, and returns when all are done.
 //
 // There is no barrier that a thread has to reach. All progress is counted in tasks: a worker that the operating system
 // does not schedule in time simply claims nothing, and the others do its share. So threads >= cores, a busy neighbour
 // or another library's spinning threads cost throughput but no scheduler tick.
 //
-// One 64-bit word holds (generation, tasks left). A claim is a compare-and-swap on it, so a late worker can never claim
-// from a later call by mistake, and touches a job's data only while one of its own tasks keeps that job alive.
+// Workers belong to nodes (NUMA nodes, or virtual ones for tests), and within a node to groups of at most 16. Each
+// group has a queue, dealt from its node's list like cards: a 64-bit word (generation, tasks left), and a claim is a
+// compare-and-swap on it, so a late worker can never claim from a later call by mistake, and touches a job's data only
+// while one of its own tasks keeps that job alive. No word is shared by more than a group until a group has run out of
+// tasks; then it helps the others, those of its node first.
+//
+// Tasks of a list are begun in its order. So a task may wait for earlier ones (`await`), which lets a whole layer be
+// one call: stages follow each other in the list, and nobody waits where a barrier would have been.
 #pragma once
 
 #include <atomic>
@@ -14,64 +20,145 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <span>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
 #include "runtime/memory.hpp"
+#include "runtime/topology.hpp"
 
 namespace ktinject {
 
+// Thrown by a call that `cancel` met.
+struct Cancelled : std::runtime_error {
+  Cancelled() : std::runtime_error("the computation was cancelled") {}
+};
+
 class ThreadPool {
  public:
-  explicit ThreadPool(int threads);
+  ThreadPool(int threads, std::vector<Node> nodes);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   int threads() const { return threads_; }
+  const std::vector<Node>& nodes() const { return nodes_; }
+  int node_of(int worker) const { return home_[static_cast<size_t>(worker)].node; }
+  // Of the workers of its node, which one.
+  int place_of(int worker) const { return home_[static_cast<size_t>(worker)].place; }
+  // How many workers a node has; none if there are more nodes than threads.
+  int workers_of(int node) const;
+
+  enum class Steal { yes, no };
+  enum class Wake { all, none };
 
   // Runs task(index, worker) for every index in [0, tasks), worker in [0, threads()); the caller is worker 0. The first
-  // exception of a task is rethrown here once all tasks have ended. Calls are made by one thread at a time (see
-  // `session`).
+  // exception of a task is rethrown here once all tasks have ended; those not begun by then are left out. Calls are
+  // made by one thread at a time (see `session`).
   template <class Task>
   void parallel_for(int tasks, Task&& task) {
+    const int lists[] = {tasks};
     run(
-        tasks,
-        [](void* context, int index, int worker) {
+        lists,
+        [](void* context, int, int index, int worker) {
           (*static_cast<std::remove_reference_t<Task>*>(context))(index, worker);
         },
-        &task);
+        &task, Steal::yes, Wake::all);
   }
+
+  // The same for task(list, index, worker) with tasks[i] tasks in list i. One list is for all workers; of several, at
+  // most nodes().size(), list i is for node i. With Steal::no the workers of another node leave it alone as long as the
+  // node has workers of its own. With Wake::none the caller does everything.
+  template <class Task>
+  void parallel_lists(std::span<const int> tasks, Task&& task, Steal steal = Steal::yes, Wake wake = Wake::all) {
+    run(
+        tasks,
+        [](void* context, int list, int index, int worker) {
+          (*static_cast<std::remove_reference_t<Task>*>(context))(list, index, worker);
+        },
+        &task, steal, wake);
+  }
+
+  // Called by a task whose input is made by tasks at indices below limits[list]: returns true once ready() holds, false
+  // if the call has failed or was cancelled, so that it never will. Meanwhile it begins such tasks where nobody else
+  // did.
+  template <class Ready>
+  bool await(Ready&& ready, std::span<const int> limits, int worker) {
+    for (int turn = 0; !ready(); ++turn) {
+      if (stopped()) return false;
+      if (!help(limits, worker)) relax(turn);
+    }
+    return true;
+  }
+
+  // A waiting thread's pause; now and then it gives its core away, for a worker that holds the last task on it.
+  static void relax(int turn);
+
+  // The call that runs now, if any, begins no further task and throws Cancelled. From any thread.
+  void cancel() { cancelled_.store(true); }
 
   // Held for a whole layer: serialises callers from several Python threads, who share the workers and the buffers.
   std::unique_lock<std::mutex> session() { return std::unique_lock<std::mutex>(session_); }
 
-  // Working memory of the layer that runs, at least `bytes` long, 64-byte aligned, contents undefined. It only ever
-  // grows, so a warmed-up layer allocates nothing. Call inside a session.
-  std::byte* buffer(size_t slot, size_t bytes);
+  // Working memory of the layer that runs, at least `bytes` long, 64-byte aligned, contents undefined; one for each
+  // (slot, node). It only ever grows, so a warmed-up layer allocates nothing. Call inside a session.
+  std::byte* buffer(size_t slot, size_t bytes, size_t node = 0);
 
  private:
-  using Function = void (*)(void* context, int index, int worker);
-  void run(int tasks, Function function, void* context);
+  using Function = void (*)(void* context, int list, int index, int worker);
+  struct Queue;
+  struct Home {
+    int node;
+    int queue;
+    int place;
+  };
+
+  void run(std::span<const int> tasks, Function function, void* context, Steal steal, Wake wake);
   void work(int worker);
+  bool spin(uint32_t seen) const;
   void drain(uint32_t generation, int worker);
+  void execute(Queue& queue, uint32_t left, int worker);
+  bool help(std::span<const int> limits, int worker);
+  void fail();
+  void look_for_interrupt();
+  int caller_queue() const;
+  int finished() const;
+  void wake_some();
+  void join_all();
+  bool stopped() const { return failed_.load(std::memory_order_relaxed) || cancelled_.load(std::memory_order_relaxed); }
 
   const int threads_;
+  const std::vector<Node> nodes_;
+  std::vector<Home> home_;                 // of each worker
+  std::vector<std::pair<int, int>> span_;  // of each node: first queue, queues
+  std::vector<std::vector<int>> order_;    // of each queue: itself, the others of its node, all others
+  std::unique_ptr<Queue[]> queues_;
+  int queue_count_ = 0;
   std::mutex session_;
   std::vector<std::thread> workers_;
   std::vector<Block> buffers_;
 
-  alignas(64) std::atomic<uint64_t> word_{0};  // generation << 32 | tasks left
-  alignas(64) std::atomic<int> unfinished_{0};
-  alignas(64) std::atomic<uint32_t> wake_{0};
-  std::atomic<int> sleepers_{0};
+  alignas(64) std::atomic<uint32_t> generation_{0};  // what idle workers watch, and nothing else in its cache line
+  alignas(64) std::atomic<int> sleepers_{0};
   std::atomic<bool> stop_{false};
+  std::atomic<bool> failed_{false};
+  std::atomic<bool> cancelled_{false};
+  std::atomic<bool> steal_{true};
   // Written by the caller before it publishes a generation, read by a worker only after a successful claim from it.
-  int tasks_ = 0;
   Function function_ = nullptr;
   void* context_ = nullptr;
-  std::atomic<bool> failed_{false};
   std::exception_ptr failure_;
+};
+
+// While one lives on a thread, the calls made there run `check` between tasks, about ten times a second: it may throw,
+// which ends the call. For Ctrl-C.
+class Interruptible {
+ public:
+  explicit Interruptible(void (*check)());
+  ~Interruptible();
+  Interruptible(const Interruptible&) = delete;
+  Interruptible& operator=(const Interruptible&) = delete;
 };
 
 // min(affinity, cgroup quota), or what set_threads() asked for.
@@ -82,5 +169,12 @@ std::shared_ptr<ThreadPool> pool();
 
 // 0 means default_threads(). Holds from the next call on; a running one keeps the pool it has.
 void set_threads(int threads);
+
+// The nodes that the pool has or will have: the machine's usable ones, or as many virtual ones as set_nodes() asked
+// for.
+std::vector<Node> nodes();
+
+// 0 means the machine's. Holds from the next call on.
+void set_nodes(int virtual_nodes);
 
 }  // namespace ktinject

@@ -1,0 +1,611 @@
+// The forward pass. Five stages:
+//   1 round or quantise every token once, and put a copy among the rows of each of its experts
+//   2 gate and up, with the activation: tasks of (expert, some panels)
+//   3 where the format quantises: quantise every row of the intermediate once, as a whole row
+//   4 down: tasks of (expert, some panels)
+//   5 weighted sum over a token's experts, in the order of its slots, so results do not depend on the number of threads
+//
+// They are one list of tasks for the pool, with no barrier between them. A task waits for what it reads: gate and up
+// for the inputs, the intermediate for all panels of its expert, down for its expert's intermediate, a sum for the
+// columns it adds up. With few rows the columns of stage 4 are worked off in chunks, so that stage 5 follows close
+// behind it.
+//
+// With several shards there is a list for each, run by the workers of its node: its panels of gate and up, its panels
+// of down, its columns of the sum. Only the intermediate is read across nodes. Every number comes about in the same way
+// whatever the number of shards, so results are the same to the bit.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+
+#include "moe/experts.hpp"
+#include "runtime/thread_pool.hpp"
+#include "runtime/trace.hpp"
+
+namespace ktinject {
+namespace {
+
+// Slots of the pool's buffers; 0 belongs to packing.
+enum Slot : size_t {
+  kInput = 1,
+  kInputScale,
+  kInputSums,
+  kGathered,
+  kGatheredScale,
+  kGatheredSums,
+  kHidden,
+  kHiddenQ,
+  kHiddenScale,
+  kHiddenSums,
+  kThread,
+  kOutput,  // the last: a layer with more shards than nodes takes more slots
+};
+
+// Long prompts are cut so that the working memory stays below this; the result is the same.
+constexpr size_t kMostWorkspaceBytes = size_t{512} << 20;
+// Rows of one expert, and rows times panels, that a kernel is given at once: 512 KiB of results, a part of an L2 cache.
+constexpr int kMostRows = 256;
+constexpr int kMostResults = 4096;
+// Layers with less than this to do are left to the caller: waking workers would cost more.
+constexpr size_t kSerialBytes = size_t{128} << 10;
+// So many tokens are converted by the caller at once, which is faster than having others wait for others.
+constexpr int kTokensAlone = 2;
+// Tasks a thread, on average, so that a slow one does not hold up the rest.
+constexpr int kTasksPerThread = 8;
+// Up to about so many rows a panel costs what reading its weights costs.
+constexpr int kReadRows = 4;
+// Up to so many rows, down is worked off in chunks of columns; above, expert by expert, for its rows stay in the
+// caches.
+constexpr int kChunkedRows = 512;
+constexpr int kChunks = 16;
+
+// Experts a token may be sent to; they are gathered on the stack.
+constexpr int kMostSlots = 64;
+
+enum Stage { kInputs, kGateUp, kQuantise, kDown, kSum, kStages };
+
+// Some tokens, panels of an expert, rows of an expert, or tokens of a chunk: `of` is the expert or the chunk.
+struct Task {
+  int of;
+  int first;
+  int count;
+};
+
+// Columns of the output whose sums wait for the same tasks: panels of down of one shard.
+struct Chunk {
+  int shard;
+  int first;
+  int panels;
+};
+
+// Tasks that are still to be done before another can start, each counter a thing that is waited for.
+class Counters {
+ public:
+  void reset(size_t count) {
+    if (count > capacity_) {
+      left_ = std::make_unique<std::atomic<int>[]>(count);
+      capacity_ = count;
+    }
+    for (size_t i = 0; i < count; ++i) left_[i].store(0, std::memory_order_relaxed);
+  }
+  std::atomic<int>& operator[](size_t index) { return left_[index]; }
+
+ private:
+  std::unique_ptr<std::atomic<int>[]> left_;
+  size_t capacity_ = 0;
+};
+
+// Which token goes to which expert, as lists: rows sorted by expert. And the tasks that follow from it.
+struct Routing {
+  std::vector<int> count;   // [experts]
+  std::vector<int> start;   // [experts]
+  std::vector<int> expert;  // [rows]: expert of a sorted row
+  std::vector<int> token;   // [rows]: token of a sorted row
+  std::vector<int> row;     // [tokens, top_k]: sorted row of a slot, or -1
+  std::vector<int> active;  // experts with rows, most rows first
+  std::vector<std::vector<Task>> lists;
+  std::vector<Chunk> chunks;
+  std::vector<int> counts;                      // [lists]: all tasks
+  std::array<std::vector<int>, kStages> limit;  // [stage][lists]: where the stage begins
+  Counters counters;
+
+  template <class Id>
+  void sort(const Id* ids, int slots, int experts);
+};
+
+// Rounded or quantised activations, a row a token or a (token, expert) pair.
+struct Activations {
+  std::byte* data;
+  float* scale;   // null where rows are bf16
+  int32_t* sums;  // null unless int4
+  size_t row_bytes;
+  size_t groups;
+
+  Rows rows(size_t first, int m) const {
+    return {data + first * row_bytes, row_bytes, m, scale == nullptr ? nullptr : scale + first,
+            sums == nullptr ? nullptr : sums + first * groups};
+  }
+};
+
+template <class Id>
+void Routing::sort(const Id* ids, int slots, int experts) {
+  count.assign(static_cast<size_t>(experts), 0);
+  start.assign(static_cast<size_t>(experts), 0);
+  row.assign(static_cast<size_t>(slots), -1);
+  active.clear();
+  auto routed = [&](int slot) { return ids[slot] >= 0 && ids[slot] < experts; };
+  for (int slot = 0; slot < slots; ++slot)
+    if (routed(slot)) ++count[static_cast<size_t>(ids[slot])];
+  int rows = 0;
+  for (int e = 0; e < experts; ++e) {
+    start[static_cast<size_t>(e)] = rows;
+    rows += count[static_cast<size_t>(e)];
+    if (count[static_cast<size_t>(e)] > 0) active.push_back(e);
+  }
+  expert.resize(static_cast<size_t>(rows));
+  token.resize(static_cast<size_t>(rows));
+  // `start` is advanced while filling, and set back below.
+  for (int slot = 0; slot < slots; ++slot) {
+    if (!routed(slot)) continue;
+    const int to = start[static_cast<size_t>(ids[slot])]++;
+    row[static_cast<size_t>(slot)] = to;
+    expert[static_cast<size_t>(to)] = static_cast<int>(ids[slot]);
+  }
+  for (int e = 0; e < experts; ++e) start[static_cast<size_t>(e)] -= count[static_cast<size_t>(e)];
+  // The longest first, so that no long task is left for the end.
+  std::stable_sort(active.begin(), active.end(),
+                   [&](int a, int b) { return count[static_cast<size_t>(a)] > count[static_cast<size_t>(b)]; });
+}
+
+}  // namespace
+
+// One pass over at most as many tokens as the workspace holds.
+class Forward {
+ public:
+  Forward(const Experts& layer, Routing& routing, ThreadPool& workers, const void* x, DType dtype, const float* weights,
+          int tokens, int top_k, void* out)
+      : layer_(layer),
+        config_(layer.config_),
+        gate_up_(layer.gate_up_),
+        down_(layer.down_),
+        stages_(*layer.stages_),
+        routing_(routing),
+        workers_(workers),
+        x_(static_cast<const std::byte*>(x)),
+        dtype_(dtype),
+        weights_(weights),
+        tokens_(tokens),
+        top_k_(top_k),
+        out_(static_cast<std::byte*>(out)),
+        rows_(routing.expert.size()),
+        is_quantised_(has_int8_rows(config_.format)),
+        has_sums_(config_.format == Format::int4) {}
+
+  void run();
+
+ private:
+  static constexpr size_t kResultBytes = size_t{kMostResults} * kPanel * sizeof(float);
+
+  Activations activations(const Matrix& matrix, size_t count, Slot data, Slot scale, Slot sums);
+  void reserve();
+  void plan();
+  template <class Add>
+  void plan_panels(const Shard::Part& part, int first, int panels, int workers, Add&& add);
+
+  void convert_inputs(const Task& task);
+  void compute_gate_up(const Task& task, int worker);
+  void quantise(const Task& task, int worker);
+  void compute_down(const Task& task, int worker);
+  void add_up(const Task& task);
+
+  // What is counted: tokens to convert, then for each chunk tasks of down, for each expert tasks of gate and up, and
+  // for each expert tasks that quantise.
+  std::atomic<int>& inputs_left() { return routing_.counters[0]; }
+  std::atomic<int>& down_left(int chunk) { return routing_.counters[1 + static_cast<size_t>(chunk)]; }
+  std::atomic<int>& gate_up_left(int expert) {
+    return routing_.counters[1 + routing_.chunks.size() + static_cast<size_t>(expert)];
+  }
+  std::atomic<int>& quantise_left(int expert) {
+    return routing_.counters[1 + routing_.chunks.size() + static_cast<size_t>(config_.experts + expert)];
+  }
+  // False if the call is ending without this.
+  bool await(const std::atomic<int>& left, Stage stage, int worker) {
+    return workers_.await([&] { return left.load(std::memory_order_acquire) == 0; },
+                          routing_.limit[static_cast<size_t>(stage)], worker);
+  }
+  static void done(std::atomic<int>& left) { left.fetch_sub(1, std::memory_order_acq_rel); }
+
+  void convert(const Activations& to, const Matrix& matrix, size_t at, const void* values, DType dtype, std::byte* out);
+  template <class Use>
+  void multiply(Projection projection, const Task& task, const Rows& all, int worker, Use&& use);
+
+  int count_of(int expert) const { return routing_.count[static_cast<size_t>(expert)]; }
+  size_t start_of(int expert) const { return static_cast<size_t>(routing_.start[static_cast<size_t>(expert)]); }
+  int cost_of(int expert) const { return std::max(kReadRows, count_of(expert)); }
+  size_t shard_of(Projection projection, int panel) const {
+    size_t shard = 0;
+    for (; shard + 1 < layer_.shards_.size(); ++shard) {
+      const Shard::Part& part = Experts::part_of(layer_.shards_[shard], projection);
+      if (panel < part.first + part.panels) break;
+    }
+    return shard;
+  }
+  int chunk_of(int panel) const {
+    int chunk = 0;
+    while (panel >=
+           routing_.chunks[static_cast<size_t>(chunk)].first + routing_.chunks[static_cast<size_t>(chunk)].panels)
+      ++chunk;
+    return chunk;
+  }
+  float* results(int worker) const {
+    const auto place = static_cast<size_t>(workers_.place_of(worker));
+    return reinterpret_cast<float*>(own_[static_cast<size_t>(workers_.node_of(worker))] + place * own_bytes_);
+  }
+  std::byte* one_row(int worker) const { return reinterpret_cast<std::byte*>(results(worker)) + kResultBytes; }
+  std::byte* kernel_scratch(int worker) const { return one_row(worker) + down_.row_bytes(); }
+
+  const Experts& layer_;
+  const ExpertsConfig& config_;
+  const Matrix& gate_up_;
+  const Matrix& down_;
+  const Stages& stages_;
+  Routing& routing_;
+  ThreadPool& workers_;
+  const std::byte* const x_;
+  const DType dtype_;
+  const float* const weights_;
+  const int tokens_;
+  const int top_k_;
+  std::byte* const out_;
+  const size_t rows_;
+  const bool is_quantised_;
+  const bool has_sums_;
+
+  Activations input_{};
+  Activations gathered_{};
+  Activations inner_{};
+  uint16_t* hidden_ = nullptr;  // [rows, hidden_stride_] bf16: intermediates that are quantised next
+  size_t hidden_stride_ = 0;
+  std::array<float*, kMostNodes> y_{};        // of each shard: [rows, its panels of down * 32]
+  std::array<std::byte*, kMostNodes> own_{};  // of each node: what its workers have to themselves, one after the other
+  size_t own_bytes_ = 0;                      // of a worker: a block of results, a row, the kernel's scratch
+};
+
+Activations Forward::activations(const Matrix& matrix, size_t count, Slot data, Slot scale, Slot sums) {
+  const auto groups = has_sums_ ? static_cast<size_t>(matrix.groups()) : 0;
+  return {workers_.buffer(data, count * matrix.row_bytes()),
+          is_quantised_ ? reinterpret_cast<float*>(workers_.buffer(scale, count * sizeof(float))) : nullptr,
+          has_sums_ ? reinterpret_cast<int32_t*>(workers_.buffer(sums, count * groups * sizeof(int32_t))) : nullptr,
+          matrix.row_bytes(), groups};
+}
+
+void Forward::reserve() {
+  input_ = activations(gate_up_, static_cast<size_t>(tokens_), kInput, kInputScale, kInputSums);
+  gathered_ = activations(gate_up_, rows_, kGathered, kGatheredScale, kGatheredSums);
+  inner_ = activations(down_, rows_, kHiddenQ, kHiddenScale, kHiddenSums);
+  hidden_stride_ = static_cast<size_t>(round_up(config_.intermediate_size, kPanel));
+  if (is_quantised_)
+    hidden_ = reinterpret_cast<uint16_t*>(workers_.buffer(kHidden, rows_ * hidden_stride_ * sizeof(uint16_t)));
+  const size_t nodes = workers_.nodes().size();
+  for (size_t shard = 0; shard < layer_.shards_.size(); ++shard) {
+    const size_t columns = static_cast<size_t>(layer_.shards_[shard].down.panels) * kPanel;
+    y_[shard] = reinterpret_cast<float*>(
+        workers_.buffer(kOutput + shard / nodes, rows_ * columns * sizeof(float), shard % nodes));
+  }
+  own_bytes_ = kResultBytes + down_.row_bytes() + std::max(scratch_bytes(gate_up_), scratch_bytes(down_));
+  for (size_t node = 0; node < nodes; ++node)
+    own_[node] =
+        workers_.buffer(kThread, own_bytes_ * static_cast<size_t>(workers_.workers_of(static_cast<int>(node))), node);
+}
+
+// Cuts panels [first, first + panels) of every active expert into tasks; the whole part is for `workers`.
+template <class Add>
+void Forward::plan_panels(const Shard::Part& part, int first, int panels, int workers, Add&& add) {
+  size_t work = 0;
+  for (const int expert : routing_.active) work += static_cast<size_t>(cost_of(expert));
+  work = work * static_cast<size_t>(part.panels) / static_cast<size_t>(workers * kTasksPerThread);
+  for (const int expert : routing_.active) {
+    const int size = std::clamp(static_cast<int>(work) / cost_of(expert), 1, panels);
+    // As even as possible.
+    const int pieces = (panels + size - 1) / size;
+    for (int i = 0; i < pieces; ++i) {
+      const int begin = panels * i / pieces, end = panels * (i + 1) / pieces;
+      add(Task{expert, first + begin, end - begin});
+    }
+  }
+}
+
+void Forward::plan() {
+  const std::vector<Shard>& shards = layer_.shards_;
+  const size_t lists = shards.size() <= workers_.nodes().size() ? shards.size() : 1;
+  auto list_of = [&](size_t shard) { return lists == 1 ? size_t{0} : shard; };
+  auto workers_for = [&](size_t shard) {
+    return lists == 1 ? workers_.threads() : std::max(1, workers_.workers_of(static_cast<int>(shard)));
+  };
+  routing_.lists.resize(lists);
+  for (auto& list : routing_.lists) list.clear();
+  auto begin_stage = [&](Stage stage) {
+    auto& limit = routing_.limit[static_cast<size_t>(stage)];
+    limit.resize(lists);
+    for (size_t i = 0; i < lists; ++i) limit[i] = static_cast<int>(routing_.lists[i].size());
+  };
+
+  routing_.chunks.clear();
+  for (size_t shard = 0; shard < shards.size(); ++shard) {
+    const Shard::Part& part = shards[shard].down;
+    if (part.panels == 0) continue;
+    const int chunks = rows_ > kChunkedRows ? 1 : std::min(part.panels, kChunks);
+    for (int i = 0; i < chunks; ++i) {
+      const int begin = part.panels * i / chunks, end = part.panels * (i + 1) / chunks;
+      routing_.chunks.push_back({static_cast<int>(shard), part.first + begin, end - begin});
+    }
+  }
+  Counters& counters = routing_.counters;
+  counters.reset(1 + routing_.chunks.size() + 2 * static_cast<size_t>(config_.experts));
+  auto add = [&](size_t list, const Task& task, std::atomic<int>& counter) {
+    routing_.lists[list].push_back(task);
+    counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  };
+
+  begin_stage(kInputs);
+  if (tokens_ > kTokensAlone) {
+    const int pieces = std::min(tokens_, workers_.threads() * kTasksPerThread);
+    for (int i = 0; i < pieces; ++i) {
+      const int first = static_cast<int>(int64_t{tokens_} * i / pieces);
+      const int end = static_cast<int>(int64_t{tokens_} * (i + 1) / pieces);
+      add(static_cast<size_t>(i) % lists, {0, first, end - first}, inputs_left());
+    }
+  }
+  begin_stage(kGateUp);
+  for (size_t shard = 0; shard < shards.size(); ++shard) {
+    const Shard::Part& part = shards[shard].gate_up;
+    if (part.panels > 0)
+      plan_panels(part, part.first, part.panels, workers_for(shard),
+                  [&](const Task& task) { add(list_of(shard), task, gate_up_left(task.of)); });
+  }
+  begin_stage(kQuantise);
+  if (is_quantised_) {
+    const int size = std::clamp(static_cast<int>(rows_) / (workers_.threads() * kTasksPerThread), 1, kTile);
+    size_t next = 0;
+    for (const int expert : routing_.active)
+      for (int first = 0; first < count_of(expert); first += size)
+        add(next++ % lists, {expert, first, std::min(size, count_of(expert) - first)}, quantise_left(expert));
+  }
+  begin_stage(kDown);
+  for (size_t i = 0; i < routing_.chunks.size(); ++i) {
+    const Chunk& chunk = routing_.chunks[i];
+    const auto shard = static_cast<size_t>(chunk.shard);
+    plan_panels(shards[shard].down, chunk.first, chunk.panels, workers_for(shard),
+                [&](const Task& task) { add(list_of(shard), task, down_left(static_cast<int>(i))); });
+  }
+  begin_stage(kSum);
+  const int sums = workers_.threads() * kTasksPerThread;
+  const int pieces = std::clamp(sums / std::max(1, static_cast<int>(routing_.chunks.size())), 1, tokens_);
+  for (size_t i = 0; i < routing_.chunks.size(); ++i)
+    for (int piece = 0; piece < pieces; ++piece) {
+      const int first = static_cast<int>(int64_t{tokens_} * piece / pieces);
+      const int end = static_cast<int>(int64_t{tokens_} * (piece + 1) / pieces);
+      routing_.lists[list_of(static_cast<size_t>(routing_.chunks[i].shard))].push_back(
+          {static_cast<int>(i), first, end - first});
+    }
+  routing_.counts.resize(lists);
+  for (size_t i = 0; i < lists; ++i) routing_.counts[i] = static_cast<int>(routing_.lists[i].size());
+}
+
+void Forward::run() {
+  reserve();
+  plan();
+  if (tokens_ <= kTokensAlone) convert_inputs({0, 0, tokens_});
+  const size_t active = routing_.active.size();
+  const size_t active_bytes = active * (gate_up_.bytes() + down_.bytes());
+  const bool alone = active_bytes * std::max<size_t>(1, rows_ / std::max<size_t>(1, active) / kReadRows) < kSerialBytes;
+  workers_.parallel_lists(
+      routing_.counts,
+      [&](int list, int index, int worker) {
+        const Task& task = routing_.lists[static_cast<size_t>(list)][static_cast<size_t>(index)];
+        auto before = [&](Stage stage) {
+          return index < routing_.limit[static_cast<size_t>(stage)][static_cast<size_t>(list)];
+        };
+        if (before(kGateUp)) {
+          convert_inputs(task);
+          done(inputs_left());
+        } else if (before(kQuantise)) {
+          if (!await(inputs_left(), kGateUp, worker)) return;
+          compute_gate_up(task, worker);
+          done(gate_up_left(task.of));
+        } else if (before(kDown)) {
+          if (!await(gate_up_left(task.of), kQuantise, worker)) return;
+          quantise(task, worker);
+          done(quantise_left(task.of));
+        } else if (before(kSum)) {
+          if (!await(is_quantised_ ? quantise_left(task.of) : gate_up_left(task.of), kDown, worker)) return;
+          compute_down(task, worker);
+          done(down_left(chunk_of(task.first)));
+        } else {
+          if (!await(down_left(task.of), kSum, worker)) return;
+          add_up(task);
+        }
+      },
+      ThreadPool::Steal::yes, alone ? ThreadPool::Wake::none : ThreadPool::Wake::all);
+}
+
+// Rounds or quantises `values` to the contiguous row `out`, and its scale and sums to those of row `at`.
+void Forward::convert(const Activations& to, const Matrix& matrix, size_t at, const void* values, DType dtype,
+                      std::byte* out) {
+  if (!is_quantised_)
+    return stages_.round_row(values, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(out));
+  const int zero_point = config_.format == Format::int8 ? 128 : 0;
+  to.scale[at] = stages_.quantise_row(values, dtype, matrix.k, matrix.padded_k(), zero_point, matrix.group_size,
+                                      reinterpret_cast<uint8_t*>(out), has_sums_ ? to.sums + at * to.groups : nullptr);
+}
+
+// An expert with one row reads the token's own; the others get copies, side by side.
+void Forward::convert_inputs(const Task& task) {
+  const size_t x_bytes = static_cast<size_t>(config_.hidden_size) * dtype_bytes(dtype_);
+  for (int token = task.first; token < task.first + task.count; ++token) {
+    const auto at = static_cast<size_t>(token);
+    std::byte* row = input_.data + at * input_.row_bytes;
+    convert(input_, gate_up_, at, x_ + at * x_bytes, dtype_, row);
+    for (int slot = token * top_k_; slot < (token + 1) * top_k_; ++slot) {
+      if (routing_.row[static_cast<size_t>(slot)] < 0) continue;
+      const auto to = static_cast<size_t>(routing_.row[static_cast<size_t>(slot)]);
+      const int expert = routing_.expert[to];
+      routing_.token[to] = token;
+      if (count_of(expert) == 1) continue;
+      place_row(gathered_.data + start_of(expert) * gathered_.row_bytes, gathered_.row_bytes, count_of(expert),
+                static_cast<int>(to - start_of(expert)), row);
+      if (is_quantised_) gathered_.scale[to] = input_.scale[at];
+      if (has_sums_)
+        std::memcpy(gathered_.sums + to * gathered_.groups, input_.sums + at * input_.groups,
+                    input_.groups * sizeof(int32_t));
+    }
+  }
+}
+
+// Calls use(first row of the expert, rows, first panel, panels, c) for the results of a task, piece by piece.
+template <class Use>
+void Forward::multiply(Projection projection, const Task& task, const Rows& all, int worker, Use&& use) {
+  const Matrix& matrix = layer_.matrix_of(projection);
+  const Kernel& kernel = layer_.kernels_(all.m);
+  float* c = results(worker);
+  for (int first = 0; first < all.m; first += kMostRows) {
+    // A run of whole groups of 16 rows is laid out like rows of its own.
+    const int m = std::min(kMostRows, all.m - first);
+    const Rows x{all.group(first), all.row_bytes, m, all.scale == nullptr ? nullptr : all.scale + first,
+                 all.group_sum == nullptr
+                     ? nullptr
+                     : all.group_sum + static_cast<size_t>(first) * static_cast<size_t>(matrix.groups())};
+    const int most = std::max(1, kMostResults / round_up(m, kTile));
+    for (int p = task.first; p < task.first + task.count; p += most) {
+      const int panels = std::min(most, task.first + task.count - p);
+      kernel.multiply(matrix, layer_.panel(projection, task.of, p), panels, x, c, kernel_scratch(worker));
+      use(first, m, p, panels, c);
+    }
+  }
+}
+
+// bf16 results are the next product's rows at once; the others are quantised first, as whole rows.
+void Forward::compute_gate_up(const Task& task, int worker) {
+  const int columns = config_.activation.has_gate ? kTile : kPanel;
+  const auto* biases = reinterpret_cast<const float*>(layer_.gate_up_bias_.data());
+  const size_t start = start_of(task.of);
+  const int count = count_of(task.of);
+  const Rows x = count == 1 ? input_.rows(static_cast<size_t>(routing_.token[start]), 1) : gathered_.rows(start, count);
+  multiply(Projection::up, task, x, worker, [&](int first, int m, int first_panel, int panels, const float* c) {
+    for (int p = first_panel; p < first_panel + panels; ++p, c += static_cast<size_t>(m) * kPanel) {
+      const auto panel = static_cast<size_t>(task.of) * static_cast<size_t>(gate_up_.panels) + static_cast<size_t>(p);
+      const float* bias = biases == nullptr ? nullptr : biases + panel * kPanel;
+      const int column = p * columns;
+      if (is_quantised_) {
+        uint16_t* h = hidden_ + (start + static_cast<size_t>(first)) * hidden_stride_ + static_cast<size_t>(column);
+        stages_.activate(config_.activation, c, bias, m, h, hidden_stride_);
+        continue;
+      }
+      const Rows to = inner_.rows(start, count);
+      for (int row = first; row < first + m; row += kTile) {
+        const int height = to.group_rows(row);
+        auto* h = reinterpret_cast<uint16_t*>(const_cast<std::byte*>(to.group(row)) +
+                                              static_cast<size_t>(column / 32 * height) * 64) +
+                  column % 32;
+        stages_.activate(config_.activation, c + (row - first) * kPanel, bias, height, h, 32);
+        // A half block at the end belongs to no panel. The weights there are zero, but zero times a stale NaN is not.
+        if (p + 1 == gate_up_.panels && column % 32 == 0 && columns == kTile)
+          for (int r = 0; r < height; ++r) std::fill(h + r * 32 + kTile, h + r * 32 + 32, uint16_t{0});
+      }
+    }
+  });
+}
+
+void Forward::quantise(const Task& task, int worker) {
+  const size_t start = start_of(task.of);
+  for (int row = task.first; row < task.first + task.count; ++row) {
+    const size_t at = start + static_cast<size_t>(row);
+    convert(inner_, down_, at, hidden_ + at * hidden_stride_, DType::bf16, one_row(worker));
+    place_row(inner_.data + start * inner_.row_bytes, inner_.row_bytes, count_of(task.of), row, one_row(worker));
+  }
+}
+
+void Forward::compute_down(const Task& task, int worker) {
+  const size_t shard = shard_of(Projection::down, task.first);
+  const Shard::Part& part = layer_.shards_[shard].down;
+  const size_t stride = static_cast<size_t>(part.panels) * kPanel;
+  const size_t start = start_of(task.of);
+  multiply(Projection::down, task, inner_.rows(start, count_of(task.of)), worker,
+           [&](int first, int m, int first_panel, int panels, const float* c) {
+             for (int p = first_panel; p < first_panel + panels; ++p) {
+               float* to = y_[shard] + (start + static_cast<size_t>(first)) * stride +
+                           static_cast<size_t>(p - part.first) * kPanel;
+               for (int row = 0; row < m; ++row, c += kPanel, to += stride) std::memcpy(to, c, kPanel * sizeof(float));
+             }
+           });
+}
+
+void Forward::add_up(const Task& task) {
+  const Chunk& chunk = routing_.chunks[static_cast<size_t>(task.of)];
+  const Shard::Part& part = layer_.shards_[static_cast<size_t>(chunk.shard)].down;
+  const size_t stride = static_cast<size_t>(part.panels) * kPanel;
+  const float* y = y_[static_cast<size_t>(chunk.shard)] + static_cast<size_t>(chunk.first - part.first) * kPanel;
+  const auto* down_bias = reinterpret_cast<const float*>(layer_.down_bias_.data());
+  const int column = chunk.first * kPanel;
+  const int columns = std::min(chunk.panels * kPanel, config_.hidden_size - column);
+  for (int token = task.first; token < task.first + task.count; ++token) {
+    const float* terms[kMostSlots];
+    const float* biases[kMostSlots];
+    float weight[kMostSlots];
+    int used = 0;
+    for (int slot = 0; slot < top_k_; ++slot) {
+      const auto at = static_cast<size_t>(token * top_k_ + slot);
+      if (routing_.row[at] < 0) continue;
+      const auto row = static_cast<size_t>(routing_.row[at]);
+      terms[used] = y + row * stride;
+      if (down_bias != nullptr)
+        biases[used] =
+            down_bias + static_cast<size_t>(routing_.expert[row]) * static_cast<size_t>(down_.panels) * kPanel + column;
+      weight[used++] = weights_[at];
+    }
+    const size_t to =
+        static_cast<size_t>(token) * static_cast<size_t>(config_.hidden_size) + static_cast<size_t>(column);
+    stages_.combine(terms, down_bias == nullptr ? nullptr : biases, weight, used, columns, dtype_,
+                    out_ + to * dtype_bytes(dtype_));
+  }
+}
+
+template <class Id>
+void Experts::forward(const void* x, DType dtype, const Id* ids, const float* weights, int tokens, int top_k,
+                      void* out) const {
+  if (!allocated_) throw std::invalid_argument("forward before allocate()");
+  if (top_k < 1 || top_k > kMostSlots)
+    throw std::invalid_argument("experts a token: found " + std::to_string(top_k) + "; allowed: 1 to " +
+                                std::to_string(kMostSlots));
+  for (size_t i = 0; i < static_cast<size_t>(tokens) * static_cast<size_t>(top_k); ++i)
+    if (ids[i] < -1 || ids[i] > config_.experts)
+      throw std::out_of_range("token " + std::to_string(i / static_cast<size_t>(top_k)) + " is routed to expert " +
+                              std::to_string(ids[i]) + "; allowed: 0 to " + std::to_string(config_.experts - 1) +
+                              ", or -1 or " + std::to_string(config_.experts) + " for none");
+
+  const auto workers = pool();
+  const auto session = workers->session();
+  const TraceSpan span(this, tokens);
+  const size_t row_bytes =
+      gate_up_.row_bytes() +
+      static_cast<size_t>(top_k) * (gate_up_.row_bytes() + static_cast<size_t>(down_.panels) * kPanel * sizeof(float) +
+                                    static_cast<size_t>(config_.intermediate_size) * 3);
+  const int most = std::max(64, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / row_bytes, 1u << 20)));
+  static thread_local Routing routing;  // keeps its capacity from call to call
+  for (int first = 0; first < tokens; first += most) {
+    const int take = std::min(most, tokens - first);
+    const size_t slots = static_cast<size_t>(first) * static_cast<size_t>(top_k);
+    routing.sort(ids + slots, take * top_k, config_.experts);
+    const size_t offset = static_cast<size_t>(first) * static_cast<size_t>(config_.hidden_size) * dtype_bytes(dtype);
+    Forward(*this, routing, *workers, static_cast<const std::byte*>(x) + offset, dtype, weights + slots, take, top_k,
+            static_cast<std::byte*>(out) + offset)
+        .run();
+  }
+}
+
+template void Experts::forward(const void*, DType, const int32_t*, const float*, int, int, void*) const;
+template void Experts::forward(const void*, DType, const int64_t*, const float*, int, int, void*) const;
+
+}  // namespace ktinject

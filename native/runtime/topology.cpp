@@ -1,0 +1,210 @@
+#include "runtime/topology.hpp"
+
+#include <dirent.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace ktinject {
+namespace {
+
+// Of <linux/mempolicy.h>, which need not be installed.
+constexpr int kPreferred = 1, kInterleave = 3;
+constexpr unsigned long kMemsAllowed = 4;
+constexpr int kMostIds = 1024;
+constexpr int kWordBits = static_cast<int>(sizeof(unsigned long)) * CHAR_BIT;
+
+struct NodeMask {
+  unsigned long words[kMostIds / kWordBits] = {};
+  void set(int node) { words[node / kWordBits] |= 1ul << node % kWordBits; }
+  bool has(int node) const { return (words[node / kWordBits] >> node % kWordBits & 1) != 0; }
+};
+
+// The first line of a small file that starts with `prefix`, without its end; empty if there is none. By C streams:
+// those of C++ keep their locale in a global that a second copy of libstdc++ in the process can spoil.
+std::string first_line(const std::string& path, const char* prefix = "") {
+  std::FILE* file = std::fopen(path.c_str(), "re");
+  if (file == nullptr) return {};
+  char line[4096];
+  std::string found;
+  while (found.empty() && std::fgets(line, sizeof line, file) != nullptr)
+    if (std::strncmp(line, prefix, std::strlen(prefix)) == 0) found = line;
+  std::fclose(file);
+  if (!found.empty() && found.back() == '\n') found.pop_back();
+  return found;
+}
+
+// "0-3,8" as 0 1 2 3 8.
+std::vector<int> number_list(const std::string& text) {
+  std::vector<int> numbers;
+  for (const char* at = text.c_str(); *at != '\0';) {
+    char* end = nullptr;
+    const long first = std::strtol(at, &end, 10);
+    if (end == at) break;
+    long last = first;
+    if (*end == '-') last = std::strtol(end + 1, &end, 10);
+    for (long number = first; number <= last; ++number) numbers.push_back(static_cast<int>(number));
+    at = *end == ',' ? end + 1 : end;
+  }
+  return numbers;
+}
+
+// Whether a node's meminfo says that it has memory; true where there is no such file.
+bool has_memory(const std::string& folder) {
+  std::FILE* file = std::fopen((folder + "/meminfo").c_str(), "re");
+  if (file == nullptr) return true;
+  long long kib = -1;
+  char line[256];
+  while (kib < 0 && std::fgets(line, sizeof line, file) != nullptr)
+    if (const char* total = std::strstr(line, "MemTotal:")) kib = std::atoll(total + 9);
+  std::fclose(file);
+  return kib != 0;
+}
+
+std::vector<int> allowed_memory() {
+  NodeMask mask;
+  std::vector<int> nodes;
+  if (syscall(SYS_get_mempolicy, nullptr, mask.words, static_cast<unsigned long>(kMostIds), nullptr, kMemsAllowed) == 0)
+    for (int node = 0; node < kMostIds; ++node)
+      if (mask.has(node)) nodes.push_back(node);
+  return nodes;
+}
+
+std::string bind(void* data, size_t bytes, int mode, const NodeMask& mask) {
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto start = reinterpret_cast<uintptr_t>(data) / page * page;
+  const auto end = (reinterpret_cast<uintptr_t>(data) + bytes + page - 1) / page * page;
+  if (bytes == 0 ||
+      syscall(SYS_mbind, start, end - start, mode, mask.words, static_cast<unsigned long>(kMostIds) + 1, 0) == 0)
+    return {};
+  return std::strerror(errno);
+}
+
+}  // namespace
+
+std::vector<int> allowed_cpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  std::vector<int> cpus;
+  if (sched_getaffinity(0, sizeof set, &set) == 0)
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+  return cpus;
+}
+
+std::vector<Node> find_nodes(const std::string& root, const std::vector<int>& cpus, const std::vector<int>& mems) {
+  const std::string base = root + "/sys/devices/system/node";
+  std::vector<int> ids;
+  if (DIR* folder = opendir(base.c_str())) {
+    while (const dirent* entry = readdir(folder)) {
+      int id = 0, end = 0;
+      if (std::sscanf(entry->d_name, "node%d%n", &id, &end) == 1 && entry->d_name[end] == '\0' && id >= 0 &&
+          id < kMostIds)
+        ids.push_back(id);
+    }
+    closedir(folder);
+  }
+  std::sort(ids.begin(), ids.end());
+  std::vector<Node> nodes, lenders;
+  for (const int id : ids) {
+    const std::string folder = base + "/node" + std::to_string(id);
+    Node node{id, {}};
+    for (const int cpu : number_list(first_line(folder + "/cpulist")))
+      if (std::find(cpus.begin(), cpus.end(), cpu) != cpus.end()) node.cpus.push_back(cpu);
+    if (node.cpus.empty()) continue;
+    const bool allowed = mems.empty() || std::find(mems.begin(), mems.end(), id) != mems.end();
+    (allowed && has_memory(folder) ? nodes : lenders).push_back(std::move(node));
+  }
+  if (nodes.empty()) return {Node{-1, cpus}};
+  for (const Node& lender : lenders) {
+    // The file lists the distances to all nodes that are online, in order of id.
+    const std::string line = first_line(base + "/node" + std::to_string(lender.id) + "/distance");
+    std::vector<int> distance;
+    for (const char* at = line.c_str();;) {
+      char* end = nullptr;
+      const long value = std::strtol(at, &end, 10);
+      if (end == at) break;
+      distance.push_back(static_cast<int>(value));
+      at = end;
+    }
+    auto far = [&](const Node& node) {
+      const auto at = static_cast<size_t>(std::lower_bound(ids.begin(), ids.end(), node.id) - ids.begin());
+      return at < distance.size() ? distance[at] : INT_MAX;
+    };
+    Node& nearest =
+        *std::min_element(nodes.begin(), nodes.end(), [&](const Node& a, const Node& b) { return far(a) < far(b); });
+    nearest.cpus.insert(nearest.cpus.end(), lender.cpus.begin(), lender.cpus.end());
+  }
+  if (nodes.size() == 1) nodes[0].id = -1;
+  return nodes;
+}
+
+std::vector<Node> usable_nodes() { return find_nodes("", allowed_cpus(), allowed_memory()); }
+
+std::vector<Node> virtual_nodes(int count, const std::vector<int>& cpus) {
+  std::vector<Node> nodes(static_cast<size_t>(count));
+  for (size_t i = 0; i < cpus.size(); ++i) nodes[i * nodes.size() / cpus.size()].cpus.push_back(cpus[i]);
+  return nodes;
+}
+
+double quota_cpus() {
+  double quota = INFINITY, maximum = 0, period = 0;
+  std::string path = first_line("/proc/self/cgroup", "0::");
+  path.erase(0, 3);
+  for (;;) {  // a parent's limit binds its children
+    const std::string line = first_line("/sys/fs/cgroup" + path + "/cpu.max");
+    if (std::sscanf(line.c_str(), "%lf %lf", &maximum, &period) == 2 && period > 0)
+      quota = std::min(quota, maximum / period);
+    if (path.empty() || path == "/") break;
+    path.erase(path.rfind('/'));
+  }
+  const std::string v1 = "/sys/fs/cgroup/cpu/cpu.cfs_";
+  if (std::sscanf(first_line(v1 + "quota_us").c_str(), "%lf", &maximum) == 1 && maximum > 0 &&
+      std::sscanf(first_line(v1 + "period_us").c_str(), "%lf", &period) == 1 && period > 0)
+    quota = std::min(quota, maximum / period);
+  return quota;
+}
+
+std::string place_on_node(void* data, size_t bytes, int node) {
+  NodeMask mask;
+  mask.set(node);
+  return bind(data, bytes, kPreferred, mask);
+}
+
+std::string interleave(void* data, size_t bytes, const std::vector<Node>& nodes) {
+  NodeMask mask;
+  for (const Node& node : nodes) mask.set(node.id);
+  return bind(data, bytes, kInterleave, mask);
+}
+
+std::vector<PagesOnNode> pages_by_node(const void* data, size_t bytes, size_t samples) {
+  if (bytes == 0 || samples == 0) return {};
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  std::vector<void*> pages;
+  for (size_t i = 0; i < samples; ++i) {
+    const uintptr_t at = reinterpret_cast<uintptr_t>(data) + bytes / samples * i;
+    pages.push_back(reinterpret_cast<void*>(at / page * page));
+  }
+  std::vector<int> status(samples, -1);
+  // Without target nodes the call moves nothing and only says where the pages are.
+  if (syscall(SYS_move_pages, 0, samples, pages.data(), nullptr, status.data(), 0) != 0) return {};
+  std::vector<PagesOnNode> found;
+  for (const int node : status) {
+    if (node < 0) continue;  // not touched yet
+    const auto same = std::find_if(found.begin(), found.end(), [&](const PagesOnNode& f) { return f.node == node; });
+    if (same != found.end()) ++same->pages;
+    else found.push_back({node, 1});
+  }
+  return found;
+}
+
+}  // namespace ktinject

@@ -1,0 +1,50 @@
+// Which CPUs and NUMA nodes this process may use, and memory placed on a node. The system calls are made directly, so
+// no library is needed.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace ktinject {
+
+inline constexpr int kMostNodes = 64;  // that weights are cut for
+
+// A part of the machine with memory of its own. `id` is the kernel's number, -1 where the memory is not to be placed:
+// on a machine with one node, and for virtual nodes, which share one node's CPUs and memory.
+struct Node {
+  int id = -1;
+  std::vector<int> cpus;
+};
+
+// CPUs this process may run on, in order.
+std::vector<int> allowed_cpus();
+
+// The nodes that have both CPUs and memory this process may use, in order of id; ids may have gaps. A node with memory
+// only is left out. A node with CPUs only lends them to the nearest other. One node {-1, cpus} where the system does
+// not say. `root` is where sys/ is looked for, `mems` the ids of the nodes whose memory is allowed (empty: all).
+std::vector<Node> find_nodes(const std::string& root, const std::vector<int>& cpus, const std::vector<int>& mems);
+
+// find_nodes() for this process.
+std::vector<Node> usable_nodes();
+
+// `count` virtual nodes over these CPUs.
+std::vector<Node> virtual_nodes(int count, const std::vector<int>& cpus);
+
+// CPUs' worth of run time that the cgroups allow; infinity where nothing limits it.
+double quota_cpus();
+
+// Asks for the untouched pages of [data, data + bytes) on a node, or in turns on all of these. Empty if the kernel
+// agreed, else its reason: containers may forbid it. Where a node is full, the kernel takes another.
+std::string place_on_node(void* data, size_t bytes, int node);
+std::string interleave(void* data, size_t bytes, const std::vector<Node>& nodes);
+
+// Of the touched pages of [data, data + bytes), looked at `samples` times at even distances: how many lie on each node,
+// as {node, pages}; empty where the kernel does not say.
+struct PagesOnNode {
+  int node;
+  size_t pages;
+};
+std::vector<PagesOnNode> pages_by_node(const void* data, size_t bytes, size_t samples);
+
+}  // namespace ktinject
