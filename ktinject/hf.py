@@ -115,6 +115,36 @@ def load_rest(
     model._weight_conversions = [entry for entry in mapping.transforms if entry.was_used()]
 
 
+def random_rest(model: PreTrainedModel, device_map: Mapping[str, str]) -> None:
+    """Random values for everything that is on meta, on its device: matrices small, vectors one, buffers as computed.
+
+    device_map  module path or "" → device
+    """
+    dtype_of = final_dtype(model)
+    for path, module in model.named_modules():
+        device = device_map[
+            max((p for p in device_map if f"{path}.".startswith(f"{p}." if p else "")), key=len)
+        ]
+        for name, value in module._parameters.items():
+            if value is None or not value.is_meta:
+                continue
+            full = f"{path}.{name}"
+            found = torch.empty(value.shape, dtype=dtype_of(full, value), device=device)
+            found = (
+                found.normal_(std=0.02) if value.dim() > 1 else found.fill_(0.0 if name == "bias" else 1.0)
+            )
+            module._parameters[name] = nn.Parameter(found, requires_grad=False)
+        absent = [name for name, value in module._buffers.items() if value is not None and value.is_meta]
+        for name in absent:
+            module._buffers[name] = torch.zeros_like(module._buffers[name], device=device)
+        if absent:
+            parts = path.split(".")
+            owners = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1)]
+            module._is_hf_initialized = False
+            next(owner for owner in owners if isinstance(owner, PreTrainedModel))._init_weights(module)
+    model.tie_weights()
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep transformers' own progress bars away: a library that was not asked to does not print."""
