@@ -95,7 +95,7 @@ def _tokens(model: PreTrainedModel, batch: int, count: int) -> torch.Tensor:
 
 def prefill(model: PreTrainedModel, count: int, repetitions: int, batch: int = 1) -> Result:
     """Read prompts of `count` tokens."""
-    rates, how = [], ""
+    rates = []
     with _no_end(model):
         for repetition in range(repetitions + 1):
             ids = _tokens(model, batch, count)
@@ -105,7 +105,7 @@ def prefill(model: PreTrainedModel, count: int, repetitions: int, batch: int = 1
             _synchronise(model)
             if repetition:  # the first pays for what happens once
                 rates.append(batch * count / (time.perf_counter() - start))
-    return Result(f"pp{count}", count, tuple(rates), how)
+    return Result(f"pp{count}", count, tuple(rates), "prefill")
 
 
 def decode(model: PreTrainedModel, count: int, repetitions: int, batch: int = 1) -> Result:
@@ -139,9 +139,7 @@ def _synchronise(model: PreTrainedModel) -> None:
         torch.cuda.synchronize(model.device)
 
 
-def profile(
-    model: PreTrainedModel, steps: int = 32, batch: int = 1, trace: Path | None = None
-) -> Breakdown:
+def profile(model: PreTrainedModel, steps: int = 32, batch: int = 1, trace: Path | None = None) -> Breakdown:
     """Look at some decode steps.
 
     trace    write them as a Chrome trace, experts on the CPU and kernels on one time line
@@ -202,19 +200,17 @@ def _break_down(
 ) -> Breakdown:
     """The last half of the steps: the first ones include a prompt."""
     rounds: dict[int, list[tuple[int, int]]] = {}
-    for begin, end, owner, _ in spans:
-        rounds.setdefault(owner, []).append((begin, end))
+    for start, stop, owner, _ in spans:
+        rounds.setdefault(owner, []).append((start, stop))
     half = max(1, steps // 2)
     if rounds:
         first = next(iter(rounds.values()))
         half = min(half, len(first) - 1)
-        window = (float(first[-1 - half][0]), float(first[-1][0]))
+        begin, end = float(first[-1 - half][0]), float(first[-1][0])
     elif events:
-        begin, end = events[0][0], events[-1][1]
-        window = (begin + (end - begin) / 2, end)
+        begin, end = (events[0][0] + events[-1][1]) / 2, events[-1][1]
     else:
         raise PlanError("nothing was recorded: the model computes neither on a GPU nor in swapped experts.")
-    begin, end = window
 
     def within(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         cut = [(max(begin, a), min(end, b)) for a, b in intervals]

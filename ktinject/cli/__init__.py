@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from ktinject.cli import doctor, eval, plan, profile, rules, run
+from ktinject.cli import bench, doctor, eval, plan, profile, rules, run
 from ktinject.errors import KTInjectError
 
 FAILED, REFUSED = 1, 2
@@ -70,6 +70,7 @@ app.command("plan")(plan.command)
 app.command("run")(run.command)
 app.command("eval")(eval.command)
 app.command("profile")(profile.command)
+app.command("bench")(bench.command)
 app.command("doctor")(doctor.command)
 app.add_typer(rules.app, name="rules")
 

@@ -1,0 +1,240 @@
+"""`ktinject bench`: tokens a second, by llama-bench's conventions."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ktinject.cli import options
+from ktinject.errors import PlanError
+from ktinject.rules import parse_overrides
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ktinject.benchmark import Breakdown, Result
+
+
+def command(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[MODEL]", exists=True, file_okay=False, help="A model folder; or give --shape."
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option("--shape", metavar="SHAPE", help="Random weights of a known shape instead.")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option("--layers", metavar="N", min=1, help="So many layers of that shape.")
+    ] = None,
+    rules: options.Rules = "auto",
+    variables: options.Set = None,
+    device: options.Device = None,
+    budget: options.Budget = None,
+    prompt: Annotated[
+        list[int] | None,
+        typer.Option("-p", "--prompt", metavar="N", min=1, help="Read N tokens; may be repeated."),
+    ] = None,
+    write: Annotated[
+        list[int] | None,
+        typer.Option("-n", "--write", metavar="N", min=1, help="Write N tokens; may be repeated."),
+    ] = None,
+    repetitions: Annotated[
+        int, typer.Option("-r", "--repetitions", metavar="N", min=1, help="Measure each test N times.")
+    ] = 5,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Rows at the same time.")] = 1,
+    output: Annotated[
+        Literal["md", "csv", "json"],
+        typer.Option("-o", "--output", metavar="md|csv|json", help="How results are printed."),
+    ] = "md",
+    breakdown: Annotated[
+        bool, typer.Option("--breakdown", help="Show where the time of a decode step goes, layer by layer.")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", dir_okay=False, help="Write a Chrome trace of some decode steps."
+        ),
+    ] = None,
+    llama_bench: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="Run this llama-bench beside it, on --gguf."
+        ),
+    ] = None,
+    gguf: Annotated[
+        Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="What llama-bench runs.")
+    ] = None,
+) -> None:
+    """Measure how fast a model reads prompts and writes tokens.
+
+    Default: pp512, pp2048 and tg128, five times each, as mean ± standard deviation in tokens a second.
+    """
+    if (model is None) == (shape is None):
+        raise PlanError(
+            "found " + ("neither" if model is None else "both") + " MODEL and --shape; give one of them."
+        )
+    if (llama_bench is None) != (gguf is None):
+        raise PlanError("--llama-bench and --gguf go together: the program, and the model that it runs.")
+    from ktinject import benchmark
+
+    prompts, writes = (prompt or [], write or []) if prompt or write else ([512, 2048], [128])
+    title, swapped = _load(model, shape, layers, rules, variables, device, budget)
+    found = benchmark.run(swapped, prompts, writes, repetitions, batch)
+    where = benchmark.profile(swapped, batch=batch, trace=trace) if breakdown or trace else None
+    rows = [_row(title, swapped, result) for result in found]
+    if llama_bench is not None:
+        del swapped
+        assert gguf is not None
+        rows += llama_rows(llama_bench, gguf, prompts, writes, repetitions)
+    _show(rows, where if breakdown else None, output)
+
+
+def _load(
+    folder: Path | None,
+    shape: str | None,
+    layers: int | None,
+    rules: str,
+    variables: list[str] | None,
+    device: list[str] | None,
+    budget: list[str] | None,
+) -> tuple[str, PreTrainedModel]:
+    import ktinject
+    from ktinject import shapes
+
+    kwargs: dict[str, Any] = {
+        "devices": device,
+        "budget": options.parse_budget(budget),
+        "variables": parse_overrides(variables or []),
+    }
+    if folder is not None:
+        if layers is not None:
+            raise PlanError("--layers is for --shape; a model folder has the layers it has.")
+        return folder.name, ktinject.load(folder, rules, progress=sys.stderr.isatty(), **kwargs)
+    assert shape is not None
+    config = shapes.config(shape, layers)
+    return f"{shape} ({config.num_hidden_layers} layers)", shapes.build(config, rules, **kwargs)
+
+
+def _row(title: str, model: PreTrainedModel, result: Result) -> dict[str, Any]:
+    from ktinject import _native
+
+    plan: Any = model.ktinject
+    runs = sorted({entry.runs["weights"] for entry in plan.entries if "weights" in entry.runs})
+    return {
+        "model": title,
+        "backend": f"ktinject, {model.device}",
+        "experts": ", ".join(runs),
+        "bytes": sum(plan.bytes.values()),
+        "threads": _native.threads(),
+        "test": result.test,
+        "tokens_per_second": result.mean,
+        "deviation": result.deviation,
+        "repetitions": list(result.rates),
+        "how": result.how,
+    }
+
+
+def llama_rows(
+    program: Path, gguf: Path, prompts: list[int], writes: list[int], repetitions: int
+) -> list[dict[str, Any]]:
+    """llama-bench's own results for the same tests, experts on the CPU and all else on the GPU.
+
+    Raises   PlanError with the last line it wrote if it fails
+    """
+    command = [
+        str(program),
+        "-m",
+        str(gguf),
+        "-ngl",
+        "99",
+        "-ncmoe",
+        "99",
+        "-r",
+        str(repetitions),
+        "-o",
+        "json",
+    ]
+    command += ["-p", ",".join(map(str, prompts or [0])), "-n", ",".join(map(str, writes or [0]))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise PlanError(f"{program}: ended with code {done.returncode}: {last}. Run it alone to see why.")
+    rows = []
+    for found in json.loads(done.stdout):
+        test = f"pp{found['n_prompt']}" if found["n_prompt"] else f"tg{found['n_gen']}"
+        rows.append(
+            {
+                "model": found["model_type"],
+                "backend": f"llama.cpp {found['build_commit']}, {found['backends']}",
+                "experts": gguf.name,
+                "bytes": found["model_size"],
+                "threads": found["n_threads"],
+                "test": test,
+                "tokens_per_second": found["avg_ts"],
+                "deviation": found["stddev_ts"],
+                "repetitions": found["samples_ts"],
+                "how": "llama-bench",
+            }
+        )
+    return rows
+
+
+def _show(rows: list[dict[str, Any]], where: Breakdown | None, output: str) -> None:
+    if output == "json":
+        options.show_json({"results": rows, "breakdown": None if where is None else asdict(where)})
+        return
+    if output == "csv":
+        text = io.StringIO()
+        columns = [name for name in rows[0] if name != "repetitions"] if rows else []
+        writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        typer.echo(text.getvalue(), nl=False)
+    else:
+        _markdown(
+            ["model", "backend", "experts", "size", "threads", "test", "t/s"],
+            [
+                [
+                    row["model"],
+                    row["backend"],
+                    row["experts"],
+                    f"{row['bytes'] / 2**30:.2f} GiB",
+                    str(row["threads"]),
+                    row["test"],
+                    f"{row['tokens_per_second']:.2f} ± {row['deviation']:.2f}",
+                ]
+                for row in rows
+            ],
+        )
+    if where is not None:
+        typer.echo()
+        _markdown(
+            ["µs of a decode step", "step", "GPU busy", "experts on the CPU", "handoff", "neither"],
+            [
+                [
+                    "all",
+                    *(
+                        f"{value:.0f}"
+                        for value in (where.step, where.gpu, where.cpu, where.handoff, where.idle)
+                    ),
+                ]
+            ]
+            + [[path, "", "", f"{cpu:.0f}", f"{handoff:.0f}", ""] for path, cpu, handoff in where.layers],
+        )
+
+
+def _markdown(columns: list[str], rows: list[list[str]]) -> None:
+    typer.echo("| " + " | ".join(columns) + " |")
+    typer.echo("|" + " --- |" * len(columns))
+    for row in rows:
+        typer.echo("| " + " | ".join(row) + " |")
