@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from byte_tokenizer import tokenizer
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -48,15 +47,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     ran = reporter is None or any(reporter.stats.get(outcome) for outcome in ("passed", "xfailed", "xpassed"))
     if exitstatus == pytest.ExitCode.OK and not ran and not session.config.option.collectonly:
         session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and an end token: no training, and any text comes back as it was."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    model = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|end|>", pad_token="<|end|>")
 
 
 def save(folder: Path, model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> Path:

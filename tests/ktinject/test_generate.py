@@ -11,7 +11,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from conftest import tokenizer
+from byte_tokenizer import tokenizer
 from double import EXPERTS, HeldExperts
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, LogitsProcessor, PreTrainedModel
