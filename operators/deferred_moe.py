@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.errors import OperatorError
-from ktinject.operators import moe_block
+from ktinject.operators import deferral, moe_block
 from ktinject.operators.base import Operator, register_operator
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig, Started
 from ktinject.operators.moe_block import BlockSpec
@@ -52,9 +52,8 @@ class DeferredMoeConfig(HybridExpertsConfig):
     """Arguments of `deferred_moe` in a rule: those of `hybrid_experts`, and two more."""
 
     deferred: int = 0  # experts of a token that are added a layer later, at most its top-k
-    schedule: Literal["fixed"] | list[int] = (
-        "fixed"  # fixed: the same n in all layers; or n for each, in order
-    )
+    # The same n in all layers; as many as fill the GPU's gaps, at most n or a quarter; or n for each layer, in order.
+    schedule: Literal["fixed", "auto"] | list[int] = "fixed"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -230,7 +229,11 @@ class DeferredMoe(Operator):
         placed = HybridExperts.arrange(stack, leaves, spare)
         for path, spec in blocks.items():
             config, experts = modules[path][1], placed[f"{path}.{spec.leaf}"]
-            depth = experts if isinstance(experts, str) else _depth(stack, modules, path, spec)
+            depth = experts
+            if not isinstance(experts, str):
+                leaf = leaves[f"{path}.{spec.leaf}"][0]
+                size = _expert_bytes(leaf, experts) if config.schedule == "auto" else 0.0
+                depth = deferral.depth(stack, modules, path, spec, size)
             if isinstance(depth, str):
                 arranged[path] = depth
             else:
@@ -260,7 +263,10 @@ class DeferredMoe(Operator):
 
     def describe(self) -> dict[str, Any]:
         deferred = f"{self.defers} of {self.spec.top_k}" + (f" ({self._why})" if self._why else "")
-        return {**self._experts.describe(), "deferred": deferred}
+        runs = {**self._experts.describe(), "deferred": deferred}
+        if warning := deferral.warning(self.defers, self.spec.top_k):
+            runs["warning"] = warning
+        return runs
 
     def footprint(self) -> dict[str, int]:
         return self._experts.footprint()
@@ -322,27 +328,8 @@ def _of_experts(config: Any) -> HybridExpertsConfig:
     return arranged or HybridExpertsConfig(**_values(config, HybridExpertsConfig))
 
 
-def _depth(
-    stack: nn.Module, modules: Mapping[str, tuple[nn.Module, Any]], path: str, spec: BlockSpec
-) -> tuple[int, str] | str:
-    """How many experts a block defers, and why not as many as asked; or the reason why it is refused."""
-    module, config = modules[path]
-    kinds = {type(block) for block, _ in modules.values()}
-    in_order = [block for block in stack.modules() if type(block) in kinds]
-    following = dict(zip(map(id, in_order), in_order[1:])).get(id(module))
-    why = ""
-    if following is None:
-        why = "it is the last"
-    elif not any(following is block for block, _ in modules.values()):
-        why = "the next is not deferred_moe"
-    wanted = config.deferred
-    if isinstance(config.schedule, list):
-        paths = [other for other, (_, theirs) in modules.items() if theirs == config]
-        if len(config.schedule) != len(paths):
-            return f"its schedule has {len(config.schedule)} numbers for {len(paths)} layers"
-        wanted = config.schedule[paths.index(path)]
-        if wanted and why:
-            return f"its schedule defers {wanted} experts in a layer that cannot: {why}"
-    if wanted > spec.top_k:
-        return f"{wanted} experts are to be deferred, and a token has {spec.top_k}"
-    return (0, why) if why else (wanted, "")
+def _expert_bytes(leaf: nn.Module, config: HybridExpertsConfig) -> float:
+    """What the CPU reads for one expert of a token, on average: nothing for those on the GPU."""
+    built = HybridExperts.build(leaf, config)
+    share = 1 - len(built.resident) / built.num_experts
+    return share * built.native.bytes / built.num_experts

@@ -80,10 +80,12 @@ def operators() -> Iterator[str]:
 def _arguments(operator: type[Operator]) -> Iterator[tuple[str, ...]]:
     comments: dict[str, str] = {}
     for config in reversed(operator.Config.__mro__[:-1]):
-        found = re.findall(r"^    (\w+): .*?(?:  # (.*))?$", inspect.getsource(config), re.MULTILINE)
-        comments |= dict(found)
+        # A comment stands behind the field, or above it.
+        pattern = r"(?:^    # (.*)\n)?^    (\w+): .*?(?:  # (.*))?$"
+        found = re.findall(pattern, inspect.getsource(config), re.MULTILINE)
+        comments |= {name: behind or above for above, name, behind in found}
     for field in dataclasses.fields(operator.Config):
-        allowed = str(field.type).removeprefix("Literal[").removesuffix("]").replace(", ", " | ")
+        allowed = re.sub(r"Literal\[(.*?)\]", lambda words: words[1].replace(", ", " | "), str(field.type))
         allowed = re.sub("[\"']", "", allowed)
         yield f"`{field.name}`", f"`{allowed}`", f"`{field.default}`", comments[field.name]
 
