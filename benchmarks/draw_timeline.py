@@ -9,6 +9,7 @@ All traces share one scale and begin where the CPU begins with the same layer.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ def read(file: Path, first: int, layers: int) -> Step:
     if not experts:
         raise SystemExit(f"{file}: no experts on the CPU in it; make it with `ktinject bench --trace`")
     # A layer that defers computes twice in a row.
-    late = [bar for before, bar in zip(experts, experts[1:]) if before.name == bar.name]
+    late = [bar for before, bar in itertools.pairwise(experts) if before.name == bar.name]
     now = [bar for bar in experts if bar not in late]
     names = list(dict.fromkeys(bar.name for bar in now))
     starts = [i for i, bar in enumerate(now) if bar.name == names[first]]
