@@ -88,7 +88,7 @@ class Problem:
     weight: Tensor  # [tokens, top_k] fp32
     torch_us: float | None = None
 
-    @property
+    @functools.cached_property
     def distinct(self) -> float:
         return statistics.mean(len(ids.unique()) for ids in self.sets)
 
@@ -162,6 +162,17 @@ def routing_sets(shape: Shape, tokens: int, skewed: bool) -> list[Tensor]:
     return [torch.multinomial(popularity.expand(tokens, -1), shape.top_k) for _ in range(sets)]
 
 
+def random_weights(shape: Shape) -> tuple[Tensor, Tensor]:
+    """gate_up [e, 2i, h] and down [e, h, i] in bf16: one expert of random numbers, the others shifted copies of it."""
+    gate_up = torch.empty(shape.experts, 2 * shape.intermediate, shape.hidden, dtype=torch.bfloat16)
+    down = torch.empty(shape.experts, shape.hidden, shape.intermediate, dtype=torch.bfloat16)
+    for weight in gate_up, down:
+        first = weight[0].normal_(0, 0.02)
+        for e in range(1, shape.experts):
+            weight[e] = first.roll((17 * e, 31 * e), (0, 1))
+    return gate_up, down
+
+
 def build(shape: Shape, weights: str, kernel: str, gate_up: Tensor, down: Tensor) -> _native.Experts:
     """Packed experts from gate_up [e, 2i, h] and down [e, h, i] in bf16."""
     name, _, group = weights.partition("-g")
@@ -193,17 +204,22 @@ Step = Callable[[int, Tensor], object]
 
 def measure(steps: dict[str, Step], sets: list[Tensor], seconds: float) -> dict[str, list[float]]:
     """Sorted µs of each step(turn, ids). Several steps alternate in two rounds, with a pause that lets the workers of
-    the last one fall asleep; at least six turns each, after two of warm-up a round."""
+    the last one fall asleep; at least six turns each, unless that takes very long, after two of warm-up a round."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     rounds = 1 if len(steps) == 1 else 2
     for _ in range(rounds):
         for name, step in steps.items():
             time.sleep(0.1)
+            begun = time.perf_counter()
             for turn in range(2):
-                step(turn, sets[turn])
+                if turn == 0 or time.perf_counter() - begun < seconds:
+                    step(turn, sets[turn])
             taken = times[name]
-            end, least = time.perf_counter() + seconds / rounds, len(taken) + 6 // rounds
-            while time.perf_counter() < end or len(taken) < least:
+            begun, before = time.perf_counter(), len(taken)
+            while True:
+                elapsed, turns = time.perf_counter() - begun, len(taken) - before
+                if elapsed > seconds / rounds and (turns >= 6 // rounds or (turns and elapsed > 3 * seconds)):
+                    break
                 ids = sets[len(taken) % len(sets)]
                 start = time.perf_counter()
                 step(len(taken), ids)
@@ -315,9 +331,7 @@ def bench(arguments: argparse.Namespace) -> tuple[list[Cell], Ceilings]:
     print(HEADER)
     cells: list[Cell] = []
     for shape in (SHAPES[name] for name in arguments.shapes):
-        gate_up = torch.empty(shape.experts, 2 * shape.intermediate, shape.hidden, dtype=torch.bfloat16)
-        down = torch.empty(shape.experts, shape.hidden, shape.intermediate, dtype=torch.bfloat16)
-        gate_up.normal_(0, 0.02), down.normal_(0, 0.02)
+        gate_up, down = random_weights(shape)
         problems = []
         for routing in arguments.routing:
             for tokens in arguments.tokens:
