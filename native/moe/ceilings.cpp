@@ -43,8 +43,8 @@ void run_amx(long iterations, void (*product)(bool)) {
   for (uint32_t i = 0; i < 256; ++i) operand[i] = kOperand ^ (i * 0x9e3779b1u & 0x807f807fu);
   HardwareTiles::configure(TileShapes(16, 16));
   HardwareTiles::zero(true);
-  HardwareTiles::load_a0(operand, 64);
-  HardwareTiles::load_a1(operand, 64);
+  HardwareTiles::load_a0(operand);
+  HardwareTiles::load_a1(operand);
   HardwareTiles::load_b(operand, operand);
   for (long i = 0; i < iterations; ++i) product(true);
   HardwareTiles::release();

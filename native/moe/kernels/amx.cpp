@@ -2,9 +2,9 @@
 // that is loaded is used twice. Rows that do not fill a tile get a tile of fewer rows, which also makes the product
 // shorter.
 //
-// With many rows, k is cut into stretches of 16 blocks: 32 KiB of a panel's weights stay in the L1 cache while all rows
-// pass by, and those rows' share of a stretch stays in the L2 cache while all panels of the call pass by. The
-// accumulators wait in c.
+// With many rows and a long k, k is cut into stretches of 16 blocks: 32 KiB of a panel's weights stay in the L1 cache
+// while all rows pass by, with the hint that these are not worth keeping there, and the rows' share of a stretch stays
+// in the L2 cache while all panels of the call pass by. The accumulators wait in c.
 //
 // int4 runs on the same int8 chains. A stretch of a panel is expanded once for all rows: q * scale becomes a whole
 // number of the column's level (see moe/layout.hpp), which rounds by at most half a level, 1/254 of the column's
@@ -22,12 +22,18 @@ namespace ktinject {
 namespace {
 
 constexpr int kStretch = 16;
+// Up to here, cutting k costs more, in accumulators stored and loaded, than it gains.
+constexpr int kUncut = 64;
+// Blocks of int8 that the scratch memory holds.
+constexpr int kExpanded = 32;
+static_assert(kStretch <= kExpanded);
 
 // c [count, m, 32], fp32 or int32 as the product accumulates. weights(panel, first, blocks) returns `blocks` blocks of
-// B tiles from block `first` on.
-template <class Tiles, class Weights>
+// B tiles from block `first` on; finish(panel, row, count, c) gets the complete sums of up to 32 rows, still in the L1
+// cache.
+template <class Tiles, class Weights, class Finish>
 void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, void* c, int stretch,
-            void (*product)(bool), Weights weights) {
+            void (*product)(bool), Weights weights, Finish finish) {
   auto* out = static_cast<float*>(c);
   const int all = matrix.blocks();
   const size_t data_block = 2 * matrix.tile_bytes();
@@ -60,14 +66,15 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows
         const std::byte* a0 = rows.group(row) + static_cast<size_t>(first_block) * static_cast<size_t>(h0) * 64;
         const std::byte* a1 = rows.group(row + kTile) + static_cast<size_t>(first_block) * static_cast<size_t>(h1) * 64;
         for (int block = 0; block < blocks; ++block) {
-          Tiles::load_a0(a0 + block * h0 * 64, 64);
-          if (two) Tiles::load_a1(a1 + block * h1 * 64, 64);
+          Tiles::load_a0(a0 + block * h0 * 64);
+          if (two) Tiles::load_a1(a1 + block * h1 * 64);
           Tiles::load_b(w + block * 2048, w + block * 2048 + 1024);
           product(two);
           for (size_t at = 0; at < ahead; at += 64) _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T1);
           next += ahead;
         }
         Tiles::store(target, two);
+        if (first_block + blocks == all) finish(panel, row, h0 + h1, target);
       }
     }
   }
@@ -75,23 +82,29 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows
 }
 
 // Up to 32 rows never leave the accumulators, so nothing is gained by cutting k.
-int stretch_for(const Matrix& matrix, const Rows& rows) { return rows.m <= 2 * kTile ? matrix.blocks() : kStretch; }
+int stretch_for(const Matrix& matrix, const Rows& rows) {
+  return rows.m <= 2 * kTile || matrix.blocks() <= kUncut ? matrix.blocks() : kStretch;
+}
+
+// Sums that need nothing more.
+constexpr auto kDone = [](const std::byte*, int, int, float*) {};
 
 template <class Tiles>
 void bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c) {
-  chains<Tiles>(matrix, panels, count, rows, c, stretch_for(matrix, rows), Tiles::bf16,
-                [&](const std::byte* panel, int first, int) { return panel + static_cast<size_t>(first) * 2048; });
+  chains<Tiles>(
+      matrix, panels, count, rows, c, stretch_for(matrix, rows), Tiles::bf16,
+      [&](const std::byte* panel, int first, int) { return panel + static_cast<size_t>(first) * 2048; }, kDone);
 }
 
-// c = (sum - offset) * column scale * row scale, in place.
-void scale_sums(const float* column_scale, const int32_t* offset, const Rows& rows, float* c) {
+// c [count, 32] = (sum - offset) * column scale * row scale, in place.
+void scale_sums(const float* column_scale, const int32_t* offset, const float* row_scale, int count, float* c) {
   for (int t = 0; t < 2; ++t) {
     const __m512 column = _mm512_loadu_ps(column_scale + t * kTile);
     const __m512i less = offset != nullptr ? _mm512_loadu_si512(offset + t * kTile) : _mm512_setzero_si512();
-    for (int row = 0; row < rows.m; ++row) {
+    for (int row = 0; row < count; ++row) {
       float* target = c + row * kPanel + t * kTile;
       const __m512 sum = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_load_si512(target), less));
-      _mm512_store_ps(target, _mm512_mul_ps(sum, _mm512_mul_ps(column, _mm512_set1_ps(rows.scale[row]))));
+      _mm512_store_ps(target, _mm512_mul_ps(sum, _mm512_mul_ps(column, _mm512_set1_ps(row_scale[row]))));
     }
   }
 }
@@ -101,9 +114,10 @@ void int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& 
   const size_t head_bytes = matrix.head_bytes();
   chains<Tiles>(
       matrix, panels, count, rows, c, stretch_for(matrix, rows), Tiles::unsigned_signed,
-      [&](const std::byte* panel, int first, int) { return panel + head_bytes + static_cast<size_t>(first) * 2048; });
-  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
-    scale_sums(int8_head(panels).scale, int8_head(panels).offset, rows, c);
+      [&](const std::byte* panel, int first, int) { return panel + head_bytes + static_cast<size_t>(first) * 2048; },
+      [&](const std::byte* panel, int row, int height, float* sums) {
+        scale_sums(int8_head(panel).scale, int8_head(panel).offset, rows.scale + row, height, sums);
+      });
 }
 
 // Expands the nibbles of one tile's row pair: bytes are (q - zero) * scale / level, rounded. `ratio` is scale / level *
@@ -116,13 +130,11 @@ inline __m512i scaled(__m512i even, __m512i odd, __m512i ratio, __m512i zero) {
   return _mm512_or_si512(_mm512_and_si512(even, _mm512_set1_epi16(0xff)), _mm512_slli_epi16(odd, 8));
 }
 
-inline __m512i ratio_of(const std::byte* panel, int group, int tile) {
-  const __m512 level = _mm512_loadu_ps(int4_levels(panel) + tile * kTile);
+// `inverse` is 2048 / level.
+inline __m512i ratio_of(const std::byte* panel, int group, int tile, __m512 inverse) {
   const auto* scales = reinterpret_cast<const __m256i*>(int4_scales(panel) + group * kPanel + tile * kTile);
   const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(scales)), 16));
-  const __mmask16 used = _mm512_cmp_ps_mask(level, _mm512_setzero_ps(), _CMP_GT_OQ);
-  const __m512 ratio = _mm512_maskz_div_ps(used, _mm512_mul_ps(scale, _mm512_set1_ps(2048.0f)), level);
-  const __m512i whole = _mm512_and_si512(_mm512_cvtps_epi32(ratio), _mm512_set1_epi32(0xffff));
+  const __m512i whole = _mm512_and_si512(_mm512_cvtps_epi32(_mm512_mul_ps(scale, inverse)), _mm512_set1_epi32(0xffff));
   return _mm512_or_si512(whole, _mm512_slli_epi32(whole, 16));
 }
 
@@ -133,42 +145,52 @@ inline __m512i zero_of(const Matrix& matrix, const std::byte* panel, int group, 
 }
 
 void expand(const Matrix& matrix, const std::byte* panel, int first, int blocks, std::byte* to) {
+  __m512 inverse[2];
+  for (int tile = 0; tile < 2; ++tile) {
+    const __m512 level = _mm512_loadu_ps(int4_levels(panel) + tile * kTile);
+    // Columns of zeros; and so small ones that the quotient might overflow count as such.
+    const __mmask16 used = _mm512_cmp_ps_mask(level, _mm512_set1_ps(0x1p-110f), _CMP_GT_OQ);
+    inverse[tile] = _mm512_maskz_div_ps(used, _mm512_set1_ps(2048.0f), level);
+  }
   const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 1024;
+  const int run = matrix.group_size < 64 ? 4 : 8;  // rows of a block that share a scale
   for (int block = first; block < first + blocks; ++block)
-    for (int tile = 0; tile < 2; ++tile) {
-      __m512i ratio = _mm512_setzero_si512(), zero = _mm512_set1_epi16(8 * 16);
-      for (int row = 0; row < 8; ++row, from += 64, to += 128) {
-        const int k = block * 64 + row * 8;
-        if (row == 0 || k % matrix.group_size == 0) {
-          ratio = ratio_of(panel, k / matrix.group_size, tile);
-          if (!matrix.symmetric) zero = zero_of(matrix, panel, k / matrix.group_size, tile);
+    for (int tile = 0; tile < 2; ++tile)
+      for (int start = 0; start < 8; start += run) {
+        const int group = (block * 64 + start * 8) / matrix.group_size;
+        const __m512i ratio = ratio_of(panel, group, tile, inverse[tile]);
+        const __m512i zero = matrix.symmetric ? _mm512_set1_epi16(8 * 16) : zero_of(matrix, panel, group, tile);
+        for (int row = 0; row < run; ++row, from += 64, to += 128) {
+          const __m512i pair = _mm512_load_si512(from);
+          _mm512_store_si512(to, scaled(_mm512_slli_epi16(pair, 4), _mm512_srli_epi16(pair, 4), ratio, zero));
+          _mm512_store_si512(to + 64, scaled(pair, _mm512_srli_epi16(pair, 8), ratio, zero));
         }
-        const __m512i pair = _mm512_load_si512(from);
-        _mm512_store_si512(to, scaled(_mm512_slli_epi16(pair, 4), _mm512_srli_epi16(pair, 4), ratio, zero));
-        _mm512_store_si512(to + 64, scaled(pair, _mm512_srli_epi16(pair, 8), ratio, zero));
       }
-    }
 }
 
 template <class Tiles>
 void int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch) {
-  chains<Tiles>(matrix, panels, count, rows, c, kStretch, Tiles::signed_signed,
-                [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
-                  expand(matrix, panel, first, blocks, scratch);
-                  return scratch;
-                });
-  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
-    scale_sums(int4_levels(panels), nullptr, rows, c);
+  chains<Tiles>(
+      matrix, panels, count, rows, c, matrix.blocks() <= kExpanded ? matrix.blocks() : kStretch, Tiles::signed_signed,
+      [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
+        expand(matrix, panel, first, blocks, scratch);
+        return scratch;
+      },
+      [&](const std::byte* panel, int row, int height, float* sums) {
+        scale_sums(int4_levels(panel), nullptr, rows.scale + row, height, sums);
+      });
 }
 
 template <class Tiles>
 void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
              Decode decode) {
-  chains<Tiles>(matrix, panels, count, rows, c, kDecodedBlocks, Tiles::bf16,
-                [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
-                  decode(matrix, panel, first, blocks, scratch);
-                  return scratch;
-                });
+  chains<Tiles>(
+      matrix, panels, count, rows, c, kDecodedBlocks, Tiles::bf16,
+      [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
+        decode(matrix, panel, first, blocks, scratch);
+        return scratch;
+      },
+      kDone);
 }
 
 }  // namespace

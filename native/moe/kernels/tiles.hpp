@@ -44,6 +44,10 @@ struct HardwareTiles {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(tile) : "memory");
   }
   template <int tile>
+  static void load_passing(const void* p) {
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(size_t{64}), "i"(tile) : "memory");
+  }
+  template <int tile>
   static void store_tile(void* p) {
     __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(size_t{128}), "i"(tile) : "memory");
   }
@@ -54,8 +58,9 @@ struct HardwareTiles {
 
   static void configure(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(shapes)); }
   static void release() { __asm__ volatile("tilerelease"); }
-  static void load_a0(const void* p, size_t stride) { load<4>(p, stride); }
-  static void load_a1(const void* p, size_t stride) { load<5>(p, stride); }
+  // A passes by, B stays: with the T1 hint, A does not push B out of the L1 cache.
+  static void load_a0(const void* p) { load_passing<4>(p); }
+  static void load_a1(const void* p) { load_passing<5>(p); }
   static void load_b(const void* p0, const void* p1) {
     load<6>(p0, 64);
     load<7>(p1, 64);
@@ -139,8 +144,8 @@ struct ModelTiles {
     for (int r = 0; r < s.rows[tile]; ++r)
       std::memcpy(s.data[tile][r], static_cast<const char*>(p) + static_cast<size_t>(r) * stride, s.bytes[tile]);
   }
-  static void load_a0(const void* p, size_t stride) { load(4, p, stride); }
-  static void load_a1(const void* p, size_t stride) { load(5, p, stride); }
+  static void load_a0(const void* p) { load(4, p, 64); }
+  static void load_a1(const void* p) { load(5, p, 64); }
   static void load_b(const void* p0, const void* p1) {
     load(6, p0, 64);
     load(7, p1, 64);
