@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.operators.handoff import CODES
+from ktinject.operators.handoff import CODES, OnGpu
 
 # Of a GPU's memory, what `auto` leaves for the cache of keys and values and for what layers compute in.
 RESERVE_SHARE, RESERVE_BYTES = 0.15, 2**30
@@ -87,29 +87,33 @@ class GpuExperts:
         stream = torch.cuda.current_stream(device)
         for place, expert in enumerate(resident):
             self.native.copy(experts, expert, self.memory.data_ptr() + place * size, stream.cuda_stream)
-        places = torch.full((num_experts + 1,), -1, dtype=torch.int32)
-        places[list(resident)] = torch.arange(len(resident), dtype=torch.int32)
-        on_cpu = torch.arange(num_experts + 1, dtype=torch.int32)
-        on_cpu[list(resident)] = -1
-        # Which place an expert has here, and which id the CPU is to see.
-        self.places, self.on_cpu = places.to(device), on_cpu.to(device)
+        self.resident = list(resident)  # by place
+        places = torch.full((num_experts,), -1, dtype=torch.int32)
+        places[self.resident] = torch.arange(len(resident), dtype=torch.int32)
+        self.places = places.to(device)
+        self.traffic = torch.zeros_like(self.places)
         stream.synchronize()
 
     @staticmethod
     def table_bytes(num_experts: int) -> int:
-        return 2 * 4 * (num_experts + 1)
+        return 2 * 4 * num_experts
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def ask(self, ids: Tensor) -> OnGpu:
+        """For the submit of `ids` [m, t]; what it then holds goes to `forward`."""
+        return OnGpu(self.places, torch.empty(ids.shape, dtype=torch.int32, device=ids.device), self.traffic)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum over the resident experts; only enqueues.
 
-        x            [m, hidden] float32, bfloat16 or float16; rounded to bfloat16
-        ids, weights [m, t], as the handoff takes them
-        Returns      [m, hidden] float32, zero for a token that none of them serves
+        x        [m, hidden] float32, bfloat16 or float16; rounded to bfloat16
+        chosen   [m, t] int32: places, or -1
+        weights  [m, t], as the handoff takes them
+        Returns  [m, hidden] float32, zero for a token that none of them serves
         """
-        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        x, weights = x.contiguous(), weights.contiguous()
         if x.data_ptr() % 16:
             x = x.clone()
-        tokens, top_k = ids.shape
+        tokens, top_k = chosen.shape
         most = max(1, MOST_PAIRS // top_k)
         out = torch.empty((tokens, self.hidden), dtype=torch.float32, device=x.device)
         inner = torch.empty(
@@ -121,13 +125,11 @@ class GpuExperts:
             self.native.forward(
                 x[rows].data_ptr(),
                 CODES[x.dtype],
-                ids[rows].data_ptr(),
-                ids.dtype == torch.int64,
+                chosen[rows].data_ptr(),
                 weights[rows].data_ptr(),
                 CODES[weights.dtype],
-                ids[rows].shape[0],
+                chosen[rows].shape[0],
                 top_k,
-                self.places.data_ptr(),
                 self.memory.data_ptr(),
                 inner.data_ptr(),
                 out[rows].data_ptr(),

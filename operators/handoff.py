@@ -58,6 +58,34 @@ class Ticket:
             self.channel.drop(self)
 
 
+class OnGpu:
+    """What one submit has to know of the experts on its device.
+
+    places   [num_experts] int32: where an expert lies, or -1
+    chosen   [m, t] int32, written by the submit: what `places` said of each id, then
+    traffic  [num_experts] int32, or None: counts how often each is asked for
+    """
+
+    __slots__ = ("chosen", "places", "traffic")
+
+    def __init__(self, places: Tensor, chosen: Tensor, traffic: Tensor | None = None) -> None:
+        self.places, self.chosen, self.traffic = places, chosen, traffic
+
+    def addresses(self) -> tuple[int, int, int]:
+        return (
+            self.places.data_ptr(),
+            self.chosen.data_ptr(),
+            0 if self.traffic is None else self.traffic.data_ptr(),
+        )
+
+    def split(self, ids: Tensor) -> Tensor:
+        """Write `chosen`, and return what is left for the CPU; ids that are no expert are its to refuse."""
+        known = (ids >= 0) & (ids < self.places.shape[0])
+        places = self.places[ids.clamp(0, self.places.shape[0] - 1).long()]
+        self.chosen.copy_(places.masked_fill(~known, -1))
+        return ids.masked_fill(self.chosen >= 0, -1)
+
+
 class _Slots:
     """One owner's slots on one CUDA device, and which of them are free."""
 
@@ -135,7 +163,7 @@ class Handoff:
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        lookup: Tensor | None = None,
+        on_gpu: OnGpu | None = None,
         ranks: tuple[int, int] | None = None,
     ) -> Ticket:
         """Hand work to the experts on the CPU.
@@ -143,7 +171,7 @@ class Handoff:
         x        [m, hidden] float32, bfloat16 or float16, on the CPU or a CUDA device
         ids      [m, t] int64 or int32 on the same device; -1 and num_experts are skipped
         weights  [m, t] float32, bfloat16 or float16 on the same device
-        lookup   [num_experts + 1] int32 on the same device: the id that the CPU is to see, -1 for none
+        on_gpu   experts that lie on the device, which the CPU leaves out
         ranks    first and end: only these of a token's experts, as `of_ranks` numbers them
         Returns  a ticket to be given to `wait` once
         Raises   OperatorError for shapes, dtypes and devices, and for what went wrong before; during a capture
@@ -156,7 +184,7 @@ class Handoff:
         capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if not x.is_cuda or (x.shape[0] > MOST_TOKENS and not capturing):
             self._submit_host(
-                ticket, x, ids if ranks is None else of_ranks(ids, weights, *ranks), weights, lookup
+                ticket, x, ids if ranks is None else of_ranks(ids, weights, *ranks), weights, on_gpu
             )
             return ticket
         if x.shape[0] > MOST_TOKENS:
@@ -183,7 +211,7 @@ class Handoff:
                 CODES[weights.dtype],
                 ids.shape[0],
                 ids.shape[1],
-                0 if lookup is None else lookup.data_ptr(),
+                *((0, 0, 0) if on_gpu is None else on_gpu.addresses()),
                 *(ranks or (0, ids.shape[1])),
                 ticket.stream,
             )
@@ -251,6 +279,24 @@ class Handoff:
         reason = _native.why_no_flags(device.index)
         return f"host_func, since mapped flags do not work here: {reason}" if reason else "flags"
 
+    def exchange(
+        self, shapes: _native.Resident, leaving: int, coming: int, place: int, places: Tensor, memory: Tensor
+    ) -> None:
+        """Put expert `coming` to where `leaving` lies, in the current stream, which must not be one that submits.
+
+        Waits for steps under way that may use `leaving`, but keeps none waiting; returns when the table says so.
+        """
+        self._slots[memory.device].native.exchange(
+            shapes,
+            self._experts,
+            leaving,
+            coming,
+            place,
+            places.data_ptr(),
+            memory.data_ptr(),
+            torch.cuda.current_stream(memory.device).cuda_stream,
+        )
+
     def modes(self) -> dict[torch.device, Mode]:
         """How each device that was used tells the CPU."""
         return {device: slots.mode for device, slots in self._slots.items()}
@@ -278,12 +324,10 @@ class Handoff:
             )
 
     def _submit_host(
-        self, ticket: Ticket, x: Tensor, ids: Tensor, weights: Tensor, lookup: Tensor | None
+        self, ticket: Ticket, x: Tensor, ids: Tensor, weights: Tensor, on_gpu: OnGpu | None
     ) -> None:
-        if lookup is not None:
-            # Ids that are no expert are left for the experts to refuse.
-            known = (ids >= 0) & (ids < lookup.shape[0])
-            ids = torch.where(known, lookup[ids.clamp(0, lookup.shape[0] - 1).long()].to(ids.dtype), ids)
+        if on_gpu is not None:
+            ids = on_gpu.split(ids)
         x, ids = x.detach().to("cpu").contiguous(), ids.to("cpu").contiguous()
         weights = weights.detach().to("cpu", torch.float32).contiguous()
         out = torch.empty_like(x)

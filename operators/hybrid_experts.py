@@ -186,14 +186,13 @@ class HybridExperts(CpuExperts):
             if ranks is not None:
                 top_k_index = of_ranks(top_k_index, top_k_weights, *ranks)
             return super().forward(hidden_states, top_k_index, top_k_weights)
+        # The routing on the GPU is cut into the GPU's part and the CPU's by the submit itself.
         here = self.on_gpu
-        lookup = None if here is None else here.on_cpu
-        ticket = self.handoff.submit(hidden_states, top_k_index, top_k_weights, lookup, ranks)
-        if here is None:
+        asked = None if here is None else here.ask(top_k_index)
+        ticket = self.handoff.submit(hidden_states, top_k_index, top_k_weights, asked, ranks)
+        if here is None or asked is None:
             return Underway(ticket, None)
-        if ranks is not None:
-            top_k_index = of_ranks(top_k_index, top_k_weights, *ranks)
-        return Underway(ticket, here.forward(hidden_states, top_k_index, top_k_weights))
+        return Underway(ticket, here.forward(hidden_states, asked.chosen, top_k_weights))
 
     def complete(self, started: Started) -> Tensor:
         """What `forward` returns; on a GPU, the current stream waits for it."""

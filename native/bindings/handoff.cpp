@@ -62,15 +62,15 @@ void init_handoff(nb::module_& m) {
       .def(
           "submit",
           [](Channel& self, int slot, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit, uintptr_t weights,
-             int weights_dtype, int tokens, int top_k, uintptr_t lookup, int rank_from, int rank_to, uintptr_t stream) {
+             int weights_dtype, int tokens, int top_k, uintptr_t places, uintptr_t chosen, uintptr_t traffic, int rank_from, int rank_to, uintptr_t stream) {
             self.submit(slot,
                         {pointer<const void>(x), dtype_of(dtype), pointer<const void>(ids), ids_are_64_bit,
                          pointer<const void>(weights), dtype_of(weights_dtype), tokens, top_k,
-                         pointer<const int32_t>(lookup), rank_from, rank_to},
+                         pointer<const int32_t>(places), pointer<int32_t>(chosen), pointer<uint32_t>(traffic), rank_from, rank_to},
                         stream);
           },
           nb::arg("slot"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
-          nb::arg("weights"), nb::arg("weights_dtype"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("lookup"),
+          nb::arg("weights"), nb::arg("weights_dtype"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("places"), nb::arg("chosen"), nb::arg("traffic"),
           nb::arg("rank_from"), nb::arg("rank_to"), nb::arg("stream"),
           "Put a submit into the stream; addresses on the device.")
       .def(
@@ -80,6 +80,16 @@ void init_handoff(nb::module_& m) {
           },
           nb::arg("slot"), nb::arg("tokens"), nb::arg("dtype"), nb::arg("out"), nb::arg("addend"), nb::arg("stream"),
           "Put a wait into the stream; out 0: drop the answer, addend 0: add nothing.")
+      .def(
+          "exchange",
+          [](Channel& self, const Resident& shapes, const Experts& from, int leaving, int coming, int place,
+             uintptr_t places, uintptr_t memory, uintptr_t stream) {
+            self.exchange(shapes, from, leaving, coming, place, pointer<int32_t>(places), pointer<void>(memory),
+                          stream);
+          },
+          nb::arg("shapes"), nb::arg("experts"), nb::arg("leaving"), nb::arg("coming"), nb::arg("place"),
+          nb::arg("places"), nb::arg("memory"), nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>(),
+          "Put one expert to where another lies, while other streams go on; returns when it is there.")
       .def("check", &Channel::check, nb::call_guard<nb::gil_scoped_release>(),
            "Raise what went wrong since the last call.");
 
@@ -96,18 +106,16 @@ void init_handoff(nb::module_& m) {
           nb::call_guard<nb::gil_scoped_release>(), "Put the copy of one packed expert into the stream.")
       .def(
           "forward",
-          [](const Resident& self, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit, uintptr_t weights,
-             int weights_dtype, int tokens, int top_k, uintptr_t places, uintptr_t resident, uintptr_t inner,
-             uintptr_t out, uintptr_t stream) {
-            self.forward(
-                {pointer<const void>(x), dtype_of(dtype), pointer<const void>(ids), ids_are_64_bit,
-                 pointer<const void>(weights), dtype_of(weights_dtype), tokens, top_k, pointer<const int32_t>(places),
-                 pointer<const void>(resident), pointer<void>(inner), pointer<float>(out)},
-                stream);
+          [](const Resident& self, uintptr_t x, int dtype, uintptr_t chosen, uintptr_t weights, int weights_dtype,
+             int tokens, int top_k, uintptr_t resident, uintptr_t inner, uintptr_t out, uintptr_t stream) {
+            self.forward({pointer<const void>(x), dtype_of(dtype), pointer<const void>(weights),
+                          dtype_of(weights_dtype), tokens, top_k, pointer<const int32_t>(chosen),
+                          pointer<const void>(resident), pointer<void>(inner), pointer<float>(out)},
+                         stream);
           },
-          nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"), nb::arg("weights"),
-          nb::arg("weights_dtype"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("places"), nb::arg("resident"),
-          nb::arg("inner"), nb::arg("out"), nb::arg("stream"),
+          nb::arg("x"), nb::arg("dtype"), nb::arg("chosen"), nb::arg("weights"), nb::arg("weights_dtype"),
+          nb::arg("tokens"), nb::arg("top_k"), nb::arg("resident"), nb::arg("inner"), nb::arg("out"),
+          nb::arg("stream"),
           "Put out [tokens, hidden] fp32 = the weighted sum of the experts that are here into the stream.");
 
   m.def("why_no_flags", &why_no_flags, nb::arg("device"), nb::call_guard<nb::gil_scoped_release>(),

@@ -80,7 +80,9 @@ struct Payload {
   size_t bytes;
   const void* ids;
   const void* weights;
-  const int32_t* lookup;
+  const int32_t* places;
+  int32_t* chosen;
+  uint32_t* traffic;
   int experts;
   uint32_t tokens;
   uint32_t top_k;
@@ -162,6 +164,7 @@ __global__ void __launch_bounds__(kMostThreads) submit_kernel(View slot, Bell be
       }
     }
     slot.counts->lost = !mine;
+    __threadfence();  // with evict_kernel's: either it sees the slot taken, or we see what it wrote
   }
   __syncthreads();
   if (!mine) return;
@@ -171,11 +174,13 @@ __global__ void __launch_bounds__(kMostThreads) submit_kernel(View slot, Bell be
     const int64_t id =
         from.wide_ids ? static_cast<const int64_t*>(from.ids)[i] : static_cast<const int32_t*>(from.ids)[i];
     // An id that is no expert is the CPU's to refuse.
-    const bool known = id >= 0 && id <= from.experts;
-    slot.ids[i] = !is_ranked(from, i) ? -1
-                  : from.lookup != nullptr && known
-                      ? from.lookup[id]
-                      : static_cast<int32_t>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, id)));
+    const bool known = id >= 0 && id < from.experts;
+    const bool ranked = is_ranked(from, i);
+    const int32_t place = from.places != nullptr && known && ranked ? __ldcg(from.places + id) : -1;
+    if (from.chosen != nullptr) from.chosen[i] = place;
+    if (from.traffic != nullptr && known && ranked) atomicAdd(from.traffic + id, 1u);
+    slot.ids[i] = place >= 0 || !ranked ? -1
+                                        : static_cast<int32_t>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, id)));
     slot.weights[i] = widen(from.weights, from.weights_dtype, i);
   }
   if (threadIdx.x == 0) {
@@ -235,6 +240,20 @@ __global__ void __launch_bounds__(kMostThreads)
     __threadfence();
     atomicExch(&slot.counts->busy, 0u);
   }
+}
+
+// Takes an expert off the table, and ends when every step that may have seen it there has.
+__global__ void evict_kernel(int32_t* places, int expert, Counts* counts, int slots, uint64_t timeout_ns) {
+  atomicExch(places + expert, -1);
+  __threadfence();
+  const uint64_t start = now_ns();
+  for (int slot = 0; slot < slots; ++slot)
+    while (atomicAdd(&counts[slot].busy, 0u) != 0 && now_ns() - start < timeout_ns) __nanosleep(1000);
+}
+
+__global__ void admit_kernel(int32_t* places, int expert, int place) {
+  __threadfence();
+  atomicExch(places + expert, place);
 }
 
 // Asks and spins on the answer: whether host and device see each other's writes while a kernel runs.
@@ -476,7 +495,9 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
                         bytes,
                         request.ids,
                         request.weights,
-                        request.lookup,
+                        request.places,
+                        request.chosen,
+                        request.traffic,
                         here.expert_count,
                         static_cast<uint32_t>(request.tokens),
                         static_cast<uint32_t>(request.top_k),
@@ -530,6 +551,24 @@ void Channel::wait(int index, int tokens, DType dtype, void* out, const float* a
   wait_kernel<<<1, threads, 0, stream>>>(slot.view, out, addend, bytes, static_cast<uint32_t>(dtype),
                                          static_cast<uint64_t>(answer_timeout() * 1e9));
   check_cuda(cudaGetLastError(), "launching the wait kernel");
+}
+
+void Channel::exchange(const Resident& shapes, const Experts& from, int leaving, int coming, int place, int32_t* places,
+                       void* memory, uintptr_t raw_stream) {
+  Shared& here = *shared_;
+  auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
+  OnDevice on(here.device);
+  // Another thread may be capturing a graph in a stream of its own, which this does not touch.
+  cudaStreamCaptureMode capture = cudaStreamCaptureModeRelaxed;
+  check_cuda(cudaThreadExchangeStreamCaptureMode(&capture), "leaving captures alone");
+  evict_kernel<<<1, 1, 0, stream>>>(places, leaving, here.counts, static_cast<int>(here.slots.size()),
+                                    static_cast<uint64_t>(answer_timeout() * 1e9));
+  check_cuda(cudaGetLastError(), "launching the evict kernel");
+  shapes.copy(from, coming, static_cast<std::byte*>(memory) + static_cast<size_t>(place) * shapes.bytes(), raw_stream);
+  admit_kernel<<<1, 1, 0, stream>>>(places, coming, place);
+  check_cuda(cudaGetLastError(), "launching the admit kernel");
+  check_cuda(cudaStreamSynchronize(stream), "exchanging experts");
+  cudaThreadExchangeStreamCaptureMode(&capture);
 }
 
 void Channel::check() {

@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/resident.hpp"
 #include "moe/experts.hpp"
 
 namespace ktinject {
@@ -33,7 +34,11 @@ struct DeviceRequest {
   DType weights_dtype = DType::f32;
   int tokens = 0;
   int top_k = 0;
-  const int32_t* lookup = nullptr;  // [experts + 1]: the id the CPU is to see, -1 for none; null: all as they are
+  // Where an expert lies on the device, or -1, [experts + 1]: what lies there is not the CPU's to compute. May change
+  // at any time, so what this submit found is written to `chosen` [tokens, top_k]; null where there is none.
+  const int32_t* places = nullptr;
+  int32_t* chosen = nullptr;
+  uint32_t* traffic = nullptr;  // [experts]: one is added for each time an expert is asked for; or null
   // Only the experts of a token whose rank by |weight| is within, the greatest first and equal ones by their place.
   int rank_from = 0;
   int rank_to = 64;
@@ -58,6 +63,10 @@ class Channel {
   // out [tokens, hidden] = the answer + addend; tokens and dtype are the request's, addend [tokens, hidden] is fp32 or
   // null. With a null `out` the answer is waited for and dropped.
   void wait(int slot, int tokens, DType dtype, void* out, const float* addend, uintptr_t stream);
+  // Puts expert `coming` of `from` to where `leaving` lies in `memory`, once no step that uses `leaving` is under way.
+  // Enqueues in `stream`, which is not the one that submits; they go on meanwhile.
+  void exchange(const Resident& shapes, const Experts& from, int leaving, int coming, int place, int32_t* places,
+                void* memory, uintptr_t stream);
   // Throws what went wrong since the last call: what the CPU threw, or that nobody answered in time.
   void check();
 

@@ -41,23 +41,17 @@ struct Panels {
 };
 
 struct Routes {
-  const void* ids;
+  const int32_t* chosen;
   const void* weights;
-  const int32_t* places;
   const std::byte* resident;
   size_t expert_bytes;
-  int experts;
   int top_k;
-  bool wide_ids;
   DType weights_dtype;
 };
 
 // The expert of a slot of the routing; null if it is not on this GPU.
 __device__ const std::byte* expert_of(const Routes& routes, size_t slot) {
-  const int64_t id =
-      routes.wide_ids ? static_cast<const int64_t*>(routes.ids)[slot] : static_cast<const int32_t*>(routes.ids)[slot];
-  if (id < 0 || id >= routes.experts) return nullptr;
-  const int32_t place = routes.places[id];
+  const int32_t place = routes.chosen[slot];
   return place < 0 ? nullptr : routes.resident + static_cast<size_t>(place) * routes.expert_bytes;
 }
 
@@ -292,15 +286,8 @@ void Resident::forward(const ResidentRequest& request, uintptr_t raw_stream) con
     return Panels{matrix.panels,        matrix.k,           matrix.blocks(), matrix.group_size,
                   matrix.panel_bytes(), matrix.head_bytes()};
   };
-  const Routes routes{request.ids,
-                      request.weights,
-                      request.places,
-                      static_cast<const std::byte*>(request.resident),
-                      bytes_,
-                      config_.experts,
-                      request.top_k,
-                      request.ids_are_64_bit,
-                      request.weights_dtype};
+  const Routes routes{request.chosen, request.weights, static_cast<const std::byte*>(request.resident),
+                      bytes_,         request.top_k,   request.weights_dtype};
   auto* inner = static_cast<__nv_bfloat16*>(request.inner);
   const auto run = [&]<Format kFormat>(std::integral_constant<Format, kFormat>) {
     const dim3 slots(static_cast<unsigned>(gate_up_.panels), static_cast<unsigned>(request.tokens * request.top_k));

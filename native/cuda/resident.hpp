@@ -13,13 +13,11 @@ namespace ktinject {
 struct ResidentRequest {
   const void* x = nullptr;  // [tokens, hidden] of dtype
   DType dtype = DType::bf16;
-  const void* ids = nullptr;  // [tokens, top_k]
-  bool ids_are_64_bit = false;
   const void* weights = nullptr;  // [tokens, top_k]
   DType weights_dtype = DType::f32;
   int tokens = 0;
   int top_k = 0;
-  const int32_t* places = nullptr;  // [experts + 1]: where among the resident experts an expert lies, or -1
+  const int32_t* chosen = nullptr;  // [tokens, top_k]: which of the resident experts, or -1
   const void* resident = nullptr;   // [places] experts of bytes() each
   void* inner = nullptr;            // [tokens, top_k, inner_width()] bf16, working memory
   float* out = nullptr;             // [tokens, hidden]
@@ -36,7 +34,7 @@ class Resident {
   // Copies one expert of `experts`, which must have the same shapes, to `to` on the device, in the order of `stream`.
   // Unless the memory is page-locked, the host waits for it.
   void copy(const Experts& experts, int expert, void* to, uintptr_t stream) const;
-  // out = the weighted sum over the experts that `places` knows; zero for a token without any. Only enqueues.
+  // out = the weighted sum over the experts that are chosen; zero for a token without any. Only enqueues.
   void forward(const ResidentRequest& request, uintptr_t stream) const;
 
  private:

@@ -89,15 +89,17 @@ def test_several_are_under_way_and_waited_for_in_any_order() -> None:
     assert torch.equal(other.wait(foreign), plain(calls[0], seed=1))
 
 
-def test_ids_are_looked_up_and_an_addend_is_added() -> None:
+def test_experts_elsewhere_are_left_out_and_an_addend_is_added() -> None:
     x, ids, weights = inputs(6, dtype=torch.float32)
-    lookup = torch.arange(EXPERTS + 1, dtype=torch.int32)
-    lookup[::2] = -1
+    places = torch.arange(EXPERTS, dtype=torch.int32)
+    places[1::2] = -1
+    on_gpu = handoff.OnGpu(places, torch.zeros(6, 2, dtype=torch.int32))
     here, addend = way(), torch.randn(6, HIDDEN)
     out = torch.full_like(x, torch.nan)
-    assert here.wait(here.submit(x, ids, weights, lookup), out, addend) is out
+    assert here.wait(here.submit(x, ids, weights, on_gpu), out, addend) is out
     kept = torch.where(ids % 2 == 1, ids, -1)
     assert torch.equal(out, plain((x, kept, weights)) + addend)
+    assert torch.equal(on_gpu.chosen.long(), torch.where(ids % 2 == 1, -1, ids))
 
 
 RANKS = [(0, 1), (0, 3), (1, 4), (2, 2), (0, 4), (3, 4)]
@@ -154,6 +156,7 @@ def test_a_lost_leader_is_an_error(nobody_answers: None) -> None:
     with pytest.raises(OperatorError, match="no answer from the experts within"):
         here.wait(ticket)
     _native.handoff_pause(False)
+    _native.set_answer_timeout(60)
     assert torch.equal(here.wait(here.submit(*arguments)), plain(arguments))
 
 
@@ -265,16 +268,20 @@ def test_eager(cuda: str, tokens: int, dtype: torch.dtype, mode: handoff.Mode) -
 
 @gpu
 @pytest.mark.parametrize("mode", MODES)
-def test_lookup_and_addend_on_the_gpu(cuda: str, mode: handoff.Mode) -> None:
+def test_experts_on_the_gpu_are_left_out_and_an_addend_is_added(cuda: str, mode: handoff.Mode) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for tokens in (1, 7):
             x, ids, weights = inputs(tokens, dtype=dtype, device=cuda)
-            lookup = torch.arange(EXPERTS + 1, dtype=torch.int32, device=cuda)
-            lookup[::2] = -1
+            places = torch.arange(EXPERTS, dtype=torch.int32, device=cuda)
+            places[1::2] = -1
+            traffic = torch.zeros(EXPERTS, dtype=torch.int32, device=cuda)
+            on_gpu = handoff.OnGpu(places, torch.zeros(tokens, 2, dtype=torch.int32, device=cuda), traffic)
             here, addend = way(mode=mode), torch.randn(tokens, HIDDEN, device=cuda)
-            out = here.wait(here.submit(x, ids, weights, lookup), None, addend)
+            out = here.wait(here.submit(x, ids, weights, on_gpu), None, addend)
             answer = plain((x, torch.where(ids % 2 == 1, ids, -1), weights))
             assert torch.equal(out.cpu(), (answer.float() + addend.cpu()).to(dtype))
+            assert torch.equal(on_gpu.chosen.long(), torch.where(ids % 2 == 1, -1, ids))
+            assert torch.equal(traffic.long(), ids.flatten().bincount(minlength=EXPERTS))
 
 
 @gpu
