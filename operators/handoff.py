@@ -195,6 +195,7 @@ class Handoff:
         self.prepare(x.device, x.dtype)
         if not capturing:
             self.check()
+            moved.set()
         slots = self._slots[x.device]
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
         ticket.stream = torch.cuda.current_stream(x.device).cuda_stream
@@ -297,6 +298,13 @@ class Handoff:
             torch.cuda.current_stream(memory.device).cuda_stream,
         )
 
+    def read(self, counts: Tensor) -> Tensor:
+        """A small tensor of a CUDA device, as it is now, through the current stream, whoever captures meanwhile."""
+        out = torch.empty_like(counts, device="cpu")
+        stream = torch.cuda.current_stream(counts.device).cuda_stream
+        _native.read_device(counts.data_ptr(), out.data_ptr(), counts.nbytes, stream)
+        return out
+
     def modes(self) -> dict[torch.device, Mode]:
         """How each device that was used tells the CPU."""
         return {device: slots.mode for device, slots in self._slots.items()}
@@ -370,6 +378,12 @@ def of_ranks(ids: Tensor, weights: Tensor, first: int, end: int) -> Tensor:
     return ids.masked_fill((ranks < first) | (ranks >= end), -1)
 
 
+# Set whenever there is traffic on a GPU, for whoever follows it.
+moved = threading.Event()
+
+
 def wake() -> None:
     """Wake the thread that answers. To be called before a graph with submits in it is replayed."""
     _native.handoff_wake()
+    if not moved.is_set():
+        moved.set()

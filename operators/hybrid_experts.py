@@ -24,7 +24,8 @@ from ktinject.operators import gpu_experts, routed_experts
 from ktinject.operators.base import register_operator
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts
 from ktinject.operators.gpu_experts import GpuExperts
-from ktinject.operators.handoff import Handoff, Ticket, of_ranks
+from ktinject.operators.handoff import MOST_TOKENS, Handoff, Ticket, of_ranks
+from ktinject.operators.hot_experts import Follower
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -39,6 +40,7 @@ class HybridExpertsConfig(CpuExpertsConfig):
     gpu_experts: int | float | str = 0
     gpu_weights: Literal["bf16", "int4"] = "bf16"  # int4: in groups of group_size
     profile: str | None = None  # written by `ktinject profile`: the most used experts go to the GPU
+    dynamic: bool = False  # the experts on the GPU follow the traffic
     handoff: Literal["auto", "flags", "host_func"] = "auto"  # how the GPU tells the CPU
 
     def __post_init__(self) -> None:
@@ -95,7 +97,9 @@ class HybridExperts(CpuExperts):
         # What is packed for the GPU; the CPU's own where the format is the same.
         self._for_gpu = self.native
         if self.resident and config.gpu_weights != config.weights:
-            self._for_gpu = native_experts(spec, config.gpu_weights, config.group_size, "auto")
+            self._for_gpu = native_experts(
+                spec, config.gpu_weights, config.group_size, "auto", config.symmetric
+            )
 
     @classmethod
     def arrange(
@@ -126,6 +130,7 @@ class HybridExperts(CpuExperts):
         if self.resident:
             runs["on the GPU"] = (
                 f"{len(self.resident)} of {self.num_experts} experts as {self.config.gpu_weights}"
+                + (", following the traffic" if self.config.dynamic else "")
             )
         return runs
 
@@ -161,6 +166,8 @@ class HybridExperts(CpuExperts):
             except (RuntimeError, ValueError) as error:
                 raise OperatorError(f"hybrid_experts: {error}") from None
         self._for_gpu = self.native
+        if self.config.dynamic and 0 < len(self.resident) < self.num_experts:
+            Follower(self)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [m, hidden], top_k_index and top_k_weights [m, t] → [m, hidden], dtype and device kept.
@@ -186,8 +193,10 @@ class HybridExperts(CpuExperts):
             if ranks is not None:
                 top_k_index = of_ranks(top_k_index, top_k_weights, *ranks)
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        # The routing on the GPU is cut into the GPU's part and the CPU's by the submit itself.
         here = self.on_gpu
+        if self.config.dynamic and hidden_states.shape[0] > MOST_TOKENS:
+            here = None  # such submits take no slot, so an exchange would not wait for them
+        # The routing on the GPU is cut into the GPU's part and the CPU's by the submit itself.
         asked = None if here is None else here.ask(top_k_index)
         ticket = self.handoff.submit(hidden_states, top_k_index, top_k_weights, asked, ranks)
         if here is None or asked is None:
@@ -205,6 +214,12 @@ def _place(modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, in
     """Path → config with the experts that go to the GPU, for modules with one config; or the reason why not."""
     if not _native.cuda_built():
         return dict.fromkeys(modules, "experts on a GPU need ktinject's CUDA parts, and this build has none")
+    if config.dynamic and config.gpu_weights != config.weights:
+        return dict.fromkeys(
+            modules,
+            f"dynamic copies experts as they are, and gpu_weights is {config.gpu_weights} where weights is "
+            f"{config.weights}",
+        )
     profile = config.gpu_experts if str(config.gpu_experts).endswith(".json") else config.profile
     specs: dict[str, ExpertsSpec] = {}
     placed: dict[str, Any] = {}
@@ -226,7 +241,7 @@ def _place(modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, in
 
     if isinstance(config.gpu_experts, str):
         sizes = {
-            path: native_experts(spec, config.gpu_weights, config.group_size, "auto").bytes
+            path: native_experts(spec, config.gpu_weights, config.group_size, "auto", config.symmetric).bytes
             // spec.num_experts
             for path, spec in specs.items()
         }

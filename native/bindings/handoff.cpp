@@ -62,16 +62,18 @@ void init_handoff(nb::module_& m) {
       .def(
           "submit",
           [](Channel& self, int slot, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit, uintptr_t weights,
-             int weights_dtype, int tokens, int top_k, uintptr_t places, uintptr_t chosen, uintptr_t traffic, int rank_from, int rank_to, uintptr_t stream) {
-            self.submit(slot,
-                        {pointer<const void>(x), dtype_of(dtype), pointer<const void>(ids), ids_are_64_bit,
-                         pointer<const void>(weights), dtype_of(weights_dtype), tokens, top_k,
-                         pointer<const int32_t>(places), pointer<int32_t>(chosen), pointer<uint32_t>(traffic), rank_from, rank_to},
-                        stream);
+             int weights_dtype, int tokens, int top_k, uintptr_t places, uintptr_t chosen, uintptr_t traffic,
+             int rank_from, int rank_to, uintptr_t stream) {
+            self.submit(
+                slot,
+                {pointer<const void>(x), dtype_of(dtype), pointer<const void>(ids), ids_are_64_bit,
+                 pointer<const void>(weights), dtype_of(weights_dtype), tokens, top_k, pointer<const int32_t>(places),
+                 pointer<int32_t>(chosen), pointer<uint32_t>(traffic), rank_from, rank_to},
+                stream);
           },
           nb::arg("slot"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
-          nb::arg("weights"), nb::arg("weights_dtype"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("places"), nb::arg("chosen"), nb::arg("traffic"),
-          nb::arg("rank_from"), nb::arg("rank_to"), nb::arg("stream"),
+          nb::arg("weights"), nb::arg("weights_dtype"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("places"),
+          nb::arg("chosen"), nb::arg("traffic"), nb::arg("rank_from"), nb::arg("rank_to"), nb::arg("stream"),
           "Put a submit into the stream; addresses on the device.")
       .def(
           "wait",
@@ -114,12 +116,18 @@ void init_handoff(nb::module_& m) {
                          stream);
           },
           nb::arg("x"), nb::arg("dtype"), nb::arg("chosen"), nb::arg("weights"), nb::arg("weights_dtype"),
-          nb::arg("tokens"), nb::arg("top_k"), nb::arg("resident"), nb::arg("inner"), nb::arg("out"),
-          nb::arg("stream"),
+          nb::arg("tokens"), nb::arg("top_k"), nb::arg("resident"), nb::arg("inner"), nb::arg("out"), nb::arg("stream"),
           "Put out [tokens, hidden] fp32 = the weighted sum of the experts that are here into the stream.");
 
   m.def("why_no_flags", &why_no_flags, nb::arg("device"), nb::call_guard<nb::gil_scoped_release>(),
         "Why mapped flags do not work on a CUDA device; empty where they do. Tried once a process.");
+  m.def(
+      "read_device",
+      [](uintptr_t from, uintptr_t to, size_t bytes, uintptr_t stream) {
+        read_device(pointer<const void>(from), pointer<void>(to), bytes, stream);
+      },
+      nb::arg("from_device"), nb::arg("to_host"), nb::arg("bytes"), nb::arg("stream"),
+      nb::call_guard<nb::gil_scoped_release>(), "Copy from a device to the host through a stream.");
   m.def("handoff_wake", [] { leader().wake(); }, "Wake the leader: before the replay of a graph with submits in it.");
   m.def(
       "handoff_pause", [](bool paused) { leader().pause(paused); }, nb::arg("paused"), "For tests: let nobody answer.");

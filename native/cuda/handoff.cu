@@ -42,6 +42,18 @@ class OnDevice {
   bool changed_ = false;
 };
 
+// Another thread may be capturing a graph, in streams of its own; what happens in this scope touches none of them.
+class AsideOfCaptures {
+ public:
+  AsideOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~AsideOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  AsideOfCaptures(const AsideOfCaptures&) = delete;
+  AsideOfCaptures& operator=(const AsideOfCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 enum Status : uint32_t { kFine = 0, kNoAnswer = 1, kSlotTaken = 2 };
 
 // The head of a slot in mapped memory. What the CPU writes and what the GPU writes lie on lines of their own.
@@ -179,8 +191,8 @@ __global__ void __launch_bounds__(kMostThreads) submit_kernel(View slot, Bell be
     const int32_t place = from.places != nullptr && known && ranked ? __ldcg(from.places + id) : -1;
     if (from.chosen != nullptr) from.chosen[i] = place;
     if (from.traffic != nullptr && known && ranked) atomicAdd(from.traffic + id, 1u);
-    slot.ids[i] = place >= 0 || !ranked ? -1
-                                        : static_cast<int32_t>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, id)));
+    slot.ids[i] =
+        place >= 0 || !ranked ? -1 : static_cast<int32_t>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, id)));
     slot.weights[i] = widen(from.weights, from.weights_dtype, i);
   }
   if (threadIdx.x == 0) {
@@ -334,6 +346,13 @@ std::string why_no_flags(int device) {
   return per_device(device).why_no_flags;
 }
 
+void read_device(const void* from, void* to, size_t bytes, uintptr_t raw_stream) {
+  auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
+  const AsideOfCaptures aside;
+  check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), "reading from the device");
+  check_cuda(cudaStreamSynchronize(stream), "reading from the device");
+}
+
 struct Channel::Slot final : Work {
   Shared* shared = nullptr;
   View view{};
@@ -447,11 +466,11 @@ Channel::~Channel() {
   int before = 0;
   cudaGetDevice(&before);
   cudaSetDevice(here.device);
-  cudaStreamCaptureMode capture = cudaStreamCaptureModeRelaxed;
-  cudaThreadExchangeStreamCaptureMode(&capture);
-  const bool idle = cudaDeviceSynchronize() == cudaSuccess;
+  const bool idle = [] {
+    const AsideOfCaptures aside;
+    return cudaDeviceSynchronize() == cudaSuccess;
+  }();
   cudaGetLastError();
-  cudaThreadExchangeStreamCaptureMode(&capture);
   cudaSetDevice(before);
   if (!idle) {
     // Work may still be on its way: the ports stay taken, and what comes is answered without the experts.
@@ -558,9 +577,7 @@ void Channel::exchange(const Resident& shapes, const Experts& from, int leaving,
   Shared& here = *shared_;
   auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
   OnDevice on(here.device);
-  // Another thread may be capturing a graph in a stream of its own, which this does not touch.
-  cudaStreamCaptureMode capture = cudaStreamCaptureModeRelaxed;
-  check_cuda(cudaThreadExchangeStreamCaptureMode(&capture), "leaving captures alone");
+  const AsideOfCaptures aside;
   evict_kernel<<<1, 1, 0, stream>>>(places, leaving, here.counts, static_cast<int>(here.slots.size()),
                                     static_cast<uint64_t>(answer_timeout() * 1e9));
   check_cuda(cudaGetLastError(), "launching the evict kernel");
@@ -568,7 +585,6 @@ void Channel::exchange(const Resident& shapes, const Experts& from, int leaving,
   admit_kernel<<<1, 1, 0, stream>>>(places, coming, place);
   check_cuda(cudaGetLastError(), "launching the admit kernel");
   check_cuda(cudaStreamSynchronize(stream), "exchanging experts");
-  cudaThreadExchangeStreamCaptureMode(&capture);
 }
 
 void Channel::check() {

@@ -38,6 +38,7 @@ struct Panels {
   int group_size;
   size_t panel_bytes;
   size_t head_bytes;
+  size_t zeros_at;  // int4: where the zero points lie in the head; 0 where all are 8
 };
 
 struct Routes {
@@ -115,8 +116,8 @@ __device__ void multiply_bf16(const Panels& matrix, const std::byte* panel, cons
   }
 }
 
-// The same for int4. A nibble put into the mantissa of 128.0 as bf16 is 128 + q + 8, exactly; the 136 times the sum of
-// the inputs is taken off for all at once.
+// The same for int4. A nibble put into the mantissa of 128.0 as bf16 is 128 + q + zero, exactly; 128 + zero times the
+// sum of the inputs is taken off for all at once.
 template <class T>
 __device__ void multiply_int4(const Panels& matrix, const std::byte* panel, const T* row, float (&sums)[2][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -129,18 +130,20 @@ __device__ void multiply_int4(const Panels& matrix, const std::byte* panel, cons
     const int input = block * 64 + lane / 4 * 8;
     float x[8];
     load_row(row, input, matrix.k, x);
-    float offset = 0;
+    float total = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) offset += x[i];
-    offset *= -136.0f;
-    const uint16_t* group = scales + static_cast<size_t>(input / matrix.group_size) * kPanel + lane % 4 * 4;
+    for (int i = 0; i < 8; ++i) total += x[i];
+    const size_t group = static_cast<size_t>(input / matrix.group_size) * kPanel + lane % 4 * 4;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       const uint32_t w[4] = {weights[tile].x, weights[tile].y, weights[tile].z, weights[tile].w};
-      const uint2 scale = *reinterpret_cast<const uint2*>(group + tile * kTile);
+      const uint2 scale = *reinterpret_cast<const uint2*>(scales + group + tile * kTile);
+      const uint32_t zeros = matrix.zeros_at == 0
+                                 ? 0x08080808u
+                                 : *reinterpret_cast<const uint32_t*>(panel + matrix.zeros_at + group + tile * kTile);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        float dot = offset;
+        float dot = -(128.0f + static_cast<float>(zeros >> (8 * j) & 255u)) * total;
 #pragma unroll
         for (int part = 0; part < 4; ++part) {  // low nibbles of bytes 0 and 2, of 1 and 3, then high ones
           const int shift = part / 2 * 4 + part % 2 * 8;
@@ -283,8 +286,14 @@ void Resident::copy(const Experts& experts, int expert, void* to, uintptr_t stre
 void Resident::forward(const ResidentRequest& request, uintptr_t raw_stream) const {
   auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
   const auto panels = [](const Matrix& matrix) {
-    return Panels{matrix.panels,        matrix.k,           matrix.blocks(), matrix.group_size,
-                  matrix.panel_bytes(), matrix.head_bytes()};
+    const bool zeros = matrix.format == Format::int4 && !matrix.symmetric;
+    return Panels{matrix.panels,
+                  matrix.k,
+                  matrix.blocks(),
+                  matrix.group_size,
+                  matrix.panel_bytes(),
+                  matrix.head_bytes(),
+                  zeros ? kPanel * (sizeof(float) + static_cast<size_t>(matrix.groups()) * sizeof(uint16_t)) : 0};
   };
   const Routes routes{request.chosen, request.weights, static_cast<const std::byte*>(request.resident),
                       bytes_,         request.top_k,   request.weights_dtype};

@@ -145,19 +145,8 @@ Work* Leader::next() {
 }
 
 void Leader::loop() {
-  {
-    // The pool's workers have CPUs of their own from the second on; the first is left for its worker 0.
-    cpu_set_t allowed, first;
-    CPU_ZERO(&allowed);
-    CPU_ZERO(&first);
-    if (sched_getaffinity(0, sizeof allowed, &allowed) == 0)
-      for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-        if (CPU_ISSET(cpu, &allowed)) {
-          CPU_SET(cpu, &first);
-          break;
-        }
-    if (CPU_COUNT(&allowed) > 1 && CPU_COUNT(&first) == 1) pthread_setaffinity_np(pthread_self(), sizeof first, &first);
-  }
+  // Not pinned: it starts the pool where nobody has before, and threads inherit their mask from who starts them.
+  pthread_setname_np(pthread_self(), "ktinject-leader");
   uint32_t woken = wake_.load();
   auto active = Clock::now();
   for (int spins = 0;;) {
