@@ -114,9 +114,10 @@ def _count(model: PreTrainedModel, counts: dict[str, Tensor]) -> None:
 
     for path, module in model.named_modules():
         if isinstance(module, CpuExperts):
-            # In a block of deferred_moe the operator stands inside the leaf.
+            # In a block of deferred_moe the operator stands inside the leaf, which cuts the routing in two.
             leaf = path.removesuffix(".experts") if path.endswith(".experts.experts") else path
-            module.register_forward_pre_hook(counter(leaf, module.num_experts))
+            hook = counter(leaf, module.num_experts)
+            model.get_submodule(leaf).register_forward_pre_hook(hook)
 
 
 def _run(model: PreTrainedModel, start: Tensor, new_tokens: int) -> int:
