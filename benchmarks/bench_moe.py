@@ -338,7 +338,7 @@ def bench(arguments: argparse.Namespace) -> tuple[list[Cell], Ceilings]:
                 sets = routing_sets(shape, tokens, routing == "skewed")
                 x, weight = torch.randn(tokens, shape.hidden).bfloat16(), torch.rand(tokens, shape.top_k)
                 problem = Problem(shape, routing, tokens, sets, x, weight)
-                if arguments.peers:
+                if arguments.peers and tokens <= arguments.peer_tokens:
                     step = functools.partial(torch_layer, gate_up, down, x, weight)
                     times = measure({"": lambda _, ids, step=step: step(ids)}, sets, arguments.seconds)
                     problem.torch_us = statistics.median(times[""])
@@ -352,9 +352,11 @@ def bench(arguments: argparse.Namespace) -> tuple[list[Cell], Ceilings]:
                     build(shape, weights, kernel, gate_up, down) for _ in range(1, copies(layers[0].bytes))
                 ]
                 if position == 0:
-                    peers = peers_of(kt, weights, gate_up, down, shape, max(arguments.tokens), len(layers))
+                    most = min(max(arguments.tokens), arguments.peer_tokens)
+                    peers = peers_of(kt, weights, gate_up, down, shape, most, len(layers))
                 for problem in problems:
-                    beside = peers if position == 0 else {}
+                    is_compared = position == 0 and problem.tokens <= arguments.peer_tokens
+                    beside = peers if is_compared else {}
                     cell = measure_cell(problem, weights, kernel, layers, beside, arguments.seconds)
                     ceilings.raise_to(cell)
                     cells.append(cell)
@@ -455,6 +457,7 @@ def main() -> None:
     parser.add_argument("--kt-threads", type=int, default=0, help="0: one less than CPUs, its best setting")
     parser.add_argument("--seconds", type=float, default=1.0, help="measured per cell and implementation")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave the others out")
+    parser.add_argument("--peer-tokens", type=int, default=1024, help="the others up to so many tokens")
     parser.add_argument("--machine", help="name for the machine column")
     parser.add_argument("--csv", type=Path, default=None, help=f"append to this file, e.g. {RESULTS}")
     parser.add_argument(

@@ -151,7 +151,7 @@ class KtLayer:
         for part, weight in parts.items():
             if bits == 0:
                 n, k = weight.shape[1:]
-                packed = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8)
+                packed = torch.randint(0, 256, (1, n, k // 2), dtype=torch.uint8).repeat(experts, 1, 1)
                 scales = torch.full((experts, n, k // 32), 2.0**-8, dtype=torch.bfloat16)
                 kept += [packed, scales]
                 setattr(config, f"{part}_projs", [[packed[e].data_ptr() for e in range(experts)]])
