@@ -319,17 +319,16 @@ def peers_of(
     return found
 
 
-def bench(arguments: argparse.Namespace) -> tuple[list[Cell], Ceilings]:
+def bench(arguments: argparse.Namespace, cells: list[Cell], ceilings: Ceilings) -> None:
+    """Adds to `cells` and raises `ceilings`."""
     threads = _native.threads()
     extension = load_kt_kernel() if arguments.peers else None
     kt = KtKernel(extension, arguments.kt_threads or threads) if extension is not None else None
-    ceilings = Ceilings()
     ceilings.measure()
     print(f"# {ceilings}")
     if kt is not None:
         print(f"# kt-kernel {kt.version}, {kt.workers} workers and a dispatcher")
     print(HEADER)
-    cells: list[Cell] = []
     for shape in (SHAPES[name] for name in arguments.shapes):
         gate_up, down = random_weights(shape)
         problems = []
@@ -365,7 +364,6 @@ def bench(arguments: argparse.Namespace) -> tuple[list[Cell], Ceilings]:
             del peers
     with quiet():
         del kt  # says goodbye
-    return cells, ceilings
 
 
 def summary(cells: list[Cell], ceilings: Ceilings) -> str:
@@ -479,7 +477,12 @@ def main() -> None:
     torch.manual_seed(0)
     machine = arguments.machine or f"{cpu_name()}, {len(os.sched_getaffinity(0))} vCPU"
     print(f"# {machine}, {_native.threads()} threads, commit {commit()}, torch {torch.__version__}")
-    cells, ceilings = bench(arguments)
+    cells: list[Cell] = []
+    ceilings = Ceilings()
+    try:
+        bench(arguments, cells, ceilings)
+    except KeyboardInterrupt:
+        print("# interrupted; what was measured so far:")
     print(summary(cells, ceilings))
     rows = rows_of(cells, ceilings, machine)
     if arguments.csv:
