@@ -140,6 +140,7 @@ class Handoff:
         self._hidden = hidden_size
         self._mode = mode
         self._slots: dict[torch.device, _Slots] = {}
+        self._smaller: list[_Slots] = []  # graphs that were captured with them still use them
 
     def prepare(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         """Take the buffers for a CUDA device now, as the first submit would; needed before a capture.
@@ -153,6 +154,8 @@ class Handoff:
             raise OperatorError(
                 "handoff: its buffers cannot be allocated while a graph is captured. Run the model once before."
             )
+        if held is not None:
+            self._smaller.append(held)
         try:
             self._slots[device] = _Slots(self._experts, device, dtype.itemsize, self._mode)
         except (RuntimeError, MemoryError) as error:
@@ -267,7 +270,7 @@ class Handoff:
 
     def check(self) -> None:
         """Raise OperatorError for what went wrong in submits so far; looks at two words of memory."""
-        for slots in self._slots.values():
+        for slots in (*self._slots.values(), *self._smaller):
             try:
                 slots.native.check()
             except (IndexError, ValueError, RuntimeError) as error:

@@ -218,6 +218,21 @@ def test_an_idle_leader_takes_no_time() -> None:
     assert time.process_time() - before < 0.003
 
 
+def test_workers_that_the_leader_starts_have_the_cpus_of_the_process() -> None:
+    """The pool is made where it is first used; threads inherit the mask of the thread that starts them."""
+    here, arguments = way(), inputs(2)
+    here.wait(here.submit(*arguments))
+    before, cpus = {*os.listdir("/proc/self/task")}, os.sched_getaffinity(0)
+    _native.set_threads(len(cpus) + 1)  # more than CPUs, so that none is pinned
+    try:
+        here.wait(here.submit(*arguments))
+        started = {*os.listdir("/proc/self/task")} - before
+        assert len(started) == len(cpus)
+        assert all(os.sched_getaffinity(int(thread)) == cpus for thread in started)
+    finally:
+        _native.set_threads(0)
+
+
 # --- on a GPU ---
 
 gpu = pytest.mark.gpu
@@ -466,6 +481,21 @@ def test_a_thousand_replays_take_no_memory(cuda: str) -> None:
     assert resident() - before < 2**20
     assert device_before - torch.cuda.mem_get_info()[0] < 2**20
     here.check()
+
+
+@gpu
+def test_a_wider_dtype_leaves_captured_graphs_their_buffers(cuda: str) -> None:
+    here, narrow, wide = way(), inputs(2, device=cuda), inputs(2, 1, torch.float32, device=cuda)
+    here.prepare(torch.device(cuda))
+    out = torch.empty_like(narrow[0])
+    graph = captured(lambda: here.wait(here.submit(*narrow), out))
+    assert torch.equal(here.wait(here.submit(*wide)).cpu(), plain(wide))
+    gc.collect()
+    for _ in range(3):
+        out.fill_(torch.nan)
+        replay(graph)
+        assert torch.equal(out.cpu(), plain(narrow))
+        assert torch.equal(here.wait(here.submit(*wide)).cpu(), plain(wide))
 
 
 @gpu
