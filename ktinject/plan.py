@@ -311,9 +311,15 @@ def _entries(
     for item in found:
         rule, operator = item.rule, item.operator
         config = arranged[item.path]
-        reason = config if isinstance(config, str) else operator.supports(item.module, config, machine)
+        reason = config if isinstance(config, str) else None
+        if reason is None:
+            chosen = operator.instead(item.module, config)
+            if chosen is None:
+                continue
+            operator, config = chosen
+            reason = operator.supports(item.module, config, machine)
         if reason is not None:
-            text = f"{rule.operator} cannot replace a {type(item.module).__name__}: {reason}"
+            text = f"{operator.name} cannot replace a {type(item.module).__name__}: {reason}"
             refused.setdefault((rule.name, text), []).append(item.path)
             continue
         try:
@@ -327,7 +333,7 @@ def _entries(
                 path=item.path,
                 module=type(item.module).__name__,
                 rule=rule.name,
-                operator=rule.operator,
+                operator=operator.name,
                 arguments=dict(rule.arguments),
                 runs=built.describe(),
                 device=config.device,

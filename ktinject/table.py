@@ -24,10 +24,13 @@ def rows(plan: Plan) -> list[tuple[str, ...]]:
         groups.setdefault((entry.rule, entry.module, entry.operator, *runs, entry.device), []).append(entry)
     table: list[tuple[str, ...]] = []
     for rule in plan.ruleset.rules:
-        count = len(plan.matched[rule.name])
-        if rule.operator == KEEP or not count:
-            found = f"{count} modules" if count else "none (optional)"
-            table.append((rule.name, found, rule.operator, "", "", "", ""))
+        matched = plan.matched[rule.name]
+        # Under a rule that replaces, too, modules may stay as they are.
+        count = len(matched) - sum(entry.rule == rule.name for entry in plan.entries)
+        if not matched:
+            table.append((rule.name, "none (optional)", rule.operator, "", "", "", ""))
+        elif count:
+            table.append((rule.name, f"{count} modules", KEEP, "", "", "", ""))
         for (name, module, *columns), entries in groups.items():
             if name == rule.name:
                 size = sum(total(entry.bytes for entry in entries).values())

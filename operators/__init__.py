@@ -6,6 +6,7 @@ from ktinject.operators import absorbed_mla  # isort: skip
 from ktinject.operators import cpu_experts  # isort: skip
 from ktinject.operators import cpu_linear  # isort: skip
 from ktinject.operators import deferred_moe  # isort: skip
+from ktinject.operators import dense_linear  # isort: skip
 from ktinject.operators import fp8_linear  # isort: skip
 from ktinject.operators import hybrid_experts  # isort: skip
 from ktinject.operators import int4_linear  # isort: skip
@@ -19,6 +20,7 @@ __all__ = [
     "cpu_experts",
     "cpu_linear",
     "deferred_moe",
+    "dense_linear",
     "fp8_linear",
     "hybrid_experts",
     "int4_linear",

@@ -80,6 +80,14 @@ class Operator(nn.Module, ABC):
         return config
 
     @classmethod
+    def instead(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:
+        """The operator that takes this module now that the device is known, with its config; None: nobody, it stays.
+
+        Asked after `arrange`, before `supports`, which the operator that it names then answers.
+        """
+        return cls, config
+
+    @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
         """The reason why this module cannot be replaced, as a sentence without its full stop, or None."""
         return None

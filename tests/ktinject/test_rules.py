@@ -286,11 +286,18 @@ def test_bundled_files_hold_no_device_number_and_only_known_arguments(name: str)
         rules.bundled()[name].read_text().replace("CPU", ""),
         re.M,
     )
+    operators = pytest.importorskip("ktinject.operators").REGISTRY
     for weights in ("bf16", "int8", "int4"):
-        found = rules.read(name, variables={"experts": weights, "group_size": 32})
-        experts = [rule for rule in found.rules if rule.operator != "keep"]
-        assert [rule.operator for rule in experts] == ["cpu_experts"]
-        assert rules.check_arguments(experts[0], Experts) == Experts(weights=weights, group_size=32)  # type: ignore[arg-type]
+        values: dict[str, Any] = {"experts": weights, "group_size": 32}
+        declared = rules.read(name).variables
+        values |= {variable: weights for variable in ("dense", "head") if variable in declared}
+        for found in rules.read(name, variables=values).rules:
+            if found.operator == rules.KEEP:
+                continue
+            config = rules.check_arguments(found, operators[found.operator].Config)
+            assert found.operator in ("hybrid_experts", "dense_linear", "absorbed_mla")
+            if found.operator != "absorbed_mla":
+                assert (config.weights, config.group_size) == (weights, 32)
 
 
 TINY = {
@@ -322,10 +329,19 @@ def test_bundled_files_find_the_experts_of_transformers_models(model_type: str) 
     modules = modules_of("deepseek_v3" if model_type == "kimi_k2" else model_type)  # which has its modules
     experts = {path for path, _, _ in modules if path.endswith(".experts")}
     assert len(experts) >= 2
+    operators = pytest.importorskip("ktinject.operators").REGISTRY
+    keeps = {name: operator.keeps for name, operator in operators.items()}
     for name in {rules.choose(model_type), "moe-auto"}:
-        found = rules.assign(rules.read(name), modules)
+        found = rules.assign(rules.read(name), modules, keeps=keeps)
         assert set(found.matched["routed experts"]) == experts
-        assert {path for path, rule in found.rules.items() if rule.operator == "cpu_experts"} == experts
+        assert {path for path, rule in found.rules.items() if rule.operator == "hybrid_experts"} == experts
+        if name == "moe-auto":
+            continue
+        # Every linear layer but the matrix that absorbed_mla reads itself is somebody's.
+        linears = {path for path, classes, _ in modules if "Linear" in classes and not path.endswith("kv_b_proj")}
+        assert linears == {path for path in found.rules if path in linears}
+        attention = {path for path, rule in found.rules.items() if rule.operator == "absorbed_mla"}
+        assert attention == {path for path, _, _ in modules if path + ".kv_b_proj" in {p for p, _, _ in modules}}
 
 
 # Assigning
@@ -472,10 +488,12 @@ def valid(document_: object, schema: dict[str, Any]) -> bool:
 
 def test_the_schema_accepts_what_is_bundled_and_the_design_example() -> None:
     schema = rules.schema({"cpu_experts": Experts, "hybrid_experts": Everything})
+    operators = pytest.importorskip("ktinject.operators").REGISTRY
+    bundled = rules.schema({name: operator.Config for name, operator in operators.items() if name != rules.KEEP})
     jsonschema.Draft7Validator.check_schema(schema)
     json.dumps(schema)
     for path in rules.bundled().values():
-        jsonschema.validate(document.from_file(path, path.name).plain(), schema, jsonschema.Draft7Validator)
+        jsonschema.validate(document.from_file(path, path.name).plain(), bundled, jsonschema.Draft7Validator)
 
 
 @pytest.mark.parametrize(
@@ -565,9 +583,13 @@ def test_cli_show_refuses() -> None:
 @pytest.mark.usefixtures("registry")
 def test_cli_check(tmp_path: Path) -> None:
     code, out, _ = cli("check", "deepseek-v3", "--set", "experts=int4")
-    assert code == 0 and "weights=int4" in out and "2 rules for deepseek_v3, kimi_k2" in out
+    assert code == 0 and "weights=int4" in out and "7 rules for deepseek_v3, kimi_k2" in out
     code, out, _ = cli("check", "deepseek-v3", "--json")
-    assert code == 0 and json.loads(out)["rules"][1]["arguments"] == {"weights": "bf16", "group_size": 128}
+    assert code == 0 and json.loads(out)["rules"][1]["arguments"] == {
+        "weights": "bf16",
+        "group_size": 128,
+        "gpu_experts": 0,
+    }
     file = tmp_path / "own.yaml"
     file.write_bytes(
         text(

@@ -1,0 +1,82 @@
+"""A linear layer in the format asked for, by whichever operator computes that where the layer stands.
+
+Rules that serve machines with and without a GPU name this one. The plan shows the operator that it comes to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from ktinject.operators.base import REGISTRY, Config, Operator, register_operator
+from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
+
+if TYPE_CHECKING:
+    from ktinject.machine import Machine
+
+_SERVED = {"cpu": ("bf16", "int8", "int4"), "cuda": ("bf16", "fp8", "int4")}
+
+
+@dataclass(frozen=True)
+class DenseLinearConfig(Config):
+    """Arguments of `dense_linear` in a rule."""
+
+    weights: Literal["bf16", "fp8", "int8", "int4"] = "bf16"  # fp8 on a GPU only, int8 on the CPU only
+    group_size: Literal[128, 64, 32] = 128  # inputs that share a scale; int4 only
+
+
+@register_operator("dense_linear")
+class DenseLinear(Operator):
+    """Every nn.Linear. Never built itself, but for:
+
+    weights   on the CPU    on a GPU
+    bf16      cpu_linear    the layer stays; on the CPU too, in a model that is not bf16
+    fp8       refused       fp8_linear
+    int8      cpu_linear    refused
+    int4      cpu_linear    int4_linear
+    """
+
+    Config = DenseLinearConfig
+    device_types = ("cuda", "cpu")
+
+    @classmethod
+    def instead(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:
+        kind = config.device.partition(":")[0]
+        if not isinstance(module, nn.Linear) or config.weights not in _SERVED[kind]:
+            return cls, config
+        if config.weights == "bf16" and (kind == "cuda" or module.weight.dtype != torch.bfloat16):
+            return None
+        if kind == "cpu":
+            return CpuLinear, CpuLinearConfig(config.device, config.weights, config.group_size)
+        operator = REGISTRY[f"{config.weights}_linear"]
+        size = {"group_size": config.group_size} if config.weights == "int4" else {}
+        return operator, operator.Config(device=config.device, **size)
+
+    @classmethod
+    def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
+        if not isinstance(module, nn.Linear):
+            return "it replaces nn.Linear"
+        kind = config.device.partition(":")[0]
+        return f"weights {config.weights} are not computed on {config.device}; allowed: {', '.join(_SERVED[kind])}"
+
+    @classmethod
+    def build(cls, module: nn.Module, config: Any) -> Self:
+        raise NotImplementedError("another operator is built instead")
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def footprint(self) -> dict[str, int]:
+        return {}
+
+    def wants(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> NoReturn:
+        raise NotImplementedError("another operator is built instead")
+
+    def forward(self, x: Tensor) -> NoReturn:
+        raise NotImplementedError("another operator is built instead")
