@@ -17,14 +17,14 @@ from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
 if TYPE_CHECKING:
     from ktinject.machine import Machine
 
-_SERVED = {"cpu": ("bf16", "int8", "int4"), "cuda": ("bf16", "fp8", "int4")}
+_SERVED = {"cpu": ("bf16", "fp8", "int8", "int4"), "cuda": ("bf16", "fp8", "int4")}
 
 
 @dataclass(frozen=True)
 class DenseLinearConfig(Config):
     """Arguments of `dense_linear` in a rule."""
 
-    weights: Literal["bf16", "fp8", "int8", "int4"] = "bf16"  # fp8 on a GPU only, int8 on the CPU only
+    weights: Literal["bf16", "fp8", "int8", "int4"] = "bf16"  # int8 on the CPU only
     group_size: Literal[128, 64, 32] = 128  # inputs that share a scale; int4 only
 
 
@@ -34,7 +34,7 @@ class DenseLinear(Operator):
 
     weights   on the CPU    on a GPU
     bf16      cpu_linear    the layer stays; on the CPU too, in a model that is not bf16
-    fp8       refused       fp8_linear
+    fp8       cpu_linear    fp8_linear
     int8      cpu_linear    refused
     int4      cpu_linear    int4_linear
     """
@@ -50,7 +50,9 @@ class DenseLinear(Operator):
         if config.weights == "bf16" and (kind == "cuda" or module.weight.dtype != torch.bfloat16):
             return None
         if kind == "cpu":
-            return CpuLinear, CpuLinearConfig(config.device, config.weights, config.group_size)
+            return CpuLinear, CpuLinearConfig(
+                device=config.device, weights=config.weights, group_size=config.group_size
+            )
         operator = REGISTRY[f"{config.weights}_linear"]
         size = {"group_size": config.group_size} if config.weights == "int4" else {}
         return operator, operator.Config(device=config.device, **size)

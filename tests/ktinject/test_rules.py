@@ -338,10 +338,14 @@ def test_bundled_files_find_the_experts_of_transformers_models(model_type: str) 
         if name == "moe-auto":
             continue
         # Every linear layer but the matrix that absorbed_mla reads itself is somebody's.
-        linears = {path for path, classes, _ in modules if "Linear" in classes and not path.endswith("kv_b_proj")}
+        linears = {
+            path for path, classes, _ in modules if "Linear" in classes and not path.endswith("kv_b_proj")
+        }
         assert linears == {path for path in found.rules if path in linears}
         attention = {path for path, rule in found.rules.items() if rule.operator == "absorbed_mla"}
-        assert attention == {path for path, _, _ in modules if path + ".kv_b_proj" in {p for p, _, _ in modules}}
+        assert attention == {
+            path for path, _, _ in modules if path + ".kv_b_proj" in {p for p, _, _ in modules}
+        }
 
 
 # Assigning
@@ -489,7 +493,9 @@ def valid(document_: object, schema: dict[str, Any]) -> bool:
 def test_the_schema_accepts_what_is_bundled_and_the_design_example() -> None:
     schema = rules.schema({"cpu_experts": Experts, "hybrid_experts": Everything})
     operators = pytest.importorskip("ktinject.operators").REGISTRY
-    bundled = rules.schema({name: operator.Config for name, operator in operators.items() if name != rules.KEEP})
+    bundled = rules.schema(
+        {name: operator.Config for name, operator in operators.items() if name != rules.KEEP}
+    )
     jsonschema.Draft7Validator.check_schema(schema)
     json.dumps(schema)
     for path in rules.bundled().values():

@@ -130,12 +130,13 @@ def test_custom_op() -> None:
 
 def test_peft() -> None:
     peft = pytest.importorskip("peft")
-    model = nn.Sequential(swapped(linear(24, 56), weights="int8"), nn.Tanh())
+    # PEFT looks for a parameter to learn the model's device and dtype.
+    model = nn.Sequential(swapped(linear(24, 56), weights="int8"), nn.Tanh(), linear(8, 24))
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"], r=4, init_lora_weights=False))
     x = torch.randn(3, 56)
     lora = adapted.base_model.model[0]
     update = lora.get_delta_weight("default")
-    want = torch.tanh(model[0].base_layer(x) + x @ update.T)
+    want = model[2](torch.tanh(lora.base_layer(x) + x @ update.T))
     assert relative_error(adapted(x), want) <= 1e-5
     adapted(x).sum().backward()
     assert all(p.grad is not None for name, p in adapted.named_parameters() if "lora_" in name)
