@@ -40,7 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "vocab_size": 151936,
     },
-    # Its first three layers are dense; of 256 experts a token sees 8, so 64 give the same decode step.
+    # All layers with experts; of 256 a token sees 8, so 64 give the same decode step.
     "deepseek-v3": {
         "model_type": "deepseek_v3",
         "block": "DeepseekV3MoE",
@@ -49,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 18432,
         "n_routed_experts": 64,
         "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
+        "first_k_dense_replace": 0,
         "vocab_size": 129280,
     },
 }
