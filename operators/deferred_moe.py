@@ -307,6 +307,11 @@ class DeferredMoe(Operator):
         return f"{self._class}, defers {self.defers} of {self.spec.top_k}"
 
     @property
+    def native(self) -> Any:
+        """The native experts, as the experts' operators have them."""
+        return self._experts.native
+
+    @property
     def _leaf(self) -> Any:
         return self._modules[self.spec.leaf]
 
