@@ -86,6 +86,16 @@ def kt_version() -> str:
     return "of unknown version"
 
 
+def random_codes(given: str, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Codes [1, n, bytes] and scales as kt-kernel takes them: e4m3 with an fp32 scale for 128 x 128 weights, or two
+    4-bit codes a byte with a bf16 scale for 32."""
+    if given == "fp8":
+        codes = torch.randint(0, 120, (1, n, k), dtype=torch.uint8)
+        return codes, torch.full((1, -(-n // 128), -(-k // 128)), 1e-3)
+    codes = torch.randint(0, 256, (1, n, k // 2), dtype=torch.uint8)
+    return codes, torch.full((1, n, k // 32), 2.0**-8, dtype=torch.bfloat16)
+
+
 class KtKernel:
     """One pool of kt-kernel's workers.
 
@@ -93,15 +103,18 @@ class KtKernel:
     one worker less than CPUs and the dispatcher the CPU that is left, its best setting wherever we tried.
     """
 
-    # Its formats beside ours: (its name, its class, bits of its weights). AMXInt4_MOE has one scale a row.
+    # Its formats beside ours: (its name, its class, what it is given). It quantises bf16 itself, with one scale a row,
+    # or takes codes with a scale a group.
     FORMATS = {
-        "bf16": [("BF16", "AMXBF16_MOE", 16)],
-        "int8": [("INT8", "AMXInt8_MOE", 8)],
+        "bf16": [("BF16", "AMXBF16_MOE", "bf16")],
+        "int8": [("INT8", "AMXInt8_MOE", "row")],
         "int4-g128": [
-            ("INT4 a scale a row", "AMXInt4_MOE", 4),
-            ("RAWINT4 group 32", "AMXInt4_KGroup_MOE", 0),
+            ("INT4 a scale a row", "AMXInt4_MOE", "row"),
+            ("RAWINT4", "AMXInt4_KGroup_MOE", "int4"),
         ],
-        "int4-g32": [("RAWINT4 group 32", "AMXInt4_KGroup_MOE", 0)],
+        "int4-g32": [("RAWINT4", "AMXInt4_KGroup_MOE", "int4")],
+        "fp8": [("FP8", "AMXFP8_MOE", "fp8")],
+        "mxfp4": [("MXFP4", "AMXFP4_KGroup_MOE", "int4")],
     }
 
     def __init__(self, extension: ModuleType, threads: int) -> None:
@@ -121,7 +134,7 @@ class KtKernel:
             os.sched_setaffinity(0, cpus)
 
     def layer(
-        self, format: tuple[str, str, int], gate_up: Tensor, down: Tensor, top_k: int, most: int
+        self, format: tuple[str, str, str], gate_up: Tensor, down: Tensor, top_k: int, most: int
     ) -> KtLayer:
         """gate_up [e, 2i, h], down [e, h, i] bf16; `most`: tokens of the longest call."""
         return KtLayer(self, format, gate_up, down, top_k, most)
@@ -131,10 +144,10 @@ class KtLayer:
     """A layer packed by kt-kernel; raises AttributeError where its build for this CPU lacks the format."""
 
     def __init__(
-        self, kt: KtKernel, format: tuple[str, str, int], gate_up: Tensor, down: Tensor, top_k: int, most: int
+        self, kt: KtKernel, format: tuple[str, str, str], gate_up: Tensor, down: Tensor, top_k: int, most: int
     ) -> None:
         self.kt = kt
-        name, kind, bits = format
+        name, kind, given = format
         self.name = f"kt-kernel {kt.version} {name}"
         make = getattr(kt.extension.moe, kind)
         experts, hidden, intermediate = down.shape
@@ -144,19 +157,18 @@ class KtLayer:
         order = torch.arange(experts)
         parts = {"gate": gate_up[:, :intermediate], "up": gate_up[:, intermediate:], "down": down}
         kept: list[Tensor] = [order]
-        if bits == 0:  # already packed, with a bf16 scale a group; the values do not matter for speed
-            config.quant_config.bits = 4
-            config.quant_config.group_size = 32
+        is_coded = given in ("int4", "fp8")
+        if is_coded:
+            config.quant_config.bits = 8 if given == "fp8" else 4
+            config.quant_config.group_size = 128 if given == "fp8" else 32
             config.quant_config.zero_point = False
         for part, weight in parts.items():
-            if bits == 0:
-                n, k = weight.shape[1:]
-                packed = torch.randint(0, 256, (1, n, k // 2), dtype=torch.uint8).repeat(experts, 1, 1)
-                scales = torch.full((experts, n, k // 32), 2.0**-8, dtype=torch.bfloat16)
-                kept += [packed, scales]
-                setattr(config, f"{part}_projs", [[packed[e].data_ptr() for e in range(experts)]])
+            if is_coded:  # the values do not matter for speed
+                codes, scales = (t.repeat(experts, 1, 1) for t in random_codes(given, *weight.shape[1:]))
+                kept += [codes, scales]
+                setattr(config, f"{part}_projs", [[codes[e].data_ptr() for e in range(experts)]])
                 setattr(config, f"{part}_scales", [[scales[e].data_ptr() for e in range(experts)]])
-            elif bits == 16:
+            elif given == "bf16":
                 kept.append(weight)
                 setattr(config, f"{part}_projs", [[weight[e].data_ptr() for e in range(experts)]])
                 setattr(config, f"{part}_scales", [[0] * experts])
@@ -170,6 +182,7 @@ class KtLayer:
             kt.pool.submit(self.moe.load_weights_task(order.data_ptr()))
             kt.pool.sync()
         del kept[1:]  # repacked into memory of its own
+        self.is_checked = not is_coded
         self.order = order
         self.count = torch.zeros(1, dtype=torch.int32)
 
@@ -190,7 +203,7 @@ class KtLayer:
 
     def error(self, gate_up: Tensor, down: Tensor) -> float:
         """Relative error of one token against fp32; NaN where the weights are not those of gate_up and down."""
-        if "RAWINT4" in self.name:
+        if not self.is_checked:
             return math.nan
         intermediate = down.shape[2]
         x = torch.randn(1, down.shape[1]).bfloat16()

@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 @pytest.fixture
 def bench_moe(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("bench_moe", "moe_peers", "plot_moe"):
+    for name in ("bench_moe", "moe_cells", "moe_peers", "plot_moe"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import bench_moe
 

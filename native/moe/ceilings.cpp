@@ -73,6 +73,7 @@ void run_amx_int8(long iterations) { run_amx(iterations, HardwareTiles::unsigned
 
 void run_avx512_bf16(long iterations) { KTINJECT_CHAINS("vdpbf16ps", "zmm") }
 void run_avx512_int8(long iterations) { KTINJECT_CHAINS("vpdpbusd", "zmm") }
+void run_avxvnni_int8(long iterations) { KTINJECT_CHAINS("%{vex%} vpdpbusd", "ymm") }
 void run_avx2_fp32(long iterations) { KTINJECT_CHAINS("vfmadd231ps", "ymm") }
 
 constexpr uint32_t kAvx512 = kAvx512f | kAvx512bw | kAvx512vl;
@@ -81,6 +82,7 @@ constexpr Unit kUnits[] = {
     {"amx_int8", kAmxTile | kAmxInt8, 4.0 * 2 * 16 * 16 * 64, run_amx_int8},
     {"avx512_bf16", kAvx512 | kAvx512Bf16, 12.0 * 2 * 32, run_avx512_bf16},
     {"avx512_int8", kAvx512 | kAvx512Vnni, 12.0 * 2 * 64, run_avx512_int8},
+    {"avxvnni_int8", kAvxVnni | kAvx2, 12.0 * 2 * 32, run_avxvnni_int8},
     {"avx2_fp32", kAvx2 | kFma, 12.0 * 2 * 8, run_avx2_fp32},
 };
 

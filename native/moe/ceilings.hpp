@@ -7,7 +7,8 @@
 
 namespace ktinject {
 
-// Bytes a second that all threads of the pool read together, each streaming through its own `bytes_per_thread`.
+// Bytes a second that all threads of the pool read together, from `bytes_per_thread` times as many bytes as there are
+// threads, handed out by the megabyte.
 double read_bandwidth(size_t bytes_per_thread);
 
 // Median microseconds of a call with an empty task for each worker: what a fork and join costs. `everyone`: each worker
@@ -15,7 +16,8 @@ double read_bandwidth(size_t bytes_per_thread);
 // between two calls; after more than workers spin they have to be woken.
 double empty_call_us(int calls, double pause_us, bool everyone);
 
-// Names of the multiply units this CPU has, of: amx_bf16, amx_int8, avx512_bf16, avx512_int8, avx2_fp32.
+// Names of the multiply units this CPU has, of: amx_bf16, amx_int8, avx512_bf16, avx512_int8, avxvnni_int8,
+// avx2_fp32.
 std::vector<std::string> multiply_units();
 
 // Operations a second (a multiply-add is two) of all threads with operands in registers. Throws std::invalid_argument
