@@ -49,7 +49,7 @@ class Operator(nn.Module, ABC):
     replaces: ClassVar[bool] = True  # False only for `keep`
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)  # where the module may stand, preferred first
     per_expert: ClassVar[bool] = False  # dimension 0 of all it wants is the expert: load() gets one at a time
-    takes: ClassVar[tuple[str, ...]] = ()  # source formats that `load_stored` takes, see weights/formats.py
+    takes: tuple[str, ...] = ()  # source formats that `load_stored` takes, see weights/formats.py
     keeps: ClassVar[tuple[str, ...]] = ()  # direct children it keeps; rules may replace what is inside these
     # forward, given CUDA tensors, only enqueues work: no host synchronisation, and nothing on the host that a replay
     # of a CUDA graph would miss. Decode is captured only if all operators of a model say so.

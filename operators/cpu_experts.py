@@ -17,6 +17,7 @@ from ktinject.errors import OperatorError
 from ktinject.operators import routed_experts
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.routed_experts import ExpertsSpec
+from ktinject.weights.stored import Fp8Blocks, Stored
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -64,6 +65,7 @@ def weights_in_words(config: Any) -> str:
     return f"int4 group {config.group_size}" + ("" if config.symmetric else " with zero points")
 
 
+_FP8_BLOCK = 128  # outputs and inputs that share a scale
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core takes as they are
 
 
@@ -86,6 +88,8 @@ class CpuExperts(Operator):
         self.num_experts = spec.num_experts
         kernel = env.kernel_for(config.weights) if config.kernel == "auto" else config.kernel
         self.native = native_experts(spec, config.weights, config.group_size, kernel, config.symmetric)
+        if config.weights == "fp8":
+            self.takes = ("fp8_blocks",)
         self._loaded_dtype: torch.dtype | None = None
         self._handle = next(_handles)
         _experts[self._handle] = self
@@ -151,6 +155,36 @@ class CpuExperts(Operator):
                 self._pack(projection, e, view)
             except ValueError as error:
                 raise OperatorError(f"cpu_experts: {name}: {error}.") from None
+
+    def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
+        assert isinstance(stored, Fp8Blocks), "only fp8 weights are taken"
+        spec, side = self.spec, _FP8_BLOCK
+        if stored.block != (side, side):
+            raise OperatorError(
+                f"cpu_experts: {name}: the checkpoint has blocks of {stored.block[0]} × {stored.block[1]}; weights: fp8 "
+                f"keeps {side} × {side}. Choose other weights, for which the checkpoint is decoded."
+            )
+        together = name == "gate_up_proj" and part is None
+        if together and (not spec.is_concatenated or spec.intermediate_size % side):
+            raise OperatorError(
+                f"cpu_experts: {name}: gate and up share blocks of {side} × {side}; weights: fp8 keeps blocks of one of "
+                "them. Choose other weights, for which the checkpoint is decoded."
+            )
+        grid = dataclasses.replace(
+            spec,
+            hidden_size=-(-spec.hidden_size // side),
+            intermediate_size=-(-spec.intermediate_size // side),
+        )
+        codes = routed_experts.views(spec, name, stored.values.view(torch.uint8), expert, part)
+        scales = routed_experts.views(grid, name, stored.scales, expert, part)
+        for (projection, e, values), (_, _, factors) in zip(codes, scales):
+            try:
+                self._pack_fp8(projection, e, values, factors.contiguous())
+            except ValueError as error:
+                raise OperatorError(f"cpu_experts: {name}: {error}.") from None
+
+    def _pack_fp8(self, projection: str, expert: int, codes: Tensor, scales: Tensor) -> None:
+        self.native.load_fp8(projection, expert, codes, scales)
 
     def _pack(self, projection: str, expert: int, view: Tensor) -> None:
         if projection.endswith("_bias"):

@@ -42,6 +42,7 @@ from ktinject.operators import deferral, moe_block
 from ktinject.operators.base import Operator, register_operator
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig, Started
 from ktinject.operators.moe_block import BlockSpec
+from ktinject.weights.stored import Stored
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -206,6 +207,7 @@ class DeferredMoe(Operator):
         self._why: str = getattr(config, "why", "")
         self._class = type(block).__name__
         experts = HybridExperts.build(block.get_submodule(spec.leaf), _of_experts(config))
+        self.takes = experts.takes
         leaf = _Leaf(experts, spec, self.defers)
         twin = moe_block.twin_of(block, **{spec.leaf: leaf})
         # No child, but this module under the block's class: children and tensors are the same, exchanged or not.
@@ -279,6 +281,9 @@ class DeferredMoe(Operator):
 
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
         self._experts.load(self._inner(name), tensor, expert, part)
+
+    def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
+        self._experts.load_stored(self._inner(name), stored, expert, part)
 
     def finish(self) -> None:
         self._experts.finish()

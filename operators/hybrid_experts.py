@@ -96,10 +96,9 @@ class HybridExperts(CpuExperts):
         self.on_gpu: GpuExperts | None = None
         # What is packed for the GPU; the CPU's own where the format is the same.
         self._for_gpu = self.native
-        if self.resident and config.gpu_weights != config.weights:
-            self._for_gpu = native_experts(
-                spec, config.gpu_weights, config.group_size, "auto", config.symmetric
-            )
+        # GPU kernels have no zero points.
+        if self.resident and (config.gpu_weights != config.weights or not config.symmetric):
+            self._for_gpu = native_experts(spec, config.gpu_weights, config.group_size, "auto")
 
     @classmethod
     def arrange(
@@ -153,6 +152,13 @@ class HybridExperts(CpuExperts):
                 self._for_gpu.load_bias(projection.removesuffix("_bias"), expert, view)
             else:
                 self._for_gpu.load(projection, expert, view)
+
+    def _pack_fp8(self, projection: str, expert: int, codes: Tensor, scales: Tensor) -> None:
+        super()._pack_fp8(projection, expert, codes, scales)
+        if expert in self.resident:
+            value = torch.empty(codes.shape, dtype=torch.float32)
+            self.native.unpack(projection, expert, value)
+            self._for_gpu.load(projection, expert, value)
 
     def finish(self) -> None:
         super().finish()
@@ -241,7 +247,7 @@ def _place(modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, in
 
     if isinstance(config.gpu_experts, str):
         sizes = {
-            path: native_experts(spec, config.gpu_weights, config.group_size, "auto", config.symmetric).bytes
+            path: native_experts(spec, config.gpu_weights, config.group_size, "auto").bytes
             // spec.num_experts
             for path, spec in specs.items()
         }

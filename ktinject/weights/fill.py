@@ -49,7 +49,9 @@ class Reader:
         """The tensor, or one slice of its first dimension. Raises CheckpointError."""
         info = self._checkpoint.tensors.get(key)
         if info is None:
-            return self._count(key, formats.decode(self._checkpoint, key, index, self._quantization))
+            tensor = formats.decode(self._checkpoint, key, index, self._quantization)
+            self._advance(stored_bytes(self._checkpoint, key) // (1 if index is None else self.shape(key)[0]))
+            return tensor
         if info.dtype.startswith(("F", "BF")):
             tensor = formats.decode(self._checkpoint, key, index, self._quantization)
         else:
@@ -58,6 +60,10 @@ class Reader:
             formats.check_finite(key, tensor)
         self._advance(info.bytes if index is None else info.bytes // info.shape[0])
         return tensor
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of what `__call__` gives for a whole weight. Raises CheckpointError."""
+        return formats.shape(self._checkpoint, key, self._quantization)
 
     def stored(self, key: str, takes: Collection[str]) -> Stored | None:
         """The weight as it is stored, if that is one of the formats that are taken so. Raises CheckpointError."""
@@ -104,7 +110,7 @@ def from_checkpoint(
             if (stored := read.stored(piece.key, operator.takes)) is not None:
                 operator.load_stored(name, stored, piece.expert, piece.part)
             elif piece.expert is None and operator.per_expert:
-                for expert in range(checkpoint.tensors[piece.key].shape[0]):
+                for expert in range(read.shape(piece.key)[0]):
                     operator.load(name, read(piece.key, expert), expert, piece.part)
             else:
                 operator.load(name, read(piece.key), piece.expert, piece.part)

@@ -8,6 +8,8 @@
                  [..., ceil(n / block n), ceil(k / block k)]
     gptq, awq,   int4 codes, scales and zero points in tensors of        fp32: scale · (code - zero point)
     packed       their own (int4.py draws them); no tensor `<key>`
+    mxfp4        U8 `<key>_blocks` and `<key>_scales` (mxfp4.py);      bf16, transposed as gpt-oss has it; exact
+                 no tensor `<key>`
 
 `<key>` is the name of the weight's tensor, usually ending in `.weight`. Other formats are recognised by the
 tensors they come with and refused by name.
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 
 from ktinject.errors import CheckpointError
-from ktinject.weights import int4
+from ktinject.weights import int4, mxfp4
 from ktinject.weights.checkpoint import Checkpoint
 from ktinject.weights.safetensors_header import DOWNLOAD_AGAIN, shown
 from ktinject.weights.stored import Codes, Fp8Blocks
@@ -33,8 +35,8 @@ FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 SCALES = ("F32", "BF16", "F16", "F8_E8M0")  # all exact in fp32
 BLOCK = (128, 128)
 READ = (
-    "Read are bf16, fp16, fp32, FP8 (F8_E4M3) with block scales, and int4 of GPTQ, AWQ and compressed-tensors; "
-    "use a checkpoint in one of these."
+    "Read are bf16, fp16, fp32, FP8 (F8_E4M3) with block scales, MXFP4 as gpt-oss has it, and int4 of GPTQ, AWQ and "
+    "compressed-tensors; use a checkpoint in one of these."
 )
 
 # The tensors that hold an int4 weight, by what replaces ".weight" in its name: needed ones, then optional ones.
@@ -42,7 +44,8 @@ _INT4 = (
     ((".qweight", ".qzeros", ".scales"), (".g_idx",)),
     ((".weight_packed", ".weight_scale"), (".weight_shape", ".weight_zero_point", ".weight_g_idx")),
 )
-METHODS = ("fp8", "gptq", "awq", "compressed-tensors")  # values of quant_method in config.json that are read
+_MXFP4 = ("_blocks", "_scales")  # what the names of its two tensors add to the weight's
+METHODS = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors")  # values of quant_method in config.json that are read
 
 # What the name of a tensor that comes with a format adds to the weight's name without ".weight"; the first one
 # found names the format.
@@ -66,9 +69,9 @@ class Format:
     """How one weight is stored.
 
     name        a row of the table above; "float" if only an index is there, which does not tell the dtype
-    companions  further tensors that belong to the weight; for int4 all of its tensors
+    companions  further tensors that belong to the weight; for int4 and mxfp4 all of its tensors
     block       (n, k) of fp8_blocks, else None
-    shape       (n, k) of int4; None if only an index is there
+    shape       of the weight where it has no tensor of its own: int4, mxfp4; None if only an index is there
     group_size  inputs that share a scale, in int4; else 0
     has_zeros   int4 has zero points other than 8
     """
@@ -76,7 +79,7 @@ class Format:
     name: str
     companions: tuple[str, ...] = ()
     block: tuple[int, int] | None = None
-    shape: tuple[int, int] | None = None
+    shape: tuple[int, ...] | None = None
     group_size: int = 0
     has_zeros: bool = False
 
@@ -87,8 +90,13 @@ def companions(key: str) -> tuple[str, ...]:
 
 
 def weight_names(names: Iterable[str]) -> set[str]:
-    """The names of a checkpoint, with `<stem>.weight` in place of the tensors that hold an int4 weight."""
+    """The names of a checkpoint, with the weight's in place of the tensors that hold it as int4 or mxfp4."""
     names = set(names)
+    for name in [name for name in names if name.endswith(_MXFP4[0])]:
+        key = name.removesuffix(_MXFP4[0])
+        if key + _MXFP4[1] in names:
+            names -= {key + suffix for suffix in _MXFP4}
+            names.add(key)
     for needed, optional in _INT4:
         for name in [name for name in names if name.endswith(needed[0])]:
             stem = name.removesuffix(needed[0])
@@ -99,9 +107,11 @@ def weight_names(names: Iterable[str]) -> set[str]:
 
 
 def tensors_of(checkpoint: Checkpoint, key: str) -> tuple[str, ...]:
-    """The tensors that hold a weight's values: itself, or those of int4."""
+    """The tensors that hold a weight's values: itself, or those of int4 or mxfp4."""
     names, stem = checkpoint.names, key.removesuffix(".weight")
     if key not in names:
+        if all(key + suffix in names for suffix in _MXFP4):
+            return tuple(key + suffix for suffix in _MXFP4)
         for needed, optional in _INT4:
             if all(stem + suffix in names for suffix in needed):
                 return tuple(stem + s for s in (*needed, *optional) if stem + s in names)
@@ -113,7 +123,7 @@ def shape(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | No
     if key in checkpoint.tensors:
         return checkpoint.tensors[key].shape
     found = detect(checkpoint, key, quantization).shape
-    assert found is not None, "only int4 has no tensor of its own"
+    assert found is not None, "only int4 and mxfp4 have no tensor of their own"
     return found
 
 
@@ -126,6 +136,8 @@ def detect(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | N
     names = checkpoint.names
     stem = key.removesuffix(".weight")
     held = tensors_of(checkpoint, key)
+    if held[0] == key + _MXFP4[0]:
+        return _detect_mxfp4(checkpoint, key, held)
     if held != (key,):
         return _detect_int4(checkpoint, key, held, quantization or {})
     for suffix, name in UNSUPPORTED.items():
@@ -156,10 +168,12 @@ def decode(
     """Read one weight, or one slice of its first dimension, as floats.
 
     Returns  [..., n, k] CPU; bf16, fp16 and fp32 as stored; fp8_blocks as fp32, each value the fp32 product
-             of the stored value and its scale
+             of the stored value and its scale; mxfp4 as bf16 [..., k, n]
     Raises   CheckpointError as `detect` and `Checkpoint.read`, and if a scale is not positive and finite
     """
     form = detect(checkpoint, key, quantization)
+    if form.name == "mxfp4":
+        return _decode_mxfp4(checkpoint, form, index)
     if form.shape is not None:
         if index is not None:
             raise _refused(
@@ -305,6 +319,42 @@ def _check_scale_grid(checkpoint: Checkpoint, key: str, scale: str, block: tuple
             f"in blocks of {block[0]} × {block[1]}. Correct quantization_config.weight_block_size in "
             "config.json, or download the files again.",
         )
+
+
+def _detect_mxfp4(checkpoint: Checkpoint, key: str, held: tuple[str, ...]) -> Format:
+    if not checkpoint.complete:
+        return Format("mxfp4", held)
+    blocks, scales = (checkpoint.tensors[name] for name in held)
+    if blocks.dtype != "U8" or len(blocks.shape) < 3 or blocks.shape[-1] != mxfp4.BYTES:
+        text = f"{blocks.dtype} {list(blocks.shape)}; U8 [..., outputs, groups, {mxfp4.BYTES}] is needed"
+        raise _refused(checkpoint, held[0], f"{text}. {READ}")
+    *leading, n, groups, _ = blocks.shape
+    if scales.dtype not in ("U8", "F8_E8M0") or scales.shape != (*leading, n, groups):
+        text = f"{scales.dtype} {list(scales.shape)}; U8 {[*leading, n, groups]} is needed"
+        raise _refused(checkpoint, held[1], f"{text}. {DOWNLOAD_AGAIN}")
+    return Format("mxfp4", held, shape=(*leading, groups * mxfp4.GROUP, n), group_size=mxfp4.GROUP)
+
+
+def _decode_mxfp4(checkpoint: Checkpoint, form: Format, index: int | None) -> torch.Tensor:
+    assert form.shape is not None, "of a complete checkpoint"
+    if index is not None and len(form.shape) < 3:
+        raise _refused(
+            checkpoint,
+            form.companions[0],
+            f"there is no expert {index} in a matrix; MXFP4 is read as whole matrices.",
+        )
+    blocks, scales = (checkpoint.read(name, index) for name in form.companions)
+    scales = scales.view(torch.uint8)
+    wrong = (scales > mxfp4.MOST_SCALE).flatten().nonzero()
+    if len(wrong):
+        position = _position(scales, int(wrong[0]))
+        found = int(scales[tuple(position)])
+        raise _refused(
+            checkpoint,
+            form.companions[1],
+            f"{found} at {position}; scales must be at most {mxfp4.MOST_SCALE}. {DOWNLOAD_AGAIN}",
+        )
+    return mxfp4.values(blocks, scales).mT
 
 
 def _detect_int4(

@@ -27,6 +27,8 @@ constexpr int kUncut = 64;
 // Blocks of int8 that the scratch memory holds.
 constexpr int kExpanded = 32;
 static_assert(kStretch <= kExpanded);
+// The same for weights that are decoded first.
+constexpr int kDecodedStretch = 16;
 
 // c [count, m, 32], fp32 or int32 as the product accumulates. weights(panel, first, blocks) returns `blocks` blocks of
 // B tiles from block `first` on; finish(panel, row, count, c) gets the complete sums of up to 32 rows, still in the L1
@@ -181,13 +183,39 @@ void int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& 
       });
 }
 
+// Up to 32 rows: a panel is read from end to end, and its sums never leave the accumulators.
+template <class Tiles>
+void decoded_few(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
+                 std::byte* scratch, Decode decode) {
+  const int h0 = rows.group_rows(0), h1 = rows.m > kTile ? rows.group_rows(kTile) : 0;
+  const bool two = h1 > 0;
+  Tiles::configure(TileShapes(h0, h1));
+  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel) {
+    Tiles::zero(two);
+    const std::byte *a0 = rows.group(0), *a1 = rows.group(kTile);
+    for (int first = 0; first < matrix.blocks(); first += kDecodedBlocks) {
+      const int blocks = matrix.blocks() - first < kDecodedBlocks ? matrix.blocks() - first : kDecodedBlocks;
+      decode(matrix, panels, first, blocks, kDecodeAhead, scratch);
+      for (int block = 0; block < blocks; ++block, a0 += h0 * 64, a1 += h1 * 64) {
+        Tiles::load_a0(a0);
+        if (two) Tiles::load_a1(a1);
+        Tiles::load_b(scratch + block * 2048, scratch + block * 2048 + 1024);
+        Tiles::bf16(two);
+      }
+    }
+    Tiles::store(c, two);
+  }
+  Tiles::release();
+}
+
 template <class Tiles>
 void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
              Decode decode) {
+  if (rows.m <= 2 * kTile) return decoded_few<Tiles>(matrix, panels, count, rows, c, scratch, decode);
   chains<Tiles>(
-      matrix, panels, count, rows, c, kDecodedBlocks, Tiles::bf16,
+      matrix, panels, count, rows, c, kDecodedStretch, Tiles::bf16,
       [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
-        decode(matrix, panel, first, blocks, scratch);
+        decode(matrix, panel, first, blocks, 0, scratch);
         return scratch;
       },
       kDone);

@@ -263,7 +263,7 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Row
   for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
     for (int first = 0; first < matrix.blocks(); first += kDecodedBlocks) {
       const int blocks = matrix.blocks() - first < kDecodedBlocks ? matrix.blocks() - first : kDecodedBlocks;
-      decode(matrix, panels, first, blocks, scratch);
+      decode(matrix, panels, first, blocks, kDecodeAhead, scratch);
       for_runs<12>(matrix, panels, 1, rows, c,
                    [&](const std::byte*, const std::byte* x, size_t block_stride, int, int take, float* out) {
                      x += static_cast<size_t>(first) * block_stride;

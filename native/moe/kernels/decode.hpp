@@ -7,13 +7,19 @@
 
 namespace ktinject {
 
-// to [blocks][2 tiles][16 rows][64 bytes], 64-byte aligned = blocks `first` ... of `panel`.
-using Decode = void (*)(const Matrix& matrix, const std::byte* panel, int first, int blocks, std::byte* to);
+// to [blocks][2 tiles][16 rows][64 bytes], 64-byte aligned = blocks `first` ... of `panel`. What lies `ahead` bytes
+// further on is prefetched: where panels are read from end to end, far enough to keep the memory busy.
+using Decode = void (*)(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                        std::byte* to);
+inline constexpr size_t kDecodeAhead = 4096;
 
-void avx512_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, std::byte* to);
-void avx512_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, std::byte* to);
-void avx2_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, std::byte* to);
-void avx2_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, std::byte* to);
+void avx512_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                       std::byte* to);
+void avx512_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                         std::byte* to);
+void avx2_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead, std::byte* to);
+void avx2_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                       std::byte* to);
 
 // Blocks that are decoded at a time: 2 KiB each.
 inline constexpr int kDecodedBlocks = 8;

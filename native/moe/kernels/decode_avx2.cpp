@@ -41,7 +41,7 @@ inline void store(std::byte* to, __m256i value) { _mm256_store_si256(reinterpret
 
 }  // namespace
 
-void avx2_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, std::byte* to) {
+void avx2_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead, std::byte* to) {
   constexpr int kBlocksAScale = kFp8Block / 32;
   const __m256i low_bits = _mm256_set1_epi8(0x0f), exponent_bits = _mm256_set1_epi8(static_cast<char>(0xe8));
   const __m256i sign = _mm256_set1_epi8(static_cast<char>(0x80)), zero = _mm256_setzero_si256();
@@ -62,6 +62,7 @@ void avx2_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, in
     for (int tile = 0; tile < 2; ++tile)
       for (int row = 0; row < 8; ++row, from += 64, to += 128)
         for (int half = 0; half < 64; half += 32) {
+          _mm_prefetch(reinterpret_cast<const char*>(from + ahead), _MM_HINT_T0);
           const __m256i codes = load(from + half);
           const __m256i index = _mm256_and_si256(codes, low_bits);
           const __m256i is_subnormal = _mm256_cmpeq_epi8(_mm256_and_si256(codes, exponent_bits), zero);
@@ -77,7 +78,8 @@ void avx2_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, in
   }
 }
 
-void avx2_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, std::byte* to) {
+void avx2_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                       std::byte* to) {
   const ByteTables table(kE2m1Bits);
   const __m256i low_bits = _mm256_set1_epi8(0x0f), magnitude = _mm256_set1_epi16(7);
   const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 512;
@@ -92,6 +94,7 @@ void avx2_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, 
       }
       for (int row = 0; row < 4; ++row, from += 64, to += 256)
         for (int half = 0; half < 2; ++half) {
+          _mm_prefetch(reinterpret_cast<const char*>(from + ahead), _MM_HINT_T0);
           const __m256i four = load(from + half * 32);
           auto put = [&](int i, __m256i lanes, __m256i codes) {
             const __m256i is_zero = _mm256_cmpeq_epi16(_mm256_and_si256(codes, magnitude), _mm256_setzero_si256());

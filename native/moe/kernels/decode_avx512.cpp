@@ -15,9 +15,6 @@
 namespace ktinject {
 namespace {
 
-// So far ahead of the weights that are decoded that a single stream keeps the memory busy.
-constexpr int kAhead = 4096;
-
 struct Fp8Tables {
   __m512i normal, subnormal;
 };
@@ -50,7 +47,8 @@ inline __m512i fp8_lanes(__m512i codes, __m512i exponents, const Fp8Tables& tabl
 
 }  // namespace
 
-void avx512_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, std::byte* to) {
+void avx512_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                       std::byte* to) {
   constexpr int kBlocksAScale = kFp8Block / 32;
   const __m512i upper = _mm512_set1_epi16(0x0700);
   const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 1024;
@@ -63,7 +61,7 @@ void avx512_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, 
 #pragma GCC unroll 8
       for (int row = 0; row < 8; ++row, to += 128) {
         const std::byte* codes = from + tile * 512 + row * 64;
-        _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(codes + ahead), _MM_HINT_T0);
         const __m512i pair = _mm512_load_si512(codes);
         _mm512_store_si512(to, fp8_lanes(pair, _mm512_and_si512(_mm512_slli_epi16(pair, 3), upper), tables[tile]));
         _mm512_store_si512(to + 64, fp8_lanes(_mm512_srli_epi16(pair, 8),
@@ -73,7 +71,8 @@ void avx512_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, 
   }
 }
 
-void avx512_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, std::byte* to) {
+void avx512_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                         std::byte* to) {
   const __m256i sixteen = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kE2m1Bits));
   const __m512i table = _mm512_broadcast_i64x4(sixteen);  // twice: lookups see the lowest bit of the next code
   const __m512i magnitude = _mm512_set1_epi16(7);
@@ -88,7 +87,7 @@ void avx512_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first
 #pragma GCC unroll 4
       for (int row = 0; row < 4; ++row, to += 256) {
         const std::byte* codes = from + tile * 256 + row * 64;
-        _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(codes + ahead), _MM_HINT_T0);
         const __m512i four = _mm512_load_si512(codes);
         auto store = [&](int i, __m512i lanes) {
           const __m512i value = _mm512_permutexvar_epi16(lanes, table);

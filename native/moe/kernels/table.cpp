@@ -54,7 +54,7 @@ std::span<const Kernel> kernel_table() { return kTable; }
 
 size_t scratch_bytes(const Matrix& matrix) {
   // A decoded stretch of one panel.
-  return matrix.format == Format::bf16 || matrix.format == Format::int8 ? 0 : size_t{64} << 10;
+  return matrix.format == Format::bf16 || matrix.format == Format::int8 ? 0 : size_t{160} << 10;
 }
 
 std::string why_unavailable(const Kernel& kernel) {
