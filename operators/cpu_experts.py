@@ -17,10 +17,11 @@ from ktinject.errors import OperatorError
 from ktinject.operators import routed_experts
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.routed_experts import ExpertsSpec
-from ktinject.weights.stored import Fp8Blocks, Stored
+from ktinject.weights.stored import Fp8Blocks
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
+    from ktinject.weights.fill import Stored
 
 
 @dataclass(frozen=True)
@@ -161,14 +162,14 @@ class CpuExperts(Operator):
         spec, side = self.spec, _FP8_BLOCK
         if stored.block != (side, side):
             raise OperatorError(
-                f"cpu_experts: {name}: the checkpoint has blocks of {stored.block[0]} × {stored.block[1]}; weights: fp8 "
-                f"keeps {side} × {side}. Choose other weights, for which the checkpoint is decoded."
+                f"cpu_experts: {name}: the checkpoint has blocks of {stored.block[0]} × {stored.block[1]}; "
+                f"weights: fp8 keeps {side} × {side}. Choose other weights, for which the checkpoint is decoded."
             )
         together = name == "gate_up_proj" and part is None
         if together and (not spec.is_concatenated or spec.intermediate_size % side):
             raise OperatorError(
-                f"cpu_experts: {name}: gate and up share blocks of {side} × {side}; weights: fp8 keeps blocks of one of "
-                "them. Choose other weights, for which the checkpoint is decoded."
+                f"cpu_experts: {name}: gate and up share blocks of {side} × {side}; weights: fp8 keeps blocks of "
+                "one of them. Choose other weights, for which the checkpoint is decoded."
             )
         grid = dataclasses.replace(
             spec,

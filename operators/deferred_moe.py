@@ -42,10 +42,10 @@ from ktinject.operators import deferral, moe_block
 from ktinject.operators.base import Operator, register_operator
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig, Started
 from ktinject.operators.moe_block import BlockSpec
-from ktinject.weights.stored import Stored
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
+    from ktinject.weights.fill import Stored
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,13 @@ _INT4 = (
     ((".weight_packed", ".weight_scale"), (".weight_shape", ".weight_zero_point", ".weight_g_idx")),
 )
 _MXFP4 = ("_blocks", "_scales")  # what the names of its two tensors add to the weight's
-METHODS = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors")  # values of quant_method in config.json that are read
+METHODS = (
+    "fp8",
+    "mxfp4",
+    "gptq",
+    "awq",
+    "compressed-tensors",
+)  # values of quant_method in config.json that are read
 
 # What the name of a tensor that comes with a format adds to the weight's name without ".weight"; the first one
 # found names the format.

@@ -18,7 +18,7 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, 
 
 
 def values(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[..., n, 32 · groups] bf16, exact; blocks and scales as above, uint8."""
+    """[..., n, 32 · groups] bf16, exact for scales from 2 on; blocks and scales as above, uint8."""
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
-    steps = torch.ldexp(torch.ones((), dtype=torch.float32), scales.int() - 127)
+    steps = (scales.int() << 23).view(torch.float32)
     return (_E2M1[codes.int()] * steps[..., None]).flatten(-2).bfloat16()

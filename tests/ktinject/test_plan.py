@@ -491,7 +491,7 @@ def test_long_lists_are_complete_and_short() -> None:
     assert listed([*names, "norm"])[-1] == "norm"
 
 
-@pytest.mark.parametrize("method", ["mxfp4", "bitsandbytes", "hqq", None, "plain text"])
+@pytest.mark.parametrize("method", ["mxfp8", "bitsandbytes", "hqq", None, "plain text"])
 def test_a_quantised_checkpoint_that_is_not_read_is_refused(method: Any, folder: Path) -> None:
     model = on_meta(models.tiny("deepseek_v3"))
     model.config.quantization_config = method if method == "plain text" else {"quant_method": method}

@@ -10,11 +10,12 @@ import torch
 from handmade import write_index
 from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ktinject.errors import CheckpointError
 from ktinject.weights import formats
 from ktinject.weights.checkpoint import Checkpoint
-from ktinject.weights.formats import Format, check_finite, companions, decode, detect
+from ktinject.weights.formats import Format, check_finite, companions, decode, detect, shape, weight_names
 
 KEY = "model.layers.3.mlp.experts.7.gate_proj.weight"
 SCALE = KEY + "_scale_inv"
@@ -249,3 +250,70 @@ def test_infinity_is_not_finite() -> None:
 def test_integers_and_nothing_are_finite() -> None:
     for tensor in (torch.ones(3, dtype=torch.int64), torch.ones(2, dtype=torch.bool), torch.empty(0, 4)):
         check_finite("w", tensor)
+
+
+# MXFP4
+
+
+def mxfp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks [*shape, 16] and scales [*shape] as gpt-oss has them, of every code."""
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+    return blocks, torch.randint(110, 130, shape, dtype=torch.uint8)
+
+
+MX_KEY = "model.layers.3.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_mxfp4_as_transformers_decodes_it(dtype: torch.dtype, tmp_path: Path) -> None:
+    blocks, scale = mxfp4(3, 12, 5)
+    theirs = convert_moe_packed_tensors(blocks.clone(), scale.clone())
+    tensors = {f"{MX_KEY}_blocks": blocks, f"{MX_KEY}_scales": scale.view(dtype)}
+    with write_all(tmp_path, tensors) as checkpoint:
+        assert weight_names(checkpoint.names) == {MX_KEY}
+        assert shape(checkpoint, MX_KEY) == (3, 160, 12) == theirs.shape
+        whole = decode(checkpoint, MX_KEY)
+        assert whole.dtype == torch.bfloat16 and whole.equal(theirs)
+        assert decode(checkpoint, MX_KEY, 2).equal(whole[2])
+
+
+def test_an_index_alone_tells_mxfp4(tmp_path: Path) -> None:
+    write_index(tmp_path, dict.fromkeys((f"{MX_KEY}_blocks", f"{MX_KEY}_scales"), "one.safetensors"))
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert detect(checkpoint, MX_KEY).name == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    "blocks, scale, words",
+    [
+        (torch.zeros(3, 12, 5, 8, dtype=torch.uint8), None, r"U8 \[3, 12, 5, 8\]; U8 \[\.\.\., outputs"),
+        (torch.zeros(3, 12, 5, 16, dtype=torch.int8), None, r"I8 \[3, 12, 5, 16\]; U8"),
+        (
+            torch.zeros(3, 12, 5, 16, dtype=torch.uint8),
+            (3, 12, 4),
+            r"_scales'.*U8 \[3, 12, 4\]; U8 \[3, 12, 5\]",
+        ),
+    ],
+)
+def test_mxfp4_that_does_not_fit(blocks: torch.Tensor, scale: Any, words: str, tmp_path: Path) -> None:
+    scales = torch.zeros(scale or blocks.shape[:-1], dtype=torch.uint8)
+    with write_all(tmp_path, {f"{MX_KEY}_blocks": blocks, f"{MX_KEY}_scales": scales}) as checkpoint:
+        with pytest.raises(CheckpointError, match=words):
+            detect(checkpoint, MX_KEY)
+
+
+def test_mxfp4_scales_that_are_no_number(tmp_path: Path) -> None:
+    blocks, scale = mxfp4(3, 12, 5)
+    scale[1, 2, 4] = 255
+    with write_all(tmp_path, {f"{MX_KEY}_blocks": blocks, f"{MX_KEY}_scales": scale}) as checkpoint:
+        with pytest.raises(
+            CheckpointError, match=r"_scales': 255 at \[1, 2, 4\]; scales must be at most 252"
+        ):
+            decode(checkpoint, MX_KEY)
+        assert decode(checkpoint, MX_KEY, 0).isfinite().all()
+
+
+def test_blocks_without_scales_are_named(tmp_path: Path) -> None:
+    with write_all(tmp_path, {f"{MX_KEY}_blocks": mxfp4(3, 12, 5)[0]}) as checkpoint:
+        with pytest.raises(CheckpointError, match="MXFP4 format"):
+            detect(checkpoint, MX_KEY)
