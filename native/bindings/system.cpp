@@ -46,8 +46,8 @@ void init_system(nb::module_& m) {
       },
       "The kernel table, best first.");
   m.def("default_threads", &default_threads, "min(CPU affinity, cgroup quota).");
-  m.def("set_threads", &set_threads, nb::arg("threads"),
-        "Threads that compute, the caller included; 0: default_threads().");
+  m.def("set_threads", &set_threads, nb::arg("threads"), nb::arg("crowded") = false,
+        "Threads that compute, the caller included; 0: default_threads(). No more than CPUs, unless `crowded`.");
   m.def("threads", [] { return pool()->threads(); }, "Threads in use.");
   m.def("set_nodes", &set_nodes, nb::arg("virtual_nodes"),
         "Virtual NUMA nodes that threads and the weights allocated from now on are cut into; 0: the machine's nodes.");

@@ -83,6 +83,7 @@ struct Global {
   std::mutex mutex;
   std::shared_ptr<ThreadPool> pool;
   int threads = 0;
+  bool crowded = false;
   int virtual_nodes = 0;
 };
 
@@ -97,6 +98,7 @@ Global& state() {
     pthread_atfork(nullptr, nullptr, [] {
       auto* fresh = new Global;
       fresh->threads = global->threads;
+      fresh->crowded = global->crowded;
       fresh->virtual_nodes = global->virtual_nodes;
       global = fresh;
     });
@@ -136,12 +138,19 @@ ThreadPool::ThreadPool(int threads, std::vector<Node> nodes) : threads_(threads)
     const int until = static_cast<int>((static_cast<size_t>(threads) * before + all / 2) / all);
     const int here = until - placed, groups = std::max(1, (here + kGroup - 1) / kGroup);
     span_.push_back({queue_count_, groups});
-    for (int i = 0; i < here; ++i) home_.push_back({static_cast<int>(n), queue_count_ + i * groups / here, i});
+    for (int i = 0; i < here; ++i) {
+      // With more threads than CPUs the system places them better, within their node.
+      const bool own = static_cast<size_t>(threads) <= cpus && static_cast<size_t>(i) < nodes_[n].cpus.size();
+      seats_.push_back({own ? nodes_[n].cpus[static_cast<size_t>(i)] : -1, static_cast<int>(n),
+                        queue_count_ + i * groups / here, i});
+    }
     queue_count_ += groups;
     placed = until;
   }
   queues_ = std::make_unique<Queue[]>(static_cast<size_t>(queue_count_));
-  for (const Home& home : home_) ++queues_[static_cast<size_t>(home.queue)].workers;
+  for (const Seat& seat : seats_) ++queues_[static_cast<size_t>(seat.queue)].workers;
+  seat_ = std::make_unique<std::atomic<int>[]>(seats_.size());
+  for (size_t i = 0; i < seats_.size(); ++i) seat_[i] = static_cast<int>(i);
   for (const auto& [first, count] : span_)
     for (int own = first; own < first + count; ++own) {
       std::vector<int> order;
@@ -158,19 +167,31 @@ ThreadPool::ThreadPool(int threads, std::vector<Node> nodes) : threads_(threads)
     throw std::runtime_error("could not start " + std::to_string(threads) +
                              " worker threads; set KTINJECT_THREADS lower");
   }
-  // A worker gets a CPU of its own node: the n-th of a node the n-th CPU, the caller's place left free. With more
-  // threads than CPUs the system places them better, within their node.
-  for (int worker = 1; worker < threads; ++worker) {
-    const Node& node = nodes_[static_cast<size_t>(node_of(worker))];
-    const auto place = static_cast<size_t>(place_of(worker));
-    cpu_set_t set;
-    CPU_ZERO(&set);
-    if (static_cast<size_t>(threads) <= cpus && place < node.cpus.size())
-      CPU_SET(static_cast<size_t>(node.cpus[place]), &set);
-    else if (node.id >= 0)
-      for (const int cpu : node.cpus) CPU_SET(static_cast<size_t>(cpu), &set);
-    if (CPU_COUNT(&set) > 0)
-      pthread_setaffinity_np(workers_[static_cast<size_t>(worker - 1)].native_handle(), sizeof set, &set);
+  for (int worker = 1; worker < threads; ++worker) pin(worker);
+}
+
+void ThreadPool::pin(int worker) {
+  const Seat& seat = seat_of(worker);
+  const Node& node = nodes_[static_cast<size_t>(seat.node)];
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (seat.cpu >= 0) CPU_SET(static_cast<size_t>(seat.cpu), &set);
+  else if (node.id >= 0)
+    for (const int cpu : node.cpus) CPU_SET(static_cast<size_t>(cpu), &set);
+  if (CPU_COUNT(&set) > 0)
+    pthread_setaffinity_np(workers_[static_cast<size_t>(worker - 1)].native_handle(), sizeof set, &set);
+}
+
+void ThreadPool::take_seat() {
+  if (seat_of(0).cpu < 0) return;
+  const int cpu = sched_getcpu();
+  if (cpu == seat_of(0).cpu) return;
+  for (int worker = 1; worker < threads_; ++worker) {
+    if (seat_of(worker).cpu != cpu) continue;
+    const int mine = seat_[0].load(std::memory_order_relaxed);
+    seat_[0].store(seat_[static_cast<size_t>(worker)].load(std::memory_order_relaxed), std::memory_order_relaxed);
+    seat_[static_cast<size_t>(worker)].store(mine, std::memory_order_relaxed);
+    return pin(worker);
   }
 }
 
@@ -184,7 +205,7 @@ void ThreadPool::join_all() {
 }
 
 int ThreadPool::workers_of(int node) const {
-  return static_cast<int>(std::count_if(home_.begin(), home_.end(), [&](const Home& h) { return h.node == node; }));
+  return static_cast<int>(std::count_if(seats_.begin(), seats_.end(), [&](const Seat& s) { return s.node == node; }));
 }
 
 void ThreadPool::fail() {
@@ -202,7 +223,7 @@ void ThreadPool::execute(Queue& queue, uint32_t left, int worker) {
 }
 
 void ThreadPool::drain(uint32_t generation, int worker) {
-  const int own = worker == 0 ? caller_queue() : home_[static_cast<size_t>(worker)].queue;
+  const int own = seat_of(worker).queue;
   int done = 0;
   for (const int index : order_[static_cast<size_t>(own)]) {
     Queue& queue = queues_[static_cast<size_t>(index)];
@@ -295,15 +316,6 @@ void ThreadPool::work(int worker) {
   }
 }
 
-// The queue of the node that the caller runs on.
-int ThreadPool::caller_queue() const {
-  if (nodes_[0].id < 0) return home_[0].queue;
-  const int cpu = sched_getcpu();
-  for (size_t n = 0; n < nodes_.size(); ++n)
-    if (std::find(nodes_[n].cpus.begin(), nodes_[n].cpus.end(), cpu) != nodes_[n].cpus.end()) return span_[n].first;
-  return home_[0].queue;
-}
-
 int ThreadPool::finished() const {
   int sum = 0;
   for (int index = 0; index < queue_count_; ++index)
@@ -316,6 +328,7 @@ void ThreadPool::run(std::span<const int> tasks, Function function, void* contex
   for (const int count : tasks) all += count;
   if (all == 0) return;
   const bool alone = wake == Wake::none || threads_ == 1 || all == 1;
+  if (!alone) take_seat();
   function_ = function;
   context_ = context;
   failed_.store(false, std::memory_order_relaxed);
@@ -379,17 +392,21 @@ int default_threads() {
 std::shared_ptr<ThreadPool> pool() {
   Global& here = state();
   std::lock_guard lock(here.mutex);
-  if (!here.pool)
-    here.pool = std::make_shared<ThreadPool>(here.threads > 0 ? here.threads : default_threads(), nodes_of(here));
+  if (!here.pool) {
+    int threads = here.threads > 0 ? here.threads : default_threads();
+    if (!here.crowded) threads = std::min(threads, std::max(1, static_cast<int>(allowed_cpus().size())));
+    here.pool = std::make_shared<ThreadPool>(threads, nodes_of(here));
+  }
   return here.pool;
 }
 
-void set_threads(int threads) {
+void set_threads(int threads, bool crowded) {
   if (threads < 0 || threads > 4096)
     throw std::invalid_argument("threads: found " + std::to_string(threads) + "; allowed: 0 (automatic) to 4096");
   Global& here = state();
   std::lock_guard lock(here.mutex);
   here.threads = threads;
+  here.crowded = crowded;
   here.pool.reset();
 }
 

@@ -44,9 +44,9 @@ class ThreadPool {
 
   int threads() const { return threads_; }
   const std::vector<Node>& nodes() const { return nodes_; }
-  int node_of(int worker) const { return home_[static_cast<size_t>(worker)].node; }
-  // Of the workers of its node, which one.
-  int place_of(int worker) const { return home_[static_cast<size_t>(worker)].place; }
+  // A worker's node, and which of the workers there it is; both change between calls only.
+  int node_of(int worker) const { return seat_of(worker).node; }
+  int place_of(int worker) const { return seat_of(worker).place; }
   // How many workers a node has; none if there are more nodes than threads.
   int workers_of(int node) const;
 
@@ -108,7 +108,10 @@ class ThreadPool {
  private:
   using Function = void (*)(void* context, int list, int index, int worker);
   struct Queue;
-  struct Home {
+  // A CPU (-1: any) with what belongs to it. Everyone has one, the caller too. The caller may not be moved, so when it
+  // is found on a worker's CPU, the two swap seats: sharing one would cost scheduler ticks.
+  struct Seat {
+    int cpu;
     int node;
     int queue;
     int place;
@@ -122,7 +125,11 @@ class ThreadPool {
   bool help(std::span<const int> limits, int worker);
   void fail();
   void look_for_interrupt();
-  int caller_queue() const;
+  const Seat& seat_of(int worker) const {
+    return seats_[static_cast<size_t>(seat_[static_cast<size_t>(worker)].load(std::memory_order_relaxed))];
+  }
+  void take_seat();
+  void pin(int worker);
   int finished() const;
   void wake_some();
   void join_all();
@@ -130,9 +137,10 @@ class ThreadPool {
 
   const int threads_;
   const std::vector<Node> nodes_;
-  std::vector<Home> home_;                 // of each worker
-  std::vector<std::pair<int, int>> span_;  // of each node: first queue, queues
-  std::vector<std::vector<int>> order_;    // of each queue: itself, the others of its node, all others
+  std::vector<Seat> seats_;
+  std::unique_ptr<std::atomic<int>[]> seat_;  // of each worker
+  std::vector<std::pair<int, int>> span_;     // of each node: first queue, queues
+  std::vector<std::vector<int>> order_;       // of each queue: itself, the others of its node, all others
   std::unique_ptr<Queue[]> queues_;
   int queue_count_ = 0;
   std::mutex session_;
@@ -161,14 +169,15 @@ class Interruptible {
   Interruptible& operator=(const Interruptible&) = delete;
 };
 
-// min(affinity, cgroup quota), or what set_threads() asked for.
+// min(affinity, cgroup quota).
 int default_threads();
 
 // The process's pool, made on first use; made anew in a forked child, where the parent's workers do not exist.
 std::shared_ptr<ThreadPool> pool();
 
-// 0 means default_threads(). Holds from the next call on; a running one keeps the pool it has.
-void set_threads(int threads);
+// 0 means default_threads(). More than there are CPUs are not started, as they could only take them from each other;
+// unless `crowded`, for tests. Holds from the next call on; a running one keeps the pool it has.
+void set_threads(int threads, bool crowded = false);
 
 // The nodes that the pool has or will have: the machine's usable ones, or as many virtual ones as set_nodes() asked
 // for.

@@ -70,7 +70,7 @@ def test_results_do_not_depend_on_the_number_of_nodes(weights, sizes, has_gate):
     for nodes in (1, 2, 3, 4):
         for threads in (1, 2, 5):
             _native.set_nodes(nodes)
-            _native.set_threads(threads)
+            _native.set_threads(threads, crowded=True)
             native = layer(weights, hidden, inner, has_gate=has_gate)
             assert len(native.shards) == nodes
             found = [run(native, hidden, tokens) for tokens in (1, 2, 7, 90)]
@@ -93,7 +93,7 @@ def test_a_layer_outlives_a_change_of_nodes_and_threads():
     want = [run(native, 256, tokens) for tokens in (1, 40)]
     for nodes, threads in ((1, 1), (2, 3), (0, 0), (6, 4)):
         _native.set_nodes(nodes)
-        _native.set_threads(threads)
+        _native.set_threads(threads, crowded=True)
         found = [run(native, 256, tokens) for tokens in (1, 40)]
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
         assert torch.equal(unpacked(native, 128, 256), unpacked(layer("int8", 256, 128, nodes=1), 128, 256))

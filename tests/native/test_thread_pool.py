@@ -64,7 +64,7 @@ def test_results_do_not_depend_on_the_number_of_threads(weights, tokens):
     experts = layer(weights)
     outputs = []
     for threads in (1, 2, 3, 7, 16):
-        _native.set_threads(threads)
+        _native.set_threads(threads, crowded=True)
         assert _native.threads() == threads
         outputs.append(run(experts, tokens))
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
@@ -78,7 +78,7 @@ def test_an_impossible_number_of_threads_is_refused(threads):
 
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_an_exception_in_a_worker_comes_back_and_the_pool_lives_on(threads):
-    _native.set_threads(threads)
+    _native.set_threads(threads, crowded=True)
     experts = layer("int8")
     before = run(experts)
     bad = torch.randn(128, 256)
@@ -118,7 +118,7 @@ def test_threads_of_python_share_the_pool():
 
 
 def test_a_forked_child_starts_its_own_workers():
-    _native.set_threads(3)
+    _native.set_threads(3, crowded=True)
     experts = layer()
     want = run(experts)
     for _ in range(20):
@@ -147,7 +147,7 @@ def test_idle_workers_use_no_cpu():
     code = """
         import time
         from ktinject import _native
-        _native.set_threads(8)
+        _native.set_threads(8, crowded=True)
         _native.read_bandwidth(1 << 20)
         time.sleep(0.2)
         start = time.process_time()
@@ -167,7 +167,7 @@ def test_more_threads_than_cores_has_no_cliff():
     out = torch.empty_like(x)
 
     def best(threads: int) -> float:
-        _native.set_threads(threads)
+        _native.set_threads(threads, crowded=True)
         times = []
         for _ in range(200):
             start = time.perf_counter()
