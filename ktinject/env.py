@@ -25,7 +25,7 @@ class Settings:
 
     threads    workers of the CPU pool
     kernel     the row of the kernel table to force
-    numa       virtual NUMA nodes to split into, for tests
+    numa       virtual NUMA nodes that weights and workers are cut into, for tests
     cache      folder of files that can be built again at any time
     verbosity  a key of VERBOSITY
     """
@@ -41,13 +41,16 @@ class Settings:
 def settings() -> Settings:
     """The settings of this process; the environment is read on the first call and never again.
 
-    What belongs to the process and to no model takes effect here: the number of threads, and what is logged.
+    What belongs to the process and to no model takes effect here: the number of threads and of virtual nodes,
+    and what is logged.
 
     Raises  PlanError, or OperatorError for KTINJECT_KERNEL, as `read` does
     """
     found = read(os.environ, kernels=_native.kernels())
     if found.verbosity:
         logging.getLogger("ktinject").setLevel(VERBOSITY[found.verbosity])
+    if found.numa:
+        _native.set_nodes(found.numa)
     if found.threads:
         _native.set_threads(found.threads)
     return found

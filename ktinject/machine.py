@@ -63,7 +63,7 @@ class Machine:
     cpus                    logical CPUs that the affinity mask leaves us
     cpu_count               logical CPUs that are online
     cpu_quota               CPUs' worth of time that the cgroups allow, None without a quota
-    threads                 workers the CPU pool gets: KTINJECT_THREADS, or the smaller of the two above
+    threads                 workers the CPU pool gets: the least of `cpus`, and KTINJECT_THREADS or the quota
     nodes                   every NUMA node, by id; one made-up node 0 where /sys does not say
     virtual_nodes           KTINJECT_NUMA
     memory_bytes            RAM, or the cgroup limit if that is smaller
@@ -99,8 +99,8 @@ class Machine:
 
     @property
     def usable_nodes(self) -> tuple[Node, ...]:
-        """The nodes with at least one CPU that we may run on."""
-        return tuple(node for node in self.nodes if set(node.cpus) & set(self.cpus))
+        """The nodes with memory and at least one CPU that we may run on."""
+        return tuple(node for node in self.nodes if set(node.cpus) & set(self.cpus) and node.memory_bytes)
 
 
 def detect(root: Path | str = "/", *, affinity: Collection[int] | None = None) -> Machine:
@@ -128,7 +128,7 @@ def detect(root: Path | str = "/", *, affinity: Collection[int] | None = None) -
         cpus=cpus,
         cpu_count=max(len(online), len(cpus)),
         cpu_quota=quota,
-        threads=settings.threads or max(1, min(len(cpus), math.ceil(quota or len(cpus)))),
+        threads=max(1, min(len(cpus), settings.threads or math.ceil(quota or len(cpus)))),
         nodes=_nodes(root) or (Node(0, cpus, total, available),),
         virtual_nodes=settings.numa,
         memory_bytes=min(total, limit or total),

@@ -88,8 +88,9 @@ def _explain_cpu(machine: Machine) -> Finding:
         reasons.append(f"the affinity mask leaves {len(machine.cpus)} of {machine.cpu_count} CPUs")
     if machine.cpu_quota is not None:
         reasons.append(f"the cgroup quota is {machine.cpu_quota:g} CPUs")
-    if env.settings().threads:
-        reasons.append(f"KTINJECT_THREADS={machine.threads}")
+    if threads := env.settings().threads:
+        more = "; more than CPUs would take them from each other" if threads > machine.threads else ""
+        reasons.append(f"KTINJECT_THREADS={threads}{more}")
     has = f"{machine.cpu}, {machine.cpu_count} logical CPUs"
     return Finding("CPU", has, f"{machine.threads} threads", "; ".join(reasons))
 
@@ -107,15 +108,23 @@ def _explain_nodes(machine: Machine) -> Finding:
     usable = machine.usable_nodes
     reasons = [
         f"node {node.id} has "
-        + ("no CPU that the affinity mask leaves us" if node.cpus else "memory and no CPU")
+        + (
+            "memory and no CPU"
+            if not node.cpus
+            else "no CPU that the affinity mask leaves us"
+            if node.memory_bytes
+            else "CPUs and no memory: they work for the nearest node"
+        )
         for node in machine.nodes
         if node not in usable
     ]
-    if machine.virtual_nodes:
-        reasons.append(
-            f"KTINJECT_NUMA={machine.virtual_nodes}, but no operator splits its weights by node yet"
-        )
-    uses = "one pool of threads on " + ", ".join(f"node {node.id}" for node in usable)
+    names = ", ".join(f"node {node.id}" for node in usable)
+    uses = f"one pool of threads on {names}"
+    if machine.virtual_nodes and machine.virtual_nodes > 1:
+        reasons.append(f"KTINJECT_NUMA={machine.virtual_nodes}")
+        uses = f"{machine.virtual_nodes} virtual nodes: experts cut among them, each with threads of its own"
+    elif len(usable) > 1:
+        uses = f"experts cut among {names}, each with its shard in its memory and threads of its own"
     return Finding("NUMA", has, uses, "; ".join(reasons))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import logging
 import weakref
 from dataclasses import dataclass
 from math import inf
@@ -32,12 +34,22 @@ class CpuExpertsConfig(Config):
     group_size: Literal[128, 64, 32] = 128  # inputs that share a scale; int4 only
     symmetric: bool = True  # int4 only; false: a zero point for each group beside its scale
     kernel: str = "auto"  # or a row of the kernel table, which must then be able to run
+    numa: int | Literal["auto"] = (
+        "auto"  # nodes the weights are cut for: all, or a number; 1 leaves them whole
+    )
 
 
 def native_experts(
-    spec: ExpertsSpec, weights: str, group_size: int, kernel: str, symmetric: bool = True
+    spec: ExpertsSpec,
+    weights: str,
+    group_size: int,
+    kernel: str,
+    symmetric: bool = True,
+    numa: int | Literal["auto"] = "auto",
 ) -> _native.Experts:
     """The native experts of a layer, empty. Raises OperatorError for what the core does not serve."""
+    if numa != "auto" and numa < 1:
+        raise OperatorError(f"cpu_experts: numa: found {numa}; allowed: auto, or a number of nodes.")
     try:
         return _native.Experts(
             experts=spec.num_experts,
@@ -54,6 +66,7 @@ def native_experts(
             up_limit=spec.up_limit,
             up_offset=spec.up_offset,
             kernel=kernel,
+            nodes=0 if numa == "auto" else numa,
         )
     except ValueError as error:
         raise OperatorError(f"cpu_experts: {error}") from None
@@ -64,6 +77,15 @@ def weights_in_words(config: Any) -> str:
     if config.weights != "int4":
         return str(config.weights)
     return f"int4 group {config.group_size}" + ("" if config.symmetric else " with zero points")
+
+
+@functools.cache  # once a process, not once a layer
+def _warn_not_placed(reason: str) -> None:
+    logging.getLogger("ktinject").warning(
+        "cpu_experts: the system does not let memory be placed on NUMA nodes (mbind: %s). Packed experts go where "
+        "the workers of each node touch them first. A container may need the capability SYS_NICE.",
+        reason,
+    )
 
 
 _FP8_BLOCK = 128  # outputs and inputs that share a scale
@@ -88,7 +110,9 @@ class CpuExperts(Operator):
         self.config = config
         self.num_experts = spec.num_experts
         kernel = env.kernel_for(config.weights) if config.kernel == "auto" else config.kernel
-        self.native = native_experts(spec, config.weights, config.group_size, kernel, config.symmetric)
+        self.native = native_experts(
+            spec, config.weights, config.group_size, kernel, config.symmetric, config.numa
+        )
         if config.weights == "fp8":
             self.takes = ("fp8_blocks",)
         self._loaded_dtype: torch.dtype | None = None
@@ -121,10 +145,11 @@ class CpuExperts(Operator):
 
     def describe(self) -> dict[str, Any]:
         many, few = self.native.kernels
+        shards = len(self.native.shards)
         return {
             "weights": weights_in_words(self.config),
             "kernel": many if many == few else f"{many}, {few} for few rows",
-        }
+        } | ({"numa": f"cut for {shards} nodes"} if shards > 1 else {})
 
     def footprint(self) -> dict[str, int]:
         return {"cpu": self.native.bytes}
@@ -140,6 +165,8 @@ class CpuExperts(Operator):
                 f"cpu_experts: no room for {self.native.bytes / 2**30:.1f} GiB of packed experts. "
                 "Choose smaller weights (int8, int4, mxfp4) or a machine with more memory."
             ) from None
+        if self.native.not_placed:
+            _warn_not_placed(self.native.not_placed)
 
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
         if tensor.dtype == torch.float64:

@@ -59,6 +59,15 @@ void init_system(nb::module_& m) {
         return rows;
       },
       "(id, CPUs) of each node that weights are cut for; id -1 where memory is not placed: one node, or virtual ones.");
+  m.def(
+      "find_nodes",
+      [](const std::string& root, const std::vector<int>& cpus, const std::vector<int>& mems) {
+        nb::list rows;
+        for (const Node& node : find_nodes(root, cpus, mems)) rows.append(nb::make_tuple(node.id, node.cpus));
+        return rows;
+      },
+      nb::arg("root"), nb::arg("cpus"), nb::arg("mems"),
+      "The same as read under another root, for these CPUs and nodes with memory ([]: all).");
   m.def("empty_call_us", &empty_call_us, nb::arg("calls"), nb::arg("pause_us"), nb::arg("everyone"),
         nb::call_guard<nb::gil_scoped_release>(),
         "Median microseconds of a call with an empty task for each worker, `pause_us` between two calls; with "

@@ -170,16 +170,17 @@ ThreadPool::ThreadPool(int threads, std::vector<Node> nodes) : threads_(threads)
   for (int worker = 1; worker < threads; ++worker) pin(worker);
 }
 
+// A new thread has the CPUs of the one that made it, which may be fewer than the pool's: so all are set.
 void ThreadPool::pin(int worker) {
   const Seat& seat = seat_of(worker);
-  const Node& node = nodes_[static_cast<size_t>(seat.node)];
   cpu_set_t set;
   CPU_ZERO(&set);
   if (seat.cpu >= 0) CPU_SET(static_cast<size_t>(seat.cpu), &set);
-  else if (node.id >= 0)
-    for (const int cpu : node.cpus) CPU_SET(static_cast<size_t>(cpu), &set);
-  if (CPU_COUNT(&set) > 0)
-    pthread_setaffinity_np(workers_[static_cast<size_t>(worker - 1)].native_handle(), sizeof set, &set);
+  else
+    for (size_t n = 0; n < nodes_.size(); ++n)
+      if (nodes_[n].id < 0 || static_cast<int>(n) == seat.node)
+        for (const int cpu : nodes_[n].cpus) CPU_SET(static_cast<size_t>(cpu), &set);
+  pthread_setaffinity_np(workers_[static_cast<size_t>(worker - 1)].native_handle(), sizeof set, &set);
 }
 
 void ThreadPool::take_seat() {

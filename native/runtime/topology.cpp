@@ -95,7 +95,7 @@ std::vector<int> allowed_cpus() {
   cpu_set_t set;
   CPU_ZERO(&set);
   std::vector<int> cpus;
-  if (sched_getaffinity(0, sizeof set, &set) == 0)
+  if (sched_getaffinity(getpid(), sizeof set, &set) == 0)
     for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
       if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
   return cpus;

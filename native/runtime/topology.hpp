@@ -17,7 +17,7 @@ struct Node {
   std::vector<int> cpus;
 };
 
-// CPUs this process may run on, in order.
+// CPUs this process may run on, in order: those of its first thread, for others may have narrowed their own.
 std::vector<int> allowed_cpus();
 
 // The nodes that have both CPUs and memory this process may use, in order of id; ids may have gaps. A node with memory

@@ -58,13 +58,13 @@ def test_threads_and_verbosity_take_effect_once():
 import logging
 from ktinject import _native, env
 assert env.settings() is env.settings()
-print(_native.threads(), logging.getLogger("ktinject").level)
+print(_native.threads(), len(_native.nodes()), logging.getLogger("ktinject").level)
 """
-    environ = {**os.environ, "KTINJECT_THREADS": "3", "KTINJECT_VERBOSITY": "debug"}
+    environ = {**os.environ, "KTINJECT_THREADS": "1", "KTINJECT_NUMA": "3", "KTINJECT_VERBOSITY": "debug"}
     found = subprocess.run(
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
     )
-    assert found.stdout == f"3 {logging.DEBUG}\n"
+    assert found.stdout == f"1 3 {logging.DEBUG}\n"
 
 
 def test_a_forced_kernel_serves_its_own_format_only(monkeypatch):

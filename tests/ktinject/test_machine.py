@@ -151,7 +151,7 @@ def test_nothing_to_read(tmp_path):
 def test_settings_win(tmp_path, monkeypatch):
     monkeypatch.setattr(env, "settings", lambda: env.Settings(threads=12, numa=4))
     found = detect(tmp_path, node(0, "0-7", 64))
-    assert (found.threads, found.virtual_nodes) == (12, 4)
+    assert (found.threads, found.virtual_nodes) == (8, 4)  # no more threads than CPUs
 
 
 def test_this_machine_agrees_with_the_native_pool():

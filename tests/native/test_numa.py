@@ -118,3 +118,74 @@ def test_nodes_cover_the_cpus():
     cpus = [cpu for _, cpus in _native.nodes() for cpu in cpus]
     assert sorted(cpus) == sorted(set(cpus))
     assert [node for node, _ in _native.nodes()] == [-1, -1]
+
+
+def machine(root, nodes: dict[int, tuple[str, int, str]]) -> str:
+    """A /sys with these nodes: CPUs, KiB of memory, distances."""
+    for number, (cpus, kib, distance) in nodes.items():
+        folder = root / f"sys/devices/system/node/node{number}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpus}\n")
+        (folder / "meminfo").write_text(f"Node {number} MemTotal:       {kib} kB\n")
+        (folder / "distance").write_text(f"{distance}\n")
+    (root / "sys/devices/system/node/possible").write_text("0-7\n")
+    return str(root)
+
+
+ALL = list(range(8))
+
+
+@pytest.mark.parametrize(
+    "nodes,cpus,mems,want",
+    [
+        pytest.param({0: ("0-7", 9, "10")}, ALL, [], [(-1, ALL)], id="one node: nothing to place"),
+        pytest.param(
+            {0: ("0-3", 9, "10 20"), 2: ("4-7", 9, "20 10")},
+            ALL,
+            [],
+            [(0, [0, 1, 2, 3]), (2, [4, 5, 6, 7])],
+            id="a gap",
+        ),
+        pytest.param(
+            {0: ("0-3", 9, "10 20 30"), 1: ("4-7", 9, "20 10 30"), 2: ("", 9, "30 30 10")},
+            ALL,
+            [],
+            [(0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])],
+            id="memory and no CPU",
+        ),
+        pytest.param(
+            {0: ("0-1", 9, "10 20 15"), 1: ("2-3", 9, "20 10 12"), 3: ("4-7", 0, "15 12 10")},
+            ALL,
+            [],
+            [(0, [0, 1]), (1, [2, 3, 4, 5, 6, 7])],
+            id="CPUs and no memory",
+        ),
+        pytest.param(
+            {0: ("0-3", 9, "10 20"), 1: ("4-7", 9, "20 10")},
+            [1, 5, 6],
+            [],
+            [(0, [1]), (1, [5, 6])],
+            id="a cpuset of CPUs",
+        ),
+        pytest.param(
+            {0: ("0-3", 9, "10 20"), 1: ("4-7", 9, "20 10")},
+            [5, 6],
+            [],
+            [(-1, [5, 6])],
+            id="a cpuset of one node",
+        ),
+        pytest.param(
+            {0: ("0-3", 9, "10 20"), 1: ("4-7", 9, "20 10")},
+            ALL,
+            [1],
+            [(-1, [4, 5, 6, 7, 0, 1, 2, 3])],
+            id="of memory",
+        ),
+    ],
+)
+def test_usable_nodes(tmp_path, nodes, cpus, mems, want):
+    assert _native.find_nodes(machine(tmp_path, nodes), cpus, mems) == want
+
+
+def test_a_machine_that_does_not_say(tmp_path):
+    assert _native.find_nodes(str(tmp_path), [3, 5], []) == [(-1, [3, 5])]

@@ -193,3 +193,68 @@ def test_threads_respect_affinity():
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
     )
     assert answer.stdout.split() == ["1", "1"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+@pytest.mark.parametrize("threads", [2, 5])
+def test_workers_get_the_process_s_cpus_whoever_starts_them(threads):
+    """A thread that keeps to one CPU may be the first to compute; its workers must not be kept there, too."""
+    code = """
+        import os, threading, time
+        from ktinject import _native
+        mine = os.sched_getaffinity(0)
+        before = set(os.listdir("/proc/self/task"))
+        def first():
+            os.sched_setaffinity(0, {min(mine)})
+            _native.set_threads(THREADS, crowded=True)
+            before.add(str(threading.get_native_id()))
+            _native.read_bandwidth(4096)
+        thread = threading.Thread(target=first)
+        thread.start()
+        thread.join()
+        time.sleep(0.1)  # a listing may skip entries while a thread is ending
+        workers = set(os.listdir("/proc/self/task")) - before
+        found = {cpu for worker in workers for cpu in os.sched_getaffinity(int(worker))}
+        print(len(workers), found == (mine if THREADS > len(mine) else mine - {min(mine)}), len(mine))
+    """.replace("THREADS", str(threads))
+    answer = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    workers, right, cpus = answer.stdout.split()
+    assert int(workers) == threads - 1
+    assert right == "True" or int(cpus) > 2
+
+
+def test_more_workers_than_cpus_are_not_started():
+    _native.set_threads(4096)
+    assert _native.threads() == len(os.sched_getaffinity(0))
+
+
+def test_ctrl_c_ends_a_long_call():
+    """Seconds of work in one call: KeyboardInterrupt within one of them, and the next call works."""
+    code = """
+        import math, os, signal, sys, threading, time
+        import torch
+        from ktinject import _native
+        native = _native.Experts(experts=1, hidden_size=512, intermediate_size=16384, weights="bf16", group_size=0,
+                                 has_gate=True, has_bias=False, activation="silu", alpha=1.0, gate_max=math.inf,
+                                 up_limit=math.inf, up_offset=0.0, kernel="auto")
+        native.allocate()
+        x = torch.ones(60000, 512)
+        index, weight, out = torch.zeros(60000, 1, dtype=torch.int64), torch.ones(60000, 1), torch.empty_like(x)
+        sent = []
+        def interrupt():
+            time.sleep(0.3)
+            sent.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Thread(target=interrupt).start()
+        try:
+            native.forward(x, index, weight, out)
+        except KeyboardInterrupt:
+            print(time.monotonic() - sent[0])
+        native.forward(x[:2], index[:2], weight[:2], out[:2])
+    """
+    answer = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert float(answer.stdout) < 1

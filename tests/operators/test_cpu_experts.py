@@ -16,6 +16,7 @@ import textwrap
 import threading
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -28,6 +29,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ktinject import _native
 from ktinject.errors import OperatorError
+from ktinject.operators import cpu_experts
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.routed_experts import ExpertsSpec, wants
 
@@ -955,3 +957,37 @@ def test_a_model_that_lives_to_the_end_of_the_script_is_no_leak() -> None:
         """
     )
     assert "leaked" not in answer.stderr
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4_g32", "fp8"])
+def test_weights_cut_for_virtual_nodes_give_the_same_result(name):
+    module = gaussian(96, 80)
+    arguments = inputs(build(module, name).spec, 9)
+    want = filled(module, name)(*arguments)
+    try:
+        _native.set_nodes(3)
+        cut = filled(module, name)
+        assert cut.describe()["numa"] == "cut for 3 nodes"
+        assert torch.equal(cut(*arguments), want)
+        assert all(torch.equal(cut.unpack(part), filled(module, name).unpack(part)) for part in cut.wants())
+        whole = CpuExperts.build(module, CpuExpertsConfig(device="cpu", numa=1, **FORMATS[name]))
+        assert "numa" not in whole.describe()
+    finally:
+        _native.set_nodes(0)
+
+
+@pytest.mark.parametrize("numa", [-1, 0, 100])
+def test_a_number_of_nodes_that_is_not_there_is_refused(numa):
+    with pytest.raises(OperatorError, match=f"numa: found {numa}; allowed: auto, or"):
+        CpuExperts.build(gaussian(32, 32), CpuExpertsConfig(device="cpu", numa=numa))
+
+
+def test_memory_that_cannot_be_placed_is_said_once(caplog):
+    module = gaussian(32, 32)
+    cpu_experts._warn_not_placed.cache_clear()
+    for _ in range(2):
+        operator = build(module)
+        operator.native = SimpleNamespace(allocate=lambda: None, not_placed="Operation not permitted")
+        operator.allocate()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "mbind: Operation not permitted" in caplog.text
