@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ class GpuLinear(Operator, nn.Linear):
 
     device_types = ("cuda",)
     capability: ClassVar[tuple[int, int]] = (8, 0)  # least compute capability
+
+    config: Any
 
     def __init__(self, module: nn.Linear, config: Config) -> None:
         nn.Module.__init__(self)  # and not nn.Linear's, which makes parameters
@@ -58,7 +60,7 @@ class GpuLinear(Operator, nn.Linear):
             )
         reason = cls.misfit(module.in_features, module.out_features, config)
         if reason is None and config.device.startswith("cuda"):
-            if not machine.cuda_built and cls.is_native:
+            if not machine.cuda_built:
                 return "this build of ktinject has no CUDA parts; install the CUDA toolkit and build again"
             gpu = next((gpu for gpu in machine.gpus if f"cuda:{gpu.index}" == config.device), None)
             if gpu is not None and gpu.capability < cls.capability:
@@ -68,15 +70,14 @@ class GpuLinear(Operator, nn.Linear):
                 )
         return reason
 
-    is_native: ClassVar[bool] = True  # whether it needs kernels of our own
-
     @classmethod
     @abstractmethod
     def misfit(cls, k: int, n: int, config: Any) -> str | None:
         """Why a weight [n, k] is not served, or None."""
 
     @classmethod
-    def build(cls, module: nn.Module, config: Any) -> Any:
+    def build(cls, module: nn.Module, config: Any) -> Self:
+        assert isinstance(module, nn.Linear), "as `supports` found"
         reason = cls.misfit(module.in_features, module.out_features, config)
         if reason:
             raise OperatorError(f"{cls.name}: a linear layer cannot be replaced: {reason}.")
@@ -142,13 +143,13 @@ class GpuLinear(Operator, nn.Linear):
             raise OperatorError(f"{self.name}: {name} is not loaded.")
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Tensor:  # type: ignore[override]
         """The unpacked weight [n, k] in the model's dtype, made anew at each access; writing to it changes nothing."""
         self._at("weight")
         return self.dequantise(self.dtype)
 
     @property
-    def bias(self) -> Tensor | None:
+    def bias(self) -> Tensor | None:  # type: ignore[override]
         """The bias in the model's dtype, a copy; or None."""
         if not self.has_bias:
             return None
