@@ -5,6 +5,7 @@ from ktinject.operators.base import REGISTRY, Config, Operator, register_operato
 from ktinject.operators import absorbed_mla  # isort: skip
 from ktinject.operators import cpu_experts  # isort: skip
 from ktinject.operators import cpu_linear  # isort: skip
+from ktinject.operators import cpu_router  # isort: skip
 from ktinject.operators import deferred_moe  # isort: skip
 from ktinject.operators import dense_linear  # isort: skip
 from ktinject.operators import fp8_linear  # isort: skip
@@ -19,6 +20,7 @@ __all__ = [
     "absorbed_mla",
     "cpu_experts",
     "cpu_linear",
+    "cpu_router",
     "deferred_moe",
     "dense_linear",
     "fp8_linear",
