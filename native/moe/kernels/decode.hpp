@@ -22,7 +22,7 @@ void avx2_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, 
                        std::byte* to);
 
 // Blocks that are decoded at a time: 2 KiB each.
-inline constexpr int kDecodedBlocks = 8;
+inline constexpr int kDecodedBlocks = 4;
 
 // bf16 bits of the e2m1 values, less the exponent's bias: adding e8m0 << 7 gives value * 2^(e8m0 - 127), but for zeros.
 inline constexpr uint16_t kE2m1Bits[16] = {0xc080, 0xff80, 0x0000, 0x0040, 0x0080, 0x00c0, 0x0100, 0x0140,

@@ -10,18 +10,16 @@ namespace {
 constexpr uint32_t kAvx2Set = kAvx2 | kFma;
 constexpr uint32_t kAvx512Set = kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2Set;
 
-// Below about five rows an expert, loading tiles costs more than the dot products they save. Codes that have to be
-// decoded cost the vector kernels as much as the tiles, so the balance tips earlier.
+// Below about five rows an expert, loading tiles costs more than the dot products they save. Weights that have to be
+// decoded go through a copy in the L1 cache either way, and then tiles are ahead from the first row on.
 constexpr int kTileRows = 5;
-constexpr int kFp8TileRows = 3;
-constexpr int kMxfp4TileRows = 2;
 
 constexpr Kernel kTable[] = {
     {"amx_bf16", Format::bf16, kAmxTile | kAmxBf16 | kAvx512Set, kTileRows, true, amx_bf16},
     {"amx_int8", Format::int8, kAmxTile | kAmxInt8 | kAvx512Set, kTileRows, true, amx_int8},
     {"amx_int4", Format::int4, kAmxTile | kAmxInt8 | kAvx512Set, kTileRows, true, amx_int4},
-    {"amx_fp8", Format::fp8, kAmxTile | kAmxBf16 | kAvx512Set | kAvx512Bf16, kFp8TileRows, true, amx_fp8},
-    {"amx_mxfp4", Format::mxfp4, kAmxTile | kAmxBf16 | kAvx512Set | kAvx512Bf16, kMxfp4TileRows, true, amx_mxfp4},
+    {"amx_fp8", Format::fp8, kAmxTile | kAmxBf16 | kAvx512Set | kAvx512Bf16, 0, true, amx_fp8},
+    {"amx_mxfp4", Format::mxfp4, kAmxTile | kAmxBf16 | kAvx512Set | kAvx512Bf16, 0, true, amx_mxfp4},
     {"avx512_bf16", Format::bf16, kAvx512Set | kAvx512Bf16, 0, true, avx512_bf16},
     {"avx512_int8", Format::int8, kAvx512Set | kAvx512Vnni, 0, true, avx512_int8},
     {"avx512_int4", Format::int4, kAvx512Set | kAvx512Vnni, 0, true, avx512_int4},
@@ -54,7 +52,7 @@ std::span<const Kernel> kernel_table() { return kTable; }
 
 size_t scratch_bytes(const Matrix& matrix) {
   // A decoded stretch of one panel.
-  return matrix.format == Format::bf16 || matrix.format == Format::int8 ? 0 : size_t{160} << 10;
+  return matrix.format == Format::bf16 || matrix.format == Format::int8 ? 0 : size_t{256} << 10;
 }
 
 std::string why_unavailable(const Kernel& kernel) {
