@@ -172,18 +172,21 @@ class CpuLinear(Operator, nn.Linear):
 
     def compute(self, x: Tensor) -> Tensor:
         """forward without autograd: one native call, the GIL released."""
+        shape = x.shape
+        if not shape or shape[-1] != self.in_features:
+            raise OperatorError(f"cpu_linear: found input {list(shape)}; expected [..., {self.in_features}].")
         here = x.detach() if x.requires_grad else x
-        if here.dtype not in _FLOATS:
-            here = here.float()
-        here = here.to("cpu").reshape(-1, self.in_features) if x.shape[-1:] == (self.in_features,) else here
+        if not here.is_cpu or here.dtype not in _FLOATS:
+            here = here.to("cpu", here.dtype if here.dtype in _FLOATS else torch.float32)
+        # At decode every microsecond here counts: a model has hundreds of these layers.
+        out = here.new_empty((*shape[:-1], self.out_features))
         try:
-            out = torch.empty((here.shape[0], self.out_features), dtype=here.dtype)
-            self.native.forward(here.contiguous(), out)
-        except (ValueError, TypeError):
-            raise OperatorError(
-                f"cpu_linear: found input {list(x.shape)}; expected [..., {self.in_features}]."
-            ) from None
-        return out.view(*x.shape[:-1], self.out_features).to(x.device, x.dtype)
+            self.native.forward(
+                here.reshape(-1, self.in_features).contiguous(), out.view(-1, self.out_features)
+            )
+        except ValueError as error:
+            raise OperatorError(f"cpu_linear: {error}.") from None
+        return out if here is x else out.to(x.device, x.dtype)
 
     def compute_gradient(self, grad: Tensor) -> Tensor:
         """grad [..., out_features] → gradient of the input [..., in_features]."""
