@@ -46,7 +46,9 @@ enum Slot : size_t {
 // Long prompts are cut so that the working memory stays below this; the result is the same.
 constexpr size_t kMostWorkspaceBytes = size_t{512} << 20;
 // Rows of one expert, and rows times panels, that a kernel is given at once: 512 KiB of results, a part of an L2 cache.
-constexpr int kMostRows = 256;
+// Not a round number: prompts of a power of two give experts about that many rows, some a few more, and for those few
+// the weights would pass once again.
+constexpr int kMostRows = 320;
 constexpr int kMostResults = 4096;
 // Layers with less than this to do are left to the caller: waking workers would cost more.
 constexpr size_t kSerialBytes = size_t{128} << 10;
@@ -470,9 +472,11 @@ void Forward::multiply(Projection projection, const Task& task, const Rows& all,
   const Matrix& matrix = layer_.matrix_of(projection);
   const Kernel& kernel = layer_.kernels_(all.m);
   float* c = results(worker);
-  for (int first = 0; first < all.m; first += kMostRows) {
+  const int pieces = (all.m + kMostRows - 1) / kMostRows;
+  const int size = round_up((all.m + pieces - 1) / pieces, 2 * kTile);
+  for (int first = 0; first < all.m; first += size) {
     // A run of whole groups of 16 rows is laid out like rows of its own.
-    const int m = std::min(kMostRows, all.m - first);
+    const int m = std::min(size, all.m - first);
     const Rows x{all.group(first), all.row_bytes, m, all.scale == nullptr ? nullptr : all.scale + first,
                  all.group_sum == nullptr
                      ? nullptr
