@@ -84,3 +84,28 @@ def test_packed_weights_do_not_depend_on_the_instruction_set(weights, group_size
         experts.unpack("down", 0, found[-1])
     assert len(found) >= 2
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("tokens", [319, 321, 641, 1000])
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_an_expert_with_more_rows_than_a_kernel_is_given_at_once(weights, tokens):
+    """They are cut; a token's result does not depend on who else is there."""
+    torch.manual_seed(0)
+    experts = _native.Experts(
+        experts=2, hidden_size=72, intermediate_size=40, weights=weights, group_size=0, has_gate=True,
+        has_bias=False, activation="silu", alpha=1.0, gate_max=math.inf, up_limit=math.inf, up_offset=0.0,
+        kernel=f"avx512_{weights}" if _native.cpu_features()["avx512_bf16"] else f"reference_{weights}",
+    )  # fmt: skip
+    experts.allocate()
+    for expert in range(2):
+        for projection, shape in (("gate", (40, 72)), ("up", (40, 72)), ("down", (72, 40))):
+            experts.load(projection, expert, torch.randn(shape) * 0.1)
+    x, weight = torch.randn(tokens, 72), torch.rand(tokens, 1)
+    index = torch.zeros(tokens, 1, dtype=torch.int64)
+    out, part = torch.full_like(x, math.nan), torch.full((64, 72), math.nan)
+    experts.forward(x, index, weight, out)
+    for first in range(0, tokens, 64):
+        some = slice(first, min(first + 64, tokens))
+        count = some.stop - first
+        experts.forward(x[some], index[some], weight[some], part[:count])
+        assert torch.equal(part[:count], out[some])
