@@ -12,6 +12,7 @@ from ktinject.operators import fp8_linear  # isort: skip
 from ktinject.operators import hybrid_experts  # isort: skip
 from ktinject.operators import int4_linear  # isort: skip
 from ktinject.operators import keep  # isort: skip
+from ktinject.operators import rms_norm  # isort: skip
 
 __all__ = [
     "REGISTRY",
@@ -28,4 +29,5 @@ __all__ = [
     "int4_linear",
     "keep",
     "register_operator",
+    "rms_norm",
 ]

@@ -9,6 +9,7 @@
 
 #include "bindings/subjects.hpp"
 #include "cuda/resident.hpp"
+#include "cuda/rms_norm.hpp"
 #include "moe/leader.hpp"
 
 namespace nb = nanobind;
@@ -131,6 +132,15 @@ void init_handoff(nb::module_& m) {
   m.def("handoff_wake", [] { leader().wake(); }, "Wake the leader: before the replay of a graph with submits in it.");
   m.def(
       "handoff_pause", [](bool paused) { leader().pause(paused); }, nb::arg("paused"), "For tests: let nobody answer.");
+  m.def(
+      "rms_norm",
+      [](uintptr_t x, uintptr_t weight, uintptr_t out, int dtype, int64_t rows, int n, float epsilon,
+         uintptr_t stream) {
+        rms_norm(pointer<const void>(x), pointer<const void>(weight), pointer<void>(out), dtype_of(dtype), rows, n,
+                 epsilon, stream);
+      },
+      nb::arg("x"), nb::arg("weight"), nb::arg("out"), nb::arg("dtype"), nb::arg("rows"), nb::arg("n"),
+      nb::arg("epsilon"), nb::arg("stream"), "Put the normalisation of rows into the stream; addresses on the device.");
   m.def("set_answer_timeout", &set_answer_timeout, nb::arg("seconds"), "How long an answer may take.");
   m.def("answer_timeout", &answer_timeout, "How long an answer may take, in seconds.");
 }

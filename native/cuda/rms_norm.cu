@@ -1,0 +1,111 @@
+// A thread block takes a row; a thread its part of it, eight values at a time where rows are aligned, kept in registers
+// between the sum and the scaling for rows of up to 8 * kMostThreads values and read again for longer ones.
+#include "cuda/rms_norm.hpp"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace ktinject {
+namespace {
+
+constexpr int kMostThreads = 1024;
+
+__device__ float to_float(float value) { return value; }
+__device__ float to_float(__half value) { return __half2float(value); }
+__device__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+template <class T>
+__device__ T from_float(float value);
+template <>
+__device__ float from_float(float value) {
+  return value;
+}
+template <>
+__device__ __half from_float(float value) {
+  return __float2half_rn(value);
+}
+template <>
+__device__ __nv_bfloat16 from_float(float value) {
+  return __float2bfloat16_rn(value);
+}
+
+template <class T, int kCount>
+struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Run {
+  T values[kCount];
+};
+
+template <class T, int kCount>
+__global__ void __launch_bounds__(kMostThreads)
+    rms_norm_kernel(const T* x, const T* weight, T* out, int n, float epsilon) {
+  using Values = Run<T, kCount>;
+  const auto* row = reinterpret_cast<const Values*>(x + static_cast<size_t>(blockIdx.x) * n);
+  const auto* scales = reinterpret_cast<const Values*>(weight);
+  auto* to = reinterpret_cast<Values*>(out + static_cast<size_t>(blockIdx.x) * n);
+  const int runs = n / kCount, first = static_cast<int>(threadIdx.x);
+  Values own{};
+  float sum = 0;
+  for (int i = first; i < runs; i += static_cast<int>(blockDim.x)) {
+    const Values values = row[i];
+    if (i == first) own = values;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) sum = fmaf(to_float(values.values[j]), to_float(values.values[j]), sum);
+  }
+  __shared__ float sums[kMostThreads / 32];
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  __syncthreads();
+  float total = 0;
+  for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp) total += sums[warp];
+  const float scale = rsqrtf(total / static_cast<float>(n) + epsilon);
+  for (int i = first; i < runs; i += static_cast<int>(blockDim.x)) {
+    Values values = i == first ? own : row[i];
+    const Values weights = scales[i];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float rounded = to_float(from_float<T>(to_float(values.values[j]) * scale));
+      values.values[j] = from_float<T>(to_float(weights.values[j]) * rounded);
+    }
+    to[i] = values;
+  }
+}
+
+template <class T>
+void launch(const void* x, const void* weight, void* out, int64_t rows, int n, float epsilon, cudaStream_t stream) {
+  constexpr int kCount = 16 / sizeof(T) > 8 ? 8 : 16 / sizeof(T);
+  const auto aligned =
+      (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(weight) | reinterpret_cast<uintptr_t>(out)) % 16 ==
+      0;
+  const bool wide = aligned && n % kCount == 0;
+  const int runs = wide ? n / kCount : n;
+  const auto threads = static_cast<unsigned>(std::min(kMostThreads, (runs + 31) / 32 * 32));
+  const auto blocks = static_cast<unsigned>(rows);
+  const auto* from = static_cast<const T*>(x);
+  if (wide)
+    rms_norm_kernel<T, kCount>
+        <<<blocks, threads, 0, stream>>>(from, static_cast<const T*>(weight), static_cast<T*>(out), n, epsilon);
+  else
+    rms_norm_kernel<T, 1>
+        <<<blocks, threads, 0, stream>>>(from, static_cast<const T*>(weight), static_cast<T*>(out), n, epsilon);
+}
+
+}  // namespace
+
+void rms_norm(const void* x, const void* weight, void* out, DType dtype, int64_t rows, int n, float epsilon,
+              uintptr_t raw_stream) {
+  if (rows == 0) return;
+  if (rows > INT32_MAX) throw std::invalid_argument("rms_norm: more rows than a CUDA grid has blocks");
+  auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
+  if (dtype == DType::f32) launch<float>(x, weight, out, rows, n, epsilon, stream);
+  else if (dtype == DType::f16) launch<__half>(x, weight, out, rows, n, epsilon, stream);
+  else launch<__nv_bfloat16>(x, weight, out, rows, n, epsilon, stream);
+  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess)
+    throw std::runtime_error(std::string("launching the normalisation: ") + cudaGetErrorString(error));
+}
+
+}  // namespace ktinject

@@ -1,0 +1,97 @@
+"""`rms_norm` against the modules it replaces: bit by bit in PyTorch's operations, within a rounding as one kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from torch import nn
+
+import ktinject
+from ktinject import _native
+from ktinject.errors import OperatorError
+from ktinject.operators.rms_norm import RmsNorm, RmsNormConfig, epsilon_of, formula
+
+FAMILIES = ["deepseek_v3", "qwen3_moe", "mixtral"]
+
+
+def norms(family: str) -> list[nn.Module]:
+    return [module for module in models.tiny(family).modules() if type(module).__name__.endswith("RMSNorm")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_the_cpu_it_is_the_module_s_own(family: str, dtype: torch.dtype) -> None:
+    found = norms(family)
+    assert len(found) >= 5
+    for module in found:
+        module = module.to(dtype)
+        with torch.no_grad():
+            module.weight.normal_()
+        operator = RmsNorm.build(module, RmsNormConfig(device="cpu"))
+        assert operator.weight is module.weight
+        assert operator.epsilon == pytest.approx(module.variance_epsilon, rel=1e-5)
+        x = torch.randn(2, 3, module.weight.shape[0]).to(dtype)
+        with torch.no_grad():
+            assert torch.equal(operator(x), module(x))
+
+
+class Offset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (1 + self.weight) * formula(x, torch.ones(8), 1e-6)
+
+
+def test_what_computes_something_else_is_refused() -> None:
+    layer_norm = nn.LayerNorm(8, elementwise_affine=True, bias=False)
+    for module, match in [
+        (Offset(), "it is not weight"),
+        (layer_norm, "it"),
+        (nn.LayerNorm(8), "something else than one vector"),
+        (nn.Linear(8, 8, bias=False), "something else than one vector"),
+    ]:
+        reason = epsilon_of(module)
+        assert isinstance(reason, str) and match in reason
+        with pytest.raises(OperatorError, match="cannot be replaced"):
+            RmsNorm.build(module, RmsNormConfig(device="cpu"))
+
+
+def test_a_model_with_all_norms_replaced_says_the_same(tiny_qwen3_moe: Path) -> None:
+    rules = [
+        {"name": "norms", "match": {"path": r".*norm"}, "replace": {"operator": "rms_norm"}},
+        {"name": "e", "match": {"path": r".*\.experts"}, "replace": {"operator": "cpu_experts"}},
+    ]
+    model = ktinject.load(tiny_qwen3_moe, rules, devices=["cpu"], progress=False)
+    plain = ktinject.load(tiny_qwen3_moe, rules[1:], devices=["cpu"], progress=False)
+    assert len([m for m in model.modules() if isinstance(m, RmsNorm)]) == 3 * 4 + 1
+    ids = torch.arange(20)[None]
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows,n", [(1, 128), (1, 2048), (5, 7168), (3, 20000), (40, 33), (2, 1), (0, 64)])
+def test_on_the_gpu(rows: int, n: int, dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available() or not _native.cuda_built():
+        pytest.skip("no CUDA device, or built without CUDA")
+    module = norms("qwen3_moe")[0]
+    module.weight = nn.Parameter(torch.randn(n, device="cuda").to(dtype))
+    operator = RmsNorm.build(module.cpu(), RmsNormConfig(device="cuda:0")).cuda()
+    for x in (
+        torch.randn(rows, n, device="cuda").to(dtype),
+        torch.randn(2, rows, n + 1, device="cuda").to(dtype)[..., 1:],
+    ):
+        with torch.no_grad():
+            out, want = operator(x), formula(x, operator.weight, operator.epsilon)
+        assert out.shape == x.shape and out.dtype == dtype
+        # The order of the sum may move a value across a rounding boundary, in both roundings.
+        step = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+        assert ((out - want).abs() <= 2 * step * want.abs() + 1e-30).all()
+        if rows:
+            assert (out != want).float().mean() <= (1.0 if dtype == torch.float32 else 0.02)
