@@ -161,7 +161,7 @@ def peers_of(
         except AttributeError:
             continue  # its build for this CPU lacks the format
         error = layers[0].error(gate_up, down)
-        if error > 0.35:
+        if error > 0.5:
             raise RuntimeError(
                 f"{layers[0].name}: relative error {error:.2f}; it would be no fair comparison"
             )

@@ -71,7 +71,11 @@ def load_kt_kernel() -> ModuleType | None:
             found = importlib.util.spec_from_file_location("kt_kernel_ext", path)
             assert found is not None and found.loader is not None
             module = importlib.util.module_from_spec(found)
-            found.loader.exec_module(module)
+            try:
+                found.loader.exec_module(module)
+            except ImportError as error:
+                print(f"# kt-kernel is left out: {error}")
+                return None
             return module
     return None
 
