@@ -474,20 +474,18 @@ void Forward::multiply(Projection projection, const Task& task, const Rows& all,
   float* c = results(worker);
   const int pieces = (all.m + kMostRows - 1) / kMostRows;
   const int size = round_up((all.m + pieces - 1) / pieces, 2 * kTile);
-  for (int first = 0; first < all.m; first += size) {
-    // A run of whole groups of 16 rows is laid out like rows of its own.
-    const int m = std::min(size, all.m - first);
-    const Rows x{all.group(first), all.row_bytes, m, all.scale == nullptr ? nullptr : all.scale + first,
-                 all.group_sum == nullptr
-                     ? nullptr
-                     : all.group_sum + static_cast<size_t>(first) * static_cast<size_t>(matrix.groups())};
-    const int most = std::max(1, kMostResults / round_up(m, kTile));
-    for (int p = task.first; p < task.first + task.count; p += most) {
-      const int panels = std::min(most, task.first + task.count - p);
+  const int most = std::max(1, kMostResults / size);
+  for (int p = task.first; p < task.first + task.count; p += most)
+    for (int first = 0; first < all.m; first += size) {
+      // A run of whole groups of 16 rows is laid out like rows of its own.
+      const int m = std::min(size, all.m - first), panels = std::min(most, task.first + task.count - p);
+      const Rows x{all.group(first), all.row_bytes, m, all.scale == nullptr ? nullptr : all.scale + first,
+                   all.group_sum == nullptr
+                       ? nullptr
+                       : all.group_sum + static_cast<size_t>(first) * static_cast<size_t>(matrix.groups())};
       kernel.multiply(matrix, layer_.panel(projection, task.of, p), panels, x, c, kernel_scratch(worker));
       use(first, m, p, panels, c);
     }
-  }
 }
 
 // bf16 results are the next product's rows at once; the others are quantised first, as whole rows.
