@@ -220,17 +220,20 @@ def test_an_idle_leader_takes_no_time() -> None:
 
 def test_workers_that_the_leader_starts_have_the_cpus_of_the_process() -> None:
     """The pool is made where it is first used; threads inherit the mask of the thread that starts them."""
+    cpus = os.sched_getaffinity(0)
+    if len(cpus) < 2:
+        pytest.skip("one CPU")
     here, arguments = way(), inputs(2)
+    _native.set_threads(1)
     here.wait(here.submit(*arguments))
-    before, cpus = {*os.listdir("/proc/self/task")}, os.sched_getaffinity(0)
-    _native.set_threads(len(cpus) + 1)  # more than CPUs, so that none is pinned
-    try:
-        here.wait(here.submit(*arguments))
-        started = {*os.listdir("/proc/self/task")} - before
-        assert len(started) == len(cpus)
-        assert all(os.sched_getaffinity(int(thread)) == cpus for thread in started)
-    finally:
-        _native.set_threads(0)
+    before = {*os.listdir("/proc/self/task")}
+    _native.set_threads(0)
+    here.wait(here.submit(*arguments))
+    started = {*os.listdir("/proc/self/task")} - before
+    assert len(started) == _native.threads() - 1
+    # Worker 0 is the caller; the others have a CPU each, or all CPUs.
+    found = set().union(*(os.sched_getaffinity(int(thread)) for thread in started))
+    assert len(found) >= len(started) and found & (cpus - {min(cpus)})
 
 
 # --- on a GPU ---
