@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -36,6 +36,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ktinject import decode, sampling
+from ktinject.fused import Fused
 from ktinject.graph import MAX_BATCH, Lane, power_of_two
 from ktinject.operators import Operator
 from ktinject.operators.handoff import Handoff, wake
@@ -55,6 +56,7 @@ class Decoding:
     reason    why the last request ran without graphs, or not all of it; "" if it ran with them
     requests  the same words → how many requests
     lanes     batch size → what is captured for it
+    fused     the modules that compute with few kernels in captured steps; None: all keep transformers' own
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -62,6 +64,7 @@ class Decoding:
         self.last, self.reason = "", ""
         self.requests: Counter[str] = Counter()
         self.lanes: dict[int, Lane] = {}
+        self.fused = None if self.graphs else Fused(model)
         self._model = weakref.ref(model)
         self._state: object = None
         self._handoffs = [
@@ -165,7 +168,7 @@ class Decoding:
         del found
         try:
             lane = Lane(
-                functools.partial(_forward, self._model),
+                functools.partial(_forward, self._model, self.fused),
                 wake if self._handoffs else lambda: None,
                 cache,
                 tokens,
@@ -462,19 +465,25 @@ class _Replay:
 
 
 def _forward(
-    reference: weakref.ref[PreTrainedModel], ids: Tensor, mask: Tensor, positions: Tensor, cache: Any
+    reference: weakref.ref[PreTrainedModel],
+    fused: Fused | None,
+    ids: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    cache: Any,
 ) -> Tensor:
     """The model on one token a row, [b, v]; weak, for a lane must not keep its model alive."""
     model = reference()
     assert model is not None
-    return model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        return_dict=True,
-    ).logits[:, -1]
+    with fused.applied() if fused is not None else nullcontext():
+        return model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        ).logits[:, -1]
 
 
 def _never(model: PreTrainedModel) -> str:

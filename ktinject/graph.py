@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -41,22 +42,22 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, keys: Tensor, values: Tensor, place: Tensor) -> None:
         super().__init__()
-        self.keys, self.values, self._place = keys, values, place
+        self.keys, self.values, self.place = keys, values, place
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass  # it always is
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self._place, key_states)
-        self.values.index_copy_(2, self._place, value_states)
+        self.keys.index_copy_(2, self.place, key_states)
+        self.values.index_copy_(2, self.place, value_states)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.keys.shape[2], 0
 
     def get_seq_length(self) -> Any:
-        return self._place  # a tensor, as transformers' static layers give
+        return self.place  # a tensor, as transformers' static layers give
 
     def get_max_length(self) -> int:
         return self.keys.shape[2]
@@ -209,8 +210,10 @@ class Lane:
                 work()
         except (RuntimeError, OperatorError) as error:
             first = error.__context__ or error  # the end of a spoiled capture fails, too
-            # A capture that fails leaves the random numbers marked as being captured; one that works does not.
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), **options):
+            # A capture that fails leaves the allocator recording, and the random numbers marked as being captured.
+            with suppress(RuntimeError):  # newer versions of torch stop it themselves
+                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
                 self._place.add_(0)
             raise _NotCapturable(f"{type(first).__name__}: {str(first).splitlines()[0]}") from error
 

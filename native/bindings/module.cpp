@@ -11,4 +11,5 @@ NB_MODULE(_native, m) {
   ktinject::init_handoff(m);
   ktinject::init_linear(m);
   ktinject::init_int4_linear(m);
+  ktinject::init_decode_ops(m);
 }

@@ -10,5 +10,6 @@ void init_experts(nanobind::module_& m);
 void init_handoff(nanobind::module_& m);
 void init_linear(nanobind::module_& m);
 void init_int4_linear(nanobind::module_& m);
+void init_decode_ops(nanobind::module_& m);
 
 }  // namespace ktinject
