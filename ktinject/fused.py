@@ -279,7 +279,7 @@ def _attention_step(module: Any) -> Step | None:
     def step(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache, rotation = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
         mask = kwargs.get("attention_mask")
-        layer = cache.layers[module.layer_idx] if cache is not None else None
+        layer: Any = cache.layers[module.layer_idx] if cache is not None else None
         batch, tokens, _ = hidden_states.shape
         # Others may call the model meanwhile, with a prompt and a cache of their own.
         if tokens != 1 or args or rotation is None or mask is None or not hasattr(layer, "place"):

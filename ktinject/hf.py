@@ -37,6 +37,7 @@ from transformers.utils import logging as transformers_logging
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.keys import KeyMap, matches
 from ktinject.kimi_k2 import KimiK2Config
+from ktinject.placement import device_of
 from ktinject.weights.checkpoint import Checkpoint
 
 
@@ -122,17 +123,15 @@ def random_rest(model: PreTrainedModel, device_map: Mapping[str, str]) -> None:
     """
     dtype_of = final_dtype(model)
     for path, module in model.named_modules():
-        device = device_map[
-            max((p for p in device_map if f"{path}.".startswith(f"{p}." if p else "")), key=len)
-        ]
+        device = device_of(device_map, path)
         for name, value in module._parameters.items():
             if value is None or not value.is_meta:
                 continue
             full = f"{path}.{name}"
             found = torch.empty(value.shape, dtype=dtype_of(full, value), device=device)
-            found = (
-                found.normal_(std=0.02) if value.dim() > 1 else found.fill_(0.0 if name == "bias" else 1.0)
-            )
+            # Large embeddings: the token decides on the experts, not the context, so few are used twice in a row.
+            std = 1.0 if isinstance(module, nn.Embedding) else 0.02
+            found = found.normal_(std=std) if value.dim() > 1 else found.fill_(0.0 if name == "bias" else 1.0)
             module._parameters[name] = nn.Parameter(found, requires_grad=False)
         absent = [name for name, value in module._buffers.items() if value is not None and value.is_meta]
         for name in absent:
@@ -273,6 +272,12 @@ class Layers:
     def count(self) -> int:
         """Number of decoder layers; 0 if the model has none that can be told."""
         return self._prefix_and_count[1]
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the decoder layers."""
+        prefix, count = self._prefix_and_count
+        return [f"{prefix}.{number}" for number in range(count)]
 
     @property
     def stack(self) -> nn.Module:

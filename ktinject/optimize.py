@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ktinject import generate, hf, inject, machine
+from ktinject import borders, generate, hf, inject, machine
 from ktinject import rules as language
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.plan import Plan, make
@@ -65,8 +65,8 @@ def optimize(
     model          on meta; or with its weights, which are then taken unless a checkpoint is given
     rules          a path, a bundled name, "auto", a RuleSet, a whole rule document as a dict, or a list of rules
     checkpoint     a folder or file of safetensors; by default where the config was read from
-    devices        what may be used, such as "cpu" or ["cuda:0"]; by default the first GPU if it has room, else the
-                   CPU; operators that compute on the CPU do so in any case
+    devices        what may be used, such as "cpu" or ["cuda:0", "cuda:1"], which share the decoder layers; by default
+                   the first GPU if it has room, else all GPUs, else the CPU; operators of the CPU compute there anyway
     budget         device → the most bytes to use, such as {"cuda:0": "24GiB"}
     progress       show a progress bar on stderr
     variables      values for the variables of the rules
@@ -87,6 +87,7 @@ def optimize(
                 _fill_from_model(model, decided, operators, progress, check_tensors)
             else:
                 _fill_from_checkpoint(model, decided, operators, source, progress, check_tensors)
+        borders.install(model, hf.Layers(model).paths, decided.device_map)
         generate.install(model)
         logger.info("swapped %d modules of %s", len(decided.entries), decided.model)
     except BaseException as error:

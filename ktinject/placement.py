@@ -44,13 +44,13 @@ class Devices:
     free        device → bytes that can be allocated, for every device the machine has
     limits      the same, or the budget where that is less
     allowed     what the plan may use; the CPU always
-    candidates  where everything that is not swapped may stand, best first
+    candidates  where everything that is not swapped may stand, best first: on one device, or layer by layer on GPUs
     """
 
     free: dict[str, int]
     limits: dict[str, int]
     allowed: tuple[str, ...]
-    candidates: tuple[str, ...]
+    candidates: tuple[tuple[str, ...], ...]
 
     @classmethod
     def choose(
@@ -61,7 +61,7 @@ class Devices:
     ) -> Devices:
         """Decide from what there is and what the user names. Raises PlanError for what is not there.
 
-        devices  None: the first GPU if the plan fits it, else the CPU
+        devices  None: the first GPU if the plan fits it, else all GPUs, else the CPU; several GPUs: all of them
         """
         free = {"cpu": machine.memory_available_bytes}
         free |= {f"cuda:{gpu.index}": gpu.free_bytes for gpu in machine.gpus}
@@ -70,19 +70,16 @@ class Devices:
             device = named(name, free, "budget", machine)
             limits[device] = min(free[device], parse_bytes(size, f"budget[{name!r}]"))
         if devices is None:
-            first_gpu = [device for device in free if device != "cpu"][:1]
-            return cls(free, limits, tuple(free), (*first_gpu, "cpu"))
+            gpus = [device for device in free if device != "cpu"]
+            groups = [gpus[:1], gpus][: len(gpus)]
+            return cls(free, limits, tuple(free), (*map(tuple, groups), ("cpu",)))
         listed = [devices] if isinstance(devices, str) or not isinstance(devices, Sequence) else devices
         chosen = list(dict.fromkeys(named(device, free, "devices", machine) for device in listed))
         gpus = [device for device in chosen if device != "cpu"]
         if not chosen:
             raise PlanError("devices: found an empty list; name at least one device, or leave it out.")
-        if len(gpus) > 1:
-            raise PlanError(
-                f"devices: found {', '.join(gpus)}; this version places what is not swapped on one device. "
-                f"Name one GPU, such as devices=[{gpus[0]!r}]."
-            )
-        return cls(free, limits, (*gpus, "cpu"), tuple(sorted(chosen, key=lambda device: device == "cpu")))
+        groups = [group for group in (gpus, [device for device in chosen if device == "cpu"]) if group]
+        return cls(free, limits, (*gpus, "cpu"), tuple(map(tuple, groups)))
 
     def for_operator(self, rule: Rule, wanted: str, types: Sequence[str], standing: str) -> str:
         """The device of an operator. Raises PlanError at the rule's line.
@@ -113,6 +110,35 @@ class Devices:
                 rule, f"{rule.operator} cannot compute on {wanted!r}, only on {' or '.join(types)}. Use auto."
             )
         return device
+
+
+def device_of(device_map: Mapping[str, str], path: str) -> str:
+    """The device of a module or tensor: that of the longest path in the map that it is in; "" is the whole model."""
+    inside = (p for p in device_map if not p or path == p or path.startswith(f"{p}."))
+    return device_map[max(inside, key=len)]
+
+
+def spread(
+    outside_bytes: int, layers: Mapping[str, int], gpus: Sequence[str], limits: Mapping[str, int]
+) -> dict[str, str]:
+    """Lay decoder layers over GPUs, in order, each getting its share of the bytes by its limit.
+
+    outside_bytes  of all that is in no layer, which stands on the first GPU
+    layers         path → bytes, in order
+    Returns        a device map; the first GPU is ""
+    """
+    room = sum(limits[gpu] for gpu in gpus) or 1
+    total = outside_bytes + sum(layers.values())
+    device_map, reached, index, end = {"": gpus[0]}, float(outside_bytes), 0, limits[gpus[0]] / room * total
+    for path, size in layers.items():
+        # A layer goes to the GPU in whose share its middle lies.
+        while index + 1 < len(gpus) and reached + size / 2 > end:
+            index += 1
+            end += limits[gpus[index]] / room * total
+        if index:
+            device_map[path] = gpus[index]
+        reached += size
+    return device_map
 
 
 def named(device: object, free: Mapping[str, int], what: str, machine: Machine) -> str:

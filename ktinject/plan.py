@@ -21,7 +21,7 @@ from ktinject.errors import OperatorError, PlanError
 from ktinject.keys import KeyMap, key_map
 from ktinject.machine import Machine
 from ktinject.operators import REGISTRY, Operator
-from ktinject.placement import Devices, show_bytes
+from ktinject.placement import Devices, device_of, show_bytes, spread
 from ktinject.rules import Rule, RuleSet
 from ktinject.weights import formats, match
 from ktinject.weights.checkpoint import Checkpoint
@@ -157,25 +157,29 @@ def make(
         mapping = _check_checkpoint(model, checkpoint)
         found = [_adopt(item, model, checkpoint, mapping) for item in found]
 
-    standings = (_stands_on(model, where, devices),) if has_weights else where.candidates
+    standings = ((_stands_on(model, where, devices),),) if has_weights else where.candidates
     layouts = []
     for standing in standings:
-        stack = hf.Layers(model).stack
+        layers = hf.Layers(model)
+        stack, device_map = layers.stack, {"": standing[0]}
         with _one_thread():
-            entries = _entries(found, where, standing, machine, stack, {})
-        rest = {standing: _rest_bytes(model, entries)}
+            entries = _entries(found, where, device_map, machine, stack, {})
+            if len(standing) > 1:
+                device_map = _spread(model, entries, layers, standing, where)
+                entries = _entries(found, where, device_map, machine, stack, {})
+        rest = _rest_bytes(model, entries, device_map)
         to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
         if any(entry.config.fills for entry in entries):
             spare = {device: where.limits[device] - to_load.get(device, 0) for device in where.allowed}
             with _one_thread():
-                entries = _entries(found, where, standing, machine, stack, spare)
+                entries = _entries(found, where, device_map, machine, stack, spare)
             to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
         over = {device: size for device, size in to_load.items() if size > where.limits[device]}
         excess = sum(size - where.limits[device] for device, size in over.items())
-        layouts.append((excess, standing, entries, rest, to_load, over))
+        layouts.append((excess, device_map, entries, rest, to_load, over))
         if not over:
             break
-    _, standing, entries, rest, to_load, over = min(layouts, key=lambda layout: layout[0])
+    _, device_map, entries, rest, to_load, over = min(layouts, key=lambda layout: layout[0])
     plan = Plan(
         model=type(model).__name__,
         model_type=model.config.model_type,
@@ -184,18 +188,21 @@ def make(
         matched=matched,
         entries=entries,
         rest_bytes=rest,
-        device_map={"": standing},
+        device_map=device_map,
         limits=where.limits,
         to_load=to_load,
         problems=[_too_large(device, size, where) for device, size in over.items()],
         mapping=mapping,
     )
     _check_shared(plan, model)
-    if standing != standings[0]:
-        plan.notes.append(f"everything else stands on {standing}: it does not fit on {standings[0]}")
+    wanted, standing = standings[0], tuple(dict.fromkeys(device_map.values()))
+    if standing != wanted and len(standing) > 1:
+        plan.notes.append(f"decoder layers stand on {', '.join(standing)}: they do not fit on {wanted[0]}")
+    elif standing[0] not in wanted:
+        plan.notes.append(f"everything else stands on {standing[0]}: it does not fit on {', '.join(wanted)}")
     unused = [device for device in where.free if device not in (*plan.bytes, "cpu")]
     if unused and devices is None and not has_weights:
-        plan.notes.append(f"not used: {', '.join(unused)}; this version places everything else on one device")
+        plan.notes.append(f"not used: {', '.join(unused)}; name several GPUs to spread the layers over them")
     if checkpoint is not None and (quantization := hf.quantization(model.config)):
         method = quantization["quant_method"]
         plan.notes.append(f"the checkpoint is quantised ({method}); it is decoded while it is read")
@@ -278,9 +285,10 @@ def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
         raise PlanError(
             f"the model is spread over {', '.join(standing)}; one device is needed. Move it there."
         )
-    if standing[0] not in where.free or (devices is not None and standing[0] not in where.candidates):
+    candidates = [device for group in where.candidates for device in group]
+    if standing[0] not in where.free or (devices is not None and standing[0] not in candidates):
         raise PlanError(
-            f"the model is on {standing[0]}; allowed are {', '.join(where.candidates)}. "
+            f"the model is on {standing[0]}; allowed are {', '.join(candidates)}. "
             "Move it with model.to() before, or load it from its checkpoint."
         )
     return standing[0]
@@ -300,14 +308,14 @@ def _one_thread() -> Iterator[None]:
 def _entries(
     found: list[_Found],
     where: Devices,
-    standing: str,
+    device_map: Mapping[str, str],
     machine: Machine,
     stack: nn.Module,
     spare: Mapping[str, int],
 ) -> tuple[Entry, ...]:
     entries = []
     refused: dict[tuple[str, str], list[str]] = {}
-    arranged = _arrange(found, where, standing, stack, spare)
+    arranged = _arrange(found, where, device_map, stack, spare)
     for item in found:
         rule, operator = item.rule, item.operator
         config = arranged[item.path]
@@ -353,11 +361,16 @@ def _entries(
 
 
 def _arrange(
-    found: list[_Found], where: Devices, standing: str, stack: nn.Module, spare: Mapping[str, int]
+    found: list[_Found],
+    where: Devices,
+    device_map: Mapping[str, str],
+    stack: nn.Module,
+    spare: Mapping[str, int],
 ) -> dict[str, Any]:
     """Path → config with its device, or the reason why not."""
     modules: dict[type[Operator], dict[str, tuple[nn.Module, Any]]] = {}
     for item in found:
+        standing = device_of(device_map, item.path)
         device = where.for_operator(item.rule, item.config.device, item.operator.device_types, standing)
         config = dataclasses.replace(item.config, device=device)
         modules.setdefault(item.operator, {})[item.path] = (item.module, config)
@@ -395,16 +408,38 @@ def _check_contract(item: _Found, built: Operator, inner: list[str], devices: se
         raise refuse(f"it neither loads nor keeps {', '.join(lost)}")
 
 
-def _rest_bytes(model: PreTrainedModel, entries: Sequence[Entry]) -> int:
-    """Bytes of all that operators do not take, parameters and buffers, tied ones once, in their final dtype."""
+def _rest_sizes(model: PreTrainedModel, entries: Sequence[Entry]) -> Iterator[tuple[str, int]]:
+    """Name and bytes of all that operators do not take: parameters, buffers, tied ones once, in their final dtype."""
     swapped = {f"{entry.path}.{name}" for entry in entries for name in entry.wants}
     dtype_of = hf.final_dtype(model)
-    return sum(
-        tensor.numel() * dtype_of(name, tensor).itemsize
-        for tensors in (model.named_parameters(), model.named_buffers())
-        for name, tensor in tensors
-        if name not in swapped
-    )
+    for tensors in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in tensors:
+            if name not in swapped:
+                yield name, tensor.numel() * dtype_of(name, tensor).itemsize
+
+
+def _rest_bytes(
+    model: PreTrainedModel, entries: Sequence[Entry], device_map: Mapping[str, str]
+) -> dict[str, int]:
+    """Device → bytes of all that operators do not take."""
+    sizes = dict.fromkeys(device_map.values(), 0)
+    for name, size in _rest_sizes(model, entries):
+        sizes[device_of(device_map, name)] += size
+    return sizes
+
+
+def _spread(
+    model: PreTrainedModel, entries: Sequence[Entry], layers: hf.Layers, gpus: Sequence[str], where: Devices
+) -> dict[str, str]:
+    """A device map of several GPUs, from the bytes on the first one if all stood there."""
+    outside, inside = 0, dict.fromkeys(layers.paths, 0)
+    on_first = ((entry.path, entry.bytes.get(gpus[0], 0)) for entry in entries)
+    for path, size in (*_rest_sizes(model, entries), *on_first):
+        if (number := layers.of(path)) is None:
+            outside += size
+        else:
+            inside[layers.paths[number]] += size
+    return spread(outside, inside, gpus, where.limits)
 
 
 def _check_shared(plan: Plan, model: PreTrainedModel) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ktinject import generate, hf, inject, machine, rules
+from ktinject import borders, generate, hf, inject, machine, rules
 from ktinject.errors import PlanError
 from ktinject.operators import Operator
 from ktinject.plan import Plan, make
@@ -84,6 +84,7 @@ def build(
         operator.finish()
     inject.apply(model, plan, operators)
     hf.random_rest(model, plan.device_map)
+    borders.install(model, hf.Layers(model).paths, plan.device_map)
     generate.install(model)
     return model.eval()
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ktinject import rules
 from ktinject.errors import CheckpointError, KTInjectError, OperatorError, PlanError, RuleError
 from ktinject.operators import REGISTRY, register_operator
-from ktinject.placement import Devices, parse_bytes, show_bytes
+from ktinject.placement import Devices, device_of, parse_bytes, show_bytes, spread
 from ktinject.plan import Plan, make
 from ktinject.weights.checkpoint import Checkpoint
 from ktinject.weights.match import listed
@@ -299,7 +299,7 @@ def test_the_rest_goes_to_the_first_gpu_if_it_fits(model: PreTrainedModel) -> No
     plan = planned(model, machine=machine(gpus=2))
     assert plan.device_map == {"": "cuda:0"} and plan.entries[0].device == "cpu"
     assert plan.bytes == {"cpu": plan.entries[0].bytes["cpu"], "cuda:0": plan.rest_bytes["cuda:0"]}
-    assert plan.notes == ["not used: cuda:1; this version places everything else on one device"]
+    assert plan.notes == ["not used: cuda:1; name several GPUs to spread the layers over them"]
     plan = planned(model, machine=machine(gpus=1, gpu_memory=2**10))
     assert plan.device_map == {"": "cpu"} and not plan.problems
     assert "everything else stands on cpu: it does not fit on cuda:0" in plan.notes
@@ -316,11 +316,39 @@ def test_named_devices_are_obeyed(model: PreTrainedModel) -> None:
     assert planned(model, machine=small, devices=["cuda:0", "cpu"]).device_map == {"": "cpu"}
 
 
+def test_layers_are_spread_over_gpus_by_their_limits(model: PreTrainedModel) -> None:
+    two = machine(gpus=2)
+    plan = planned(model, machine=two, devices=["cuda:0", "cuda:1"])
+    assert plan.device_map == {"": "cuda:0", "model.layers.1": "cuda:1"}
+    assert set(plan.rest_bytes) == {"cuda:0", "cuda:1"} and not plan.problems
+    assert sum(plan.rest_bytes.values()) == planned(model).rest_bytes["cpu"]
+    first = plan.rest_bytes["cuda:0"]
+    plan = planned(model, machine=two, devices=["cuda:0", "cuda:1"], budget={"cuda:1": 0})
+    assert plan.device_map == {"": "cuda:0"} and plan.rest_bytes["cuda:0"] > first
+    small = machine(gpus=2, gpu_memory=first + 1000)
+    plan = planned(model, machine=small)
+    assert set(plan.device_map.values()) == {"cuda:0", "cuda:1"} and not plan.problems
+    assert plan.notes == ["decoder layers stand on cuda:0, cuda:1: they do not fit on cuda:0"]
+    tiny = machine(gpus=2, gpu_memory=2**10)
+    assert planned(model, machine=tiny).device_map == {"": "cpu"}
+
+
+def test_shares_of_layers() -> None:
+    layers = {f"l.{n}": 10 for n in range(10)}
+    counts = lambda **limits: list(spread(0, layers, [*limits], limits).values()).count  # noqa: E731
+    assert counts(a=1, b=1)("b") == 5
+    assert counts(a=3, b=1)("b") == 2 or counts(a=3, b=1)("b") == 3
+    assert counts(a=1, b=1, c=1)("c") == 3
+    heavy = spread(100, layers, ["a", "b"], {"a": 1, "b": 1})
+    assert heavy == {"": "a", **dict.fromkeys(layers, "b")}, "what is outside has filled the first"
+    assert device_of({"": "a", "l.1": "b"}, "l.11.x") == "a"
+    assert device_of({"": "a", "l.1": "b"}, "l.1.x") == "b"
+
+
 @pytest.mark.parametrize(
     "devices, found",
     [
         ("cuda:2", "devices: there is no device 'cuda:2'; found are cpu, cuda:0, cuda:1. Name one"),
-        (["cuda:0", "cuda:1"], "this version places what is not swapped on one device. Name one GPU"),
         ([], "found an empty list"),
         (["mps"], "no device 'mps'"),
         (7, "no device '7'"),
