@@ -32,6 +32,7 @@ class GpuLinear(Operator, nn.Linear):
     """
 
     device_types = ("cuda",)
+    capturable = True
     capability: ClassVar[tuple[int, int]] = (8, 0)  # least compute capability
 
     config: Any
