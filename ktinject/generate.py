@@ -44,7 +44,8 @@ from ktinject.sampling import Request, Sampler, Sampling
 
 logger = logging.getLogger("ktinject")
 
-_KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+# What a captured step makes itself, or what was used when the request was prepared.
+_KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "tokenizer"}
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 
 

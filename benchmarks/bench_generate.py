@@ -1,0 +1,147 @@
+"""Whole models of random weights: tokens a second, as share of what memory allows, llama.cpp beside them.
+
+    python benchmarks/bench_generate.py                                   # 8 layers of Qwen3-30B-A3B, every format
+    python benchmarks/bench_generate.py --shape deepseek-v3 --layers 6 --weights int4 --csv benchmarks/results.csv
+    python benchmarks/bench_generate.py --llama-bench ./llama-bench --gguf bf16=a.gguf int4=b.gguf
+
+The bound of decode is what the CPU must read for a token, the chosen experts of every layer, over the read bandwidth
+measured in this process; what the GPU does in the same time is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ktinject import _native, benchmark, rules, shapes
+from ktinject.cli.bench import llama_rows
+
+COLUMNS = [
+    "date", "commit", "machine", "threads", "benchmark", "shape", "routing", "tokens", "weights", "kernel",
+    "us", "us_p10", "us_p90", "gb_s", "tflops", "roofline_us", "share", "bound", "peer", "peer_us", "ratio",
+]  # fmt: skip
+BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
+
+
+def expert_bytes(config: Any, weights: str) -> float:
+    """Bytes of the experts that one token uses, in all layers."""
+    dense = getattr(config, "first_k_dense_replace", 0)
+    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    layers = config.num_hidden_layers - dense
+    return layers * config.num_experts_per_tok * 3 * config.hidden_size * inner * BYTES_A_WEIGHT[weights]
+
+
+def commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
+
+
+def row(shown: dict[str, Any], result: benchmark.Result, read: float, bound_bytes: float) -> dict[str, Any]:
+    """A line of results.csv: µs a token for decode, of the whole prompt for prefill."""
+    is_decode = result.test.startswith("tg")
+    scale = 1.0 if is_decode else result.tokens
+    us = sorted(scale * 1e6 / rate for rate in result.rates)
+    line = {
+        **dict.fromkeys(COLUMNS, ""),
+        **shown,
+        "benchmark": result.test,
+        "tokens": 1 if is_decode else result.tokens,
+        "us": round(scale * 1e6 / result.mean, 1),
+        "us_p10": round(us[0], 1),
+        "us_p90": round(us[-1], 1),
+    }
+    if is_decode:
+        roofline = bound_bytes / read * 1e6
+        line |= {"gb_s": round(bound_bytes * result.mean / 1e9, 2), "roofline_us": round(roofline, 1)}
+        line |= {"share": round(roofline * result.mean / 1e6, 3), "bound": "memory"}
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=shapes.SHAPES)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, help="instead of the shape's own, as of a GGUF to compare with")
+    parser.add_argument("--weights", nargs="+", default=["bf16", "int8", "int4"], choices=BYTES_A_WEIGHT)
+    parser.add_argument("-p", "--prompt", type=int, nargs="*", default=[512, 2048])
+    parser.add_argument("-n", "--write", type=int, nargs="*", default=[128])
+    parser.add_argument("-r", "--repetitions", type=int, default=5)
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="other variables of the rules"
+    )
+    parser.add_argument("--machine", default=platform.node())
+    parser.add_argument("--commit", default="", help="instead of what git says")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--llama-bench", type=Path)
+    parser.add_argument("--gguf", nargs="*", default=[], metavar="WEIGHTS=FILE")
+    arguments = parser.parse_args()
+    files = dict(item.split("=", 1) for item in arguments.gguf)
+    changes = {"vocab_size": arguments.vocab} if arguments.vocab else {}
+    config = shapes.config(arguments.shape, arguments.layers, **changes)
+    lines = []
+    for weights in arguments.weights:
+        variables = rules.parse_overrides([f"experts={weights}", *arguments.set])
+        model = shapes.build(config, variables=variables)
+        shown = {
+            "date": datetime.date.today().isoformat(),
+            "commit": arguments.commit or commit(),
+            "machine": arguments.machine,
+            "threads": _native.threads(),
+            "shape": f"{arguments.shape} x{config.num_hidden_layers}",
+            "routing": "random tokens",
+            "weights": weights,
+            "kernel": next(e.runs["kernel"] for e in model.ktinject.entries if "expert" in e.path),
+        }
+        found = benchmark.run(model, arguments.prompt, arguments.write, arguments.repetitions)
+        where = benchmark.profile(model)
+        read = max(_native.read_bandwidth(256 << 20) for _ in range(3))
+        del model
+        torch.cuda.empty_cache()
+        peers = {}
+        if arguments.llama_bench and weights in files:
+            rows = llama_rows(
+                arguments.llama_bench,
+                Path(files[weights]),
+                arguments.prompt,
+                arguments.write,
+                arguments.repetitions,
+            )
+            peers = {peer["test"]: peer for peer in rows}
+        for result in found:
+            line = row(shown, result, read, expert_bytes(config, weights))
+            if peer := peers.get(result.test):
+                line["peer"] = f"{peer['backend'].split(',')[0]} {peer['experts']}"
+                line["peer_us"] = round((line["us"] * result.mean) / peer["tokens_per_second"], 1)
+                line["ratio"] = round(result.mean / peer["tokens_per_second"], 2)
+            lines.append(line)
+            share = f"  {line['share']:.2f} of the bound" if line["share"] != "" else ""
+            beside = f"  {line['ratio']} x {line['peer']}" if peer else ""
+            print(
+                f"{weights:5} {result.test:7} {result.mean:9.1f} ± {result.deviation:.1f} t/s{share}{beside}",
+                flush=True,
+            )
+        print(
+            f"      a step of {where.step:.0f} µs: GPU {where.gpu:.0f}, experts {where.cpu:.0f}, "
+            f"handoff {where.handoff:.0f}, neither {where.idle:.0f}; read {read / 1e9:.0f} GB/s",
+            flush=True,
+        )
+    if arguments.csv:
+        is_new = not arguments.csv.exists()
+        with arguments.csv.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if is_new:
+                writer.writeheader()
+            writer.writerows(lines)
+
+
+if __name__ == "__main__":
+    main()
