@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -305,6 +308,20 @@ def test_an_exception_in_a_request_leaves_the_next_one_whole(laned: PreTrainedMo
     with pytest.raises(KeyboardInterrupt):
         laned.generate(**arguments, streamer=Broken())
     assert torch.equal(laned.generate(**arguments), stock(laned, **arguments))
+
+
+@pytest.mark.parametrize("new_tokens", [100_000, 1], ids=["decode", "prefill"])
+def test_ctrl_c_ends_a_request_at_once(laned: PreTrainedModel, new_tokens: int) -> None:
+    arguments = {**prompt(2, 60), "max_new_tokens": new_tokens, "eos_token_id": None}
+    wanted = stock(laned, **prompt())
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        while time.monotonic() < start + 10:
+            laned.generate(**arguments)
+    assert time.monotonic() < start + 1.3
+    assert torch.equal(laned.generate(**prompt()), wanted)
 
 
 def test_a_model_that_is_dropped_takes_its_lanes_along() -> None:

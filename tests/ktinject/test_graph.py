@@ -133,3 +133,42 @@ def test_out_of_memory_is_an_error_and_the_next_request_runs(model: PreTrainedMo
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     del free
+
+
+def test_ctrl_c_ends_a_request_at_once(model: PreTrainedModel) -> None:
+    import os
+    import signal
+    import threading
+    import time
+
+    wanted = stock(model, **prompt(device="cuda"))
+    for new_tokens in (50_000, 1):
+        arguments = {**prompt(2, 60, "cuda"), "max_new_tokens": new_tokens, "eos_token_id": None}
+        model.generate(**{**arguments, "max_new_tokens": 4})
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            while time.monotonic() < start + 10:
+                model.generate(**arguments)
+        assert time.monotonic() < start + 1.3
+        assert torch.equal(model.generate(**prompt(device="cuda")), wanted)
+        assert model.ktinject_decoding.last == "graph loop"
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_experts_on_the_cpu_within_the_graph(batch: int) -> None:
+    """hybrid_experts through the handoff: the tokens of the same steps run eagerly, and of the experts on the CPU."""
+    graphs, eager, cpu = (
+        swapped("qwen3_moe", operator, "cuda", hidden_size=64, head_dim=32)
+        for operator in ("hybrid_experts", "hybrid_experts", "cpu_experts")
+    )
+    eager.ktinject_decoding.graphs = "for comparison"
+    arguments = prompt(batch, device="cuda")
+    wanted = graphs.generate(**arguments)
+    assert graphs.ktinject_decoding.last == "graph loop", graphs.ktinject_decoding.reason
+    for _ in range(3):
+        assert torch.equal(graphs.generate(**arguments), wanted)
+    assert torch.equal(eager.generate(**arguments), wanted)
+    assert eager.ktinject_decoding.last == "eager loop"
+    assert torch.equal(cpu.generate(**arguments), wanted)
+    assert "cpu_experts cannot be captured" in cpu.ktinject_decoding.reason
