@@ -85,6 +85,7 @@ def test_a_thousand_requests_take_no_more_memory(model: PreTrainedModel) -> None
 
 
 def test_a_dropped_model_gives_its_memory_back() -> None:
+    swapped("qwen3_moe", device="cuda").generate(**prompt(device="cuda"))  # cuBLAS takes its workspace, once
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -121,7 +122,7 @@ def test_out_of_memory_is_an_error_and_the_next_request_runs(model: PreTrainedMo
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**28) / total)
     try:
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            model.generate(torch.full((64, 100_000), 5, device="cuda"), max_new_tokens=4)
+            model.generate(torch.full((64, 20_000), 5, device="cuda"), max_new_tokens=4)
         assert any("the next request can run" in note for note in caught.value.__notes__)
         del caught
         gc.collect()
