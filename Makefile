@@ -19,7 +19,7 @@ NATIVE := $(shell find native -type f)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo dev check test bench clean
+.PHONY: demo dev check test bench sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -43,6 +43,17 @@ check: $(VENV)/dev
 
 bench: $(VENV)/installed
 	python benchmarks/bench_moe.py
+
+# The native core alone under ASan with UBSan, and under TSan. CHURN=100000 for the long run.
+CHURN ?= 300
+sanitize:
+	for kind in address,undefined thread; do \
+	  cmake -S . -B build/native-$$kind -DKTINJECT_NATIVE_TESTS=ON -DKTINJECT_CUDA=OFF -DKTINJECT_SANITIZE=$$kind \
+	  && cmake --build build/native-$$kind -j 2 \
+	  && for mode in forward pool "churn $(CHURN)"; do \
+	    TSAN_OPTIONS=die_after_fork=0 build/native-$$kind/native_test $$mode || exit 1; \
+	  done || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build

@@ -1,0 +1,464 @@
+// The native core by itself, for what Python is in the way of: sanitizers, and a machine that is booted for one test.
+//
+//   native_test forward      every kernel of the table against the reference kernel of its format, for 1 to 4 nodes
+//   native_test pool         exceptions, cancelling, waiting tasks, callers on several threads, forks
+//   native_test churn N      N times: submit, cancel, fork; memory, threads and open files must stay as they were
+//   native_test placement    on a machine with two nodes and a third without CPUs: where each page and worker is
+//
+// As process 1 it mounts /proc and /sys, runs `placement` and switches the machine off.
+#include <dirent.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sched.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/reboot.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "moe/experts.hpp"
+#include "runtime/thread_pool.hpp"
+
+using namespace ktinject;
+
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool is_sanitized = true;
+#else
+constexpr bool is_sanitized = false;
+#endif
+
+int failures = 0;
+int checks = 0;
+
+bool check(bool holds, const std::string& what) {
+  ++checks;
+  if (!holds) {
+    ++failures;
+    std::printf("FAILED: %s\n", what.c_str());
+    std::fflush(stdout);
+  }
+  return holds;
+}
+
+struct Problem {
+  int experts = 5;
+  int hidden = 64;
+  int inner = 48;
+  int top_k = 2;
+  Format format = Format::bf16;
+  int group_size = 0;
+  bool symmetric = true;
+  bool has_bias = false;
+  std::string kernel = "auto";
+  int nodes = 0;
+};
+
+std::unique_ptr<Experts> layer(const Problem& problem) {
+  ExpertsConfig config;
+  config.experts = problem.experts;
+  config.hidden_size = problem.hidden;
+  config.intermediate_size = problem.inner;
+  config.format = problem.format;
+  config.group_size = problem.group_size;
+  config.symmetric = problem.symmetric;
+  config.has_bias = problem.has_bias;
+  config.kernel = problem.kernel;
+  config.nodes = problem.nodes;
+  config.activation.gate_max = config.activation.up_limit = std::numeric_limits<float>::infinity();
+  auto made = std::make_unique<Experts>(config);
+  made->allocate();
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  for (int expert = 0; expert < problem.experts; ++expert)
+    for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
+      const bool down = projection == Projection::down;
+      const int n = down ? problem.hidden : problem.inner, k = down ? problem.inner : problem.hidden;
+      std::vector<float> weight(static_cast<size_t>(n) * static_cast<size_t>(k));
+      for (float& value : weight) value = normal(random) / std::sqrt(static_cast<float>(k));
+      made->load(projection, expert, {weight.data(), DType::f32, n, k, k, 1});
+      if (problem.has_bias) made->load_bias(projection, expert, {weight.data(), DType::f32, n, 1, 1, 1});
+    }
+  check(made->absent(1).empty(), "everything is loaded");
+  return made;
+}
+
+struct Input {
+  std::vector<float> x;
+  std::vector<int> ids;
+  std::vector<float> weights;
+};
+
+Input input(const Problem& problem, int tokens) {
+  std::mt19937 random(static_cast<unsigned>(tokens));
+  std::normal_distribution<float> normal;
+  Input made;
+  for (int i = 0; i < tokens * problem.hidden; ++i) made.x.push_back(normal(random));
+  for (int i = 0; i < tokens * problem.top_k; ++i) {
+    made.ids.push_back(static_cast<int>(random() % static_cast<unsigned>(problem.experts + 1)) - (random() % 8 == 0));
+    made.weights.push_back(static_cast<float>(random() % 100) / 100);
+  }
+  return made;
+}
+
+std::vector<float> forward(const Experts& experts, const Input& in, int tokens, int top_k) {
+  std::vector<float> out(in.x.size(), NAN);
+  experts.forward(in.x.data(), DType::f32, in.ids.data(), in.weights.data(), tokens, top_k, out.data());
+  return out;
+}
+
+double relative_error(const std::vector<float>& found, const std::vector<float>& want) {
+  double difference = 0, size = 1e-30;
+  for (size_t i = 0; i < want.size(); ++i) {
+    difference += std::pow(static_cast<double>(found[i]) - want[i], 2);
+    size += std::pow(static_cast<double>(want[i]), 2);
+  }
+  return std::sqrt(difference / size);
+}
+
+void test_forward() {
+  set_threads(3, true);
+  for (const Kernel& kernel : kernel_table()) {
+    if (!why_unavailable(kernel).empty()) continue;
+    double worst = 0;
+    for (const auto& [hidden, inner] : {std::pair{64, 48}, {100, 33}, {33, 160}})
+      for (const bool symmetric : {true, false}) {
+        if (!symmetric && kernel.format != Format::int4) continue;
+        Problem problem;
+        problem.hidden = hidden;
+        problem.inner = inner;
+        problem.format = kernel.format;
+        problem.group_size = kernel.format == Format::int4 ? 32 : 0;
+        problem.symmetric = symmetric;
+        problem.has_bias = inner % 2 == 1;
+        problem.kernel = std::string("reference_") + format_name(kernel.format);
+        set_nodes(0);
+        const auto reference = layer(problem);
+        problem.kernel = kernel.name;
+        std::vector<std::unique_ptr<Experts>> cut;
+        for (int nodes = 1; nodes <= 4; ++nodes) {
+          set_nodes(nodes);
+          cut.push_back(layer(problem));
+        }
+        for (const int tokens : {0, 1, 2, 5, 37}) {
+          const Input in = input(problem, tokens);
+          const std::vector<float> want = forward(*reference, in, tokens, problem.top_k);
+          std::vector<float> first;
+          for (int nodes = 1; nodes <= 4; ++nodes) {
+            set_nodes(nodes);
+            const Experts* experts = cut[static_cast<size_t>(nodes - 1)].get();
+            const std::vector<float> found = forward(*experts, in, tokens, problem.top_k);
+            if (nodes == 1) first = found;
+            check(found == first, std::string(kernel.name) + ": the same bits on several nodes");
+          }
+          worst = std::max(worst, relative_error(first, want));
+        }
+      }
+    std::printf("%-20s worst %.1e\n", kernel.name, worst);
+    // An intermediate may fall to the other side of a rounding boundary; AMX rounds int4 once more.
+    check(worst < 0.03, std::string(kernel.name) + " agrees with the reference");
+  }
+  set_nodes(0);
+}
+
+struct Fault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A call on the shared pool, as `layer` and `forward` make them.
+template <class Task>
+void call(int tasks, Task&& task) {
+  const auto workers = pool();
+  const auto session = workers->session();
+  workers->parallel_for(tasks, task);
+}
+
+bool throws_first(int tasks, int bad) {
+  try {
+    call(tasks, [&](int index, int) {
+      if (index >= bad) throw Fault(std::to_string(index));
+    });
+  } catch (const Fault&) {
+    return true;
+  }
+  return false;
+}
+
+// True if the child's computation gave `want`.
+bool child_computes(const Experts& experts, const Input& in, int tokens, int top_k, const std::vector<float>& want) {
+  const pid_t child = fork();
+  if (child == 0) _exit(forward(experts, in, tokens, top_k) == want ? 0 : 1);
+  int status = 0;
+  return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+void test_pool(bool forks) {
+  for (const int threads : {1, 2, 5, 40}) {
+    set_threads(threads, true);
+    for (const int tasks : {0, 1, 2, 7, 1000}) {
+      std::vector<std::atomic<int>> runs(static_cast<size_t>(tasks));
+      call(tasks, [&](int index, int) { ++runs[static_cast<size_t>(index)]; });
+      check(std::all_of(runs.begin(), runs.end(), [](const auto& n) { return n == 1; }), "every task runs once");
+    }
+    for (int i = 0; i < 50; ++i) check(throws_first(100, i), "an exception comes back");
+    // Every task waits for all of the stage before, in lists for two nodes of which a worker may see but one.
+    for (int i = 0; i < 50; ++i) {
+      set_nodes(2);
+      const auto workers = pool();
+      const auto session = workers->session();
+      std::atomic<int> left{64}, wrong{0};
+      const int lists[] = {64, 64}, limits[] = {32, 32};
+      workers->parallel_lists(lists, [&](int, int index, int worker) {
+        if (index < 32) {
+          --left;
+          return;
+        }
+        if (!workers->await([&] { return left == 0; }, limits, worker) || left != 0) ++wrong;
+      });
+      check(wrong == 0, "a task that waits goes on when what it waits for is done");
+    }
+    set_nodes(0);
+  }
+  set_threads(4, true);
+  Problem problem;
+  problem.format = Format::int8;
+  const auto a = layer(problem), b = layer(problem);
+  const Input in = input(problem, 20);
+  const std::vector<float> want = forward(*a, in, 20, 2);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> callers;
+  for (const Experts* experts : {a.get(), a.get(), b.get()})
+    callers.emplace_back([&, experts] {
+      for (int i = 0; i < 100; ++i)
+        if (forward(*experts, in, 20, 2) != want) ++wrong;
+    });
+  for (auto& caller : callers) caller.join();
+  check(wrong == 0, "two threads on one layer and one on another");
+  if (forks)
+    for (int i = 0; i < 20; ++i) check(child_computes(*a, in, 20, 2, want), "a forked child computes");
+  check(!place_on_node(a.get(), sizeof *a, 1000).empty(), "a node that is not there is no place");
+}
+
+struct Usage {
+  long resident_kib = 0;
+  long threads = 0;
+  long files = 0;
+};
+
+Usage usage() {
+  Usage found;
+  std::FILE* status = std::fopen("/proc/self/status", "re");
+  char line[256];
+  while (std::fgets(line, sizeof line, status) != nullptr) {
+    std::sscanf(line, "VmRSS: %ld", &found.resident_kib);
+    std::sscanf(line, "Threads: %ld", &found.threads);
+  }
+  std::fclose(status);
+  DIR* folder = opendir("/proc/self/fd");
+  while (readdir(folder) != nullptr) ++found.files;
+  closedir(folder);
+  return found;
+}
+
+void test_churn(int iterations, bool forks) {
+  set_threads(4, true);
+  Problem problem;
+  problem.format = Format::int8;
+  problem.hidden = problem.inner = 256;
+  const auto experts = layer(problem);
+  const Input in = input(problem, 40);
+  const std::vector<float> want = forward(*experts, in, 40, 2);
+  std::atomic<bool> stop{false};
+  std::atomic<int> wanted{0}, sent{0};
+  std::thread canceller([&] {
+    while (!stop) {
+      if (sent < wanted) {
+        pool()->cancel();
+        ++sent;
+      } else std::this_thread::yield();
+    }
+  });
+  int cancelled = 0;
+  Usage before;
+  for (int i = 0; i < iterations; ++i) {
+    if (i == iterations / 10) {
+      set_threads(4, true);
+      forward(*experts, in, 40, 2);
+      before = usage();
+    }
+    check(forward(*experts, in, 40, 2) == want, "a call gives what it gave");
+    ++wanted;
+    try {
+      while (sent < wanted) check(forward(*experts, in, 40, 2) == want, "a call beside a cancel that missed it");
+    } catch (const Cancelled&) {
+      ++cancelled;
+    }
+    while (sent < wanted) std::this_thread::yield();
+    check(throws_first(20, i % 20), "an exception comes back");
+    if (forks) check(child_computes(*experts, in, 40, 2, want), "a forked child computes");
+    if (i % 1000 == 999) {
+      set_threads(2 + i / 1000 % 4, true);
+      forward(*experts, in, 40, 2);
+    }
+  }
+  set_threads(4, true);
+  forward(*experts, in, 40, 2);
+  const Usage after = usage();
+  stop = true;
+  canceller.join();
+  std::printf("%d iterations, %d cancelled, %s; resident %ld -> %ld KiB, threads %ld -> %ld, files %ld -> %ld\n",
+              iterations, cancelled, forks ? "all with a fork" : "no forks", before.resident_kib, after.resident_kib,
+              before.threads, after.threads, before.files, after.files);
+  check(cancelled > 0, "some calls were met by their cancel");
+  // Sanitizers keep what was freed for a while.
+  check(is_sanitized || after.resident_kib < before.resident_kib * 1.02 + 1024, "memory does not grow");
+  check(after.threads == before.threads, "no thread is left over");
+  check(after.files == before.files, "no file is left open");
+}
+
+int node_of_this_cpu() {
+  unsigned cpu = 0, node = 0;
+  syscall(SYS_getcpu, &cpu, &node, nullptr);
+  return static_cast<int>(node);
+}
+
+// From here on this thread's mbind fails as it does in a container.
+void refuse_mbind() {
+  sock_filter program[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_mbind, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog filter{4, program};
+  prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+  check(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0, "mbind can be refused");
+}
+
+void check_placement(const char* title, const Problem& problem, const std::vector<int>& ids) {
+  const auto experts = layer(problem);
+  check(experts->shards().size() == ids.size(), std::string(title) + ": a shard a node");
+  for (size_t i = 0; i < experts->shards().size(); ++i)
+    for (const bool down : {false, true}) {
+      const Shard::Part& part = down ? experts->shards()[i].down : experts->shards()[i].gate_up;
+      size_t here = 0, all = 0;
+      for (const PagesOnNode& pages : pages_by_node(part.data.data(), part.data.size(), 1000)) {
+        all += pages.pages;
+        if (pages.node == ids[i]) here += pages.pages;
+      }
+      std::printf("%s: %s of node %d: %d panels, %zu of %zu sampled pages there\n", title,
+                  down ? "down" : "gate and up", ids[i], part.panels, here, all);
+      check(all == 1000 && here == all, std::string(title) + ": all pages of a shard on its node");
+    }
+  const auto workers = pool();
+  const auto session = workers->session();
+  std::mutex mutex;
+  std::set<int> seen;
+  for (int round = 0; round < 20; ++round) {
+    std::atomic<int> arrived{0};
+    workers->parallel_for(workers->threads(), [&](int, int worker) {
+      ++arrived;  // a task each: nobody leaves before everybody has one
+      for (int turn = 0; arrived < workers->threads(); ++turn) ThreadPool::relax(turn);
+      if (worker == 0) return;  // the caller's thread is not ours to move
+      cpu_set_t mask;
+      sched_getaffinity(0, sizeof mask, &mask);
+      const Node& node = workers->nodes()[static_cast<size_t>(workers->node_of(worker))];
+      bool inside = true;
+      for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+        if (CPU_ISSET(cpu, &mask)) inside &= std::find(node.cpus.begin(), node.cpus.end(), cpu) != node.cpus.end();
+      std::lock_guard lock(mutex);
+      check(inside, std::string(title) + ": a worker may run on its node's CPUs only");
+      check(node_of_this_cpu() == node.id, std::string(title) + ": a worker runs on its node");
+      if (seen.insert(worker).second)
+        std::printf("%s: worker %d on node %d, CPU %d\n", title, worker, node_of_this_cpu(), sched_getcpu());
+    });
+  }
+  check(static_cast<int>(seen.size()) == workers->threads() - 1, std::string(title) + ": every worker was seen");
+}
+
+void test_placement() {
+  const std::vector<Node> there = nodes();
+  for (const Node& node : there) std::printf("node %d: %zu CPUs\n", node.id, node.cpus.size());
+  if (!check(there.size() == 2 && there[0].id == 0 && there[1].id == 1,
+             "two nodes are usable; the third has memory and no CPU"))
+    return;
+  Problem problem;
+  problem.experts = 4;
+  problem.hidden = 1024;
+  problem.inner = 1040;  // 65 panels of gate and up: the cut is uneven
+  problem.format = Format::int8;
+  const Input in = input(problem, 9);
+  check_placement("bound", problem, {0, 1});
+  const std::vector<float> want = forward(*layer(problem), in, 9, 2);
+
+  Problem uncut = problem;
+  uncut.nodes = 1;
+  const auto whole = layer(uncut);
+  const Block& block = whole->shards()[0].gate_up.data;
+  for (const PagesOnNode& pages : pages_by_node(block.data(), block.size(), 1000)) {
+    std::printf("uncut: %zu of 1000 sampled pages on node %d\n", pages.pages, pages.node);
+    check(pages.pages > 300 && pages.pages < 700 && pages.node < 2, "uncut weights are interleaved");
+  }
+  check(forward(*whole, in, 9, 2) == want, "the same bits from two nodes and from one");
+
+  // One CPU of the first node is taken away, and mbind.
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  for (const int cpu : {0, 2, 3}) CPU_SET(static_cast<size_t>(cpu), &mask);
+  sched_setaffinity(0, sizeof mask, &mask);
+  set_threads(0);
+  refuse_mbind();
+  check(layer(problem)->not_placed() == std::strerror(EPERM), "a refusal is kept");
+  check_placement("mbind refused, CPUs 0, 2, 3", problem, {0, 1});
+  check(forward(*layer(problem), in, 9, 2) == want, "the same bits with other CPUs");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const bool is_init = getpid() == 1;
+  if (is_init) {
+    mkdir("/proc", 0755);
+    mkdir("/sys", 0755);
+    check(mount("proc", "/proc", "proc", 0, nullptr) == 0 && mount("sysfs", "/sys", "sysfs", 0, nullptr) == 0,
+          "/proc and /sys are there");
+  }
+  const std::string mode = is_init ? "placement" : argc > 1 ? argv[1] : "";
+  const bool forks = std::getenv("KTINJECT_TEST_NO_FORKS") == nullptr;
+  try {
+    if (mode == "forward") test_forward();
+    else if (mode == "pool") test_pool(forks);
+    else if (mode == "churn") test_churn(argc > 2 ? std::atoi(argv[2]) : 1000, forks);
+    else if (mode == "placement") test_placement();
+    else check(false, "a mode is named: forward, pool, churn N or placement");
+  } catch (const std::exception& error) {
+    check(false, error.what());
+  }
+  set_threads(1);  // ends the workers, so that nothing of theirs counts as leaked
+  std::printf("%s: %d checks, %d failed\n", mode.c_str(), checks, failures);
+  std::fflush(stdout);
+  if (is_init) {
+    sync();
+    reboot(RB_POWER_OFF);
+  }
+  return failures == 0 ? 0 : 1;
+}
