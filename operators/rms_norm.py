@@ -82,6 +82,10 @@ class RmsNorm(Operator):
         self.config = config
 
     @classmethod
+    def instead(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:
+        return None if config.device == "cpu" else (cls, config)  # there is nothing to gain on the CPU
+
+    @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
         epsilon = epsilon_of(module)
         return epsilon if isinstance(epsilon, str) else None

@@ -295,7 +295,13 @@ def test_bundled_files_hold_no_device_number_and_only_known_arguments(name: str)
             if found.operator == rules.KEEP:
                 continue
             config = rules.check_arguments(found, operators[found.operator].Config)
-            assert found.operator in ("hybrid_experts", "dense_linear", "absorbed_mla", "cpu_router")
+            assert found.operator in (
+                "hybrid_experts",
+                "dense_linear",
+                "absorbed_mla",
+                "cpu_router",
+                "rms_norm",
+            )
             if found.operator in ("hybrid_experts", "dense_linear"):
                 assert (config.weights, config.group_size) == (weights, 32)
 

@@ -61,17 +61,43 @@ def test_what_computes_something_else_is_refused() -> None:
             RmsNorm.build(module, RmsNormConfig(device="cpu"))
 
 
-def test_a_model_with_all_norms_replaced_says_the_same(tiny_qwen3_moe: Path) -> None:
-    rules = [
-        {"name": "norms", "match": {"path": r".*norm"}, "replace": {"operator": "rms_norm"}},
-        {"name": "e", "match": {"path": r".*\.experts"}, "replace": {"operator": "cpu_experts"}},
-    ]
-    model = ktinject.load(tiny_qwen3_moe, rules, devices=["cpu"], progress=False)
-    plain = ktinject.load(tiny_qwen3_moe, rules[1:], devices=["cpu"], progress=False)
-    assert len([m for m in model.modules() if isinstance(m, RmsNorm)]) == 3 * 4 + 1
+RULES = [
+    {"name": "norms", "match": {"path": r".*norm"}, "replace": {"operator": "rms_norm"}},
+    {"name": "e", "match": {"path": r".*\.experts"}, "replace": {"operator": "cpu_experts"}},
+]
+
+
+def replaced(model: nn.Module) -> int:
+    return len([module for module in model.modules() if isinstance(module, RmsNorm)])
+
+
+def test_on_the_cpu_norms_stay(tiny_qwen3_moe: Path) -> None:
+    assert replaced(ktinject.load(tiny_qwen3_moe, RULES, devices=["cpu"], progress=False)) == 0
+
+
+def test_a_model_with_all_norms_replaced_says_the_same(
+    tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RmsNorm, "instead", classmethod(lambda cls, module, config: (cls, config)))
+    model = ktinject.load(tiny_qwen3_moe, RULES, devices=["cpu"], progress=False)
+    plain = ktinject.load(tiny_qwen3_moe, RULES[1:], devices=["cpu"], progress=False)
+    assert replaced(model) == 3 * 4 + 1 and replaced(plain) == 0
     ids = torch.arange(20)[None]
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.gpu
+def test_the_bundled_rules_replace_them_on_a_gpu(tiny_qwen3_moe: Path) -> None:
+    if not torch.cuda.is_available() or not _native.cuda_built():
+        pytest.skip("no CUDA device, or built without CUDA")
+    model = ktinject.load(tiny_qwen3_moe, "qwen3-moe", progress=False)
+    plain = ktinject.load(tiny_qwen3_moe, RULES[1:], progress=False)
+    assert replaced(model) == 3 * 4 + 1
+    ids = torch.arange(20, device=model.device)[None]
+    with torch.inference_mode():
+        difference = (model(ids).logits - plain(ids).logits).abs().max()
+    assert difference <= 1e-3 * plain(ids).logits.abs().max()
 
 
 @pytest.mark.gpu
