@@ -176,6 +176,10 @@ def bench(arguments: argparse.Namespace, cells: list[Cell], ceilings: Ceilings) 
     kt = KtKernel(extension, arguments.kt_threads or threads) if extension is not None else None
     ceilings.measure()
     print(f"# {ceilings}")
+    hot, woken = (_native.empty_call_us(1000, pause, everyone=True) for pause in (0, 150))
+    print(
+        f"# a call of an empty task for each thread: {hot:.1f} µs at once, {woken:.1f} µs after a pause of 150"
+    )
     if kt is not None:
         print(f"# kt-kernel {kt.version}, {kt.workers} workers and a dispatcher")
     print(HEADER)

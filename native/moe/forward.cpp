@@ -60,7 +60,7 @@ constexpr int kTasksPerThread = 8;
 constexpr int kReadRows = 4;
 // Up to so many rows, down is worked off in chunks of columns; above, expert by expert, for its rows stay in the
 // caches.
-constexpr int kChunkedRows = 512;
+constexpr int kChunkedRows = 16;
 constexpr int kChunks = 16;
 
 // Experts a token may be sent to; they are gathered on the stack.

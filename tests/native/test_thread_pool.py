@@ -258,3 +258,33 @@ def test_ctrl_c_ends_a_long_call():
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
     )
     assert float(answer.stdout) < 1
+
+
+def test_threads_that_cannot_be_started_are_refused_and_nothing_is_left():
+    code = """
+        import os, resource
+        from ktinject import _native
+        _native.set_threads(1)
+        before = len(os.listdir("/proc/self/task"))
+        pages = int(open("/proc/self/statm").read().split()[0])
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + (200 << 20)  # room for the stacks of some twenty threads
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        _native.set_threads(1000, crowded=True)
+        try:
+            _native.threads()
+        except RuntimeError as error:
+            print(error)
+        _native.set_threads(3, crowded=True)
+        print(_native.threads(), _native.read_bandwidth(4096) > 0)
+        _native.set_threads(1)
+        _native.threads()
+        print(len(os.listdir("/proc/self/task")) - before)
+    """
+    answer = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.splitlines() == [
+        "could not start 1000 worker threads; set KTINJECT_THREADS lower",
+        "3 True",
+        "0",
+    ]
