@@ -90,7 +90,8 @@ def table(rows: list[dict[str, str]]) -> None:
                 for way in ("deferred", "skipped")
             )
             cells = [name, f"{count} of {TOP_K}"]
-            cells += [f"{float(r['perplexity_b']) / float(r['perplexity_a']) - 1:+.2%}" for r in (late, gone)]
+            changes = [float(r["perplexity_b"]) / float(r["perplexity_a"]) - 1 for r in (late, gone)]
+            cells += [f"{change:+.2%}".replace("-", "−") for change in changes]
             for column, form in (
                 ("mean_nats", ".4f"),
                 ("p99_nats", ".3f"),
