@@ -38,7 +38,7 @@ class Step:
 
 
 def read(file: Path, first: int, layers: int) -> Step:
-    """The window that begins with the experts of the `first` layer of the last whole step but one and has `layers`."""
+    """The window that begins with the experts of the `first` layer of the step of median length and has `layers`."""
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("ph") == "X"]
 
     def bars(wanted: Any) -> list[Bar]:
@@ -52,7 +52,9 @@ def read(file: Path, first: int, layers: int) -> Step:
     late = [bar for before, bar in itertools.pairwise(experts) if before.name == bar.name]
     now = [bar for bar in experts if bar not in late]
     names = list(dict.fromkeys(bar.name for bar in now))
-    starts = [i for i, bar in enumerate(now) if bar.name == names[first]]
+    starts = [i for i, bar in enumerate(now[:-layers]) if bar.name == names[first]]
+    # The step of median length: a single one may be anything.
+    starts.sort(key=lambda i: now[i + layers].begin - now[i].begin)
     at = starts[len(starts) // 2]
     window = now[at : at + layers + 1]
     origin, end = window[0].begin, window[-1].begin
