@@ -208,74 +208,17 @@ void decoded_few(const Matrix& matrix, const std::byte* panels, int count, const
   Tiles::release();
 }
 
-// More rows: as `chains`, but the next panel's stretch is decoded a block at a time between the tile products of this
-// one, which leave the vector units idle; the one after that is on its way from memory.
-template <class Tiles>
-void decoded_many(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                  std::byte* scratch, Decode decode) {
-  const int all = matrix.blocks(), stretch = all <= kDecodedUncut ? all : kDecodedStretch;
-  const int pairs = (rows.m + 2 * kTile - 1) / (2 * kTile), places = (all + stretch - 1) / stretch * count;
-  const size_t data_block = 2 * matrix.tile_bytes();
-  // Place i is stretch i / count of panel i % count.
-  auto panel_of = [&](int place) { return panels + static_cast<size_t>(place % count) * matrix.panel_bytes(); };
-  auto first_of = [&](int place) { return place / count * stretch; };
-  auto blocks_of = [&](int place) { return all - first_of(place) < stretch ? all - first_of(place) : stretch; };
-  std::byte* buffers[2] = {scratch, scratch + static_cast<size_t>(stretch) * 2048};
-  decode(matrix, panels, 0, stretch, 0, buffers[0]);
-  const size_t ahead = (data_block / 64 + static_cast<size_t>(pairs) - 1) / static_cast<size_t>(pairs) * 64;
-  int m0 = 0, m1 = 0;
-  for (int place = 0; place < places; ++place) {
-    const int first = first_of(place), blocks = blocks_of(place),
-              next_blocks = place + 1 < places ? blocks_of(place + 1) : 0;
-    const std::byte* w = buffers[place % 2];
-    const std::byte* later = place + 2 < places ? panel_of(place + 2) + matrix.head_bytes() +
-                                                      static_cast<size_t>(first_of(place + 2)) * data_block
-                                                : w;
-    const size_t later_step = place + 2 < places ? ahead : 0;
-    int done = 0, due = 0;
-    for (int row = 0; row < rows.m; row += 2 * kTile) {
-      const int h0 = rows.group_rows(row), h1 = row + kTile < rows.m ? rows.group_rows(row + kTile) : 0;
-      if (h0 != m0 || h1 != m1) {
-        Tiles::configure(TileShapes(h0, h1));
-        m0 = h0;
-        m1 = h1;
-      }
-      const bool two = h1 > 0;
-      float* target =
-          c + (static_cast<size_t>(place % count) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
-      if (first == 0) Tiles::zero(two);
-      else Tiles::load_c(target, two);
-      const std::byte* a0 = rows.group(row) + static_cast<size_t>(first) * static_cast<size_t>(h0) * 64;
-      const std::byte* a1 = rows.group(row + kTile) + static_cast<size_t>(first) * static_cast<size_t>(h1) * 64;
-      for (int block = 0; block < blocks; ++block) {
-        Tiles::load_a0(a0 + block * h0 * 64);
-        if (two) Tiles::load_a1(a1 + block * h1 * 64);
-        Tiles::load_b(w + block * 2048, w + block * 2048 + 1024);
-        Tiles::bf16(two);
-        for (size_t at = 0; at < later_step; at += 64)
-          _mm_prefetch(reinterpret_cast<const char*>(later + at), _MM_HINT_T1);
-        later += later_step;
-        due += next_blocks;
-        if (due >= pairs * blocks) {
-          due -= pairs * blocks;
-          decode(matrix, panel_of(place + 1), first_of(place + 1) + done, 1, 0, buffers[1 - place % 2] + done * 2048);
-          ++done;
-        }
-      }
-      Tiles::store(target, two);
-    }
-    if (done < next_blocks)
-      decode(matrix, panel_of(place + 1), first_of(place + 1) + done, next_blocks - done, 0,
-             buffers[1 - place % 2] + done * 2048);
-  }
-  Tiles::release();
-}
-
 template <class Tiles>
 void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
              Decode decode) {
-  if (rows.m <= 2 * kTile) decoded_few<Tiles>(matrix, panels, count, rows, c, scratch, decode);
-  else decoded_many<Tiles>(matrix, panels, count, rows, c, scratch, decode);
+  if (rows.m <= 2 * kTile) return decoded_few<Tiles>(matrix, panels, count, rows, c, scratch, decode);
+  chains<Tiles>(
+      matrix, panels, count, rows, c, matrix.blocks() <= kDecodedUncut ? matrix.blocks() : kDecodedStretch, Tiles::bf16,
+      [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
+        decode(matrix, panel, first, blocks, 0, scratch);
+        return scratch;
+      },
+      kDone);
 }
 
 }  // namespace

@@ -52,7 +52,7 @@ std::span<const Kernel> kernel_table() { return kTable; }
 
 size_t scratch_bytes(const Matrix& matrix) {
   // A decoded stretch of one panel.
-  return matrix.format == Format::bf16 || matrix.format == Format::int8 ? 0 : size_t{256} << 10;
+  return matrix.format == Format::bf16 || matrix.format == Format::int8 ? 0 : size_t{128} << 10;
 }
 
 std::string why_unavailable(const Kernel& kernel) {
