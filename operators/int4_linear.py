@@ -55,6 +55,7 @@ class Int4Linear(GpuLinear):
 
     Config = Int4LinearConfig
     takes = ("gptq", "awq", "packed")
+    sm80_only = False  # for tests: leave sm_90's own kernels out
 
     def __init__(self, module: nn.Linear, config: Int4LinearConfig) -> None:
         super().__init__(module, config)
@@ -165,6 +166,7 @@ class Int4Linear(GpuLinear):
             group_size=self.group_size,
             has_zeros=self.has_zeros,
             fp16_scales=self._scale_dtype == torch.float16,
+            sm80_only=self.sm80_only,
             device=device.index or 0,
         )
 

@@ -32,18 +32,18 @@ void init_int4_linear(nb::module_& m) {
       .def(
           "__init__",
           [](Int4Linear* self, uintptr_t words, uintptr_t scales, uintptr_t bias, int n, int k, int group_size,
-             bool has_zeros, bool fp16_scales, int device) {
-            new (self) Int4Linear{{pointer<>(words), pointer<>(scales), n, k, group_size, has_zeros, fp16_scales},
+             bool has_zeros, bool fp16_scales, bool sm80_only, int device) {
+            new (self) Int4Linear{{pointer<>(words), pointer<>(scales), n, k, group_size, has_zeros, fp16_scales, sm80_only},
                                   pointer<const float>(bias),
                                   device};
           },
           nb::kw_only(), nb::arg("words"), nb::arg("scales"), nb::arg("bias"), nb::arg("n"), nb::arg("k"),
-          nb::arg("group_size"), nb::arg("has_zeros"), nb::arg("fp16_scales"), nb::arg("device"),
+          nb::arg("group_size"), nb::arg("has_zeros"), nb::arg("fp16_scales"), nb::arg("sm80_only"), nb::arg("device"),
           "Addresses of words, scales and bias (0: none), laid out as native/cuda/int4_linear.hpp says.")
       .def(
           "scratch",
           [](const Int4Linear& self, int m) {
-            const Int4Scratch scratch = int4_scratch(self.weight.n, self.weight.k, m, self.device);
+            const Int4Scratch scratch = int4_scratch(self.weight, m, self.device);
             return std::make_tuple(scratch.partials_bytes, scratch.counters);
           },
           nb::arg("m"), "Scratch of a call with m tokens: bytes of partials, number of int32 counters.")

@@ -21,17 +21,11 @@
 // Source: the striped partition and dequantisation by lop3 are ideas of Marlin (Frantar et al. 2024).
 #include "cuda/int4_linear.hpp"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
-#include <algorithm>
 #include <atomic>
-#include <cstdint>
-#include <stdexcept>
-#include <string>
 
-namespace ktinject {
+#include "cuda/int4_tile.cuh"
+
+namespace ktinject::int4 {
 namespace {
 
 constexpr int kWarps = 8;
@@ -40,33 +34,6 @@ constexpr int kTiles = 2;                        // tiles of 16 outputs a warp
 constexpr int kStrip = 16 * kTiles * kWarps;     // outputs a block
 constexpr int kDepth = 64;                       // inputs a stage
 constexpr int kWordBytes = kStrip * kDepth / 2;  // of a stage
-constexpr int kMaxTokens = 64;
-
-void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();
-  throw std::runtime_error(std::string("int4_linear: ") + what + ": " + cudaGetErrorString(error));
-}
-
-struct Arguments {
-  const uint8_t* words;
-  const uint8_t* scales;
-  const float* bias;
-  const uint8_t* x;
-  void* y;
-  float4* partials;
-  int* counters;
-  int m, n, k;
-  int tiles64;           // n64 / 64
-  int depth;             // stages of a strip: k / 64
-  int strips;            // ceil(n / 256)
-  int stages_per_group;  // group_size / 64; 1 for groups of 32
-  int groups;            // k / group_size
-  int scale_bytes;       // of one scale, with its zero point: 2 or 4
-  bool fp16_scales;
-  int line;   // stages in all
-  int share;  // stages a block
-};
 
 __device__ __forceinline__ void copy16(void* to, const void* from, bool real) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
@@ -79,97 +46,6 @@ __device__ __forceinline__ void wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8 × 8 matrices; each lane gives the address of one row.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
-
-template <class T>
-struct Float16;
-
-template <>
-struct Float16<__nv_bfloat16> {
-  using Pair = __nv_bfloat162;
-  static constexpr uint32_t kMagic = 0x43004300;  // 128: the last four bits of the mantissa count ones
-  static __device__ __forceinline__ uint32_t subtract(uint32_t a, uint32_t b) {
-    uint32_t d;
-    asm("{.reg .b32 one; mov.b32 one, 0x3f803f80; neg.bf16x2 %0, %2; fma.rn.bf16x2 %0, %1, one, %0;}"
-        : "=&r"(d)
-        : "r"(a), "r"(b));
-    return d;
-  }
-  static __device__ __forceinline__ Pair pair(float a, float b) { return __floats2bfloat162_rn(a, b); }
-  static __device__ __forceinline__ __nv_bfloat16 one(float a) { return __float2bfloat16_rn(a); }
-  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-};
-
-template <>
-struct Float16<__half> {
-  using Pair = __half2;
-  static constexpr uint32_t kMagic = 0x64006400;  // 1024
-  static __device__ __forceinline__ uint32_t subtract(uint32_t a, uint32_t b) {
-    uint32_t d;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-  }
-  static __device__ __forceinline__ Pair pair(float a, float b) { return __floats2half2_rn(a, b); }
-  static __device__ __forceinline__ __half one(float a) { return __float2half_rn(a); }
-  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-};
-
-// Two codes of a word, `shift` and `shift + 16` bits up, as floats above kMagic's base.
-template <class T>
-__device__ __forceinline__ uint32_t codes(uint32_t word, int shift) {
-  uint32_t d;
-  asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(d) : "r"(word >> shift), "r"(Float16<T>::kMagic));  // a & b | c
-  return d;
-}
-
-// A word's eight codes as the A operand: codes minus zero points, exact. `zeros`: of the even and the odd output, as
-// pairs above kMagic's base.
-template <class T>
-__device__ __forceinline__ void to_operand(uint32_t (&a)[4], uint32_t word, const uint32_t (&zeros)[2]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) a[i] = Float16<T>::subtract(codes<T>(word, 4 * i), zeros[i & 1]);
-}
-
-__device__ __forceinline__ float scale_of(uint32_t bits, bool fp16) {
-  return fp16 ? __half2float(__ushort_as_half(static_cast<unsigned short>(bits))) : __uint_as_float(bits << 16);
-}
-
-// The scales of a lane's two outputs of a tile, and their zero points as pairs.
-template <class T>
-__device__ __forceinline__ void read_scales(float (&scale)[2], uint32_t (&zeros)[2], const uint8_t* tile, int pair,
-                                            int scale_bytes, bool fp16) {
-  if (scale_bytes == 4) {
-    const uint2 both = reinterpret_cast<const uint2*>(tile)[pair];
-    scale[0] = scale_of(both.x & 0xffff, fp16);
-    scale[1] = scale_of(both.y & 0xffff, fp16);
-    zeros[0] = Float16<T>::kMagic + __byte_perm(both.x, 0, 0x3232);
-    zeros[1] = Float16<T>::kMagic + __byte_perm(both.y, 0, 0x3232);
-  } else {
-    const uint32_t both = reinterpret_cast<const uint32_t*>(tile)[pair];
-    scale[0] = scale_of(both & 0xffff, fp16);
-    scale[1] = scale_of(both >> 16, fp16);
-    zeros[0] = zeros[1] = Float16<T>::kMagic + 0x00080008;
-  }
-}
-
 // Bytes of a stage: words, activations [tokens][64] with the 16-byte pieces of a row swizzled, scales of one or two
 // groups.
 template <int kTokens, bool kHalfGroups>
@@ -177,7 +53,7 @@ constexpr int kStageBytes = kWordBytes + kTokens * kDepth * 2 + (kHalfGroups ? 2
 
 // T: of activations. kTokens: rows of a block, a multiple of 8. kHalfGroups: groups of 32, two a stage.
 template <class T, int kTokens, bool kHalfGroups, int kStages>
-__global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_sm80(const Arguments p) {
+__global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_sm80(const Int4Arguments p) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ int is_last;
   constexpr int kStage = kStageBytes<kTokens, kHalfGroups>;
@@ -376,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_s
 
 // A warp writes 16 outputs × 64 inputs, by way of shared memory so that rows go out as whole lines.
 template <class T>
-__global__ void __launch_bounds__(128) int4_dequantise_sm80(const Arguments p, int first_tile, int rows, T* out) {
+__global__ void __launch_bounds__(128) int4_dequantise_sm80(const Int4Arguments p, int first_tile, int rows, T* out) {
   __shared__ __align__(16) uint8_t shared[4][16 * 144];  // 16 bytes of padding a row
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int tile64 = blockIdx.y, depth = blockIdx.x;
@@ -443,39 +319,43 @@ int multiprocessors(int device) {
   return count;
 }
 
-int tokens_a_block(int m) { return m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64; }
-
-struct Partition {
-  int tokens, units, depth, line, share, blocks;
-};
-
-Partition partition(int n, int k, int m, int device) {
-  Partition p;
-  p.tokens = tokens_a_block(m);
-  p.units = (n + kStrip - 1) / kStrip * ((m + p.tokens - 1) / p.tokens);
-  p.depth = k / kDepth;
-  p.line = p.units * p.depth;
-  const int most = multiprocessors(device) * (p.tokens <= 16 ? 2 : 1);
-  p.share = (p.line + most - 1) / most;
-  p.blocks = (p.line + p.share - 1) / p.share;
-  return p;
+Partition partition_sm80(int n, int k, int m, int blocks) {
+  const int tokens = m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64;
+  return cut(n, k, m, tokens, kStrip, blocks * (tokens <= 16 ? 2 : 1));
 }
 
-Arguments arguments_of(const Int4Matrix& w) {
+bool is_sm90(int device) {
+  static std::atomic<int> known[64];  // 0: not asked yet, else the compute capability
+  int capability = device < 64 ? known[device].load(std::memory_order_relaxed) : 0;
+  if (capability == 0) {
+    int major = 0, minor = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "reading the capability");
+    check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "reading the capability");
+    capability = 10 * major + minor;
+    if (device < 64) known[device].store(capability, std::memory_order_relaxed);
+  }
+  return capability == 90;
+}
+
+Partition partition(const Int4Matrix& w, int m, int device) {
+  const int blocks = multiprocessors(device);
+  return w.sm80_only || !is_sm90(device) ? partition_sm80(w.n, w.k, m, blocks) : partition_sm90(w.n, w.k, m, blocks);
+}
+
+Int4Arguments arguments_of(const Int4Matrix& w) {
   if (w.n < 1 || w.k < kDepth || w.k % kDepth != 0)
     throw std::invalid_argument("int4_linear: found " + std::to_string(w.n) + " outputs and " + std::to_string(w.k) +
                                 " inputs; inputs must be a multiple of 64");
   if (w.group_size != 32 && (w.group_size < 64 || w.group_size % 64 != 0 || w.k % w.group_size != 0))
     throw std::invalid_argument("int4_linear: found group_size " + std::to_string(w.group_size) + " for " +
                                 std::to_string(w.k) + " inputs; allowed: 32, or a multiple of 64 that divides them");
-  Arguments p{};
+  Int4Arguments p{};
   p.words = static_cast<const uint8_t*>(w.words);
   p.scales = static_cast<const uint8_t*>(w.scales);
   p.n = w.n;
   p.k = w.k;
   p.tiles64 = (w.n + 63) / 64;
   p.depth = w.k / kDepth;
-  p.strips = (w.n + kStrip - 1) / kStrip;
   p.stages_per_group = w.group_size / kDepth;  // 0 for groups of 32
   p.groups = w.k / w.group_size;
   p.scale_bytes = w.has_zeros ? 4 : 2;
@@ -484,7 +364,7 @@ Arguments arguments_of(const Int4Matrix& w) {
 }
 
 template <class T, int kTokens, bool kHalfGroups, int kStages>
-void launch(const Arguments& p, int blocks, int device, cudaStream_t stream) {
+void launch(const Int4Arguments& p, int blocks, int device, cudaStream_t stream) {
   constexpr int bytes = kStages * kStageBytes<kTokens, kHalfGroups>;
   auto* kernel = int4_linear_sm80<T, kTokens, kHalfGroups, kStages>;
   static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
@@ -498,7 +378,7 @@ void launch(const Arguments& p, int blocks, int device, cudaStream_t stream) {
 }
 
 template <class T, bool kHalfGroups>
-void dispatch(int tokens, const Arguments& p, int blocks, int device, cudaStream_t stream) {
+void dispatch(int tokens, const Int4Arguments& p, int blocks, int device, cudaStream_t stream) {
   switch (tokens) {
     case 8:
       return launch<T, 8, kHalfGroups, 6>(p, blocks, device, stream);
@@ -511,41 +391,53 @@ void dispatch(int tokens, const Arguments& p, int blocks, int device, cudaStream
   }
 }
 
-}  // namespace
+void run_sm80(Int4Arguments p, const Partition& part, bool fp16, int device, cudaStream_t stream) {
+  const bool half_groups = p.stages_per_group == 0;
+  if (fp16)
+    half_groups ? dispatch<__half, true>(part.tokens, p, part.blocks, device, stream)
+                : dispatch<__half, false>(part.tokens, p, part.blocks, device, stream);
+  else
+    half_groups ? dispatch<__nv_bfloat16, true>(part.tokens, p, part.blocks, device, stream)
+                : dispatch<__nv_bfloat16, false>(part.tokens, p, part.blocks, device, stream);
+}
 
-Int4Scratch int4_scratch(int n, int k, int m, int device) {
+}  // namespace
+}  // namespace ktinject::int4
+
+namespace ktinject {
+
+using namespace int4;
+
+Int4Scratch int4_scratch(const Int4Matrix& weight, int m, int device) {
   if (m < 1) return {};
-  const Partition part = partition(n, k, m, device);
-  return {static_cast<size_t>(2) * part.blocks * kStrip * part.tokens * sizeof(float), static_cast<size_t>(part.units)};
+  const Partition part = partition(weight, m, device);
+  return {static_cast<size_t>(2) * part.blocks * part.outputs * part.tokens * sizeof(float),
+          static_cast<size_t>(part.units)};
 }
 
 void int4_linear(const Int4Matrix& weight, const float* bias, const void* x, bool fp16, int m, void* y, void* partials,
                  int* counters, int device, void* stream) {
-  Arguments p = arguments_of(weight);
+  Int4Arguments p = arguments_of(weight);
   if (m < 1) return;
   const OnDevice here(device);
-  const Partition part = partition(weight.n, weight.k, m, device);
+  const Partition part = partition(weight, m, device);
   p.bias = bias;
   p.x = static_cast<const uint8_t*>(x);
   p.y = y;
   p.partials = static_cast<float4*>(partials);
   p.counters = counters;
   p.m = m;
+  p.strips = (weight.n + part.outputs - 1) / part.outputs;
   p.line = part.line;
   p.share = part.share;
-  const bool half_groups = weight.group_size == 32;
   const auto on = static_cast<cudaStream_t>(stream);
-  if (fp16)
-    half_groups ? dispatch<__half, true>(part.tokens, p, part.blocks, device, on)
-                : dispatch<__half, false>(part.tokens, p, part.blocks, device, on);
-  else
-    half_groups ? dispatch<__nv_bfloat16, true>(part.tokens, p, part.blocks, device, on)
-                : dispatch<__nv_bfloat16, false>(part.tokens, p, part.blocks, device, on);
+  if (weight.sm80_only || !is_sm90(device)) run_sm80(p, part, fp16, device, on);
+  else run_sm90(p, part, fp16, device, on);
 }
 
 void int4_dequantise(const Int4Matrix& weight, int first_row, int rows, bool fp16, void* out, int device,
                      void* stream) {
-  const Arguments p = arguments_of(weight);
+  const Int4Arguments p = arguments_of(weight);
   if (first_row < 0 || first_row % 64 != 0 || rows < 0 || first_row + rows > weight.n)
     throw std::invalid_argument("int4_dequantise: rows out of range, or not from a multiple of 64");
   if (rows == 0) return;

@@ -14,6 +14,7 @@ struct Int4Matrix {
   int group_size = 0;        // 32, or a multiple of 64 that divides k
   bool has_zeros = false;    // else every zero point is 8
   bool fp16_scales = false;  // else bf16
+  bool sm80_only = false;    // leave sm_90's own kernels out, to test the others there
 };
 
 // Sizes of the scratch memory of one call: `partials_bytes` need not be initialised; `counters` ints must be zero
@@ -22,7 +23,7 @@ struct Int4Scratch {
   size_t partials_bytes = 0;
   size_t counters = 0;
 };
-Int4Scratch int4_scratch(int n, int k, int m, int device);
+Int4Scratch int4_scratch(const Int4Matrix& weight, int m, int device);
 
 // y [m, n] = x [m, k] · Wᵀ + bias. x and y bf16, or fp16; rows contiguous, x aligned to 16 bytes and y to 4; bias [n]
 // fp32 or null. Runs on `stream`, allocates nothing, may be captured. Throws std::runtime_error if the launch fails,

@@ -13,7 +13,7 @@ namespace {
 
 }  // namespace
 
-Int4Scratch int4_scratch(int, int, int, int) { refuse(); }
+Int4Scratch int4_scratch(const Int4Matrix&, int, int) { refuse(); }
 
 void int4_linear(const Int4Matrix&, const float*, const void*, bool, int, void*, void*, int*, int, void*) { refuse(); }
 
