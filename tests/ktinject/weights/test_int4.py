@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import ktinject
 from ktinject.errors import CheckpointError
 from ktinject.weights import formats, int4
 from ktinject.weights.checkpoint import Checkpoint
@@ -61,7 +63,7 @@ def tensors(name: str, codes: Codes, group_of: Tensor | None = None) -> dict[str
             "scales": scales.T.contiguous(),
         }
         return found | {
-            "g_idx": torch.arange(K, dtype=torch.int32) // GROUP if group_of is None else group_of
+            "g_idx": torch.arange(q.shape[1], dtype=torch.int32) // GROUP if group_of is None else group_of
         }
     if name == "awq":
         order = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -73,7 +75,7 @@ def tensors(name: str, codes: Codes, group_of: Tensor | None = None) -> dict[str
     return {
         "weight_packed": pack(q, 1),
         "weight_scale": scales,
-        "weight_shape": torch.tensor([N, K]),
+        "weight_shape": torch.tensor(q.shape),
         "weight_zero_point": pack(zeros, 0),
     }
 
@@ -218,3 +220,47 @@ def test_no_expert_of_a_matrix(tmp_path: Path) -> None:
     with write(tmp_path, tensors("awq", drawn())) as checkpoint:
         with pytest.raises(CheckpointError, match="no expert 1 in a matrix"):
             formats.decode(checkpoint, KEY, 1, CONFIGS["awq"])
+
+
+# A whole model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_with_int4_weights_is_the_model_of_their_values(
+    name: str, tiny_qwen3_moe: Path, tmp_path: Path
+) -> None:
+    """Attention and experts in int4, as published models have them, against the same values in fp32."""
+    plain, packed = {}, {}
+    for key, tensor in load_file(tiny_qwen3_moe / "model.safetensors").items():
+        if ".q_proj." in key or ".experts." in key:
+            n, k = tensor.shape
+            made = drawn_like(n, k)
+            plain[key] = made.values()
+            packed |= {f"{key.removesuffix('.weight')}.{part}": t for part, t in tensors(name, made).items()}
+        else:
+            plain[key] = packed[key] = tensor
+    assert any(".experts." in key for key in packed)
+    logits = []
+    for folder, weights, quantization in (
+        (tmp_path / "a", plain, None),
+        (tmp_path / "b", packed, CONFIGS[name]),
+    ):
+        folder.mkdir()
+        save_file(weights, folder / "model.safetensors")
+        config = json.loads((tiny_qwen3_moe / "config.json").read_text())
+        if quantization:
+            config["quantization_config"] = quantization
+        (folder / "config.json").write_text(json.dumps(config))
+        rule = {"name": "a", "match": {"path": r".*\.experts"}, "replace": {"operator": "cpu_experts"}}
+        model = ktinject.load(folder, [rule], devices="cpu", progress=False)
+        with torch.no_grad():
+            logits.append(model(torch.arange(12)[None]).logits)
+    assert logits[0].equal(logits[1])
+
+
+def drawn_like(n: int, k: int) -> Codes:
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+    groups = k // GROUP
+    return Codes(
+        codes, (torch.rand(n, groups) / 50).half(), torch.randint(0, 16, (n, groups), dtype=torch.uint8)
+    )
