@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.gpu_linear import GpuLinear
@@ -43,6 +44,25 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return values.view(m, k), scales.t().contiguous().t()
 
 
+def quantise_on_gpu(x: Tensor, padded: int) -> tuple[Tensor, Tensor]:
+    """`quantise_rows` of x and as many zero rows as make it `padded`, in one kernel; the same bits."""
+    m, k = x.shape
+    values = torch.empty(padded, k, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(k // BLOCK, padded, dtype=torch.float32, device=x.device)
+    _native.fp8_quantise(
+        x.data_ptr(),
+        x.dtype == torch.float16,
+        m,
+        padded,
+        k,
+        values.data_ptr(),
+        scales.data_ptr(),
+        x.device.index,
+        torch.cuda.current_stream(x.device).cuda_stream,
+    )
+    return values, scales.t()
+
+
 def quantise_blocks(weight: Tensor) -> Fp8Blocks:
     """Round [n, k] to fp8 with a scale for each 128 × 128 block, so that the greatest value of a block is 448."""
     n, k = weight.shape
@@ -65,7 +85,7 @@ def dequantise_blocks(values: Tensor, scales: Tensor) -> Tensor:
 
 def has_scaled_product(device: str) -> bool:
     """Whether torch multiplies fp8 with 1 × 128 and 128 × 128 scales there: cuBLAS 12.9 on compute capability 9.0."""
-    if not device.startswith("cuda") or not torch.cuda.is_available():
+    if not device.startswith("cuda") or not torch.cuda.is_available() or not _native.cuda_built():
         return False
     version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
@@ -83,7 +103,6 @@ class Fp8Linear(GpuLinear):
 
     Config = Fp8LinearConfig
     takes = ("fp8_blocks",)
-    is_native = False
 
     def __init__(self, module: nn.Linear, config: Fp8LinearConfig) -> None:
         super().__init__(module, config)
@@ -183,7 +202,9 @@ class Fp8Linear(GpuLinear):
         m = x.shape[0]
         if m == 0:
             return x.new_empty(0, self.out_features)
-        values, scales = quantise_rows(functional.pad(x, (0, 0, 0, -m % _ROWS)))
+        if x.data_ptr() % 8:
+            x = x.clone()
+        values, scales = quantise_on_gpu(x, m + -m % _ROWS)
         recipe = functional.ScalingType
         y = functional.scaled_mm(
             values,

@@ -1,4 +1,4 @@
-// Linear layers with int4 weights on the GPU.
+// Linear layers with int4 weights on the GPU, and what fp8 ones need.
 //
 // Pointers come as integers: taking a CUDA tensor through DLPack would make streams wait for each other.
 #include <nanobind/stl/tuple.h>
@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "bindings/subjects.hpp"
+#include "cuda/fp8_quantise.hpp"
 #include "cuda/int4_linear.hpp"
 
 namespace nb = nanobind;
@@ -33,9 +34,10 @@ void init_int4_linear(nb::module_& m) {
           "__init__",
           [](Int4Linear* self, uintptr_t words, uintptr_t scales, uintptr_t bias, int n, int k, int group_size,
              bool has_zeros, bool fp16_scales, bool sm80_only, int device) {
-            new (self) Int4Linear{{pointer<>(words), pointer<>(scales), n, k, group_size, has_zeros, fp16_scales, sm80_only},
-                                  pointer<const float>(bias),
-                                  device};
+            new (self)
+                Int4Linear{{pointer<>(words), pointer<>(scales), n, k, group_size, has_zeros, fp16_scales, sm80_only},
+                           pointer<const float>(bias),
+                           device};
           },
           nb::kw_only(), nb::arg("words"), nb::arg("scales"), nb::arg("bias"), nb::arg("n"), nb::arg("k"),
           nb::arg("group_size"), nb::arg("has_zeros"), nb::arg("fp16_scales"), nb::arg("sm80_only"), nb::arg("device"),
@@ -65,6 +67,17 @@ void init_int4_linear(nb::module_& m) {
           },
           nb::arg("first_row"), nb::arg("rows"), nb::arg("fp16"), nb::arg("out"), nb::arg("stream"),
           "out [rows, k] = the rows of the weight from first_row (a multiple of 64), rounded once.");
+  m.def(
+      "fp8_quantise",
+      [](uintptr_t x, bool fp16, int rows, int padded, int k, uintptr_t values, uintptr_t scales, int device,
+         uintptr_t stream) {
+        nb::gil_scoped_release release;
+        fp8_quantise(pointer<>(x), fp16, rows, padded, k, pointer<>(values), pointer<float>(scales), device,
+                     pointer<>(stream));
+      },
+      nb::arg("x"), nb::arg("fp16"), nb::arg("m"), nb::arg("padded"), nb::arg("k"), nb::arg("values"),
+      nb::arg("scales"), nb::arg("device"), nb::arg("stream"),
+      "values [padded, k] e4m3 and scales [k / 128, padded] fp32 of x [m, k] bf16 or fp16.");
 }
 
 }  // namespace ktinject

@@ -92,7 +92,7 @@ def test_the_plan_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_refused() -> None:
     gpu = Gpu(0, "a GPU", 1 << 34, 1 << 34, (7, 5))
-    box = dataclasses.replace(machine.detect(), gpus=(gpu,))
+    box = dataclasses.replace(machine.detect(), gpus=(gpu,), cuda_built=True)
 
     def reason(module: nn.Module) -> str:
         return Fp8Linear.supports(module, Fp8LinearConfig("cuda:0"), box) or "served"
@@ -146,3 +146,16 @@ def test_products(dtype: torch.dtype) -> None:
             assert y.shape == (m, n) and y.dtype == dtype
             error = reference.relative_error(y.cpu(), expected(operator, x))
             assert error < reference.FP8_LINEAR_TOLERANCE, (k, n, m, error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_activations_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    x = (torch.randn(7, 384, device="cuda") * 3).to(dtype)
+    x[2, 128:256] = 0
+    values, scales = fp8_linear.quantise_on_gpu(x, 8)
+    wanted, grid = fp8_linear.quantise_rows(torch.nn.functional.pad(x, (0, 0, 0, 1)))
+    assert scales.equal(grid) and scales.stride() == grid.stride()
+    assert values.view(torch.uint8).equal(wanted.view(torch.uint8))
