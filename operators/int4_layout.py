@@ -4,13 +4,15 @@ A weight [n, k] is cut into tiles of 64 outputs × 64 inputs, a tile into 4 × 4
 mma.m16n8k16: 16 outputs × 16 inputs. Of an operand each of 32 lanes holds 8 codes, one word; the four words of a
 lane along k are one 16-byte piece:
 
-    words   [n64 / 64, k / 64, 4 operands along n, 32 lanes, 4 operands along k] int32
+    words   [k / 64, tiles of a strip, 4 operands along n, 32 lanes, 4 operands along k] int32, strip after strip
     lane    4 · (output // 2) + input % 8 // 2                    output, input: within the operand
     nibble  output % 2 + 2 · (input // 8) + 4 · (input % 2)       from the lowest bits of the word up
 
-    scales  [n64 / 64, groups, 64] int16, the bits of a bf16 or fp16; or int32, zero point << 16 | scale
+    scales  [groups, tiles of a strip, 64] int16, the bits of a bf16 or fp16, strip after strip; or int32,
+            zero point << 16 | scale
 
-n64 is n rounded up to 64. The value of a code is scale · (code - zero point); without zero points that is 8.
+A strip is four tiles along n, 256 outputs; the last has what is left, the last tile padded. The value of a code is
+scale · (code - zero point); without zero points that is 8.
 
 Our own scales have so few significant bits that every value is a bf16 and an fp16 without rounding: 5 beside the 3
 of a code minus 8, or 4 beside the 4 of a code minus a zero point. So all ways to multiply, also those that round
@@ -26,6 +28,7 @@ from torch.nn import functional
 from ktinject.weights.stored import Codes
 
 TILE = 64
+STRIP = 4  # tiles
 _ROWS = 2048  # that are quantised at a time: bounds temporary memory
 
 
@@ -83,21 +86,40 @@ def _few_bits(x: Tensor, bits: int, step: int) -> Tensor:
     return torch.ldexp(((place % half) + half).float() / (2 * half), exponent + place // half)
 
 
+def _to_strips(tiles: Tensor) -> Tensor:
+    """[tiles along n, stretches of k, …] → flat, strip after strip of four tiles, stretch by stretch."""
+    return torch.cat([strip.transpose(0, 1).reshape(-1) for strip in tiles.split(STRIP)])
+
+
+def _from_strips(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The inverse of `_to_strips` for tiles of this shape."""
+    tiles, stretches, *inner = shape
+    widths = [min(STRIP, tiles - first) for first in range(0, tiles, STRIP)]
+    each = flat.numel() // tiles
+    strips = flat.split([width * each for width in widths])
+    return torch.cat([s.view(stretches, w, *inner).transpose(0, 1) for s, w in zip(strips, widths)])
+
+
 def pack_codes(codes: Tensor) -> Tensor:
-    """codes [n, k] uint8 → words [n64 / 64, k / 64, 4, 32, 4] int32; rows beyond n are zero."""
+    """codes [n, k] uint8 → words, flat int32; rows beyond n are zero."""
     n, k = codes.shape
     codes = functional.pad(codes, (0, 0, 0, -n % TILE))
     # block, operand n, output // 2, output % 2, depth, operand k, input // 8, input % 8 // 2, input % 2
     view = codes.view(-1, 4, 8, 2, k // TILE, 4, 2, 4, 2)
     lanes = view.permute(0, 4, 1, 2, 7, 5, 8, 6, 3).contiguous()
     nibbles = lanes[..., 0] | lanes[..., 1] << 4
-    return nibbles.view(-1, k // TILE, 4, 32, 4, 4).view(torch.int32).squeeze(-1)
+    return _to_strips(nibbles.view(-1, k // TILE, 4, 32, 4, 4).view(torch.int32).squeeze(-1))
 
 
-def unpack_codes(words: Tensor, n: int) -> Tensor:
+def unpack_codes(words: Tensor, n: int, k: int) -> Tensor:
     """The inverse of `pack_codes`: [n, k] uint8."""
-    blocks, depth = words.shape[:2]
-    nibbles = words.contiguous().view(torch.uint8).view(blocks, depth, 4, 8, 4, 4, 2, 2)
+    blocks, depth = -(-n // TILE), k // TILE
+    nibbles = (
+        _from_strips(words, (blocks, depth, 4, 32, 4))
+        .contiguous()
+        .view(torch.uint8)
+        .view(blocks, depth, 4, 8, 4, 4, 2, 2)
+    )
     lanes = torch.stack([nibbles & 15, nibbles >> 4], dim=-1)
     return lanes.permute(0, 2, 3, 8, 1, 5, 7, 4, 6).reshape(blocks * TILE, depth * TILE)[:n]
 
@@ -111,17 +133,17 @@ def scale_dtype(scales: Tensor) -> torch.dtype | None:
 
 
 def pack_scales(scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """scales [n, groups] and zeros → [n64 / 64, groups, 64] int16, or int32 with zero points."""
+    """scales [n, groups] and zeros → flat int16, or int32 with zero points."""
     n, groups = scales.shape
     bits = scales.to(dtype).contiguous().view(torch.int16)
     if zeros is not None:
         bits = (bits.to(torch.int32) & 0xFFFF) | zeros.to(torch.int32) << 16
-    return functional.pad(bits, (0, 0, 0, -n % TILE)).view(-1, TILE, groups).transpose(1, 2).contiguous()
+    return _to_strips(functional.pad(bits, (0, 0, 0, -n % TILE)).view(-1, TILE, groups).transpose(1, 2))
 
 
-def unpack_scales(packed: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def unpack_scales(packed: Tensor, n: int, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """The inverse of `pack_scales`: scales [n, groups] fp32, and zeros [n, groups] uint8 or None."""
-    flat = packed.transpose(1, 2).reshape(-1, packed.shape[1])[:n]
+    flat = _from_strips(packed, (-(-n // TILE), groups, TILE)).transpose(1, 2).reshape(-1, groups)[:n]
     if flat.dtype == torch.int16:
         return flat.contiguous().view(dtype).float(), None
     return flat.to(torch.int16).view(dtype).float(), (flat >> 16).to(torch.uint8)

@@ -89,17 +89,22 @@ class Int4Linear(GpuLinear):
             "kernel": f"int4_linear_sm80, cuBLAS beyond {MANY_TOKENS} tokens",
         }
 
-    def _sizes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Shapes of words, scales and counters."""
-        blocks, depth = -(-self.out_features // TILE), self.in_features // TILE
-        groups = self.in_features // self.group_size
+    def _sizes(self) -> tuple[int, int, int]:
+        """Numbers of words, scales and counters of one turn."""
+        tiles = -(-self.out_features // TILE)
+        words = tiles * TILE * self.in_features // 8
         counters = -(-self.out_features // 256) * -(-MANY_TOKENS // 64)
-        return (blocks, depth, 4, 32, 4), (blocks, groups, TILE), (_TURNS, counters)
+        return words, tiles * TILE * (self.in_features // self.group_size), counters
 
     def footprint(self) -> dict[str, int]:
-        words, scales, counters = (torch.Size(shape).numel() for shape in self._sizes())
+        words, scales, counters = self._sizes()
         bias = 4 * self.out_features if self.has_bias else 0
-        return {self.config.device: 4 * words + (4 if self.has_zeros else 2) * scales + 4 * counters + bias}
+        return {
+            self.config.device: 4 * words
+            + (4 if self.has_zeros else 2) * scales
+            + 4 * _TURNS * counters
+            + bias
+        }
 
     def _allocate(self) -> None:
         words, scales, counters = self._sizes()
@@ -108,7 +113,7 @@ class Int4Linear(GpuLinear):
         self._scales = torch.empty(
             scales, dtype=torch.int32 if self.has_zeros else torch.int16, device=device
         )
-        self._counters = torch.zeros(counters, dtype=torch.int32, device=device)
+        self._counters = torch.zeros(_TURNS, counters, dtype=torch.int32, device=device)
 
     def _pack(self, weight: Tensor) -> None:
         try:
@@ -173,8 +178,9 @@ class Int4Linear(GpuLinear):
     def codes(self) -> Codes:
         """What is packed, in the checkpoint's order."""
         self._at("weight")
-        scales, zeros = int4_layout.unpack_scales(self._scales, self.out_features, self._scale_dtype)
-        return Codes(int4_layout.unpack_codes(self._words, self.out_features), scales, zeros)
+        n, k = self.out_features, self.in_features
+        scales, zeros = int4_layout.unpack_scales(self._scales, n, k // self.group_size, self._scale_dtype)
+        return Codes(int4_layout.unpack_codes(self._words, n, k), scales, zeros)
 
     def unpack(self, name: str, expert: int | None = None) -> Tensor:
         if name == "bias" and self._bias is not None:

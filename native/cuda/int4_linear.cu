@@ -72,8 +72,7 @@ __global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_s
       const int tile = warp * kTiles + i;  // of 16 outputs
       const int tile64 = strip * (kStrip / 64) + tile / 4;
       const bool real = tile64 < p.tiles64;
-      const size_t offset =
-          (static_cast<size_t>(real ? tile64 : 0) * p.depth + depth) * 2048 + tile % 4 * 512 + lane * 16;
+      const size_t offset = words_at(p, real ? tile64 : 0, depth) + tile % 4 * 512 + lane * 16;
       copy16(stage + tile * 512 + lane * 16, p.words + offset, real);
     }
     uint8_t* activations = stage + kWordBytes;
@@ -90,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_s
       const int half = i / (4 * pieces), rest = i % (4 * pieces), quarter = rest / pieces, piece = rest % pieces;
       const int tile64 = strip * (kStrip / 64) + quarter;
       const bool real = tile64 < p.tiles64;
-      const size_t offset = (static_cast<size_t>(real ? tile64 : 0) * p.groups + group + half) * (64 * p.scale_bytes);
+      const size_t offset = scales_at(p, real ? tile64 : 0, group + half);
       copy16(scales + half * (kStrip * 4) + quarter * 64 * p.scale_bytes + piece * 16, p.scales + offset + piece * 16,
              real);
     }
@@ -257,8 +256,8 @@ __global__ void __launch_bounds__(128) int4_dequantise_sm80(const Int4Arguments 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int tile64 = blockIdx.y, depth = blockIdx.x;
   uint8_t* mine = shared[warp];
-  const size_t block = static_cast<size_t>(first_tile + tile64) * p.depth + depth;
-  const uint4 words = *reinterpret_cast<const uint4*>(p.words + block * 2048 + warp * 512 + lane * 16);
+  const uint4 words =
+      *reinterpret_cast<const uint4*>(p.words + words_at(p, first_tile + tile64, depth) + warp * 512 + lane * 16);
   const uint32_t each[4] = {words.x, words.y, words.z, words.w};
   float scale[2];
   uint32_t zeros[2];
@@ -266,8 +265,8 @@ __global__ void __launch_bounds__(128) int4_dequantise_sm80(const Int4Arguments 
   for (int j = 0; j < 4; ++j) {
     if (j % 2 == 0) {
       const int group = p.stages_per_group == 0 ? 2 * depth + j / 2 : depth / p.stages_per_group;
-      const size_t offset = (static_cast<size_t>(first_tile + tile64) * p.groups + group) * 64 + warp * 16;
-      read_scales<T>(scale, zeros, p.scales + offset * p.scale_bytes, lane / 4, p.scale_bytes, p.fp16_scales);
+      const uint8_t* scales = p.scales + scales_at(p, first_tile + tile64, group) + warp * 16 * p.scale_bytes;
+      read_scales<T>(scale, zeros, scales, lane / 4, p.scale_bytes, p.fp16_scales);
     }
     uint32_t a[4];
     to_operand<T>(a, each[j], zeros);

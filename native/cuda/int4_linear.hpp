@@ -7,8 +7,8 @@ namespace ktinject {
 
 // A packed weight [n, k] on one device.
 struct Int4Matrix {
-  const void* words;   // [n64 / 64, k / 64, 4, 32, 4] uint32, n64 = n rounded up to 64
-  const void* scales;  // [n64 / 64, k / group_size, 64] of 16-bit scales, or of 32-bit (zero << 16 | scale)
+  const void* words;   // uint32, eight codes each
+  const void* scales;  // of 16 bits, or of 32: zero point << 16 | scale
   int n = 0;
   int k = 0;                 // a multiple of 64
   int group_size = 0;        // 32, or a multiple of 64 that divides k

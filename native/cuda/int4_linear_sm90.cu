@@ -15,6 +15,7 @@
 #include <cuda.h>
 
 #include <atomic>
+#include <type_traits>
 
 #include "cuda/int4_tile.cuh"
 
@@ -79,62 +80,94 @@ __device__ __forceinline__ void sync_consumers() {
   asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
-// Where a stage lies on the line.
+// A stage on the line.
+template <int kTokens, int kTiles>
 struct Place {
-  int unit, depth;
-  __device__ Place(int position, int depths) : unit(position / depths), depth(position % depths) {}
-  __device__ void next(int depths) {
-    if (++depth == depths) depth = 0, ++unit;
+  int unit, tile, token, depth, group,
+      left;  // tile: first of kTiles of 64 outputs; left: stages of the group, 0 in groups of 32
+
+  __device__ Place(const Int4Arguments& p, int position) {
+    unit = position / p.depth;
+    tile = unit % p.strips * kTiles;
+    token = unit / p.strips * kTokens;
+    depth = position - unit * p.depth;
+    group = p.stages_per_group == 0 ? 2 * depth : depth / p.stages_per_group;
+    left = p.stages_per_group == 0 ? 0 : p.stages_per_group - depth % p.stages_per_group;
+  }
+  __device__ __forceinline__ void next(const Int4Arguments& p) {
+    if (p.stages_per_group == 0) {
+      group += 2;
+    } else if (--left == 0) {
+      left = p.stages_per_group;
+      ++group;
+    }
+    if (++depth < p.depth) return;
+    depth = group = 0;
+    left = p.stages_per_group;
+    ++unit;
+    tile += kTiles;
+    if (tile == p.strips * kTiles) tile = 0, token += kTokens;
   }
 };
 
-// One warp asks for a stage's words and scales, a lane a strip of 64 outputs, and for its activations.
+// One thread asks for the stages of a block.
 //
-//   stage   activations [kTokens][64], words of kStrips × 64 outputs, their scales (kScaleBytes a strip of 64)
-template <int kTokens, int kStrips>
+//   stage   activations [kTokens][64]; words of kTiles × 64 outputs; scales, [groups][256] for each four tiles
+template <int kTokens, int kTiles>
 struct Fetch {
   static constexpr int kWords = kTokens * 128;
-  static constexpr int kScales = kWords + kStrips * 2048;
-  static constexpr int kScaleBytes = 512;  // room for two groups of 4-byte scales
-  static constexpr int kBytes = kScales + (kStrips * kScaleBytes + 1023) / 1024 * 1024;
+  static constexpr int kScales = kWords + kTiles * 2048;
+  static constexpr int kScaleBytes = 2048;  // room for two groups of 4-byte scales of 256 outputs
+  static constexpr int kBytes = kScales + kTiles / 4 * kScaleBytes;
+  using At = Place<kTokens, kTiles>;
 
-  static __device__ __forceinline__ void weights(const Int4Arguments& p, Place at, uint8_t* stage, uint64_t* full) {
-    const int lane = threadIdx.x % 32;
+  static __device__ __forceinline__ void weights(const Int4Arguments& p, const At& at, uint8_t* stage, uint64_t* full) {
     const int groups = p.stages_per_group == 0 ? 2 : 1;
-    const int group = p.stages_per_group == 0 ? 2 * at.depth : at.depth / p.stages_per_group;
-    const int scale_bytes = groups * 64 * p.scale_bytes;
-    const int first = at.unit % p.strips * kStrips, real = min(kStrips, p.tiles64 - first);
-    if (lane == 0) arrive_expecting(full, real * (2048 + scale_bytes) + kTokens * 128);
-    if (lane < real) {
-      const auto tile = static_cast<size_t>(first + lane);
-      copy_once(stage + kWords + lane * 2048, p.words + (tile * p.depth + at.depth) * 2048, 2048, full);
-      copy(stage + kScales + lane * kScaleBytes, p.scales + (tile * p.groups + group) * 64 * p.scale_bytes, scale_bytes,
-           full);
+    const int real = min(kTiles, p.tiles64 - at.tile);
+    arrive_expecting(full, real * (2048 + groups * 64 * p.scale_bytes) + kTokens * 128);
+#pragma unroll
+    for (int i = 0; i < kTiles; i += 4) {
+      const int width = min(4, real - i);
+      if (width <= 0) break;
+      copy_once(stage + kWords + i * 2048, p.words + words_at(p, at.tile + i, at.depth), width * 2048, full);
+      copy(stage + kScales + i / 4 * kScaleBytes, p.scales + scales_at(p, at.tile + i, at.group),
+           width * groups * 64 * p.scale_bytes, full);
     }
   }
-  static __device__ __forceinline__ void activations(const Int4Arguments& p, const CUtensorMap* map, Place at,
-                                                     uint8_t* stage, uint64_t* full) {
-    if (threadIdx.x % 32 == 0) copy_tile(stage, map, at.depth * 64, at.unit / p.strips * kTokens, full);
-  }
 
-  // All stages of a block, in a ring of kStages. Weights first: they do not depend on the kernel before.
+  // In a ring of kStages. Weights first: they do not depend on the kernel before.
   template <int kStages>
   static __device__ __forceinline__ void run(const Int4Arguments& p, const CUtensorMap* map, uint8_t* ring,
                                              uint64_t* full, uint64_t* empty, int begin, int count) {
-    Place ahead(begin, p.depth);
-    for (int i = 0; i < min(kStages, count); ++i, ahead.next(p.depth)) weights(p, ahead, ring + i * kBytes, full + i);
+    At ahead(p, begin);
+    for (int i = 0; i < min(kStages, count); ++i, ahead.next(p)) weights(p, ahead, ring + i * kBytes, full + i);
     wait_for_previous();
-    Place at(begin, p.depth);
-    for (int i = 0; i < min(kStages, count); ++i, at.next(p.depth))
-      activations(p, map, at, ring + i * kBytes, full + i);
-    for (int i = kStages, slot = 0, parity = 0; i < count; ++i, at.next(p.depth)) {
+    At at(p, begin);
+    for (int i = 0; i < min(kStages, count); ++i, at.next(p))
+      copy_tile(ring + i * kBytes, map, at.depth * 64, at.token, full + i);
+    for (int i = kStages, slot = 0, parity = 0; i < count; ++i, at.next(p)) {
       wait(empty + slot, parity);
       weights(p, at, ring + slot * kBytes, full + slot);
-      activations(p, map, at, ring + slot * kBytes, full + slot);
+      copy_tile(ring + slot * kBytes, map, at.depth * 64, at.token, full + slot);
       if (++slot == kStages) slot = 0, parity ^= 1;
     }
   }
 };
+
+// The scales of a lane's two outputs of an operand as they are stored, and their negative zero points.
+template <class T, bool kZeros>
+__device__ __forceinline__ uint32_t read_pair(uint32_t (&zeros)[2], const uint8_t* operand, int pair) {
+  constexpr uint32_t kNegative = Float16<T>::kMagic | 0x80008000;
+  if constexpr (kZeros) {
+    const uint2 both = reinterpret_cast<const uint2*>(operand)[pair];
+    zeros[0] = kNegative + __byte_perm(both.x, 0, 0x3232);
+    zeros[1] = kNegative + __byte_perm(both.y, 0, 0x3232);
+    return __byte_perm(both.x, both.y, 0x5410);
+  } else {
+    zeros[0] = zeros[1] = kNegative + 0x00080008;
+    return reinterpret_cast<const uint32_t*>(operand)[pair];
+  }
+}
 
 // Sums of a strip that several blocks share, kVectors float4 a thread: true for the block that has the whole sum. A
 // block has at most two such shares: where it begins (slot 0) and where it ends (1).
@@ -159,6 +192,7 @@ __device__ __forceinline__ bool join(const Int4Arguments& p, int unit, float (&s
   __threadfence();
 #pragma unroll
   for (int i = 0; i < 4 * kVectors; ++i) sum[i] = 0;
+#pragma unroll kVectors <= 2 ? 8 : kVectors <= 8 ? 2 : 1
   for (int block = first; block <= last; ++block) {
     const float4* part = p.partials + (2 * block + (block == first)) * kPart + threadIdx.x;
 #pragma unroll
@@ -198,65 +232,66 @@ __device__ __forceinline__ float bias_of(const Int4Arguments& p, int output) {
 
 constexpr int kFewWarps = 8;
 constexpr int kFewThreads = 32 * kFewWarps;
-constexpr int kFewStrips = 4;  // of 64 outputs a block: a warp has 32
-constexpr int kFewStages = 6;
+constexpr int kFewTiles = 4;  // of 64 outputs a block: a warp has 32 outputs
+// Two blocks fill a multiprocessor's shared memory: a third one, of the next kernel, must wait until one has ended,
+// else that kernel's blocks would gather where this one ends first.
+template <int kTokens>
+constexpr int kFewStages = kTokens == 8    ? 7
+                           : kTokens == 16 ? 7
+                                           : 12;
 
-template <class T, int kTokens, bool kHalfGroups>
+template <class T, int kTokens, bool kHalfGroups, bool kZeros>
 __global__ void __launch_bounds__(kFewThreads + 32, kTokens <= 16 ? 2 : 1)
     int4_few_sm90(const Int4Arguments p, const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) uint8_t ring[];
-  __shared__ uint64_t full[kFewStages], empty[kFewStages];
+  constexpr int kStages = kFewStages<kTokens>;
+  __shared__ uint64_t full[kStages], empty[kStages];
   __shared__ int is_last;
-  using Stage = Fetch<kTokens, kFewStrips>;
-  constexpr int kColumns = kTokens / 8, kTiles = 2;
+  using Stage = Fetch<kTokens, kFewTiles>;
+  constexpr int kColumns = kTokens / 8, kOperands = 2, kPair = kZeros ? 4 : 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int begin = blockIdx.x * p.share, count = min(p.share, p.line - begin);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kFewStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, kFewWarps);
+    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, kFewWarps);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
   let_next_begin();
   if (warp == kFewWarps) {
-    Stage::template run<kFewStages>(p, &map, ring, full, empty, begin, count);
+    if (lane == 0) Stage::template run<kStages>(p, &map, ring, full, empty, begin, count);
     return;
   }
 
-  float sum[kTiles * kColumns * 4] = {};  // scaled
-  float group[kTiles][kColumns][4] = {};  // of the group so far
-  float scale[kTiles][2];
-  uint32_t zeros[kTiles][2];
-  auto close_group = [&] {
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          float& s = sum[(i * kColumns + j) * 4 + c];
-          s = fmaf(group[i][j][c], scale[i][c / 2], s);
-          group[i][j][c] = 0;
-        }
-  };
-
-  Place at(begin, p.depth);
+  float sum[kOperands * kColumns * 4] = {};  // scaled
+  float group[kOperands][kColumns][4] = {};  // of the group so far
+  typename Stage::At at(p, begin);
   for (int i = 0, slot = 0, parity = 0; i < count; ++i) {
     const uint8_t* stage = ring + slot * Stage::kBytes;
-    const uint8_t* scales = stage + Stage::kScales + warp / 2 * Stage::kScaleBytes;
+    const uint8_t* scales = stage + Stage::kScales + warp * kOperands * 16 * kPair;
     wait(full + slot, parity);
-    uint4 words[kTiles];
+    auto close_group = [&](int half) {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
-      words[t] = *reinterpret_cast<const uint4*>(stage + Stage::kWords + (warp * kTiles + t) * 512 + lane * 16);
+      for (int t = 0; t < kOperands; ++t) {
+        uint32_t unused[2];
+        const int before = half ? min(4, p.tiles64 - at.tile) * 64 : 0;
+        const uint32_t both = read_pair<T, kZeros>(unused, scales + (before + t * 16) * kPair, lane / 4);
+        const float scale[2] = {scale_of(both & 0xffff, p.fp16_scales), scale_of(both >> 16, p.fp16_scales)};
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            float& s = sum[(t * kColumns + j) * 4 + c];
+            s = fmaf(group[t][j][c], scale[c / 2], s);
+            group[t][j][c] = 0;
+          }
+      }
+    };
+    uint4 words[kOperands];
+#pragma unroll
+    for (int t = 0; t < kOperands; ++t)
+      words[t] = *reinterpret_cast<const uint4*>(stage + Stage::kWords + (warp * kOperands + t) * 512 + lane * 16);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (half == 0 || kHalfGroups) {
-        if (half == 1) close_group();
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t)
-          read_scales<T>(scale[t], zeros[t], scales + (half * 64 + (warp % 2 * kTiles + t) * 16) * p.scale_bytes,
-                         lane / 4, p.scale_bytes, p.fp16_scales);
-      }
       uint32_t x[kColumns][4];  // 8 tokens × 32 inputs each
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
@@ -264,38 +299,39 @@ __global__ void __launch_bounds__(kFewThreads + 32, kTokens <= 16 ? 2 : 1)
         load_matrices(x[j], stage + row * 128 + ((piece ^ row) & 7) * 16);
       }
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        uint32_t a[4];
-        to_operand<T>(a, half ? words[t].z : words[t].x, zeros[t]);
+      for (int t = 0; t < kOperands; ++t) {
+        uint32_t a[4], zeros[2];
+        const int before = kHalfGroups && half ? min(4, p.tiles64 - at.tile) * 64 : 0;
+        read_pair<T, kZeros>(zeros, scales + (before + t * 16) * kPair, lane / 4);
+        to_operand<T>(a, half ? words[t].z : words[t].x, zeros);
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) Float16<T>::multiply(group[t][j], a, x[j][0], x[j][1]);
-        to_operand<T>(a, half ? words[t].w : words[t].y, zeros[t]);
+        to_operand<T>(a, half ? words[t].w : words[t].y, zeros);
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) Float16<T>::multiply(group[t][j], a, x[j][2], x[j][3]);
       }
+      if (kHalfGroups) close_group(half);
     }
+    const bool ends = at.depth + 1 == p.depth || i + 1 == count;
+    if (!kHalfGroups && (at.left == 1 || ends)) close_group(0);
     __syncwarp();
     if (lane == 0) arrive(empty + slot);
-    if (++slot == kFewStages) slot = 0, parity ^= 1;
-
-    const int unit = at.unit;
-    const bool ends = at.depth + 1 == p.depth || i + 1 == count;
-    if (kHalfGroups || (at.depth + 1) % p.stages_per_group == 0 || ends) close_group();
-    at.next(p.depth);
-    if (!ends) continue;
-    if (join<kFewThreads, kTiles * kColumns>(p, unit, sum, &is_last)) {
+    if (++slot == kStages) slot = 0, parity ^= 1;
+    if (ends) {
+      if (join<kFewThreads, kOperands * kColumns>(p, at.unit, sum, &is_last)) {
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const int output = unit % p.strips * (64 * kFewStrips) + (warp * kTiles + t) * 16 + lane / 4 * 2;
-        const float bias0 = bias_of(p, output), bias1 = bias_of(p, output + 1);
+        for (int t = 0; t < kOperands; ++t) {
+          const int output = at.tile * 64 + (warp * kOperands + t) * 16 + lane / 4 * 2;
+          const float bias0 = bias_of(p, output), bias1 = bias_of(p, output + 1);
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j)
-          write<T>(p, sum + (t * kColumns + j) * 4, output, unit / p.strips * kTokens + j * 8 + lane % 4 * 2, bias0,
-                   bias1);
+          for (int j = 0; j < kColumns; ++j)
+            write<T>(p, sum + (t * kColumns + j) * 4, output, at.token + j * 8 + lane % 4 * 2, bias0, bias1);
+        }
       }
-    }
 #pragma unroll
-    for (int j = 0; j < kTiles * kColumns * 4; ++j) sum[j] = 0;
+      for (int j = 0; j < kOperands * kColumns * 4; ++j) sum[j] = 0;
+    }
+    at.next(p);
   }
 }
 
@@ -394,17 +430,17 @@ __device__ __forceinline__ void wgmma<__half, 128>(float (&d)[64], const uint32_
 // A word's codes, scaled, as the A operand. kMixed: the scales are of the other 16-bit type, and the product is fp32.
 template <class T, bool kMixed>
 __device__ __forceinline__ void to_scaled_operand(uint32_t* a, uint32_t word, const uint32_t (&zeros)[2],
-                                                  const float (&scale)[2], const uint32_t (&pairs)[2]) {
+                                                  uint32_t both) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t steps = Float16<T>::add(codes<T>(word, 4 * i), zeros[i & 1]);
     if constexpr (kMixed) {
       const auto pair = *reinterpret_cast<const typename Float16<T>::Pair*>(&steps);
-      const auto product =
-          Float16<T>::pair(static_cast<float>(pair.x) * scale[i & 1], static_cast<float>(pair.y) * scale[i & 1]);
+      const float scale = scale_of(i & 1 ? both >> 16 : both & 0xffff, std::is_same_v<T, __nv_bfloat16>);
+      const auto product = Float16<T>::pair(static_cast<float>(pair.x) * scale, static_cast<float>(pair.y) * scale);
       a[i] = *reinterpret_cast<const uint32_t*>(&product);
     } else {
-      a[i] = Float16<T>::scaled(steps, pairs[i & 1]);
+      a[i] = Float16<T>::scaled(steps, __byte_perm(both, 0, i & 1 ? 0x3232 : 0x1010));
     }
   }
 }
@@ -412,12 +448,12 @@ __device__ __forceinline__ void to_scaled_operand(uint32_t* a, uint32_t word, co
 template <int kTokens>
 constexpr int kManyStages = kTokens == 64 ? 7 : 8;
 
-template <class T, int kTokens, bool kMixed>
+template <class T, int kTokens, bool kHalfGroups, bool kZeros, bool kMixed>
 __global__ void __launch_bounds__(kManyThreads + 128, 1)
     int4_many_sm90(const Int4Arguments p, const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) uint8_t ring[];
   constexpr int kTiles = 256 / kTokens;  // of 64 outputs a warpgroup
-  constexpr int kStages = kManyStages<kTokens>;
+  constexpr int kStages = kManyStages<kTokens>, kPair = kZeros ? 4 : 2;
   using Stage = Fetch<kTokens, 2 * kTiles>;
   __shared__ uint64_t full[kStages], empty[kStages];
   __shared__ int is_last;
@@ -430,12 +466,12 @@ __global__ void __launch_bounds__(kManyThreads + 128, 1)
   let_next_begin();
   if (threadIdx.x >= kManyThreads) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x < kManyThreads + 32) Stage::template run<kStages>(p, &map, ring, full, empty, begin, count);
+    if (threadIdx.x == kManyThreads) Stage::template run<kStages>(p, &map, ring, full, empty, begin, count);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     float sum[kTiles][kTokens / 2];
-    Place at(begin, p.depth);
+    typename Stage::At at(p, begin);
     for (int i = 0, slot = 0, parity = 0; i < count;) {
       const int stop = i + min(p.depth - at.depth, count - i);
 #pragma unroll
@@ -452,31 +488,23 @@ __global__ void __launch_bounds__(kManyThreads + 128, 1)
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
           const int tile = group * kTiles + t;
+          const uint8_t* scales =
+              stage + Stage::kScales + tile / 4 * Stage::kScaleBytes + (tile % 4 * 64 + warp * 16) * kPair;
           const uint4 words =
               *reinterpret_cast<const uint4*>(stage + Stage::kWords + tile * 2048 + warp * 512 + lane * 16);
-          const uint32_t each[4] = {words.x, words.y, words.z, words.w};
-          wgmma_wait<1>();  // the product before the last has read its registers
-          if (t == 1 && held >= 0) {
-            if (lane == 0) arrive(empty + held);
-            held = -1;
+          uint32_t zeros[2][2], both[2];
+          both[0] = both[1] = read_pair<T, kZeros>(zeros[0], scales, lane / 4);
+          if constexpr (kHalfGroups) {
+            const int width = min(4, p.tiles64 - at.tile - tile / 4 * 4);
+            both[1] = read_pair<T, kZeros>(zeros[1], scales + width * 64 * kPair, lane / 4);
           }
-          float scale[2];
-          uint32_t zeros[2], pairs[2];
+          wgmma_wait<1>();  // the product before the last has read its registers
+          if (t == 1 && held >= 0 && lane == 0) arrive(empty + held);
+          const uint32_t each[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            if (j == 0 || (j == 2 && p.stages_per_group == 0)) {
-              const uint8_t* scales = stage + Stage::kScales + tile * Stage::kScaleBytes;
-              read_scales<T>(scale, zeros, scales + ((j / 2) * 64 + warp * 16) * p.scale_bytes, lane / 4, p.scale_bytes,
-                             p.fp16_scales);
-              if constexpr (!kMixed) {
-#pragma unroll
-                for (int c = 0; c < 2; ++c) {
-                  const auto pair = Float16<T>::pair(scale[c], scale[c]);
-                  pairs[c] = *reinterpret_cast<const uint32_t*>(&pair);
-                }
-              }
-            }
-            to_scaled_operand<T, kMixed>(a[t & 1] + 4 * j, each[j], zeros, scale, pairs);
+            constexpr int kSecond = kHalfGroups ? 1 : 0;
+            to_scaled_operand<T, kMixed>(a[t & 1] + 4 * j, each[j], zeros[j / 2 * kSecond], both[j / 2]);
           }
           wgmma_fence();
 #pragma unroll
@@ -488,19 +516,19 @@ __global__ void __launch_bounds__(kManyThreads + 128, 1)
       }
       wgmma_wait<0>();
       if (lane == 0) arrive(empty + held);
-      const int unit = at.unit++;
-      at.depth = 0;
       float (&all)[kTiles * kTokens / 2] = *reinterpret_cast<float (*)[kTiles * kTokens / 2]>(&sum);
-      if (join<kManyThreads, kTiles * kTokens / 8>(p, unit, all, &is_last)) {
+      if (join<kManyThreads, kTiles * kTokens / 8>(p, at.unit, all, &is_last)) {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
-          const int output = unit % p.strips * (128 * kTiles) + (group * kTiles + t) * 64 + warp * 16 + lane / 4 * 2;
+          const int output = at.tile * 64 + (group * kTiles + t) * 64 + warp * 16 + lane / 4 * 2;
           const float bias0 = bias_of(p, output), bias1 = bias_of(p, output + 1);
 #pragma unroll
           for (int j = 0; j < kTokens / 8; ++j)
-            write<T>(p, sum[t] + 4 * j, output, unit / p.strips * kTokens + j * 8 + lane % 4 * 2, bias0, bias1);
+            write<T>(p, sum[t] + 4 * j, output, at.token + j * 8 + lane % 4 * 2, bias0, bias1);
         }
       }
+      at.depth = p.depth - 1;
+      at.next(p);
     }
   }
 }
@@ -552,56 +580,68 @@ void launch(Kernel kernel, std::atomic<uint64_t>& ready, int bytes, int threads,
   check(cudaLaunchKernelEx(&config, kernel, p, map), "launch");
 }
 
-template <class T, int kTokens, bool kHalfGroups>
-void few(const Int4Arguments& p, const CUtensorMap& map, int blocks, int device, cudaStream_t stream) {
+struct Call {
+  const Int4Arguments& p;
+  const CUtensorMap& map;
+  int blocks, device;
+  cudaStream_t stream;
+};
+
+template <class T, int kTokens, bool kHalfGroups, bool kZeros>
+void few(const Call& c) {
   static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
-  launch(int4_few_sm90<T, kTokens, kHalfGroups>, ready, kFewStages * Fetch<kTokens, kFewStrips>::kBytes,
-         kFewThreads + 32, p, map, blocks, device, stream);
+  launch(int4_few_sm90<T, kTokens, kHalfGroups, kZeros>, ready, kFewStages<kTokens> * Fetch<kTokens, kFewTiles>::kBytes,
+         kFewThreads + 32, c.p, c.map, c.blocks, c.device, c.stream);
 }
 
-template <class T, int kTokens, bool kMixed>
-void many(const Int4Arguments& p, const CUtensorMap& map, int blocks, int device, cudaStream_t stream) {
+template <class T, int kTokens, bool kHalfGroups, bool kZeros, bool kMixed>
+void many(const Call& c) {
   static std::atomic<uint64_t> ready{0};
-  launch(int4_many_sm90<T, kTokens, kMixed>, ready, kManyStages<kTokens> * Fetch<kTokens, 512 / kTokens>::kBytes,
-         kManyThreads + 128, p, map, blocks, device, stream);
+  launch(int4_many_sm90<T, kTokens, kHalfGroups, kZeros, kMixed>, ready,
+         kManyStages<kTokens> * Fetch<kTokens, 512 / kTokens>::kBytes, kManyThreads + 128, c.p, c.map, c.blocks,
+         c.device, c.stream);
+}
+
+template <class T, bool kHalfGroups, bool kZeros>
+void dispatch(int tokens, bool mixed, const Call& c) {
+  switch (tokens) {
+    case 8:
+      return few<T, 8, kHalfGroups, kZeros>(c);
+    case 16:
+      return few<T, 16, kHalfGroups, kZeros>(c);
+    case 32:
+      return few<T, 32, kHalfGroups, kZeros>(c);
+    case 64:
+      return mixed ? many<T, 64, kHalfGroups, kZeros, true>(c) : many<T, 64, kHalfGroups, kZeros, false>(c);
+    default:
+      return mixed ? many<T, 128, kHalfGroups, kZeros, true>(c) : many<T, 128, kHalfGroups, kZeros, false>(c);
+  }
 }
 
 template <class T>
-void dispatch(const Int4Arguments& p, const CUtensorMap& map, const Partition& part, bool mixed, int device,
-              cudaStream_t stream) {
-  const bool half_groups = p.stages_per_group == 0;
-  const int blocks = part.blocks;
-  switch (part.tokens) {
-    case 8:
-      return half_groups ? few<T, 8, true>(p, map, blocks, device, stream)
-                         : few<T, 8, false>(p, map, blocks, device, stream);
-    case 16:
-      return half_groups ? few<T, 16, true>(p, map, blocks, device, stream)
-                         : few<T, 16, false>(p, map, blocks, device, stream);
-    case 32:
-      return half_groups ? few<T, 32, true>(p, map, blocks, device, stream)
-                         : few<T, 32, false>(p, map, blocks, device, stream);
-    case 64:
-      return mixed ? many<T, 64, true>(p, map, blocks, device, stream)
-                   : many<T, 64, false>(p, map, blocks, device, stream);
-    default:
-      return mixed ? many<T, 128, true>(p, map, blocks, device, stream)
-                   : many<T, 128, false>(p, map, blocks, device, stream);
-  }
+void dispatch(int tokens, bool mixed, const Call& c) {
+  const bool zeros = c.p.scale_bytes == 4;
+  if (c.p.stages_per_group == 0)
+    zeros ? dispatch<T, true, true>(tokens, mixed, c) : dispatch<T, true, false>(tokens, mixed, c);
+  else zeros ? dispatch<T, false, true>(tokens, mixed, c) : dispatch<T, false, false>(tokens, mixed, c);
 }
 
 }  // namespace
 
 Partition partition_sm90(int n, int k, int m, int multiprocessors) {
   const int tokens = m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128;
-  const int outputs = tokens <= 32 ? 64 * kFewStrips : 128 * (256 / tokens);
-  return cut(n, k, m, tokens, outputs, multiprocessors * (tokens <= 16 ? 2 : 1));
+  const int outputs = tokens <= 32 ? 64 * kFewTiles : 128 * (256 / tokens);
+  const Partition one = cut(n, k, m, tokens, outputs, multiprocessors);
+  // Two blocks on a multiprocessor hide each other's waits, but more blocks share a strip: not worth it for little
+  // work.
+  return tokens <= 16 && one.share >= 16 ? cut(n, k, m, tokens, outputs, 2 * multiprocessors) : one;
 }
 
 void run_sm90(Int4Arguments p, const Partition& part, bool fp16, int device, cudaStream_t stream) {
   const CUtensorMap map = map_of(p, part.tokens, fp16);
-  if (fp16) dispatch<__half>(p, map, part, !p.fp16_scales, device, stream);
-  else dispatch<__nv_bfloat16>(p, map, part, p.fp16_scales, device, stream);
+  const Call call{p, map, part.blocks, device, stream};
+  if (fp16) dispatch<__half>(part.tokens, !p.fp16_scales, call);
+  else dispatch<__nv_bfloat16>(part.tokens, p.fp16_scales, call);
 }
 
 }  // namespace ktinject::int4

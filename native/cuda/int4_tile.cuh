@@ -41,6 +41,21 @@ struct Int4Arguments {
   int share;  // stages a block
 };
 
+// Tiles of 64 outputs stand in strips of four, the last of what is left; where one begins among words and scales.
+__device__ __forceinline__ int strip_width(const Int4Arguments& p, int tile64) {
+  return min(4, p.tiles64 - tile64 / 4 * 4);
+}
+__device__ __forceinline__ size_t words_at(const Int4Arguments& p, int tile64, int depth) {
+  return (static_cast<size_t>(tile64 / 4 * 4) * p.depth + static_cast<size_t>(depth) * strip_width(p, tile64) +
+          tile64 % 4) *
+         2048;
+}
+__device__ __forceinline__ size_t scales_at(const Int4Arguments& p, int tile64, int group) {
+  return (static_cast<size_t>(tile64 / 4 * 4) * p.groups + static_cast<size_t>(group) * strip_width(p, tile64) +
+          tile64 % 4) *
+         64 * p.scale_bytes;
+}
+
 // Four 8 × 8 matrices; each lane gives the address of one row.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));

@@ -41,43 +41,40 @@ def filled(module: nn.Linear, device: str = "cpu", sm80_only: bool = False, **ar
     return operator
 
 
-def place(output: int, k: int) -> tuple[int, int, int, int, int, int]:
-    """Where a code lies, in the words of the layout's drawing: block, depth, operand, lane, operand along k, nibble."""
-    block, output = divmod(output, 64)
+def place(n: int, depths: int, output: int, column: int) -> tuple[int, int]:
+    """Where a code lies by the layout's drawing: word and nibble."""
+    tiles = -(-n // 64)
+    strip, output = divmod(output, 256)
+    tile, output = divmod(output, 64)
     operand, output = divmod(output, 16)
-    depth, k = divmod(k, 64)
-    step, k = divmod(k, 16)
-    return (
-        block,
-        depth,
-        operand,
-        4 * (output // 2) + k % 8 // 2,
-        step,
-        output % 2 + 2 * (k // 8) + 4 * (k % 2),
-    )
+    depth, column = divmod(column, 64)
+    step, column = divmod(column, 16)
+    lane, nibble = 4 * (output // 2) + column % 8 // 2, output % 2 + 2 * (column // 8) + 4 * (column % 2)
+    before = 4 * strip * depths + depth * min(4, tiles - 4 * strip) + tile
+    return 4 * (32 * (4 * before + operand) + lane) + step, nibble
 
 
-@pytest.mark.parametrize("n, k", [(64, 64), (1, 64), (200, 192), (129, 128)])
+@pytest.mark.parametrize("n, k", [(64, 64), (1, 64), (200, 192), (129, 128), (600, 128)])
 def test_codes_lie_where_the_drawing_says(n: int, k: int) -> None:
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
     words = int4_layout.pack_codes(codes)
-    assert words.shape == (-(-n // 64), k // 64, 4, 32, 4)
+    assert words.numel() == -(-n // 64) * 64 * k // 8
     for _ in range(200):
         output, column = int(torch.randint(n, ())), int(torch.randint(k, ()))
-        *at, nibble = place(output, column)
-        assert int(words[tuple(at)]) >> 4 * nibble & 15 == int(codes[output, column])
-    assert int4_layout.unpack_codes(words, n).equal(codes)
+        at, nibble = place(n, k // 64, output, column)
+        assert int(words[at]) >> 4 * nibble & 15 == int(codes[output, column])
+    assert int4_layout.unpack_codes(words, n, k).equal(codes)
 
 
 def test_scales_and_zero_points_come_back() -> None:
     scales = torch.randn(200, 3).bfloat16().float()
     zeros = torch.randint(0, 17, (200, 3), dtype=torch.uint8)
     packed = int4_layout.pack_scales(scales, zeros, torch.bfloat16)
-    assert packed.shape == (4, 3, 64) and int(packed[1, 2, 5]) >> 16 == int(zeros[69, 2])
-    again, same = int4_layout.unpack_scales(packed, 200, torch.bfloat16)
+    assert int(packed[4 * 64 * 2 + 64 + 5]) >> 16 == int(zeros[69, 2])
+    again, same = int4_layout.unpack_scales(packed, 200, 3, torch.bfloat16)
     assert again.equal(scales) and same is not None and same.equal(zeros)
     packed = int4_layout.pack_scales(scales, None, torch.bfloat16)
-    again, none = int4_layout.unpack_scales(packed, 200, torch.bfloat16)
+    again, none = int4_layout.unpack_scales(packed, 200, 3, torch.bfloat16)
     assert again.equal(scales) and none is None
 
 
@@ -280,6 +277,8 @@ def test_the_kernels_on_every_kind_of_shape(
             assert y.dtype == dtype and y.shape == (m, n)
             error = reference.relative_error(y, x.double() @ weight.T + bias)
             few = 2 if y.numel() < 2000 else 1  # the rounding of few outputs may be above the average
+            # cuBLAS may add up parts in 16 bits.
+            few = 1.5 if m > MANY_TOKENS else few
             assert error < few * reference.INT4_LINEAR_TOLERANCE[dtype], (k, n, m, error)
             assert operator(x).equal(y), "the same bits every time"
 
