@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ktinject
+from ktinject import hf, machine, rules
 from ktinject.errors import CheckpointError
+from ktinject.machine import Gpu
+from ktinject.plan import make
 from ktinject.weights import formats, int4
 from ktinject.weights.checkpoint import Checkpoint
 from ktinject.weights.stored import Codes
@@ -256,6 +260,39 @@ def test_a_model_with_int4_weights_is_the_model_of_their_values(
         with torch.no_grad():
             logits.append(model(torch.arange(12)[None]).logits)
     assert logits[0].equal(logits[1])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_plan_takes_group_size_and_zero_points_from_the_checkpoint(
+    name: str, tiny_qwen3_moe: Path, tmp_path: Path
+) -> None:
+    packed = {}
+    for key, tensor in load_file(tiny_qwen3_moe / "model.safetensors").items():
+        if key.endswith("q_proj.weight"):
+            found = tensors(name, drawn_like(*tensor.shape))
+            packed |= {f"{key.removesuffix('.weight')}.{part}": t for part, t in found.items()}
+        else:
+            packed[key] = tensor.bfloat16()
+    save_file(packed, tmp_path / "model.safetensors")
+    config = json.loads((tiny_qwen3_moe / "config.json").read_text())
+    config |= {"quantization_config": CONFIGS[name], "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gpu = Gpu(0, "a GPU", 1 << 34, 1 << 34, (9, 0))
+    box = dataclasses.replace(machine.detect(), gpus=(gpu,), cuda_built=True)
+    rule = {
+        "name": "a",
+        "match": {"path": r".*\.[qo]_proj"},
+        "replace": {"operator": "int4_linear", "group_size": 64},
+    }
+    with Checkpoint.open(tmp_path) as checkpoint:
+        model = hf.meta_model(hf.read_config(tmp_path), "auto", checkpoint)
+        decided = make(model, rules.read([rule]), checkpoint, box)
+    weights = {entry.path.rpartition(".")[2]: entry.runs["weights"] for entry in decided.entries}
+    assert weights == {
+        "q_proj": f"int4 group 32, zero points, as stored ({name})",
+        "o_proj": "int4 group 64",
+    }
+    assert {entry.device for entry in decided.entries} == {"cuda:0"}
 
 
 def drawn_like(n: int, k: int) -> Codes:
