@@ -38,19 +38,26 @@ class _Adopted(Int4LinearConfig):
     source: str = ""
 
 
-# Beyond this many tokens it is faster to unpack the weight and let cuBLAS multiply.
-MANY_TOKENS = 256
+# Beyond this many tokens it is faster to unpack the weight and let cuBLAS multiply: on Hopper, and elsewhere.
+MANY_TOKENS, MANY_TOKENS_SM80 = 1024, 256
 _TURNS = 4  # sets of counters that calls take in turns, so that calls on several streams do not share one
+
+
+def _is_hopper(device: str) -> bool:
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @register_operator("int4_linear")
 class Int4Linear(GpuLinear):
     """An `nn.Linear` whose number of inputs is a multiple of 64, on a GPU of compute capability 8.0 or newer.
 
-    Weights are quantised when loaded, or taken exactly from a checkpoint that has them in int4. Up to 256 tokens a
-    kernel of our own multiplies: codes exact, sums and scales fp32. Beyond that the weight is unpacked to the
-    activations' dtype, each value rounded once, and cuBLAS multiplies; our own quantisation chooses scales for which
-    that rounding changes nothing.
+    Weights are quantised when loaded, or taken exactly from a checkpoint that has them in int4. Up to 1024
+    tokens on Hopper, 256 elsewhere, a kernel of our own multiplies; beyond that the weight is unpacked and cuBLAS
+    multiplies. Sums are fp32. Codes are exact, and so are scales on the sums of a group: up to 32 tokens on Hopper,
+    256 elsewhere. With more tokens each weight is rounded once to the activations' dtype; our own quantisation
+    chooses scales for which that rounding changes nothing.
     """
 
     Config = Int4LinearConfig
@@ -64,6 +71,9 @@ class Int4Linear(GpuLinear):
         self._scale_dtype = torch.bfloat16
         self._native: Any = None
         self._turn = 0
+        hopper = _is_hopper(config.device)
+        self._arch = "sm90" if hopper else "sm80"
+        self._many_tokens = MANY_TOKENS if hopper else MANY_TOKENS_SM80
 
     @classmethod
     def adopt(cls, config: Any, source: Format) -> Any:
@@ -86,7 +96,7 @@ class Int4Linear(GpuLinear):
         source = f", as stored ({self.config.source})" if isinstance(self.config, _Adopted) else ""
         return {
             "weights": f"int4 {group}{', zero points' if self.has_zeros else ''}{source}",
-            "kernel": f"int4_linear_sm80, cuBLAS beyond {MANY_TOKENS} tokens",
+            "kernel": f"int4_linear_{self._arch}, cuBLAS beyond {self._many_tokens} tokens",
         }
 
     def _sizes(self) -> tuple[int, int, int]:
@@ -204,7 +214,7 @@ class Int4Linear(GpuLinear):
                 f"int4_linear: it computes on CUDA devices; this one is on {self.config.device}."
             )
         m = x.shape[0]
-        if m > MANY_TOKENS:
+        if m > self._many_tokens:
             bias = None if self._bias is None else self._bias.to(x.dtype)
             return functional.linear(x, self.dequantise(x.dtype), bias)
         if x.data_ptr() % 16:

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   float greatest = fmaxf(fmaxf(fabsf(low.x), fabsf(low.y)), fmaxf(fabsf(high.x), fabsf(high.y)));
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, i));
-  const float scale = fmaxf(greatest / kGreatest, kLeast);
+  const float scale = fmaxf(greatest * (1 / kGreatest), kLeast);
   const auto first = __nv_cvt_float2_to_fp8x2({low.x / scale, low.y / scale}, __NV_SATFINITE, __NV_E4M3);
   const auto second = __nv_cvt_float2_to_fp8x2({high.x / scale, high.y / scale}, __NV_SATFINITE, __NV_E4M3);
   values[at * 32 + lane] = static_cast<uint32_t>(first) | static_cast<uint32_t>(second) << 16;

@@ -378,16 +378,18 @@ def test_lora_through_peft(cuda: str) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.norm = nn.LayerNorm(128, device=cuda, dtype=torch.bfloat16)
             self.first = filled(linear(128, 192), cuda)
             self.second = filled(linear(192, 64), cuda, group_size=64)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.second(torch.relu(self.first(x)))
+            return self.second(torch.relu(self.first(self.norm(x))))
 
     class Plain(nn.Module):
         def __init__(self, model: Model) -> None:
             super().__init__()
-            for name, operator in model.named_children():
+            self.norm = model.norm
+            for name, operator in (("first", model.first), ("second", model.second)):
                 dense = nn.Linear(
                     operator.in_features, operator.out_features, False, device=cuda, dtype=torch.bfloat16
                 )
