@@ -257,7 +257,7 @@ def record(rows: list[dict[str, object]], path: Path) -> None:
     """Append; the header is written once."""
     is_new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         if is_new:
             writer.writeheader()
         writer.writerows(rows)

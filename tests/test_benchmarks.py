@@ -48,6 +48,13 @@ def test_rows_have_the_columns_of_the_kept_results(rows: list[dict[str, str]]) -
     assert any(row["peer"].startswith("torch") for row in rows)
 
 
+def test_kept_results_are_whole() -> None:
+    with (FOLDER / "results.csv").open(newline="") as file:
+        header, *kept = csv.reader(file)
+    assert kept
+    assert {len(row) for row in kept} == {len(header)}
+
+
 def test_no_share_exceeds_one_and_the_fastest_cell_is_the_ceiling(rows: list[dict[str, str]]) -> None:
     shares = [float(row["share"]) for row in rows]
     assert max(shares) == 1.0
