@@ -11,6 +11,7 @@ without a GPU, or under autograd, it is `cpu_experts`; the CPU holds every exper
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -20,16 +21,19 @@ from torch import Tensor, nn
 
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.operators import gpu_experts, routed_experts
+from ktinject.operators import gpu_experts, routed_experts, streaming
 from ktinject.operators.base import register_operator
-from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts
+from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts, weights_in_words
 from ktinject.operators.gpu_experts import GpuExperts
 from ktinject.operators.handoff import MOST_TOKENS, Handoff, Ticket, of_ranks
 from ktinject.operators.hot_experts import Follower
+from ktinject.operators.streaming import StreamedExperts
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
     from ktinject.operators.routed_experts import ExpertsSpec
+
+log = logging.getLogger("ktinject")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class HybridExpertsConfig(CpuExpertsConfig):
     gpu_weights: Literal["bf16", "int4"] = "bf16"  # int4: in groups of group_size
     profile: str | None = None  # written by `ktinject profile`: the most used experts go to the GPU
     dynamic: bool = False  # the experts on the GPU follow the traffic
+    # Where prompts are computed: gpu streams the packed experts through the GPU, auto does where that is faster.
+    prefill: Literal["auto", "cpu", "gpu"] = "auto"
     handoff: Literal["auto", "flags", "host_func"] = "auto"  # how the GPU tells the CPU
 
     def __post_init__(self) -> None:
@@ -91,9 +97,14 @@ class HybridExperts(CpuExperts):
 
     def __init__(self, spec: ExpertsSpec, config: HybridExpertsConfig) -> None:
         super().__init__(spec, config)
+        why_not = StreamedExperts.why_not(spec)
+        if config.prefill == "gpu" and why_not:
+            raise OperatorError(f"hybrid_experts: prefill is gpu, but {why_not}")
         self.resident: tuple[int, ...] = getattr(config, "resident", ())
         self.handoff = Handoff(self.native, spec.hidden_size, config.handoff)
         self.on_gpu: GpuExperts | None = None
+        self.streamed: StreamedExperts | None = None
+        self._streams_from: int | None = None  # tokens
         # What is packed for the GPU; the CPU's own where the format is the same.
         self._for_gpu = self.native
         # GPU kernels have no zero points.
@@ -126,12 +137,21 @@ class HybridExperts(CpuExperts):
             runs["handoff"] = "none: no GPU is used, so hybrid_experts computes as cpu_experts does"
             return runs
         runs["handoff"] = self.handoff.describe(torch.device(self.config.device))
+        runs["prefill"] = self._prefill()
         if self.resident:
             runs["on the GPU"] = (
                 f"{len(self.resident)} of {self.num_experts} experts as {self.config.gpu_weights}"
                 + (", following the traffic" if self.config.dynamic else "")
             )
         return runs
+
+    def _prefill(self) -> str:
+        why_not = None if self.config.prefill == "cpu" else StreamedExperts.why_not(self.spec)
+        if self.config.prefill == "cpu" or why_not:
+            return "on the CPU" + (f": {why_not}" if why_not else "")
+        if self.config.prefill == "gpu":
+            return "experts streamed to the GPU"
+        return "long prompts with experts streamed to the GPU, from where that is faster"
 
     def footprint(self) -> dict[str, int]:
         sizes = super().footprint()
@@ -172,6 +192,13 @@ class HybridExperts(CpuExperts):
             except (RuntimeError, ValueError) as error:
                 raise OperatorError(f"hybrid_experts: {error}") from None
         self._for_gpu = self.native
+        if self.config.prefill != "cpu" and StreamedExperts.why_not(self.spec) is None:
+            try:
+                self.streamed = StreamedExperts(self.spec, self.native, device)
+            except RuntimeError as error:
+                if self.config.prefill == "gpu":
+                    raise OperatorError(f"hybrid_experts: {error}. Use prefill: cpu.") from None
+                log.warning("prompts stay on the CPU: %s", error)
         if self.config.dynamic and 0 < len(self.resident) < self.num_experts:
             Follower(self)
 
@@ -199,6 +226,11 @@ class HybridExperts(CpuExperts):
             if ranks is not None:
                 top_k_index = of_ranks(top_k_index, top_k_weights, *ranks)
             return super().forward(hidden_states, top_k_index, top_k_weights)
+        if ranks is None and self._is_streamed(top_k_index):
+            try:
+                return self.streamed.forward(hidden_states, top_k_index, top_k_weights)
+            except torch.OutOfMemoryError:
+                self._keep_on_cpu()
         here = self.on_gpu
         if self.config.dynamic and hidden_states.shape[0] > MOST_TOKENS:
             here = None  # such submits take no slot, so an exchange would not wait for them
@@ -208,6 +240,28 @@ class HybridExperts(CpuExperts):
         if here is None or asked is None:
             return Underway(ticket, None)
         return Underway(ticket, here.forward(hidden_states, asked.chosen, top_k_weights))
+
+    def _is_streamed(self, top_k_index: Tensor) -> bool:
+        tokens, top_k = top_k_index.shape
+        if self.streamed is None or tokens <= MOST_TOKENS or top_k == 0:
+            return False
+        if self.config.prefill == "gpu":
+            return True
+        if tokens < streaming.FEWEST_TOKENS:
+            return False
+        if self._streams_from is None:
+            rates = streaming.measure(self.streamed, weights_in_words(self.config))
+            self._streams_from = rates.fewest_tokens(top_k)
+        return tokens >= self._streams_from
+
+    def _keep_on_cpu(self) -> None:
+        text = "no room to stream experts through the GPU"
+        if self.config.prefill == "gpu":
+            raise OperatorError(
+                f"hybrid_experts: {text}. Give it more memory, or use prefill: auto."
+            ) from None
+        log.warning("%s: prompts stay on the CPU", text)
+        self.streamed = None
 
     def complete(self, started: Started) -> Tensor:
         """What `forward` returns; on a GPU, the current stream waits for it."""

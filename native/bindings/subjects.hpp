@@ -11,5 +11,6 @@ void init_handoff(nanobind::module_& m);
 void init_linear(nanobind::module_& m);
 void init_int4_linear(nanobind::module_& m);
 void init_decode_ops(nanobind::module_& m);
+void init_streamed(nanobind::module_& m);
 
 }  // namespace ktinject

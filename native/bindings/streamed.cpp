@@ -1,0 +1,35 @@
+// Packed experts on their way to a GPU.
+#include "cuda/streamed.hpp"
+
+#include <nanobind/nanobind.h>
+
+#include "bindings/subjects.hpp"
+
+namespace nb = nanobind;
+
+namespace ktinject {
+
+void init_streamed(nb::module_& m) {
+  nb::class_<Streamed>(m, "Streamed", "A layer's packed experts, page-locked, to be copied to GPUs.")
+      .def(nb::init<const Experts&>(), nb::arg("experts"), nb::keep_alive<1, 2>(),
+           nb::call_guard<nb::gil_scoped_release>(), "Raises RuntimeError where memory cannot be page-locked.")
+      .def("packed_bytes", &Streamed::packed_bytes, nb::arg("count"), "What copy() moves for `count` experts.")
+      .def(
+          "copy",
+          [](const Streamed& self, int first, int count, uintptr_t slot, uintptr_t stream) {
+            self.copy(first, count, reinterpret_cast<void*>(slot), stream);
+          },
+          nb::arg("first"), nb::arg("count"), nb::arg("slot"), nb::arg("stream"),
+          "Put a copy of experts first..first+count-1 to device memory into the stream.")
+      .def(
+          "unpack",
+          [](const Streamed& self, uintptr_t slot, int count, uintptr_t gate_up, uintptr_t down, uintptr_t stream) {
+            self.unpack(reinterpret_cast<const void*>(slot), count, reinterpret_cast<void*>(gate_up),
+                        reinterpret_cast<void*>(down), stream);
+          },
+          nb::arg("slot"), nb::arg("count"), nb::arg("gate_up"), nb::arg("down"), nb::arg("stream"),
+          "Put the unpacking of what copy() moved into the stream: gate_up [count, n, hidden] with the gate above up, "
+          "down [count, hidden, intermediate], bf16.");
+}
+
+}  // namespace ktinject

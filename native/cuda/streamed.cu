@@ -1,0 +1,230 @@
+// Unpacking: a thread block turns 128 inputs of one panel (32 outputs; see moe/layout.hpp) into rows of bf16 by way of
+// shared memory, so that packed words are read and rows written in whole lines.
+#include "cuda/streamed.hpp"
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace ktinject {
+namespace {
+
+constexpr int kInputs = 128;  // of one thread block
+constexpr int kThreads = 256;
+constexpr int kPad = 8;  // bf16; keeps rows 16-byte aligned and off each other's banks
+
+void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // an error that was reported is not to be found again by the next call
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+struct Target {
+  __nv_bfloat16* out;  // [experts, rows, k]
+  int rows;
+  int k;
+  int half;         // outputs of a half where gate and up lie side by side in a panel; 0 where they do not
+  int first_panel;  // of the run
+};
+
+struct Shape {
+  size_t panel_bytes;
+  size_t head_bytes;
+  int blocks;       // along k
+  int group_size;   // inputs
+  size_t zeros_at;  // int4: offset of the zero points in a panel, 0 where symmetric
+};
+
+__device__ float bf16_value(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
+
+using Tile = __nv_bfloat16[kPanel][kInputs + kPad];
+
+// One 32-bit word of a panel's data → the values that it holds. `word` counts from the first block of this thread
+// block's inputs; `first` is its first input.
+template <Format kFormat>
+struct Words;
+
+template <>
+struct Words<Format::bf16> {
+  static constexpr int kBlock = 32, kTileWords = 256;
+  static __device__ void put(Tile& tile, const Shape&, const std::byte*, uint32_t bits, int column, int input, int row,
+                             int) {
+    *reinterpret_cast<uint32_t*>(&tile[column][input + 2 * row]) = bits;
+  }
+};
+
+template <>
+struct Words<Format::int8> {
+  static constexpr int kBlock = 64, kTileWords = 256;
+  static __device__ void put(Tile& tile, const Shape&, const std::byte* panel, uint32_t bits, int column, int input,
+                             int row, int) {
+    const float scale = reinterpret_cast<const float*>(panel)[column];
+    for (int i = 0; i < 4; ++i)
+      tile[column][input + 4 * row + i] =
+          __float2bfloat16_rn(static_cast<float>(static_cast<int8_t>(bits >> (8 * i))) * scale);
+  }
+};
+
+template <>
+struct Words<Format::int4> {
+  static constexpr int kBlock = 64, kTileWords = 128;
+  static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
+                             int input, int row, int first) {
+    const auto* scales = reinterpret_cast<const uint16_t*>(panel + kPanel * sizeof(float));
+    const int at = input + 8 * row, group = (first + at) / shape.group_size * kPanel + column;
+    const float scale = bf16_value(scales[group]);
+    const int zero = shape.zeros_at == 0 ? 8 : static_cast<int>(panel[shape.zeros_at + group]);
+    for (int i = 0; i < 8; ++i) {
+      const int q = static_cast<int>(bits >> (8 * (i % 4) + 4 * (i / 4)) & 15) - zero;
+      tile[column][at + i] = __float2bfloat16_rn(static_cast<float>(q) * scale);
+    }
+  }
+};
+
+// Two rows of the bf16 block lie in one: byte 0 and 2 are row 2 * row, byte 1 and 3 the next.
+template <>
+struct Words<Format::fp8> {
+  static constexpr int kBlock = 32, kTileWords = 128;
+  static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
+                             int input, int row, int first) {
+    const float scale = reinterpret_cast<const float*>(panel)[(first + input) / shape.group_size * 2 + column / kTile];
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t code = bits >> (8 * i) & 255, mantissa = code & 7;
+      const uint32_t exponent = (code & 0xe0) >> 4 | (code & 8) >> 3;
+      const float magnitude = exponent == 0 ? static_cast<float>(mantissa) * 0x1p-9f
+                                            : __uint_as_float(exponent + 120 << 23 | mantissa << 20);
+      tile[column][input + 4 * row + i % 2 * 2 + i / 2] =
+          __float2bfloat16_rn((code & 0x10 ? -magnitude : magnitude) * scale);
+    }
+  }
+};
+
+// Four rows of the bf16 block lie in one: nibble i of each half of the word is row 4 * row + i.
+template <>
+struct Words<Format::mxfp4> {
+  static constexpr int kBlock = 32, kTileWords = 64;
+  static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
+                             int input, int row, int first) {
+    const auto e8m0 = static_cast<uint32_t>(panel[(first + input) / shape.group_size * kPanel + column]);
+    const float scale = __uint_as_float(e8m0 << 23);
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t code = bits >> (16 * (i % 2) + 4 * (i / 2)) & 15, exponent = code >> 1 & 3;
+      const float magnitude = exponent == 0 ? static_cast<float>(code & 1) * 0.5f
+                                            : __uint_as_float(exponent + 126 << 23 | (code & 1) << 22);
+      tile[column][input + 8 * row + i] = __float2bfloat16_rn((code & 8 ? -magnitude : magnitude) * scale);
+    }
+  }
+};
+
+template <Format kFormat>
+__global__ void __launch_bounds__(kThreads) unpack_kernel(const std::byte* packed, Shape shape, Target target) {
+  using W = Words<kFormat>;
+  constexpr int kBlocks = kInputs / W::kBlock;
+  __shared__ __align__(16) Tile tile;
+  const int panel_index = static_cast<int>(blockIdx.y), expert = static_cast<int>(blockIdx.z);
+  const int first = static_cast<int>(blockIdx.x) * kInputs;
+  const std::byte* panel = packed + (static_cast<size_t>(expert) * gridDim.y + panel_index) * shape.panel_bytes;
+  const int first_block = static_cast<int>(blockIdx.x) * kBlocks;
+  const int blocks = min(kBlocks, shape.blocks - first_block);
+  const auto* words = reinterpret_cast<const uint32_t*>(panel + shape.head_bytes) +
+                      static_cast<size_t>(first_block) * 2 * W::kTileWords;
+  for (int w = static_cast<int>(threadIdx.x); w < blocks * 2 * W::kTileWords; w += kThreads) {
+    const int in_block = w % (2 * W::kTileWords), in_tile = in_block % W::kTileWords;
+    const int column = in_block / W::kTileWords * kTile + in_tile % kTile;
+    W::put(tile, shape, panel, words[w], column, w / (2 * W::kTileWords) * W::kBlock, in_tile / kTile, first);
+  }
+  __syncthreads();
+  const int width = min(kInputs, target.k - first);
+  for (int i = static_cast<int>(threadIdx.x); i < kPanel * kInputs / 8; i += kThreads) {
+    const int column = i / (kInputs / 8), input = i % (kInputs / 8) * 8;
+    const int panel_at = target.first_panel + panel_index;
+    const int within = target.half ? panel_at * kTile + column % kTile : panel_at * kPanel + column;
+    if (input >= width || within >= (target.half ? target.half : target.rows)) continue;
+    const int row = within + (target.half && column >= kTile ? target.half : 0);
+    auto* out = target.out + (static_cast<size_t>(expert) * target.rows + row) * target.k + first + input;
+    *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&tile[column][input]);
+  }
+}
+
+}  // namespace
+
+Streamed::Streamed(const Experts& experts) : experts_(experts), runs_(experts.packed()) {
+  for (const PackedRun& run : runs_) {
+    const auto error = cudaHostRegister(const_cast<std::byte*>(run.data), run.bytes(experts.config().experts),
+                                        cudaHostRegisterPortable);
+    if (error != cudaSuccess) {
+      unlock();
+      check_cuda(error, "page-locking the packed experts");
+    }
+    ++locked_;
+  }
+}
+
+Streamed::~Streamed() { unlock(); }
+
+void Streamed::unlock() noexcept {
+  if (locked_ == 0) return;
+  cudaDeviceSynchronize();  // a copy out of this memory may be under way
+  while (locked_ > 0) cudaHostUnregister(const_cast<std::byte*>(runs_[--locked_].data));
+  cudaGetLastError();
+}
+
+size_t Streamed::packed_bytes(int count) const {
+  size_t bytes = 0;
+  for (const PackedRun& run : runs_) bytes += run.bytes(count);
+  return bytes;
+}
+
+void Streamed::copy(int first, int count, void* slot, uintptr_t stream) const {
+  auto* to = static_cast<std::byte*>(slot);
+  for (const PackedRun& run : runs_) {
+    check_cuda(cudaMemcpyAsync(to, run.data + run.bytes(first), run.bytes(count), cudaMemcpyHostToDevice,
+                               reinterpret_cast<cudaStream_t>(stream)),
+               "copying packed experts to the GPU");
+    to += run.bytes(count);
+  }
+}
+
+void Streamed::unpack(const void* slot, int count, void* gate_up, void* down, uintptr_t stream) const {
+  const auto* from = static_cast<const std::byte*>(slot);
+  const ExpertsConfig& config = experts_.config();
+  for (const PackedRun& run : runs_) {
+    const Matrix& matrix = run.matrix;
+    if (matrix.k % 8 != 0) throw std::invalid_argument("unpacking on a GPU: widths must be multiples of 8");
+    const bool paired = !run.is_down && config.activation.has_gate;
+    const int rows = run.is_down ? config.hidden_size : config.intermediate_size * (paired ? 2 : 1);
+    const Target target{static_cast<__nv_bfloat16*>(run.is_down ? down : gate_up), rows, matrix.k,
+                        paired ? config.intermediate_size : 0, run.first_panel};
+    size_t zeros_at = 0;
+    if (matrix.format == Format::int4 && !matrix.symmetric)
+      zeros_at = kPanel * (sizeof(float) + static_cast<size_t>(matrix.groups()) * sizeof(uint16_t));
+    const Shape shape{matrix.panel_bytes(), matrix.head_bytes(), matrix.blocks(), matrix.group_size, zeros_at};
+    const dim3 grid(static_cast<unsigned>((matrix.k + kInputs - 1) / kInputs), static_cast<unsigned>(run.panels),
+                    static_cast<unsigned>(count));
+    const auto on = reinterpret_cast<cudaStream_t>(stream);
+    const auto launch = [&](auto kernel) { kernel<<<grid, kThreads, 0, on>>>(from, shape, target); };
+    switch (matrix.format) {
+      case Format::bf16:
+        launch(unpack_kernel<Format::bf16>);
+        break;
+      case Format::int8:
+        launch(unpack_kernel<Format::int8>);
+        break;
+      case Format::int4:
+        launch(unpack_kernel<Format::int4>);
+        break;
+      case Format::fp8:
+        launch(unpack_kernel<Format::fp8>);
+        break;
+      case Format::mxfp4:
+        launch(unpack_kernel<Format::mxfp4>);
+        break;
+    }
+    check_cuda(cudaGetLastError(), "unpacking experts on the GPU");
+    from += run.bytes(count);
+  }
+}
+
+}  // namespace ktinject

@@ -1,0 +1,37 @@
+// A layer's packed experts on their way to a GPU: page-locked where they lie, copied as they are, unpacked there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "moe/experts.hpp"
+
+namespace ktinject {
+
+class Streamed {
+ public:
+  // Page-locks the packed weights of `experts`, which must be allocated and outlive this. Throws std::runtime_error
+  // where the system refuses, or the build has no CUDA.
+  explicit Streamed(const Experts& experts);
+  ~Streamed();
+  Streamed(const Streamed&) = delete;
+  Streamed& operator=(const Streamed&) = delete;
+
+  // What copy() moves for `count` experts.
+  size_t packed_bytes(int count) const;
+  // Experts first..first+count-1 → slot, packed_bytes(count) of device memory.
+  void copy(int first, int count, void* slot, uintptr_t stream) const;
+  // What copy() left in slot → gate_up [count, n, hidden] and down [count, hidden, intermediate], dequantised and
+  // rounded to bf16; n = 2 * intermediate with the gate above up, or intermediate where there is no gate. Widths must
+  // be multiples of 8.
+  void unpack(const void* slot, int count, void* gate_up, void* down, uintptr_t stream) const;
+
+ private:
+  void unlock() noexcept;
+  const Experts& experts_;
+  std::vector<PackedRun> runs_;
+  size_t locked_ = 0;  // runs that are page-locked
+};
+
+}  // namespace ktinject

@@ -1,0 +1,346 @@
+"""Long prompts: a layer's packed experts pass through a GPU while it computes.
+
+The experts stay where they are, packed in RAM and page-locked. A ring of slots on the GPU takes them in, some experts
+at a time, and runs ahead of the computation into the layers that follow, so that the bus never waits for an attention.
+What came in is unpacked to bf16 and multiplied with the rows of those experts. So a layer takes the time of the bus,
+however many tokens there are.
+
+Letting the CPU compute some of the experts meanwhile was tried and is not done: both were slowed so much that no
+division was faster than the better of the two alone (docs/explanation/prefill.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ktinject import _native
+from ktinject.errors import OperatorError
+from ktinject.operators import routed_experts
+from ktinject.operators.routed_experts import ExpertsSpec
+
+log = logging.getLogger("ktinject")
+
+# Unpacked weights that are multiplied at a time. Smaller ones leave the GPU idle between launches, bigger ones cost
+# memory and the time of the first copy.
+CHUNK_BYTES = 256 << 20
+# One is unpacked while the others are filled.
+SLOTS = 3
+# One answer a token and expert is kept until all experts have passed; more tokens than fit go through in parts.
+ANSWER_BYTES = 1 << 30
+# A layer costs this much beside the bus: sorting, launches, one look at the counts.
+_OVERHEAD_S = 1e-3
+# Never streamed below: the rates are measured with many tokens, and decoding is not to depend on them.
+FEWEST_TOKENS = 128
+_SAMPLE_TOKENS = 512
+
+
+@dataclass
+class _Slot:
+    memory: Tensor  # uint8 on the GPU
+    filled: torch.cuda.Event  # its copy has ended
+    usable: torch.cuda.Event  # what it held has been unpacked
+
+
+@dataclass
+class _Copy:
+    layer: weakref.ref[StreamedExperts]
+    index: int
+    experts: tuple[int, int]  # first, count
+    slot: _Slot
+
+
+class Ring:
+    """The slots of one device, and the order in which the layers pass through them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.Lock()  # held for a layer: the workspace is one
+        self._layers: list[weakref.ref[StreamedExperts]] = []
+        self._stream = torch.cuda.Stream(device)
+        self._chunk_bytes = 0  # of unpacked weights
+        self._workspace = torch.empty(0, device=device)
+        self._free: deque[_Slot] = deque()
+        self._ahead: deque[_Copy] = deque()  # oldest first
+        self._idle = torch.cuda.Event()  # the workspace is free
+
+    def join(self, layer: StreamedExperts) -> None:
+        """Layers pass in the order in which they join."""
+        self._layers = [held for held in self._layers if held() is not None] + [weakref.ref(layer)]
+
+    def bytes(self) -> int:
+        """What the ring holds on the device."""
+        slots = [*self._free, *(copy.slot for copy in self._ahead)]
+        return sum(t.numel() * t.element_size() for t in [self._workspace, *(slot.memory for slot in slots)])
+
+    def reserve(self) -> None:
+        """Take slots and workspace for the layers there are, smaller ones where memory is short.
+
+        Raises   torch.OutOfMemoryError if there is no room for one expert
+        """
+        layers = [layer for held in self._layers if (layer := held()) is not None]
+        least = max(layer.expert_bytes for layer in layers)
+        wanted = max(self._chunk_bytes or CHUNK_BYTES, least)
+        while True:
+            packed = max(layer.source.packed_bytes(layer.most_experts(wanted)) for layer in layers)
+            unpacked = max(layer.expert_bytes * layer.most_experts(wanted) for layer in layers)
+            slots = [*self._free, *(copy.slot for copy in self._ahead)]
+            if 2 * self._workspace.numel() >= unpacked and slots and slots[0].memory.numel() >= packed:
+                return
+            self._ahead.clear()
+            self._free.clear()
+            try:
+                self._workspace = torch.empty(unpacked // 2, dtype=torch.bfloat16, device=self.device)
+                memory = [torch.empty(packed, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+                break
+            except torch.OutOfMemoryError:
+                self._workspace = torch.empty(0, device=self.device)
+                if wanted == least:
+                    raise
+                wanted = max(wanted // 2, least)
+        self._free.extend(_Slot(part, torch.cuda.Event(), torch.cuda.Event()) for part in memory)
+        self._chunk_bytes = wanted
+
+    def chunks(self, layer: StreamedExperts) -> list[tuple[int, int]]:
+        """(first expert, count) of what passes together."""
+        most, experts = layer.most_experts(self._chunk_bytes), layer.spec.num_experts
+        return [(first, min(most, experts - first)) for first in range(0, experts, most)]
+
+    def unpacked(self, layer: StreamedExperts) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """(first, count, gate_up [count, n, hidden], down [count, hidden, intermediate]) for every chunk of a layer.
+
+        The tensors are overwritten when the next chunk is asked for. Call with the lock held.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(self._idle)
+        spec = layer.spec
+        rows = spec.intermediate_size * (2 if spec.has_gate else 1)
+        for index, (first, count) in enumerate(self.chunks(layer)):
+            slot = self._take(layer, index, (first, count))
+            stream.wait_event(slot.filled)
+            cut = count * rows * spec.hidden_size
+            gate_up = self._workspace[:cut].view(count, rows, spec.hidden_size)
+            down = self._workspace[cut : cut + count * spec.hidden_size * spec.intermediate_size]
+            down = down.view(count, spec.hidden_size, spec.intermediate_size)
+            layer.source.unpack(
+                slot.memory.data_ptr(), count, gate_up.data_ptr(), down.data_ptr(), stream.cuda_stream
+            )
+            slot.usable.record(stream)
+            self._free.append(slot)
+            self._run_ahead(layer, index)
+            yield first, count, gate_up, down
+        self._idle.record(stream)
+
+    def _take(self, layer: StreamedExperts, index: int, experts: tuple[int, int]) -> _Slot:
+        while self._ahead:
+            copy = self._ahead.popleft()
+            if copy.layer() is layer and copy.experts == experts:
+                return copy.slot
+            self._free.append(copy.slot)  # something else came than what was foreseen
+        self._copy(layer, index)
+        return self._ahead.popleft().slot
+
+    def _copy(self, layer: StreamedExperts, index: int) -> None:
+        first, count = self.chunks(layer)[index]
+        slot = self._free.popleft()
+        self._stream.wait_event(slot.usable)
+        layer.source.copy(first, count, slot.memory.data_ptr(), self._stream.cuda_stream)
+        slot.filled.record(self._stream)
+        self._ahead.append(_Copy(weakref.ref(layer), index, (first, count), slot))
+
+    def _run_ahead(self, layer: StreamedExperts, index: int) -> None:
+        while self._free:
+            if self._ahead:
+                last = self._ahead[-1].layer()
+                if last is None:
+                    return
+                layer, index = last, self._ahead[-1].index
+            following = self._following(layer, index)
+            if following is None:
+                return
+            self._copy(*following)
+
+    def _following(self, layer: StreamedExperts, index: int) -> tuple[StreamedExperts, int] | None:
+        if index + 1 < len(self.chunks(layer)):
+            return layer, index + 1
+        alive = [held() for held in self._layers]
+        after = alive[alive.index(layer) + 1 :]
+        for candidate in after:
+            if candidate is not None:
+                return candidate, 0
+        return None
+
+
+_rings: weakref.WeakValueDictionary[torch.device, Ring] = weakref.WeakValueDictionary()
+
+
+class StreamedExperts:
+    """The experts of one layer, computed on a GPU from what passes through its ring.
+
+    native  filled
+    """
+
+    def __init__(self, spec: ExpertsSpec, native: _native.Experts, device: torch.device) -> None:
+        ring = _rings.get(device)
+        if ring is None:
+            ring = _rings[device] = Ring(device)
+        self.ring = ring
+        self.spec = spec
+        self.native = native
+        self.source = _native.Streamed(native)
+        wide = (3 if spec.has_gate else 2) * spec.intermediate_size
+        self.expert_bytes = 2 * wide * spec.hidden_size  # unpacked
+        self._biases = self._take_biases(device) if spec.has_bias else None
+        ring.join(self)
+
+    @staticmethod
+    def why_not(spec: ExpertsSpec) -> str | None:
+        """The reason why experts of this shape cannot be streamed."""
+        if spec.hidden_size % 8 or spec.intermediate_size % 8:
+            widths = f"{spec.hidden_size} and {spec.intermediate_size}"
+            return f"experts are streamed where both widths are multiples of 8, and these are {widths}"
+        return None
+
+    def most_experts(self, chunk_bytes: int) -> int:
+        return max(1, min(self.spec.num_experts, chunk_bytes // self.expert_bytes))
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [m, hidden], ids and weights [m, t] on the GPU → [m, hidden] in x's dtype.
+
+        Ids of -1 and num_experts are skipped. Weights and activations are rounded to bf16, products summed in fp32.
+        Raises   OperatorError for any other id that is no expert, torch.OutOfMemoryError where there is no room for
+                 one expert and a few tokens
+        """
+        out = torch.empty_like(x)
+        most = max(1, ANSWER_BYTES // (2 * ids.shape[1] * self.spec.hidden_size))
+        with self.ring.lock:
+            self.ring.reserve()
+            done = 0
+            while done < x.shape[0]:
+                part = slice(done, min(done + most, x.shape[0]))
+                try:
+                    out[part] = self._part(x[part], ids[part], weights[part])
+                except torch.OutOfMemoryError:
+                    if most <= FEWEST_TOKENS:
+                        raise
+                    most = max(most // 2, FEWEST_TOKENS)
+                    continue
+                done = part.stop
+        return out
+
+    def _part(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        spec, experts = self.spec, self.spec.num_experts
+        m, t = ids.shape
+        expert = ids.reshape(-1).long()
+        strangers = (expert < -1) | (expert > experts)
+        expert = torch.where(expert < 0, experts, expert.clamp(max=experts))
+        order = expert.argsort(stable=True)
+        ends = torch.bincount(expert, minlength=experts + 1).cumsum(0)
+        rows = x.to(torch.bfloat16)
+        # One row for every (token, slot), so that the sum at the end has one order.
+        answers = torch.zeros(m * t, spec.hidden_size, dtype=torch.bfloat16, device=x.device)
+        *host_ends, found = [0, *torch.cat([ends, strangers.sum()[None]]).tolist()]
+        if found:
+            raise OperatorError(
+                f"top_k_index: found {int(ids[strangers.view(m, t)][0])}; allowed are 0 to {experts - 1}, and "
+                f"-1 and {experts} to skip."
+            )
+        for first, count, gate_up, down in self.ring.unpacked(self):
+            low, high = host_ends[first], host_ends[first + count]
+            if low == high:
+                continue
+            slots = order[low:high]
+            offsets = (ends[first : first + count] - low).to(torch.int32)
+            h = functional.grouped_mm(rows[slots // t], gate_up.transpose(-2, -1), offs=offsets)
+            if self._biases is not None:
+                h = h + self._biases[0][expert[slots]]
+            gate, up = h.chunk(2, dim=-1) if spec.has_gate else (None, h)
+            h = routed_experts.activate(spec, gate, up).to(torch.bfloat16)
+            y = functional.grouped_mm(h, down.transpose(-2, -1), offs=offsets)
+            if self._biases is not None:
+                y = y + self._biases[1][expert[slots]]
+            answers[slots] = y.to(torch.bfloat16)
+        known = (expert < experts).view(m, t, 1)
+        scale = torch.where(known, weights.unsqueeze(-1).float(), 0.0)
+        # One slot after the other: [m, t, hidden] in fp32 would be twice the answers.
+        total = torch.zeros(m, spec.hidden_size, device=x.device)
+        for slot in range(t):
+            total.addcmul_(answers.view(m, t, -1)[:, slot], scale[:, slot])
+        return total
+
+    def _take_biases(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+
+        def of(projection: str, width: int) -> Tensor:
+            bias = torch.empty(spec.num_experts, width)
+            for expert in range(spec.num_experts):
+                self.native.unpack_bias(projection, expert, bias[expert])
+            return bias.to(device)
+
+        inner = [of(name, spec.intermediate_size) for name in (["gate"] if spec.has_gate else []) + ["up"]]
+        return torch.cat(inner, dim=-1), of("down", spec.hidden_size)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one layer takes, measured."""
+
+    bus_s: float  # all its experts over the bus
+    cpu_s_per_row: float  # on the CPU, a token and one of its experts, with many of them
+
+    def fewest_tokens(self, top_k: int) -> int:
+        """From how many tokens on streaming is faster."""
+        return max(FEWEST_TOKENS, math.ceil((self.bus_s + _OVERHEAD_S) / (top_k * self.cpu_s_per_row)))
+
+
+_rates: dict[tuple[object, ...], Rates] = {}
+
+
+def measure(streamed: StreamedExperts, kind: str) -> Rates:
+    """The rates of layers of this shape and kind of weights, measured once a process: tens of milliseconds."""
+    key = (streamed.ring.device, streamed.spec, kind, _native.threads())
+    if key not in _rates:
+        spec, device, source = streamed.spec, streamed.ring.device, streamed.source
+        count = streamed.most_experts(CHUNK_BYTES)
+        memory = torch.empty(source.packed_bytes(count), dtype=torch.uint8, device=device)
+        stream = torch.cuda.current_stream(device)
+        times = []
+        for _ in range(3):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(stream)
+            source.copy(0, count, memory.data_ptr(), stream.cuda_stream)
+            end.record(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        bus_s = min(times) / count * spec.num_experts
+        generator = torch.Generator().manual_seed(0)
+        top_k = min(8, spec.num_experts)
+        x = torch.randn(_SAMPLE_TOKENS, spec.hidden_size, generator=generator).to(torch.bfloat16)
+        ids = torch.rand(_SAMPLE_TOKENS, spec.num_experts, generator=generator).topk(top_k).indices
+        weights = torch.full((_SAMPLE_TOKENS, top_k), 1 / top_k)
+        out = torch.empty_like(x)
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            streamed.native.forward(x, ids, weights, out)
+            times.append(time.perf_counter() - begin)
+        _rates[key] = Rates(bus_s, min(times) / (_SAMPLE_TOKENS * top_k))
+        log.info(
+            "%s experts of %s on %s: %.1f ms a layer over the bus, %.1f µs a token and expert on the CPU",
+            spec.num_experts,
+            kind,
+            device,
+            bus_s * 1e3,
+            _rates[key].cpu_s_per_row * 1e6,
+        )
+    return _rates[key]

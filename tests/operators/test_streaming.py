@@ -1,0 +1,254 @@
+"""Experts that pass through a GPU, against the same experts on the CPU."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from ktinject import _native
+from ktinject.errors import OperatorError
+from ktinject.operators import streaming
+from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
+from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
+from ktinject.operators.routed_experts import ExpertsSpec
+
+gpu = pytest.mark.gpu
+KINDS: dict[str, dict[str, Any]] = {
+    "bf16": {"weights": "bf16"},
+    "int8": {"weights": "int8"},
+    "int4": {"weights": "int4", "group_size": 32},
+    "int4 with zero points": {"weights": "int4", "group_size": 64, "symmetric": False},
+    "fp8": {"weights": "fp8"},
+    "mxfp4": {"weights": "mxfp4"},
+}
+EXPERTS = 12
+
+
+def filled(
+    hidden: int, inner: int, seed: int = 0, operator: Any = CpuExperts, config: Any = None, **arguments: Any
+) -> CpuExperts:
+    shape = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=EXPERTS)
+    shape._experts_implementation = "eager"
+    module = Qwen3MoeExperts(shape)
+    random = torch.Generator().manual_seed(seed)
+    made = operator.build(module, config or CpuExpertsConfig(device="cpu", **arguments))
+    made.allocate()
+    for name, parameter in module.named_parameters():
+        values = torch.randn(parameter.shape, generator=random) * parameter.shape[-1] ** -0.5
+        made.load(name, values.bfloat16(), None, None)
+    made.finish()
+    return made
+
+
+def inputs(tokens: int, hidden: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=random).bfloat16()
+    ids = torch.rand(tokens, EXPERTS, generator=random).argsort(-1)[:, :4].contiguous()
+    ids[0, 1], ids[1, :] = EXPERTS, -1  # what is to be skipped
+    return x, ids, torch.rand(tokens, 4, generator=random)
+
+
+def streamed(operator: CpuExperts) -> streaming.StreamedExperts:
+    return streaming.StreamedExperts(operator.spec, operator.native, torch.device("cuda:0"))
+
+
+def exact(operator: CpuExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """fp64, from the dequantised weights."""
+    gate_up, down = operator.unpack("gate_up_proj").double(), operator.unpack("down_proj").double()
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(x.shape[0]):
+        for slot, expert in enumerate(ids[token].tolist()):
+            if 0 <= expert < EXPERTS:
+                gate, up = (gate_up[expert] @ x[token].double()).chunk(2)
+                out[token] += weights[token, slot] * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+    return out
+
+
+def test_streaming_begins_where_the_bus_is_faster() -> None:
+    assert streaming.Rates(bus_s=0.023, cpu_s_per_row=3e-6).fewest_tokens(top_k=8) == 1000
+    assert streaming.Rates(bus_s=1e-6, cpu_s_per_row=1e-3).fewest_tokens(top_k=8) == streaming.FEWEST_TOKENS
+
+
+def test_widths_that_cannot_be_streamed_are_named() -> None:
+    spec = filled(64, 32).spec
+    assert streaming.StreamedExperts.why_not(spec) is None
+    odd = ExpertsSpec(**{**vars(spec), "intermediate_size": 33})
+    assert "64 and 33" in str(streaming.StreamedExperts.why_not(odd))
+
+
+def test_a_build_without_cuda_says_so() -> None:
+    if _native.cuda_built():
+        pytest.skip("this build has CUDA")
+    with pytest.raises(RuntimeError, match="no CUDA parts"):
+        _native.Streamed(filled(64, 32).native)
+
+
+@gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("hidden,inner", [(128, 64), (72, 200), (264, 40), (1024, 512)])
+def test_unpacked_on_the_gpu_as_on_the_cpu(kind: str, hidden: int, inner: int) -> None:
+    operator = filled(hidden, inner, **KINDS[kind])
+    layer = streamed(operator)
+    layer.ring.reserve()
+    seen = 0
+    for first, count, gate_up, down in layer.ring.unpacked(layer):
+        for expert in range(count):
+            want = operator.unpack("gate_up_proj", first + expert).bfloat16()
+            assert torch.equal(gate_up[expert].cpu(), want)
+            assert torch.equal(down[expert].cpu(), operator.unpack("down_proj", first + expert).bfloat16())
+            seen += 1
+    assert seen == EXPERTS
+
+
+@gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_streamed_against_fp64(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)  # five experts at a time
+    operator = filled(256, 96, **KINDS[kind])
+    x, ids, weights = inputs(50, 256)
+    found = streamed(operator).forward(x.cuda().to(dtype), ids.cuda(), weights.cuda())
+    assert found.dtype == dtype
+    assert reference.relative_error(found.cpu(), exact(operator, x, ids, weights)) < 0.01
+
+
+@gpu
+def test_more_tokens_than_fit_go_through_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, arguments = filled(256, 96), inputs(50, 256)
+    layer, on_gpu = streamed(operator), [tensor.cuda() for tensor in arguments]
+    whole = layer.forward(*on_gpu)
+    monkeypatch.setattr(streaming, "ANSWER_BYTES", 2 * 4 * 256 * 7)
+    assert torch.equal(layer.forward(*on_gpu), whole)
+
+
+@gpu
+@pytest.mark.parametrize("stranger", [-2, EXPERTS + 1])
+def test_an_id_that_is_no_expert_is_refused(stranger: int) -> None:
+    operator, (x, ids, weights) = filled(256, 96), inputs(50, 256)
+    layer = streamed(operator)
+    wrong = ids.clone()
+    wrong[20, 2] = stranger
+    with pytest.raises(OperatorError, match=f"found {stranger}; allowed are 0 to {EXPERTS - 1}"):
+        layer.forward(x.cuda(), wrong.cuda(), weights.cuda())
+    found = layer.forward(x.cuda(), ids.cuda(), weights.cuda()).cpu()
+    assert reference.relative_error(found, exact(operator, x, ids, weights)) < 0.01
+
+
+@gpu
+def test_hybrid_experts_stream_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {}
+    for prefill in ("auto", "cpu", "gpu"):
+        config = HybridExpertsConfig(device="cuda:0", prefill=prefill)
+        made[prefill] = filled(256, 96, operator=HybridExperts, config=config)
+    x, ids, weights = inputs(300, 256)
+    on_gpu = x.cuda(), ids.cuda(), weights.cuda()
+    want = exact(made["cpu"], x, ids, weights)
+    for fewest, streams in ((200, True), (400, False)):
+        monkeypatch.setattr(streaming.Rates, "fewest_tokens", lambda self, top_k, fewest=fewest: fewest)
+        seen = []
+        monkeypatch.setattr(
+            streaming.StreamedExperts, "forward", _spied(streaming.StreamedExperts.forward, seen)
+        )
+        for prefill, operator in made.items():
+            seen.clear()
+            found = operator(*on_gpu).cpu()
+            assert reference.relative_error(found, want) < 0.01
+            assert bool(seen) == (prefill == "gpu" or (prefill == "auto" and streams)), prefill
+        monkeypatch.undo()
+
+
+def _spied(forward: Any, seen: list[int]) -> Any:
+    def spy(self: Any, x: Tensor, *rest: Tensor) -> Tensor:
+        seen.append(x.shape[0])
+        return forward(self, x, *rest)
+
+    return spy
+
+
+@gpu
+def test_without_room_on_the_gpu_auto_takes_the_cpu_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(streaming.Ring, "reserve", full)
+    monkeypatch.setattr(streaming.Rates, "fewest_tokens", lambda self, top_k: 200)
+    x, ids, weights = inputs(300, 256)
+    on_gpu = x.cuda(), ids.cuda(), weights.cuda()
+    auto = filled(256, 96, operator=HybridExperts, config=HybridExpertsConfig(device="cuda:0"))
+    for _ in range(2):
+        found = auto(*on_gpu).cpu()
+        assert reference.relative_error(found, exact(auto, x, ids, weights)) < 0.01
+    assert sum("no room to stream" in record.message for record in caplog.records) == 1
+    forced = filled(
+        256, 96, operator=HybridExperts, config=HybridExpertsConfig(device="cuda:0", prefill="gpu")
+    )
+    with pytest.raises(OperatorError, match="no room to stream"):
+        forced(*on_gpu)
+
+
+@gpu
+def test_layers_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ran ahead is used by the next layer, and dropped where another layer comes instead."""
+    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)
+    operators = [filled(256, 96, seed) for seed in range(4)]
+    layers = [streamed(operator) for operator in operators]
+    arguments = inputs(40, 256)
+    on_gpu = [tensor.cuda() for tensor in arguments]
+    want = [exact(operator, *arguments) for operator in operators]
+    ring = layers[0].ring
+    assert all(layer.ring is ring for layer in layers)
+    ring.reserve()
+    for order in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 0, 2, 2, 1], [0, 1, 2, 3]):
+        for at in order:
+            found = layers[at].forward(*on_gpu).cpu()
+            assert reference.relative_error(found, want[at]) < 0.01, (order, at)
+    held = torch.cuda.memory_allocated()
+    for _ in range(20):
+        for layer in layers:
+            layer.forward(*on_gpu)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= held
+    del layers, layer, ring
+    gc.collect()
+    assert not streaming._rings
+
+
+@gpu
+def test_a_layer_interrupted_halfway_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "CHUNK_BYTES", 2 * 6 * 256 * 96)
+    operator = filled(256, 96)
+    layer, arguments = streamed(operator), inputs(40, 256)
+    on_gpu = [tensor.cuda() for tensor in arguments]
+    layer.ring.reserve()
+    next(layer.ring.unpacked(layer))  # and no further
+    found = layer.forward(*on_gpu).cpu()
+    assert reference.relative_error(found, exact(operator, *arguments)) < 0.01
+
+
+@gpu
+def test_short_memory_means_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = filled(1024, 512)
+    layer, arguments = streamed(operator), inputs(40, 1024)
+    real, most = torch.empty, 3 * layer.expert_bytes
+
+    def scarce(*shape: Any, **how: Any) -> Tensor:
+        made = real(*shape, **how)
+        if str(how.get("device", "")).startswith("cuda") and made.numel() * made.element_size() > most:
+            raise torch.OutOfMemoryError("no more than this")
+        return made
+
+    monkeypatch.setattr(torch, "empty", scarce)
+    layer.ring.reserve()
+    assert 0 < layer.ring.bytes() <= (streaming.SLOTS + 1) * most
+    monkeypatch.setattr(torch, "empty", real)
+    found = layer.forward(*(tensor.cuda() for tensor in arguments)).cpu()
+    assert reference.relative_error(found, exact(operator, *arguments)) < 0.01
