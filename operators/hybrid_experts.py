@@ -226,9 +226,10 @@ class HybridExperts(CpuExperts):
             if ranks is not None:
                 top_k_index = of_ranks(top_k_index, top_k_weights, *ranks)
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        if ranks is None and self._is_streamed(top_k_index):
+        streamed = self._streamed_for(top_k_index) if ranks is None else None
+        if streamed is not None:
             try:
-                return self.streamed.forward(hidden_states, top_k_index, top_k_weights)
+                return streamed.forward(hidden_states, top_k_index, top_k_weights)
             except torch.OutOfMemoryError:
                 self._keep_on_cpu()
         here = self.on_gpu
@@ -241,18 +242,18 @@ class HybridExperts(CpuExperts):
             return Underway(ticket, None)
         return Underway(ticket, here.forward(hidden_states, asked.chosen, top_k_weights))
 
-    def _is_streamed(self, top_k_index: Tensor) -> bool:
+    def _streamed_for(self, top_k_index: Tensor) -> StreamedExperts | None:
         tokens, top_k = top_k_index.shape
         if self.streamed is None or tokens <= MOST_TOKENS or top_k == 0:
-            return False
+            return None
         if self.config.prefill == "gpu":
-            return True
+            return self.streamed
         if tokens < streaming.FEWEST_TOKENS:
-            return False
+            return None
         if self._streams_from is None:
             rates = streaming.measure(self.streamed, weights_in_words(self.config))
             self._streams_from = rates.fewest_tokens(top_k)
-        return tokens >= self._streams_from
+        return self.streamed if tokens >= self._streams_from else None
 
     def _keep_on_cpu(self) -> None:
         text = "no room to stream experts through the GPU"
