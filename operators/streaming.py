@@ -97,6 +97,7 @@ class Ring:
             slots = [*self._free, *(copy.slot for copy in self._ahead)]
             if 2 * self._workspace.numel() >= unpacked and slots and slots[0].memory.numel() >= packed:
                 return
+            self._stream.synchronize()  # copies into the old slots may be under way
             self._ahead.clear()
             self._free.clear()
             try:
@@ -108,7 +109,11 @@ class Ring:
                 if wanted == least:
                     raise
                 wanted = max(wanted // 2, least)
-        self._free.extend(_Slot(part, torch.cuda.Event(), torch.cuda.Event()) for part in memory)
+        for part in memory:
+            slot = _Slot(part, torch.cuda.Event(), torch.cuda.Event())
+            # The memory may have been something else a moment ago, in this stream.
+            slot.usable.record(torch.cuda.current_stream(self.device))
+            self._free.append(slot)
         self._chunk_bytes = wanted
 
     def chunks(self, layer: StreamedExperts) -> list[tuple[int, int]]:
@@ -128,6 +133,7 @@ class Ring:
         for index, (first, count) in enumerate(self.chunks(layer)):
             slot = self._take(layer, index, (first, count))
             stream.wait_event(slot.filled)
+            self._free.append(slot)
             cut = count * rows * spec.hidden_size
             gate_up = self._workspace[:cut].view(count, rows, spec.hidden_size)
             down = self._workspace[cut : cut + count * spec.hidden_size * spec.intermediate_size]
@@ -136,7 +142,6 @@ class Ring:
                 slot.memory.data_ptr(), count, gate_up.data_ptr(), down.data_ptr(), stream.cuda_stream
             )
             slot.usable.record(stream)
-            self._free.append(slot)
             self._run_ahead(layer, index)
             yield first, count, gate_up, down
         self._idle.record(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from typing import Any
 
@@ -88,6 +89,144 @@ def test_a_build_without_cuda_says_so() -> None:
         pytest.skip("this build has CUDA")
     with pytest.raises(RuntimeError, match="no CUDA parts"):
         _native.Streamed(filled(64, 32).native)
+
+
+# --- the order of things, without a GPU: the bus is played by a class that remembers what it was asked ---
+
+
+class Clock:
+    """A stream or an event of CUDA, where everything happens at once."""
+
+    cuda_stream = 0
+
+    def __init__(self, *arguments: Any, **more: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def record(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class Bus:
+    """`_native.Streamed`: a slot holds the number of its first expert."""
+
+    asked: list[tuple[int, int]] = []
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+
+    def packed_bytes(self, count: int) -> int:
+        return 64 * count
+
+    def copy(self, first: int, count: int, slot: int, stream: int) -> None:
+        ctypes.c_int64.from_address(slot).value = first
+        Bus.asked.append((id(self.native), first))
+
+    def unpack(self, slot: int, count: int, gate_up: int, down: int, stream: int) -> None:
+        first = ctypes.c_int64.from_address(slot).value
+        for projections, at in ((("gate", "up"), gate_up), (("down",), down)):
+            for expert in range(first, first + count):
+                for projection in projections:
+                    shape = (256, 96) if projection == "down" else (96, 256)
+                    wide = torch.empty(shape)
+                    self.native.unpack(projection, expert, wide)
+                    narrow = wide.bfloat16()
+                    ctypes.memmove(at, narrow.data_ptr(), 2 * narrow.numel())
+                    at += 2 * narrow.numel()
+
+
+@pytest.fixture
+def bus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, Clock)
+    monkeypatch.setattr(torch.cuda, "current_stream", Clock)
+    monkeypatch.setattr(streaming._native, "Streamed", Bus)
+    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)  # five experts at a time
+    Bus.asked = []
+    return Bus.asked
+
+
+def on_the_bus(operator: CpuExperts) -> streaming.StreamedExperts:
+    return streaming.StreamedExperts(operator.spec, operator.native, torch.device("cpu"))
+
+
+def test_what_runs_ahead_is_what_comes_next(bus: list[tuple[int, int]]) -> None:
+    operators = [filled(256, 96, seed) for seed in range(3)]
+    layers = [on_the_bus(operator) for operator in operators]
+    arguments = inputs(40, 256)
+    for _ in range(2):
+        bus.clear()
+        for layer, operator in zip(layers, operators):
+            found = layer.forward(*arguments)
+            assert found.dtype == torch.bfloat16
+            assert reference.relative_error(found, exact(operator, *arguments)) < 0.01
+        # Each chunk once, in order: nothing was fetched in vain.
+        assert bus == [(id(layer.native), first) for layer in layers for first in (0, 5, 10)]
+    bus.clear()
+    layers[0].forward(*arguments)
+    assert bus[-1][0] == id(layers[1].native)  # two chunks of the next layer are on their way
+
+
+def test_another_order_than_foreseen(bus: list[tuple[int, int]]) -> None:
+    operators = [filled(256, 96, seed) for seed in range(3)]
+    layers = [on_the_bus(operator) for operator in operators]
+    arguments = inputs(40, 256)
+    want = [exact(operator, *arguments) for operator in operators]
+    for at in (2, 0, 0, 1, 0, 2, 1):
+        assert reference.relative_error(layers[at].forward(*arguments), want[at]) < 0.01
+    next(layers[0].ring.unpacked(layers[0]))  # interrupted after the first chunk
+    for at in (1, 0):
+        assert reference.relative_error(layers[at].forward(*arguments), want[at]) < 0.01
+    assert len(layers[0].ring._free) + len(layers[0].ring._ahead) == streaming.SLOTS
+
+
+def test_a_failure_while_unpacking_loses_no_slot(
+    bus: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator, arguments = filled(256, 96), inputs(40, 256)
+    layer = on_the_bus(operator)
+    for _ in range(streaming.SLOTS + 1):
+        with monkeypatch.context() as broken:
+            broken.setattr(Bus, "unpack", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+            with pytest.raises(RuntimeError, match="broken"):
+                layer.forward(*arguments)
+    found = layer.forward(*arguments)
+    assert reference.relative_error(found, exact(operator, *arguments)) < 0.01
+
+
+def test_parts_and_strangers(bus: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    operator, arguments = filled(256, 96), inputs(50, 256)
+    layer = on_the_bus(operator)
+    whole = layer.forward(*arguments)
+    monkeypatch.setattr(streaming, "ANSWER_BYTES", 2 * 4 * 256 * 7)
+    assert torch.equal(layer.forward(*arguments), whole)
+    for stranger in (-2, EXPERTS + 1):
+        wrong = arguments[1].clone()
+        wrong[20, 2] = stranger
+        with pytest.raises(OperatorError, match=f"found {stranger}; allowed are 0 to {EXPERTS - 1}"):
+            layer.forward(arguments[0], wrong, arguments[2])
+    assert torch.equal(layer.forward(*arguments), whole)
+
+
+def test_scarce_memory_means_smaller_chunks_without_a_gpu(
+    bus: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator, arguments = filled(256, 96), inputs(40, 256)
+    layer = on_the_bus(operator)
+    real = torch.empty
+
+    def scarce(*shape: Any, **how: Any) -> Tensor:
+        made = real(*shape, **how)
+        if made.dtype == torch.bfloat16 and 2 * made.numel() > 3 * layer.expert_bytes:
+            raise torch.OutOfMemoryError("no more than this")
+        return made
+
+    monkeypatch.setattr(torch, "empty", scarce)
+    layer.ring.reserve()
+    monkeypatch.setattr(torch, "empty", real)
+    assert layer.ring.chunks(layer)[0] == (0, 2)
+    assert reference.relative_error(layer.forward(*arguments), exact(operator, *arguments)) < 0.01
+
+
+# --- with a GPU ---
 
 
 @gpu
