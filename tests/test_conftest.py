@@ -20,7 +20,8 @@ import pytest
     ],
 )
 def test_exit_code(tmp_path, test, exit_code):
-    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    for name in ("conftest.py", "byte_tokenizer.py"):
+        shutil.copy(Path(__file__).with_name(name), tmp_path)
     (tmp_path / "test_it.py").write_text(test)
     command = [
         sys.executable,
