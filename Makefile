@@ -7,6 +7,8 @@
 #   PIP_ARGS="--no-index --find-links wheels"  for every call of pip
 
 PYTHON ?= python3
+# Found now: once .venv is there, its own python3 comes first in PATH.
+THEIRS := $(shell command -v $(PYTHON))
 TORCH ?=
 PIP_ARGS ?=
 
@@ -64,13 +66,13 @@ clean:
 # setuptools that venv brings would hide theirs.
 $(VENV)/torch:
 	rm -rf $(VENV)
-	if $(PYTHON) -c 'import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; then \
-	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	if $(THEIRS) -c 'import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; then \
+	  $(THEIRS) -m venv --system-site-packages $(VENV); \
   $(BIN)/python -m pip uninstall -qq --yes setuptools; \
-	  $(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
+	  $(THEIRS) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
 	    > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/theirs.pth"; \
 	else \
-	  $(PYTHON) -m venv $(VENV); \
+	  $(THEIRS) -m venv $(VENV); \
 	  if [ -n '$(TORCH)' ]; then $(PIP) $(TORCH); \
 	  elif command -v nvidia-smi >/dev/null; then $(PIP) 'torch>=2.11'; \
 	  else $(PIP) torch==2.13.0+cpu 2>/dev/null \
