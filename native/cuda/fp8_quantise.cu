@@ -11,18 +11,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/check.cuh"
+
 namespace ktinject {
 namespace {
 
 constexpr int kWarps = 8;
 constexpr float kGreatest = 448;  // of e4m3
 constexpr float kLeast = 1e-12f;  // scale, so that zeros divide to zero
-
-void check(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();
-  throw std::runtime_error(std::string("fp8_quantise: ") + cudaGetErrorString(error));
-}
 
 __device__ float2 floats(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
 __device__ float2 floats(__half2 pair) { return __half22float2(pair); }
@@ -58,8 +54,8 @@ void fp8_quantise(const void* x, bool fp16, int m, int padded, int k, void* valu
                                 " padded, " + std::to_string(k) + " inputs; inputs must be a multiple of 128");
   if (padded == 0) return;
   int before = 0;
-  check(cudaGetDevice(&before));
-  if (before != device) check(cudaSetDevice(device));
+  check_cuda(cudaGetDevice(&before), "fp8_quantise");
+  if (before != device) check_cuda(cudaSetDevice(device), "fp8_quantise");
   const int groups = k / 128;
   const auto blocks = static_cast<unsigned>((int64_t{padded} * groups + kWarps - 1) / kWarps);
   const auto on = static_cast<cudaStream_t>(stream);
@@ -71,7 +67,7 @@ void fp8_quantise(const void* x, bool fp16, int m, int padded, int k, void* valu
                                                       scales);
   const cudaError_t error = cudaGetLastError();
   if (before != device) cudaSetDevice(before);
-  check(error);
+  check_cuda(error, "fp8_quantise");
 }
 
 }  // namespace ktinject

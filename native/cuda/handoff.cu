@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "cuda/check.cuh"
 #include "moe/leader.hpp"
 
 namespace ktinject {
@@ -19,12 +20,6 @@ namespace {
 
 constexpr int kMostSlotsPerToken = 64;  // experts a token may be sent to, as in the forward pass
 constexpr int kMostThreads = 1024;
-
-void check_cuda(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // an error that was reported is not to be found again by the next call
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
-}
 
 class OnDevice {
  public:

@@ -10,14 +10,13 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/check.cuh"
 #include "cuda/int4_linear.hpp"
 
 namespace ktinject::int4 {
 
 inline void check(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();
-  throw std::runtime_error(std::string("int4_linear: ") + what + ": " + cudaGetErrorString(error));
+  if (error != cudaSuccess) check_cuda(error, std::string("int4_linear: ") + what);
 }
 
 // What all kernels get.

@@ -19,17 +19,13 @@
 #include <string>
 #include <type_traits>
 
+#include "cuda/check.cuh"
+
 namespace ktinject {
 namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-
-void check_cuda(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // an error that was reported is not to be found again by the next call
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
-}
 
 struct Panels {
   int panels;

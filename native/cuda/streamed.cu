@@ -8,18 +8,14 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/check.cuh"
+
 namespace ktinject {
 namespace {
 
 constexpr int kInputs = 128;  // of one thread block
 constexpr int kThreads = 256;
 constexpr int kPad = 8;  // bf16; keeps rows 16-byte aligned and off each other's banks
-
-void check_cuda(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();  // an error that was reported is not to be found again by the next call
-  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
-}
 
 struct Target {
   __nv_bfloat16* out;  // [experts, rows, k]

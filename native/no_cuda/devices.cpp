@@ -1,15 +1,11 @@
 #include "cuda/devices.hpp"
 
-#include <stdexcept>
+#include "no_cuda/refuse.hpp"
 
 namespace ktinject {
 
 bool cuda_built() { return false; }
 
-std::vector<CudaDevice> cuda_devices() {
-  throw std::runtime_error(
-      "this build of ktinject has no CUDA parts: nvcc was not found when it was made. Install the CUDA toolkit and "
-      "build again.");
-}
+std::vector<CudaDevice> cuda_devices() { refuse(); }
 
 }  // namespace ktinject

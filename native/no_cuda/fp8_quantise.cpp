@@ -1,13 +1,9 @@
 #include "cuda/fp8_quantise.hpp"
 
-#include <stdexcept>
+#include "no_cuda/refuse.hpp"
 
 namespace ktinject {
 
-void fp8_quantise(const void*, bool, int, int, int, void*, float*, int, void*) {
-  throw std::runtime_error(
-      "this build of ktinject has no CUDA parts: nvcc was not found when it was made. Install the CUDA toolkit and "
-      "build again.");
-}
+void fp8_quantise(const void*, bool, int, int, int, void*, float*, int, void*) { refuse(); }
 
 }  // namespace ktinject

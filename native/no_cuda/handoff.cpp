@@ -1,17 +1,8 @@
 #include "cuda/handoff.hpp"
 
-#include <stdexcept>
+#include "no_cuda/refuse.hpp"
 
 namespace ktinject {
-namespace {
-
-[[noreturn]] void refuse() {
-  throw std::runtime_error(
-      "this build of ktinject has no CUDA parts: nvcc was not found when it was made. Install the CUDA toolkit and "
-      "build again.");
-}
-
-}  // namespace
 
 struct Channel::Slot {};
 struct Channel::Shared {};

@@ -1,14 +1,10 @@
 #include "cuda/streamed.hpp"
 
-#include <stdexcept>
+#include "no_cuda/refuse.hpp"
 
 namespace ktinject {
 
-Streamed::Streamed(const Experts& experts) : experts_(experts) {
-  throw std::runtime_error(
-      "this build of ktinject has no CUDA parts: nvcc was not found when it was made. Install the CUDA toolkit and "
-      "build again.");
-}
+Streamed::Streamed(const Experts& experts) : experts_(experts) { refuse(); }
 Streamed::~Streamed() = default;
 size_t Streamed::packed_bytes(int) const { return 0; }
 void Streamed::copy(int, int, void*, uintptr_t) const {}
