@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -14,6 +12,7 @@ from ktinject import _native, env
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.cpu_experts import weights_in_words
+from ktinject.operators.linear_op import handle_of, linear_op
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -62,8 +61,7 @@ class CpuLinear(Operator, nn.Linear):
             )
         except ValueError as error:
             raise OperatorError(f"cpu_linear: {error}") from None
-        self._handle = next(_handles)
-        _linears[self._handle] = self
+        self._handle = handle_of(self)
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -167,7 +165,7 @@ class CpuLinear(Operator, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] → [..., out_features], dtype and device kept. Raises OperatorError for another width."""
         if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
-            return cpu_linear_op(x, self._handle)
+            return linear_op(x, self._handle)
         return self.compute(x)
 
     def compute(self, x: Tensor) -> Tensor:
@@ -195,41 +193,3 @@ class CpuLinear(Operator, nn.Linear):
     def extra_repr(self) -> str:
         bias = ", bias" if self.has_bias else ""
         return f"{self.in_features} → {self.out_features}{bias}, {self.describe()['weights']}"
-
-
-# The custom op carries a number in its schema, since a traced graph cannot hold a Python object.
-_handles = itertools.count(1)
-_linears: weakref.WeakValueDictionary[int, CpuLinear] = weakref.WeakValueDictionary()
-
-
-@torch.library.custom_op("ktinject::cpu_linear", mutates_args=(), schema="(Tensor x, int handle) -> Tensor")
-def cpu_linear_op(x: Tensor, handle: int) -> Tensor:
-    return _linears[handle].compute(x)
-
-
-@cpu_linear_op.register_fake
-def _(x: Tensor, handle: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], _linears[handle].out_features)
-
-
-@torch.library.custom_op(
-    "ktinject::cpu_linear_backward", mutates_args=(), schema="(Tensor grad, int handle) -> Tensor"
-)
-def cpu_linear_backward_op(grad: Tensor, handle: int) -> Tensor:
-    return _linears[handle].compute_gradient(grad)
-
-
-@cpu_linear_backward_op.register_fake
-def _(grad: Tensor, handle: int) -> Tensor:
-    return grad.new_empty(*grad.shape[:-1], _linears[handle].in_features)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    ctx.handle = inputs[1]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return cpu_linear_backward_op(grad, ctx.handle), None
-
-
-cpu_linear_op.register_autograd(_backward, setup_context=_save)

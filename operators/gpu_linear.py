@@ -6,8 +6,6 @@ unpacks: right for whoever looks at its dtype, device or values, useless to writ
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator
+from ktinject.operators.linear_op import handle_of, linear_op
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -45,8 +44,7 @@ class GpuLinear(Operator, nn.Linear):
         self.has_bias = module.bias is not None
         self._bias: Tensor | None = None  # [n] fp32 on the device
         self._loaded: set[str] = set()
-        self._handle = next(_handles)
-        _linears[self._handle] = self
+        self._handle = handle_of(self)
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -194,42 +192,3 @@ class GpuLinear(Operator, nn.Linear):
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# The custom op carries a number in its schema, since a traced graph cannot hold a Python object.
-_handles = itertools.count(1)
-_linears: weakref.WeakValueDictionary[int, GpuLinear] = weakref.WeakValueDictionary()
-
-
-@torch.library.custom_op("ktinject::linear", mutates_args=(), schema="(Tensor x, int handle) -> Tensor")
-def linear_op(x: Tensor, handle: int) -> Tensor:
-    y = _linears[handle].compute(x)
-    return y
-
-
-@linear_op.register_fake
-def _(x: Tensor, handle: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], _linears[handle].out_features)
-
-
-@torch.library.custom_op(
-    "ktinject::linear_backward", mutates_args=(), schema="(Tensor grad, int handle) -> Tensor"
-)
-def linear_backward_op(grad: Tensor, handle: int) -> Tensor:
-    return _linears[handle].compute_gradient(grad)
-
-
-@linear_backward_op.register_fake
-def _(grad: Tensor, handle: int) -> Tensor:
-    return grad.new_empty(*grad.shape[:-1], _linears[handle].in_features)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
-    ctx.handle = inputs[1]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return linear_backward_op(grad, ctx.handle), None
-
-
-linear_op.register_autograd(_backward, setup_context=_save)

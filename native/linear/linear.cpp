@@ -28,19 +28,9 @@ Linear::Linear(LinearConfig config)
     : config_(std::move(config)),
       kernels_(choose_kernel(config_.format, config_.kernel)),
       stages_(&choose_stages(kernels_.many->isa & kernels_.few->isa)) {
-  auto positive = [](const char* name, int value, int most) {
-    if (value < 1 || value > most)
-      throw std::invalid_argument(std::string(name) + ": found " + std::to_string(value) + "; allowed: 1 to " +
-                                  std::to_string(most));
-  };
-  positive("out_features", config_.out_features, 1 << 24);
-  // 255 * 127 * 65536 is the longest int32 sum that cannot overflow.
-  positive("in_features", config_.in_features, 65536);
-  if (config_.format == Format::int4 && config_.group_size != 32 && config_.group_size != 64 &&
-      config_.group_size != 128)
-    throw std::invalid_argument("group_size: found " + std::to_string(config_.group_size) + "; allowed: 32, 64, 128");
-  if (config_.format != Format::int4 && !config_.symmetric)
-    throw std::invalid_argument("symmetric: found false; only int4 weights have zero points");
+  check_size("out_features", config_.out_features, 1 << 24);
+  check_size("in_features", config_.in_features, kMostInputs);
+  check_format(config_.format, config_.group_size, config_.symmetric);
   matrix_ = {config_.format,
              config_.out_features,
              config_.in_features,

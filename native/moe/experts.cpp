@@ -14,20 +14,10 @@ Experts::Experts(ExpertsConfig config)
     : config_(std::move(config)),
       kernels_(choose_kernel(config_.format, config_.kernel)),
       stages_(&choose_stages(kernels_.many->isa & kernels_.few->isa)) {
-  auto positive = [](const char* name, int value, int most) {
-    if (value < 1 || value > most)
-      throw std::invalid_argument(std::string(name) + ": found " + std::to_string(value) + "; allowed: 1 to " +
-                                  std::to_string(most));
-  };
-  // 255 * 127 * 65536 is the longest int32 sum that cannot overflow.
-  positive("experts", config_.experts, 1 << 16);
-  positive("hidden_size", config_.hidden_size, 65536);
-  positive("intermediate_size", config_.intermediate_size, 65536);
-  if (config_.format == Format::int4 && config_.group_size != 32 && config_.group_size != 64 &&
-      config_.group_size != 128)
-    throw std::invalid_argument("group_size: found " + std::to_string(config_.group_size) + "; allowed: 32, 64, 128");
-  if (config_.format != Format::int4 && !config_.symmetric)
-    throw std::invalid_argument("symmetric: found false; only int4 weights have zero points");
+  check_size("experts", config_.experts, 1 << 16);
+  check_size("hidden_size", config_.hidden_size, kMostInputs);
+  check_size("intermediate_size", config_.intermediate_size, kMostInputs);
+  check_format(config_.format, config_.group_size, config_.symmetric);
   const bool gate = config_.activation.has_gate;
   const int inner = config_.intermediate_size;
   const int group_size = scale_group(config_.format, config_.group_size);

@@ -186,6 +186,19 @@ void each_tile(ThreadPool& workers, std::span<const PanelRun> runs, TileMap plac
 
 }  // namespace
 
+void check_size(const char* name, int value, int most) {
+  if (value < 1 || value > most)
+    throw std::invalid_argument(std::string(name) + ": found " + std::to_string(value) + "; allowed: 1 to " +
+                                std::to_string(most));
+}
+
+void check_format(Format format, int group_size, bool symmetric) {
+  if (format == Format::int4 && group_size != 32 && group_size != 64 && group_size != 128)
+    throw std::invalid_argument("group_size: found " + std::to_string(group_size) + "; allowed: 32, 64, 128");
+  if (format != Format::int4 && !symmetric)
+    throw std::invalid_argument("symmetric: found false; only int4 weights have zero points");
+}
+
 void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& source, TileMap place,
                  std::span<const PanelRun> runs, const std::string& what) {
   const auto padded_k = static_cast<size_t>(matrix.padded_k());

@@ -33,6 +33,13 @@ struct Fp8Source {
   int scale_columns = 0;
 };
 
+// std::invalid_argument unless 1 <= value <= most.
+void check_size(const char* name, int value, int most);
+// The longest row: 255 * 127 * 65536 is the longest int32 sum that cannot overflow.
+inline constexpr int kMostInputs = 65536;
+// std::invalid_argument for a group size that int4 has not, and for zero points of another format.
+void check_format(Format format, int group_size, bool symmetric);
+
 // Where 16 outputs lie: tile `second` (0 or 1) of panel `panel`.
 struct TileAt {
   int panel;
