@@ -75,7 +75,7 @@ class Machine:
     kernels                 the native kernel table, best first
     gpus, no_gpu            the CUDA devices, and why there is none
     cuda_built              the native core holds its CUDA parts
-    versions                of python, torch, transformers
+    versions                of python, torch, transformers, and of the CUDA that torch was built with
     """
 
     cpu: str
@@ -145,6 +145,7 @@ def detect(root: Path | str = "/", *, affinity: Collection[int] | None = None) -
             "python": ".".join(str(part) for part in sys.version_info[:3]),
             "torch": str(torch.__version__),
             "transformers": transformers.__version__,
+            **({"CUDA": torch.version.cuda} if torch.version.cuda else {}),
         },
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ktinject import env
-from ktinject.machine import Kernel, Machine, detect
+from ktinject.machine import Gpu, Kernel, Machine, detect
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def doctor(machine: Machine | None = None) -> Report:
             _explain_huge_pages(machine),
             _explain_features(machine),
             *_explain_kernels(machine),
-            _explain_gpus(machine),
+            *_explain_gpus(machine),
             Finding(
                 "versions",
                 ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
@@ -186,13 +187,68 @@ def _explain_kernels(machine: Machine) -> Iterator[Finding]:
         yield Finding(f"{weights} weights", names, chosen.name if chosen else "none", "; ".join(reasons))
 
 
-def _explain_gpus(machine: Machine) -> Finding:
+@dataclass(frozen=True)
+class _GpuKernels:
+    """Kernels of ours, or torch's that an operator calls, and what they need.
+
+    capability  the least compute capability
+    only        they run on no newer one: made of instructions that it alone has
+    cuda        the least CUDA version that torch was built with
+    """
+
+    names: str
+    capability: tuple[int, int] = (8, 0)
+    only: bool = False
+    cuda: tuple[int, int] = (0, 0)
+
+    def lacking(self, gpu: Gpu, cuda: str) -> str:
+        """Why they do not run on this GPU, or ""."""
+        version = tuple(int(part) for part in cuda.split(".")[:2])
+        if gpu.capability < self.capability or (self.only and gpu.capability != self.capability):
+            needed = ".".join(map(str, self.capability)) + (" alone" if self.only else " or newer")
+            return f"cuda:{gpu.index} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, not {needed}"
+        if version < self.cuda:
+            return f"torch was built with CUDA {cuda}, not {self.cuda[0]}.{self.cuda[1]} or newer"
+        return ""
+
+
+# By subject, best first: where the first alternative runs, the others are not needed.
+_GPU_KERNELS = {
+    "GPU experts": [_GpuKernels("handoff, resident, streamed")],
+    "GPU decode": [_GpuKernels("rms_norm, attention, router")],
+    "GPU int4": [_GpuKernels("int4_few_sm90, int4_many_sm90", (9, 0), True), _GpuKernels("int4_linear_sm80")],
+    "GPU fp8": [
+        _GpuKernels("scaled product of cuBLAS", (9, 0), True, (12, 9)),
+        _GpuKernels("unpacked when loaded, cuBLAS"),
+    ],
+}
+
+
+def _explain_gpus(machine: Machine) -> Iterator[Finding]:
+    """The GPUs, and for each subject the kernels that will run, and why the better ones do not."""
     if not machine.gpus:
-        return Finding("GPU", "none", "the CPU for everything", machine.no_gpu)
+        yield Finding("GPU", "none", "the CPU for everything", machine.no_gpu)
+        return
     has = "; ".join(
         f"cuda:{gpu.index} {gpu.name}, {_gib(gpu.memory_bytes)}, {_gib(gpu.free_bytes)} free, "
         f"sm_{gpu.capability[0]}{gpu.capability[1]}"
         for gpu in machine.gpus
     )
-    built = "" if machine.cuda_built else "; the native core was built without nvcc"
-    return Finding("GPU", has, "torch's kernels", f"there are none of our own in this version{built}")
+    if not machine.cuda_built:
+        reason = "the native core was built without nvcc; install the CUDA toolkit and build again"
+        yield Finding("GPU", has, "torch's kernels alone", reason)
+        return
+    yield Finding("GPU", has, "our kernels and torch's")
+    for subject, alternatives in _GPU_KERNELS.items():
+        able, uses, reasons = dict[str, None](), dict[str, list[str]](), dict[str, None]()
+        for gpu in machine.gpus:
+            lacking = [kernels.lacking(gpu, machine.versions.get("CUDA", "0.0")) for kernels in alternatives]
+            names = [kernels.names for kernels, reason in zip(alternatives, lacking) if not reason]
+            able.update(dict.fromkeys(names))
+            uses.setdefault(names[0] if names else "none", []).append(f"cuda:{gpu.index}")
+            better = zip(alternatives, itertools.takewhile(bool, lacking))
+            reasons.update((f"{kernels.names}: {reason}", None) for kernels, reason in better)
+        used = "; ".join(f"{', '.join(gpus)}: {names}" for names, gpus in uses.items())
+        yield Finding(
+            subject, "; ".join(able), used if len(uses) > 1 else next(iter(uses)), "; ".join(reasons)
+        )

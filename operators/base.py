@@ -159,6 +159,29 @@ class Operator(nn.Module, ABC):
         )
 
 
+class NeverBuilt(Operator):
+    """An operator that rules name and no plan holds: the module stays, or `instead` says who takes it."""
+
+    @classmethod
+    def build(cls, module: nn.Module, config: Any) -> NoReturn:
+        raise NotImplementedError(f"{cls.name} is never built")
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def footprint(self) -> dict[str, int]:
+        return {}
+
+    def wants(self) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> NoReturn:
+        raise NotImplementedError(f"{self.name} is never built")
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{self.name} is never built")
+
+
 REGISTRY: dict[str, type[Operator]] = {}
 
 AnyOperator = TypeVar("AnyOperator", bound=type[Operator])

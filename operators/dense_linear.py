@@ -6,12 +6,12 @@ Rules that serve machines with and without a GPU name this one. The plan shows t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ktinject.operators.base import REGISTRY, Config, Operator, register_operator
+from ktinject.operators.base import REGISTRY, Config, NeverBuilt, Operator, register_operator
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ class DenseLinearConfig(Config):
 
 
 @register_operator("dense_linear")
-class DenseLinear(Operator):
-    """Every nn.Linear. Never built itself, but for:
+class DenseLinear(NeverBuilt):
+    """Every nn.Linear. In its place are built:
 
     weights   on the CPU    on a GPU
     bf16      cpu_linear    the layer stays; on the CPU too, in a model that is not bf16
@@ -63,22 +63,3 @@ class DenseLinear(Operator):
             return "it replaces nn.Linear"
         kind = config.device.partition(":")[0]
         return f"weights {config.weights} are not computed on {config.device}; allowed: {', '.join(_SERVED[kind])}"
-
-    @classmethod
-    def build(cls, module: nn.Module, config: Any) -> Self:
-        raise NotImplementedError("another operator is built instead")
-
-    def describe(self) -> dict[str, Any]:
-        return {}
-
-    def footprint(self) -> dict[str, int]:
-        return {}
-
-    def wants(self) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> NoReturn:
-        raise NotImplementedError("another operator is built instead")
-
-    def forward(self, x: Tensor) -> NoReturn:
-        raise NotImplementedError("another operator is built instead")

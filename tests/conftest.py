@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark.expression import Expression
 from byte_tokenizer import tokenizer
 from transformers import (
     DeepseekV3Config,
@@ -37,8 +38,21 @@ SHARED = {
 
 def pytest_configure(config: pytest.Config) -> None:
     """What the planner chooses depends on the machine; tests are about the CPU unless GPUs are asked for: `-m gpu`."""
-    if "gpu" not in (config.getoption("-m") or ""):
+    if not selects_gpu_tests_alone(config.getoption("-m") or ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def selects_gpu_tests_alone(expression: str) -> bool:
+    """Whether `-m expression` runs a test marked gpu, and none without a mark."""
+    try:
+        compiled = Expression.compile(expression)
+    except Exception:
+        return False  # pytest itself will say what is wrong with it
+
+    def selects(*marks: str) -> bool:
+        return compiled.evaluate(lambda name, /, **_: name in marks)
+
+    return selects("gpu") and not selects()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,4 +1,4 @@
-"""The guard against a run that executes nothing."""
+"""The guards against a run that executes nothing, and against GPUs in tests that are not about them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,26 @@ import sys
 from pathlib import Path
 
 import pytest
+
+
+@pytest.mark.parametrize(
+    ("expression", "shown"),
+    [
+        ("", False),
+        ("gpu", True),
+        ("gpu and not slow", True),
+        ("not gpu", False),
+        ("not slow", False),
+        ("gpu or slow", True),
+        ("slow", False),
+        ("gpu and (", False),
+    ],
+)
+def test_gpus_are_shown_only_to_a_run_of_gpu_tests(
+    pytestconfig: pytest.Config, expression: str, shown: bool
+) -> None:
+    conftest = pytestconfig.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
+    assert conftest.selects_gpu_tests_alone(expression) == shown
 
 
 @pytest.mark.parametrize(

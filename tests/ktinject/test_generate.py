@@ -103,7 +103,9 @@ PLAIN: list[dict[str, Any]] = [
 
 
 def name_of(case: dict[str, Any]) -> str:
-    return ",".join(f"{k}={v}" for k, v in case.items() if k not in ("tokenizer", "eos_token_id"))
+    """The same in every process, as pytest-xdist wants it."""
+    plain = {k: type(v[0]).__name__ if k == "logits_processor" else v for k, v in case.items()}
+    return ",".join(f"{k}={v}" for k, v in plain.items() if k not in ("tokenizer", "eos_token_id"))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

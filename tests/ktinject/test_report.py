@@ -6,9 +6,12 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 from ktinject import env, report
 from ktinject.machine import Gpu, Kernel, Machine, Node
+from ktinject.operators.fp8_linear import has_scaled_product
+from ktinject.operators.int4_linear import Int4Linear, Int4LinearConfig
 
 GIB = 2**30
 
@@ -115,11 +118,61 @@ def test_refused_amx_permission():
 
 def test_gpus():
     assert explained()["GPU"].reason == "no CUDA device is visible"
-    gpus = (Gpu(0, "Big One", 80 * GIB, 79 * GIB, (9, 0)),)
-    finding = explained(gpus=gpus)["GPU"]
+    finding = explained(gpus=(big(),))["GPU"]
     assert finding.has == "cuda:0 Big One, 80.0 GiB, 79.0 GiB free, sm_90"
-    assert "without nvcc" in finding.reason
-    assert explained(gpus=gpus, cuda_built=True)["GPU"].reason == "there are none of our own in this version"
+    assert finding.uses == "torch's kernels alone" and "without nvcc" in finding.reason
+    assert "GPU int4" not in explained(gpus=(big(),))
+
+
+def big(index: int = 0, capability: tuple[int, int] = (9, 0)) -> Gpu:
+    return Gpu(index, "Big One", 80 * GIB, 79 * GIB, capability)
+
+
+def on_gpus(*gpus: Gpu, cuda: str = "13.0") -> dict[str, report.Finding]:
+    return explained(gpus=gpus, cuda_built=True, versions={"CUDA": cuda})
+
+
+def test_kernels_of_gpus():
+    hopper = on_gpus(big())
+    assert hopper["GPU"].uses == "our kernels and torch's"
+    assert hopper["GPU int4"] == report.Finding(
+        "GPU int4", "int4_few_sm90, int4_many_sm90; int4_linear_sm80", "int4_few_sm90, int4_many_sm90"
+    )
+    assert hopper["GPU fp8"].uses == "scaled product of cuBLAS"
+    reason = on_gpus(big(), cuda="12.8")["GPU fp8"].reason
+    assert reason == "scaled product of cuBLAS: torch was built with CUDA 12.8, not 12.9 or newer"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_kernels_of_hopper_run_on_nothing_else(capability):
+    findings = on_gpus(big(capability=capability))
+    version = ".".join(map(str, capability))
+    assert findings["GPU int4"] == report.Finding(
+        "GPU int4",
+        "int4_linear_sm80",
+        "int4_linear_sm80",
+        f"int4_few_sm90, int4_many_sm90: cuda:0 has compute capability {version}, not 9.0 alone",
+    )
+    assert findings["GPU fp8"].uses == "unpacked when loaded, cuBLAS"
+    assert findings["GPU experts"].reason == findings["GPU decode"].reason == ""
+
+
+def test_a_gpu_that_is_too_old_and_one_beside_it():
+    old = on_gpus(big(capability=(7, 5)))
+    assert {old[f"GPU {of}"].uses for of in ("experts", "decode", "int4", "fp8")} == {"none"}
+    assert "7.5, not 8.0 or newer" in old["GPU experts"].reason
+    both = on_gpus(big(), big(1, (7, 5)))["GPU experts"]
+    assert both.uses == "cuda:0: handoff, resident, streamed; cuda:1: none"
+
+
+@pytest.mark.gpu
+def test_this_gpu_runs_what_the_operators_say():
+    findings = {finding.subject: finding.uses for finding in report.doctor().findings}
+    int4 = Int4Linear.build(torch.nn.Linear(64, 64).bfloat16(), Int4LinearConfig("cuda:0")).describe()[
+        "kernel"
+    ]
+    assert ("sm90" in findings["GPU int4"]) == ("sm90" in int4)
+    assert ("scaled" in findings["GPU fp8"]) == has_scaled_product("cuda:0")
 
 
 def test_as_text_and_json():
