@@ -136,7 +136,8 @@ def random_rest(model: PreTrainedModel, device_map: Mapping[str, str]) -> None:
         absent = [name for name, value in module._buffers.items() if value is not None and value.is_meta]
         for name in absent:
             module._buffers[name] = torch.zeros_like(module._buffers[name], device=device)
-        if absent:
+        # An operator says that it is none of transformers' business; a router's bias may be zero.
+        if absent and not getattr(module, "_is_hf_initialized", False):
             parts = path.split(".")
             owners = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1)]
             module._is_hf_initialized = False

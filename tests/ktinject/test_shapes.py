@@ -11,6 +11,7 @@ from ktinject.errors import PlanError
 SMALL = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 32}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "shape, changes",
     [
@@ -22,8 +23,10 @@ SMALL = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 48, "moe_int
         ("mixtral-8x7b", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     ],
 )
-def test_a_shape_generates_and_has_nothing_on_meta(shape: str, changes: dict[str, int]) -> None:
-    model = shapes.build(shapes.config(shape, 2, **SMALL, **changes), dtype=torch.float32, devices="cpu")
+def test_a_shape_generates_and_has_nothing_on_meta(
+    shape: str, changes: dict[str, int], dtype: torch.dtype
+) -> None:
+    model = shapes.build(shapes.config(shape, 2, **SMALL, **changes), dtype=dtype, devices="cpu")
     assert not [
         name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta
     ]
