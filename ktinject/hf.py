@@ -38,6 +38,7 @@ from ktinject.errors import CheckpointError, PlanError
 from ktinject.keys import KeyMap, matches
 from ktinject.kimi_k2 import KimiK2Config
 from ktinject.placement import device_of
+from ktinject.weights import gguf_names
 from ktinject.weights.checkpoint import Checkpoint
 
 
@@ -207,12 +208,30 @@ def drop_quantization(config: PreTrainedConfig) -> None:
         part.__dict__.pop("quantization_config", None)
 
 
-def read_config(path: str | os.PathLike[str]) -> PreTrainedConfig:
-    """Read a model folder's config.json; never runs code from it. Raises CheckpointError."""
+def read_config(path: str | os.PathLike[str], checkpoint: Checkpoint | None = None) -> PreTrainedConfig:
+    """Read a model folder's config.json; of a GGUF file without one, its metadata. Never runs code from it.
+
+    checkpoint   what `path` holds, open
+    Raises       CheckpointError
+    """
+    folder = path if os.path.isdir(path) else Path(path).parent
+    if checkpoint is None or not checkpoint.metadata:
+        return _config_in(path)
+    if os.path.isfile(os.path.join(folder, "config.json")):
+        config = _config_in(folder)
+        drop_quantization(config)  # it speaks of other files
+    else:
+        values = gguf_names.config_values(checkpoint.metadata, checkpoint.tensors, os.fspath(path))
+        config = AutoConfig.for_model(**values)
+    config.name_or_path = os.fspath(path)
+    return config
+
+
+def _config_in(folder: str | os.PathLike[str]) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' own code on somebody's file
-        raise CheckpointError(f"{path}: its config.json cannot be used: {error}") from error
+        raise CheckpointError(f"{folder}: its config.json cannot be used: {error}") from error
 
 
 def meta_model(

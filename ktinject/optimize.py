@@ -64,7 +64,7 @@ def optimize(
 
     model          on meta; or with its weights, which are then taken unless a checkpoint is given
     rules          a path, a bundled name, "auto", a RuleSet, a whole rule document as a dict, or a list of rules
-    checkpoint     a folder or file of safetensors; by default where the config was read from
+    checkpoint     a folder or file of safetensors or GGUF; by default where the config was read from
     devices        what may be used, such as "cpu" or ["cuda:0", "cuda:1"], which share the decoder layers; by default
                    the first GPU if it has room, else all GPUs, else the CPU; operators of the CPU compute there anyway
     budget         device → the most bytes to use, such as {"cuda:0": "24GiB"}
@@ -111,13 +111,13 @@ def load(
 ) -> PreTrainedModel:
     """Build the model of a folder on meta, then `optimize` it.
 
-    path    a model folder: config.json and safetensors
+    path    a model folder: config.json and safetensors or GGUF; or a .gguf file, with a config.json beside it or without
     dtype   of everything that is not replaced; "auto": what the config says, else what the checkpoint mostly has
     Raises  as `optimize`
     """
     path = _folder(path)
     with Checkpoint.open(path) as checkpoint:
-        model = hf.meta_model(hf.read_config(path), dtype, checkpoint)
+        model = hf.meta_model(hf.read_config(path, checkpoint), dtype, checkpoint)
     return optimize(
         model,
         rules,
@@ -149,10 +149,6 @@ def _open(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None) -> 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
-    if path.suffix == ".gguf":
-        raise CheckpointError(
-            f"{path}: GGUF is not read by this version. Use the safetensors checkpoint it was made from."
-        )
     if not path.exists():
         raise CheckpointError(
             f"{path}: no such folder or file; a checkpoint must be on this machine. "

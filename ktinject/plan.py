@@ -24,7 +24,7 @@ from ktinject.operators import REGISTRY, Operator
 from ktinject.placement import Devices, device_of, show_bytes, spread
 from ktinject.rules import Rule, RuleSet
 from ktinject.weights import formats, match
-from ktinject.weights.checkpoint import Checkpoint
+from ktinject.weights.checkpoint import BLOCKS, Checkpoint
 
 _SHOWN = 5
 
@@ -203,9 +203,18 @@ def make(
     unused = [device for device in where.free if device not in (*plan.bytes, "cpu")]
     if unused and devices is None and not has_weights:
         plan.notes.append(f"not used: {', '.join(unused)}; name several GPUs to spread the layers over them")
-    if checkpoint is not None and (quantization := hf.quantization(model.config)):
+    if (
+        checkpoint is not None
+        and not checkpoint.metadata
+        and (quantization := hf.quantization(model.config))
+    ):
         method = quantization["quant_method"]
         plan.notes.append(f"the checkpoint is quantised ({method}); it is decoded while it is read")
+    if checkpoint is not None and (blocks := _block_formats(checkpoint)):
+        plan.notes.append(
+            f"the checkpoint is GGUF with {' and '.join(blocks)}; weights that do not run as stored are decoded, and "
+            "quantised again where the operator's format says so"
+        )
     if checkpoint is not None and not checkpoint.complete:
         plan.notes.append("only the checkpoint's index is there: shapes and formats could not be checked")
     return plan
@@ -257,7 +266,7 @@ def _find(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[_Found], dict[
 def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
     quantization = hf.quantization(model.config)
     method = (quantization or {}).get("quant_method")
-    if quantization and method not in formats.METHODS:
+    if quantization and not checkpoint.metadata and method not in formats.METHODS:
         raise PlanError(
             f"{checkpoint.path}: its config.json says quant_method {method!r}; read are checkpoints in bf16, "
             f"fp16, fp32 and {', '.join(formats.METHODS)}. Use one of these, such as the original this was made from."
@@ -265,6 +274,11 @@ def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
     mapping = key_map(model, formats.weight_names(checkpoint.names), formats.companions)
     match.check(checkpoint, model, mapping, quantization)
     return mapping
+
+
+def _block_formats(checkpoint: Checkpoint) -> list[str]:
+    """The quantised formats of GGUF that a checkpoint has."""
+    return sorted({info.dtype for info in checkpoint.tensors.values()} & {*BLOCKS})
 
 
 def _adopt(item: _Found, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap) -> _Found:

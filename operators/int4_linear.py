@@ -61,7 +61,7 @@ class Int4Linear(GpuLinear):
     """
 
     Config = Int4LinearConfig
-    takes = ("gptq", "awq", "packed")
+    takes = ("gptq", "awq", "packed", "q4_0")
     sm80_only = False  # for tests: leave sm_90's own kernels out
 
     def __init__(self, module: nn.Linear, config: Int4LinearConfig) -> None:

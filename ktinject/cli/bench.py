@@ -27,7 +27,7 @@ def command(
     model: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[MODEL]", exists=True, file_okay=False, help="A model folder; or give --shape."
+            metavar="[MODEL]", exists=True, help="A model folder or .gguf file; or give --shape."
         ),
     ] = None,
     shape: Annotated[

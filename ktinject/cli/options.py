@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Model = Annotated[
     Path,
     typer.Argument(
-        metavar="MODEL", exists=True, file_okay=False, help="A model folder: config.json and weights."
+        metavar="MODEL", exists=True, help="A model folder: config.json and weights; or a .gguf file in one."
     ),
 ]
 Rules = Annotated[
@@ -73,13 +73,14 @@ def build_on_meta(folder: Path, dtype: str = "auto") -> PreTrainedModel:
     from ktinject.weights.checkpoint import Checkpoint
 
     with Checkpoint.open(folder) as checkpoint:
-        return hf.meta_model(hf.read_config(folder), dtype, checkpoint)
+        return hf.meta_model(hf.read_config(folder, checkpoint), dtype, checkpoint)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model folder. Raises CheckpointError."""
+    """The tokenizer in a model folder, or beside a file. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
+    folder = folder if folder.is_dir() else folder.parent
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -2,7 +2,8 @@
 
     folder ─┬─ model.safetensors ──────────────────────────┐
             ├─ model.safetensors.index.json ── its shards ─┼─ headers ── one table: name → dtype, shape, place
-            └─ the only *.safetensors file ────────────────┘
+            ├─ the only *.safetensors file ────────────────┤
+            └─ the only *.gguf file, or all its parts ─────┘ names as in safetensors
 
 Data is read with `pread` into memory of its own: a file truncated while it is mapped ends the process with
 SIGBUS, here it is a `CheckpointError`. What was read stays in the page cache, where a second load finds it;
@@ -15,20 +16,15 @@ import io
 import os
 from collections.abc import Iterable, KeysView
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from ktinject.errors import CheckpointError
-from ktinject.weights.safetensors_header import (
-    Entry,
-    open_file,
-    parse_json,
-    read_header,
-    shown,
-)
+from ktinject.weights import gguf_header, gguf_names, safetensors_header
+from ktinject.weights.safetensors_header import Entry, open_file, parse_json, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -56,6 +52,7 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+BLOCKS = ("Q4_0", "Q8_0")  # of GGUF, read as bytes; formats.py decodes them
 
 # What a Ctrl-C waits for at most: one read.
 _READ_BYTES = 64 << 20
@@ -64,12 +61,14 @@ _CONVERT = (
     "Only safetensors is read, since the others can run code when loaded. Convert once with "
     "`AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)`, which writes safetensors."
 )
-_GGUF = "GGUF is not read by this version. Use the safetensors checkpoint the file was made from."
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor as its header describes it; `shard` is a file name, `bytes` the size of the data."""
+    """One tensor as its header describes it; `shard` is a file name, `bytes` the size of the data.
+
+    A tensor of stacked experts in GGUF counts as one tensor for each expert.
+    """
 
     name: str
     dtype: str
@@ -84,6 +83,7 @@ class _Shard:
     file: io.FileIO
     identity: tuple[int, ...]
     entries: dict[str, Entry]
+    metadata: dict[str, Any]
 
 
 class Checkpoint:
@@ -95,6 +95,7 @@ class Checkpoint:
     names        all tensor names, also if not complete
     complete     False if only an index is there and none of its shards: enough to plan, not to read
     total_bytes  of all tensors; None if not complete and the index does not say
+    metadata     of a GGUF file, which is how to tell that it is one; else empty
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class Checkpoint:
         shards: dict[str, _Shard],
         names: Iterable[str] = (),
         total_bytes: int | None = None,
+        metadata: dict[str, Any] | None = None,
     ) -> None:
         self.path = path
+        self.metadata = metadata or {}
         self.tensors = {
             name: TensorInfo(name, entry.dtype, entry.shape, file_name, entry.bytes)
             for file_name, shard in shards.items()
@@ -124,7 +127,7 @@ class Checkpoint:
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
         """Find the files of a checkpoint, read their headers and check everything but the data.
 
-        path     a folder, a .safetensors file, or an index (*.index.json) with its shards beside it
+        path     a folder, a .safetensors or .gguf file, or an index (*.index.json) with its shards beside it
         Raises   CheckpointError with all faults of the same kind in one report
         """
         path = Path(path)
@@ -132,8 +135,9 @@ class Checkpoint:
         if index is None:
             with ExitStack() as opened:
                 shards = _open_shards(folder, files, opened)
+                metadata = _rename_gguf(path, shards) if files[0].lower().endswith(".gguf") else None
                 opened.pop_all()
-            return cls(path, shards)
+            return cls(path, shards, metadata=metadata)
         weight_map, total_bytes = _read_index(index)
         files = sorted(set(weight_map.values()))
         for file in files:
@@ -155,7 +159,8 @@ class Checkpoint:
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """Read one tensor, or one slice of its first dimension, into new memory.
 
-        Returns  [*shape], or [*shape[1:]] for an index; CPU, contiguous, writable, nobody else's memory
+        Returns  [*shape], or [*shape[1:]] for an index; CPU, contiguous, writable, nobody else's memory;
+                 of `BLOCKS` uint8, with the bytes of a row as last dimension
         Raises   CheckpointError if there is no such tensor or slice, torch has no such dtype, or the file is
                  not what it was when it was opened
         """
@@ -170,7 +175,8 @@ class Checkpoint:
         info = self.tensors[name]
         shard = self._shards[info.shard]
         where = f"{shard.path}: tensor {shown(name)}"
-        dtype = TORCH_DTYPES.get(info.dtype)
+        in_blocks = info.dtype in BLOCKS
+        dtype = torch.uint8 if in_blocks else TORCH_DTYPES.get(info.dtype)
         if dtype is None:
             raise CheckpointError(
                 f"{where}: dtype {info.dtype} is not read; allowed: {', '.join(TORCH_DTYPES)}. "
@@ -187,7 +193,7 @@ class Checkpoint:
         # one of its experts (0.4 against 38 GB/s, 64 experts, page cache), and notices no changed file.
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         _read_into(shard, buffer.numpy().data, offset, where)
-        return buffer.view(dtype).view(shape)
+        return buffer.view(dtype).view((*shape[:-1], -1) if in_blocks else shape)
 
     def files(self) -> list[str]:
         """Paths of the files with the tensors, in reading order; none if not complete."""
@@ -234,14 +240,22 @@ def _find(path: Path) -> tuple[Path, list[str], Path | None]:
             f"{path}: {len(single)} safetensors files but no {INDEX}, which says what belongs together:"
             f"{_listed(map(shown, single))}\nDownload the index, or give the path of one file or index."
         )
-    for suffixes, advice in ((_PICKLES, _CONVERT), ((".gguf",), _GGUF)):
-        weights = [name for name in found if name.endswith(suffixes)]
-        if weights:
+    if gguf := [name for name in found if name.endswith(".gguf")]:
+        parts = gguf_names.parts(path, gguf[0])
+        if parts != gguf:
             raise CheckpointError(
-                f"{path}: found no safetensors file but these:{_listed(map(shown, weights))}\n{advice}"
+                f"{path}: {len(gguf)} GGUF files that are not one model:{_listed(map(shown, gguf))}\n"
+                "Give the path of one, of several parts the first."
             )
+        for name in parts:
+            _check_inside(path, name)
+        return path, parts, None
+    if weights := [name for name in found if name.endswith(_PICKLES)]:
+        raise CheckpointError(
+            f"{path}: found no safetensors file but these:{_listed(map(shown, weights))}\n{_CONVERT}"
+        )
     raise CheckpointError(
-        f"{path}: no weights here; needed is {SINGLE} or {INDEX} with its shards. Found:"
+        f"{path}: no weights here; needed is {SINGLE}, {INDEX} with its shards, or a .gguf file. Found:"
         f"{_listed(map(shown, found)) if found else ' nothing.'}"
     )
 
@@ -250,8 +264,6 @@ def _find_file(path: Path) -> tuple[Path, list[str], Path | None]:
     suffix = path.suffix.lower()
     if suffix in _PICKLES:
         raise CheckpointError(f"{path}: a {suffix} file. {_CONVERT}")
-    if suffix == ".gguf":
-        raise CheckpointError(f"{path}: a .gguf file. {_GGUF}")
     if not os.path.exists(path):
         raise CheckpointError(
             f"{path}: there is no such file or folder. A model of the Hugging Face Hub must be downloaded "
@@ -261,8 +273,10 @@ def _find_file(path: Path) -> tuple[Path, list[str], Path | None]:
         return path.parent, [], path
     if suffix == ".safetensors":
         return path.parent, [path.name], None
+    if suffix == ".gguf":
+        return path.parent, gguf_names.parts(path.parent, path.name), None
     raise CheckpointError(
-        f"{path}: not a checkpoint; allowed: a folder, a .safetensors file, an .index.json file."
+        f"{path}: not a checkpoint; allowed: a folder, a .safetensors or .gguf file, an .index.json file."
     )
 
 
@@ -325,7 +339,9 @@ def _open_shards(folder: Path, files: list[str], opened: ExitStack) -> dict[str,
             file = opened.enter_context(open_file(path))
             # Before the header is read, so that a change from then on is noticed.
             identity = _identity(os.fstat(file.fileno()))
-            shards[name] = _Shard(path, file, identity, read_header(path, file.fileno()).tensors)
+            reader = gguf_header if name.lower().endswith(".gguf") else safetensors_header
+            header = reader.read_header(path, file.fileno())
+            shards[name] = _Shard(path, file, identity, header.tensors, header.metadata)
         except CheckpointError as error:
             faults.append(str(error))
     if len(faults) == 1:
@@ -335,6 +351,23 @@ def _open_shards(folder: Path, files: list[str], opened: ExitStack) -> dict[str,
             f"{folder}: {len(faults)} of {len(files)} files cannot be used:{_listed(faults)}"
         )
     return shards
+
+
+def _rename_gguf(path: Path, shards: dict[str, _Shard]) -> dict[str, Any]:
+    """Give the tensors of GGUF files the names of safetensors. Returns the metadata of the model."""
+    metadata = next(iter(shards.values())).metadata  # the first part has it all
+    gguf_names.check_parts([shard.metadata for shard in shards.values()], str(path))
+    seen: dict[str, str] = {}
+    for file, shard in shards.items():
+        entries = gguf_names.rename(metadata, shard.entries, str(shard.path))
+        for name in entries:
+            if name in seen:
+                raise CheckpointError(
+                    f"{path}: tensor {shown(name)} is in {seen[name]} and in {file}. Download the files again."
+                )
+            seen[name] = file
+        shards[file] = replace(shard, entries=entries)
+    return metadata
 
 
 def _agree(index: Path, weight_map: dict[str, str], shards: dict[str, _Shard]) -> None:

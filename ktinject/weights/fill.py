@@ -52,7 +52,7 @@ class Reader:
             tensor = formats.decode(self._checkpoint, key, index, self._quantization)
             self._advance(stored_bytes(self._checkpoint, key) // (1 if index is None else self.shape(key)[0]))
             return tensor
-        if info.dtype.startswith(("F", "BF")):
+        if info.dtype.startswith(("F", "BF", "Q")):
             tensor = formats.decode(self._checkpoint, key, index, self._quantization)
         else:
             tensor = self._checkpoint.read(key, index)
@@ -67,9 +67,10 @@ class Reader:
 
     def stored(self, key: str, takes: Collection[str]) -> Stored | None:
         """The weight as it is stored, if that is one of the formats that are taken so. Raises CheckpointError."""
-        if not takes or formats.detect(self._checkpoint, key, self._quantization).name not in takes:
+        form = formats.detect(self._checkpoint, key, self._quantization) if takes else None
+        if form is None or form.name not in takes:
             return None
-        if key in self._checkpoint.tensors:
+        if form.block is not None:
             return self._count(key, formats.fp8_blocks(self._checkpoint, key, None, self._quantization))
         return self._count(key, formats.codes(self._checkpoint, key, self._quantization))
 

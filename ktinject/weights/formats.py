@@ -8,6 +8,9 @@
                  [..., ceil(n / block n), ceil(k / block k)]
     gptq, awq,   int4 codes, scales and zero points in tensors of        fp32: scale · (code - zero point)
     packed       their own (int4.py draws them); no tensor `<key>`
+    q4_0, q8_0   GGUF's blocks of 32 inputs with an fp16 scale           fp32: scale · (code - 8), scale · code; exact
+    kv_b         `<stem>.k_b` [heads, latent, d] and `<stem>.v_b`        [heads · (d + v), latent], as its parts are
+                 [heads, v, latent], in which GGUF keeps the weight
     mxfp4        U8 `<key>_blocks` and `<key>_scales` (mxfp4.py);      bf16, transposed as gpt-oss has it; exact
                  no tensor `<key>`
 
@@ -27,16 +30,17 @@ import torch
 
 from ktinject.errors import CheckpointError
 from ktinject.weights import int4, mxfp4
-from ktinject.weights.checkpoint import Checkpoint
+from ktinject.weights.checkpoint import BLOCKS, Checkpoint
 from ktinject.weights.safetensors_header import DOWNLOAD_AGAIN, shown
 from ktinject.weights.stored import Codes, Fp8Blocks
 
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 SCALES = ("F32", "BF16", "F16", "F8_E8M0")  # all exact in fp32
 BLOCK = (128, 128)
+GGUF_GROUP = 32  # inputs in a block of Q4_0 and Q8_0
 READ = (
-    "Read are bf16, fp16, fp32, FP8 (F8_E4M3) with block scales, MXFP4 as gpt-oss has it, and int4 of GPTQ, AWQ and "
-    "compressed-tensors; use a checkpoint in one of these."
+    "Read are bf16, fp16, fp32, FP8 (F8_E4M3) with block scales, MXFP4 as gpt-oss has it, int4 of GPTQ, AWQ and "
+    "compressed-tensors, and of GGUF Q4_0 and Q8_0; use a checkpoint in one of these."
 )
 
 # The tensors that hold an int4 weight, by what replaces ".weight" in its name: needed ones, then optional ones.
@@ -44,6 +48,7 @@ _INT4 = (
     ((".qweight", ".qzeros", ".scales"), (".g_idx",)),
     ((".weight_packed", ".weight_scale"), (".weight_shape", ".weight_zero_point", ".weight_g_idx")),
 )
+_KV_B = ((".k_b", ".v_b"), ())
 _MXFP4 = ("_blocks", "_scales")  # what the names of its two tensors add to the weight's
 METHODS = (
     "fp8",
@@ -75,10 +80,10 @@ class Format:
     """How one weight is stored.
 
     name        a row of the table above; "float" if only an index is there, which does not tell the dtype
-    companions  further tensors that belong to the weight; for int4 and mxfp4 all of its tensors
+    companions  further tensors that belong to the weight; for int4, kv_b and mxfp4 all of its tensors
     block       (n, k) of fp8_blocks, else None
-    shape       of the weight where it has no tensor of its own: int4, mxfp4; None if only an index is there
-    group_size  inputs that share a scale, in int4; else 0
+    shape       of the weight where it has no tensor of its own: int4, kv_b, mxfp4; None if only an index is there
+    group_size  inputs that share a scale, in int4, q4_0 and q8_0; else 0
     has_zeros   int4 has zero points other than 8
     """
 
@@ -103,7 +108,7 @@ def weight_names(names: Iterable[str]) -> set[str]:
         if key + _MXFP4[1] in names:
             names -= {key + suffix for suffix in _MXFP4}
             names.add(key)
-    for needed, optional in _INT4:
+    for needed, optional in (*_INT4, _KV_B):
         for name in [name for name in names if name.endswith(needed[0])]:
             stem = name.removesuffix(needed[0])
             if all(stem + suffix in names for suffix in needed):
@@ -118,7 +123,7 @@ def tensors_of(checkpoint: Checkpoint, key: str) -> tuple[str, ...]:
     if key not in names:
         if all(key + suffix in names for suffix in _MXFP4):
             return tuple(key + suffix for suffix in _MXFP4)
-        for needed, optional in _INT4:
+        for needed, optional in (*_INT4, _KV_B):
             if all(stem + suffix in names for suffix in needed):
                 return tuple(stem + s for s in (*needed, *optional) if stem + s in names)
     return (key,)
@@ -144,6 +149,8 @@ def detect(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | N
     held = tensors_of(checkpoint, key)
     if held[0] == key + _MXFP4[0]:
         return _detect_mxfp4(checkpoint, key, held)
+    if held[0].endswith(_KV_B[0][0]):
+        return _detect_kv_b(checkpoint, key, held)
     if held != (key,):
         return _detect_int4(checkpoint, key, held, quantization or {})
     for suffix, name in UNSUPPORTED.items():
@@ -156,8 +163,11 @@ def detect(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | N
         if not checkpoint.complete:
             return Format("float")
         dtype = checkpoint.tensors[key].dtype
+        if dtype in BLOCKS:
+            return Format(dtype.lower(), group_size=GGUF_GROUP)
         if dtype not in FLOATS:
-            raise _refused(checkpoint, key, f"dtype {dtype} without {shown(scale)}. {READ}")
+            without = f" without {shown(scale)}" if dtype == "F8_E4M3" else ""
+            raise _refused(checkpoint, key, f"dtype {dtype}{without}. {READ}")
         return Format(FLOATS[dtype])
     block = _block(checkpoint, key, quantization or {})
     if checkpoint.complete:
@@ -174,12 +184,19 @@ def decode(
     """Read one weight, or one slice of its first dimension, as floats.
 
     Returns  [..., n, k] CPU; bf16, fp16 and fp32 as stored; fp8_blocks as fp32, each value the fp32 product
-             of the stored value and its scale; mxfp4 as bf16 [..., k, n]
+             of the stored value and its scale, and q4_0 and q8_0; mxfp4 as bf16 [..., k, n]
     Raises   CheckpointError as `detect` and `Checkpoint.read`, and if a scale is not positive and finite
     """
     form = detect(checkpoint, key, quantization)
     if form.name == "mxfp4":
         return _decode_mxfp4(checkpoint, form, index)
+    if form.name == "kv_b":
+        keys, values = (decode(checkpoint, part) for part in form.companions)
+        return torch.cat((keys.mT, values), 1).flatten(0, 1)
+    if form.name == "q4_0":
+        return _q4_0(checkpoint, key, index).values().view(*checkpoint.tensors[key].shape[index is not None :])
+    if form.name == "q8_0":
+        return _q8_0(checkpoint, key, index)
     if form.shape is not None:
         if index is not None:
             raise _refused(
@@ -224,6 +241,8 @@ def codes(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | No
     Raises   CheckpointError as `detect` and `Checkpoint.read`, or if scales, shape or groups make no sense
     """
     form = detect(checkpoint, key, quantization)
+    if form.name == "q4_0":
+        return _q4_0(checkpoint, key)
     read = {name.removeprefix(key.removesuffix("weight")): checkpoint.read(name) for name in form.companions}
     scales = read.get("scales", read.get("weight_scale"))
     assert form.shape is not None and scales is not None, "asked for int4 only"
@@ -361,6 +380,32 @@ def _decode_mxfp4(checkpoint: Checkpoint, form: Format, index: int | None) -> to
             f"{found} at {position}; scales must be at most {mxfp4.MOST_SCALE}. {DOWNLOAD_AGAIN}",
         )
     return mxfp4.values(blocks, scales).mT
+
+
+def _detect_kv_b(checkpoint: Checkpoint, key: str, held: tuple[str, ...]) -> Format:
+    parts = [checkpoint.tensors[name].shape for name in held]
+    if [len(part) for part in parts] != [3, 3] or parts[0][0] != parts[1][0] or parts[0][1] != parts[1][2]:
+        text = f"shapes {[list(part) for part in parts]}; [heads, latent, d] and [heads, v, latent] are needed"
+        raise _refused(checkpoint, held[0], f"{text}. {DOWNLOAD_AGAIN}")
+    for name in held:
+        detect(checkpoint, name)
+    (heads, latent, keys), values = parts[0], parts[1][1]
+    return Format("kv_b", held, shape=(heads * (keys + values), latent))
+
+
+def _q4_0(checkpoint: Checkpoint, key: str, index: int | None = None) -> Codes:
+    k = checkpoint.tensors[key].shape[-1]
+    found = int4.from_q4_0(checkpoint.read(key, index), k)
+    check_finite(key, found.scales)
+    return found
+
+
+def _q8_0(checkpoint: Checkpoint, key: str, index: int | None) -> torch.Tensor:
+    """Blocks of 34 bytes: an fp16 scale, and a signed byte for each input."""
+    blocks = checkpoint.read(key, index).unflatten(-1, (-1, 34))
+    scales = blocks[..., :2].contiguous().view(torch.float16)
+    check_finite(key, scales)
+    return blocks[..., 2:].contiguous().view(torch.int8).float().mul_(scales.float()).flatten(-2)
 
 
 def _detect_int4(

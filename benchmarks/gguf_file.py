@@ -1,0 +1,158 @@
+"""Write a GGUF file of a known shape with random weights, so that llama.cpp can run what ktinject runs.
+
+    python benchmarks/gguf_file.py /dev/shm/a.gguf --layers 8 --type q4_0          # Qwen3-30B-A3B
+    python benchmarks/bench_generate.py --vocab 32768 --llama-bench ./llama-bench --gguf int4=/dev/shm/a.gguf
+
+Time depends on shapes, not on values: one MiB of random weights is written again and again. Tests write their own
+files with `header`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ktinject import shapes
+
+# Name → number of the type, values in a block, bytes of a block.
+TYPES = {"f32": (0, 1, 4), "f16": (1, 1, 2), "bf16": (30, 1, 2), "q8_0": (8, 32, 34), "q4_0": (2, 32, 18)}
+ALIGNMENT = 32
+
+Tensor = tuple[str, str, Sequence[int]]  # name, type, shape with the outermost extent first
+
+
+def size(kind: str, shape: Sequence[int]) -> int:
+    _, values, block_bytes = TYPES[kind]
+    return math.prod(shape) // values * block_bytes
+
+
+def text(value: str) -> bytes:
+    raw = value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def value(found: Any) -> bytes:
+    """Type and value of an entry of the metadata."""
+    if isinstance(found, bool):
+        return struct.pack("<I?", 7, found)
+    if isinstance(found, int):
+        return struct.pack("<II", 4, found)
+    if isinstance(found, float):
+        return struct.pack("<If", 6, found)
+    if isinstance(found, str):
+        return struct.pack("<I", 8) + text(found)
+    return struct.pack("<IIQ", 9, 8, len(found)) + b"".join(map(text, found))
+
+
+def header(metadata: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes:
+    """Everything before the data of the first tensor."""
+    raw = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    raw += b"".join(text(key) + value(found) for key, found in metadata.items())
+    offset = 0
+    for name, kind, shape in tensors:
+        extents = struct.pack(f"<{len(shape)}Q", *reversed(shape))
+        raw += text(name) + struct.pack("<I", len(shape)) + extents
+        raw += struct.pack("<IQ", TYPES[kind][0], offset)
+        offset += padded(size(kind, shape))
+    return raw + bytes(padded(len(raw)) - len(raw))
+
+
+def padded(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def qwen3_moe(config: Any, kind: str) -> tuple[dict[str, Any], list[Tensor]]:
+    """Metadata and tensors; matrices of the layers in `kind`, embeddings bf16, norms and routers f32."""
+    prefix = "qwen3moe."
+    metadata = {"general.architecture": "qwen3moe", "general.name": "random"} | {
+        prefix + key: found
+        for key, found in {
+            "context_length": config.max_position_embeddings,
+            "embedding_length": config.hidden_size,
+            "block_count": config.num_hidden_layers,
+            "feed_forward_length": config.intermediate_size,
+            "attention.head_count": config.num_attention_heads,
+            "attention.head_count_kv": config.num_key_value_heads,
+            "attention.key_length": config.head_dim,
+            "attention.value_length": config.head_dim,
+            "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+            "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "vocab_size": config.vocab_size,
+        }.items()
+    }
+    metadata["tokenizer.ggml.model"] = "none"
+    hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    layer = {
+        "attn_norm": ("f32", (hidden,)),
+        "attn_q": (kind, (q, hidden)),
+        "attn_k": (kind, (kv, hidden)),
+        "attn_v": (kind, (kv, hidden)),
+        "attn_output": (kind, (hidden, q)),
+        "attn_q_norm": ("f32", (config.head_dim,)),
+        "attn_k_norm": ("f32", (config.head_dim,)),
+        "ffn_norm": ("f32", (hidden,)),
+        "ffn_gate_inp": ("f32", (experts, hidden)),
+        "ffn_gate_exps": (kind, (experts, inner, hidden)),
+        "ffn_up_exps": (kind, (experts, inner, hidden)),
+        "ffn_down_exps": (kind, (experts, hidden, inner)),
+    }
+    tensors: list[Tensor] = [("token_embd.weight", "bf16", (config.vocab_size, hidden))]
+    for number in range(config.num_hidden_layers):
+        tensors += [(f"blk.{number}.{name}.weight", *each) for name, each in layer.items()]
+    tensors += [
+        ("output_norm.weight", "f32", (hidden,)),
+        ("output.weight", "bf16", (config.vocab_size, hidden)),
+    ]
+    return metadata, tensors
+
+
+def some(kind: str, rng: np.random.Generator) -> bytes:
+    """About a MiB of weights around zero."""
+    if kind in ("f32", "bf16"):
+        values = rng.standard_normal(1 << (18 if kind == "f32" else 19), dtype=np.float32) * np.float32(0.02)
+        return values.tobytes() if kind == "f32" else (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    blocks = rng.integers(0, 256, ((1 << 20) // 32, TYPES[kind][2]), dtype=np.uint8)
+    scale = np.array([0.0003 if kind == "q8_0" else 0.004], dtype=np.float16)
+    blocks[:, :2] = scale.view(np.uint8)
+    return blocks.tobytes()
+
+
+def data(tensors: Sequence[Tensor], rng: np.random.Generator) -> Iterator[bytes]:
+    pieces = {kind: some(kind, rng) for _, kind, _ in tensors}
+    ones = np.ones(1 << 16, dtype=np.float32).tobytes()
+    for _, kind, shape in tensors:
+        piece = ones if len(shape) == 1 else pieces[kind]
+        left = total = size(kind, shape)
+        while left > 0:
+            yield piece[:left]
+            left -= len(piece)
+        yield bytes(padded(total) - total)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=32768)
+    parser.add_argument("--type", default="q4_0", choices=["bf16", "q8_0", "q4_0"])
+    arguments = parser.parse_args()
+    config = shapes.config("qwen3-30b-a3b", arguments.layers, vocab_size=arguments.vocab)
+    metadata, tensors = qwen3_moe(config, arguments.type)
+    with arguments.file.open("wb") as file:
+        file.write(header(metadata, tensors))
+        for piece in data(tensors, np.random.default_rng(0)):
+            file.write(piece)
+
+
+if __name__ == "__main__":
+    main()
