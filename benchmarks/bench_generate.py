@@ -2,7 +2,10 @@
 
     python benchmarks/bench_generate.py                                   # 8 layers of Qwen3-30B-A3B, every format
     python benchmarks/bench_generate.py --shape deepseek-v3 --layers 6 --weights int4 --csv benchmarks/results.csv
-    python benchmarks/bench_generate.py --llama-bench ./llama-bench --gguf bf16=a.gguf int4=b.gguf
+    python benchmarks/bench_generate.py --vocab 32768 --llama-bench ./llama-bench --gguf bf16=a.gguf int4=b.gguf
+    python benchmarks/bench_generate.py --device cpu …                                       # no GPU, for both
+
+gguf_file.py writes such files.
 
 The bound of decode is what the CPU must read for a token, the chosen experts of every layer, over the read bandwidth
 measured in this process; what the GPU does in the same time is not counted.
@@ -45,7 +48,9 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def row(shown: dict[str, Any], result: benchmark.Result, read: float, bound_bytes: float) -> dict[str, Any]:
+def row(
+    shown: dict[str, Any], result: benchmark.Result, read: float, bound_bytes: float, on_gpu: bool
+) -> dict[str, Any]:
     """A line of results.csv: µs a token for decode, of the whole prompt for prefill."""
     is_decode = result.test.startswith("tg")
     scale = 1.0 if is_decode else result.tokens
@@ -53,7 +58,7 @@ def row(shown: dict[str, Any], result: benchmark.Result, read: float, bound_byte
     line = {
         **dict.fromkeys(COLUMNS, ""),
         **shown,
-        "benchmark": result.test,
+        "benchmark": result.test if on_gpu else f"{result.test}, CPU only",
         "tokens": 1 if is_decode else result.tokens,
         "us": round(scale * 1e6 / result.mean, 1),
         "us_p10": round(us[0], 1),
@@ -81,7 +86,11 @@ def main() -> None:
     parser.add_argument("--machine", default=platform.node())
     parser.add_argument("--commit", default="", help="instead of what git says")
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--device", help="instead of the first GPU, such as cpu")
     parser.add_argument("--llama-bench", type=Path)
+    parser.add_argument(
+        "--llama-options", default="-t 15,16", help="of several ways to run a test, the fastest counts"
+    )
     parser.add_argument("--gguf", nargs="*", default=[], metavar="WEIGHTS=FILE")
     arguments = parser.parse_args()
     files = dict(item.split("=", 1) for item in arguments.gguf)
@@ -90,7 +99,8 @@ def main() -> None:
     lines = []
     for weights in arguments.weights:
         variables = rules.parse_overrides([f"experts={weights}", *arguments.set])
-        model = shapes.build(config, variables=variables)
+        model = shapes.build(config, devices=arguments.device, variables=variables)
+        on_gpu = model.device.type == "cuda"
         shown = {
             "date": datetime.date.today().isoformat(),
             "commit": arguments.commit or commit(),
@@ -114,10 +124,12 @@ def main() -> None:
                 arguments.prompt,
                 arguments.write,
                 arguments.repetitions,
+                on_gpu,
+                arguments.llama_options.split(),
             )
             peers = {peer["test"]: peer for peer in rows}
         for result in found:
-            line = row(shown, result, read, expert_bytes(config, weights))
+            line = row(shown, result, read, expert_bytes(config, weights), on_gpu)
             if peer := peers.get(result.test):
                 line["peer"] = f"{peer['backend'].split(',')[0]} {peer['experts']}"
                 line["peer_us"] = round((line["us"] * result.mean) / peer["tokens_per_second"], 1)

@@ -120,7 +120,9 @@ def some(kind: str, rng: np.random.Generator) -> bytes:
     """About a MiB of weights around zero."""
     if kind in ("f32", "bf16"):
         values = rng.standard_normal(1 << (18 if kind == "f32" else 19), dtype=np.float32) * np.float32(0.02)
-        return values.tobytes() if kind == "f32" else (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        return (
+            values.tobytes() if kind == "f32" else (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        )
     blocks = rng.integers(0, 256, ((1 << 20) // 32, TYPES[kind][2]), dtype=np.uint8)
     scale = np.array([0.0003 if kind == "q8_0" else 0.004], dtype=np.float16)
     blocks[:, :2] = scale.view(np.uint8)

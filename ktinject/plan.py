@@ -203,11 +203,7 @@ def make(
     unused = [device for device in where.free if device not in (*plan.bytes, "cpu")]
     if unused and devices is None and not has_weights:
         plan.notes.append(f"not used: {', '.join(unused)}; name several GPUs to spread the layers over them")
-    if (
-        checkpoint is not None
-        and not checkpoint.metadata
-        and (quantization := hf.quantization(model.config))
-    ):
+    if checkpoint is not None and not checkpoint.metadata and (quantization := hf.quantization(model.config)):
         method = quantization["quant_method"]
         plan.notes.append(f"the checkpoint is quantised ({method}); it is decoded while it is read")
     if checkpoint is not None and (blocks := _block_formats(checkpoint)):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,9 +28,7 @@ if TYPE_CHECKING:
 def command(
     model: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[MODEL]", exists=True, help="A model folder or .gguf file; or give --shape."
-        ),
+        typer.Argument(metavar="[MODEL]", exists=True, help="A model folder or .gguf file; or give --shape."),
     ] = None,
     shape: Annotated[
         str | None, typer.Option("--shape", metavar="SHAPE", help="Random weights of a known shape instead.")
@@ -92,10 +92,11 @@ def command(
     found = benchmark.run(swapped, prompts, writes, repetitions, batch)
     where = benchmark.profile(swapped, batch=batch, trace=trace) if breakdown or trace else None
     rows = [_row(title, swapped, result) for result in found]
+    on_gpu = swapped.device.type == "cuda"
     if llama_bench is not None:
         del swapped
         assert gguf is not None
-        rows += llama_rows(llama_bench, gguf, prompts, writes, repetitions)
+        rows += llama_rows(llama_bench, gguf, prompts, writes, repetitions, on_gpu)
     _show(rows, where if breakdown else None, output)
 
 
@@ -145,48 +146,44 @@ def _row(title: str, model: PreTrainedModel, result: Result) -> dict[str, Any]:
 
 
 def llama_rows(
-    program: Path, gguf: Path, prompts: list[int], writes: list[int], repetitions: int
+    program: Path,
+    gguf: Path,
+    prompts: list[int],
+    writes: list[int],
+    repetitions: int,
+    on_gpu: bool = True,
+    options: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """llama-bench's own results for the same tests, experts on the CPU and all else on the GPU.
+    """llama-bench's own results for the same tests, of several ways to run one the fastest.
 
+    on_gpu   all but the experts on the GPU; else no GPU is shown to it
+    options  more of its own, such as -t 15,16
     Raises   PlanError with the last line it wrote if it fails
     """
-    command = [
-        str(program),
-        "-m",
-        str(gguf),
-        "-ngl",
-        "99",
-        "-ncmoe",
-        "99",
-        "-r",
-        str(repetitions),
-        "-o",
-        "json",
-    ]
-    command += ["-p", ",".join(map(str, prompts or [0])), "-n", ",".join(map(str, writes or [0]))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [str(program), "-m", str(gguf), "-r", str(repetitions), "-o", "json"]
+    command += ["-ngl", "99", "-ncmoe", "99"] if on_gpu else ["-ngl", "0"]
+    command += ["-p", ",".join(map(str, prompts or [0])), "-n", ",".join(map(str, writes or [0])), *options]
+    hidden = {} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **hidden})
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         raise PlanError(f"{program}: ended with code {done.returncode}: {last}. Run it alone to see why.")
-    rows = []
-    for found in json.loads(done.stdout):
+    rows: dict[str, dict[str, Any]] = {}
+    for found in sorted(json.loads(done.stdout), key=lambda each: each["avg_ts"]):
         test = f"pp{found['n_prompt']}" if found["n_prompt"] else f"tg{found['n_gen']}"
-        rows.append(
-            {
-                "model": found["model_type"],
-                "backend": f"llama.cpp {found['build_commit']}, {found['backends']}",
-                "experts": gguf.name,
-                "bytes": found["model_size"],
-                "threads": found["n_threads"],
-                "test": test,
-                "tokens_per_second": found["avg_ts"],
-                "deviation": found["stddev_ts"],
-                "repetitions": found["samples_ts"],
-                "how": "llama-bench",
-            }
-        )
-    return rows
+        rows[test] = {
+            "model": found["model_type"],
+            "backend": f"llama.cpp {found['build_commit']}, {found['backends'] if on_gpu else 'CPU'}",
+            "experts": gguf.name,
+            "bytes": found["model_size"],
+            "threads": found["n_threads"],
+            "test": test,
+            "tokens_per_second": found["avg_ts"],
+            "deviation": found["stddev_ts"],
+            "repetitions": found["samples_ts"],
+            "how": f"llama-bench, {found['n_threads']} threads, -ub {found['n_ubatch']}",
+        }
+    return list(rows.values())
 
 
 def _show(rows: list[dict[str, Any]], where: Breakdown | None, output: str) -> None:

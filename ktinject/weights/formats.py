@@ -194,7 +194,9 @@ def decode(
         keys, values = (decode(checkpoint, part) for part in form.companions)
         return torch.cat((keys.mT, values), 1).flatten(0, 1)
     if form.name == "q4_0":
-        return _q4_0(checkpoint, key, index).values().view(*checkpoint.tensors[key].shape[index is not None :])
+        return (
+            _q4_0(checkpoint, key, index).values().view(*checkpoint.tensors[key].shape[index is not None :])
+        )
     if form.name == "q8_0":
         return _q8_0(checkpoint, key, index)
     if form.shape is not None:
@@ -385,7 +387,9 @@ def _decode_mxfp4(checkpoint: Checkpoint, form: Format, index: int | None) -> to
 def _detect_kv_b(checkpoint: Checkpoint, key: str, held: tuple[str, ...]) -> Format:
     parts = [checkpoint.tensors[name].shape for name in held]
     if [len(part) for part in parts] != [3, 3] or parts[0][0] != parts[1][0] or parts[0][1] != parts[1][2]:
-        text = f"shapes {[list(part) for part in parts]}; [heads, latent, d] and [heads, v, latent] are needed"
+        text = (
+            f"shapes {[list(part) for part in parts]}; [heads, latent, d] and [heads, v, latent] are needed"
+        )
         raise _refused(checkpoint, held[0], f"{text}. {DOWNLOAD_AGAIN}")
     for name in held:
         detect(checkpoint, name)

@@ -75,7 +75,9 @@ class _Cursor:
     def skip(self, count: int, what: str) -> int:
         """Move `count` bytes on. Returns where they begin."""
         if count > self.left:
-            self.refuse(f"{what} takes {count} bytes, but {self.left} follow; the file is truncated or damaged")
+            self.refuse(
+                f"{what} takes {count} bytes, but {self.left} follow; the file is truncated or damaged"
+            )
         if self.at + count > MAX_HEADER_BYTES:
             self.refuse(f"{what} ends beyond the {MAX_HEADER_BYTES} bytes that a header may have")
         self.at += count
@@ -123,7 +125,9 @@ def read_header(path: str | os.PathLike[str], fd: int) -> Header:
         cursor.refuse(f"the file starts with {start[:4]!r}; a GGUF file starts with b'GGUF'")
     version = int.from_bytes(start[4:], "little")
     if version not in (2, 3):
-        swapped = " It is big-endian, which is not read." if int.from_bytes(start[4:], "big") in (2, 3) else ""
+        swapped = (
+            " It is big-endian, which is not read." if int.from_bytes(start[4:], "big") in (2, 3) else ""
+        )
         raise CheckpointError(
             f"{os.fspath(path)}: version {version} of GGUF; 2 and 3 are read.{swapped} "
             "Convert the original checkpoint again, on a little-endian machine."
@@ -192,13 +196,17 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Entry]:
         shape = struct.unpack(f"<{dimensions}Q", cursor.take(8 * dimensions, what))[::-1]
         kind, offset = cursor.number("I", what), cursor.number("Q", what)
         if kind not in TYPES:
-            cursor.refuse(f"{what}: type {kind} is not known; allowed: {', '.join(t[0] for t in TYPES.values())}")
+            cursor.refuse(
+                f"{what}: type {kind} is not known; allowed: {', '.join(t[0] for t in TYPES.values())}"
+            )
         dtype, values, block_bytes = TYPES[kind]
         elements = 1
         for extent in shape:
             elements *= extent
             if not 0 < elements <= MAX_ELEMENTS:
-                cursor.refuse(f"{what}: shape {list(shape)}; integers from 1, with a product below 2^63, are allowed")
+                cursor.refuse(
+                    f"{what}: shape {list(shape)}; integers from 1, with a product below 2^63, are allowed"
+                )
         if shape[-1] % values:
             cursor.refuse(f"{what}: rows of {shape[-1]} values; {dtype} comes in blocks of {values}")
         if offset % alignment:
@@ -218,7 +226,9 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Entry]:
         if begin < position:
             cursor.refuse(f"tensor {shown(name)}: its data overlaps that of tensor {shown(previous)}")
         if begin - position >= alignment:
-            cursor.refuse(f"tensor {shown(name)}: {begin - position} bytes before its data belong to no tensor")
+            cursor.refuse(
+                f"tensor {shown(name)}: {begin - position} bytes before its data belong to no tensor"
+            )
         placed[name] = entry._replace(offset=begin)
         position, previous = begin + entry.bytes, name
     if cursor.size - position >= alignment:

@@ -62,21 +62,26 @@ def test_layers_belong_to_a_shape(ktinject, tiny_qwen3_moe):
     assert "--layers is for --shape" in ktinject("bench", tiny_qwen3_moe, "--layers", 2, exit_code=2).stderr
 
 
-def test_llama_bench_is_run_and_read(tmp_path):
+def test_llama_bench_is_run_and_read(tmp_path, monkeypatch):
     """A program that answers as llama-bench does, and one that fails."""
     program = tmp_path / "llama-bench"
     row = {
-        "model_type": "qwen3moe", "build_commit": "abc", "backends": "CUDA", "model_size": 7, "n_threads": 16,
+        "model_type": "qwen3moe", "build_commit": "abc", "backends": "CUDA", "model_size": 7, "n_threads": 16, "n_ubatch": 512,
         "n_prompt": 0, "n_gen": 128, "avg_ts": 134.0, "stddev_ts": 1.5, "samples_ts": [132.5, 135.5],
     }  # fmt: skip
     program.write_text(
-        f"#!{sys.executable}\nimport json, sys\nassert sys.argv[sys.argv.index('-ncmoe') + 1] == '99'\n"
-        f"print(json.dumps([{row!r}, {{**{row!r}, 'n_prompt': 512, 'n_gen': 0}}]))\n"
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        "assert ('-ncmoe' in sys.argv) == (os.environ.get('CUDA_VISIBLE_DEVICES') != '')\n"
+        f"slower = {{**{row!r}, 'avg_ts': 120.0, 'n_threads': 15}}\n"
+        f"print(json.dumps([{row!r}, slower, {{**{row!r}, 'n_prompt': 512, 'n_gen': 0, 'avg_ts': 900.0}}]))\n"
     )
     program.chmod(0o755)
-    rows = llama_rows(program, tmp_path / "a.gguf", [512], [128], 2)
-    assert [found["test"] for found in rows] == ["tg128", "pp512"]
-    assert rows[0]["tokens_per_second"] == 134.0 and rows[0]["backend"] == "llama.cpp abc, CUDA"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for on_gpu, backend in ((True, "CUDA"), (False, "CPU")):
+        rows = llama_rows(program, tmp_path / "a.gguf", [512], [128], 2, on_gpu, ["-t", "15,16"])
+        assert [found["test"] for found in rows] == ["tg128", "pp512"]
+        assert rows[0]["tokens_per_second"] == 134.0, "the better of two"
+        assert rows[0]["backend"] == f"llama.cpp abc, {backend}" and "16 threads" in rows[0]["how"]
     program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no such model')\n")
     with pytest.raises(PlanError, match="ended with code 1: no such model"):
         llama_rows(program, tmp_path / "a.gguf", [512], [128], 2)

@@ -16,7 +16,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
-CODES = {U8: "B", I8: "b", U16: "H", I16: "h", U32: "I", I32: "i", F32: "f", BOOL: "B", U64: "Q", I64: "q", F64: "d"}
+CODES = {
+    U8: "B",
+    I8: "b",
+    U16: "H",
+    I16: "h",
+    U32: "I",
+    I32: "i",
+    F32: "f",
+    BOOL: "B",
+    U64: "Q",
+    I64: "q",
+    F64: "d",
+}
 
 
 def text(value: str | bytes, length: int | None = None) -> bytes:
@@ -88,7 +100,9 @@ def converted(folder: Path, file: Path, kind: str, *, exact: bool = False, split
     if "head_dim" in config:
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
-    writer.add_expert_count(config.get("num_experts") or config.get("num_local_experts") or config["n_routed_experts"])
+    writer.add_expert_count(
+        config.get("num_experts") or config.get("num_local_experts") or config["n_routed_experts"]
+    )
     writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_tokenizer_model("gpt2")
@@ -123,7 +137,10 @@ def _stacked(tensors: dict[str, Tensor], config: dict[str, Any], split_kv_b: boo
             before, _, after = key.partition(".experts.")
             stacked = f"{before}.experts.{after.partition('.')[2]}"
             if stacked not in found:
-                count = sum(k.startswith(f"{before}.experts.") and k.endswith(after.partition(".")[2]) for k in tensors)
+                count = sum(
+                    k.startswith(f"{before}.experts.") and k.endswith(after.partition(".")[2])
+                    for k in tensors
+                )
                 parts = [tensors[f"{before}.experts.{e}.{after.partition('.')[2]}"] for e in range(count)]
                 found[stacked] = torch.stack(parts)
         elif split_kv_b and key.endswith("kv_b_proj.weight"):

@@ -9,7 +9,23 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from gguf_by_hand import ARRAY, BOOL, F32, F64, I8, STRING, U8, U16, U32, U64, array, entry, image, tensor, text
+from gguf_by_hand import (
+    ARRAY,
+    BOOL,
+    F32,
+    F64,
+    I8,
+    STRING,
+    U8,
+    U16,
+    U32,
+    U64,
+    array,
+    entry,
+    image,
+    tensor,
+    text,
+)
 
 from ktinject.errors import CheckpointError
 from ktinject.weights.gguf_header import TYPES, Header, read_header
@@ -175,7 +191,11 @@ def test_a_good_file_is_read(case: str, tmp_path: Path) -> None:
     places = [tensor.offset for tensor in header.tensors.values()]
     assert places == sorted(places)
     if case == "every type of value":
-        assert header.metadata["truth"] is False and header.metadata["text"] == "é" and header.metadata["k6"] == 1.0
+        assert (
+            header.metadata["truth"] is False
+            and header.metadata["text"] == "é"
+            and header.metadata["k6"] == 1.0
+        )
         assert header.metadata["words"] is None and len(header.metadata) == 16
     if case == "alignment 64":
         assert [place % 64 for place in places] == [0, 0]
