@@ -111,7 +111,7 @@ def load(
 ) -> PreTrainedModel:
     """Build the model of a folder on meta, then `optimize` it.
 
-    path    a model folder: config.json and safetensors or GGUF; or a .gguf file, with a config.json beside it or without
+    path    a model folder: config.json and safetensors or GGUF; or a .gguf file, best with its config.json beside it
     dtype   of everything that is not replaced; "auto": what the config says, else what the checkpoint mostly has
     Raises  as `optimize`
     """

@@ -134,7 +134,7 @@ def shape(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | No
     if key in checkpoint.tensors:
         return checkpoint.tensors[key].shape
     found = detect(checkpoint, key, quantization).shape
-    assert found is not None, "only int4 and mxfp4 have no tensor of their own"
+    assert found is not None, "only int4, kv_b and mxfp4 have no tensor of their own"
     return found
 
 
@@ -149,9 +149,9 @@ def detect(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | N
     held = tensors_of(checkpoint, key)
     if held[0] == key + _MXFP4[0]:
         return _detect_mxfp4(checkpoint, key, held)
-    if held[0].endswith(_KV_B[0][0]):
-        return _detect_kv_b(checkpoint, key, held)
     if held != (key,):
+        if held[0].endswith(_KV_B[0][0]):
+            return _detect_kv_b(checkpoint, key, held)
         return _detect_int4(checkpoint, key, held, quantization or {})
     for suffix, name in UNSUPPORTED.items():
         if stem + suffix in names:
@@ -166,8 +166,7 @@ def detect(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | N
         if dtype in BLOCKS:
             return Format(dtype.lower(), group_size=GGUF_GROUP)
         if dtype not in FLOATS:
-            without = f" without {shown(scale)}" if dtype == "F8_E4M3" else ""
-            raise _refused(checkpoint, key, f"dtype {dtype}{without}. {READ}")
+            raise _refused(checkpoint, key, f"dtype {dtype} without {shown(scale)}. {READ}")
         return Format(FLOATS[dtype])
     block = _block(checkpoint, key, quantization or {})
     if checkpoint.complete:

@@ -26,13 +26,14 @@ MAX_NAME_BYTES = 65_535  # the format's own limit for keys
 MAX_DIMENSIONS = 4
 ALIGNMENT = 32
 
-# Number of the type → its name, values in a block, bytes of a block. Numbers that are absent were given up by ggml.
+# Number of the type → its name, values in a block, bytes of a block. Numbers that are absent were given up by ggml, or
+# stand for what is in memory only.
 TYPES = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 28: ("F64", 1, 8),
     24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8),
     2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 36), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66),
     17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18),
     21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56),
     34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
@@ -173,7 +174,8 @@ def _value(cursor: _Cursor, kind: int, what: str) -> Any:
     elif kind == _STRING:
         if count * 8 > min(cursor.left, MAX_HEADER_BYTES):
             cursor.refuse(
-                f"{what} claims {count} strings; {cursor.left} bytes follow, and a header has at most {MAX_HEADER_BYTES}"
+                f"{what} claims {count} strings; {cursor.left} bytes follow, "
+                f"and a header may have {MAX_HEADER_BYTES}"
             )
         for _ in range(count):
             cursor.skip(cursor.number("Q", what), what)

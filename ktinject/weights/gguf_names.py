@@ -27,6 +27,8 @@ ARCHITECTURES = {
     "deepseek2": "mlp.shared_experts",  # DeepSeek-V2, DeepSeek-V3, Kimi-K2
 }
 
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -90,13 +92,19 @@ def check_parts(metadata: Sequence[Mapping[str, Any]], where: str) -> None:
 def rename(metadata: Mapping[str, Any], tensors: Mapping[str, Entry], where: str) -> dict[str, Entry]:
     """The tensors by the names that they have in safetensors, stacked experts one by one; unknown names stay.
 
-    Raises   CheckpointError for an architecture that is not served, or experts that are not stacked
+    Raises   CheckpointError for architectures and types that are not served, or experts that are not stacked
     """
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise CheckpointError(
             f"{where}: general.architecture is {shown(architecture)}; of GGUF, {', '.join(ARCHITECTURES)} are read. "
             "Use the safetensors checkpoint that the file was made from."
+        )
+    if other := {name: entry.dtype for name, entry in tensors.items() if entry.dtype not in TYPES}:
+        raise CheckpointError(
+            f"{where}: {len(other)} of {len(tensors)} tensors are {', '.join(sorted({*other.values()}))}, such as "
+            f"{shown(next(iter(other)))}; of GGUF, {', '.join(TYPES)} are read. Use such a file of the same model, "
+            "or the safetensors checkpoint that it was made from."
         )
     renamed: dict[str, Entry] = {}
     for name, entry in tensors.items():

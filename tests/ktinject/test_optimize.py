@@ -267,8 +267,8 @@ def test_meta_without_a_checkpoint_is_refused() -> None:
 @pytest.mark.parametrize(
     "call", [ktinject.load, lambda path, rules: ktinject.plan(tiny_meta(), rules, checkpoint=path)]
 )
-def test_gguf_and_absent_folders_are_refused(call: Any, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.gguf: GGUF is not read by this version"):
+def test_absent_files_and_folders_are_refused(call: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.gguf: no such folder or file"):
         call(tmp_path / "model.gguf", [EXPERTS])
     with pytest.raises(CheckpointError, match="no such folder or file; a checkpoint must be on this machine"):
         call("Qwen/Qwen3-30B-A3B", [EXPERTS])
@@ -278,10 +278,11 @@ def tiny_meta() -> PreTrainedModel:
     return on_meta(models.tiny("qwen3_moe"))
 
 
-def test_a_gguf_named_by_the_config_is_refused() -> None:
+def test_a_gguf_named_by_the_config_is_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
     model = tiny_meta()
-    model.config.name_or_path = "model.gguf"
-    with pytest.raises(CheckpointError, match="GGUF is not read"):
+    model.config.name_or_path = str(tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match="4 bytes are too few for a GGUF file"):
         ktinject.plan(model, [EXPERTS])
 
 

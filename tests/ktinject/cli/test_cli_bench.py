@@ -66,8 +66,8 @@ def test_llama_bench_is_run_and_read(tmp_path, monkeypatch):
     """A program that answers as llama-bench does, and one that fails."""
     program = tmp_path / "llama-bench"
     row = {
-        "model_type": "qwen3moe", "build_commit": "abc", "backends": "CUDA", "model_size": 7, "n_threads": 16, "n_ubatch": 512,
-        "n_prompt": 0, "n_gen": 128, "avg_ts": 134.0, "stddev_ts": 1.5, "samples_ts": [132.5, 135.5],
+        "model_type": "qwen3moe", "build_commit": "abc", "backends": "CUDA", "model_size": 7, "n_threads": 16,
+        "n_ubatch": 512, "n_prompt": 0, "n_gen": 128, "avg_ts": 134.0, "stddev_ts": 1.5, "samples_ts": [132.5, 135.5],
     }  # fmt: skip
     program.write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"

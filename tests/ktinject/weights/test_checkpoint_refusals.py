@@ -38,12 +38,6 @@ def test_pickles_are_refused_with_how_to_convert(name: str, tmp_path: Path) -> N
         assert str(tmp_path) in message and f"'{name}'" in message and "save_pretrained(new_path)" in message
 
 
-def test_gguf_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    for path in (tmp_path, tmp_path / "m.gguf"):
-        assert "m.gguf" in refusal(path) and "GGUF is not read" in refusal(path)
-
-
 def test_a_folder_without_weights_is_refused_with_what_is_there(tmp_path: Path) -> None:
     assert "no weights here" in refusal(tmp_path) and refusal(tmp_path).endswith("Found: nothing.")
     for i in range(30):

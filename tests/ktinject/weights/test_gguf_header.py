@@ -119,11 +119,11 @@ CORRUPT: dict[str, tuple[bytes, str | None, str]] = {
     "bytes overflow": (one(A, (2**61,)), A, "ends outside the file"),
     "type 4, given up": (one(A, (32,), 4), A, "type 4 is not known; allowed: F32"),
     "type 36, given up": (one(A, (32,), 36), A, "type 36"),
-    "type 2^32 - 1": (one(A, (32,), 2**32 - 1), A, "is not known"),
+    "type 2^32 - 1 of a tensor": (one(A, (32,), 2**32 - 1), A, "is not known"),
     "half a block": (one(A, (16,), Q4_0), A, "rows of 16 values; Q4_0 comes in blocks of 32"),
     "blocks across rows": (one(A, (16, 2), Q8_0), A, "rows of 16 values"),
     "K-quants of 32": (one(A, (32,), 12), A, "Q4_K comes in blocks of 256"),
-    "cut in an entry": (one(A, (4,))[:50], A, "the file is truncated"),
+    "cut in an entry": (one(A, (4, 1, 1))[:66], A, "the file is truncated"),
     # places
     "offset not aligned": (one(A, (4,), offset=16), A, "no multiple of the alignment 32"),
     "offset 2^64 - 32": (one(A, (4,), offset=2**64 - 32), A, "ends outside the file's 16 bytes of data"),
@@ -212,10 +212,10 @@ def test_bytes_and_shape_of_every_type(kind: int, tmp_path: Path) -> None:
 
 def test_types_are_those_of_the_gguf_package() -> None:
     constants = pytest.importorskip("gguf").constants
-    theirs = {
-        kind.value: (kind.name, *constants.GGML_QUANT_SIZES[kind]) for kind in constants.GGMLQuantizationType
-    }
-    assert {kind: TYPES.get(kind) for kind in theirs} == theirs
+    in_files = {kind.value for kind in constants.GGMLQuantizationType} - {9, 15}  # Q8_1, Q8_K: in memory only
+    theirs = {n: constants.GGMLQuantizationType(n) for n in in_files}
+    sizes = {n: (kind.name, *constants.GGML_QUANT_SIZES[kind]) for n, kind in theirs.items()}
+    assert {n: TYPES[n] for n in sizes} == sizes
 
 
 def test_claims_cost_nothing(tmp_path: Path) -> None:
@@ -237,9 +237,9 @@ def test_claims_cost_nothing(tmp_path: Path) -> None:
 def test_a_header_may_not_be_longer_than_its_limit(tmp_path: Path) -> None:
     """A sparse file has the bytes that an array claims; its zeros are not gone through."""
     path = tmp_path / "model.gguf"
-    path.write_bytes(image([entry("k", ARRAY, array(STRING, [], 1 << 40))], [tensor(A, (4,))]))
-    os.truncate(path, 1 << 44)
+    path.write_bytes(image([entry("k", ARRAY, array(STRING, [], 1 << 34))], [tensor(A, (4,))]))
+    os.truncate(path, 1 << 38)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    with pytest.raises(CheckpointError, match=f"claims {1 << 40} strings; .* {MAX_HEADER_BYTES}"):
+    with pytest.raises(CheckpointError, match=f"claims {1 << 34} strings; .* {MAX_HEADER_BYTES}"):
         read(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - used < 1

@@ -1,0 +1,219 @@
+"""Mutate GGUF headers, in structure and in bytes, and read them.
+
+Only `CheckpointError` may come out, whatever a file claims, in little time and memory. What is accepted must lie in the
+file: tensors apart from each other, each as long as its type and shape take.
+
+    python tests/fuzz/fuzz_gguf.py --runs 1000000 --seed 1
+    python tests/fuzz/fuzz_gguf.py --seed 1 --first 4711 --runs 1      # one run again
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import math
+import os
+import random
+import struct
+import sys
+import time
+
+from ktinject.errors import CheckpointError
+from ktinject.weights import gguf_names
+from ktinject.weights.gguf_header import TYPES, read_header
+
+NUMBERS = [
+    0,
+    1,
+    2,
+    3,
+    4,
+    8,
+    9,
+    13,
+    16,
+    31,
+    32,
+    33,
+    64,
+    255,
+    256,
+    2**16,
+    2**31,
+    2**32 - 1,
+    2**32,
+    2**53,
+    2**61,
+]
+NUMBERS += [2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1]
+KEYS = [
+    "general.architecture",
+    "general.alignment",
+    "qwen3moe.block_count",
+    "tokenizer.ggml.tokens",
+    "k",
+    "",
+    "é",
+]
+NAMES = [
+    "token_embd.weight",
+    "output.weight",
+    "blk.0.ffn_up_exps.weight",
+    "blk.1.attn_k_b.weight",
+    "blk.x",
+    "a",
+    "",
+]
+BY_NAME = {name: (number, values, size) for number, (name, values, size) in TYPES.items()}
+# Pieces of a file that are numbers: struct code and value; anything else is bytes as they are.
+Piece = bytes | tuple[str, int]
+
+
+def text(value: str) -> list[Piece]:
+    raw = value.encode()
+    return [("Q", len(raw)), raw]
+
+
+def value(rng: random.Random, kind: int) -> list[Piece]:
+    if kind == 8:
+        return text(rng.choice(("qwen3moe", "deepseek2", "", "words")))
+    if kind == 9:
+        inner = rng.choice((4, 4, 5, 6, 7, 8, 8, 10))
+        count = rng.randrange(5)
+        return [("I", inner), ("Q", count), *(piece for _ in range(count) for piece in value(rng, inner))]
+    code = {0: "B", 1: "B", 2: "H", 3: "H", 4: "I", 5: "I", 6: "I", 7: "B", 10: "Q", 11: "Q", 12: "Q"}[kind]
+    return [(code, rng.randrange(2))]
+
+
+def header(rng: random.Random) -> tuple[list[Piece], int, int]:
+    """The pieces of a valid header, its alignment and the bytes of data it describes."""
+    alignment = rng.choice((32, 32, 8, 64))
+    entries: dict[str, list[Piece]] = {"general.architecture": [("I", 8), *text("qwen3moe")]}
+    if alignment != 32:
+        entries["general.alignment"] = [("I", 4), ("I", alignment)]
+    for _ in range(rng.randrange(4)):
+        kind = rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12))
+        entries.setdefault(f"k{rng.randrange(6)}", [("I", kind), *value(rng, kind)])
+    tensors: list[Piece] = []
+    end, names = 0, rng.sample(NAMES[:4], rng.randrange(4))
+    for name in names:
+        number, values, size = BY_NAME[rng.choice(["F32", "BF16", "Q8_0", "Q4_0", *BY_NAME])]
+        shape = [values * rng.choice((1, 1, 2)), *(rng.choice((1, 2, 3)) for _ in range(rng.randrange(3)))]
+        if "exps" in name:
+            shape = [*shape, 1, 1][:3]
+        tensors += [
+            *text(name),
+            ("I", len(shape)),
+            *(("Q", extent) for extent in shape),
+            ("I", number),
+            ("Q", end),
+        ]
+        end += -(-(math.prod(shape) // values * size) // alignment) * alignment
+    raw: list[Piece] = [b"GGUF", ("I", rng.choice((2, 3, 3))), ("Q", len(names)), ("Q", len(entries))]
+    for key, pieces in entries.items():
+        raw += [*text(key), *pieces]
+    return raw + tensors, alignment, end
+
+
+def mutate(rng: random.Random, pieces: list[Piece]) -> None:
+    at = rng.randrange(len(pieces))
+    action = rng.randrange(6)
+    if action == 0:
+        del pieces[at]
+    elif action == 1:
+        pieces.insert(at, pieces[at])
+    elif action == 2:
+        pieces[at] = (
+            rng.choice(pieces) if rng.random() < 0.5 else rng.choice((b"", b"\xff", b"\0" * 8, b"GGUF"))
+        )
+    elif isinstance(found := pieces[at], tuple):
+        code, number = found
+        bits = 8 * struct.calcsize("<" + code)
+        changed = rng.choice(NUMBERS) if action < 5 else number + rng.choice((-1, 1, 32, -32))
+        pieces[at] = (code, changed % (1 << bits))
+    else:
+        pieces[at] = rng.choice((*KEYS, *NAMES)).encode()
+
+
+def mutate_bytes(rng: random.Random, data: bytearray) -> None:
+    at = rng.randrange(len(data) + 1)
+    until = min(len(data), at + rng.choice((1, 1, 4, 8, 16)))
+    action = rng.randrange(4)
+    if action == 0:
+        data[at:until] = b""
+    elif action == 1:
+        data[at:at] = data[at:until]
+    elif at < len(data):
+        data[at] = data[at] ^ 1 << rng.randrange(8) if action == 2 else rng.choice((0, 1, 127, 128, 255))
+
+
+def image(rng: random.Random) -> bytes:
+    """A file: mutated header, zeros for data."""
+    pieces, alignment, size = header(rng)
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 4))):
+        if pieces:
+            mutate(rng, pieces)
+    raw = bytearray(b"".join(p if isinstance(p, bytes) else struct.pack("<" + p[0], p[1]) for p in pieces))
+    for _ in range(rng.choice((0, 0, 0, 1, 2, 6))):
+        mutate_bytes(rng, raw)
+    raw += bytes(-len(raw) % alignment)
+    if rng.random() < 0.05:
+        size = max(0, size + rng.choice((-32, -1, 1, 31, 32)))
+    file = bytes(raw) + bytes(size)
+    return file[: rng.randrange(len(file) + 1)] if rng.random() < 0.02 else file
+
+
+def attempt(content: bytes, fd: int) -> str:
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, content, 0)
+    try:
+        found = read_header("fuzz.gguf", fd)
+    except CheckpointError as error:
+        assert str(error).startswith("fuzz.gguf: ") and len(str(error)) < 2000, error
+        return "refused"
+    end = 0
+    for entry in found.tensors.values():
+        _, values, size = BY_NAME[entry.dtype]
+        assert entry.offset >= end and all(extent > 0 for extent in entry.shape)
+        assert entry.bytes * values == math.prod(entry.shape) * size
+        end = entry.offset + entry.bytes
+    assert end <= len(content)
+    try:
+        renamed = gguf_names.rename(found.metadata, found.tensors, "fuzz.gguf")
+    except CheckpointError as error:
+        assert str(error).startswith("fuzz.gguf: ") and len(str(error)) < 2000, error
+        return "names refused"
+    assert sum(entry.bytes for entry in renamed.values()) == sum(
+        entry.bytes for entry in found.tensors.values()
+    )
+    return "accepted"
+
+
+def fuzz(runs: int, seed: int, first: int = 0) -> collections.Counter[str]:
+    """Count the outcomes of `runs` runs from `first` on. Raises AssertionError, or whatever else came out."""
+    counts: collections.Counter[str] = collections.Counter()
+    fd = os.memfd_create("fuzz")
+    try:
+        for run in range(first, first + runs):
+            content = image(random.Random(seed << 40 | run))
+            try:
+                counts[attempt(content, fd)] += 1
+            except BaseException:
+                print(f"seed {seed}, run {run}: {content!r}", file=sys.stderr)
+                raise
+    finally:
+        os.close(fd)
+    return counts
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first run")
+    options = parser.parse_args()
+    started = time.monotonic()
+    outcome = fuzz(options.runs, options.seed, options.first)
+    seconds = time.monotonic() - started
+    print(f"{options.runs} runs, seed {options.seed}, {seconds:.0f} s, {options.runs / seconds:.0f} a second")
+    print(dict(outcome))
