@@ -165,6 +165,19 @@ def test_q4_0_is_kept_value_for_value_by_int4_linear(tiny_qwen3_moe: Path, tmp_p
     assert torch.equal(dataclasses.replace(codes, codes=packed, scales=scales).values(), values)
 
 
+def test_q4_0_loses_its_scales_last_bits_in_cpu_experts(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    """Quantised again in the same groups, every code is found again; scales are bf16 there and fp16 in the file."""
+    file = converted(tiny_qwen3_moe, tmp_path / "a.gguf", "Q4_0")
+    replace = {"operator": "cpu_experts", "weights": "int4", "group_size": 32}
+    rule = {"name": "a", "match": {"path": r".*\.experts"}, "replace": replace}
+    model = ktinject.load(file, [rule], devices="cpu", progress=False)
+    found = model.get_submodule("model.layers.1.mlp.experts").unpack("down_proj")
+    with Checkpoint.open(file) as checkpoint:
+        names = [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in range(8)]
+        want = torch.stack([formats.decode(checkpoint, name) for name in names])
+    assert ((found - want).abs() <= want.abs() * 2**-8).all() and not found.equal(want)
+
+
 def test_parts_are_one_model(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     """As gguf-split cuts it: all metadata in the first, tensors anywhere."""
     whole = converted(tiny_qwen3_moe, tmp_path / "whole.gguf", "Q8_0")
