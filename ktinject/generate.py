@@ -36,6 +36,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ktinject import decode, sampling
+from ktinject.cpu_step import CpuStep
 from ktinject.fused import Fused
 from ktinject.graph import MAX_BATCH, Lane, power_of_two
 from ktinject.operators import Operator
@@ -58,6 +59,7 @@ class Decoding:
     requests  the same words → how many requests
     lanes     batch size → what is captured for it
     fused     the modules that compute with few kernels in captured steps; None: all keep transformers' own
+    native    steps of a model that stands on the CPU; None: of others, or before the first request
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -66,6 +68,7 @@ class Decoding:
         self.requests: Counter[str] = Counter()
         self.lanes: dict[int, Lane] = {}
         self.fused = None if self.graphs else Fused(model)
+        self.native: CpuStep | None = None
         self._model = weakref.ref(model)
         self._state: object = None
         self._handoffs = [
@@ -77,6 +80,7 @@ class Decoding:
     def release(self) -> None:
         """Give back all captured graphs and their caches; the next request captures again."""
         self.lanes.clear()
+        self.native = None
         self._state = None
 
     def check(self) -> None:
@@ -89,13 +93,15 @@ class Decoding:
         self.last, self.reason = how, why
         if why and not self.requests[how]:
             level = logging.DEBUG if why == self.graphs else logging.WARNING
-            logger.log(level, "generate runs without CUDA graphs: %s", why)
+            without = "its own decode steps" if self.native is not None else "CUDA graphs"
+            logger.log(level, "generate runs without %s: %s", without, why)
         self.requests[how] += 1
 
     @contextmanager
     def turn(self) -> Iterator[str]:
         """One request at a time uses the lanes, other threads wait. Gives why this one must not, or ""."""
-        if self.graphs:
+        model = self._model()
+        if self.graphs and (model is None or model.device.type != "cpu"):
             yield self.graphs
         elif self._owner == threading.get_ident():
             yield "it is called from within another request of this model"
@@ -134,9 +140,10 @@ class Decoding:
         positions = model_kwargs.get("position_ids")
         if positions is not None and positions.dim() != 2:
             return "positions have more than one dimension"
-        if torch.is_autocast_enabled("cuda"):
+        if torch.is_autocast_enabled(model.device.type):
             return "autocast is on"
-        return self._check_unchanged(model)
+        why = self._check_unchanged(model)
+        return why if why or not self.graphs else self._native_steps(model).refused
 
     def _check_unchanged(self, model: PreTrainedModel) -> str:
         """What a replay would miss; graphs of a model whose modules or weights were replaced are dropped."""
@@ -159,6 +166,11 @@ class Decoding:
             self._state = state
         return ""
 
+    def _native_steps(self, model: PreTrainedModel) -> CpuStep:
+        if self.native is None:
+            self.native = CpuStep(model)
+        return self.native
+
     def lane(self, cache: Any, logits: Tensor, tokens: int) -> Lane | None:
         """The lane of a request; None, and `reason` says so, if there is no room for one."""
         batch = len(logits)
@@ -169,7 +181,7 @@ class Decoding:
         del found
         try:
             lane = Lane(
-                functools.partial(_forward, self._model, self.fused),
+                self.native or functools.partial(_forward, self._model, self.fused),
                 wake if self._handoffs else lambda: None,
                 cache,
                 tokens,
@@ -256,7 +268,8 @@ class _Swapped:
                     plain = "a static cache without graphs, which transformers may compile"
                 if not isinstance(plain, str):
                     return _own(self, eager, plain, input_ids, generation_config, streamer, model_kwargs)
-                decoding.note(f"{'' if eager else 'graph, '}stock loop: {plain}", eager)
+                steps = "" if eager else "native, " if decoding.native is not None else "graph, "
+                decoding.note(f"{steps}stock loop: {plain}", eager)
                 if not eager:
                     self._replay = _Replay(self, stopping_criteria.max_length or 0)
                 found = _class_before(self)._sample(
@@ -367,11 +380,16 @@ def _own(
             pad=plain.sampling.pad,
             stop=None if plain.stop is None else lambda rows: plain.stop(rows, None),
             streamer=streamer,
-            late=lane is not None,
+            late=lane is not None and decoding.native is None,
             generator=torch.cuda.default_generators[logits.device.index] if draws else None,
         )
-    failure = lane.failure if lane is not None else eager
-    decoding.note("eager loop" if lane is None or failure else "graph loop", failure)
+    native = decoding.native
+    if lane is None:
+        decoding.note("eager loop", eager)
+    elif native is not None:
+        decoding.note("eager loop" if native.refused else "native loop", native.refused)
+    else:
+        decoding.note("eager loop" if lane.failure else "graph loop", lane.failure)
     return tokens
 
 

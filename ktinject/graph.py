@@ -111,6 +111,7 @@ class Lane:
             self._place = torch.zeros(1, dtype=torch.int64, device=device)
             self._mask = torch.zeros(batch, 1, 1, self.capacity, dtype=torch.bool, device=device)
         self._used = 0
+        self._views: dict[int, Cache] = {}
         if device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = _capture_stream(device.index)
@@ -143,7 +144,8 @@ class Lane:
     def step(self) -> None:
         """One forward pass over `ids`, which leaves `logits`."""
         self._used += 1
-        stretch = power_of_two(self._used)
+        # A step on the CPU reads no place that is empty.
+        stretch = self.capacity if self.device.type == "cpu" else power_of_two(self._used)
         graph = self._steps.get(stretch)
         if graph is None and not self.failure:
             graph = self._capture(lambda: self._compute(stretch), [self._positions, self._place, self._mask])
@@ -179,8 +181,11 @@ class Lane:
 
     def _compute(self, stretch: int) -> None:
         self._mask.index_fill_(3, self._place, True)
-        layers = [_Layer(k[:, :, :stretch], v[:, :, :stretch], self._place) for k, v in self._cache]
-        logits = self._forward(self.ids, self._mask[..., :stretch], self._positions, Cache(layers=layers))
+        if stretch not in self._views:
+            self._views[stretch] = Cache(
+                layers=[_Layer(k[:, :, :stretch], v[:, :, :stretch], self._place) for k, v in self._cache]
+            )
+        logits = self._forward(self.ids, self._mask[..., :stretch], self._positions, self._views[stretch])
         self.logits.copy_(logits)
         self._positions.add_(1)
         self._place.add_(1)

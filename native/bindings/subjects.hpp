@@ -11,6 +11,7 @@ void init_handoff(nanobind::module_& m);
 void init_linear(nanobind::module_& m);
 void init_int4_linear(nanobind::module_& m);
 void init_decode_ops(nanobind::module_& m);
+void init_decoder(nanobind::module_& m);
 void init_streamed(nanobind::module_& m);
 
 }  // namespace ktinject

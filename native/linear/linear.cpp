@@ -3,6 +3,7 @@
 #include "linear/linear.hpp"
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 
 #include "runtime/thread_pool.hpp"
@@ -21,6 +22,8 @@ constexpr int kMostResults = 4096;
 // Less than this is left to the caller: waking workers would cost more.
 constexpr size_t kSerialBytes = size_t{128} << 10;
 constexpr int kTasksPerThread = 4;
+// Layers over one input that are multiplied together.
+constexpr size_t kMostTogether = 4;
 
 }  // namespace
 
@@ -84,23 +87,55 @@ void Linear::unpack_bias(float* out) const {
 }
 
 void Linear::forward(const void* x, DType dtype, int rows, void* y) const {
-  if (data_.data() == nullptr) throw std::invalid_argument("forward before allocate()");
-  const int most =
-      std::max(kMostRows, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / matrix_.row_bytes(), 1u << 20)));
-  for (int first = 0; first < rows; first += most)
-    run(static_cast<const std::byte*>(x) +
-            static_cast<size_t>(first) * static_cast<size_t>(config_.in_features) * dtype_bytes(dtype),
-        dtype, std::min(most, rows - first),
-        static_cast<std::byte*>(y) +
-            static_cast<size_t>(first) * static_cast<size_t>(config_.out_features) * dtype_bytes(dtype));
+  const Product one{this, y};
+  forward(std::span(&one, 1), x, dtype, rows);
 }
 
-void Linear::run(const void* x, DType dtype, int rows, void* y) const {
+void Linear::forward(std::span<const Product> products, const void* x, DType dtype, int rows) {
+  for (const Product& product : products)
+    if (product.linear->data_.data() == nullptr) throw std::invalid_argument("forward before allocate()");
+  while (!products.empty()) {
+    const Linear& front = *products.front().linear;
+    size_t alike = 1;
+    while (alike < products.size() && alike < kMostTogether && front.reads_as(*products[alike].linear)) ++alike;
+    const int most = std::max(
+        kMostRows, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / front.matrix_.row_bytes(), 1u << 20)));
+    for (int first = 0; first < rows; first += most) {
+      std::array<Product, kMostTogether> part;
+      for (size_t i = 0; i < alike; ++i) {
+        const auto width = static_cast<size_t>(products[i].linear->config_.out_features) * dtype_bytes(dtype);
+        part[i] = {products[i].linear, static_cast<std::byte*>(products[i].y) + static_cast<size_t>(first) * width};
+      }
+      const auto width = static_cast<size_t>(front.config_.in_features) * dtype_bytes(dtype);
+      run(std::span(part.data(), alike), static_cast<const std::byte*>(x) + static_cast<size_t>(first) * width, dtype,
+          std::min(most, rows - first));
+    }
+    products = products.subspan(alike);
+  }
+}
+
+bool Linear::reads_as(const Linear& other) const {
+  return matrix_.format == other.matrix_.format && matrix_.k == other.matrix_.k &&
+         matrix_.group_size == other.matrix_.group_size && kernels_.many == other.kernels_.many &&
+         kernels_.few == other.kernels_.few;
+}
+
+void Linear::run(std::span<const Product> products, const void* x, DType dtype, int rows) {
   const auto pool_used = pool();
   const auto session = pool_used->session();
   ThreadPool& workers = *pool_used;
-  const bool quantised = has_int8_rows(config_.format), summed = config_.format == Format::int4;
-  const bool serial = matrix_.bytes() * static_cast<size_t>(rows) < kSerialBytes;
+  const Linear& front = *products.front().linear;
+  const Matrix& matrix = front.matrix_;
+  const Stages& stages = *front.stages_;
+  const bool quantised = has_int8_rows(matrix.format), summed = matrix.format == Format::int4;
+  size_t bytes = 0, scratch = 0;
+  int panels = 0;
+  for (const Product& product : products) {
+    bytes += product.linear->matrix_.bytes();
+    scratch = std::max(scratch, scratch_bytes(product.linear->matrix_));
+    panels += product.linear->matrix_.panels;
+  }
+  const bool serial = bytes * static_cast<size_t>(rows) < kSerialBytes;
   auto each = [&](int tasks, auto&& task) {
     if (serial)
       for (int index = 0; index < tasks; ++index) task(index, 0);
@@ -108,24 +143,23 @@ void Linear::run(const void* x, DType dtype, int rows, void* y) const {
   };
 
   const auto m = static_cast<size_t>(rows);
-  const size_t groups = summed ? static_cast<size_t>(matrix_.groups()) : 0;
-  std::byte* input = workers.buffer(kInput, m * matrix_.row_bytes());
+  const size_t groups = summed ? static_cast<size_t>(matrix.groups()) : 0;
+  std::byte* input = workers.buffer(kInput, m * matrix.row_bytes());
   auto* scale = quantised ? reinterpret_cast<float*>(workers.buffer(kInputScale, m * sizeof(float))) : nullptr;
   auto* sums = summed ? reinterpret_cast<int32_t*>(workers.buffer(kInputSums, m * groups * sizeof(int32_t))) : nullptr;
   // Memory a worker has to itself: a block of results, a row, the kernel's scratch.
   constexpr size_t kResultBytes = size_t{kMostResults} * kPanel * sizeof(float);
-  const size_t thread_bytes = kResultBytes + matrix_.row_bytes() + scratch_bytes(matrix_);
+  const size_t thread_bytes = kResultBytes + matrix.row_bytes() + scratch;
   std::byte* own = workers.buffer(kThread, thread_bytes * static_cast<size_t>(workers.threads()));
 
   // 1: the input.
-  const size_t x_bytes = static_cast<size_t>(config_.in_features) * dtype_bytes(dtype);
+  const size_t x_bytes = static_cast<size_t>(matrix.k) * dtype_bytes(dtype);
   auto convert = [&](int row, std::byte* to) {
     const void* from = static_cast<const std::byte*>(x) + static_cast<size_t>(row) * x_bytes;
-    if (!quantised)
-      return stages_->round_row(from, dtype, matrix_.k, matrix_.padded_k(), reinterpret_cast<uint16_t*>(to));
-    scale[row] = stages_->quantise_row(
-        from, dtype, matrix_.k, matrix_.padded_k(), config_.format == Format::int8 ? 128 : 0, matrix_.group_size,
-        reinterpret_cast<uint8_t*>(to), summed ? sums + static_cast<size_t>(row) * groups : nullptr);
+    if (!quantised) return stages.round_row(from, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(to));
+    scale[row] = stages.quantise_row(from, dtype, matrix.k, matrix.padded_k(), matrix.format == Format::int8 ? 128 : 0,
+                                     matrix.group_size, reinterpret_cast<uint8_t*>(to),
+                                     summed ? sums + static_cast<size_t>(row) * groups : nullptr);
   };
   if (rows == 1) {
     convert(0, input);
@@ -133,45 +167,55 @@ void Linear::run(const void* x, DType dtype, int rows, void* y) const {
     each(rows, [&](int row, int worker) {
       std::byte* one = own + static_cast<size_t>(worker) * thread_bytes + kResultBytes;
       convert(row, one);
-      place_row(input, matrix_.row_bytes(), rows, row, one);
+      place_row(input, matrix.row_bytes(), rows, row, one);
     });
   }
 
   // 2: the product. Fewer rows a task only where the panels are too few to go round.
-  const Kernel& kernel = kernels_(rows);
+  const Kernel& kernel = front.kernels_(rows);
   const int row_blocks = (rows + kMostRows - 1) / kMostRows;
   const int per_block = std::max(1, workers.threads() * kTasksPerThread / row_blocks);
-  const int run_length =
-      std::clamp(matrix_.panels / per_block, 1, kMostResults / std::min(kMostRows, round_up(rows, kTile)));
-  const int runs = (matrix_.panels + run_length - 1) / run_length;
-  const auto* bias = reinterpret_cast<const float*>(bias_.data());
-  const size_t element = dtype_bytes(dtype);
-  each(runs * row_blocks, [&](int index, int worker) {
+  const int run_length = std::clamp(panels / per_block, 1, kMostResults / std::min(kMostRows, round_up(rows, kTile)));
+  std::array<int, kMostTogether + 1> starts{};  // of each layer's runs
+  for (size_t i = 0; i < products.size(); ++i)
+    starts[i + 1] = starts[i] + (products[i].linear->matrix_.panels + run_length - 1) / run_length;
+  each(starts[products.size()] * row_blocks, [&](int index, int worker) {
     // Neighbouring tasks share their panels, which stay in the caches while the rows pass.
-    const int first_panel = index / row_blocks * run_length, first = index % row_blocks * kMostRows;
-    const int panels = std::min(run_length, matrix_.panels - first_panel), count = std::min(kMostRows, rows - first);
-    std::byte* mine = own + static_cast<size_t>(worker) * thread_bytes;
-    auto* c = reinterpret_cast<float*>(mine);
+    const int run = index / row_blocks, first = index % row_blocks * kMostRows;
+    size_t i = 0;
+    while (run >= starts[i + 1]) ++i;
+    const Linear& linear = *products[i].linear;
+    const int first_panel = (run - starts[i]) * run_length, count = std::min(kMostRows, rows - first);
     // A run of whole groups of 16 rows is laid out like rows of its own.
-    const Rows taken{input + static_cast<size_t>(first) * matrix_.row_bytes(), matrix_.row_bytes(), count,
+    const Rows taken{input + static_cast<size_t>(first) * matrix.row_bytes(), matrix.row_bytes(), count,
                      quantised ? scale + first : nullptr,
                      summed ? sums + static_cast<size_t>(first) * groups : nullptr};
-    kernel.multiply(matrix_, data_.data() + static_cast<size_t>(first_panel) * matrix_.panel_bytes(), panels, taken, c,
-                    mine + kResultBytes + matrix_.row_bytes());
-    for (int p = first_panel; p < first_panel + panels; ++p) {
-      const int column = p * kPanel, width = std::min(kPanel, config_.out_features - column);
-      const float* column_bias = bias == nullptr ? nullptr : bias + column;
-      constexpr float one = 1.0f;
-      for (int row = first; row < first + count; ++row, c += kPanel) {
-        std::byte* to =
-            static_cast<std::byte*>(y) +
-            (static_cast<size_t>(row) * static_cast<size_t>(config_.out_features) + static_cast<size_t>(column)) *
-                element;
-        const float* values = c;
-        stages_->combine(&values, bias == nullptr ? nullptr : &column_bias, &one, 1, width, dtype, to);
-      }
-    }
+    std::byte* mine = own + static_cast<size_t>(worker) * thread_bytes;
+    const size_t y_bytes = static_cast<size_t>(linear.config_.out_features) * dtype_bytes(dtype);
+    linear.multiply(taken, kernel, first_panel, std::min(run_length, linear.matrix_.panels - first_panel), dtype,
+                    static_cast<std::byte*>(products[i].y) + static_cast<size_t>(first) * y_bytes, mine,
+                    mine + kResultBytes + matrix.row_bytes());
   });
+}
+
+void Linear::multiply(const Rows& rows, const Kernel& kernel, int first_panel, int panels, DType dtype, std::byte* y,
+                      std::byte* own, std::byte* scratch) const {
+  auto* c = reinterpret_cast<float*>(own);
+  kernel.multiply(matrix_, data_.data() + static_cast<size_t>(first_panel) * matrix_.panel_bytes(), panels, rows, c,
+                  scratch);
+  const auto* bias = reinterpret_cast<const float*>(bias_.data());
+  for (int p = first_panel; p < first_panel + panels; ++p) {
+    const int column = p * kPanel, width = std::min(kPanel, config_.out_features - column);
+    const float* column_bias = bias == nullptr ? nullptr : bias + column;
+    constexpr float one = 1.0f;
+    for (int row = 0; row < rows.m; ++row, c += kPanel) {
+      std::byte* to =
+          y + (static_cast<size_t>(row) * static_cast<size_t>(config_.out_features) + static_cast<size_t>(column)) *
+                  dtype_bytes(dtype);
+      const float* values = c;
+      stages_->combine(&values, bias == nullptr ? nullptr : &column_bias, &one, 1, width, dtype, to);
+    }
+  }
 }
 
 }  // namespace ktinject

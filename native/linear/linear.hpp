@@ -1,6 +1,7 @@
 // One dense layer on the CPU, y = x Wᵀ + b: the packed panels and kernels of the experts, without routing.
 #pragma once
 
+#include <span>
 #include <string>
 
 #include "moe/kernels/table.hpp"
@@ -44,9 +45,19 @@ class Linear {
   // y [rows, out] = x [rows, in] times the weight transposed, plus bias; both of `dtype`, contiguous.
   void forward(const void* x, DType dtype, int rows, void* y) const;
 
+  struct Product {
+    const Linear* linear;
+    void* y;
+  };
+  // Several layers over the same input. Those of one format share its conversion and one hand-out of tasks.
+  static void forward(std::span<const Product> products, const void* x, DType dtype, int rows);
+
  private:
   void check(const Source& source, int k, const char* what) const;
-  void run(const void* x, DType dtype, int rows, void* y) const;
+  bool reads_as(const Linear& other) const;
+  static void run(std::span<const Product> products, const void* x, DType dtype, int rows);
+  void multiply(const Rows& rows, const Kernel& kernel, int first_panel, int panels, DType dtype, std::byte* y,
+                std::byte* own, std::byte* scratch) const;
 
   LinearConfig config_;
   Choice kernels_;

@@ -1,0 +1,215 @@
+// The decoder layers of a model on the CPU.
+#include "decode/decoder.hpp"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "bindings/arrays.hpp"
+#include "bindings/subjects.hpp"
+
+namespace ktinject {
+namespace {
+
+using Vector = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using FloatVector = nb::ndarray<nb::pytorch, const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Cached = nb::ndarray<nb::pytorch, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
+using Mask = nb::ndarray<nb::pytorch, const bool, nb::ndim<2>, nb::device::cpu>;
+
+// A norm and the tensor that it points to.
+struct HeldNorm {
+  Vector weight;
+  Norm norm;
+};
+
+Norm norm_of(const HeldNorm* held) { return held == nullptr ? Norm() : held->norm; }
+
+// Keys and values of all layers.
+struct HeldCache {
+  std::vector<Cached> held;
+  std::vector<LayerCache> layers;
+  DType dtype;
+  int batch, capacity;
+};
+
+HeldCache make_cache(std::vector<Cached> keys, std::vector<Cached> values) {
+  if (keys.empty() || keys.size() != values.size())
+    throw std::invalid_argument("cache: found " + std::to_string(keys.size()) + " keys and " +
+                                std::to_string(values.size()) + " values; expected one of each a layer");
+  HeldCache cache;
+  cache.dtype = dtype_of(keys[0].dtype(), "cache");
+  cache.batch = static_cast<int>(keys[0].shape(0));
+  cache.capacity = static_cast<int>(keys[0].shape(2));
+  for (size_t i = 0; i < keys.size(); ++i) {
+    for (const Cached* one : {&keys[i], &values[i]})
+      if (one->dtype() != keys[0].dtype() || one->shape(0) != keys[0].shape(0) || one->shape(2) != keys[0].shape(2))
+        throw std::invalid_argument("cache: all layers must have one dtype, batch size and capacity");
+    cache.layers.push_back({keys[i].data(), values[i].data()});
+  }
+  cache.held = std::move(keys);
+  cache.held.insert(cache.held.end(), values.begin(), values.end());
+  return cache;
+}
+
+void forward(Decoder& self, Input x, std::optional<Input> cos, std::optional<Input> sin, std::optional<Mask> mask,
+             int place, const HeldCache& cache, int first, int last, const HeldNorm* final_norm, Output out) {
+  auto refuse = [](const std::string& what) { throw std::invalid_argument("decoder: " + what); };
+  const DType dtype = dtype_of(x.dtype(), "hidden states");
+  const auto batch = x.shape(0);
+  Step step;
+  step.dtype = dtype;
+  step.batch = static_cast<int>(batch);
+  step.place = place;
+  step.capacity = cache.capacity;
+  if (dtype != self.dtype() || x.shape(1) != static_cast<size_t>(self.hidden()) || batch == 0)
+    refuse("hidden states must be [batch, " + std::to_string(self.hidden()) + "] of the model's dtype");
+  if (out.shape(0) != batch || out.shape(1) != x.shape(1) || out.dtype() != x.dtype())
+    refuse("output: shape and dtype must be those of the hidden states");
+  if (cache.dtype != dtype || cache.batch != step.batch || cache.layers.size() != static_cast<size_t>(self.layers()))
+    refuse("the cache has another dtype, batch size or number of layers");
+  if (place < 0 || place >= cache.capacity)
+    refuse("place " + std::to_string(place) + " of a cache of " + std::to_string(cache.capacity));
+  if (first < 0 || last > self.layers() || first > last) refuse("there are no such layers");
+  if (cos.has_value() != sin.has_value()) refuse("cos and sin belong together");
+  if (cos) {
+    for (const Input* table : {&*cos, &*sin})
+      if (table->dtype() != x.dtype() || (table->shape(0) != batch && table->shape(0) != 1) ||
+          table->shape(1) != cos->shape(1) || table->shape(0) != cos->shape(0))
+        refuse("cos and sin must be [batch or 1, rotary] of the model's dtype");
+    step.cos = cos->data();
+    step.sin = sin->data();
+    step.rotary = static_cast<int>(cos->shape(1));
+    step.shared_rotation = cos->shape(0) == 1;
+  }
+  if (mask) {
+    if (mask->shape(0) != batch || mask->shape(1) <= static_cast<size_t>(place) || mask->stride(1) != 1)
+      refuse("the mask must be [batch, at least " + std::to_string(place + 1) + "], rows contiguous");
+    step.mask = reinterpret_cast<const uint8_t*>(mask->data());
+    step.mask_stride = static_cast<size_t>(mask->stride(0));
+  }
+  nb::gil_scoped_release release;
+  self.forward(x.data(), step, cache.layers, first, last, norm_of(final_norm), out.data());
+}
+
+}  // namespace
+
+void init_decoder(nb::module_& m) {
+  nb::class_<HeldNorm>(m, "Norm", "An RMS norm: weight [n] of the model's dtype.")
+      .def(
+          "__init__",
+          [](HeldNorm* self, Vector weight, float epsilon) {
+            const Norm norm{weight.data(), static_cast<int>(weight.shape(0)), epsilon};
+            new (self) HeldNorm{std::move(weight), norm};
+          },
+          nb::arg("weight"), nb::arg("epsilon"));
+  nb::class_<HeldCache>(m, "DecoderCache", "Keys and values of all layers, each [batch, heads, capacity, width].")
+      .def(
+          "__init__",
+          [](HeldCache* self, std::vector<Cached> keys, std::vector<Cached> values) {
+            new (self) HeldCache(make_cache(std::move(keys), std::move(values)));
+          },
+          nb::arg("keys"), nb::arg("values"));
+
+  nb::class_<Attention>(m, "DecoderAttention", "Attention of one token a row.");
+  nb::class_<GroupedAttention, Attention>(m, "GroupedAttention", "Heads in groups that share keys and values.")
+      .def(
+          "__init__",
+          [](GroupedAttention* self, const Linear& q, const Linear& k, const Linear& v, const Linear& o,
+             const HeldNorm* q_norm, const HeldNorm* k_norm, int heads, int groups, int size, float scale) {
+            new (self) GroupedAttention({&q, &k, &v, &o, norm_of(q_norm), norm_of(k_norm), heads, groups, size, scale});
+          },
+          nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("q_norm").none(),
+          nb::arg("k_norm").none(), nb::arg("heads"), nb::arg("groups"), nb::arg("size"), nb::arg("scale"),
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+          nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>());
+  nb::class_<LatentAttention, Attention>(m, "LatentAttention", "Latent attention, absorbed.")
+      .def(
+          "__init__",
+          [](LatentAttention* self, const Linear* q, const Linear* q_a, const HeldNorm* q_norm, const Linear* q_b,
+             const Linear& kv, const HeldNorm& kv_norm, Input expansion, const Linear& o, int heads, int rank, int nope,
+             int rope, int value, bool neighbours, float scale) {
+            if (expansion.shape(0) != static_cast<size_t>(heads) * static_cast<size_t>(nope + value) ||
+                expansion.shape(1) != static_cast<size_t>(rank))
+              throw std::invalid_argument("attention: kv_b_proj's weight has another shape");
+            LatentAttentionConfig config;
+            config.q = q;
+            config.q_a = q_a;
+            config.q_norm = norm_of(q_norm);
+            config.q_b = q_b;
+            config.kv = &kv;
+            config.kv_norm = kv_norm.norm;
+            config.expansion = expansion.data();
+            config.o = &o;
+            config.heads = heads;
+            config.rank = rank;
+            config.nope = nope;
+            config.rope = rope;
+            config.value = value;
+            config.neighbours = neighbours;
+            config.scale = scale;
+            new (self) LatentAttention(config);
+          },
+          nb::kw_only(), nb::arg("q").none(), nb::arg("q_a").none(), nb::arg("q_norm").none(), nb::arg("q_b").none(),
+          nb::arg("kv"), nb::arg("kv_norm"), nb::arg("expansion"), nb::arg("o"), nb::arg("heads"), nb::arg("rank"),
+          nb::arg("nope"), nb::arg("rope"), nb::arg("value"), nb::arg("neighbours"), nb::arg("scale"),
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+          nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
+
+  nb::class_<FeedForward>(m, "DecoderFeedForward", "What follows the attention of a layer.");
+  nb::class_<GatedUnit, FeedForward>(m, "GatedUnit", "down(silu(gate(x)) * up(x)).")
+      .def(nb::init<const Linear&, const Linear&, const Linear&>(), nb::arg("gate"), nb::arg("up"), nb::arg("down"),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+  nb::class_<Mixture, FeedForward>(m, "Mixture", "Router and routed experts, maybe with a unit beside them.")
+      .def(
+          "__init__",
+          [](Mixture* self, const Linear& router, const std::string& scores, std::optional<FloatVector> correction,
+             int top_k, int groups, int top_groups, bool normed, float factor, const Experts& experts,
+             FeedForward* shared) {
+            RouterConfig config;
+            config.linear = &router;
+            config.scores =
+                one_of<Scores>(scores, "scores", {{"softmax", Scores::softmax}, {"sigmoid", Scores::sigmoid}});
+            if (correction) {
+              if (correction->shape(0) != static_cast<size_t>(experts.config().experts))
+                throw std::invalid_argument("router: one correction an expert is needed");
+              config.correction = correction->data();
+            }
+            config.top_k = top_k;
+            config.groups = groups;
+            config.top_groups = top_groups;
+            config.normed = normed;
+            config.factor = factor;
+            new (self) Mixture(config, experts, shared);
+          },
+          nb::kw_only(), nb::arg("router"), nb::arg("scores"), nb::arg("correction").none(), nb::arg("top_k"),
+          nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"), nb::arg("factor"), nb::arg("experts"),
+          nb::arg("shared").none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 10>(),
+          nb::keep_alive<1, 11>());
+
+  nb::class_<Decoder>(m, "Decoder", "The decoder layers of a model on one token a row.")
+      .def(
+          "__init__",
+          [](Decoder* self, int hidden, const std::string& dtype) {
+            new (self) Decoder(
+                hidden, one_of<DType>(dtype, "dtype",
+                                      {{"float32", DType::f32}, {"bfloat16", DType::bf16}, {"float16", DType::f16}}));
+          },
+          nb::arg("hidden"), nb::arg("dtype"))
+      .def(
+          "add",
+          [](Decoder& self, const HeldNorm& before_attention, Attention& attention, const HeldNorm& before_feed_forward,
+             FeedForward& unit) { self.add(before_attention.norm, attention, before_feed_forward.norm, unit); },
+          nb::arg("before_attention"), nb::arg("attention"), nb::arg("before_feed_forward"), nb::arg("feed_forward"),
+          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+          "Add a layer.")
+      .def(
+          "forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
+          nb::arg("mask").none(), nb::arg("place"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
+          nb::arg("final_norm").none(), nb::arg("out"),
+          "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. Keys and "
+          "values are written to `place` of the cache; places up to it are attended to where mask [batch, n] is true.");
+}
+
+}  // namespace ktinject

@@ -1,0 +1,124 @@
+// Dense and mixed feed-forward layers of a decode step.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "decode/decoder.hpp"
+
+namespace ktinject {
+namespace {
+
+// The k greatest, in front. With torch's own algorithm, so that of experts that tie the same ones are taken.
+void take_top(std::vector<std::pair<float, int>>& order, int k, bool sorted) {
+  auto greater = [](const std::pair<float, int>& a, const std::pair<float, int>& b) {
+    return (std::isnan(a.first) && !std::isnan(b.first)) || a.first > b.first;
+  };
+  const auto first = order.begin();
+  if (static_cast<size_t>(k) * 64 <= order.size()) {
+    std::partial_sort(first, first + k, order.end(), greater);
+    return;
+  }
+  std::nth_element(first, first + k - 1, order.end(), greater);
+  if (sorted) std::sort(first, first + k - 1, greater);
+}
+
+}  // namespace
+
+GatedUnit::GatedUnit(const Linear& gate, const Linear& up, const Linear& down) : gate_(gate), up_(up), down_(down) {
+  if (gate.config().out_features != up.config().out_features || down.config().in_features != up.config().out_features)
+    throw std::invalid_argument("feed-forward: gate, up and down do not fit together");
+}
+
+void GatedUnit::forward(const float* x, DType dtype, int batch, float* out) {
+  const Math& math = ktinject::math();
+  const int inner = gate_.config().out_features, count = batch * inner;
+  Arrays arrays;
+  const size_t up_at = (arrays.take(static_cast<size_t>(count)), arrays.take(static_cast<size_t>(count)));
+  float *gate = scratch_(arrays.count()), *up = gate + up_at;
+  const Linear::Product products[] = {{&gate_, gate}, {&up_, up}};
+  Linear::forward(products, x, DType::f32, batch);
+  math.round(gate, count, dtype);
+  math.round(up, count, dtype);
+  math.gate_up(gate, up, count, dtype);
+  down_.forward(gate, DType::f32, batch, out);
+  math.round(out, batch * down_.config().out_features, dtype);
+}
+
+Mixture::Mixture(RouterConfig router, const Experts& experts, FeedForward* shared)
+    : router_(router), experts_(experts), shared_(shared) {
+  const int count = experts.config().experts;
+  if (router_.linear == nullptr || router_.linear->config().out_features != count)
+    throw std::invalid_argument("router: expected " + std::to_string(count) + " outputs");
+  if (router_.top_k < 1 || router_.top_k > count)
+    throw std::invalid_argument("router: top_k must be 1 to " + std::to_string(count));
+  if (router_.groups < 1 || count % router_.groups != 0 || router_.top_groups < 1 ||
+      router_.top_groups > router_.groups || count / router_.groups < (router_.groups > 1 ? 2 : 1) ||
+      router_.top_k > count / router_.groups * router_.top_groups)
+    throw std::invalid_argument("router: its groups do not fit its experts");
+}
+
+void Mixture::forward(const float* x, DType dtype, int batch, float* out) {
+  const Math& math = ktinject::math();
+  const int count = experts_.config().experts, hidden = experts_.config().hidden_size, top_k = router_.top_k;
+  Arrays arrays;
+  const size_t logits_at = arrays.take(static_cast<size_t>(batch * count)),
+               weights_at = arrays.take(static_cast<size_t>(batch * top_k)),
+               beside_at = arrays.take(shared_ == nullptr ? 0 : static_cast<size_t>(batch * hidden));
+  float* memory = scratch_(arrays.count());
+  float *logits = memory + logits_at, *weights = memory + weights_at, *beside = memory + beside_at;
+  ids_.resize(static_cast<size_t>(batch * top_k));
+  router_.linear->forward(x, DType::f32, batch, logits);
+  for (int row = 0; row < batch; ++row)
+    choose(logits + row * count, ids_.data() + row * top_k, weights + row * top_k, dtype);
+  experts_.forward(x, DType::f32, ids_.data(), weights, batch, top_k, out);
+  math.round(out, batch * hidden, dtype);
+  if (shared_ == nullptr) return;
+  shared_->forward(x, dtype, batch, beside);
+  math.add(out, beside, batch * hidden, dtype);
+}
+
+void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) {
+  const Math& math = ktinject::math();
+  const int count = experts_.config().experts, top_k = router_.top_k;
+  const bool is_softmax = router_.scores == Scores::softmax;
+  if (is_softmax) {
+    math.round(logits, count, dtype);
+    math.softmax(logits, count);
+  } else {
+    math.sigmoid(logits, count);
+  }
+  order_.resize(static_cast<size_t>(count));
+  for (int e = 0; e < count; ++e)
+    order_[static_cast<size_t>(e)] = {logits[e] + (router_.correction == nullptr ? 0.0f : router_.correction[e]), e};
+  if (router_.top_groups < router_.groups) {
+    const int size = count / router_.groups;
+    groups_.resize(static_cast<size_t>(router_.groups));
+    for (int g = 0; g < router_.groups; ++g) {
+      float first = -std::numeric_limits<float>::infinity(), second = first;
+      for (int e = g * size; e < (g + 1) * size; ++e) {
+        const float score = order_[static_cast<size_t>(e)].first;
+        second = std::max(second, std::min(first, score));
+        first = std::max(first, score);
+      }
+      groups_[static_cast<size_t>(g)] = {first + second, g};
+    }
+    take_top(groups_, router_.top_groups, false);
+    for (int i = router_.top_groups; i < router_.groups; ++i) {
+      const int g = groups_[static_cast<size_t>(i)].second;
+      for (int e = g * size; e < (g + 1) * size; ++e)
+        order_[static_cast<size_t>(e)].first = -std::numeric_limits<float>::infinity();
+    }
+  }
+  take_top(order_, top_k, is_softmax);
+  float sum = 0;
+  for (int i = 0; i < top_k; ++i) {
+    ids[i] = order_[static_cast<size_t>(i)].second;
+    weights[i] = logits[ids[i]];
+    sum += weights[i];
+  }
+  for (int i = 0; i < top_k; ++i) weights[i] = (router_.normed ? weights[i] / sum : weights[i]) * router_.factor;
+  if (is_softmax) math.round(weights, top_k, dtype);
+}
+
+}  // namespace ktinject
