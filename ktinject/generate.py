@@ -59,7 +59,7 @@ class Decoding:
     requests  the same words → how many requests
     lanes     batch size → what is captured for it
     fused     the modules that compute with few kernels in captured steps; None: all keep transformers' own
-    native    steps of a model that stands on the CPU; None: of others, or before the first request
+    native    decode steps of a model that stands on the CPU; None: of others, or before the first request
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -68,7 +68,7 @@ class Decoding:
         self.requests: Counter[str] = Counter()
         self.lanes: dict[int, Lane] = {}
         self.fused = None if self.graphs else Fused(model)
-        self.native: CpuStep | None = None
+        self._native: CpuStep | None = None
         self._model = weakref.ref(model)
         self._state: object = None
         self._handoffs = [
@@ -77,10 +77,14 @@ class Decoding:
         self._turn = threading.Lock()
         self._owner: int | None = None
 
+    @property
+    def native(self) -> CpuStep | None:
+        return self._native if self.graphs else None
+
     def release(self) -> None:
         """Give back all captured graphs and their caches; the next request captures again."""
         self.lanes.clear()
-        self.native = None
+        self._native = None
         self._state = None
 
     def check(self) -> None:
@@ -143,7 +147,10 @@ class Decoding:
         if torch.is_autocast_enabled(model.device.type):
             return "autocast is on"
         why = self._check_unchanged(model)
-        return why if why or not self.graphs else self._native_steps(model).refused
+        if why or not self.graphs:
+            return why
+        self._native = self._native or CpuStep(model)
+        return self._native.refused
 
     def _check_unchanged(self, model: PreTrainedModel) -> str:
         """What a replay would miss; graphs of a model whose modules or weights were replaced are dropped."""
@@ -165,11 +172,6 @@ class Decoding:
             self.release()
             self._state = state
         return ""
-
-    def _native_steps(self, model: PreTrainedModel) -> CpuStep:
-        if self.native is None:
-            self.native = CpuStep(model)
-        return self.native
 
     def lane(self, cache: Any, logits: Tensor, tokens: int) -> Lane | None:
         """The lane of a request; None, and `reason` says so, if there is no room for one."""

@@ -8,6 +8,7 @@ tokens in both.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
@@ -153,7 +154,7 @@ class Sampler:
         if self.sampling.do_sample:
             # As torch.multinomial draws one sample, which itself cannot be captured: it looks at its input.
             weights = scores.softmax(-1)
-            tokens = (weights / torch.empty_like(weights).exponential_(1)).argmax(-1)
+            tokens = (weights / _exponential(weights)).argmax(-1)
         else:
             tokens = scores.argmax(-1)
         alive = self.result[1]
@@ -191,6 +192,22 @@ class Sampler:
                 weights = scores.softmax(-1)
                 scores = scores.masked_fill(weights < value * weights.amax(-1, keepdim=True), -inf)
         return scores
+
+
+def _exponential(like: Tensor) -> Tensor:
+    """Exponentially distributed numbers, those that `exponential_` would draw."""
+    if like.is_cuda or not _draws_by_logarithm():
+        return torch.empty_like(like).exponential_(1)
+    return torch.rand_like(like, dtype=torch.float64).neg_().log1p_().neg_().to(like.dtype)
+
+
+@functools.cache
+def _draws_by_logarithm() -> bool:
+    """Whether torch draws them on the CPU as -log(1 - u), one after the other: then the same in vectors is faster."""
+    drawn, uniform = (torch.Generator().manual_seed(1) for _ in range(2))
+    wanted = torch.empty(64).exponential_(1, generator=drawn)
+    found = -torch.log1p(-torch.rand(64, dtype=torch.float64, generator=uniform))
+    return torch.equal(wanted, found.float()) and torch.equal(drawn.get_state(), uniform.get_state())
 
 
 def _outside(ascending: Tensor, top_p: float) -> Tensor:
