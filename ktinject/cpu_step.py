@@ -206,6 +206,9 @@ class _Layers:
     """What a model is made of, and its native twin."""
 
     def __init__(self, model: Any) -> None:
+        implementation = model.config.get_text_config()._attn_implementation
+        if implementation != "sdpa":
+            raise _Unknown(f"attention runs as {implementation!r}; known is 'sdpa'")
         self.module = _of(model, model.base_model_prefix, nn.Module, "the model")
         self.embed = _of(self.module, "embed_tokens", nn.Embedding, "the model")
         self.layers = _of(self.module, "layers", nn.ModuleList, "the model")
