@@ -23,8 +23,8 @@ from ktinject.machine import Machine
 from ktinject.operators import REGISTRY, Operator
 from ktinject.placement import Devices, device_of, show_bytes, spread
 from ktinject.rules import Rule, RuleSet
-from ktinject.weights import formats, match
-from ktinject.weights.checkpoint import BLOCKS, Checkpoint
+from ktinject.weights import formats, gguf_blocks, match
+from ktinject.weights.checkpoint import Checkpoint
 
 _SHOWN = 5
 
@@ -274,7 +274,7 @@ def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
 
 def _block_formats(checkpoint: Checkpoint) -> list[str]:
     """The quantised formats of GGUF that a checkpoint has."""
-    return sorted({info.dtype for info in checkpoint.tensors.values()} & {*BLOCKS})
+    return sorted({info.dtype for info in checkpoint.tensors.values()} & {*gguf_blocks.TYPES})
 
 
 def _adopt(item: _Found, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap) -> _Found:

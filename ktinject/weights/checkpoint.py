@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 
 from ktinject.errors import CheckpointError
-from ktinject.weights import gguf_header, gguf_names, safetensors_header
+from ktinject.weights import gguf_blocks, gguf_header, gguf_names, safetensors_header
 from ktinject.weights.safetensors_header import Entry, open_file, parse_json, shown
 
 SINGLE = "model.safetensors"
@@ -52,7 +52,6 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-BLOCKS = ("Q4_0", "Q8_0")  # of GGUF, read as bytes; formats.py decodes them
 
 # What a Ctrl-C waits for at most: one read.
 _READ_BYTES = 64 << 20
@@ -160,7 +159,7 @@ class Checkpoint:
         """Read one tensor, or one slice of its first dimension, into new memory.
 
         Returns  [*shape], or [*shape[1:]] for an index; CPU, contiguous, writable, nobody else's memory;
-                 of `BLOCKS` uint8, with the bytes of a row as last dimension
+                 of GGUF's blocks uint8, with the bytes of a row as last dimension
         Raises   CheckpointError if there is no such tensor or slice, torch has no such dtype, or the file is
                  not what it was when it was opened
         """
@@ -175,7 +174,7 @@ class Checkpoint:
         info = self.tensors[name]
         shard = self._shards[info.shard]
         where = f"{shard.path}: tensor {shown(name)}"
-        in_blocks = info.dtype in BLOCKS
+        in_blocks = info.dtype in gguf_blocks.TYPES
         dtype = torch.uint8 if in_blocks else TORCH_DTYPES.get(info.dtype)
         if dtype is None:
             raise CheckpointError(

@@ -8,7 +8,7 @@
                  [..., ceil(n / block n), ceil(k / block k)]
     gptq, awq,   int4 codes, scales and zero points in tensors of        fp32: scale · (code - zero point)
     packed       their own (int4.py draws them); no tensor `<key>`
-    q4_0, q8_0   GGUF's blocks of 32 inputs with an fp16 scale           fp32: scale · (code - 8), scale · code; exact
+    q4_0 … q6_k  GGUF's quantised blocks (gguf_blocks.py lists them)     fp32, as ggml dequantises them
     kv_b         `<stem>.k_b` [heads, latent, d] and `<stem>.v_b`        [heads · (d + v), latent], as its parts are
                  [heads, v, latent], in which GGUF keeps the weight
     mxfp4        U8 `<key>_blocks` and `<key>_scales` (mxfp4.py);      bf16, transposed as gpt-oss has it; exact
@@ -29,18 +29,18 @@ from typing import Any
 import torch
 
 from ktinject.errors import CheckpointError
-from ktinject.weights import int4, mxfp4
-from ktinject.weights.checkpoint import BLOCKS, Checkpoint
+from ktinject.weights import gguf_blocks, int4, mxfp4
+from ktinject.weights.checkpoint import Checkpoint
 from ktinject.weights.safetensors_header import DOWNLOAD_AGAIN, shown
 from ktinject.weights.stored import Codes, Fp8Blocks
 
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 SCALES = ("F32", "BF16", "F16", "F8_E8M0")  # all exact in fp32
 BLOCK = (128, 128)
-GGUF_GROUP = 32  # inputs in a block of Q4_0 and Q8_0
+Q4_0_GROUP = 32  # inputs in a block
 READ = (
     "Read are bf16, fp16, fp32, FP8 (F8_E4M3) with block scales, MXFP4 as gpt-oss has it, int4 of GPTQ, AWQ and "
-    "compressed-tensors, and of GGUF Q4_0 and Q8_0; use a checkpoint in one of these."
+    "compressed-tensors, and most types of GGUF; use a checkpoint in one of these."
 )
 
 # The tensors that hold an int4 weight, by what replaces ".weight" in its name: needed ones, then optional ones.
@@ -83,7 +83,7 @@ class Format:
     companions  further tensors that belong to the weight; for int4, kv_b and mxfp4 all of its tensors
     block       (n, k) of fp8_blocks, else None
     shape       of the weight where it has no tensor of its own: int4, kv_b, mxfp4; None if only an index is there
-    group_size  inputs that share a scale, in int4, q4_0 and q8_0; else 0
+    group_size  inputs that share a scale, in int4 and q4_0; else 0
     has_zeros   int4 has zero points other than 8
     """
 
@@ -163,8 +163,8 @@ def detect(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | N
         if not checkpoint.complete:
             return Format("float")
         dtype = checkpoint.tensors[key].dtype
-        if dtype in BLOCKS:
-            return Format(dtype.lower(), group_size=GGUF_GROUP)
+        if dtype in gguf_blocks.TYPES:
+            return Format(dtype.lower(), group_size=Q4_0_GROUP if dtype == "Q4_0" else 0)
         if dtype not in FLOATS:
             raise _refused(checkpoint, key, f"dtype {dtype} without {shown(scale)}. {READ}")
         return Format(FLOATS[dtype])
@@ -183,7 +183,7 @@ def decode(
     """Read one weight, or one slice of its first dimension, as floats.
 
     Returns  [..., n, k] CPU; bf16, fp16 and fp32 as stored; fp8_blocks as fp32, each value the fp32 product
-             of the stored value and its scale, and q4_0 and q8_0; mxfp4 as bf16 [..., k, n]
+             of the stored value and its scale, and GGUF's blocks; mxfp4 as bf16 [..., k, n]
     Raises   CheckpointError as `detect` and `Checkpoint.read`, and if a scale is not positive and finite
     """
     form = detect(checkpoint, key, quantization)
@@ -192,12 +192,8 @@ def decode(
     if form.name == "kv_b":
         keys, values = (decode(checkpoint, part) for part in form.companions)
         return torch.cat((keys.mT, values), 1).flatten(0, 1)
-    if form.name == "q4_0":
-        return (
-            _q4_0(checkpoint, key, index).values().view(*checkpoint.tensors[key].shape[index is not None :])
-        )
-    if form.name == "q8_0":
-        return _q8_0(checkpoint, key, index)
+    if form.name.upper() in gguf_blocks.TYPES:
+        return gguf_blocks.values(form.name.upper(), _blocks(checkpoint, key, index))
     if form.shape is not None:
         if index is not None:
             raise _refused(
@@ -243,7 +239,7 @@ def codes(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | No
     """
     form = detect(checkpoint, key, quantization)
     if form.name == "q4_0":
-        return _q4_0(checkpoint, key)
+        return int4.from_q4_0(_blocks(checkpoint, key), checkpoint.tensors[key].shape[-1])
     read = {name.removeprefix(key.removesuffix("weight")): checkpoint.read(name) for name in form.companions}
     scales = read.get("scales", read.get("weight_scale"))
     assert form.shape is not None and scales is not None, "asked for int4 only"
@@ -396,19 +392,11 @@ def _detect_kv_b(checkpoint: Checkpoint, key: str, held: tuple[str, ...]) -> For
     return Format("kv_b", held, shape=(heads * (keys + values), latent))
 
 
-def _q4_0(checkpoint: Checkpoint, key: str, index: int | None = None) -> Codes:
-    k = checkpoint.tensors[key].shape[-1]
-    found = int4.from_q4_0(checkpoint.read(key, index), k)
-    check_finite(key, found.scales)
-    return found
-
-
-def _q8_0(checkpoint: Checkpoint, key: str, index: int | None) -> torch.Tensor:
-    """Blocks of 34 bytes: an fp16 scale, and a signed byte for each input."""
-    blocks = checkpoint.read(key, index).unflatten(-1, (-1, 34))
-    scales = blocks[..., :2].contiguous().view(torch.float16)
-    check_finite(key, scales)
-    return blocks[..., 2:].contiguous().view(torch.int8).float().mul_(scales.float()).flatten(-2)
+def _blocks(checkpoint: Checkpoint, key: str, index: int | None = None) -> torch.Tensor:
+    """The bytes of GGUF's blocks, their fp16 numbers checked."""
+    rows = checkpoint.read(key, index)
+    check_finite(key, gguf_blocks.scales(checkpoint.tensors[key].dtype, rows))
+    return rows
 
 
 def _detect_int4(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ktinject.errors import CheckpointError
+from ktinject.weights import gguf_blocks
 from ktinject.weights.safetensors_header import DOWNLOAD_AGAIN, Entry, shown
 
 # What is served of `general.architecture` → what its shared experts are called.
@@ -27,7 +28,7 @@ ARCHITECTURES = {
     "deepseek2": "mlp.shared_experts",  # DeepSeek-V2, DeepSeek-V3, Kimi-K2
 }
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+TYPES = ("F32", "F16", "BF16", *gguf_blocks.TYPES)
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
