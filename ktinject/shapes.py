@@ -91,15 +91,15 @@ def build(
 
 def _fill(operator: Operator, wants: Mapping[str, tuple[int, ...]]) -> None:
     """Random weights, or one expert's for all where the operator can copy it."""
-    native = getattr(operator, "native", None) if operator.per_expert else None
+    repeat = getattr(operator, "repeat", None) if operator.per_expert else None
     for name, shape in wants.items():
         if not operator.per_expert:
             operator.load(name, _random(shape), None, None)
             continue
-        for expert in range(1 if native is not None else shape[0]):
+        for expert in range(1 if repeat is not None else shape[0]):
             operator.load(name, _random(shape[1:]), expert, None)
-    if native is not None:
-        native.repeat(0)
+    if repeat is not None:
+        repeat(0)
 
 
 def _random(shape: Sequence[int]) -> torch.Tensor:

@@ -168,6 +168,10 @@ class CpuExperts(Operator):
         if self.native.not_placed:
             _warn_not_placed(self.native.not_placed)
 
+    def repeat(self, expert: int) -> None:
+        """Copy one expert to all others, for models of random weights."""
+        self.native.repeat(expert)
+
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
         if tensor.dtype == torch.float64:
             tensor = tensor.float()

@@ -316,6 +316,10 @@ class DeferredMoe(Operator):
         """The native experts, as the experts' operators have them."""
         return self._experts.native
 
+    def repeat(self, expert: int) -> None:
+        """Copy one expert to all others, for models of random weights."""
+        self._experts.repeat(expert)
+
     @property
     def _leaf(self) -> Any:
         return self._modules[self.spec.leaf]

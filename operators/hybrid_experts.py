@@ -165,6 +165,11 @@ class HybridExperts(CpuExperts):
         if self._for_gpu is not self.native:
             self._for_gpu.allocate()
 
+    def repeat(self, expert: int) -> None:
+        super().repeat(expert)
+        if self._for_gpu is not self.native:
+            self._for_gpu.repeat(expert)
+
     def _pack(self, projection: str, expert: int, view: Tensor) -> None:
         super()._pack(projection, expert, view)
         if self._for_gpu is not self.native and expert in self.resident:

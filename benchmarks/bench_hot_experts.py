@@ -1,0 +1,182 @@
+"""Experts on the GPU beside the others on the CPU: what decoding gains, and what a layer costs by where they lie.
+
+    python benchmarks/bench_hot_experts.py                        # a layer: 0 to 8 of 8 experts on the GPU
+    python benchmarks/bench_hot_experts.py --decode 0 0.1 0.25 --skew 0.1 0.7     # whole models
+
+Routing is skewed by giving the rows of each router norms that fall off as rank ** -skew; experts are numbered by rank,
+so those on the GPU are the most used. The bound beside a figure: CPU bytes go down with the share of the traffic that
+leaves, and the rest of the step stays what it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_generate import COLUMNS, commit
+
+from ktinject import _native, benchmark, rules, shapes
+from ktinject.operators import handoff
+from ktinject.operators.hybrid_experts import HybridExperts
+
+DRAWS = 60
+
+
+def built(shape: str, layers: int, weights: str, share: float) -> torch.nn.Module:
+    variables = rules.parse_overrides([f"experts={weights}", f"gpu_experts={share}"])
+    return shapes.build(shapes.config(shape, layers), variables=variables)
+
+
+def operators_of(model: torch.nn.Module) -> list[HybridExperts]:
+    return [module for module in model.modules() if isinstance(module, HybridExperts)]
+
+
+class Layers:
+    """A graph of all layers of a model's experts, one token each."""
+
+    def __init__(self, operators: list[HybridExperts], top_k: int) -> None:
+        device, experts = torch.device("cuda:0"), operators[0].num_experts
+        self.count, self.experts, self.resident = len(operators), experts, len(operators[0].resident)
+        self.ids = torch.full((self.count, 1, top_k), experts, dtype=torch.int64, device=device)
+        weights = torch.full((1, top_k), 1 / top_k, device=device, dtype=torch.bfloat16)
+        x = torch.randn(1, operators[0].spec.hidden_size, device=device, dtype=torch.bfloat16)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(self.graph):
+            for ids, operator in zip(self.ids, operators):
+                operator(x, ids, weights)
+
+    def time(self, here: int, there: int) -> tuple[float, float]:
+        """µs a layer, and of it on the CPU: `here` experts on the GPU, `there` on the CPU, the rest skipped."""
+        _native.trace_start()
+        times = []
+        for _ in range(DRAWS):
+            ids = torch.full(self.ids.shape, self.experts)
+            for row in ids:
+                row[0, :here] = torch.randperm(self.resident)[:here]
+                row[0, here : here + there] = (
+                    self.resident + torch.randperm(self.experts - self.resident)[:there]
+                )
+            self.ids.copy_(ids)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            handoff.wake()
+            start.record()
+            self.graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / self.count)
+        spans = sorted(end - begin for begin, end, *_ in _native.trace_stop())
+        return sorted(times)[DRAWS // 2], spans[len(spans) // 2] / 1e3 if spans else 0.0
+
+
+def skew(model: Any, exponent: float) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            set_rows(parameter, exponent)
+    for operator in model.modules():
+        if type(operator).__name__ == "CpuRouter":
+            raise SystemExit("the router is not on the GPU")
+
+
+def set_rows(parameter: torch.Tensor, exponent: float) -> None:
+    ranks = torch.arange(1, parameter.shape[0] + 1, device=parameter.device, dtype=torch.float32)
+    with torch.no_grad():
+        parameter.copy_(parameter.float() / parameter.float().norm(dim=1, keepdim=True) * ranks[:, None] ** -exponent)
+
+
+def traffic(model: Any) -> tuple[float, float]:
+    """Parts of the traffic of the first 10 % and 25 % of the experts, over all layers, of decode steps so far."""
+    first, second, total = 0, 0, 0
+    for operator in operators_of(model):
+        counts = operator.on_gpu.traffic.cpu().double() if operator.on_gpu else torch.zeros(operator.num_experts)
+        n = len(counts)
+        first, second = first + counts[: round(n * 0.1)].sum(), second + counts[: round(n * 0.25)].sum()
+        total += counts.sum()
+    return float(first / max(total, 1)), float(second / max(total, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=shapes.SHAPES)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--weights", nargs="+", default=["bf16", "int4"])
+    parser.add_argument("--decode", type=float, nargs="*", default=[], metavar="SHARE")
+    parser.add_argument("--skew", type=float, nargs="+", default=[0.1, 0.7])
+    parser.add_argument("-n", "--write", type=int, default=128)
+    parser.add_argument("-r", "--repetitions", type=int, default=3)
+    parser.add_argument("--machine", default=platform.node())
+    parser.add_argument("--commit", default="", help="instead of what git says")
+    parser.add_argument("--csv", type=Path)
+    arguments = parser.parse_args()
+    lines: list[dict[str, Any]] = []
+
+    def note(**values: Any) -> None:
+        lines.append(
+            {
+                **dict.fromkeys(COLUMNS, ""),
+                "date": datetime.date.today().isoformat(),
+                "commit": arguments.commit or commit(),
+                "machine": arguments.machine,
+                "threads": _native.threads(),
+                "shape": f"{arguments.shape} x{arguments.layers}",
+                "tokens": 1,
+                **values,
+            }
+        )
+
+    for weights in arguments.weights:
+        if not arguments.decode:
+            model = built(arguments.shape, arguments.layers, weights, 0.5)
+            top_k = model.config.num_experts_per_tok
+            layers = Layers(operators_of(model), top_k)
+            layers.time(top_k, 0)
+            layers.time(0, top_k)
+            print(f"{weights}: µs a layer (of it on the CPU) with j of {top_k} experts on the GPU", flush=True)
+            for name, parts in (
+                ("both", [(j, top_k - j) for j in range(top_k + 1)]),
+                ("GPU alone", [(j, 0) for j in range(top_k + 1)]),
+                ("CPU alone", [(0, j) for j in range(top_k + 1)]),
+            ):
+                found = [layers.time(*part) for part in parts]
+                print(f"  {name:9} " + "  ".join(f"{us:.1f} ({cpu:.1f})" for us, cpu in found), flush=True)
+            del model, layers
+        for share in arguments.decode:
+            model = built(arguments.shape, arguments.layers, weights, share)
+            for exponent in arguments.skew:
+                skew(model, exponent)
+                for operator in operators_of(model):
+                    if operator.on_gpu:
+                        operator.on_gpu.traffic.zero_()
+                result = benchmark.decode(model, arguments.write, arguments.repetitions)
+                where = benchmark.profile(model)
+                parts = traffic(model)
+                note(
+                    benchmark=result.test,
+                    routing=f"rows ~ rank^-{exponent}",
+                    weights=weights,
+                    kernel=f"hybrid_experts, {share:.0%} on the GPU",
+                    us=round(1e6 / result.mean, 1),
+                )
+                print(
+                    f"{weights:5} skew {exponent}: {share:4.0%} on the GPU, {result.mean:7.1f} ± "
+                    f"{result.deviation:.1f} t/s; 10 % take {parts[0]:.2f}, 25 % {parts[1]:.2f}; "
+                    f"a step of {where.step:.0f} µs: GPU {where.gpu:.0f}, experts {where.cpu:.0f}, handoff {where.handoff:.0f}, neither {where.idle:.0f}",
+                    flush=True,
+                )
+            del model
+        torch.cuda.empty_cache()
+    if arguments.csv and lines:
+        is_new = not arguments.csv.exists()
+        with arguments.csv.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if is_new:
+                writer.writeheader()
+            writer.writerows(lines)
+
+
+if __name__ == "__main__":
+    main()

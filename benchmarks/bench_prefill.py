@@ -1,0 +1,118 @@
+"""Long prompts under `generate`: experts on the CPU, streamed through the GPU, and as `prefill: auto` decides.
+
+    python benchmarks/bench_prefill.py --weights bf16 int4 --csv benchmarks/results.csv
+
+One model for each format, whose operators are told where to compute before each test; the first prompt, which pays
+for the measurement and the ring, is shown beside the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_generate import COLUMNS, commit, row
+
+from ktinject import _native, benchmark, rules, shapes
+from ktinject.operators.hybrid_experts import HybridExperts
+
+NEVER = 1 << 30
+
+
+def choose(model: torch.nn.Module, way: str, decided: dict[int, Any]) -> None:
+    """Tell all operators where to compute prompts."""
+    for operator in model.modules():
+        if isinstance(operator, HybridExperts):
+            operator._streams_from = {"cpu": NEVER, "gpu": 0, "auto": decided.get(id(operator))}[way]
+
+
+def once(model: Any, tokens: int) -> float:
+    """Seconds of one prompt."""
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=model.device)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, pad_token_id=0)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def show_profile(model: Any, tokens: int) -> None:
+    """Where the GPU's time goes, and what the host waits for."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        seconds = once(model, tokens)
+    rows = sorted(profiler.key_averages(), key=lambda r: -r.self_device_time_total)
+    print(f"      pp{tokens}: {1e3 * seconds:.1f} ms under the profiler")
+    for r in rows[:14]:
+        print(f"      {r.self_device_time_total / 1e3:8.2f} ms {r.count:5} x {r.key[:90]}")
+    for r in sorted(rows, key=lambda r: -r.self_cpu_time_total)[:6]:
+        print(f"      host {r.self_cpu_time_total / 1e3:8.2f} ms {r.count:5} x {r.key[:80]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=shapes.SHAPES)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--weights", nargs="+", default=["bf16", "int8", "int4"])
+    parser.add_argument("--ways", nargs="+", default=["auto", "cpu", "gpu"])
+    parser.add_argument("-p", "--prompt", type=int, nargs="+", default=[512, 2048, 8192])
+    parser.add_argument("-r", "--repetitions", type=int, default=3)
+    parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="TOKENS")
+    parser.add_argument("--machine", default=platform.node())
+    parser.add_argument("--commit", default="", help="instead of what git says")
+    parser.add_argument("--csv", type=Path)
+    arguments = parser.parse_args()
+    config = shapes.config(arguments.shape, arguments.layers)
+    lines = []
+    for weights in arguments.weights:
+        model = shapes.build(config, variables=rules.parse_overrides([f"experts={weights}"]))
+        shown = {
+            "date": datetime.date.today().isoformat(),
+            "commit": arguments.commit or commit(),
+            "machine": arguments.machine,
+            "threads": _native.threads(),
+            "shape": f"{arguments.shape} x{config.num_hidden_layers}",
+            "routing": "random tokens",
+            "weights": weights,
+        }
+        once(model, 64)
+        first = once(model, max(arguments.prompt))
+        operators = [m for m in model.modules() if isinstance(m, HybridExperts)]
+        decided = {id(operator): operator._streams_from for operator in operators}
+        print(
+            f"{weights:5} streams from {sorted({str(v) for v in decided.values()})} tokens on; the first prompt of "
+            f"{max(arguments.prompt)} takes {1e3 * first:.0f} ms",
+            flush=True,
+        )
+        for tokens in arguments.prompt:
+            for way in arguments.ways:
+                choose(model, way, decided)
+                result = benchmark.prefill(model, tokens, arguments.repetitions)
+                lines.append(
+                    row({**shown, "kernel": f"prefill {way}"}, result, 1.0, 0.0)
+                )
+                print(
+                    f"{weights:5} {result.test:7} {way:4} {result.mean:9.1f} ± {result.deviation:.1f} t/s", flush=True
+                )
+        for tokens in arguments.profile:
+            choose(model, "gpu", decided)
+            show_profile(model, tokens)
+        del model, operators
+        torch.cuda.empty_cache()
+    if arguments.csv:
+        is_new = not arguments.csv.exists()
+        with arguments.csv.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if is_new:
+                writer.writeheader()
+            writer.writerows(lines)
+
+
+if __name__ == "__main__":
+    main()
