@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from bench_generate import COLUMNS, commit
+from torch.nn import functional
 
 from ktinject import _native, benchmark, rules, shapes
 from ktinject.operators import handoff
@@ -74,25 +75,20 @@ class Layers:
 
 
 def skew(model: Any, exponent: float) -> None:
-    for name, parameter in model.named_parameters():
+    for name, rows in model.named_parameters():
         if name.endswith("mlp.gate.weight"):
-            set_rows(parameter, exponent)
-    for operator in model.modules():
-        if type(operator).__name__ == "CpuRouter":
-            raise SystemExit("the router is not on the GPU")
-
-
-def set_rows(parameter: torch.Tensor, exponent: float) -> None:
-    ranks = torch.arange(1, parameter.shape[0] + 1, device=parameter.device, dtype=torch.float32)
-    with torch.no_grad():
-        parameter.copy_(parameter.float() / parameter.float().norm(dim=1, keepdim=True) * ranks[:, None] ** -exponent)
+            ranks = torch.arange(1, len(rows) + 1, device=rows.device, dtype=torch.float32)
+            with torch.no_grad():
+                rows.copy_(functional.normalize(rows.float(), dim=1) * ranks[:, None] ** -exponent)
 
 
 def traffic(model: Any) -> tuple[float, float]:
     """Parts of the traffic of the first 10 % and 25 % of the experts, over all layers, of decode steps so far."""
     first, second, total = 0, 0, 0
     for operator in operators_of(model):
-        counts = operator.on_gpu.traffic.cpu().double() if operator.on_gpu else torch.zeros(operator.num_experts)
+        counts = (
+            operator.on_gpu.traffic.cpu().double() if operator.on_gpu else torch.zeros(operator.num_experts)
+        )
         n = len(counts)
         first, second = first + counts[: round(n * 0.1)].sum(), second + counts[: round(n * 0.25)].sum()
         total += counts.sum()
@@ -135,7 +131,9 @@ def main() -> None:
             layers = Layers(operators_of(model), top_k)
             layers.time(top_k, 0)
             layers.time(0, top_k)
-            print(f"{weights}: µs a layer (of it on the CPU) with j of {top_k} experts on the GPU", flush=True)
+            print(
+                f"{weights}: µs a layer (of it on the CPU) with j of {top_k} experts on the GPU", flush=True
+            )
             for name, parts in (
                 ("both", [(j, top_k - j) for j in range(top_k + 1)]),
                 ("GPU alone", [(j, 0) for j in range(top_k + 1)]),
@@ -164,7 +162,8 @@ def main() -> None:
                 print(
                     f"{weights:5} skew {exponent}: {share:4.0%} on the GPU, {result.mean:7.1f} ± "
                     f"{result.deviation:.1f} t/s; 10 % take {parts[0]:.2f}, 25 % {parts[1]:.2f}; "
-                    f"a step of {where.step:.0f} µs: GPU {where.gpu:.0f}, experts {where.cpu:.0f}, handoff {where.handoff:.0f}, neither {where.idle:.0f}",
+                    f"a step of {where.step:.0f} µs: GPU {where.gpu:.0f}, experts {where.cpu:.0f}, handoff "
+                    f"{where.handoff:.0f}, neither {where.idle:.0f}",
                     flush=True,
                 )
             del model

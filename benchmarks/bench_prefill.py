@@ -37,7 +37,9 @@ def once(model: Any, tokens: int) -> float:
     ids = torch.randint(0, model.config.vocab_size, (1, tokens), device=model.device)
     torch.cuda.synchronize()
     start = time.perf_counter()
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, pad_token_id=0)
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, pad_token_id=0
+    )
     torch.cuda.synchronize()
     return time.perf_counter() - start
 
@@ -94,11 +96,10 @@ def main() -> None:
             for way in arguments.ways:
                 choose(model, way, decided)
                 result = benchmark.prefill(model, tokens, arguments.repetitions)
-                lines.append(
-                    row({**shown, "kernel": f"prefill {way}"}, result, 1.0, 0.0)
-                )
+                lines.append(row({**shown, "kernel": f"prefill {way}"}, result, 1.0, 0.0))
                 print(
-                    f"{weights:5} {result.test:7} {way:4} {result.mean:9.1f} ± {result.deviation:.1f} t/s", flush=True
+                    f"{weights:5} {result.test:7} {way:4} {result.mean:9.1f} ± {result.deviation:.1f} t/s",
+                    flush=True,
                 )
         for tokens in arguments.profile:
             choose(model, "gpu", decided)

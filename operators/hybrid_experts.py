@@ -256,8 +256,8 @@ class HybridExperts(CpuExperts):
         if tokens < streaming.FEWEST_TOKENS:
             return None
         if self._streams_from is None:
-            rates = streaming.measure(self.streamed, weights_in_words(self.config))
-            self._streams_from = rates.fewest_tokens(top_k)
+            rates = streaming.measure(self.streamed, weights_in_words(self.config), top_k)
+            self._streams_from = rates.fewest_tokens()
         return self.streamed if tokens >= self._streams_from else None
 
     def _keep_on_cpu(self) -> None:

@@ -42,7 +42,7 @@ ANSWER_BYTES = 1 << 30
 _OVERHEAD_S = 1e-3
 # Never streamed below: the rates are measured with many tokens, and decoding is not to depend on them.
 FEWEST_TOKENS = 128
-_SAMPLE_TOKENS = 512
+_MOST_SAMPLE_TOKENS = 8192
 
 
 @dataclass
@@ -301,19 +301,35 @@ class Rates:
     """What one layer takes, measured."""
 
     bus_s: float  # all its experts over the bus
-    cpu_s_per_row: float  # on the CPU, a token and one of its experts, with many of them
+    cpu_s: tuple[
+        tuple[int, float], ...
+    ]  # (tokens, seconds) on the CPU, ascending; they include where both are equal
 
-    def fewest_tokens(self, top_k: int) -> int:
+    @property
+    def streamed_s(self) -> float:
+        """The same for any prompt: the GPU's own work hides behind the bus."""
+        return self.bus_s + _OVERHEAD_S
+
+    def fewest_tokens(self) -> int:
         """From how many tokens on streaming is faster."""
-        return max(FEWEST_TOKENS, math.ceil((self.bus_s + _OVERHEAD_S) / (top_k * self.cpu_s_per_row)))
+        below, above = (0, 0.0), self.cpu_s[0]
+        for above in self.cpu_s:
+            if above[1] >= self.streamed_s:
+                break
+            below = above
+        if above == below:  # faster on the CPU, as far as it was measured: proportional from there on
+            below = (0, 0.0)
+        slope = (above[1] - below[1]) / (above[0] - below[0])
+        crossing = below[0] + (self.streamed_s - below[1]) / slope
+        return max(FEWEST_TOKENS, math.ceil(crossing))
 
 
 _rates: dict[tuple[object, ...], Rates] = {}
 
 
-def measure(streamed: StreamedExperts, kind: str) -> Rates:
-    """The rates of layers of this shape and kind of weights, measured once a process: tens of milliseconds."""
-    key = (streamed.ring.device, streamed.spec, kind, _native.threads())
+def measure(streamed: StreamedExperts, kind: str, top_k: int) -> Rates:
+    """The rates of layers of this shape and kind of weights, measured once a process: tenths of a second."""
+    key = (streamed.ring.device, streamed.spec, kind, top_k, _native.threads())
     if key not in _rates:
         spec, device, source = streamed.spec, streamed.ring.device, streamed.source
         count = streamed.most_experts(CHUNK_BYTES)
@@ -328,24 +344,40 @@ def measure(streamed: StreamedExperts, kind: str) -> Rates:
             end.synchronize()
             times.append(start.elapsed_time(end) / 1e3)
         bus_s = min(times) / count * spec.num_experts
-        generator = torch.Generator().manual_seed(0)
-        top_k = min(8, spec.num_experts)
-        x = torch.randn(_SAMPLE_TOKENS, spec.hidden_size, generator=generator).to(torch.bfloat16)
-        ids = torch.rand(_SAMPLE_TOKENS, spec.num_experts, generator=generator).topk(top_k).indices
-        weights = torch.full((_SAMPLE_TOKENS, top_k), 1 / top_k)
+        _rates[key] = Rates(bus_s, _sample_cpu(streamed, top_k, bus_s + _OVERHEAD_S))
+        log.info(
+            "%s experts of %s on %s: %.1f ms a layer over the bus; on the CPU %s; streamed from %d tokens on",
+            spec.num_experts,
+            kind,
+            device,
+            bus_s * 1e3,
+            ", ".join(f"{1e3 * seconds:.1f} ms for {tokens}" for tokens, seconds in _rates[key].cpu_s),
+            _rates[key].fewest_tokens(),
+        )
+    return _rates[key]
+
+
+def _sample_cpu(streamed: StreamedExperts, top_k: int, until_s: float) -> tuple[tuple[int, float], ...]:
+    """A layer on the CPU with more and more tokens, until it takes so long: reading the weights is most of the time of
+    few tokens, and none of that of many, so one sample does not tell of another."""
+    generator = torch.Generator().manual_seed(0)
+    experts = streamed.spec.num_experts
+
+    def seconds(tokens: int) -> float:
+        x = torch.randn(tokens, streamed.spec.hidden_size, generator=generator).to(torch.bfloat16)
+        ids = torch.rand(tokens, experts, generator=generator).topk(min(top_k, experts)).indices
+        weights = torch.full(ids.shape, 1 / top_k)
         out = torch.empty_like(x)
         times = []
         for _ in range(3):
             begin = time.perf_counter()
             streamed.native.forward(x, ids, weights, out)
             times.append(time.perf_counter() - begin)
-        _rates[key] = Rates(bus_s, min(times) / (_SAMPLE_TOKENS * top_k))
-        log.info(
-            "%s experts of %s on %s: %.1f ms a layer over the bus, %.1f µs a token and expert on the CPU",
-            spec.num_experts,
-            kind,
-            device,
-            bus_s * 1e3,
-            _rates[key].cpu_s_per_row * 1e6,
-        )
-    return _rates[key]
+        return min(times)
+
+    samples = [(FEWEST_TOKENS, seconds(FEWEST_TOKENS))]
+    while samples[-1][1] < until_s and samples[-1][0] < _MOST_SAMPLE_TOKENS:
+        tokens, took = samples[-1]
+        further = tokens * min(4, max(2, math.ceil(until_s / took)))
+        samples.append((further, seconds(further)))
+    return tuple(samples)

@@ -6,7 +6,7 @@ It shares no arithmetic with the package. Letters: m tokens, n outputs, k inputs
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -179,6 +179,79 @@ def quantise_int4_groups(w: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 def dequantise_groups(q: Tensor, scale: Tensor, group_size: int) -> Tensor:
     """The fp32 values of `quantise_int4_groups`; exact, since 4 and 8 bits of mantissa make 12."""
     return q.float() * scale.float().repeat_interleave(group_size, 1)[:, : q.shape[1]]
+
+
+# --- greedy text of two models that differ by rounding ---
+#
+# A token is a choice between logits; where two of them are nearly equal, rounding decides, and from there on the texts
+# are different ones. So no text is compared with another: the reference reads what the other model wrote, and must have
+# chosen the same, or nearly so.
+
+# In models with routers the largest differences of logits are not those of rounding itself: where two experts are
+# nearly equal, rounding decides which of them is asked. So a bound is measured on a model that rounds the same and is
+# known to be right (bf16 experts on the CPU beside fp32 ones), the mean and the greatest, and twice that is allowed for
+# another draw of the same errors: rows of one batch differ by as much. A single wrong expert of a layer moves the mean
+# by more.
+DRAW = 2
+
+
+class Rounding(NamedTuple):
+    """Differences of logits that rounding makes: the mean, and the greatest at a place."""
+
+    mean: float
+    greatest: float
+
+    @classmethod
+    def between(cls, found: Tensor, want: Tensor) -> Rounding:
+        """Of logits [b, s, v] of two models that read the same text."""
+        differences = (found.double() - want.double()).abs()
+        return cls(differences.mean().item(), differences.max().item())
+
+
+@torch.inference_mode()
+def write(model: Any, batch: dict[str, Tensor], steps: int) -> tuple[Tensor, Tensor]:
+    """What `model` writes greedily after prompts padded on the left: tokens [b, steps], and its logits [b, steps, v].
+
+    Written twice, by `generate` as everybody calls it and once more for the logits; both must be the same text.
+    """
+    given = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    options: dict[str, Any] = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": None}
+    plain = model.generate(**given, **options)
+    again = model.generate(**given, **options, return_dict_in_generate=True, output_logits=True)
+    assert torch.equal(plain, again.sequences), "the same request was answered in two ways"
+    return plain[:, -steps:].cpu(), torch.stack(again.logits, 1).float().cpu()
+
+
+@torch.inference_mode()
+def read(model: Any, batch: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """The logits [b, s, v], fp32, that `model` has before each of the tokens [b, s] when it reads them in one pass."""
+    whole = torch.cat([batch["input_ids"], tokens], 1).to(model.device)
+    mask = torch.cat([batch["attention_mask"], torch.ones_like(tokens)], 1).to(model.device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = model(input_ids=whole, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    return logits[:, -tokens.shape[1] - 1 : -1].float().cpu()
+
+
+def same_text(tokens: Tensor, logits: Tensor, want: Tensor, rounding: Rounding) -> int:
+    """Check what a model wrote against what the reference has at each place of that text.
+
+    tokens    [b, s], written with logits [b, s, v]
+    want      [b, s, v]: the reference, reading the tokens
+    Returns   the rows in which every token is the reference's own choice, too
+    """
+    found = Rounding.between(logits, want)
+    assert found.mean <= DRAW * rounding.mean, f"logits differ by {found.mean} in the mean, {rounding}"
+    # Two logits that change places have moved by at most the greatest difference each.
+    behind = want.amax(-1) - want.gather(-1, tokens[..., None])[..., 0]
+    bound = 2 * DRAW * rounding.greatest
+    assert behind.max() <= bound, (
+        f"a token {behind.max():.3f} behind the reference's own; {bound:.3f} is rounding"
+    )
+    other = int((behind > 0).sum())
+    assert other <= math.ceil(0.02 * tokens.numel()), (
+        f"{other} of {tokens.numel()} tokens are not the reference's"
+    )
+    return int((behind == 0).all(-1).sum())
 
 
 class Deferral:

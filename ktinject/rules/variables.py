@@ -140,11 +140,7 @@ def _check(value: object, place: Place) -> None:
 
 
 def _gives_way(default: object, value: object) -> bool:
-    """Text gives way to numbers, for arguments such as `auto | 16 | 0.25`: the operator's types decide."""
+    """Numbers give way to numbers, text to both, for arguments such as `0 | 16 | 0.25`: the operator decides."""
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
-    if isinstance(default, str):
-        return True
-    if isinstance(default, float):
-        return isinstance(value, int | float)
-    return isinstance(value, int)
+    return isinstance(default, str) or isinstance(value, int | float)

@@ -242,7 +242,7 @@ def test_filling_in_is_plain_replacement() -> None:
 
 @pytest.mark.parametrize(
     ("default", "value"),
-    [("a", "b"), ("auto", 16), ("auto", 0.25), (1, 2), (0.5, 0.25), (0.5, 1), (True, False)],
+    [("a", "b"), ("auto", 16), ("auto", 0.25), (1, 2), (0, 0.25), (0.5, 0.25), (0.5, 1), (True, False)],
 )
 def test_overrides(default: object, value: object) -> None:
     source = {

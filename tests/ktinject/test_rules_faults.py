@@ -432,7 +432,6 @@ def test_interpolation_is_bounded() -> None:
     [
         ({"expert": "int8"}, ("no variable 'expert'", "experts and size", "Did you mean 'experts'?")),
         ({"size": "64"}, ("set to '64'", "default is 128")),
-        ({"size": 0.5}, ("set to 0.5", "default is 128")),
         ({"size": True}, ("set to true",)),
         ({"experts": True}, ("set to true",)),
         ({"experts": None}, ("null",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 from typing import Any
 
 import pytest
@@ -73,8 +74,24 @@ def exact(operator: CpuExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 
 
 def test_streaming_begins_where_the_bus_is_faster() -> None:
-    assert streaming.Rates(bus_s=0.023, cpu_s_per_row=3e-6).fewest_tokens(top_k=8) == 1000
-    assert streaming.Rates(bus_s=1e-6, cpu_s_per_row=1e-3).fewest_tokens(top_k=8) == streaming.FEWEST_TOKENS
+    # Reading the weights takes 10 ms, a token 10 µs more.
+    cpu_s = ((128, 0.01128), (512, 0.01512), (2048, 0.03048), (8192, 0.09192))
+    for streamed_s, tokens in ((0.0222, 1220), (0.0502, 4020), (0.012, 200), (0.005, 128)):
+        rates = streaming.Rates(streamed_s - streaming._OVERHEAD_S, cpu_s)
+        assert rates.streamed_s == pytest.approx(streamed_s)
+        assert rates.fewest_tokens() in (tokens, tokens + 1)
+    # Never faster on the bus as far as was measured: from there on in proportion.
+    assert streaming.Rates(0.19, cpu_s[:1]).fewest_tokens() == pytest.approx(0.191 / 0.01128 * 128, abs=1)
+
+
+def test_the_cpu_is_measured_up_to_the_bus_s_time(bus: list[tuple[int, int]]) -> None:
+    layer = on_the_bus(filled(256, 96))
+    short = streaming._sample_cpu(layer, top_k=4, until_s=0.0)
+    assert [tokens for tokens, _ in short] == [streaming.FEWEST_TOKENS]
+    until_s = 3 * short[0][1]
+    found = streaming._sample_cpu(layer, top_k=4, until_s=until_s)
+    assert len(found) > 1 and found[-1][1] >= until_s > found[0][1]
+    assert all(a[0] < b[0] <= 4 * a[0] for a, b in itertools.pairwise(found))
 
 
 def test_widths_that_cannot_be_streamed_are_named() -> None:
@@ -287,7 +304,7 @@ def test_hybrid_experts_stream_long_prompts(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[int] = []
     monkeypatch.setattr(streaming.StreamedExperts, "forward", _spied(streaming.StreamedExperts.forward, seen))
     for fewest, streams in ((200, True), (400, False)):
-        monkeypatch.setattr(streaming.Rates, "fewest_tokens", lambda self, top_k, fewest=fewest: fewest)
+        monkeypatch.setattr(streaming.Rates, "fewest_tokens", lambda self, fewest=fewest: fewest)
         for prefill in ("auto", "cpu", "gpu"):
             # Anew each time: an operator decides once.
             config = HybridExpertsConfig(device="cuda:0", prefill=prefill)
@@ -314,7 +331,7 @@ def test_without_room_on_the_gpu_auto_takes_the_cpu_and_says_so(
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(streaming.Ring, "reserve", full)
-    monkeypatch.setattr(streaming.Rates, "fewest_tokens", lambda self, top_k: 200)
+    monkeypatch.setattr(streaming.Rates, "fewest_tokens", lambda self: 200)
     x, ids, weights = inputs(300, 256)
     on_gpu = x.cuda(), ids.cuda(), weights.cuda()
     auto = filled(256, 96, operator=HybridExperts, config=HybridExpertsConfig(device="cuda:0"))
