@@ -339,9 +339,8 @@ class Handoff:
     ) -> None:
         if on_gpu is not None:
             ids = on_gpu.split(ids)
-        x, ids = x.detach().to("cpu").contiguous(), ids.to("cpu").contiguous()
-        weights = weights.detach().to("cpu", torch.float32).contiguous()
-        out = torch.empty_like(x)
+        x, ids, weights = _on_host(x.detach(), ids, weights.detach().float())
+        out = torch.empty(x.shape, dtype=x.dtype, pin_memory=ticket.device.type == "cuda")
         ticket.tensors = (x, ids, weights, out)
         ticket.task = _native.Task(
             self._experts,
@@ -366,9 +365,20 @@ class Handoff:
             raise OperatorError(f"{error}.") from None
         answer, ticket.tensors = ticket.tensors[-1], ()
         if addend is None:
-            out.copy_(answer)
+            out.copy_(answer, non_blocking=True)
         else:
-            out.copy_(answer.to(addend.device, torch.float32) + addend)
+            torch.add(answer.to(addend.device, non_blocking=True), addend, out=out)
+
+
+def _on_host(*tensors: Tensor) -> list[Tensor]:
+    """Contiguous copies on the CPU of what is on a GPU, by way of page-locked memory, waited for once."""
+    if not tensors[0].is_cuda:
+        return [tensor.contiguous() for tensor in tensors]
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors):
+        copy.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return copies
 
 
 def of_ranks(ids: Tensor, weights: Tensor, first: int, end: int) -> Tensor:

@@ -231,10 +231,10 @@ class HybridExperts(CpuExperts):
             if ranks is not None:
                 top_k_index = of_ranks(top_k_index, top_k_weights, *ranks)
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        streamed = self._streamed_for(top_k_index) if ranks is None else None
-        if streamed is not None:
+        streamed = self._streams(*top_k_index.shape) if ranks is None else 0
+        if streamed:
             try:
-                return streamed.forward(hidden_states, top_k_index, top_k_weights)
+                return self._stream(streamed, hidden_states, top_k_index, top_k_weights)
             except torch.OutOfMemoryError:
                 self._keep_on_cpu()
         here = self.on_gpu
@@ -247,18 +247,27 @@ class HybridExperts(CpuExperts):
             return Underway(ticket, None)
         return Underway(ticket, here.forward(hidden_states, asked.chosen, top_k_weights))
 
-    def _streamed_for(self, top_k_index: Tensor) -> StreamedExperts | None:
-        tokens, top_k = top_k_index.shape
+    def _stream(self, count: int, x: Tensor, ids: Tensor, weights: Tensor) -> Started:
+        """The first experts through the GPU, and the others on the CPU at the same time."""
+        assert self.streamed is not None
+        if count == self.num_experts:
+            return self.streamed.forward(x, ids, weights)
+        # The CPU has all it needs before anything is queued on the GPU.
+        ticket = self.handoff.submit(x, ids.masked_fill((ids >= 0) & (ids < count), -1), weights)
+        return Underway(ticket, self.streamed.forward(x, ids, weights, count, torch.float32))
+
+    def _streams(self, tokens: int, top_k: int) -> int:
+        """How many experts pass through the GPU, the first ones."""
         if self.streamed is None or tokens <= MOST_TOKENS or top_k == 0:
-            return None
+            return 0
         if self.config.prefill == "gpu":
-            return self.streamed
+            return self.num_experts
         if tokens < streaming.FEWEST_TOKENS:
-            return None
+            return 0
         if self._streams_from is None:
             rates = streaming.measure(self.streamed, weights_in_words(self.config), top_k)
             self._streams_from = rates.fewest_tokens()
-        return self.streamed if tokens >= self._streams_from else None
+        return self.num_experts if tokens >= self._streams_from else 0
 
     def _keep_on_cpu(self) -> None:
         text = "no room to stream experts through the GPU"

@@ -43,6 +43,7 @@ _OVERHEAD_S = 1e-3
 # Never streamed below: the rates are measured with many tokens, and decoding is not to depend on them.
 FEWEST_TOKENS = 128
 _MOST_SAMPLE_TOKENS = 8192
+_ALL = 1 << 30
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Ring:
         self._free: deque[_Slot] = deque()
         self._ahead: deque[_Copy] = deque()  # oldest first
         self._idle = torch.cuda.Event()  # the workspace is free
+        self.passing = _ALL  # experts of a layer that pass, the first ones
 
     def join(self, layer: StreamedExperts) -> None:
         """Layers pass in the order in which they join."""
@@ -118,7 +120,7 @@ class Ring:
 
     def chunks(self, layer: StreamedExperts) -> list[tuple[int, int]]:
         """(first expert, count) of what passes together."""
-        most, experts = layer.most_experts(self._chunk_bytes), layer.spec.num_experts
+        most, experts = layer.most_experts(self._chunk_bytes), min(self.passing, layer.spec.num_experts)
         return [(first, min(most, experts - first)) for first in range(0, experts, most)]
 
     def unpacked(self, layer: StreamedExperts) -> Iterator[tuple[int, int, Tensor, Tensor]]:
@@ -219,17 +221,26 @@ class StreamedExperts:
     def most_experts(self, chunk_bytes: int) -> int:
         return max(1, min(self.spec.num_experts, chunk_bytes // self.expert_bytes))
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x [m, hidden], ids and weights [m, t] on the GPU → [m, hidden] in x's dtype.
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        first_experts: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x [m, hidden], ids and weights [m, t] on the GPU → [m, hidden] in `dtype`, or x's.
 
+        first_experts  only so many pass, the first ones; what others would add is left out
         Ids of -1 and num_experts are skipped. Weights and activations are rounded to bf16, products summed in fp32.
         Raises   OperatorError for any other id that is no expert, torch.OutOfMemoryError where there is no room for
                  one expert and a few tokens
         """
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, dtype=dtype or x.dtype)
         most = max(1, ANSWER_BYTES // (2 * ids.shape[1] * self.spec.hidden_size))
         with self.ring.lock:
             self.ring.reserve()
+            self.ring.passing = _ALL if first_experts is None else first_experts
             done = 0
             while done < x.shape[0]:
                 part = slice(done, min(done + most, x.shape[0]))
@@ -248,7 +259,7 @@ class StreamedExperts:
         m, t = ids.shape
         expert = ids.reshape(-1).long()
         strangers = (expert < -1) | (expert > experts)
-        expert = torch.where(expert < 0, experts, expert.clamp(max=experts))
+        expert = torch.where((expert < 0) | (expert >= min(experts, self.ring.passing)), experts, expert)
         order = expert.argsort(stable=True)
         ends = torch.bincount(expert, minlength=experts + 1).cumsum(0)
         rows = x.to(torch.bfloat16)

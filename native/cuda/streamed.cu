@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -15,6 +16,8 @@ namespace {
 
 constexpr int kInputs = 128;  // of one thread block
 constexpr int kThreads = 256;
+// Copies of other streams get their turn between two of these, a third of a millisecond.
+constexpr size_t kPieceBytes = 16 << 20;
 constexpr int kPad = 8;  // bf16; keeps rows 16-byte aligned and off each other's banks
 
 struct Target {
@@ -176,10 +179,12 @@ size_t Streamed::packed_bytes(int count) const {
 void Streamed::copy(int first, int count, void* slot, uintptr_t stream) const {
   auto* to = static_cast<std::byte*>(slot);
   for (const PackedRun& run : runs_) {
-    check_cuda(cudaMemcpyAsync(to, run.data + run.bytes(first), run.bytes(count), cudaMemcpyHostToDevice,
-                               reinterpret_cast<cudaStream_t>(stream)),
-               "copying packed experts to the GPU");
-    to += run.bytes(count);
+    const size_t bytes = run.bytes(count);
+    for (size_t at = 0; at < bytes; at += kPieceBytes)
+      check_cuda(cudaMemcpyAsync(to + at, run.data + run.bytes(first) + at, std::min(kPieceBytes, bytes - at),
+                                 cudaMemcpyHostToDevice, reinterpret_cast<cudaStream_t>(stream)),
+                 "copying packed experts to the GPU");
+    to += bytes;
   }
 }
 

@@ -223,6 +223,24 @@ def test_parts_and_strangers(bus: list[tuple[int, int]], monkeypatch: pytest.Mon
     assert torch.equal(layer.forward(*arguments), whole)
 
 
+def test_the_others_can_be_left_to_the_cpu(bus: list[tuple[int, int]]) -> None:
+    operators = [filled(256, 96, seed) for seed in range(2)]
+    layers = [on_the_bus(operator) for operator in operators]
+    x, ids, weights = inputs(40, 256)
+    for passing in (7, 5, 1, 12):
+        first, rest = torch.where(ids < passing, ids, -1), torch.where(ids >= passing, ids, -1)
+        for _ in range(2):
+            bus.clear()
+            for layer, operator in zip(layers, operators):
+                found = layer.forward(x, ids, weights, passing, torch.float32)
+                assert found.dtype == torch.float32
+                assert reference.relative_error(found, exact(operator, x, first, weights)) < 0.01
+                both = found + operator(x, rest, weights)
+                assert reference.relative_error(both, exact(operator, x, ids, weights)) < 0.01
+        wanted = [first for first in (0, 5, 10) if first < passing]
+        assert bus == [(id(layer.native), first) for layer in layers for first in wanted]
+
+
 def test_scarce_memory_means_smaller_chunks_without_a_gpu(
     bus: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
