@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktinject import hf, rules, table
+from ktinject import hf, rules, table, working
 from ktinject.errors import OperatorError, PlanError
 from ktinject.keys import KeyMap, key_map
 from ktinject.machine import Machine
@@ -25,6 +25,7 @@ from ktinject.placement import Devices, device_of, show_bytes, spread
 from ktinject.rules import Rule, RuleSet
 from ktinject.weights import formats, gguf_blocks, match
 from ktinject.weights.checkpoint import Checkpoint
+from ktinject.working import Running
 
 _SHOWN = 5
 
@@ -40,6 +41,8 @@ class Entry:
     bytes      device → bytes that it takes
     config     the checked arguments, device resolved
     wants      parameter name relative to the module → shape
+    shares     buffers, as the operator says
+    caches     values that it caches for a token, if it says
     """
 
     path: str
@@ -52,6 +55,8 @@ class Entry:
     bytes: dict[str, int]
     config: Any = field(repr=False)
     wants: dict[str, tuple[int, ...]] = field(repr=False)
+    shares: dict[tuple[str, str], tuple[int, int]] = field(repr=False, default_factory=dict)
+    caches: int | None = field(repr=False, default=None)
 
 
 @dataclass
@@ -64,6 +69,7 @@ class Plan:
     device_map  where that stands, as transformers wants it
     limits      device → bytes the plan may use
     to_load     device → bytes that are not in memory yet
+    running     device → what the model takes there while it runs, beside its weights
     problems    what does not fit
     notes       what else one should know
     mapping     of the checkpoint's keys; None if the model has its weights
@@ -79,6 +85,7 @@ class Plan:
     device_map: dict[str, str]
     limits: dict[str, int]
     to_load: dict[str, int]
+    running: dict[str, Running] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     mapping: KeyMap | None = field(default=None, repr=False)
@@ -106,6 +113,7 @@ class Plan:
             "rest": {"bytes": self.rest_bytes, "device_map": self.device_map},
             "bytes": self.bytes,
             "to_load": self.to_load,
+            "running": {device: running.to_dict() for device, running in self.running.items()},
             "limits": self.limits,
             "problems": list(self.problems),
             "notes": list(self.notes),
@@ -159,6 +167,7 @@ def make(
 
     standings = ((_stands_on(model, where, devices),),) if has_weights else where.candidates
     layouts = []
+    cached = working.cached_values(model)
     for standing in standings:
         layers = hf.Layers(model)
         stack, device_map = layers.stack, {"": standing[0]}
@@ -176,10 +185,13 @@ def make(
             to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
         over = {device: size for device, size in to_load.items() if size > where.limits[device]}
         excess = sum(size - where.limits[device] for device, size in over.items())
-        layouts.append((excess, device_map, entries, rest, to_load, over))
-        if not over:
+        running, too_much = working.find(entries, model, device_map, to_load, where.limits, cached)
+        layouts.append(((excess, len(too_much)), device_map, entries, rest, to_load, running, over, too_much))
+        if not over and not too_much:
             break
-    _, device_map, entries, rest, to_load, over = min(layouts, key=lambda layout: layout[0])
+    _, device_map, entries, rest, to_load, running, over, too_much = min(
+        layouts, key=lambda layout: layout[0]
+    )
     plan = Plan(
         model=type(model).__name__,
         model_type=model.config.model_type,
@@ -191,7 +203,8 @@ def make(
         device_map=device_map,
         limits=where.limits,
         to_load=to_load,
-        problems=[_too_large(device, size, where) for device, size in over.items()],
+        running=running,
+        problems=[*(_too_large(device, size, where) for device, size in over.items()), *too_much],
         mapping=mapping,
     )
     _check_shared(plan, model)
@@ -358,6 +371,8 @@ def _entries(
                 bytes=built.footprint(),
                 config=config,
                 wants=built.wants(),
+                shares=built.shares(),
+                caches=built.caches,
             )
         )
     if refused:

@@ -46,6 +46,8 @@ def remarks(plan: Plan) -> list[str]:
         f"{device}: {show_bytes(size)} to load, {show_bytes(plan.limits[device])} may be used"
         for device, size in plan.to_load.items()
     ]
+    for device, running in plan.running.items():
+        lines += running.lines(device)
     lines += dict.fromkeys(
         f"{entry.rule}: {key}: {value}"
         for entry in plan.entries

@@ -71,6 +71,7 @@ class AbsorbedMla(Operator):
         super().__init__()
         self.spec = spec
         self.config = config
+        self.caches = spec.kv_lora_rank + spec.qk_rope_head_dim
         self._dtype = getattr(module, EXPANSION).weight.dtype
         for name in latent_attention.CHILDREN:
             setattr(self, name, getattr(module, name, None))

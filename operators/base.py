@@ -54,6 +54,9 @@ class Operator(nn.Module, ABC):
     # forward, given CUDA tensors, only enqueues work: no host synchronisation, and nothing on the host that a replay
     # of a CUDA graph would miss. Decode is captured only if all operators of a model say so.
     capturable: bool = False
+    caches: int | None = (
+        None  # values that an attention caches for a token; None: as many as the module it replaces
+    )
 
     @classmethod
     def arrange(
@@ -107,6 +110,14 @@ class Operator(nn.Module, ABC):
     @abstractmethod
     def footprint(self) -> dict[str, int]:
         """Bytes per device after `finish`, exact, known before anything is allocated."""
+
+    def shares(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Buffers that operators share while the model runs: (device, what for) → bytes, the least and those wanted.
+
+        Of several operators that name one, the greatest counts, and they take less where memory is short, but not less
+        than the least.
+        """
+        return {}
 
     @abstractmethod
     def wants(self) -> dict[str, tuple[int, ...]]:

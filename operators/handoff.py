@@ -16,6 +16,7 @@ after it has looked at the result.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from typing import Literal
 
 import torch
@@ -29,6 +30,9 @@ Mode = Literal["auto", "flags", "host_func"]
 # Tokens that a submit into a stream may have: decoding with room for drafts. More are prefill, for which plain copies
 # cost nothing beside the computation.
 MOST_TOKENS = 32
+# Answers that kernels may still be reading.
+_read: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+_read_lock = threading.Lock()
 # Submits of one owner under way at the same time. Deferral needs two.
 SLOTS = 4
 
@@ -334,6 +338,26 @@ class Handoff:
                 f"{weights.device}; they must be on one device."
             )
 
+    def _add(self, answer: Tensor, addend: Tensor, out: Tensor) -> None:
+        """out = answer + addend; the answer is on the CPU, in page-locked memory where out is on a GPU."""
+        if not out.is_cuda or self._hidden % 8:
+            torch.add(answer.to(out.device), addend, out=out)
+            return
+        stream = torch.cuda.current_stream(out.device)
+        _native.add_from_host(
+            answer.data_ptr(),
+            addend.data_ptr(),
+            out.data_ptr(),
+            out.numel(),
+            CODES[out.dtype],
+            stream.cuda_stream,
+        )
+        # torch knows nothing of who reads there, and would give the memory to the next answer.
+        with _read_lock:
+            while _read and _read[0][0].query():
+                _read.popleft()
+            _read.append((stream.record_event(), answer))
+
     def _submit_host(
         self, ticket: Ticket, x: Tensor, ids: Tensor, weights: Tensor, on_gpu: OnGpu | None
     ) -> None:
@@ -367,7 +391,7 @@ class Handoff:
         if addend is None:
             out.copy_(answer, non_blocking=True)
         else:
-            torch.add(answer.to(addend.device, non_blocking=True), addend, out=out)
+            self._add(answer, addend, out)
 
 
 def _on_host(*tensors: Tensor) -> list[Tensor]:

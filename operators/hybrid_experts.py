@@ -160,6 +160,13 @@ class HybridExperts(CpuExperts):
             sizes[self.config.device] = experts + GpuExperts.table_bytes(self.num_experts)
         return sizes
 
+    def shares(self) -> dict[tuple[str, str], tuple[int, int]]:
+        least, wanted = _ring_bytes(self.config, self.spec)
+        if not wanted:
+            return {}
+        needed = least if self.config.prefill == "gpu" else 0  # auto does without
+        return {(self.config.device, "the experts of long prompts"): (needed, wanted)}
+
     def allocate(self) -> None:
         super().allocate()
         if self._for_gpu is not self.native:
@@ -285,6 +292,14 @@ class HybridExperts(CpuExperts):
         return self.handoff.wait(started.ticket, addend=started.part)
 
 
+def _ring_bytes(config: Any, spec: ExpertsSpec) -> tuple[int, int]:
+    """What long prompts take on the GPU, at least and best; nothing where they stay on the CPU."""
+    if config.device == "cpu" or config.prefill == "cpu" or StreamedExperts.why_not(spec):
+        return 0, 0
+    packed = native_experts(spec, config.weights, config.group_size, "auto", config.symmetric).bytes
+    return streaming.ring_bytes(spec, packed // spec.num_experts)
+
+
 def _place(modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, int]) -> dict[str, Any]:
     """Path → config with the experts that go to the GPU, for modules with one config; or the reason why not."""
     if not _native.cuda_built():
@@ -323,6 +338,7 @@ def _place(modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, in
         room = spare.get(config.device, 0)
         room -= int(room * gpu_experts.RESERVE_SHARE) + gpu_experts.RESERVE_BYTES
         room -= sum(GpuExperts.table_bytes(spec.num_experts) for spec in specs.values())
+        room -= max((_ring_bytes(config, spec)[1] for spec in specs.values()), default=0)
         if profile is None:
             # Without a count, each layer gets as many as the others.
             each = max(0, room) // max(1, sum(sizes.values()))

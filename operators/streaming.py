@@ -188,6 +188,18 @@ class Ring:
         return None
 
 
+def expert_bytes(spec: ExpertsSpec) -> int:
+    """Of one expert, unpacked to bf16."""
+    return 2 * (3 if spec.has_gate else 2) * spec.intermediate_size * spec.hidden_size
+
+
+def ring_bytes(spec: ExpertsSpec, packed_bytes: int) -> tuple[int, int]:
+    """What a ring takes for experts of so many bytes, packed: with one at a time, and with full chunks."""
+    unpacked = expert_bytes(spec)
+    each = unpacked + SLOTS * packed_bytes
+    return each, each * max(1, min(spec.num_experts, CHUNK_BYTES // unpacked))
+
+
 _rings: weakref.WeakValueDictionary[torch.device, Ring] = weakref.WeakValueDictionary()
 
 
@@ -205,8 +217,7 @@ class StreamedExperts:
         self.spec = spec
         self.native = native
         self.source = _native.Streamed(native)
-        wide = (3 if spec.has_gate else 2) * spec.intermediate_size
-        self.expert_bytes = 2 * wide * spec.hidden_size  # unpacked
+        self.expert_bytes = expert_bytes(spec)
         self._biases = self._take_biases(device) if spec.has_bias else None
         ring.join(self)
 

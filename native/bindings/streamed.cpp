@@ -30,6 +30,14 @@ void init_streamed(nb::module_& m) {
           nb::arg("slot"), nb::arg("count"), nb::arg("gate_up"), nb::arg("down"), nb::arg("stream"),
           "Put the unpacking of what copy() moved into the stream: gate_up [count, n, hidden] with the gate above up, "
           "down [count, hidden, intermediate], bf16.");
+  m.def(
+      "add_from_host",
+      [](uintptr_t host, uintptr_t addend, uintptr_t out, size_t count, int dtype, uintptr_t stream) {
+        add_from_host(reinterpret_cast<const void*>(host), reinterpret_cast<const float*>(addend),
+                      reinterpret_cast<void*>(out), count, static_cast<DType>(dtype), stream);
+      },
+      nb::arg("host"), nb::arg("addend"), nb::arg("out"), nb::arg("count"), nb::arg("dtype"), nb::arg("stream"),
+      "Put out = host + addend into the stream: host page-locked, addend fp32, host and out of `dtype`.");
 }
 
 }  // namespace ktinject

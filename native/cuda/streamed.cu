@@ -3,6 +3,7 @@
 #include "cuda/streamed.hpp"
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -147,7 +148,37 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(const std::byte* packe
   }
 }
 
+constexpr int kAddThreads = 256;
+constexpr size_t kAddBlocks = 512;  // a few megabytes under way hide the bus's latency
+
+template <class T>
+__global__ void __launch_bounds__(kAddThreads)
+    add_from_host_kernel(const T* host, const float* addend, T* out, size_t count) {
+  constexpr size_t kEach = 16 / sizeof(T);
+  const size_t stride = static_cast<size_t>(gridDim.x) * kAddThreads * kEach;
+  for (size_t i = (static_cast<size_t>(blockIdx.x) * kAddThreads + threadIdx.x) * kEach; i < count; i += stride) {
+    uint4 words = *reinterpret_cast<const uint4*>(host + i);
+    T* values = reinterpret_cast<T*>(&words);
+#pragma unroll
+    for (size_t j = 0; j < kEach; ++j) values[j] = static_cast<T>(static_cast<float>(values[j]) + addend[i + j]);
+    *reinterpret_cast<uint4*>(out + i) = words;
+  }
+}
+
 }  // namespace
+
+void add_from_host(const void* host, const float* addend, void* out, size_t count, DType dtype, uintptr_t stream) {
+  const auto launch = [&]<class T>(const T* from) {
+    const size_t blocks = (count * sizeof(T) / 16 + kAddThreads - 1) / kAddThreads;
+    add_from_host_kernel<<<static_cast<unsigned>(std::min(blocks, kAddBlocks)), kAddThreads, 0,
+                           reinterpret_cast<cudaStream_t>(stream)>>>(from, addend, static_cast<T*>(out), count);
+  };
+  if (count == 0) return;
+  if (dtype == DType::f32) launch(static_cast<const float*>(host));
+  else if (dtype == DType::f16) launch(static_cast<const __half*>(host));
+  else launch(static_cast<const __nv_bfloat16*>(host));
+  check_cuda(cudaGetLastError(), "adding what the CPU computed");
+}
 
 Streamed::Streamed(const Experts& experts) : experts_(experts), runs_(experts.packed()) {
   for (const PackedRun& run : runs_) {

@@ -34,4 +34,9 @@ class Streamed {
   size_t locked_ = 0;  // runs that are page-locked
 };
 
+// out [count] = host + addend, rounded to the type of both, in the order of `stream`. host is page-locked and read by
+// the kernel itself: a copy would wait for all the experts that are queued for the same engine. Addresses must be
+// multiples of 16, count one of 8.
+void add_from_host(const void* host, const float* addend, void* out, size_t count, DType dtype, uintptr_t stream);
+
 }  // namespace ktinject

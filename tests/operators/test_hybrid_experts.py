@@ -20,7 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import ktinject
 from ktinject import _native, machine
 from ktinject.errors import OperatorError
-from ktinject.operators import gpu_experts, handoff
+from ktinject.operators import gpu_experts, handoff, streaming
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
 
@@ -132,7 +132,11 @@ def profile(tmp_path: Path) -> str:
 needs_cuda_parts = pytest.mark.skipif(not _native.cuda_built(), reason="built without CUDA")
 EXPERT_BYTES = 3 * HIDDEN * 96 * 2
 # What `auto` keeps back, so that tests can name the room that is left.
-KEPT = gpu_experts.RESERVE_BYTES + 2 * gpu_experts.GpuExperts.table_bytes(EXPERTS)
+KEPT = (
+    gpu_experts.RESERVE_BYTES
+    + 2 * gpu_experts.GpuExperts.table_bytes(EXPERTS)
+    + EXPERTS * (1 + streaming.SLOTS) * EXPERT_BYTES  # all experts of a layer, on their way
+)
 
 
 def spare_for(experts: float) -> int:
