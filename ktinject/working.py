@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktinject import hf
-from ktinject.graph import MAX_BATCH, power_of_two
+from ktinject.graph import power_of_two
 from ktinject.placement import device_of, show_bytes
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class Running:
 
     buffers        what for → bytes
     token_bytes    of cache, for a token; 0 where the model caches nothing here, or nobody can tell
-    longest        tokens of the longest request of one row that the device has room for, prompt and answer; None where
-                   nobody can tell
+    longest        tokens of the longest request that there is room for, prompt and answer, all rows together; None
+                   where nobody can tell
     """
 
     buffers: dict[str, int]
@@ -47,8 +47,8 @@ class Running:
         found = [f"{device}: {show_bytes(size)} for {what}" for what, size in self.buffers.items() if size]
         if self.token_bytes and self.longest is not None:
             found.append(
-                f"{device}: {show_bytes(self.token_bytes)} of cache for a token, room for {self.longest:,} tokens of "
-                f"one request, or of up to {MAX_BATCH} rows together"
+                f"{device}: {show_bytes(self.token_bytes)} of cache for a token, room for {self.longest:,} tokens of a "
+                "request, all rows together"
             )
         return found
 
