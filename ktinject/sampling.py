@@ -26,6 +26,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from ktinject import _native
+
 _TIES = 64  # tokens beyond the k-th that may tie with it, looked at where top-p follows top-k
 
 
@@ -151,12 +153,7 @@ class Sampler:
     def choose(self, logits: Tensor) -> None:
         """Choose a token for each row of logits [b, v] fp32; `ids` and `result` then hold them."""
         scores = self._process(logits)
-        if self.sampling.do_sample:
-            # As torch.multinomial draws one sample, which itself cannot be captured: it looks at its input.
-            weights = scores.softmax(-1)
-            tokens = (weights / _exponential(weights)).argmax(-1)
-        else:
-            tokens = scores.argmax(-1)
+        tokens = _drawn(scores) if self.sampling.do_sample else _greatest(scores)
         alive = self.result[1]
         if self.sampling.pad is not None:
             tokens = torch.where(alive == 1, tokens, self.sampling.pad)
@@ -194,20 +191,47 @@ class Sampler:
         return scores
 
 
-def _exponential(like: Tensor) -> Tensor:
-    """Exponentially distributed numbers, those that `exponential_` would draw."""
-    if like.is_cuda or not _draws_by_logarithm():
-        return torch.empty_like(like).exponential_(1)
-    return torch.rand_like(like, dtype=torch.float64).neg_().log1p_().neg_().to(like.dtype)
+def _greatest(scores: Tensor) -> Tensor:
+    """The likeliest of scores [b, v]."""
+    return _native_choice(scores, None) if scores.is_cpu else scores.argmax(-1)
+
+
+def _drawn(scores: Tensor) -> Tensor:
+    """A token for each row of scores [b, v], as torch.multinomial draws it, which looks at its input."""
+    if not scores.is_cpu or not _draws_as_torch():
+        return _drawn_by_torch(scores, None)
+    state = torch.get_rng_state()
+    tokens = _native_choice(scores, state)
+    torch.set_rng_state(state)
+    return tokens
+
+
+def _drawn_by_torch(scores: Tensor, generator: torch.Generator | None) -> Tensor:
+    weights = scores.softmax(-1)
+    return (weights / torch.empty_like(weights).exponential_(1, generator=generator)).argmax(-1)
+
+
+def _native_choice(scores: Tensor, state: Tensor | None) -> Tensor:
+    tokens = torch.empty(len(scores), dtype=torch.int64)
+    _native.choose(scores=scores.contiguous(), generator=state, tokens=tokens)
+    return tokens
 
 
 @functools.cache
-def _draws_by_logarithm() -> bool:
-    """Whether torch draws them on the CPU as -log(1 - u), one after the other: then the same in vectors is faster."""
-    drawn, uniform = (torch.Generator().manual_seed(1) for _ in range(2))
-    wanted = torch.empty(64).exponential_(1, generator=drawn)
-    found = -torch.log1p(-torch.rand(64, dtype=torch.float64, generator=uniform))
-    return torch.equal(wanted, found.float()) and torch.equal(drawn.get_state(), uniform.get_state())
+def _draws_as_torch() -> bool:
+    """Whether this torch draws random numbers in the way that the native core knows."""
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(3, 500, generator=generator)
+    for _ in range(4):
+        state = generator.get_state()
+        wanted = _drawn_by_torch(scores, generator)
+        try:
+            found = _native_choice(scores, state)
+        except ValueError:
+            return False
+        if not torch.equal(found, wanted) or not torch.equal(state, generator.get_state()):
+            return False
+    return True
 
 
 def _outside(ascending: Tensor, top_p: float) -> Tensor:

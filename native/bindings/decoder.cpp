@@ -9,6 +9,7 @@
 
 #include "bindings/arrays.hpp"
 #include "bindings/subjects.hpp"
+#include "decode/choose.hpp"
 
 namespace ktinject {
 namespace {
@@ -93,9 +94,28 @@ void forward(Decoder& self, Input x, std::optional<Input> cos, std::optional<Inp
   self.forward(x.data(), step, cache.layers, first, last, norm_of(final_norm), out.data());
 }
 
+using Logits = nb::ndarray<nb::pytorch, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Tokens = nb::ndarray<nb::pytorch, int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Generator = nb::ndarray<nb::pytorch, uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void choose(Logits scores, std::optional<Generator> generator, Tokens tokens) {
+  const auto rows = static_cast<int>(scores.shape(0)), n = static_cast<int>(scores.shape(1));
+  if (n < 1 || scores.shape(1) > (1u << 28) || tokens.shape(0) != scores.shape(0))
+    throw std::invalid_argument("choose: expected scores [b, v], v at least 1, and tokens [b]");
+  if (generator && generator->shape(0) != kGeneratorBytes)
+    throw std::invalid_argument("choose: the generator's state must have " + std::to_string(kGeneratorBytes) +
+                                " bytes");
+  // With the GIL, so that no other thread of Python draws from the generator meanwhile.
+  if (generator) draw(scores.data(), rows, n, reinterpret_cast<std::byte*>(generator->data()), tokens.data());
+  else choose_greatest(scores.data(), rows, n, tokens.data());
+}
+
 }  // namespace
 
 void init_decoder(nb::module_& m) {
+  m.def("choose", &choose, nb::kw_only(), nb::arg("scores"), nb::arg("generator").none(), nb::arg("tokens"),
+        "tokens [b] of scores [b, v]: the greatest; or, with the state of torch's generator on the CPU, one drawn from "
+        "their softmax, as torch.multinomial draws it.");
   nb::class_<HeldNorm>(m, "Norm", "An RMS norm: weight [n] of the model's dtype.")
       .def(
           "__init__",

@@ -31,6 +31,8 @@ struct Attend {
 // Places that are widened at once.
 inline constexpr int kAttendPlaces = 32;
 
+inline constexpr int kMersenneWords = 624;
+
 struct Math {
   const char* name;
   uint32_t isa;
@@ -58,6 +60,14 @@ struct Math {
   void (*times_rows)(const float* a, const void* w, int rows, int n, DType dtype, float* out);
   // out [rows] = w [rows, n] of dtype times a [n], rounded.
   void (*rows_times)(const void* w, const float* a, int rows, int n, DType dtype, float* out);
+
+  // The greatest of x [n].
+  float (*greatest)(const float* x, int n);
+  // The next state of a Mersenne twister, and what it gives of `count` words of a state.
+  void (*mersenne_next)(uint32_t* state);
+  void (*mersenne_temper)(const uint32_t* state, int count, uint32_t* out);
+  // The greatest exp(scores - most) / -log(1 - u) of n, and where; u from words [n, 2].
+  float (*race)(const float* scores, const uint32_t* words, int n, float most, int* index);
 };
 
 // The best that this CPU can run.

@@ -252,7 +252,77 @@ static void rows_times(const void* w, const float* a, int rows, int n, DType dty
   });
 }
 
+// As ordered integers, because a maximum of floats is not a reduction the compiler may reorder.
+static float greatest_of(const float* x, int n) {
+  auto ordered = [](int32_t bits) { return bits >= 0 ? bits : static_cast<int32_t>(0x80000000u) - bits; };
+  int32_t most = INT32_MIN;
+  for (int i = 0; i < n; ++i) {
+    const int32_t value = ordered(static_cast<int32_t>(as_bits(x[i])));
+    most = value > most ? value : most;
+  }
+  return as_float(static_cast<u32>(ordered(most)));
+}
+
+static void mersenne_next(uint32_t* state) {
+  constexpr int kPeriod = 397;
+  auto mixed = [](u32 a, u32 b) {
+    return (((a & 0x80000000u) | (b & 0x7fffffffu)) >> 1) ^
+           (static_cast<u32>(-static_cast<int32_t>(b & 1u)) & 0x9908b0dfu);
+  };
+  // Words are made from ones 397 places on, or 227 back: stretches of that length depend on nothing in themselves.
+  constexpr int kBack = kMersenneWords - kPeriod;
+  for (int i = 0; i < kBack; ++i) state[i] = state[i + kPeriod] ^ mixed(state[i], state[i + 1]);
+  for (int first = kBack; first < kMersenneWords - 1; first += kBack) {
+    const int last = first + kBack < kMersenneWords - 1 ? first + kBack : kMersenneWords - 1;
+#pragma GCC ivdep
+    for (int i = first; i < last; ++i) state[i] = state[i - kBack] ^ mixed(state[i], state[i + 1]);
+  }
+  state[kMersenneWords - 1] = state[kPeriod - 1] ^ mixed(state[kMersenneWords - 1], state[0]);
+}
+
+static void mersenne_temper(const uint32_t* state, int count, uint32_t* out) {
+  for (int i = 0; i < count; ++i) {
+    u32 word = state[i];
+    word ^= word >> 11;
+    word ^= (word << 7) & 0x9d2c5680u;
+    word ^= (word << 15) & 0xefc60000u;
+    out[i] = word ^ (word >> 18);
+  }
+}
+
+static float race(const float* scores, const uint32_t* words, int n, float most, int* index) {
+  // The 53 bits that torch takes of two words.
+  auto uniform = [&](int i) {
+    const uint64_t bits = (static_cast<uint64_t>(words[2 * i] & 0x1fffffu) << 32) | words[2 * i + 1];
+    return static_cast<double>(bits) * 0x1p-53;
+  };
+  float best = -1.0f;
+  *index = 0;
+  for (int first = 0; first < n; first += kLanes) {
+    const int count = n - first < kLanes ? n - first : kLanes;
+    float weight[kLanes] = {}, above[kLanes] = {};
+    for (int l = 0; l < count; ++l) {
+      const float x = scores[first + l] - most;
+      const float rough = static_cast<float>(static_cast<int32_t>(words[2 * (first + l)] & 0x1fffffu)) * 0x1p-21f;
+      weight[l] = x < -87.0f ? 0.0f : exp_of(x);
+      above[l] = weight[l] - best * rough;  // not below what it is with all bits of u
+    }
+    bool may_win = false;
+    for (int l = 0; l < count; ++l) may_win |= above[l] > 0.0f;
+    if (!may_win) continue;
+    for (int l = 0; l < count; ++l) {
+      if (!(above[l] > 0.0f)) continue;
+      const float quotient = weight[l] / static_cast<float>(-__builtin_log1p(-uniform(first + l)));
+      if (quotient > best) {
+        best = quotient;
+        *index = first + l;
+      }
+    }
+  }
+  return best;
+}
+
 constexpr Math math_of(const char* name, uint32_t isa) {
-  return {name,   isa,   round_all, add,     store,       rms_norm,   rotate,
-          attend, merge, gate_up,   softmax, sigmoid_all, times_rows, rows_times};
+  return {name,    isa,     round_all,   add,        store,      rms_norm,    rotate,        attend,          merge,
+          gate_up, softmax, sigmoid_all, times_rows, rows_times, greatest_of, mersenne_next, mersenne_temper, race};
 }

@@ -1,0 +1,129 @@
+#include "decode/choose.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+#include "decode/math.hpp"
+#include "runtime/thread_pool.hpp"
+
+namespace ktinject {
+namespace {
+
+// Scores of a task; fewer in all are left to the caller.
+constexpr int kPart = 8192;
+enum Slot : size_t { kWords = 1, kFound };
+
+struct Found {
+  float best;
+  int index;
+};
+
+// The generator's state as torch lays it out: seed, left, seeded, next, 624 words of 64 bits, and more.
+class Twister {
+ public:
+  explicit Twister(std::byte* bytes) : bytes_(bytes) {
+    int32_t left;
+    uint64_t next, word;
+    std::memcpy(&left, bytes + 8, sizeof left);
+    std::memcpy(&next, bytes + 16, sizeof next);
+    if (left < 1 || left > kMersenneWords || next > static_cast<uint64_t>(kMersenneWords))
+      throw std::invalid_argument("generator: not the state of torch's generator on the CPU");
+    left_ = left - 1;
+    next_ = static_cast<int>(next);
+    for (int i = 0; i < kMersenneWords; ++i) {
+      std::memcpy(&word, bytes + 24 + static_cast<size_t>(i) * 8, sizeof word);
+      state_[i] = static_cast<uint32_t>(word);
+    }
+  }
+
+  void draw(uint32_t* out, size_t count, const Math& math) {
+    while (count > 0) {
+      if (left_ == 0) {
+        math.mersenne_next(state_);
+        left_ = kMersenneWords;
+        next_ = 0;
+      }
+      const auto some = static_cast<int>(std::min(count, static_cast<size_t>(left_)));
+      math.mersenne_temper(state_ + next_, some, out);
+      next_ += some;
+      left_ -= some;
+      out += some;
+      count -= static_cast<size_t>(some);
+    }
+  }
+
+  void save() const {
+    const int32_t left = left_ + 1;
+    const auto next = static_cast<uint64_t>(next_);
+    std::memcpy(bytes_ + 8, &left, sizeof left);
+    std::memcpy(bytes_ + 16, &next, sizeof next);
+    for (int i = 0; i < kMersenneWords; ++i) {
+      const uint64_t word = state_[i];
+      std::memcpy(bytes_ + 24 + static_cast<size_t>(i) * 8, &word, sizeof word);
+    }
+  }
+
+ private:
+  std::byte* bytes_;
+  int left_, next_;
+  uint32_t state_[kMersenneWords];
+};
+
+// find(first, count) for parts of a row; the best of what is found, the first of those that tie.
+template <class Find>
+Found best_of(ThreadPool& workers, int n, Find&& find) {
+  const int parts = (n + kPart - 1) / kPart;
+  auto* found = reinterpret_cast<Found*>(workers.buffer(kFound, static_cast<size_t>(parts) * sizeof(Found)));
+  auto task = [&](int index, int) {
+    const int first = index * kPart;
+    found[index] = find(first, std::min(kPart, n - first));
+    found[index].index += first;
+  };
+  if (parts < 4)
+    for (int index = 0; index < parts; ++index) task(index, 0);
+  else workers.parallel_for(parts, task);
+  return *std::max_element(found, found + parts, [](const Found& a, const Found& b) { return a.best < b.best; });
+}
+
+Found greatest(ThreadPool& workers, const Math& math, const float* scores, int n) {
+  return best_of(workers, n, [&](int first, int count) {
+    Found found{};
+    found.best = math.greatest(scores + first, count);
+    while (found.index + 1 < count && !(scores[first + found.index] == found.best)) ++found.index;
+    return found;
+  });
+}
+
+}  // namespace
+
+void choose_greatest(const float* scores, int rows, int n, int64_t* tokens) {
+  const auto pool_used = pool();
+  const auto session = pool_used->session();
+  for (int row = 0; row < rows; ++row)
+    tokens[row] = greatest(*pool_used, math(), scores + static_cast<size_t>(row) * static_cast<size_t>(n), n).index;
+}
+
+void draw(const float* scores, int rows, int n, std::byte* generator, int64_t* tokens) {
+  const Math& math = ktinject::math();
+  const auto pool_used = pool();
+  const auto session = pool_used->session();
+  Twister twister(generator);
+  const auto count = static_cast<size_t>(n) * 2;
+  auto* words = reinterpret_cast<uint32_t*>(pool_used->buffer(kWords, count * sizeof(uint32_t)));
+  for (int row = 0; row < rows; ++row) {
+    const float* here = scores + static_cast<size_t>(row) * static_cast<size_t>(n);
+    twister.draw(words, count, math);
+    const float most = greatest(*pool_used, math, here, n).best;
+    tokens[row] = best_of(*pool_used, n, [&](int first, int size) {
+                    Found found{};
+                    found.best =
+                        math.race(here + first, words + static_cast<size_t>(first) * 2, size, most, &found.index);
+                    return found;
+                  }).index;
+  }
+  twister.save();
+}
+
+}  // namespace ktinject
