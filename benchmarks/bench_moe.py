@@ -42,6 +42,7 @@ from moe_cells import (
     routing_sets,
     rows_of,
     summary,
+    unit_of,
 )
 from moe_peers import KtKernel, KtLayer, load_kt_kernel, quiet, torch_layer
 from torch import Tensor
@@ -174,7 +175,7 @@ def bench(arguments: argparse.Namespace, cells: list[Cell], ceilings: Ceilings) 
     threads = _native.threads()
     extension = load_kt_kernel() if arguments.peers else None
     kt = KtKernel(extension, arguments.kt_threads or threads) if extension is not None else None
-    ceilings.measure()
+    ceilings.measure(_native.multiply_units())
     print(f"# {ceilings}")
     hot, woken = (_native.empty_call_us(1000, pause, everyone=True) for pause in (0, 150))
     print(
@@ -197,13 +198,13 @@ def bench(arguments: argparse.Namespace, cells: list[Cell], ceilings: Ceilings) 
                     problem.torch_us = statistics.median(times[""])
                 problems.append(problem)
         for weights in arguments.weights:
-            ceilings.measure()
             peers: dict[str, list[KtLayer]] = {}
             for position, kernel in enumerate(kernels_for(weights, arguments.kernels)):
                 layers = [build(shape, weights, kernel, gate_up, down)]
                 layers += [
                     build(shape, weights, kernel, gate_up, down) for _ in range(1, copies(layers[0].bytes))
                 ]
+                ceilings.measure(unit_of(name, weights) for name in layers[0].kernels)
                 if position == 0:
                     most = min(max(arguments.tokens), arguments.peer_tokens)
                     peers = peers_of(kt, weights, gate_up, down, shape, most, len(layers))

@@ -10,6 +10,7 @@ import os
 import platform
 import statistics
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,6 +83,15 @@ class Problem:
         return 2.0 * self.shape.weights_an_expert * self.shape.top_k * self.tokens
 
 
+def unit_of(kernel: str, weights: str) -> str:
+    """What bounds a kernel: int4 runs on the int8 units, fp8 and mxfp4 on the bf16 ones, and AVX2 converts everything
+    to fp32 or int16."""
+    isa = kernel.split("_")[0]
+    if isa in ("avx2", "reference"):
+        return "avx2_fp32"
+    return f"{isa}_{'int8' if weights.startswith('int') else 'bf16'}"
+
+
 @dataclass
 class Cell:
     """A measured cell; its share is known when the run's ceilings are."""
@@ -103,12 +113,7 @@ class Cell:
 
     @property
     def unit(self) -> str:
-        """What bounds the kernel: int4 runs on the int8 units, fp8 and mxfp4 on the bf16 ones, and AVX2 converts
-        everything to fp32 or int16."""
-        isa = self.kernel.split("_")[0]
-        if isa in ("avx2", "reference"):
-            return "avx2_fp32"
-        return f"{isa}_{'int8' if self.weights.startswith('int') else 'bf16'}"
+        return unit_of(self.kernel, self.weights)
 
 
 @dataclass
@@ -118,9 +123,9 @@ class Ceilings:
     read: float = 0.0
     rates: dict[str, float] = field(default_factory=dict)
 
-    def measure(self) -> None:
+    def measure(self, units: Iterable[str]) -> None:
         self.read = max(self.read, _native.read_bandwidth(256 << 20))
-        for unit in _native.multiply_units():
+        for unit in dict.fromkeys(units):
             self.rates[unit] = max(self.rates.get(unit, 0.0), _native.multiply_rate(unit))
 
     def raise_to(self, cell: Cell) -> None:

@@ -1,26 +1,29 @@
-// The forward pass. Five stages:
-//   1 round or quantise every token once, and put a copy among the rows of each of its experts
-//   2 gate and up, with the activation: tasks of (expert, some panels)
-//   3 where the format quantises: quantise every row of the intermediate once, as a whole row
-//   4 down: tasks of (expert, some panels)
-//   5 weighted sum over a token's experts, in the order of its slots, so results do not depend on the number of threads
+// The forward pass. Six stages:
+//   1 round or quantise every token once
+//   2 put a copy among the rows of each of its experts: tasks of 16 rows, for those lie side by side
+//   3 gate and up, with the activation: tasks of (expert, some panels)
+//   4 where the format quantises: quantise every row of the intermediate once, as a whole row
+//   5 down: tasks of (expert, some panels)
+//   6 weighted sum over a token's experts, in the order of its slots, so results do not depend on the number of threads
 //
 // They are one list of tasks for the pool, with no barrier between them. A task waits for what it reads: gate and up
 // for the inputs, the intermediate for all panels of its expert, down for its expert's intermediate, a sum for the
-// columns it adds up. With few rows the columns of stage 4 are worked off in chunks, so that stage 5 follows close
+// columns it adds up. With few rows the columns of stage 5 are worked off in chunks, so that stage 6 follows close
 // behind it.
 //
 // With several shards there is a list for each, run by the workers of its node: its panels of gate and up, its panels
 // of down, its columns of the sum. Only the intermediate is read across nodes. Every number comes about in the same way
 // whatever the number of shards, so results are the same to the bit.
+#include <xmmintrin.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
-#include <memory>
 #include <stdexcept>
 
 #include "moe/experts.hpp"
+#include "moe/routing.hpp"
 #include "runtime/thread_pool.hpp"
 #include "runtime/trace.hpp"
 
@@ -62,60 +65,11 @@ constexpr int kReadRows = 4;
 // caches.
 constexpr int kChunkedRows = 16;
 constexpr int kChunks = 16;
-
+// Results of down that are together longer than this are written past the caches: they would not be there any more when
+// they are added up, and a line that is written as a whole need not be read first.
+constexpr size_t kPassingBytes = size_t{128} << 20;
 // Experts a token may be sent to; they are gathered on the stack.
 constexpr int kMostSlots = 64;
-
-enum Stage { kInputs, kGateUp, kQuantise, kDown, kSum, kStages };
-
-// Some tokens, panels of an expert, rows of an expert, or tokens of a chunk: `of` is the expert or the chunk.
-struct Task {
-  int of;
-  int first;
-  int count;
-};
-
-// Columns of the output whose sums wait for the same tasks: panels of down of one shard.
-struct Chunk {
-  int shard;
-  int first;
-  int panels;
-};
-
-// Tasks that are still to be done before another can start, each counter a thing that is waited for.
-class Counters {
- public:
-  void reset(size_t count) {
-    if (count > capacity_) {
-      left_ = std::make_unique<std::atomic<int>[]>(count);
-      capacity_ = count;
-    }
-    for (size_t i = 0; i < count; ++i) left_[i].store(0, std::memory_order_relaxed);
-  }
-  std::atomic<int>& operator[](size_t index) { return left_[index]; }
-
- private:
-  std::unique_ptr<std::atomic<int>[]> left_;
-  size_t capacity_ = 0;
-};
-
-// Which token goes to which expert, as lists: rows sorted by expert. And the tasks that follow from it.
-struct Routing {
-  std::vector<int> count;   // [experts]
-  std::vector<int> start;   // [experts]
-  std::vector<int> expert;  // [rows]: expert of a sorted row
-  std::vector<int> token;   // [rows]: token of a sorted row
-  std::vector<int> row;     // [tokens, top_k]: sorted row of a slot, or -1
-  std::vector<int> active;  // experts with rows, most rows first
-  std::vector<std::vector<Task>> lists;
-  std::vector<Chunk> chunks;
-  std::vector<int> counts;                      // [lists]: all tasks
-  std::array<std::vector<int>, kStages> limit;  // [stage][lists]: where the stage begins
-  Counters counters;
-
-  template <class Id>
-  void sort(const Id* ids, int slots, int experts);
-};
 
 // Rounded or quantised activations, a row a token or a (token, expert) pair.
 struct Activations {
@@ -131,34 +85,9 @@ struct Activations {
   }
 };
 
-template <class Id>
-void Routing::sort(const Id* ids, int slots, int experts) {
-  count.assign(static_cast<size_t>(experts), 0);
-  start.assign(static_cast<size_t>(experts), 0);
-  row.assign(static_cast<size_t>(slots), -1);
-  active.clear();
-  auto routed = [&](int slot) { return ids[slot] >= 0 && ids[slot] < experts; };
-  for (int slot = 0; slot < slots; ++slot)
-    if (routed(slot)) ++count[static_cast<size_t>(ids[slot])];
-  int rows = 0;
-  for (int e = 0; e < experts; ++e) {
-    start[static_cast<size_t>(e)] = rows;
-    rows += count[static_cast<size_t>(e)];
-    if (count[static_cast<size_t>(e)] > 0) active.push_back(e);
-  }
-  expert.resize(static_cast<size_t>(rows));
-  token.resize(static_cast<size_t>(rows));
-  // `start` is advanced while filling, and set back below.
-  for (int slot = 0; slot < slots; ++slot) {
-    if (!routed(slot)) continue;
-    const int to = start[static_cast<size_t>(ids[slot])]++;
-    row[static_cast<size_t>(slot)] = to;
-    expert[static_cast<size_t>(to)] = static_cast<int>(ids[slot]);
-  }
-  for (int e = 0; e < experts; ++e) start[static_cast<size_t>(e)] -= count[static_cast<size_t>(e)];
-  // The longest first, so that no long task is left for the end.
-  std::stable_sort(active.begin(), active.end(),
-                   [&](int a, int b) { return count[static_cast<size_t>(a)] > count[static_cast<size_t>(b)]; });
+// Past the caches; before others may read it, _mm_sfence().
+void stream_row(float* to, const float* from) {
+  for (int i = 0; i < kPanel; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
 }
 
 }  // namespace
@@ -183,7 +112,8 @@ class Forward {
         out_(static_cast<std::byte*>(out)),
         rows_(routing.expert.size()),
         is_quantised_(has_int8_rows(config_.format)),
-        has_sums_(config_.format == Format::int4) {}
+        has_sums_(config_.format == Format::int4),
+        is_passing_(rows_ * static_cast<size_t>(down_.panels) * kPanel * sizeof(float) > kPassingBytes) {}
 
   void run();
 
@@ -197,13 +127,14 @@ class Forward {
   void plan_panels(const Shard::Part& part, int first, int panels, int workers, Add&& add);
 
   void convert_inputs(const Task& task);
+  void gather(const Task& task);
   void compute_gate_up(const Task& task, int worker);
   void quantise(const Task& task, int worker);
   void compute_down(const Task& task, int worker);
   void add_up(const Task& task);
 
-  // What is counted: tokens to convert, then for each chunk tasks of down, for each expert tasks of gate and up, and
-  // for each expert tasks that quantise.
+  // What is counted: tasks that convert tokens, then for each chunk tasks of down, for each expert tasks of gate and
+  // up, for each those that quantise, and for each those that gather.
   std::atomic<int>& inputs_left() { return routing_.counters[0]; }
   std::atomic<int>& down_left(int chunk) { return routing_.counters[1 + static_cast<size_t>(chunk)]; }
   std::atomic<int>& gate_up_left(int expert) {
@@ -211,6 +142,9 @@ class Forward {
   }
   std::atomic<int>& quantise_left(int expert) {
     return routing_.counters[1 + routing_.chunks.size() + static_cast<size_t>(config_.experts + expert)];
+  }
+  std::atomic<int>& gather_left(int expert) {
+    return routing_.counters[1 + routing_.chunks.size() + static_cast<size_t>(2 * config_.experts + expert)];
   }
   // False if the call is ending without this.
   bool await(const std::atomic<int>& left, Stage stage, int worker) {
@@ -222,6 +156,14 @@ class Forward {
   void convert(const Activations& to, const Matrix& matrix, size_t at, const void* values, DType dtype, std::byte* out);
   template <class Use>
   void multiply(Projection projection, const Task& task, const Rows& all, int worker, Use&& use);
+
+  // The groups of up to 16 rows of every expert that has more than one.
+  template <class Use>
+  void for_groups(Use&& use) const {
+    for (const int expert : routing_.active)
+      for (int first = 0; count_of(expert) > 1 && first < count_of(expert); first += kTile)
+        use(Task{expert, first, std::min(kTile, count_of(expert) - first)});
+  }
 
   int count_of(int expert) const { return routing_.count[static_cast<size_t>(expert)]; }
   size_t start_of(int expert) const { return static_cast<size_t>(routing_.start[static_cast<size_t>(expert)]); }
@@ -264,6 +206,7 @@ class Forward {
   const size_t rows_;
   const bool is_quantised_;
   const bool has_sums_;
+  const bool is_passing_;  // results of down
 
   Activations input_{};
   Activations gathered_{};
@@ -345,7 +288,7 @@ void Forward::plan() {
     }
   }
   Counters& counters = routing_.counters;
-  counters.reset(1 + routing_.chunks.size() + 2 * static_cast<size_t>(config_.experts));
+  counters.reset(1 + routing_.chunks.size() + 3 * static_cast<size_t>(config_.experts));
   auto add = [&](size_t list, const Task& task, std::atomic<int>& counter) {
     routing_.lists[list].push_back(task);
     counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
@@ -360,6 +303,9 @@ void Forward::plan() {
       add(static_cast<size_t>(i) % lists, {0, first, end - first}, inputs_left());
     }
   }
+  begin_stage(kGather);
+  size_t next = 0;
+  if (tokens_ > kTokensAlone) for_groups([&](const Task& task) { add(next++ % lists, task, gather_left(task.of)); });
   begin_stage(kGateUp);
   for (size_t shard = 0; shard < shards.size(); ++shard) {
     const Shard::Part& part = shards[shard].gate_up;
@@ -370,7 +316,7 @@ void Forward::plan() {
   begin_stage(kQuantise);
   if (is_quantised_) {
     const int size = std::clamp(static_cast<int>(rows_) / (workers_.threads() * kTasksPerThread), 1, kTile);
-    size_t next = 0;
+    next = 0;
     for (const int expert : routing_.active)
       for (int first = 0; first < count_of(expert); first += size)
         add(next++ % lists, {expert, first, std::min(size, count_of(expert) - first)}, quantise_left(expert));
@@ -399,7 +345,10 @@ void Forward::plan() {
 void Forward::run() {
   reserve();
   plan();
-  if (tokens_ <= kTokensAlone) convert_inputs({0, 0, tokens_});
+  if (tokens_ <= kTokensAlone) {
+    convert_inputs({0, 0, tokens_});
+    for_groups([&](const Task& task) { gather(task); });
+  }
   const size_t active = routing_.active.size();
   const size_t active_bytes = active * (gate_up_.bytes() + down_.bytes());
   const bool alone = active_bytes * std::max<size_t>(1, rows_ / std::max<size_t>(1, active) / kReadRows) < kSerialBytes;
@@ -410,11 +359,15 @@ void Forward::run() {
         auto before = [&](Stage stage) {
           return index < routing_.limit[static_cast<size_t>(stage)][static_cast<size_t>(list)];
         };
-        if (before(kGateUp)) {
+        if (before(kGather)) {
           convert_inputs(task);
           done(inputs_left());
+        } else if (before(kGateUp)) {
+          if (!await(inputs_left(), kGather, worker)) return;
+          gather(task);
+          done(gather_left(task.of));
         } else if (before(kQuantise)) {
-          if (!await(inputs_left(), kGateUp, worker)) return;
+          if (!await(count_of(task.of) > 1 ? gather_left(task.of) : inputs_left(), kGateUp, worker)) return;
           compute_gate_up(task, worker);
           done(gate_up_left(task.of));
         } else if (before(kDown)) {
@@ -443,26 +396,29 @@ void Forward::convert(const Activations& to, const Matrix& matrix, size_t at, co
                                       reinterpret_cast<uint8_t*>(out), has_sums_ ? to.sums + at * to.groups : nullptr);
 }
 
-// An expert with one row reads the token's own; the others get copies, side by side.
 void Forward::convert_inputs(const Task& task) {
   const size_t x_bytes = static_cast<size_t>(config_.hidden_size) * dtype_bytes(dtype_);
   for (int token = task.first; token < task.first + task.count; ++token) {
     const auto at = static_cast<size_t>(token);
-    std::byte* row = input_.data + at * input_.row_bytes;
-    convert(input_, gate_up_, at, x_ + at * x_bytes, dtype_, row);
-    for (int slot = token * top_k_; slot < (token + 1) * top_k_; ++slot) {
-      if (routing_.row[static_cast<size_t>(slot)] < 0) continue;
-      const auto to = static_cast<size_t>(routing_.row[static_cast<size_t>(slot)]);
-      const int expert = routing_.expert[to];
-      routing_.token[to] = token;
-      if (count_of(expert) == 1) continue;
-      place_row(gathered_.data + start_of(expert) * gathered_.row_bytes, gathered_.row_bytes, count_of(expert),
-                static_cast<int>(to - start_of(expert)), row);
-      if (is_quantised_) gathered_.scale[to] = input_.scale[at];
-      if (has_sums_)
-        std::memcpy(gathered_.sums + to * gathered_.groups, input_.sums + at * input_.groups,
-                    input_.groups * sizeof(int32_t));
-    }
+    convert(input_, gate_up_, at, x_ + at * x_bytes, dtype_, input_.data + at * input_.row_bytes);
+  }
+}
+
+// Up to 16 rows of an expert, side by side: written from one end to the other by one thread. (An expert with a single
+// row reads the token's own.)
+void Forward::gather(const Task& task) {
+  const size_t first = start_of(task.of) + static_cast<size_t>(task.first);
+  const int* token = routing_.token.data() + first;
+  std::byte* to = gathered_.data + first * gathered_.row_bytes;
+  for (size_t at = 0; at < gathered_.row_bytes; at += 64)
+    for (int row = 0; row < task.count; ++row, to += 64)
+      std::memcpy(to, input_.data + static_cast<size_t>(token[row]) * input_.row_bytes + at, 64);
+  for (int row = 0; row < task.count; ++row) {
+    const size_t here = first + static_cast<size_t>(row), there = static_cast<size_t>(token[row]);
+    if (is_quantised_) gathered_.scale[here] = input_.scale[there];
+    if (has_sums_)
+      std::memcpy(gathered_.sums + here * gathered_.groups, input_.sums + there * input_.groups,
+                  input_.groups * sizeof(int32_t));
   }
 }
 
@@ -539,8 +495,12 @@ void Forward::compute_down(const Task& task, int worker) {
              for (int p = first_panel; p < first_panel + panels; ++p) {
                float* to = y_[shard] + (start + static_cast<size_t>(first)) * stride +
                            static_cast<size_t>(p - part.first) * kPanel;
-               for (int row = 0; row < m; ++row, c += kPanel, to += stride) std::memcpy(to, c, kPanel * sizeof(float));
+               for (int row = 0; row < m; ++row, c += kPanel, to += stride) {
+                 if (is_passing_) stream_row(to, c);
+                 else std::memcpy(to, c, kPanel * sizeof(float));
+               }
              }
+             if (is_passing_) _mm_sfence();
            });
 }
 
@@ -599,7 +559,7 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
   for (int first = 0; first < tokens; first += most) {
     const int take = std::min(most, tokens - first);
     const size_t slots = static_cast<size_t>(first) * static_cast<size_t>(top_k);
-    routing.sort(ids + slots, take * top_k, config_.experts);
+    routing.sort(ids + slots, take, top_k, config_.experts);
     const size_t offset = static_cast<size_t>(first) * static_cast<size_t>(config_.hidden_size) * dtype_bytes(dtype);
     Forward(*this, routing, *workers, static_cast<const std::byte*>(x) + offset, dtype, weights + slots, take, top_k,
             static_cast<std::byte*>(out) + offset)

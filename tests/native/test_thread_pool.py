@@ -161,7 +161,8 @@ def test_idle_workers_use_no_cpu():
 
 
 def test_more_threads_than_cores_has_no_cliff():
-    """Workers that share a core must not wait for scheduler ticks: four times the threads, at most twice the time."""
+    """Workers that share a core must not wait for scheduler ticks (of milliseconds, in every call): four times the
+    threads, at most twice the time. Other processes may slow down calls, but hardly all of the fastest."""
     experts = layer()
     x, index, weight = problem(32)
     out = torch.empty_like(x)
@@ -169,17 +170,21 @@ def test_more_threads_than_cores_has_no_cliff():
     def best(threads: int) -> float:
         _native.set_threads(threads, crowded=True)
         times = []
-        for _ in range(200):
+        for _ in range(100):
             start = time.perf_counter()
             experts.forward(x, index, weight, out)
             times.append(time.perf_counter() - start)
-        times.sort()
-        return times[len(times) // 4]
+        return sorted(times)[10]
 
     cores = _native.default_threads()
-    alone = min(best(cores) for _ in range(3))
-    crowded = min(best(4 * cores) for _ in range(3))
-    assert crowded < 2 * alone + 200e-6
+    alone, crowded = math.inf, math.inf
+    for _ in range(20):
+        alone, crowded = min(alone, best(cores)), min(crowded, best(4 * cores))
+        if crowded < 2 * alone + 200e-6:
+            return
+    pytest.fail(
+        f"{crowded * 1e6:.0f} µs with four times the threads, {alone * 1e6:.0f} with one for each core"
+    )
 
 
 def test_threads_respect_affinity():

@@ -6,9 +6,9 @@
 // while all rows pass by, with the hint that these are not worth keeping there, and the rows' share of a stretch stays
 // in the L2 cache while all panels of the call pass by. The accumulators wait in c.
 //
-// int4 runs on the same int8 chains. A stretch of a panel is expanded once for all rows: q * scale becomes a whole
-// number of the column's level (see moe/layout.hpp), which rounds by at most half a level, 1/254 of the column's
-// largest weight.
+// int4 runs on the same int8 chains: q * scale becomes a whole number of the column's level (see moe/layout.hpp), which
+// rounds by at most half a level, 1/254 of the column's largest weight. fp8 and mxfp4 become bf16. A stretch of a panel
+// is expanded once for all rows; with some rows, between the tile products of the stretch before.
 #include <immintrin.h>
 
 #include "moe/kernels/decode.hpp"
@@ -24,11 +24,11 @@ namespace {
 constexpr int kStretch = 16;
 // Up to here, cutting k costs more, in accumulators stored and loaded, than it gains.
 constexpr int kUncut = 64;
-// Blocks of int8 that the scratch memory holds.
-constexpr int kExpanded = 32;
-static_assert(kStretch <= kExpanded);
-// The same for weights that are decoded first.
-constexpr int kDecodedStretch = 8, kDecodedUncut = 64;
+// The same for weights that are expanded first, which lie in scratch twice.
+constexpr int kInt4Uncut = 32, kDecodedUncut = 64;
+// Rows for which codes are expanded between tile products: with more, the products of one stretch take so long that
+// expanding the next one hardly counts, and it only drives the rows out of the caches.
+constexpr int kWovenRows = 128;
 
 // c [count, m, 32], fp32 or int32 as the product accumulates. weights(panel, first, blocks) returns `blocks` blocks of
 // B tiles from block `first` on; finish(panel, row, count, c) gets the complete sums of up to 32 rows, still in the L1
@@ -170,14 +170,86 @@ void expand(const Matrix& matrix, const std::byte* panel, int first, int blocks,
       }
 }
 
-template <class Tiles>
-void int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch) {
+// chains() for weights that make(panel, first, blocks, to) expands to B tiles: the stretch that comes next is expanded
+// a block at a time between the tile products of this one, which leave the vector units idle; the one after that is on
+// its way from memory.
+template <class Tiles, class Make, class Finish>
+void woven(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
+           int stretch, void (*product)(bool), Make make, Finish finish) {
+  const int all = matrix.blocks(), pairs = (rows.m + 2 * kTile - 1) / (2 * kTile);
+  const size_t data_block = 2 * matrix.tile_bytes();
+  const size_t ahead = (data_block / 64 + static_cast<size_t>(pairs) - 1) / static_cast<size_t>(pairs) * 64;
+  // Place i is stretch i / count of panel i % count.
+  const int places = (all + stretch - 1) / stretch * count;
+  auto panel_of = [&](int place) { return panels + static_cast<size_t>(place % count) * matrix.panel_bytes(); };
+  auto first_of = [&](int place) { return place / count * stretch; };
+  auto blocks_of = [&](int place) {
+    return place >= places ? 0 : all - first_of(place) < stretch ? all - first_of(place) : stretch;
+  };
+  std::byte* buffers[2] = {scratch, scratch + static_cast<size_t>(stretch) * 2048};
+  make(panels, 0, stretch, buffers[0]);
+  int m0 = 0, m1 = 0;
+  for (int place = 0; place < places; ++place) {
+    const int first = first_of(place), blocks = blocks_of(place), next_blocks = blocks_of(place + 1);
+    const std::byte* w = buffers[place % 2];
+    const std::byte* later =
+        panel_of(place + 2) + matrix.head_bytes() + static_cast<size_t>(first_of(place + 2)) * data_block;
+    std::byte* to = buffers[1 - place % 2];
+    // Blocks of the next place, over all products of this one.
+    int made = 0, due = 0;
+    for (int row = 0; row < rows.m; row += 2 * kTile) {
+      const int h0 = rows.group_rows(row), h1 = row + kTile < rows.m ? rows.group_rows(row + kTile) : 0;
+      if (h0 != m0 || h1 != m1) {
+        Tiles::configure(TileShapes(h0, h1));
+        m0 = h0;
+        m1 = h1;
+      }
+      const bool two = h1 > 0;
+      float* target =
+          c + (static_cast<size_t>(place % count) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
+      if (first == 0) Tiles::zero(two);
+      else Tiles::load_c(target, two);
+      const std::byte* a0 = rows.group(row) + static_cast<size_t>(first) * static_cast<size_t>(h0) * 64;
+      const std::byte* a1 = rows.group(row + kTile) + static_cast<size_t>(first) * static_cast<size_t>(h1) * 64;
+      for (int block = 0; block < blocks; ++block) {
+        Tiles::load_a0(a0 + block * h0 * 64);
+        if (two) Tiles::load_a1(a1 + block * h1 * 64);
+        Tiles::load_b(w + block * 2048, w + block * 2048 + 1024);
+        product(two);
+        for (size_t at = 0; at < ahead; at += 64) _mm_prefetch(reinterpret_cast<const char*>(later + at), _MM_HINT_T1);
+        later += ahead;
+        due += next_blocks;
+        for (; due >= pairs * blocks; due -= pairs * blocks, ++made)
+          make(panel_of(place + 1), first_of(place + 1) + made, 1, to + made * 2048);
+      }
+      Tiles::store(target, two);
+      if (first + blocks == all) finish(panel_of(place), row, h0 + h1, target);
+    }
+  }
+  Tiles::release();
+}
+
+// Either of the two.
+template <class Tiles, class Make, class Finish>
+void expanded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
+              int uncut, void (*product)(bool), Make make, Finish finish) {
+  const int stretch = matrix.blocks() <= uncut ? matrix.blocks() : kStretch;
+  if (rows.m <= kWovenRows)
+    return woven<Tiles>(matrix, panels, count, rows, c, scratch, stretch, product, make, finish);
   chains<Tiles>(
-      matrix, panels, count, rows, c, matrix.blocks() <= kExpanded ? matrix.blocks() : kStretch, Tiles::signed_signed,
+      matrix, panels, count, rows, c, stretch, product,
       [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
-        expand(matrix, panel, first, blocks, scratch);
+        make(panel, first, blocks, scratch);
         return scratch;
       },
+      finish);
+}
+
+template <class Tiles>
+void int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch) {
+  expanded<Tiles>(
+      matrix, panels, count, rows, c, scratch, kInt4Uncut, Tiles::signed_signed,
+      [&](const std::byte* panel, int first, int blocks, std::byte* to) { expand(matrix, panel, first, blocks, to); },
       [&](const std::byte* panel, int row, int height, float* sums) {
         scale_sums(int4_levels(panel), nullptr, rows.scale + row, height, sums);
       });
@@ -212,11 +284,10 @@ template <class Tiles>
 void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
              Decode decode) {
   if (rows.m <= 2 * kTile) return decoded_few<Tiles>(matrix, panels, count, rows, c, scratch, decode);
-  chains<Tiles>(
-      matrix, panels, count, rows, c, matrix.blocks() <= kDecodedUncut ? matrix.blocks() : kDecodedStretch, Tiles::bf16,
-      [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
-        decode(matrix, panel, first, blocks, 0, scratch);
-        return scratch;
+  expanded<Tiles>(
+      matrix, panels, count, rows, c, scratch, kDecodedUncut, Tiles::bf16,
+      [&](const std::byte* panel, int first, int blocks, std::byte* to) {
+        decode(matrix, panel, first, blocks, 0, to);
       },
       kDone);
 }

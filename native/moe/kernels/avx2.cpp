@@ -14,10 +14,14 @@
 namespace ktinject {
 namespace {
 
+// How far ahead of the loads weights are asked for: see avx512.cpp.
+constexpr int kPrefetchBytes = 4096;
+
 inline __m256i load(const std::byte* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
 
-// c [M, 32] = x times `blocks` blocks of weights; on top of what c holds, if `add`.
-template <int M>
+// c [M, 32] = x times `blocks` blocks of weights; on top of what c holds, if `add`. `streamed`: they come from memory;
+// else they were decoded to where they are, in the L1 cache.
+template <int M, bool streamed>
 void bf16_rows(int blocks, const std::byte* w, const std::byte* x, size_t block_stride, bool add, float* c) {
   const __m256i high_half = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
   __m256 sum[M][4];
@@ -25,6 +29,10 @@ void bf16_rows(int blocks, const std::byte* w, const std::byte* x, size_t block_
     for (int q = 0; q < 4; ++q) sum[row][q] = add ? _mm256_loadu_ps(c + row * kPanel + q * 8) : _mm256_setzero_ps();
   for (int block = 0; block < blocks; ++block, w += 2048, x += block_stride) {
     for (int r = 0; r < 16; ++r) {
+      if constexpr (streamed) {
+        _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 64), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 1024 + r * 64), _MM_HINT_T0);
+      }
       __m256 even[M], odd[M];
       for (int row = 0; row < M; ++row) {
         const __m256i pair = _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(x + row * 64 + r * 4));
@@ -70,6 +78,8 @@ void int8_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
   for (auto& value : sum) value = _mm256_setzero_si256();
   for (int block = 0; block < matrix.blocks(); ++block, w += 2048, x += block_stride)
     for (int r = 0; r < 16; ++r) {
+      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 64), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 1024 + r * 64), _MM_HINT_T0);
       const __m256i a = widen_quad<false>(x + r * 4);
 #pragma GCC unroll 8
       for (int q = 0; q < 8; ++q) {
@@ -103,6 +113,8 @@ void int4_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
     for (int at = g * group_rows; at < end; ++at) {
       const std::byte* w = data + static_cast<size_t>(at / 8) * 1024 + static_cast<size_t>(at % 8) * 64;
       const std::byte* quads = x + static_cast<size_t>(at / 8) * block_stride + static_cast<size_t>(at % 8) * 8;
+      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 512), _MM_HINT_T0);
       const __m256i a0 = widen_quad<true>(quads), a1 = widen_quad<true>(quads + 4);
 #pragma GCC unroll 8
       for (int q = 0; q < 8; ++q) {
@@ -154,8 +166,8 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Row
       for_runs<2>(matrix, panels, 1, rows, c,
                   [&](const std::byte*, const std::byte* x, size_t block_stride, int, int take, float* out) {
                     x += static_cast<size_t>(first) * block_stride;
-                    if (take == 2) bf16_rows<2>(blocks, scratch, x, block_stride, first > 0, out);
-                    else bf16_rows<1>(blocks, scratch, x, block_stride, first > 0, out);
+                    if (take == 2) bf16_rows<2, false>(blocks, scratch, x, block_stride, first > 0, out);
+                    else bf16_rows<1, false>(blocks, scratch, x, block_stride, first > 0, out);
                   });
     }
 }
@@ -165,8 +177,8 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Row
 void avx2_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
   for_runs<2>(matrix, panels, count, rows, c,
               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int, int take, float* out) {
-                if (take == 2) bf16_rows<2>(matrix.blocks(), panel, x, block_stride, false, out);
-                else bf16_rows<1>(matrix.blocks(), panel, x, block_stride, false, out);
+                if (take == 2) bf16_rows<2, true>(matrix.blocks(), panel, x, block_stride, false, out);
+                else bf16_rows<1, true>(matrix.blocks(), panel, x, block_stride, false, out);
               });
 }
 

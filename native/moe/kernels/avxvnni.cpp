@@ -12,6 +12,9 @@
 namespace ktinject {
 namespace {
 
+// How far ahead of the loads weights are asked for: see avx512.cpp.
+constexpr int kPrefetchBytes = 4096;
+
 inline __m256i load(const std::byte* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
 inline __m256i broadcast(const std::byte* p) { return _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(p)); }
 
@@ -27,6 +30,8 @@ void int8_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
   for (int block = 0; block < matrix.blocks(); ++block, w += 2048, x += block_stride) {
 #pragma GCC unroll 4
     for (int r = 0; r < 16; ++r) {
+      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 64), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 1024 + r * 64), _MM_HINT_T0);
       __m256i a[M];
       for (int row = 0; row < M; ++row) a[row] = broadcast(x + row * 64 + r * 4);
 #pragma GCC unroll 4
@@ -63,6 +68,8 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
     for (int at = g * group_rows; at < end; ++at) {
       const std::byte* w = data + static_cast<size_t>(at / 8) * 1024 + static_cast<size_t>(at % 8) * 64;
       const std::byte* quads = x + static_cast<size_t>(at / 8) * block_stride + static_cast<size_t>(at % 8) * 8;
+      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 512), _MM_HINT_T0);
       __m256i a0[M], a1[M];
       for (int row = 0; row < M; ++row) {
         a0[row] = broadcast(quads + row * 64);

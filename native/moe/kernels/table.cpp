@@ -51,8 +51,8 @@ constexpr Kernel kTable[] = {
 std::span<const Kernel> kernel_table() { return kTable; }
 
 size_t scratch_bytes(const Matrix& matrix) {
-  // A decoded stretch of one panel.
-  return matrix.format == Format::bf16 || matrix.format == Format::int8 ? 0 : size_t{128} << 10;
+  // Two expanded stretches of a panel, of at most 64 blocks.
+  return matrix.format == Format::bf16 || matrix.format == Format::int8 ? 0 : size_t{256} << 10;
 }
 
 std::string why_unavailable(const Kernel& kernel) {

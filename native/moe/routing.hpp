@@ -1,0 +1,65 @@
+// Which token goes to which expert, and the tasks that follow from it.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+namespace ktinject {
+
+// Stages of a layer, in the order in which their tasks stand in a list.
+enum Stage { kInputs, kGather, kGateUp, kQuantise, kDown, kSum, kStages };
+
+// Some tokens, rows of an expert, panels of an expert, or tokens of a chunk: `of` is the expert or the chunk.
+struct Task {
+  int of;
+  int first;
+  int count;
+};
+
+// Columns of the output whose sums wait for the same tasks: panels of down of one shard.
+struct Chunk {
+  int shard;
+  int first;
+  int panels;
+};
+
+// Tasks that are still to be done before another can start, each counter a thing that is waited for.
+class Counters {
+ public:
+  void reset(size_t count) {
+    if (count > capacity_) {
+      left_ = std::make_unique<std::atomic<int>[]>(count);
+      capacity_ = count;
+    }
+    for (size_t i = 0; i < count; ++i) left_[i].store(0, std::memory_order_relaxed);
+  }
+  std::atomic<int>& operator[](size_t index) { return left_[index]; }
+
+ private:
+  std::unique_ptr<std::atomic<int>[]> left_;
+  size_t capacity_ = 0;
+};
+
+// As lists: rows sorted by expert.
+struct Routing {
+  std::vector<int> count;   // [experts]
+  std::vector<int> start;   // [experts]
+  std::vector<int> expert;  // [rows]: expert of a sorted row
+  std::vector<int> token;   // [rows]: token of a sorted row
+  std::vector<int> row;     // [tokens, top_k]: sorted row of a slot, or -1
+  std::vector<int> active;  // experts with rows, most rows first
+  std::vector<std::vector<Task>> lists;
+  std::vector<Chunk> chunks;
+  std::vector<int> counts;                      // [lists]: all tasks
+  std::array<std::vector<int>, kStages> limit;  // [stage][lists]: where the stage begins
+  Counters counters;
+
+  // Slots [tokens * top_k] whose id is none of the experts' are left out.
+  template <class Id>
+  void sort(const Id* ids, int tokens, int top_k, int experts);
+};
+
+}  // namespace ktinject
