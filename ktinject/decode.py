@@ -19,13 +19,15 @@ from torch import Tensor
 class Step(Protocol):
     """Makes the next token of each row, given those that it made before, and leaves it in `result`."""
 
-    result: Tensor  # [2, b] int64, see Sampler
+    result: Tensor  # [2 or more, b] int64, see Sampler
 
     def __call__(self) -> None: ...
 
     def end_row(self, row: int) -> None: ...
 
-    def check(self) -> None: ...  # raises what went wrong in steps whose results are on the host
+    def check(
+        self, result: Tensor
+    ) -> None: ...  # raises what went wrong in steps whose results are on the host
 
 
 class Mailbox:
@@ -91,8 +93,9 @@ def run(
             drawn = generator.get_offset() if generator is not None else 0
             step()
             ahead = mailbox.send()
-        tokens, alive = mailbox.read(waiting).clone()
-        step.check()
+        found = mailbox.read(waiting).clone()
+        tokens, alive = found[:2]
+        step.check(found)
         if pad is not None:
             tokens = tokens.masked_fill_(stopped, pad)  # a row stopped by a string was one step ahead
         produced.append(tokens)

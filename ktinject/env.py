@@ -56,6 +56,20 @@ def settings() -> Settings:
     return found
 
 
+def launched() -> tuple[int, int] | None:
+    """This process's rank and the number of processes, as torchrun says; None if it did not start this one."""
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return None
+
+
+def launched_here() -> int | None:
+    """The number of those processes that are on this machine, if torchrun says so."""
+    found = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(found) if found.isdigit() else None
+
+
 def kernel_for(weights: str) -> str:
     """The row that KTINJECT_KERNEL forces on a weight format; "auto" if it forces none, or one for another format."""
     forced = settings().kernel

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast
 
 import torch
@@ -37,11 +37,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ktinject import decode, sampling
 from ktinject.cpu_step import CpuStep
+from ktinject.errors import OperatorError
 from ktinject.fused import Fused
 from ktinject.graph import MAX_BATCH, Lane, power_of_two
 from ktinject.operators import Operator
 from ktinject.operators.handoff import Handoff, wake
 from ktinject.sampling import Request, Sampler, Sampling
+from ktinject.team import Team
 
 logger = logging.getLogger("ktinject")
 
@@ -62,7 +64,8 @@ class Decoding:
     native    decode steps of a model that stands on the CPU; None: of others, or before the first request
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, team: Team | None = None) -> None:
+        self.team = team
         self.graphs = _never(model)
         self.last, self.reason = "", ""
         self.requests: Counter[str] = Counter()
@@ -74,6 +77,8 @@ class Decoding:
         self._handoffs = [
             o.handoff for o in model.modules() if isinstance(getattr(o, "handoff", None), Handoff)
         ]
+        if team is not None:
+            team.watch(self.check)
         self._turn = threading.Lock()
         self._owner: int | None = None
 
@@ -91,6 +96,14 @@ class Decoding:
         """Raise what went wrong on the CPU in replays whose results were looked at. Raises OperatorError."""
         for handoff in self._handoffs:
             handoff.check()
+
+    def drain(self) -> None:
+        """Forget what goes wrong in a step that was queued behind one that failed: it is the same request's."""
+        model = self._model()
+        if model is not None and model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        with suppress(OperatorError):
+            self.check()
 
     def note(self, how: str, why: str) -> None:
         """Remember how a request runs; a reason is logged once."""
@@ -149,6 +162,8 @@ class Decoding:
         why = self._check_unchanged(model)
         if why or not self.graphs:
             return why
+        if self.team is not None:
+            return "several processes share the model"
         self._native = self._native or CpuStep(model)
         return self._native.refused
 
@@ -181,6 +196,7 @@ class Decoding:
             return found
         self.lanes.pop(batch, None)
         del found
+        lane: Lane | None
         try:
             lane = Lane(
                 self.native or functools.partial(_forward, self._model, self.fused),
@@ -192,17 +208,24 @@ class Decoding:
         except torch.OutOfMemoryError:
             self.release()
             self.reason = f"there is no room for a captured cache of {power_of_two(tokens)} tokens"
-            return None
-        self.lanes[batch] = lane
+            lane = None
+        if self.team is not None and not self.team.all(lane is not None):
+            self.reason = self.reason or "another process has no room for a captured cache"
+            lane = None
+        if lane is not None:
+            self.lanes[batch] = lane
         return lane
 
 
-def install(model: PreTrainedModel) -> None:
-    """Let `generate` of a swapped model run as this file says."""
+def install(model: PreTrainedModel, team: Team | None = None) -> None:
+    """Let `generate` of a swapped model run as this file says.
+
+    team   the processes that share the model, all of which call it
+    """
     if not isinstance(model, GenerationMixin) or type(model)._sample is not GenerationMixin._sample:
         return
-    model.ktinject_decoding = Decoding(model)
-    model.__class__ = _swapped_class(cast(Any, type(model)))
+    model.ktinject_decoding = Decoding(model, team)
+    model.__class__ = _swapped_class(_Swapped if team is None else _Shared, cast(Any, type(model)))
 
 
 def _class_before(model: Any) -> Any:
@@ -212,9 +235,9 @@ def _class_before(model: Any) -> Any:
 
 
 @cast(Any, functools.cache)
-def _swapped_class(base: Any) -> Any:
+def _swapped_class(ours: Any, base: Any) -> Any:
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (_Swapped, base), names)
+    return type(base.__name__, (ours, base), names)
 
 
 class _Swapped:
@@ -284,8 +307,12 @@ class _Swapped:
                     streamer=streamer,
                     **model_kwargs,
                 )
-                decoding.check()
+                if decoding.team is None:
+                    decoding.check()
                 return found
+        except OperatorError:
+            decoding.drain()
+            raise
         except torch.OutOfMemoryError as error:
             decoding.release()
             torch.cuda.empty_cache()
@@ -298,6 +325,17 @@ class _Swapped:
             self.__dict__.pop("_replay", None)
             if outer is not None:
                 self._replay = outer
+
+
+class _Shared(_Swapped):
+    """The same of a model that several processes share."""
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.ktinject_decoding.team.agree(args, kwargs)
+        return _class_before(self).generate(self, *args, **kwargs)
+
+    def _get_static_cache_init_shape(self) -> None:
+        """A process has its part of the heads: each layer's cache is made for the keys that come."""
 
 
 class _Plain:
@@ -369,7 +407,7 @@ def _own(
                 None if positions is None else positions[:, -1:],
             )
             _empty(cache)
-            step = _GraphStep(lane, plain, decoding.check)
+            step = _GraphStep(lane, plain, decoding)
         else:
             step = _EagerStep(model, plain, logits, input_ids, model_kwargs)
         step.sampler.begin(input_ids, plain.request)
@@ -409,18 +447,33 @@ def _empty(cache: DynamicCache | StaticCache) -> None:
 class _GraphStep:
     """A step is two replays: the forward pass, then the choice."""
 
-    def __init__(self, lane: Lane, plain: _Plain, check: Callable[[], None]) -> None:
-        self._lane, self.check = lane, check
+    def __init__(self, lane: Lane, plain: _Plain, decoding: Decoding) -> None:
+        self._lane, self._decoding = lane, decoding
         self._sampling, self.sampler = plain.sampling, lane.sampler(plain.sampling)
         self.result, self.end_row = self.sampler.result, self.sampler.end_row
+        if decoding.team is not None:
+            self.result = torch.cat([self.result, self.result[:1]])  # a third row, see `check`
 
     def first(self, logits: Tensor) -> None:
         self._lane.logits.copy_(logits)
-        self._lane.choose(self._sampling)
+        self._choose()
 
     def __call__(self) -> None:
         self._lane.step()
+        self._choose()
+
+    def _choose(self) -> None:
         self._lane.choose(self._sampling)
+        if self._decoding.team is not None:
+            self.result[:2].copy_(self.sampler.result)
+            self.result[2].copy_(self._lane.logits[:, 0].isnan())
+
+    def check(self, result: Tensor) -> None:
+        team = self._decoding.team
+        if team is None:
+            self._decoding.check()
+        elif bool(result[2].any()):
+            team.settle_all()  # all processes see NaN in the same step
 
 
 class _EagerStep:
@@ -436,8 +489,8 @@ class _EagerStep:
     def first(self, logits: Tensor) -> None:
         self.sampler.choose(logits)
 
-    def check(self) -> None:
-        pass  # operators raise what went wrong
+    def check(self, result: Tensor) -> None:
+        pass  # the forward pass raises what went wrong
 
     def __call__(self) -> None:
         self._tokens = torch.cat([self._tokens, self.sampler.ids], dim=1)
@@ -466,6 +519,8 @@ class _Replay:
             self._lane.ids.copy_(ids)
             self._lane.step()
             logits = self._lane.logits[:, None]
+            if (team := self._model.ktinject_decoding.team) is not None:
+                team.settle(logits)
             return CausalLMOutputWithPast(logits=logits, past_key_values=inputs["past_key_values"])
         outputs = self._model(**inputs)
         if ids.shape[1] == 1:

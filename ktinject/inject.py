@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ktinject import hf, machine
 from ktinject.errors import OperatorError
 from ktinject.operators import REGISTRY, Operator
+from ktinject.operators.first_process import Elsewhere
 from ktinject.placement import show_bytes
 from ktinject.plan import Plan
 
@@ -21,7 +22,9 @@ from ktinject.plan import Plan
 def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
     """The operators of a plan by module path, not filled, not allocated and not yet in the model."""
     return {
-        entry.path: REGISTRY[entry.operator].build(model.get_submodule(entry.path), entry.config)
+        entry.path: (Elsewhere if entry.elsewhere else REGISTRY[entry.operator]).build(
+            model.get_submodule(entry.path), entry.config
+        )
         for entry in plan.entries
     }
 

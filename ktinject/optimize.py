@@ -10,18 +10,21 @@ import logging
 import os
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ktinject import borders, generate, hf, inject, machine
+from ktinject import borders, generate, hf, inject, machine, shards
 from ktinject import rules as language
 from ktinject.errors import CheckpointError, PlanError
+from ktinject.machine import Machine
+from ktinject.operators import first_process
 from ktinject.plan import Plan, make
 from ktinject.rules import RuleSet
+from ktinject.team import Team
 from ktinject.weights import fill
 from ktinject.weights.checkpoint import Checkpoint
 
@@ -38,6 +41,7 @@ def plan(
     devices: str | Sequence[str] | None = None,
     budget: Mapping[str, int | str] | None = None,
     variables: Mapping[str, Any] | None = None,
+    tp: bool = False,
 ) -> Plan:
     """What `optimize` with the same arguments would do; nothing is done.
 
@@ -45,8 +49,10 @@ def plan(
     Raises   as `optimize`, except for that
     """
     ruleset = _read_rules(model, rules, variables)
-    with _open(model, checkpoint) or nullcontext() as source:
-        return make(model, ruleset, source, machine.detect(), devices, budget)
+    found = machine.detect()
+    team = Team.join(found, devices) if tp else None
+    with _together(team), _open(model, checkpoint) or nullcontext() as source:
+        return make(model, ruleset, source, found, devices, budget, team)
 
 
 def optimize(
@@ -59,6 +65,7 @@ def optimize(
     progress: bool = True,
     variables: Mapping[str, Any] | None = None,
     check_tensors: bool = False,
+    tp: bool = False,
 ) -> PreTrainedModel:
     """Replace modules of a model by operators as rules say, and load all its weights; in place.
 
@@ -71,24 +78,54 @@ def optimize(
     progress       show a progress bar on stderr
     variables      values for the variables of the rules
     check_tensors  refuse NaN and infinity in all weights, which costs some time; scales are checked in any case
+    tp             share the model with the other processes that torchrun started, one a GPU: linear layers by
+                   transformers' tp_plan, experts in process 0; all make the same calls. `devices`: one for each
     Returns        the same model, in evaluation mode if it was on meta; `model.ktinject` is the plan
-    Raises         RuleError, PlanError, CheckpointError or OperatorError; the model is then as it was
+    Raises         RuleError, PlanError, CheckpointError or OperatorError; the model is then as it was. With tp, what
+                   one process raises is raised in all
     """
     ruleset = _read_rules(model, rules, variables)
+    found = machine.detect()
+    team = Team.join(found, devices) if tp else None
+    with _together(team):
+        return _optimize(model, ruleset, checkpoint, found, devices, budget, progress, check_tensors, team)
+
+
+def _together(team: Team | None) -> AbstractContextManager[None]:
+    return nullcontext() if team is None else team.together()
+
+
+def _optimize(
+    model: PreTrainedModel,
+    ruleset: RuleSet,
+    checkpoint: str | os.PathLike[str] | None,
+    found: Machine,
+    devices: str | Sequence[str] | None,
+    budget: Mapping[str, int | str] | None,
+    progress: bool,
+    check_tensors: bool,
+    team: Team | None,
+) -> PreTrainedModel:
     operators: dict[str, Any] = {}
     # Open until the very end: an interrupt may come between the last step and the return.
     transaction = inject.Transaction(model)
     try:
         with _open(model, checkpoint) or nullcontext() as source:
-            decided = make(model, ruleset, source, machine.detect(), devices, budget)
+            decided = make(model, ruleset, source, found, devices, budget, team)
             _check_ready(model, decided, source)
+            if team is not None:
+                shards.apply(model, decided.styles, team.size)
             operators |= inject.build(decided, model)
             if source is None:
                 _fill_from_model(model, decided, operators, progress, check_tensors)
             else:
-                _fill_from_checkpoint(model, decided, operators, source, progress, check_tensors)
+                shown = progress and (team is None or team.rank == 0)
+                _fill_from_checkpoint(model, decided, operators, source, shown, check_tensors)
+        if team is not None:
+            first_process.connect(operators.values(), team)
+            shards.install(model, decided.styles, team)
         borders.install(model, hf.Layers(model).paths, decided.device_map)
-        generate.install(model)
+        generate.install(model, team)
         logger.info("swapped %d modules of %s", len(decided.entries), decided.model)
     except BaseException as error:
         transaction.restore()
@@ -108,6 +145,7 @@ def load(
     progress: bool = True,
     variables: Mapping[str, Any] | None = None,
     check_tensors: bool = False,
+    tp: bool = False,
 ) -> PreTrainedModel:
     """Build the model of a folder on meta, then `optimize` it.
 
@@ -127,6 +165,7 @@ def load(
         progress=progress,
         variables=variables,
         check_tensors=check_tensors,
+        tp=tp,
     )
 
 
@@ -195,9 +234,10 @@ def _fill_from_checkpoint(
     assert decided.mapping is not None
     folder = source.path if source.path.is_dir() else source.path.parent
     generation = hf.generation_config(model, folder)
-    keys = {key for name in model.state_dict() for key in decided.mapping.keys(name)}
+    names = model.state_dict().keys() - decided.elsewhere
+    keys = {key for name in names for key in decided.mapping.keys(name)}
     with fill.progress(sum(fill.stored_bytes(source, key) for key in keys), progress) as advance:
-        read = fill.Reader(source, hf.quantization(model.config), advance, check_tensors)
+        read = fill.Reader(source, hf.quantization(model.config), advance, check_tensors, decided.cuts)
         fill.from_checkpoint(decided, operators, model, source, read)
         inject.apply(model, decided, operators)
         hf.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))

@@ -16,13 +16,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktinject import hf, rules, table, working
+from ktinject import hf, rules, shards, table, working
 from ktinject.errors import OperatorError, PlanError
 from ktinject.keys import KeyMap, key_map
 from ktinject.machine import Machine
 from ktinject.operators import REGISTRY, Operator
+from ktinject.operators.first_process import Elsewhere
 from ktinject.placement import Devices, device_of, show_bytes, spread
 from ktinject.rules import Rule, RuleSet
+from ktinject.shards import Cut, Style
+from ktinject.team import Team
 from ktinject.weights import formats, gguf_blocks, match
 from ktinject.weights.checkpoint import Checkpoint
 from ktinject.working import Running
@@ -43,6 +46,7 @@ class Entry:
     wants      parameter name relative to the module → shape
     shares     buffers, as the operator says
     caches     values that it caches for a token, if it says
+    elsewhere  another process has it; nothing is read or held for it here
     """
 
     path: str
@@ -57,6 +61,7 @@ class Entry:
     wants: dict[str, tuple[int, ...]] = field(repr=False)
     shares: dict[tuple[str, str], tuple[int, int]] = field(repr=False, default_factory=dict)
     caches: int | None = field(repr=False, default=None)
+    elsewhere: bool = False
 
 
 @dataclass
@@ -73,6 +78,8 @@ class Plan:
     problems    what does not fit
     notes       what else one should know
     mapping     of the checkpoint's keys; None if the model has its weights
+    styles      path → how tensor parallelism cuts a linear layer
+    cuts        checkpoint key → the part of it that this process has
     """
 
     model: str
@@ -89,6 +96,8 @@ class Plan:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     mapping: KeyMap | None = field(default=None, repr=False)
+    styles: dict[str, Style] = field(default_factory=dict, repr=False)
+    cuts: dict[str, Cut] = field(default_factory=dict, repr=False)
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -99,6 +108,11 @@ class Plan:
     def swapped(self) -> set[str]:
         """Full names of the parameters that operators take."""
         return {f"{entry.path}.{name}" for entry in self.entries for name in entry.wants}
+
+    @property
+    def elsewhere(self) -> set[str]:
+        """Those that another process takes."""
+        return {f"{entry.path}.{name}" for entry in self.entries if entry.elsewhere for name in entry.wants}
 
     def to_dict(self) -> dict[str, Any]:
         """Lists, dicts, numbers and strings only."""
@@ -147,6 +161,7 @@ def make(
     machine: Machine,
     devices: str | Sequence[str] | None = None,
     budget: Mapping[str, int | str] | None = None,
+    team: Team | None = None,
 ) -> Plan:
     """Decide everything, change nothing.
 
@@ -154,41 +169,46 @@ def make(
     checkpoint  open; only its names and headers are used
     devices     what may be used; None: the first GPU if what is not swapped fits it, else the CPU
     budget      device → bytes, or text like "24GiB"
+    team        the processes that share the model; the plan is this one's
     Raises      RuleError, PlanError, CheckpointError or OperatorError for everything but lack of memory
     """
     _check_model(model, ruleset)
-    where = Devices.choose(machine, devices, budget)
+    where = Devices.choose(machine, devices if team is None else str(team.device), budget)
     found, matched = _find(model, ruleset)
-    has_weights = checkpoint is None and not next(model.parameters()).is_meta
     mapping = None
     if checkpoint is not None:
         mapping = _check_checkpoint(model, checkpoint)
         found = [_adopt(item, model, checkpoint, mapping) for item in found]
-
+    has_weights = checkpoint is None and not next(model.parameters()).is_meta
+    styles = {} if team is None else _cut(model, found, has_weights, team)
     standings = ((_stands_on(model, where, devices),),) if has_weights else where.candidates
     layouts = []
-    cached = working.cached_values(model)
-    for standing in standings:
-        layers = hf.Layers(model)
-        stack, device_map = layers.stack, {"": standing[0]}
-        with _one_thread():
-            entries = _entries(found, where, device_map, machine, stack, {})
-            if len(standing) > 1:
-                device_map = _spread(model, entries, layers, standing, where)
-                entries = _entries(found, where, device_map, machine, stack, {})
-        rest = _rest_bytes(model, entries, device_map)
-        to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
-        if any(entry.config.fills for entry in entries):
-            spare = {device: where.limits[device] - to_load.get(device, 0) for device in where.allowed}
+    cuts: dict[str, Cut] = {}
+    with shards.applied(model, styles, 1 if team is None else team.size):
+        if team is not None and mapping is not None:
+            cuts = shards.key_cuts(model, styles, mapping, team)
+        cached = shards.cached_values(working.cached_values(model), hf.Layers(model).of, styles, team)
+        for standing in standings:
+            layers = hf.Layers(model)
+            stack, device_map = layers.stack, {"": standing[0]}
             with _one_thread():
-                entries = _entries(found, where, device_map, machine, stack, spare)
+                entries = _entries(found, where, device_map, machine, stack, {}, team)
+                if len(standing) > 1:
+                    device_map = _spread(model, entries, layers, standing, where)
+                    entries = _entries(found, where, device_map, machine, stack, {}, team)
+            rest = _rest_bytes(model, entries, device_map)
             to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
-        over = {device: size for device, size in to_load.items() if size > where.limits[device]}
-        excess = sum(size - where.limits[device] for device, size in over.items())
-        running, too_much = working.find(entries, model, device_map, to_load, where.limits, cached)
-        layouts.append(((excess, len(too_much)), device_map, entries, rest, to_load, running, over, too_much))
-        if not over and not too_much:
-            break
+            if any(entry.config.fills for entry in entries):
+                spare = {device: where.limits[device] - to_load.get(device, 0) for device in where.allowed}
+                with _one_thread():
+                    entries = _entries(found, where, device_map, machine, stack, spare, team)
+                to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
+            over = {device: size for device, size in to_load.items() if size > where.limits[device]}
+            excess = sum(size - where.limits[device] for device, size in over.items())
+            running, too_much = working.find(entries, model, device_map, to_load, where.limits, cached)
+            layouts.append(((excess, len(too_much)), device_map, entries, rest, to_load, running, over, too_much))
+            if not over and not too_much:
+                break
     _, device_map, entries, rest, to_load, running, over, too_much = min(
         layouts, key=lambda layout: layout[0]
     )
@@ -206,6 +226,8 @@ def make(
         running=running,
         problems=[*(_too_large(device, size, where) for device, size in over.items()), *too_much],
         mapping=mapping,
+        styles=styles,
+        cuts=cuts,
     )
     _check_shared(plan, model)
     wanted, standing = standings[0], tuple(dict.fromkeys(device_map.values()))
@@ -214,8 +236,12 @@ def make(
     elif standing[0] not in wanted:
         plan.notes.append(f"everything else stands on {standing[0]}: it does not fit on {', '.join(wanted)}")
     unused = [device for device in where.free if device not in (*plan.bytes, "cpu")]
-    if unused and devices is None and not has_weights:
+    if unused and devices is None and not has_weights and team is None:
         plan.notes.append(f"not used: {', '.join(unused)}; name several GPUs to spread the layers over them")
+    if team is not None:
+        plan.notes.append(
+            f"process {team.rank} of {team.size}: has its part of {len(styles)} linear layers, and all of the others"
+        )
     if checkpoint is not None and not checkpoint.metadata and (quantization := hf.quantization(model.config)):
         method = quantization["quant_method"]
         plan.notes.append(f"the checkpoint is quantised ({method}); it is decoded while it is read")
@@ -227,6 +253,21 @@ def make(
     if checkpoint is not None and not checkpoint.complete:
         plan.notes.append("only the checkpoint's index is there: shapes and formats could not be checked")
     return plan
+
+
+def _cut(model: PreTrainedModel, found: list[_Found], has_weights: bool, team: Team) -> dict[str, Style]:
+    """The linear layers that the processes share. Raises PlanError."""
+    if has_weights:
+        raise PlanError(
+            "tp: the model has its weights already; each process reads its own part of a checkpoint. "
+            "Build the model on meta and give checkpoint=<folder>."
+        )
+    for item in found:
+        if item.operator.across == "none":
+            text = f"{item.rule.operator} does not run with tp (tensor parallelism over processes)"
+            raise PlanError(str(item.rule.place().refusal(f"{text}. Use another operator, or leave tp out.")))
+    taken = [item.path for item in found if not isinstance(item.module, nn.Linear)]
+    return shards.choose(model, team.size, taken)
 
 
 def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
@@ -335,6 +376,7 @@ def _entries(
     machine: Machine,
     stack: nn.Module,
     spare: Mapping[str, int],
+    team: Team | None,
 ) -> tuple[Entry, ...]:
     entries = []
     refused: dict[tuple[str, str], list[str]] = {}
@@ -359,6 +401,7 @@ def _entries(
             raise OperatorError(str(rule.place().refusal(f"{item.path}: {error}"))) from error
         inner = [other.path for other in found if other.path.startswith(f"{item.path}.")]
         _check_contract(item, built, inner, {*where.allowed})
+        elsewhere = team is not None and team.rank > 0 and operator.across == "first"
         entries.append(
             Entry(
                 path=item.path,
@@ -366,13 +409,14 @@ def _entries(
                 rule=rule.name,
                 operator=operator.name,
                 arguments=dict(rule.arguments),
-                runs=built.describe(),
+                runs=Elsewhere().describe() if elsewhere else built.describe(),
                 device=config.device,
-                bytes=built.footprint(),
+                bytes={} if elsewhere else built.footprint(),
                 config=config,
                 wants=built.wants(),
-                shares=built.shares(),
+                shares={} if elsewhere else built.shares(),
                 caches=built.caches,
+                elsewhere=elsewhere,
             )
         )
     if refused:

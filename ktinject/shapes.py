@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ktinject import borders, generate, hf, inject, machine, rules
+from ktinject import borders, generate, hf, inject, machine, rules, shards
 from ktinject.errors import PlanError
-from ktinject.operators import Operator
+from ktinject.operators import Operator, first_process
 from ktinject.plan import Plan, make
+from ktinject.team import Team
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {
@@ -66,26 +67,37 @@ def build(
     budget: Mapping[str, int | str] | None = None,
     variables: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    tp: bool = False,
 ) -> PreTrainedModel:
     """A swapped model with random weights.
 
+    tp       as in `optimize`; with equal seeds, the processes have equal weights where those are whole
     Raises   as `optimize`
     """
     model = hf.meta_model(config, dtype)
     source = rules.choose(config.model_type) if ruleset == "auto" else ruleset
-    plan = make(model, rules.read(source, variables=variables), None, machine.detect(), devices, budget)
+    found = machine.detect()
+    team = Team.join(found, devices) if tp else None
+    plan = make(model, rules.read(source, variables=variables), None, found, devices, budget, team)
     if plan.problems:
         raise PlanError("the plan does not fit:\n  " + "\n  ".join(plan.problems))
+    if team is not None:
+        shards.apply(model, plan.styles, team.size)
     operators = inject.build(plan, model)
     for entry in plan.entries:
+        if entry.elsewhere:
+            continue
         operator = operators[entry.path]
         operator.allocate()
         _fill(operator, entry.wants)
         operator.finish()
     inject.apply(model, plan, operators)
     hf.random_rest(model, plan.device_map)
+    if team is not None:
+        first_process.connect(operators.values(), team)
+        shards.install(model, plan.styles, team)
     borders.install(model, hf.Layers(model).paths, plan.device_map)
-    generate.install(model)
+    generate.install(model, team)
     return model.eval()
 
 

@@ -17,7 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 from torch import Tensor, nn
 
@@ -51,6 +51,8 @@ class Operator(nn.Module, ABC):
     per_expert: ClassVar[bool] = False  # dimension 0 of all it wants is the expert: load() gets one at a time
     takes: tuple[str, ...] = ()  # source formats that `load_stored` takes, see weights/formats.py
     keeps: ClassVar[tuple[str, ...]] = ()  # direct children it keeps; rules may replace what is inside these
+    # Of several tensor-parallel processes: each has one; only the first, which tells the others; it cannot be in any.
+    across: ClassVar[Literal["each", "first", "none"]] = "each"
     # forward, given CUDA tensors, only enqueues work: no host synchronisation, and nothing on the host that a replay
     # of a CUDA graph would miss. Decode is captured only if all operators of a model say so.
     capturable: bool = False

@@ -103,6 +103,7 @@ class CpuExperts(Operator):
 
     Config = CpuExpertsConfig
     per_expert = True
+    across = "first"
 
     def __init__(self, spec: ExpertsSpec, config: CpuExpertsConfig) -> None:
         super().__init__()

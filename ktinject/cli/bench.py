@@ -74,6 +74,7 @@ def command(
     gguf: Annotated[
         Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="What llama-bench runs.")
     ] = None,
+    tp: options.Tp = False,
 ) -> None:
     """Measure how fast a model reads prompts and writes tokens.
 
@@ -88,11 +89,18 @@ def command(
     from ktinject import benchmark
 
     prompts, writes = (prompt or [], write or []) if prompt or write else ([512, 2048], [128])
-    title, swapped = _load(model, shape, layers, rules, variables, device, budget)
-    found = benchmark.run(swapped, prompts, writes, repetitions, batch)
-    where = benchmark.profile(swapped, batch=batch, trace=trace) if breakdown or trace else None
-    rows = [_row(title, swapped, result) for result in found]
-    on_gpu = swapped.device.type == "cuda"
+    with options.one_voice(tp) as first:
+        title, swapped = _load(model, shape, layers, rules, variables, device, budget, tp)
+        found = benchmark.run(swapped, prompts, writes, repetitions, batch)
+        where = (
+            benchmark.profile(swapped, batch=batch, trace=trace if first else None)
+            if breakdown or trace
+            else None
+        )
+        rows = [_row(title, swapped, result) for result in found]
+        on_gpu = swapped.device.type == "cuda"
+    if not first:
+        return
     if llama_bench is not None:
         del swapped
         assert gguf is not None
@@ -108,7 +116,10 @@ def _load(
     variables: list[str] | None,
     device: list[str] | None,
     budget: list[str] | None,
+    tp: bool,
 ) -> tuple[str, PreTrainedModel]:
+    import torch
+
     import ktinject
     from ktinject import shapes
 
@@ -116,7 +127,10 @@ def _load(
         "devices": device,
         "budget": options.parse_budget(budget),
         "variables": parse_overrides(variables or []),
+        "tp": tp,
     }
+    if tp:
+        torch.manual_seed(0)  # all processes read the same prompts
     if folder is not None:
         if layers is not None:
             raise PlanError("--layers is for --shape; a model folder has the layers it has.")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -42,6 +45,10 @@ Budget = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Tp = Annotated[
+    bool,
+    typer.Option("--tp", help="Share the model with the other processes that torchrun started, one a GPU."),
+]
 NewTokens = Annotated[
     int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Write at most N tokens for a prompt.")
 ]
@@ -116,6 +123,18 @@ def read_prompts(tokenizer: PreTrainedTokenizerBase, file: Path) -> list[Tensor]
                 raise PlanError(f'{file}:{number}: found {line[:60]!r}; allowed is {{"prompt": "…"}}.')
             prompts.append(torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long))
     return prompts
+
+
+@contextmanager
+def one_voice(tp: bool) -> Iterator[bool]:
+    """Of several processes, only the first prints. Yields whether this is the first. Raises PlanError."""
+    from ktinject import team
+
+    if not tp or team.place()[0] == 0:
+        yield True
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        yield False
 
 
 def show(thing: Any) -> None:

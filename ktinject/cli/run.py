@@ -37,6 +37,7 @@ def command(
     budget: options.Budget = None,
     dtype: options.RestDtype = "auto",
     check_tensors: CheckTensors = False,
+    tp: options.Tp = False,
 ) -> None:
     """Show the plan, load the model, write greedily, and compare with the unswapped model."""
     import torch
@@ -52,26 +53,28 @@ def command(
         "devices": device,
         "budget": options.parse_budget(budget),
         "variables": parse_overrides(variables or []),
+        "tp": tp,
     }
-    before_bytes = resident_bytes()
-    swapped = options.build_on_meta(model, dtype)
-    plan = ktinject.plan(swapped, rules, **arguments)
-    options.show(plan)
-    ktinject.optimize(swapped, rules, **arguments, check_tensors=check_tensors)
+    with options.one_voice(tp) as first:
+        before_bytes = resident_bytes()
+        swapped = options.build_on_meta(model, dtype)
+        plan = ktinject.plan(swapped, rules, **arguments)
+        options.show(plan)
+        ktinject.optimize(swapped, rules, **arguments, check_tensors=check_tensors)
 
-    typer.echo(f"\n{prompt}", nl=text != prompt)
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    evaluate.greedy(swapped, torch.tensor(ids), new_tokens, streamer=streamer)
-    ours = measure(swapped, ids, new_tokens, before_bytes)
-    columns: dict[str, Measurement | str] = {"swapped": ours}
-    if compare:
-        # Both models at once may not fit into memory.
-        del swapped
-        gc.collect()
-        device_map = None if plan.device_map == {"": "cpu"} else "auto"
-        theirs = measure_unswapped(model, ids, new_tokens, dtype=dtype, device_map=device_map)
-        columns = {"unswapped": theirs, "swapped": ours}
-    options.show(_table(columns))
+        typer.echo(f"\n{prompt}", nl=text != prompt)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        evaluate.greedy(swapped, torch.tensor(ids), new_tokens, streamer=streamer)
+        ours = measure(swapped, ids, new_tokens, before_bytes)
+        columns: dict[str, Measurement | str] = {"swapped": ours}
+        if compare and first:
+            # Both models at once may not fit into memory.
+            del swapped
+            gc.collect()
+            device_map = None if plan.device_map == {"": "cpu"} else "auto"
+            theirs = measure_unswapped(model, ids, new_tokens, dtype=dtype, device_map=device_map)
+            columns = {"unswapped": theirs, "swapped": ours}
+        options.show(_table(columns))
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[str, list[int]]:

@@ -155,9 +155,10 @@ class Checkpoint:
             opened.pop_all()
         return cls(path, shards)
 
-    def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """Read one tensor, or one slice of its first dimension, into new memory.
+    def read(self, name: str, index: int | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """Read one tensor, or one slice of its first dimension, or some of its rows, into new memory.
 
+        rows     start and number along the first dimension
         Returns  [*shape], or [*shape[1:]] for an index; CPU, contiguous, writable, nobody else's memory;
                  of GGUF's blocks uint8, with the bytes of a row as last dimension
         Raises   CheckpointError if there is no such tensor or slice, torch has no such dtype, or the file is
@@ -188,6 +189,15 @@ class Checkpoint:
             size //= shape[0]
             offset += index * size
             shape = shape[1:]
+        elif rows is not None:
+            start, count = rows
+            if not shape or start < 0 or count < 1 or start + count > shape[0]:
+                raise CheckpointError(
+                    f"{where}: there are no rows {start} to {start + count - 1}; its shape is {list(shape)}."
+                )
+            row = size // shape[0]
+            size, offset = count * row, offset + start * row
+            shape = (count, *shape[1:])
         # `safe_open(backend="pread")` is as fast for whole tensors, but reads all of a stacked tensor to give
         # one of its experts (0.4 against 38 GB/s, 64 experts, page cache), and notices no changed file.
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")

@@ -14,9 +14,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ktinject.errors import OperatorError
+from ktinject.errors import CheckpointError, OperatorError
 from ktinject.operators import Operator
 from ktinject.plan import Plan
+from ktinject.shards import Cut
 from ktinject.weights import formats
 from ktinject.weights.checkpoint import Checkpoint
 from ktinject.weights.stored import Codes, Fp8Blocks
@@ -31,6 +32,7 @@ class Reader:
     quantization  the config's `quantization_config`
     advance       called with the bytes of each tensor that was read; may be called from several threads
     check         refuse values that are not finite; scales are checked in any case
+    cuts          key → the part of it that is wanted
     """
 
     def __init__(
@@ -39,14 +41,29 @@ class Reader:
         quantization: Mapping[str, Any] | None,
         advance: Advance,
         check: bool = False,
+        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._quantization = quantization
         self._advance = advance
         self._check = check
+        self._cuts = cuts or {}
 
     def __call__(self, key: str, index: int | None = None) -> Tensor:
-        """The tensor, or one slice of its first dimension. Raises CheckpointError."""
+        """The tensor or the part of it that is wanted, or one slice of its first dimension. Raises CheckpointError."""
+        cut = self._cuts.get(key)
+        if cut is None:
+            return self._whole(key, index)
+        if cut.dim == 0 and cut.length and formats.detect(self._checkpoint, key, self._quantization).is_plain:
+            tensor = self._checkpoint.read(key, rows=(cut.start, cut.length))
+            if self._check:
+                formats.check_finite(key, tensor)
+            self._advance(tensor.nbytes)
+            return tensor
+        # Columns lie apart, and blocks and codes are decoded as a whole.
+        return cut.of(self._whole(key, index))
+
+    def _whole(self, key: str, index: int | None) -> Tensor:
         info = self._checkpoint.tensors.get(key)
         if info is None:
             tensor = formats.decode(self._checkpoint, key, index, self._quantization)
@@ -70,13 +87,17 @@ class Reader:
         form = formats.detect(self._checkpoint, key, self._quantization) if takes else None
         if form is None or form.name not in takes:
             return None
+        value: Stored
         if form.block is not None:
-            return self._count(key, formats.fp8_blocks(self._checkpoint, key, None, self._quantization))
-        return self._count(key, formats.codes(self._checkpoint, key, self._quantization))
-
-    def _count(self, key: str, value: Any) -> Any:
+            value = formats.fp8_blocks(self._checkpoint, key, None, self._quantization)
+        else:
+            value = formats.codes(self._checkpoint, key, self._quantization)
         self._advance(stored_bytes(self._checkpoint, key))
-        return value
+        cut = self._cuts.get(key)
+        try:
+            return value if cut is None else value.narrow(cut.dim, cut.start, cut.length)
+        except ValueError as error:
+            raise CheckpointError(f"{self._checkpoint.path}: {key}: {error}.") from None
 
 
 def stored_bytes(checkpoint: Checkpoint, key: str) -> int:
@@ -98,7 +119,7 @@ def from_checkpoint(
     """
     assert plan.mapping is not None
     targets, conversions = plan.mapping.targets, plan.mapping.conversions
-    wanted = [(entry.path, name) for entry in plan.entries for name in entry.wants]
+    wanted = [(entry.path, name) for entry in plan.entries if not entry.elsewhere for name in entry.wants]
     pieces = [(path, name, piece) for path, name in wanted for piece in targets.get(f"{path}.{name}", ())]
     positions = {key: position for position, key in enumerate(checkpoint.tensors)}
     pieces.sort(key=lambda item: positions[formats.tensors_of(checkpoint, item[2].key)[0]])

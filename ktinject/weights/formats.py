@@ -94,6 +94,11 @@ class Format:
     group_size: int = 0
     has_zeros: bool = False
 
+    @property
+    def is_plain(self) -> bool:
+        """The tensor holds the values themselves."""
+        return self.name in FLOATS.values()
+
 
 def companions(key: str) -> tuple[str, ...]:
     """Names that may accompany a weight, in any format that is read."""

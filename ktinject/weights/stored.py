@@ -22,6 +22,18 @@ class Codes:
     zeros: Tensor | None = None
     group_of: Tensor | None = None
 
+    def narrow(self, dim: int, start: int, length: int) -> Codes:
+        """A copy of some of its outputs (0) or inputs (1). Raises ValueError if that would divide a group."""
+        codes = self.codes.narrow(dim, start, length).clone()
+        if dim == 1 and self.group_of is not None:
+            return Codes(codes, self.scales, self.zeros, self.group_of[start : start + length].clone())
+        if dim == 1:
+            size = self.codes.shape[1] // self.scales.shape[1]
+            start, length = _blocks(start, length, size, "inputs")
+        scales = self.scales.narrow(dim, start, length).clone()
+        zeros = None if self.zeros is None else self.zeros.narrow(dim, start, length).clone()
+        return Codes(codes, scales, zeros, self.group_of)
+
     def values(self) -> Tensor:
         """[n, k] fp32, each the fp32 product of scale and difference; exact for scales of 16 bits."""
         n, k = self.codes.shape
@@ -46,3 +58,19 @@ class Fp8Blocks:
     values: Tensor
     scales: Tensor
     block: tuple[int, int]
+
+    def narrow(self, dim: int, start: int, length: int) -> Fp8Blocks:
+        """A copy of some of its outputs (0) or inputs (1). Raises ValueError if that would divide a block."""
+        first, count = _blocks(start, length, self.block[dim], ("outputs", "inputs")[dim])
+        values = self.values.narrow(dim, start, length).clone()
+        return Fp8Blocks(values, self.scales.narrow(dim, first, count).clone(), self.block)
+
+
+def _blocks(start: int, length: int, size: int, what: str) -> tuple[int, int]:
+    """The first of the blocks of this size, and how many they are."""
+    if start % size or length % size:
+        raise ValueError(
+            f"{what} {start} to {start + length - 1} are no whole blocks: a scale is for {size} of them. "
+            "Use fewer processes, or an operator for which the checkpoint is decoded"
+        )
+    return start // size, length // size

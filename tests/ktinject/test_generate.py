@@ -344,7 +344,7 @@ def test_a_refused_optimize_leaves_the_class(monkeypatch: pytest.MonkeyPatch) ->
     before = type(model)
     install = generate.install
 
-    def late(model: PreTrainedModel) -> None:
+    def late(model: PreTrainedModel, _: object) -> None:
         install(model)
         raise KeyboardInterrupt
 

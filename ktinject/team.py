@@ -1,0 +1,219 @@
+"""The processes of one tensor-parallel model: one a GPU, started by torchrun.
+
+    process 0 ── data: NCCL on GPUs, gloo on CPUs; in the order of the stream ──► the others
+              ── control: gloo; decisions and failures, from host to host ──────► the others
+
+All processes run the same program, so they call the same things in the same order. What one of them decides alone, or
+what fails in one of them alone, goes through the control group: no process waits for another that has given up.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ktinject import env, errors
+from ktinject.errors import OperatorError, PlanError
+from ktinject.machine import Machine
+
+# Process 0 packs all experts, the others wait for it.
+_LOADING = timedelta(hours=2)
+# From the moment on that a transfer is queued, so with all that is computed before it.
+_COMPUTING = timedelta(minutes=30)
+_START = "Start it with `torchrun --nproc-per-node <number of GPUs> script.py`."
+
+
+class Team:
+    """One process's place among them.
+
+    rank     0 to size - 1; process 0 has the experts
+    size     how many there are
+    device   where this one computes
+    failure  what went wrong in this process and was not raised yet: the others must hear of it at the same place
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, control: Any, data: Any) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.failure = ""
+        self._control, self._data = control, data
+        self._checks: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    @classmethod
+    def join(cls, machine: Machine, devices: str | Sequence[str] | None) -> Team | None:
+        """Meet the other processes; None if this is the only one. Raises PlanError, in all of them alike.
+
+        devices  None: the n-th GPU for the n-th process, or the CPU where there is none; else one for each, or "cpu"
+        """
+        rank, size = place()
+        device = torch.device(_device(machine, devices, rank, size))
+        if size == 1:
+            return None
+        return cls(rank, size, device, *_connect(device))
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Process 0's values in everybody's `tensor`, which is contiguous."""
+        dist.broadcast(tensor, 0, group=self._data)
+        return tensor
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes in everybody's `tensor`, which is contiguous; the same bits everywhere."""
+        dist.all_reduce(tensor, group=self._data)
+        return tensor
+
+    def join_last(self, part: Tensor) -> Tensor:
+        """[…, n] → […, size · n]: the parts of all processes, in their order."""
+        parts = part.new_empty(self.size, *part.shape)
+        if part.device.type == "cuda":
+            dist.all_gather_into_tensor(parts, part.contiguous(), group=self._data)
+        else:
+            dist.all_gather(list(parts.unbind(0)), part.contiguous(), group=self._data)
+        return parts.movedim(0, -2).flatten(-2)
+
+    def tell(self, thing: Any) -> list[Any]:
+        """What each process says, in their order; small, picklable things."""
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, thing, group=self._control)
+        return said
+
+    def all(self, fine: bool) -> bool:
+        """Whether all processes say so."""
+        return all(self.tell(fine))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What one process raises within, the others raise at the end. No transfer within may be left half done."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell((type(error).__name__, str(error)))
+            raise
+        self._raise_what(self.tell(None))
+
+    def _raise_what(self, said: list[tuple[str, str] | None]) -> None:
+        for rank, failure in enumerate(said):
+            if failure is not None and rank != self.rank:
+                kind = getattr(errors, failure[0], OperatorError)
+                text = failure[1] if kind.__name__ == failure[0] else f"{failure[0]}: {failure[1]}"
+                raise kind(f"process {rank} of {self.size}: {text}")
+
+    def watch(self, check: Callable[[], None]) -> None:
+        """Have `settle` ask this method, too, what went wrong; it raises OperatorError."""
+        self._checks.append(weakref.WeakMethod(check))
+
+    def settle(self, logits: Tensor) -> None:
+        """Raise in all processes what went wrong in one, at the end of a forward pass.
+
+        logits  [b, …, v], the same bits in all processes. Whatever fails in the experts gives NaN for all tokens, and
+                so NaN in here: only then does anybody ask the others.
+        Raises  OperatorError
+        """
+        if bool(logits[..., 0].isnan().any()):
+            self.settle_all()
+
+    def settle_all(self) -> None:
+        """`settle` after NaN was seen in all processes."""
+        for reference in self._checks:
+            try:
+                if (check := reference()) is not None:
+                    check()
+            except OperatorError as error:
+                self.failure = self.failure or str(error)
+        said, self.failure = self.tell(self.failure), ""
+        for rank, failure in enumerate(said):
+            if failure:
+                where = "" if rank == self.rank else f"process {rank} of {self.size}: "
+                raise OperatorError(f"{where}{failure}")
+
+    def agree(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Begin a request: all were given the same, and draw the same random numbers as process 0.
+
+        Raises  OperatorError if the tensors in the arguments differ
+        """
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        mine = [(list(tensor.shape), _checksum(tensor)) for tensor in tensors]
+        state: list[Tensor] = [torch.get_rng_state()] if self.rank == 0 else []
+        if self.rank == 0 and self.device.type == "cuda":
+            state.append(torch.cuda.get_rng_state(self.device))
+        said = self.tell((mine, state))
+        for rank, (theirs, _) in enumerate(said):
+            if theirs != said[0][0]:
+                raise OperatorError(
+                    f"generate: process {rank} of {self.size} was given {_shapes(theirs)}, process 0 "
+                    f"{_shapes(said[0][0])}, and they must be the same. Give every process the same prompts."
+                )
+        if self.rank:
+            torch.set_rng_state(said[0][1][0])
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(said[0][1][1], self.device)
+
+
+@functools.cache
+def _connect(device: torch.device) -> tuple[Any, Any]:
+    """The groups for control and data, the same for all models."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=_LOADING)
+    control = dist.new_group(backend="gloo", timeout=_LOADING)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=_COMPUTING)
+    # NCCL connects, and takes its memory, with the first transfer.
+    dist.all_reduce(torch.zeros(1, device=device), group=data)
+    return control, data
+
+
+def _checksum(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _shapes(tensors: list[tuple[list[int], int]]) -> str:
+    return ", ".join(f"{shape} (checksum {checksum:08x})" for shape, checksum in tensors) or "no tensor"
+
+
+def place() -> tuple[int, int]:
+    """This process's rank, and the number of processes. Raises PlanError."""
+    if not dist.is_available():
+        raise PlanError("tp: this build of torch has no torch.distributed. Use another one, or leave tp out.")
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+    else:
+        found = env.launched()
+        if found is None:
+            raise PlanError(f"tp: this process was not started by torchrun: found no RANK. {_START}")
+        rank, size = found
+    here = env.launched_here() or size
+    if here != size:
+        raise PlanError(
+            f"tp: found {size} processes, {here} of them on this machine; the experts are in the memory of one "
+            "machine, and allowed are the processes of one. Start them all on it."
+        )
+    return rank, size
+
+
+def _device(machine: Machine, devices: str | Sequence[str] | None, rank: int, size: int) -> str:
+    """The device of a process. Raises PlanError."""
+    gpus = [f"cuda:{gpu.index}" for gpu in machine.gpus]
+    listed = [devices] if isinstance(devices, str) else list(gpus or ["cpu"] if devices is None else devices)
+    listed = ["cuda:0" if device == "cuda" else str(device) for device in listed]
+    if listed == ["cpu"]:
+        return "cpu"
+    absent = [device for device in listed if device not in gpus]
+    if absent:
+        raise PlanError(
+            f"tp: there is no device {', '.join(absent)}; found are {', '.join(gpus) or 'no GPUs'}. "
+            'Name a GPU for each process, or "cpu".'
+        )
+    if len(listed) < size or (devices is not None and len(listed) != size):
+        raise PlanError(
+            f"tp: found {size} processes and {len(listed)} GPUs ({', '.join(listed)}); each process has one of its "
+            f"own. Start {len(listed)} processes, or name {size} GPUs."
+        )
+    return listed[rank]

@@ -1,0 +1,202 @@
+"""Several processes that share a model, as torchrun would start them, and what tests let them do.
+
+`run` starts them once for many cases, since each start imports torch and transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# A case is a function of a rank and its arguments; what it returns must be picklable.
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+
+LIMIT_SECONDS = 150
+
+
+def run(cases: Sequence[Case], size: int = 2, gpu: bool = False) -> list[list[Any]]:
+    """[case][rank]: what each returned, or the exception it raised as (class name, text)."""
+    context = torch.multiprocessing.get_context("spawn")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    answers = context.Queue()
+    processes = [
+        context.Process(target=_work, args=(rank, size, port, gpu, list(cases), answers), daemon=True)
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found: dict[int, list[Any]] = {}
+        for _ in processes:
+            rank, results = answers.get(timeout=LIMIT_SECONDS)
+            found[rank] = results
+        for process in processes:
+            process.join(timeout=20)
+            assert process.exitcode == 0, "a process did not end"
+    finally:
+        for process in processes:
+            process.kill()
+    return [list(results) for results in zip(*(found[rank] for rank in range(size)))]
+
+
+def _work(rank: int, size: int, port: int, gpu: bool, cases: list[Case], answers: Any) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        KTINJECT_THREADS=str(max(1, (os.cpu_count() or 1) // size)),
+    )
+    if not gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    results: list[Any] = []
+    for case, arguments in cases:
+        try:
+            results.append(case(rank, *arguments))
+        except Exception as error:
+            results.append((type(error).__name__, str(error)))
+            if type(error).__module__ != "ktinject.errors":
+                traceback.print_exc()
+    answers.put((rank, results))
+
+
+# What they do. Tensors are given back as lists, since their memory goes with the process.
+
+
+def load(folder: Path, rules: Any, devices: str | None = "cpu", **kwargs: Any) -> Any:
+    import ktinject
+
+    return ktinject.load(folder, rules, devices=devices, progress=False, tp=True, **kwargs)
+
+
+def prompt(*shape: int, device: Any = "cpu") -> Tensor:
+    return torch.randint(3, 90, shape, generator=torch.Generator().manual_seed(7)).to(device)
+
+
+def greedy(model: Any, ids: Tensor, new_tokens: int = 10, **kwargs: Any) -> list[list[int]]:
+    arguments: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, **kwargs}
+    return model.generate(ids, max_new_tokens=new_tokens, **arguments).tolist()
+
+
+def same(rank: int, folder: Path, rules: Any, devices: str | None) -> dict[str, Any]:
+    """Load, and answer in all ways of decoding."""
+    from ktinject.weights.checkpoint import Checkpoint
+
+    read: list[str] = []
+    whole = Checkpoint.read
+
+    def counting(self: Checkpoint, name: str, *args: Any, **kwargs: Any) -> Tensor:
+        read.append(name)
+        return whole(self, name, *args, **kwargs)
+
+    Checkpoint.read = counting  # type: ignore[method-assign]
+    try:
+        model = load(folder, rules, devices)
+    finally:
+        Checkpoint.read = whole  # type: ignore[method-assign]
+    ids = prompt(3, 7, device=model.device)
+    with torch.no_grad():
+        logits = model(ids).logits.float().tolist()
+    torch.manual_seed(rank)
+    found = {
+        "logits": logits,
+        "greedy": [greedy(model, prompt(batch, 7, device=model.device)) for batch in (1, 3)],
+        "again": greedy(model, ids),
+        "ways": dict(model.ktinject_decoding.requests),
+        "sampled": greedy(model, ids, do_sample=True, temperature=0.9, top_k=20, top_p=0.95),
+        "beams": greedy(model, ids, num_beams=2),
+        "static": greedy(model, ids, cache_implementation="static"),
+        "stock": greedy(model, ids, no_repeat_ngram_size=2),
+        "bytes": model.ktinject.bytes,
+        "experts read": sum(".experts." in name for name in read),
+        "cut": sorted(model.ktinject.styles),
+        "shapes": {name: list(p.shape) for name, p in model.named_parameters()},
+        "notes": model.ktinject.notes,
+        "reason": model.ktinject_decoding.reason,
+    }
+    return found
+
+
+class Spoiler:
+    """A streamer that makes the routing of process 0 wrong after some tokens."""
+
+    def __init__(self, wrong: Tensor, after: int) -> None:
+        self.wrong, self.left = wrong, after
+
+    def put(self, _: Tensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.wrong.fill_(1000)
+
+    def end(self) -> None:
+        pass
+
+
+def failure(rank: int, folder: Path, rules: Any, devices: str | None) -> list[str]:
+    """The experts of process 0 fail: once on the host, in a prompt, and once where they compute, in a decode step."""
+    from ktinject.errors import OperatorError
+
+    model = load(folder, rules, devices)
+    ids = prompt(1, 7, device=model.device)
+    experts = [module for module in model.modules() if getattr(module, "across", "") == "first"]
+    assert bool(experts) == (rank == 0)
+    wrong, refuse = torch.zeros((), dtype=torch.int64, device=model.device), [False]
+    if rank == 0:
+        kind: Any = type(experts[-1])
+        own = kind.forward
+
+        def spoiled(self: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            if refuse[0]:
+                raise OperatorError("made to fail")
+            return own(self, x, index + wrong if self is experts[-1] else index, weights)
+
+        kind.forward = spoiled
+    right = greedy(model, ids)  # where there are graphs, they hold what is spoiled later
+    texts = []
+    for streamer in (None, Spoiler(wrong if rank == 0 else wrong.clone(), 4)):
+        refuse[0] = streamer is None
+        try:
+            greedy(model, ids, streamer=streamer)
+            texts.append("nothing was raised")
+        except OperatorError as error:
+            texts.append(str(error))
+        refuse[0] = False
+        wrong.zero_()
+        texts.append("the same afterwards" if greedy(model, ids) == right else "other tokens afterwards")
+    return texts
+
+
+def other_prompts(rank: int, folder: Path, rules: Any, devices: str | None) -> Any:
+    model = load(folder, rules, devices)
+    return greedy(model, prompt(1, 5 + rank, device=model.device))
+
+
+def bad_shard(rank: int, folder: Path, rules: Any) -> str:
+    """Loading fails in process 1 only."""
+    from ktinject.errors import CheckpointError
+    from ktinject.weights import fill
+
+    if rank == 1:
+
+        def refuse(*_: Any) -> None:
+            raise CheckpointError("made to fail")
+
+        fill.from_checkpoint = refuse  # type: ignore[assignment]
+    return refused(rank, folder, rules)
+
+
+def refused(rank: int, folder: Path, rules: Any) -> str:
+    load(folder, rules)
+    return "not refused"
