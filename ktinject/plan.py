@@ -206,7 +206,9 @@ def make(
             over = {device: size for device, size in to_load.items() if size > where.limits[device]}
             excess = sum(size - where.limits[device] for device, size in over.items())
             running, too_much = working.find(entries, model, device_map, to_load, where.limits, cached)
-            layouts.append(((excess, len(too_much)), device_map, entries, rest, to_load, running, over, too_much))
+            layouts.append(
+                ((excess, len(too_much)), device_map, entries, rest, to_load, running, over, too_much)
+            )
             if not over and not too_much:
                 break
     _, device_map, entries, rest, to_load, running, over, too_much = min(
