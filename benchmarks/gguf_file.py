@@ -3,8 +3,8 @@
     python benchmarks/gguf_file.py /dev/shm/a.gguf --layers 8 --type q4_0          # Qwen3-30B-A3B
     python benchmarks/bench_generate.py --vocab 32768 --llama-bench ./llama-bench --gguf int4=/dev/shm/a.gguf
 
-Time depends on shapes, not on values: one MiB of random weights is written again and again. Tests write their own
-files with `header`.
+Time depends on shapes, and on which experts tokens choose: as many different ones as with ktinject's own random
+weights. One MiB of these is written again and again.
 """
 
 from __future__ import annotations
@@ -116,24 +116,34 @@ def qwen3_moe(config: Any, kind: str) -> tuple[dict[str, Any], list[Tensor]]:
     return metadata, tensors
 
 
-def some(kind: str, rng: np.random.Generator) -> bytes:
-    """About a MiB of weights around zero."""
+def some(kind: str, std: float, rng: np.random.Generator) -> bytes:
+    """About a MiB of weights, as many below as above zero: with a mean, all tokens would soon be alike.
+
+    Their number is prime, so that no two rows of a matrix are equal.
+    """
     if kind in ("f32", "bf16"):
-        values = rng.standard_normal(1 << (18 if kind == "f32" else 19), dtype=np.float32) * np.float32(0.02)
+        values = rng.standard_normal(262_147 if kind == "f32" else 524_309, dtype=np.float32) * np.float32(
+            std
+        )
         return (
             values.tobytes() if kind == "f32" else (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
         )
-    blocks = rng.integers(0, 256, ((1 << 20) // 32, TYPES[kind][2]), dtype=np.uint8)
-    scale = np.array([0.0003 if kind == "q8_0" else 0.004], dtype=np.float16)
-    blocks[:, :2] = scale.view(np.uint8)
+    blocks = rng.integers(0, 256, (32_771, TYPES[kind][2]), dtype=np.uint8)
+    if kind == "q4_0":
+        low, high = rng.integers(1, 16, (2, len(blocks), 16), dtype=np.uint8)  # -7 to 7
+        blocks[:, 2:] = low | high << 4
+    step = std / (74 if kind == "q8_0" else 4.3)  # deviation of the codes
+    blocks[:, :2] = np.array([step], dtype=np.float16).view(np.uint8)
     return blocks.tobytes()
 
 
 def data(tensors: Sequence[Tensor], rng: np.random.Generator) -> Iterator[bytes]:
-    pieces = {kind: some(kind, rng) for _, kind, _ in tensors}
+    pieces = {kind: some(kind, 0.02, rng) for _, kind, _ in tensors}
+    # As in ktinject.shapes: the token decides on the experts, not the context.
+    embeddings = some("bf16", 1.0, rng)
     ones = np.ones(1 << 16, dtype=np.float32).tobytes()
-    for _, kind, shape in tensors:
-        piece = ones if len(shape) == 1 else pieces[kind]
+    for name, kind, shape in tensors:
+        piece = ones if len(shape) == 1 else embeddings if name.startswith("token_embd") else pieces[kind]
         left = total = size(kind, shape)
         while left > 0:
             yield piece[:left]
