@@ -31,7 +31,7 @@ COLUMNS = [
     "us", "us_p10", "us_p90", "gb_s", "tflops", "roofline_us", "share", "bound", "peer", "peer_us", "ratio",
 ]  # fmt: skip
 BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
-# Where llama.cpp is fastest: page-locked weights and long chunks for the way to the GPU. A busy core can slow all others.
+# Where llama.cpp is fastest: page-locked weights and long chunks for the way to the GPU. A busy core can slow all.
 LLAMA_OPTIONS = {True: "-t 15,16 -lm none -ub 512,2048", False: "-t 15,16"}
 
 

@@ -110,3 +110,44 @@ def test_plot_or_how_to_get_it(
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(SystemExit, match="pip install matplotlib"):
         plot_moe.draw(rows, tmp_path / "out.png")
+
+
+@pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_0"])
+def test_gguf_files_hold_a_model_whose_tokens_differ(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rows that repeat, or weights with a mean, all tokens would choose the same experts: nothing to measure."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import gguf_file
+    import numpy
+
+    import ktinject
+    from ktinject.weights import formats
+    from ktinject.weights.checkpoint import Checkpoint
+
+    config = ktinject.shapes.config(
+        "qwen3-30b-a3b",
+        2,
+        hidden_size=64,
+        moe_intermediate_size=96,
+        num_experts=16,
+        head_dim=32,
+        vocab_size=600,
+    )
+    metadata, tensors = gguf_file.qwen3_moe(config, kind)
+    path = tmp_path / "a.gguf"
+    pieces = gguf_file.data(tensors, numpy.random.default_rng(0))
+    path.write_bytes(gguf_file.header(metadata, tensors) + b"".join(pieces))
+    with Checkpoint.open(path) as checkpoint:
+        expert = formats.decode(checkpoint, "model.layers.1.mlp.experts.15.down_proj.weight").float()
+        embeddings = formats.decode(checkpoint, "model.embed_tokens.weight").float()
+    assert expert.shape == (64, 96) and abs(expert.mean()) < 0.002 and 0.017 < expert.std() < 0.023
+    assert len(embeddings.unique(dim=0)) == 600 and 0.9 < embeddings.std() < 1.1
+    model = ktinject.load(path, devices="cpu", progress=False)
+    chosen: list[torch.Tensor] = []
+    router = model.get_submodule("model.layers.1.mlp.gate")
+    router.register_forward_hook(lambda *found: chosen.append(found[-1][-1]))
+    with torch.no_grad():
+        model(torch.arange(600)[None])
+    shares = torch.bincount(chosen[0].flatten().long(), minlength=16) / chosen[0].numel() * 16
+    assert shares.shape == (16,) and 0.5 < shares.min() and shares.max() < 2
