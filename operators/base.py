@@ -26,7 +26,7 @@ from ktinject.errors import OperatorError
 if TYPE_CHECKING:
     from ktinject.machine import Machine
     from ktinject.weights.fill import Stored
-    from ktinject.weights.formats import Format
+    from ktinject.weights.stored import Format
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ktinject.weights.stored import Fp8Blocks
 
 if TYPE_CHECKING:
     from ktinject.weights.fill import Stored
-    from ktinject.weights.formats import Format
+    from ktinject.weights.stored import Format
 
 BLOCK = 128
 FP8_MAX = 448.0  # of float8_e4m3fn

@@ -19,7 +19,7 @@ from ktinject.weights.stored import Codes
 
 if TYPE_CHECKING:
     from ktinject.weights.fill import Stored
-    from ktinject.weights.formats import Format
+    from ktinject.weights.stored import Format
 
 
 @dataclass(frozen=True)

@@ -364,19 +364,10 @@ def _open_shards(folder: Path, files: list[str], opened: ExitStack) -> dict[str,
 
 def _rename_gguf(path: Path, shards: dict[str, _Shard]) -> dict[str, Any]:
     """Give the tensors of GGUF files the names of safetensors. Returns the metadata of the model."""
-    metadata = next(iter(shards.values())).metadata  # the first part has it all
-    gguf_names.check_parts([shard.metadata for shard in shards.values()], str(path))
-    seen: dict[str, str] = {}
-    for file, shard in shards.items():
-        entries = gguf_names.rename(metadata, shard.entries, str(shard.path))
-        for name in entries:
-            if name in seen:
-                raise CheckpointError(
-                    f"{path}: tensor {shown(name)} is in {seen[name]} and in {file}. Download the files again."
-                )
-            seen[name] = file
-        shards[file] = replace(shard, entries=entries)
-    return metadata
+    headers = {name: (shard.metadata, shard.entries) for name, shard in shards.items()}
+    for name, entries in gguf_names.rename(headers, path).items():
+        shards[name] = replace(shards[name], entries=entries)
+    return next(iter(shards.values())).metadata  # the first part has it all
 
 
 def _agree(index: Path, weight_map: dict[str, str], shards: dict[str, _Shard]) -> None:

@@ -20,7 +20,7 @@ from ktinject.plan import Plan
 from ktinject.shards import Cut
 from ktinject.weights import formats
 from ktinject.weights.checkpoint import Checkpoint
-from ktinject.weights.stored import Codes, Fp8Blocks
+from ktinject.weights.stored import Codes, Fp8Blocks, check_finite
 
 Advance = Callable[[int], None]
 Stored = Codes | Fp8Blocks
@@ -74,7 +74,7 @@ class Reader:
         else:
             tensor = self._checkpoint.read(key, index)
         if self._check:
-            formats.check_finite(key, tensor)
+            check_finite(key, tensor)
         self._advance(info.bytes if index is None else info.bytes // info.shape[0])
         return tensor
 
@@ -163,7 +163,7 @@ def from_model(
         for name in entry.wants:
             tensor = model.get_parameter_or_buffer(f"{entry.path}.{name}").detach()
             if check:
-                formats.check_finite(f"{entry.path}.{name}", tensor)
+                check_finite(f"{entry.path}.{name}", tensor)
             _load_whole(entry.path, operators[entry.path], name, tensor)
             advance(tensor.nbytes)
     _finish(operators)

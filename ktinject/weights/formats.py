@@ -23,31 +23,19 @@ Source: the FP8 layout is DeepSeek-V3's (`weight_scale_inv` multiplies, in spite
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ktinject.errors import CheckpointError
-from ktinject.weights import gguf_blocks, int4, mxfp4
+from ktinject.weights import gguf_blocks, int4, int4_tensors, mxfp4
 from ktinject.weights.checkpoint import Checkpoint
 from ktinject.weights.safetensors_header import DOWNLOAD_AGAIN, shown
-from ktinject.weights.stored import Codes, Fp8Blocks
+from ktinject.weights.stored import FLOATS, READ, Codes, Format, Fp8Blocks, check_finite, place_of, refused
 
-FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 SCALES = ("F32", "BF16", "F16", "F8_E8M0")  # all exact in fp32
 BLOCK = (128, 128)
 Q4_0_GROUP = 32  # inputs in a block
-READ = (
-    "Read are bf16, fp16, fp32, FP8 (F8_E4M3) with block scales, MXFP4 as gpt-oss has it, int4 of GPTQ, AWQ and "
-    "compressed-tensors, and most types of GGUF; use a checkpoint in one of these."
-)
 
-# The tensors that hold an int4 weight, by what replaces ".weight" in its name: needed ones, then optional ones.
-_INT4 = (
-    ((".qweight", ".qzeros", ".scales"), (".g_idx",)),
-    ((".weight_packed", ".weight_scale"), (".weight_shape", ".weight_zero_point", ".weight_g_idx")),
-)
 _KV_B = ((".k_b", ".v_b"), ())
 _MXFP4 = ("_blocks", "_scales")  # what the names of its two tensors add to the weight's
 METHODS = (
@@ -72,33 +60,6 @@ UNSUPPORTED = {
     ".weight_scale": "FP8 with a scale per tensor or channel",
 }
 
-_CHECK_ELEMENTS = 1 << 22
-
-
-@dataclass(frozen=True)
-class Format:
-    """How one weight is stored.
-
-    name        a row of the table above; "float" if only an index is there, which does not tell the dtype
-    companions  further tensors that belong to the weight; for int4, kv_b and mxfp4 all of its tensors
-    block       (n, k) of fp8_blocks, else None
-    shape       of the weight where it has no tensor of its own: int4, kv_b, mxfp4; None if only an index is there
-    group_size  inputs that share a scale, in int4 and q4_0; else 0
-    has_zeros   int4 has zero points other than 8
-    """
-
-    name: str
-    companions: tuple[str, ...] = ()
-    block: tuple[int, int] | None = None
-    shape: tuple[int, ...] | None = None
-    group_size: int = 0
-    has_zeros: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """The tensor holds the values themselves."""
-        return self.name in FLOATS.values()
-
 
 def companions(key: str) -> tuple[str, ...]:
     """Names that may accompany a weight, in any format that is read."""
@@ -113,7 +74,7 @@ def weight_names(names: Iterable[str]) -> set[str]:
         if key + _MXFP4[1] in names:
             names -= {key + suffix for suffix in _MXFP4}
             names.add(key)
-    for needed, optional in (*_INT4, _KV_B):
+    for needed, optional in (*int4_tensors.TENSORS, _KV_B):
         for name in [name for name in names if name.endswith(needed[0])]:
             stem = name.removesuffix(needed[0])
             if all(stem + suffix in names for suffix in needed):
@@ -128,7 +89,7 @@ def tensors_of(checkpoint: Checkpoint, key: str) -> tuple[str, ...]:
     if key not in names:
         if all(key + suffix in names for suffix in _MXFP4):
             return tuple(key + suffix for suffix in _MXFP4)
-        for needed, optional in (*_INT4, _KV_B):
+        for needed, optional in (*int4_tensors.TENSORS, _KV_B):
             if all(stem + suffix in names for suffix in needed):
                 return tuple(stem + s for s in (*needed, *optional) if stem + s in names)
     return (key,)
@@ -157,12 +118,12 @@ def detect(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | N
     if held != (key,):
         if held[0].endswith(_KV_B[0][0]):
             return _detect_kv_b(checkpoint, key, held)
-        return _detect_int4(checkpoint, key, held, quantization or {})
+        return int4_tensors.detect(checkpoint, key, held, quantization or {})
     for suffix, name in UNSUPPORTED.items():
         if stem + suffix in names:
-            raise _refused(checkpoint, key, f"{name} format, to which {shown(stem + suffix)} belongs. {READ}")
+            raise refused(checkpoint, key, f"{name} format, to which {shown(stem + suffix)} belongs. {READ}")
     if key not in names:
-        raise _refused(checkpoint, key, "not in the checkpoint.")
+        raise refused(checkpoint, key, "not in the checkpoint.")
     scale = f"{key}_scale_inv"
     if scale not in names:
         if not checkpoint.complete:
@@ -171,7 +132,7 @@ def detect(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | N
         if dtype in gguf_blocks.TYPES:
             return Format(dtype.lower(), group_size=Q4_0_GROUP if dtype == "Q4_0" else 0)
         if dtype not in FLOATS:
-            raise _refused(checkpoint, key, f"dtype {dtype} without {shown(scale)}. {READ}")
+            raise refused(checkpoint, key, f"dtype {dtype} without {shown(scale)}. {READ}")
         return Format(FLOATS[dtype])
     block = _block(checkpoint, key, quantization or {})
     if checkpoint.complete:
@@ -201,7 +162,7 @@ def decode(
         return gguf_blocks.values(form.name.upper(), _blocks(checkpoint, key, index))
     if form.shape is not None:
         if index is not None:
-            raise _refused(
+            raise refused(
                 checkpoint, key, f"there is no expert {index} in a matrix; int4 is read as whole matrices."
             )
         return codes(checkpoint, key, quantization).values()
@@ -221,15 +182,15 @@ def fp8_blocks(
     form = detect(checkpoint, key, quantization)
     assert form.block is not None, "asked for fp8_blocks only"
     if index is not None and len(checkpoint.tensors[key].shape) < 3:
-        raise _refused(
+        raise refused(
             checkpoint, key, f"there is no expert {index} in a matrix; FP8 blocks are read as whole matrices."
         )
     scales = checkpoint.read(form.companions[0], index).float()
     wrong = ~(torch.isfinite(scales) & (scales > 0))
     if wrong.any():
-        position = _position(scales, int(wrong.flatten().nonzero()[0]))
+        position = place_of(scales, int(wrong.flatten().nonzero()[0]))
         found = scales[tuple(position)].item()
-        raise _refused(
+        raise refused(
             checkpoint,
             form.companions[0],
             f"{found} at {position}; scales must be positive and finite. {DOWNLOAD_AGAIN}",
@@ -245,52 +206,7 @@ def codes(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | No
     form = detect(checkpoint, key, quantization)
     if form.name == "q4_0":
         return int4.from_q4_0(_blocks(checkpoint, key), checkpoint.tensors[key].shape[-1])
-    read = {name.removeprefix(key.removesuffix("weight")): checkpoint.read(name) for name in form.companions}
-    scales = read.get("scales", read.get("weight_scale"))
-    assert form.shape is not None and scales is not None, "asked for int4 only"
-    check_finite(form.companions[2 if "scales" in read else 1], scales)
-    group_of = read.get("g_idx", read.get("weight_g_idx"))
-    if group_of is not None and (group_of.min() < 0 or group_of.max() >= form.shape[1] // form.group_size):
-        raise _refused(checkpoint, key, f"g_idx names a group that is not there. {DOWNLOAD_AGAIN}")
-    if form.name == "packed":
-        claimed = read.get("weight_shape")
-        if claimed is not None and tuple(claimed.tolist()) != form.shape:
-            raise _refused(
-                checkpoint,
-                key,
-                f"weight_shape says {claimed.tolist()}; weight_packed holds {list(form.shape)}. {DOWNLOAD_AGAIN}",
-            )
-        found = int4.from_packed(read["weight_packed"], scales, read.get("weight_zero_point"), group_of)
-    elif form.name == "awq":
-        found = int4.from_awq(read["qweight"], read["qzeros"], scales)
-    else:
-        version = 2 if (quantization or {}).get("checkpoint_format") == "gptq_v2" else 1
-        found = int4.from_gptq(read["qweight"], read["qzeros"], scales, group_of, version)
-    if found.zeros is not None and not form.has_zeros:
-        raise _refused(
-            checkpoint,
-            key,
-            "zero points other than 8, and config.json says symmetric. Correct quantization_config.sym.",
-        )
-    return found
-
-
-def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise CheckpointError naming the tensor and the position of its first NaN or infinity, if any."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return
-    flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), _CHECK_ELEMENTS):
-        piece = flat[start : start + _CHECK_ELEMENTS]
-        if piece.element_size() == 1:
-            piece = piece.float()  # torch has no isfinite for 8-bit floats
-        finite = torch.isfinite(piece)
-        if not finite.all():
-            first = int((~finite).nonzero()[0])
-            raise CheckpointError(
-                f"tensor {shown(name)}: {piece[first].item()} at {_position(tensor, start + first)}; "
-                f"all values must be finite. The checkpoint is damaged. {DOWNLOAD_AGAIN}"
-            )
+    return int4_tensors.codes(checkpoint, key, form, quantization or {})
 
 
 def _dequantize(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -316,7 +232,7 @@ def _block(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any]) ->
     block = quantization.get("weight_block_size", BLOCK)
     if isinstance(block, (list, tuple)) and len(block) == 2 and all(type(x) is int and x > 0 for x in block):
         return block[0], block[1]
-    raise _refused(
+    raise refused(
         checkpoint,
         key,
         f"quantization_config.weight_block_size is {shown(block)}; two positive integers are needed. "
@@ -327,19 +243,19 @@ def _block(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any]) ->
 def _check_scale_grid(checkpoint: Checkpoint, key: str, scale: str, block: tuple[int, int]) -> None:
     weight, scales = checkpoint.tensors[key], checkpoint.tensors[scale]
     if weight.dtype != "F8_E4M3" or len(weight.shape) < 2:
-        raise _refused(
+        raise refused(
             checkpoint,
             key,
             f"{weight.dtype} {list(weight.shape)} with block scales; a matrix of F8_E4M3 is needed. {READ}",
         )
     if scales.dtype not in SCALES:
-        raise _refused(
+        raise refused(
             checkpoint, scale, f"scales of dtype {scales.dtype}; allowed: {', '.join(SCALES)}. {READ}"
         )
     *leading, n, k = weight.shape
     expected = (*leading, -(-n // block[0]), -(-k // block[1]))
     if scales.shape != expected:
-        raise _refused(
+        raise refused(
             checkpoint,
             scale,
             f"a scale grid of {list(scales.shape)}; {list(expected)} is needed for {list(weight.shape)} "
@@ -354,18 +270,18 @@ def _detect_mxfp4(checkpoint: Checkpoint, key: str, held: tuple[str, ...]) -> Fo
     blocks, scales = (checkpoint.tensors[name] for name in held)
     if blocks.dtype != "U8" or len(blocks.shape) < 3 or blocks.shape[-1] != mxfp4.BYTES:
         text = f"{blocks.dtype} {list(blocks.shape)}; U8 [..., outputs, groups, {mxfp4.BYTES}] is needed"
-        raise _refused(checkpoint, held[0], f"{text}. {READ}")
+        raise refused(checkpoint, held[0], f"{text}. {READ}")
     *leading, n, groups, _ = blocks.shape
     if scales.dtype not in ("U8", "F8_E8M0") or scales.shape != (*leading, n, groups):
         text = f"{scales.dtype} {list(scales.shape)}; U8 {[*leading, n, groups]} is needed"
-        raise _refused(checkpoint, held[1], f"{text}. {DOWNLOAD_AGAIN}")
+        raise refused(checkpoint, held[1], f"{text}. {DOWNLOAD_AGAIN}")
     return Format("mxfp4", held, shape=(*leading, groups * mxfp4.GROUP, n), group_size=mxfp4.GROUP)
 
 
 def _decode_mxfp4(checkpoint: Checkpoint, form: Format, index: int | None) -> torch.Tensor:
     assert form.shape is not None, "of a complete checkpoint"
     if index is not None and len(form.shape) < 3:
-        raise _refused(
+        raise refused(
             checkpoint,
             form.companions[0],
             f"there is no expert {index} in a matrix; MXFP4 is read as whole matrices.",
@@ -374,9 +290,9 @@ def _decode_mxfp4(checkpoint: Checkpoint, form: Format, index: int | None) -> to
     scales = scales.view(torch.uint8)
     wrong = (scales > mxfp4.MOST_SCALE).flatten().nonzero()
     if len(wrong):
-        position = _position(scales, int(wrong[0]))
+        position = place_of(scales, int(wrong[0]))
         found = int(scales[tuple(position)])
-        raise _refused(
+        raise refused(
             checkpoint,
             form.companions[1],
             f"{found} at {position}; scales must be at most {mxfp4.MOST_SCALE}. {DOWNLOAD_AGAIN}",
@@ -390,7 +306,7 @@ def _detect_kv_b(checkpoint: Checkpoint, key: str, held: tuple[str, ...]) -> For
         text = (
             f"shapes {[list(part) for part in parts]}; [heads, latent, d] and [heads, v, latent] are needed"
         )
-        raise _refused(checkpoint, held[0], f"{text}. {DOWNLOAD_AGAIN}")
+        raise refused(checkpoint, held[0], f"{text}. {DOWNLOAD_AGAIN}")
     for name in held:
         detect(checkpoint, name)
     (heads, latent, keys), values = parts[0], parts[1][1]
@@ -402,93 +318,3 @@ def _blocks(checkpoint: Checkpoint, key: str, index: int | None = None) -> torch
     rows = checkpoint.read(key, index)
     check_finite(key, gguf_blocks.scales(checkpoint.tensors[key].dtype, rows))
     return rows
-
-
-def _detect_int4(
-    checkpoint: Checkpoint, key: str, held: tuple[str, ...], quantization: Mapping[str, Any]
-) -> Format:
-    method = quantization.get("quant_method")
-    stem = key.removesuffix("weight")
-    if f"{stem}weight_packed" in held:
-        name, zeros = "packed", f"{stem}weight_zero_point" in held
-        scheme = _packed_scheme(checkpoint, key, quantization)
-        group_size = scheme.get("group_size") or -1
-    elif method in ("gptq", "awq"):
-        name = method
-        bits = quantization.get("bits", quantization.get("w_bit", 4))
-        if bits != 4:
-            raise _refused(checkpoint, key, f"{method} with {bits} bits; 4 are read. {READ}")
-        if name == "awq" and str(quantization.get("version", "gemm")).lower() != "gemm":
-            raise _refused(checkpoint, key, f"AWQ of version {quantization['version']}; gemm is read. {READ}")
-        zeros = name == "awq" or not quantization.get("sym", True)
-        group_size = quantization.get("group_size", quantization.get("q_group_size", -1))
-    else:
-        raise _refused(
-            checkpoint,
-            key,
-            f"GPTQ or AWQ; quantization_config.quant_method is {shown(method)} and does not say which. "
-            "Correct config.json.",
-        )
-    if not checkpoint.complete:
-        return Format(name, held, None, None, group_size if type(group_size) is int else -1, zeros)
-    found = {part.removeprefix(stem): checkpoint.tensors[part] for part in held}
-
-    def refuse(part: str, needed: str) -> CheckpointError:
-        info = found[part]
-        text = f"{info.dtype} {list(info.shape)}; {needed} is needed. {DOWNLOAD_AGAIN}"
-        return _refused(checkpoint, stem + part, text)
-
-    first, scale = ("weight_packed", "weight_scale") if name == "packed" else ("qweight", "scales")
-    for part in (first, scale):
-        if len(found[part].shape) != 2 or 0 in found[part].shape:
-            raise refuse(part, "a matrix")
-    rows, columns = found[first].shape
-    n, k = {"packed": (rows, 8 * columns), "gptq": (columns, 8 * rows), "awq": (8 * columns, rows)}[name]
-    groups = found[scale].shape[name == "packed"]
-    if k % groups:
-        raise refuse(scale, f"a number of groups that divides {k}")
-    expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
-        first: (("I32",), (rows, columns)),
-        scale: (("F16", "BF16", "F32"), (n, groups) if name == "packed" else (groups, n)),
-        "qzeros": (("I32",), (groups, -(-n // 8))),
-        "weight_zero_point": (("I32",), (-(-n // 8), groups)),
-        "g_idx": (("I32", "I64"), (k,)),
-        "weight_g_idx": (("I32", "I64"), (k,)),
-        "weight_shape": (("I32", "I64"), (2,)),
-    }
-    for part, (dtypes, dims) in expected.items():
-        if part in found and (found[part].dtype not in dtypes or found[part].shape != dims):
-            raise refuse(part, f"{' or '.join(dtypes)} {list(dims)}")
-    return Format(name, held, None, (n, k), k // groups, zeros)
-
-
-def _packed_scheme(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-    """compressed-tensors says in config.json how its packed weights are made; all in one way."""
-    groups = quantization.get("config_groups")
-    schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    for scheme in schemes:
-        if (
-            not isinstance(scheme, Mapping)
-            or scheme.get("num_bits") != 4
-            or scheme.get("type", "int") != "int"
-        ):
-            raise _refused(
-                checkpoint,
-                key,
-                f"compressed-tensors packed as {shown(scheme)}; int of 4 bits is read. {READ}",
-            )
-    if not schemes:
-        raise _refused(
-            checkpoint,
-            key,
-            "compressed-tensors packed, and quantization_config.config_groups does not say how. Correct config.json.",
-        )
-    return schemes[0]
-
-
-def _position(tensor: torch.Tensor, flat: int) -> list[int]:
-    return [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)]
-
-
-def _refused(checkpoint: Checkpoint, key: str, found: str) -> CheckpointError:
-    return CheckpointError(f"{checkpoint.path}: tensor {shown(key)}: {found}")

@@ -79,44 +79,59 @@ def parts(folder: Path, name: str) -> list[str]:
     return names
 
 
-def check_parts(metadata: Sequence[Mapping[str, Any]], where: str) -> None:
+def rename(
+    headers: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Entry]]], path: Path
+) -> dict[str, dict[str, Entry]]:
+    """File → its tensors by the names that they have in safetensors, stacked experts one by one; unknown names stay.
+
+    headers  file → metadata and tensors; of a model in parts, all of them in order
+    path     what was opened, for messages
+    Raises   CheckpointError for architectures and types that are not served, experts that are not stacked, and parts
+             that do not belong together
+    """
+    _check_parts([metadata for metadata, _ in headers.values()], path)
+    architecture = next(iter(headers.values()))[0].get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{path}: general.architecture is {shown(architecture)}; of GGUF, {', '.join(ARCHITECTURES)} are read. "
+            "Use the safetensors checkpoint that the file was made from."
+        )
+    seen: dict[str, str] = {}
+    renamed: dict[str, dict[str, Entry]] = {}
+    for file, (_, tensors) in headers.items():
+        _check_types(tensors, f"{path}: {file}")
+        found = [pair for name, entry in tensors.items() for pair in _of(name, entry, architecture, path)]
+        for name, _ in found:
+            if name in seen:
+                raise CheckpointError(
+                    f"{path}: two tensors stand for {shown(name)}, in {seen[name]} and in {file}. {DOWNLOAD_AGAIN}"
+                )
+            seen[name] = file
+        renamed[file] = dict(found)
+    return renamed
+
+
+def _check_parts(metadata: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Refuse parts that say themselves that they do not belong together, or that there are more."""
     for number, each in enumerate(metadata):
         said = each.get("split.no", 0), each.get("split.count", 1) or 1
         if said != (number, len(metadata)):
             raise CheckpointError(
-                f"{where}: part {number + 1} of {len(metadata)} says it is number {shown(said[0])} (from 0) of "
+                f"{path}: part {number + 1} of {len(metadata)} says it is number {shown(said[0])} (from 0) of "
                 f"{shown(said[1])}. Keep the names the files came with (…-00001-of-00003.gguf), and download all."
             )
 
 
-def rename(metadata: Mapping[str, Any], tensors: Mapping[str, Entry], where: str) -> dict[str, Entry]:
-    """The tensors by the names that they have in safetensors, stacked experts one by one; unknown names stay.
-
-    Raises   CheckpointError for architectures and types that are not served, or experts that are not stacked
-    """
-    architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{where}: general.architecture is {shown(architecture)}; of GGUF, {', '.join(ARCHITECTURES)} are read. "
-            "Use the safetensors checkpoint that the file was made from."
-        )
+def _check_types(tensors: Mapping[str, Entry], where: str) -> None:
     if other := {name: entry.dtype for name, entry in tensors.items() if entry.dtype not in TYPES}:
         raise CheckpointError(
             f"{where}: {len(other)} of {len(tensors)} tensors are {', '.join(sorted({*other.values()}))}, such as "
             f"{shown(next(iter(other)))}; of GGUF, {', '.join(TYPES)} are read. Use such a file of the same model, "
             "or the safetensors checkpoint that it was made from."
         )
-    renamed: dict[str, Entry] = {}
-    for name, entry in tensors.items():
-        for new, part in _of(name, entry, architecture, where):
-            if new in renamed:
-                raise CheckpointError(f"{where}: two tensors stand for {shown(new)}. {DOWNLOAD_AGAIN}")
-            renamed[new] = part
-    return renamed
 
 
-def _of(name: str, entry: Entry, architecture: str, where: str) -> list[tuple[str, Entry]]:
+def _of(name: str, entry: Entry, architecture: str, where: Path) -> list[tuple[str, Entry]]:
     stem, _, end = name.rpartition(".")
     if stem in _TOP:
         return [(f"{_TOP[stem]}.{end}", entry)]
@@ -137,7 +152,7 @@ def _of(name: str, entry: Entry, architecture: str, where: str) -> list[tuple[st
     return [(f"{layer}.{_LAYER[stem]}.{end}", entry)]
 
 
-def _one_by_one(name: str, entry: Entry, prefix: str, suffix: str, where: str) -> list[tuple[str, Entry]]:
+def _one_by_one(name: str, entry: Entry, prefix: str, suffix: str, where: Path) -> list[tuple[str, Entry]]:
     if len(entry.shape) != 3:
         raise CheckpointError(
             f"{where}: tensor {shown(name)}: shape {list(entry.shape)}; [experts, outputs, inputs] is needed. "

@@ -1,10 +1,50 @@
-"""Weights as quantised checkpoints store them, for the operators that take them without rounding."""
+"""What the formats of weights have in common: how one is described, what codes are called, and how to refuse."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+
+from ktinject.errors import CheckpointError
+from ktinject.weights.safetensors_header import DOWNLOAD_AGAIN, shown
+
+if TYPE_CHECKING:
+    from ktinject.weights.checkpoint import Checkpoint
+
+READ = (
+    "Read are bf16, fp16, fp32, FP8 (F8_E4M3) with block scales, MXFP4 as gpt-oss has it, int4 of GPTQ, AWQ and "
+    "compressed-tensors, and most types of GGUF; use a checkpoint in one of these."
+)
+FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+_CHECK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one weight is stored.
+
+    name        a row of the table in formats.py; "float" if only an index is there, which does not tell the dtype
+    companions  further tensors that belong to the weight; for int4, kv_b and mxfp4 all of its tensors
+    block       (n, k) of fp8_blocks, else None
+    shape       of the weight where it has no tensor of its own: int4, kv_b, mxfp4; None if only an index is there
+    group_size  inputs that share a scale, in int4 and q4_0; else 0
+    has_zeros   int4 has zero points other than 8
+    """
+
+    name: str
+    companions: tuple[str, ...] = ()
+    block: tuple[int, int] | None = None
+    shape: tuple[int, ...] | None = None
+    group_size: int = 0
+    has_zeros: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """The tensor holds the values themselves."""
+        return self.name in FLOATS.values()
 
 
 @dataclass(frozen=True)
@@ -74,3 +114,31 @@ def _blocks(start: int, length: int, size: int, what: str) -> tuple[int, int]:
             "Use fewer processes, or an operator for which the checkpoint is decoded"
         )
     return start // size, length // size
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise CheckpointError naming the tensor and the position of its first NaN or infinity, if any."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), _CHECK_ELEMENTS):
+        piece = flat[start : start + _CHECK_ELEMENTS]
+        if piece.element_size() == 1:
+            piece = piece.float()  # torch has no isfinite for 8-bit floats
+        finite = torch.isfinite(piece)
+        if not finite.all():
+            first = int((~finite).nonzero()[0])
+            raise CheckpointError(
+                f"tensor {shown(name)}: {piece[first].item()} at {place_of(tensor, start + first)}; "
+                f"all values must be finite. The checkpoint is damaged. {DOWNLOAD_AGAIN}"
+            )
+
+
+def place_of(tensor: torch.Tensor, flat: int) -> list[int]:
+    """The indices of an element that stands at `flat` in order."""
+    return [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)]
+
+
+def refused(checkpoint: Checkpoint, key: str, found: str) -> CheckpointError:
+    """The error that says where `found` was found."""
+    return CheckpointError(f"{checkpoint.path}: tensor {shown(key)}: {found}")

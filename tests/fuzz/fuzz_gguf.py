@@ -17,6 +17,7 @@ import random
 import struct
 import sys
 import time
+from pathlib import Path
 
 from ktinject.errors import CheckpointError
 from ktinject.weights import gguf_names
@@ -179,7 +180,8 @@ def attempt(content: bytes, fd: int) -> str:
         end = entry.offset + entry.bytes
     assert end <= len(content)
     try:
-        renamed = gguf_names.rename(found.metadata, found.tensors, "fuzz.gguf")
+        header = found.metadata, found.tensors
+        renamed = gguf_names.rename({"fuzz.gguf": header}, Path("fuzz.gguf"))["fuzz.gguf"]
     except CheckpointError as error:
         assert str(error).startswith("fuzz.gguf: ") and len(str(error)) < 2000, error
         return "names refused"

@@ -18,8 +18,7 @@ from ktinject.errors import OperatorError, PlanError
 from ktinject.machine import Gpu
 from ktinject.operators import int4_layout
 from ktinject.operators.int4_linear import MANY_TOKENS, Int4Linear, Int4LinearConfig
-from ktinject.weights.formats import Format
-from ktinject.weights.stored import Codes
+from ktinject.weights.stored import Codes, Format
 
 GROUPS = [32, 64, 128, -1]
 

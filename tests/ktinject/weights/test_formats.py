@@ -13,9 +13,10 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ktinject.errors import CheckpointError
-from ktinject.weights import formats
+from ktinject.weights import formats, stored
 from ktinject.weights.checkpoint import Checkpoint
-from ktinject.weights.formats import Format, check_finite, companions, decode, detect, shape, weight_names
+from ktinject.weights.formats import companions, decode, detect, shape, weight_names
+from ktinject.weights.stored import Format, check_finite
 
 KEY = "model.layers.3.mlp.experts.7.gate_proj.weight"
 SCALE = KEY + "_scale_inv"
@@ -232,7 +233,7 @@ def test_no_rows_of_an_fp8_matrix(tmp_path: Path) -> None:
 def test_the_first_value_that_is_not_finite_is_named(
     dtype: torch.dtype, position: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "_CHECK_ELEMENTS", 4)
+    monkeypatch.setattr(stored, "_CHECK_ELEMENTS", 4)
     tensor = torch.ones(3, 5)
     check_finite("w", tensor.to(dtype))
     tensor[position] = tensor[2, 4] = float("nan")

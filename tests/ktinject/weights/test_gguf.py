@@ -282,7 +282,9 @@ def test_parts_that_do_not_belong_together(tmp_path: Path) -> None:
     for number, path in enumerate(names):
         counts = entry("split.no", U16, number), entry("split.count", U16, 2)
         write(path, ARCHITECTURE, *counts, tensors=(same,), data=bytes(16))
-    assert "'lm_head.weight' is in m-00001-of-00002.gguf and in m-00002" in refusal(names[1])
+    assert "two tensors stand for 'lm_head.weight', in m-00001-of-00002.gguf and in m-00002" in refusal(
+        names[1]
+    )
 
 
 def test_several_models_in_a_folder(tmp_path: Path) -> None:
