@@ -35,7 +35,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ktinject import decode, sampling
+from ktinject import decode, openmp, sampling
 from ktinject.cpu_step import CpuStep
 from ktinject.errors import OperatorError
 from ktinject.fused import Fused
@@ -222,6 +222,8 @@ def install(model: PreTrainedModel, team: Team | None = None) -> None:
 
     team   the processes that share the model, all of which call it
     """
+    if model.device.type == "cpu":
+        openmp.let_threads_sleep()
     if not isinstance(model, GenerationMixin) or type(model)._sample is not GenerationMixin._sample:
         return
     model.ktinject_decoding = Decoding(model, team)
@@ -397,7 +399,8 @@ def _own(
         lane = decoding.lane(cache, logits, input_ids.shape[1] + new_tokens)
         eager = "" if lane is not None else decoding.reason
     step: _GraphStep | _EagerStep
-    with model._optimize_model_for_decode():
+    native = decoding.native if lane is not None else None
+    with model._optimize_model_for_decode(), nullcontext() if native is None else openmp.one_thread():
         if lane is not None:
             positions = model_kwargs.get("position_ids")
             lane.begin(
@@ -420,10 +423,9 @@ def _own(
             pad=plain.sampling.pad,
             stop=None if plain.stop is None else lambda rows: plain.stop(rows, None),
             streamer=streamer,
-            late=lane is not None and decoding.native is None,
+            late=lane is not None and native is None,
             generator=torch.cuda.default_generators[logits.device.index] if draws else None,
         )
-    native = decoding.native
     if lane is None:
         decoding.note("eager loop", eager)
     elif native is not None:

@@ -1,0 +1,59 @@
+"""Torch's own threads, beside the workers of the CPU pool on the same cores.
+
+Torch's operations on the CPU run on OpenMP's threads. Those of GNU's libgomp, which torch brings along, spin for
+milliseconds after each operation, in which our workers have to share the cores: a prompt is read at two thirds of the
+speed, and on cores that other programs use, too, at a fraction. OMP_WAIT_POLICY=PASSIVE lets them sleep, but is read
+when torch is loaded, which is past. What still can be done: libgomp cuts its spins to microseconds where it manages
+more threads than there are CPUs. So a second team of threads is started, and sleeps.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+# Whoever has set one of them has decided.
+_DECIDED = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+# Below so many values torch uses one thread only.
+_PARALLEL_VALUES = 1 << 20
+
+
+@functools.cache
+def let_threads_sleep() -> int:
+    """Cut the spins of torch's threads, once a process; returns how many teams were started for that."""
+    teams = _teams(torch.get_num_threads(), len(os.sched_getaffinity(0)), os.environ)
+    for _ in range(teams):
+        started = threading.Event()
+        threading.Thread(target=_hold_team, args=(started,), name="ktinject-openmp", daemon=True).start()
+        started.wait()
+    return teams
+
+
+def _teams(threads: int, cpus: int, environ: Mapping[str, str]) -> int:
+    """Teams to start, of `threads` each, so that with torch's own there are more threads than CPUs."""
+    if threads < 2 or any(environ.get(name) for name in _DECIDED):
+        return 0
+    # Of a team, all but the one that starts it are managed; the process's first thread always is.
+    return -(-(cpus + 1 - threads) // (threads - 1)) if threads <= cpus else 0
+
+
+def _hold_team(started: threading.Event) -> None:
+    torch.zeros(_PARALLEL_VALUES).add_(1)  # the team lives as long as this thread
+    started.set()
+    threading.Event().wait()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within, torch computes on the calling thread: to wake others takes longer than a small operation."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,78 @@
+"""Torch's own threads beside the pool's: when they are made to sleep, and that they do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ktinject.openmp import _teams, one_thread
+
+
+@pytest.mark.parametrize(
+    "threads, cpus, environ, teams",
+    [
+        (16, 16, {}, 1),
+        (2, 2, {}, 1),
+        (9, 16, {}, 1),
+        (8, 16, {}, 2),
+        (2, 16, {}, 15),
+        (1, 16, {}, 0),
+        (32, 16, {}, 0),
+        (16, 16, {"OMP_WAIT_POLICY": "ACTIVE"}, 0),
+        (16, 16, {"GOMP_SPINCOUNT": "100"}, 0),
+        (16, 16, {"OMP_WAIT_POLICY": ""}, 1),
+    ],
+)
+def test_so_many_teams_that_threads_outnumber_cpus(
+    threads: int, cpus: int, environ: dict[str, str], teams: int
+) -> None:
+    assert _teams(threads, cpus, environ) == teams
+    if teams:
+        assert threads + teams * (threads - 1) > cpus >= threads + (teams - 1) * (threads - 1)
+
+
+SCRIPT = """
+import sys, time
+import torch
+from ktinject import openmp
+
+torch.set_num_threads(2)
+if sys.argv[1] == "sleep":
+    openmp.let_threads_sleep()
+    openmp.let_threads_sleep()
+used = []
+for _ in range(30):
+    torch.zeros(1 << 20).add_(1)
+    before = time.process_time()
+    time.sleep(0.01)
+    used.append(time.process_time() - before)
+used.sort()
+print(used[len(used) // 2])
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) != 2, reason="needs as many CPUs as the script has threads")
+def test_threads_that_wait_use_no_time() -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+
+    def used(mode: str) -> float:
+        command = [sys.executable, "-c", SCRIPT, mode]
+        return float(subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout)
+
+    assert used("sleep") < 0.5e-3 < used("spin")
+
+
+def test_one_thread_is_for_the_time_being() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyboardInterrupt), one_thread():
+            assert torch.get_num_threads() == 1
+            raise KeyboardInterrupt
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
