@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="instead of what git says")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--device", help="instead of the first GPU, such as cpu")
+    parser.add_argument("--breakdown", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--llama-bench", type=Path)
     parser.add_argument("--llama-options", help="of several ways to run a test, the fastest counts")
     parser.add_argument("--gguf", nargs="*", default=[], metavar="WEIGHTS=FILE")
@@ -96,8 +97,8 @@ def main() -> None:
     files = dict(item.split("=", 1) for item in arguments.gguf)
     changes = {"vocab_size": arguments.vocab} if arguments.vocab else {}
     config = shapes.config(arguments.shape, arguments.layers, **changes)
-    lines = []
     for weights in arguments.weights:
+        lines = []
         # As in a GGUF file, attention has the experts' format; on a GPU it is not what takes the time.
         dense = [f"dense={weights}"] if arguments.device == "cpu" else []
         variables = rules.parse_overrides([f"experts={weights}", *dense, *arguments.set])
@@ -114,7 +115,7 @@ def main() -> None:
             "kernel": next(e.runs["kernel"] for e in model.ktinject.entries if "expert" in e.path),
         }
         found = benchmark.run(model, arguments.prompt, arguments.write, arguments.repetitions)
-        where = benchmark.profile(model)
+        where = benchmark.profile(model) if arguments.breakdown else None
         read = max(_native.read_bandwidth(256 << 20) for _ in range(3))
         del model
         torch.cuda.empty_cache()
@@ -138,23 +139,28 @@ def main() -> None:
                 line["ratio"] = round(result.mean / peer["tokens_per_second"], 2)
             lines.append(line)
             share = f"  {line['share']:.2f} of the bound" if line["share"] != "" else ""
-            beside = f"  {line['ratio']} x {line['peer']}" if peer else ""
+            beside = f"  {line['ratio']} x {peer['tokens_per_second']:.1f} of {line['peer']}" if peer else ""
             print(
                 f"{weights:5} {result.test:7} {result.mean:9.1f} ± {result.deviation:.1f} t/s{share}{beside}",
                 flush=True,
             )
-        print(
-            f"      a step of {where.step:.0f} µs: GPU {where.gpu:.0f}, experts {where.cpu:.0f}, "
-            f"handoff {where.handoff:.0f}, neither {where.idle:.0f}; read {read / 1e9:.0f} GB/s",
-            flush=True,
-        )
-    if arguments.csv:
-        is_new = not arguments.csv.exists()
-        with arguments.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if is_new:
-                writer.writeheader()
-            writer.writerows(lines)
+        if where is not None:
+            print(
+                f"      a step of {where.step:.0f} µs: GPU {where.gpu:.0f}, experts {where.cpu:.0f}, "
+                f"handoff {where.handoff:.0f}, neither {where.idle:.0f}; read {read / 1e9:.0f} GB/s",
+                flush=True,
+            )
+        if arguments.csv:
+            append(arguments.csv, lines)
+
+
+def append(path: Path, lines: list[dict[str, Any]]) -> None:
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if is_new:
+            writer.writeheader()
+        writer.writerows(lines)
 
 
 if __name__ == "__main__":
