@@ -7,8 +7,8 @@
 
 gguf_file.py writes such files.
 
-The bound of decode is what the CPU must read for a token, the chosen experts of every layer, over the read bandwidth
-measured in this process; what the GPU does in the same time is not counted.
+The bound of decode is what the CPU must read for a token, the chosen experts of every layer and, without a GPU, all
+linear layers, over the read bandwidth measured in this process; what the GPU does in the same time is not counted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 
 from ktinject import _native, benchmark, rules, shapes
 from ktinject.cli.bench import llama_rows
+from ktinject.operators.cpu_linear import CpuLinear
 
 COLUMNS = [
     "date", "commit", "machine", "threads", "benchmark", "shape", "routing", "tokens", "weights", "kernel",
@@ -114,6 +115,7 @@ def main() -> None:
             "weights": weights,
             "kernel": next(e.runs["kernel"] for e in model.ktinject.entries if "expert" in e.path),
         }
+        linears = sum(module.native.bytes for module in model.modules() if isinstance(module, CpuLinear))
         found = benchmark.run(model, arguments.prompt, arguments.write, arguments.repetitions)
         where = benchmark.profile(model) if arguments.breakdown else None
         read = max(_native.read_bandwidth(256 << 20) for _ in range(3))
@@ -132,7 +134,7 @@ def main() -> None:
             )
             peers = {peer["test"]: peer for peer in rows}
         for result in found:
-            line = row(shown, result, read, expert_bytes(config, weights), on_gpu)
+            line = row(shown, result, read, expert_bytes(config, weights) + linears, on_gpu)
             if peer := peers.get(result.test):
                 line["peer"] = f"{peer['backend'].split(',')[0]} {peer['experts']}"
                 line["peer_us"] = round((line["us"] * result.mean) / peer["tokens_per_second"], 1)
