@@ -1,0 +1,278 @@
+"""The parts of a decode step in the native core: attention over long caches, the choice of tokens, and refusals.
+
+Whole layers are compared with transformers' in tests/ktinject/test_cpu_step.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ktinject import _native
+from ktinject.sampling import _drawn, _drawn_by_torch, _draws_as_torch, _greatest
+from tests.reference import relative_error
+
+HIDDEN = 64
+# Linears round their input to bf16; so does the cache where it is bf16.
+TOLERANCE = 6e-3
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Any:
+    """Four workers, so that stretches of the cache are dealt out also on a small machine."""
+    _native.set_threads(4, crowded=True)
+    yield
+    _native.set_threads(0)
+
+
+def linear(out_features: int, in_features: int) -> tuple[Any, Tensor]:
+    native = _native.Linear(
+        out_features=out_features,
+        in_features=in_features,
+        weights="bf16",
+        group_size=0,
+        has_bias=False,
+        kernel="auto",
+    )
+    weight = (torch.randn(out_features, in_features) * in_features**-0.5).bfloat16()
+    native.allocate()
+    native.load(weight)
+    return native, weight.float()
+
+
+class Layer:
+    """One layer whose feed-forward part adds nothing, so that the output is x + attention(norm(x))."""
+
+    def __init__(self, attention: Any) -> None:
+        ones = torch.ones(HIDDEN)
+        silent = _native.Linear(
+            out_features=HIDDEN, in_features=32, weights="bf16", group_size=0, has_bias=False, kernel="auto"
+        )
+        silent.allocate()
+        silent.load(torch.zeros(HIDDEN, 32))
+        unit = _native.GatedUnit(linear(32, HIDDEN)[0], linear(32, HIDDEN)[0], silent)
+        self.decoder = _native.Decoder(HIDDEN, "float32")
+        self.decoder.add(_native.Norm(ones, 1e-6), attention, _native.Norm(ones, 1e-6), unit)
+
+    def __call__(self, x: Tensor, keys: Tensor, values: Tensor, place: int, **others: Any) -> Tensor:
+        out = torch.empty_like(x)
+        arguments = {
+            "cos": None,
+            "sin": None,
+            "mask": None,
+            "first": 0,
+            "last": 1,
+            "final_norm": None,
+        } | others
+        cache = _native.DecoderCache([keys], [values])
+        self.decoder.forward(x=x, place=place, cache=cache, out=out, **arguments)
+        return out - x
+
+
+def normed(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:
+    """x [..., n], its first values turned."""
+    n = cos.shape[-1]
+    one, rest = x[..., :n], x[..., n:]
+    a, b = (one[..., ::2], one[..., 1::2]) if neighbours else one.chunk(2, -1)
+    half = torch.cat([a, b], -1)
+    return torch.cat([half * cos + torch.cat([-b, a], -1) * sin, rest], -1)
+
+
+def rotation(batch: int, n: int) -> tuple[Tensor, Tensor]:
+    angles = torch.rand(batch, n // 2).repeat(1, 2) * 6
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, 700, 2047])
+@pytest.mark.parametrize("heads, groups, size, rotary", [(4, 2, 32, 32), (24, 1, 40, 16), (6, 6, 20, 0)])
+def test_grouped_attention_over_any_length(
+    heads: int, groups: int, size: int, rotary: int, place: int
+) -> None:
+    torch.manual_seed(0)
+    batch = 2
+    q, wq = linear(heads * size, HIDDEN)
+    k, wk = linear(groups * size, HIDDEN)
+    v, wv = linear(groups * size, HIDDEN)
+    o, wo = linear(HIDDEN, heads * size)
+    layer = Layer(
+        _native.GroupedAttention(
+            q=q,
+            k=k,
+            v=v,
+            o=o,
+            q_norm=None,
+            k_norm=None,
+            heads=heads,
+            groups=groups,
+            size=size,
+            scale=size**-0.5,
+        )
+    )
+    keys, values = torch.randn(2, batch, groups, 2048, size).unbind()
+    x, mask = torch.randn(batch, HIDDEN), torch.rand(batch, 2048) < 0.7
+    mask[:, place] = True
+    cos, sin = rotation(batch, rotary)
+    tables = {"cos": cos, "sin": sin} if rotary else {}
+    inner = normed(x)
+    new_q = turned((inner @ wq.T).view(batch, heads, size), cos[:, None], sin[:, None])
+    new_k = turned((inner @ wk.T).view(batch, groups, size), cos[:, None], sin[:, None])
+    want_keys, want_values = keys.clone(), values.clone()
+    want_keys[:, :, place], want_values[:, :, place] = new_k, (inner @ wv.T).view(batch, groups, size)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        new_q[:, :, None], want_keys[:, :, : place + 1], want_values[:, :, : place + 1],
+        attn_mask=mask[:, None, None, : place + 1], enable_gqa=True,
+    ).reshape(batch, -1) @ wo.T  # fmt: skip
+    found = layer(x, keys, values, place, mask=mask, **tables)
+    assert relative_error(found, want) <= TOLERANCE
+    assert relative_error(keys, want_keys) <= TOLERANCE and relative_error(values, want_values) <= TOLERANCE
+
+
+@pytest.mark.parametrize("place", [0, 40, 1023])
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_latent_attention_over_any_length(place: int, neighbours: bool) -> None:
+    torch.manual_seed(0)
+    batch, heads, rank, nope, rope, value = 2, 20, 48, 24, 16, 12
+    q, wq = linear(heads * (nope + rope), HIDDEN)
+    kv, wkv = linear(rank + rope, HIDDEN)
+    o, wo = linear(HIDDEN, heads * value)
+    expansion = torch.randn(heads * (nope + value), rank) * rank**-0.5
+    layer = Layer(
+        _native.LatentAttention(
+            q=q,
+            q_a=None,
+            q_norm=None,
+            q_b=None,
+            kv=kv,
+            kv_norm=_native.Norm(torch.ones(rank), 1e-6),
+            expansion=expansion,
+            o=o,
+            heads=heads,
+            rank=rank,
+            nope=nope,
+            rope=rope,
+            value=value,
+            neighbours=neighbours,
+            scale=0.2,
+        )
+    )
+    keys, values = torch.randn(batch, 1, 1024, rank), torch.randn(batch, 1, 1024, rope)
+    x, mask = torch.randn(batch, HIDDEN), torch.rand(batch, 1024) < 0.7
+    mask[:, place] = True
+    cos, sin = rotation(batch, rope)
+    inner = normed(x)
+    query = (inner @ wq.T).view(batch, heads, -1)
+    both = inner @ wkv.T
+    want_keys, want_values = keys.clone(), values.clone()
+    want_keys[:, 0, place] = normed(both[:, :rank])
+    want_values[:, 0, place] = turned(both[:, rank:], cos, sin, neighbours)
+    expanded = (want_keys[:, 0, : place + 1] @ expansion.T).view(batch, place + 1, heads, -1).transpose(1, 2)
+    k = torch.cat([expanded[..., :nope], want_values[:, :, : place + 1].expand(-1, heads, -1, -1)], -1)
+    new_q = torch.cat(
+        [query[..., :nope], turned(query[..., nope:], cos[:, None], sin[:, None], neighbours)], -1
+    )
+    want = (
+        torch.nn.functional.scaled_dot_product_attention(
+            new_q[:, :, None], k, expanded[..., nope:], attn_mask=mask[:, None, None, : place + 1], scale=0.2
+        ).reshape(batch, -1)
+        @ wo.T
+    )
+    found = layer(x, keys, values, place, mask=mask, cos=cos, sin=sin)
+    assert relative_error(found, want) <= TOLERANCE
+    assert relative_error(keys, want_keys) <= TOLERANCE and relative_error(values, want_values) <= TOLERANCE
+
+
+class TestChoice:
+    @pytest.mark.parametrize("size", [1, 5, 311, 4097, 50_000])
+    def test_is_torch_s_from_the_same_random_numbers(self, size: int) -> None:
+        assert _draws_as_torch()
+        for seed in range(12):
+            torch.manual_seed(seed)
+            scores = torch.randn(3, size) * (seed % 4 + 0.1)
+            if seed % 2 and size > 1:
+                scores[:, ::2] = -torch.inf
+            generator = torch.get_rng_state()
+            found, after = _drawn(scores), torch.get_rng_state()
+            torch.set_rng_state(generator)
+            assert torch.equal(found, _drawn_by_torch(scores, None))
+            assert torch.equal(after, torch.get_rng_state())
+            assert torch.equal(_greatest(scores), scores.argmax(-1))
+
+    def test_of_ties_the_first_is_taken(self) -> None:
+        scores = torch.zeros(2, 40_000)
+        scores[0, [9_000, 20_000]], scores[1, [39_999]] = 3.0, 1.0
+        assert _greatest(scores).tolist() == [9_000, 39_999]
+        assert _greatest(torch.full((1, 40_000), -2.0)).tolist() == [0]
+
+    def test_follows_the_probabilities(self) -> None:
+        torch.manual_seed(0)
+        weights = torch.tensor([0.5, 0.3, 0.15, 0.05])
+        drawn = torch.cat([_drawn(weights.log().expand(8, -1)) for _ in range(500)])
+        assert torch.allclose(drawn.bincount(minlength=4) / len(drawn), weights, atol=0.03)
+
+    @pytest.mark.parametrize(
+        "state", [torch.zeros(5056, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)]
+    )
+    def test_refuses_another_state(self, state: Tensor) -> None:
+        with pytest.raises(ValueError, match="generator"):
+            _native.choose(
+                scores=torch.zeros(1, 4), generator=state, tokens=torch.zeros(1, dtype=torch.int64)
+            )
+
+
+class TestRefusals:
+    @pytest.fixture
+    def layer(self) -> Layer:
+        parts = {name: linear(32, HIDDEN)[0] for name in "qkv"}
+        return Layer(
+            _native.GroupedAttention(
+                **parts,
+                o=linear(HIDDEN, 32)[0],
+                q_norm=None,
+                k_norm=None,
+                heads=2,
+                groups=2,
+                size=16,
+                scale=1.0,
+            )
+        )
+
+    @pytest.mark.parametrize(
+        "changed, why",
+        [
+            ({"place": 8}, "place 8 of a cache of 8"),
+            ({"place": -1}, "place -1"),
+            ({"x": torch.zeros(1, 32)}, "hidden states must be"),
+            ({"x": torch.zeros(1, HIDDEN).bfloat16()}, "of the model's dtype"),
+            ({"keys": torch.zeros(2, 2, 8, 16)}, "one dtype, batch size and capacity"),
+            ({"mask": torch.ones(1, 3, dtype=torch.bool), "place": 3}, "the mask must be"),
+            ({"cos": torch.ones(1, 16)}, "cos and sin belong together"),
+            ({"cos": torch.ones(1, 32), "sin": torch.ones(1, 32)}, "more values are turned"),
+            ({"last": 2}, "there are no such layers"),
+        ],
+    )
+    def test_of_a_step(self, layer: Layer, changed: dict[str, Any], why: str) -> None:
+        arguments: dict[str, Any] = {
+            "x": torch.zeros(1, HIDDEN),
+            "keys": torch.zeros(1, 2, 8, 16),
+            "values": torch.zeros(1, 2, 8, 16),
+            "place": 0,
+        }
+        layer(**arguments)
+        with pytest.raises(ValueError, match=why):
+            layer(**arguments | changed)
+
+    def test_of_parts_that_do_not_fit(self) -> None:
+        parts = {name: linear(32, HIDDEN)[0] for name in "qkvo"}
+        with pytest.raises(ValueError, match="q_proj: expected 64 outputs"):
+            _native.GroupedAttention(**parts, q_norm=None, k_norm=None, heads=4, groups=2, size=16, scale=1.0)
+        with pytest.raises(ValueError, match="multiple of groups"):
+            _native.GroupedAttention(**parts, q_norm=None, k_norm=None, heads=3, groups=2, size=16, scale=1.0)
+        with pytest.raises(ValueError, match="do not fit together"):
+            _native.GatedUnit(linear(32, HIDDEN)[0], linear(16, HIDDEN)[0], linear(HIDDEN, 32)[0])
