@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.operators import routed_experts
+from ktinject.operators.handoff import CODES
 from ktinject.operators.routed_experts import ExpertsSpec
 
 log = logging.getLogger("ktinject")
@@ -291,8 +291,7 @@ class StreamedExperts:
             h = functional.grouped_mm(rows[slots // t], gate_up.transpose(-2, -1), offs=offsets)
             if self._biases is not None:
                 h = h + self._biases[0][expert[slots]]
-            gate, up = h.chunk(2, dim=-1) if spec.has_gate else (None, h)
-            h = routed_experts.activate(spec, gate, up).to(torch.bfloat16)
+            h = self._activated(h)
             y = functional.grouped_mm(h, down.transpose(-2, -1), offs=offsets)
             if self._biases is not None:
                 y = y + self._biases[1][expert[slots]]
@@ -304,6 +303,15 @@ class StreamedExperts:
         for slot in range(t):
             total.addcmul_(answers.view(m, t, -1)[:, slot], scale[:, slot])
         return total
+
+    def _activated(self, gate_up: Tensor) -> Tensor:
+        """[rows, n] bfloat16, or float32 → [rows, intermediate] bfloat16; computed in fp32, rounded once."""
+        out = gate_up.new_empty(gate_up.shape[0], self.spec.intermediate_size, dtype=torch.bfloat16)
+        stream = torch.cuda.current_stream(gate_up.device).cuda_stream
+        self.source.activate(
+            gate_up.data_ptr(), CODES[gate_up.dtype], gate_up.shape[0], out.data_ptr(), stream
+        )
+        return out
 
     def _take_biases(self, device: torch.device) -> tuple[Tensor, Tensor]:
         spec = self.spec

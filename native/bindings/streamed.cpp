@@ -29,7 +29,15 @@ void init_streamed(nb::module_& m) {
           },
           nb::arg("slot"), nb::arg("count"), nb::arg("gate_up"), nb::arg("down"), nb::arg("stream"),
           "Put the unpacking of what copy() moved into the stream: gate_up [count, n, hidden] with the gate above up, "
-          "down [count, hidden, intermediate], bf16.");
+          "down [count, hidden, intermediate], bf16.")
+      .def(
+          "activate",
+          [](const Streamed& self, uintptr_t gate_up, int dtype, size_t rows, uintptr_t out, uintptr_t stream) {
+            self.activate(reinterpret_cast<const void*>(gate_up), static_cast<DType>(dtype), rows,
+                          reinterpret_cast<void*>(out), stream);
+          },
+          nb::arg("gate_up"), nb::arg("dtype"), nb::arg("rows"), nb::arg("out"), nb::arg("stream"),
+          "Put the activation into the stream: gate_up [rows, n] float32 or bfloat16 → out [rows, intermediate] bf16.");
   m.def(
       "add_from_host",
       [](uintptr_t host, uintptr_t addend, uintptr_t out, size_t count, int dtype, uintptr_t stream) {

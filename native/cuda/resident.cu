@@ -19,6 +19,7 @@
 #include <string>
 #include <type_traits>
 
+#include "cuda/activation.cuh"
 #include "cuda/check.cuh"
 
 namespace ktinject {
@@ -178,24 +179,6 @@ __device__ float gather(float (&sums)[2][4], float (&shared)[kWarps][kPanel]) {
   return total;
 }
 
-__device__ float activated(const Activation& activation, float x) {
-  switch (activation.kind) {
-    case ActivationKind::silu:
-      return x / (1.0f + __expf(-activation.alpha * x));
-    case ActivationKind::gelu:
-      return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
-    case ActivationKind::gelu_tanh:
-      return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
-    case ActivationKind::relu:
-      return fmaxf(x, 0.0f);
-    case ActivationKind::relu2:
-      return fmaxf(x, 0.0f) * fmaxf(x, 0.0f);
-    case ActivationKind::identity:
-      break;
-  }
-  return x;
-}
-
 // inner [tokens * top_k, width] = activation of the gate and up outputs.
 template <Format kFormat, class T>
 __global__ void __launch_bounds__(kThreads) gate_up_kernel(const T* x, Routes routes, Panels matrix, size_t bias_at,
@@ -216,8 +199,7 @@ __global__ void __launch_bounds__(kThreads) gate_up_kernel(const T* x, Routes ro
     const float up = __shfl_down_sync(~0u, value, kTile);
     if (threadIdx.x >= kTile) return;
     column = index * kTile + static_cast<int>(threadIdx.x);
-    const float linear = fminf(fmaxf(up, -activation.up_limit), activation.up_limit) + activation.up_offset;
-    value = activated(activation, fminf(value, activation.gate_max)) * linear;
+    value = gated(activation, value, up);
   } else {
     value = activated(activation, value);
   }

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/activation.cuh"
 #include "cuda/check.cuh"
 
 namespace ktinject {
@@ -148,6 +149,33 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(const std::byte* packe
   }
 }
 
+constexpr int kActivateThreads = 256;
+
+// Four outputs a thread: widths are multiples of 8.
+template <class T>
+__global__ void __launch_bounds__(kActivateThreads)
+    activate_kernel(const T* in, __nv_bfloat16* out, size_t rows, int width, Activation activation) {
+  constexpr int kEach = 4;
+  struct alignas(sizeof(T) * kEach) Run {
+    T values[kEach];
+  };
+  const size_t i = (static_cast<size_t>(blockIdx.x) * kActivateThreads + threadIdx.x) * kEach;
+  if (i >= rows * width) return;
+  const size_t row = i / width, column = i % width;
+  const T* from = in + row * width * (activation.has_gate ? 2 : 1) + column;
+  const Run first = *reinterpret_cast<const Run*>(from);
+  Run second = first;
+  if (activation.has_gate) second = *reinterpret_cast<const Run*>(from + width);
+  __align__(8) __nv_bfloat16 result[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const auto value = static_cast<float>(first.values[j]);
+    result[j] = __float2bfloat16_rn(activation.has_gate ? gated(activation, value, static_cast<float>(second.values[j]))
+                                                        : activated(activation, value));
+  }
+  *reinterpret_cast<uint2*>(out + i) = *reinterpret_cast<const uint2*>(result);
+}
+
 constexpr int kAddThreads = 256;
 constexpr size_t kAddBlocks = 512;  // a few megabytes under way hide the bus's latency
 
@@ -257,6 +285,20 @@ void Streamed::unpack(const void* slot, int count, void* gate_up, void* down, ui
     check_cuda(cudaGetLastError(), "unpacking experts on the GPU");
     from += run.bytes(count);
   }
+}
+
+void Streamed::activate(const void* gate_up, DType dtype, size_t rows, void* out, uintptr_t stream) const {
+  const ExpertsConfig& config = experts_.config();
+  if (rows == 0) return;
+  const size_t threads = rows * static_cast<size_t>(config.intermediate_size) / 4;
+  const auto blocks = static_cast<unsigned>((threads + kActivateThreads - 1) / kActivateThreads);
+  const auto launch = [&]<class T>(const T* in) {
+    activate_kernel<<<blocks, kActivateThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(
+        in, static_cast<__nv_bfloat16*>(out), rows, config.intermediate_size, config.activation);
+  };
+  if (dtype == DType::f32) launch(static_cast<const float*>(gate_up));
+  else launch(static_cast<const __nv_bfloat16*>(gate_up));
+  check_cuda(cudaGetLastError(), "activating experts on the GPU");
 }
 
 }  // namespace ktinject

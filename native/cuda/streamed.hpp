@@ -26,6 +26,8 @@ class Streamed {
   // rounded to bf16; n = 2 * intermediate with the gate above up, or intermediate where there is no gate. Widths must
   // be multiples of 8.
   void unpack(const void* slot, int count, void* gate_up, void* down, uintptr_t stream) const;
+  // gate_up [rows, n] of dtype → out [rows, intermediate] bf16: what the down projection multiplies.
+  void activate(const void* gate_up, DType dtype, size_t rows, void* out, uintptr_t stream) const;
 
  private:
   void unlock() noexcept;

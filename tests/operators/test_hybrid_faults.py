@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -156,3 +157,35 @@ def test_no_room_on_the_gpu(model: PreTrainedModel, wanted: Tensor, monkeypatch:
         with pytest.raises(OperatorError, match="no room to stream experts"):
             model.generate(**prompt())
         monkeypatch.undo()
+
+
+def test_no_room_for_experts_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan saw room that is gone: refused, the model as it was, memory given back."""
+    made = models.tiny("qwen3_moe", hidden_size=64, head_dim=32).to("cuda")
+    own, experts = type(made), {type(module) for module in made.modules()}
+    rules = [
+        {
+            "name": "experts",
+            "match": {"path": r".*\.experts"},
+            "replace": {"operator": "hybrid_experts", "gpu_experts": 1.0},
+        }
+    ]
+    gc.collect()
+    before, real = torch.cuda.memory_allocated(), torch.empty
+
+    def scarce(*shape: Any, **how: Any) -> Tensor:
+        if how.get("dtype") == torch.uint8 and str(how.get("device", "")).startswith("cuda"):
+            raise torch.OutOfMemoryError("taken by another process")
+        return real(*shape, **how)
+
+    with monkeypatch.context() as short:
+        short.setattr(torch, "empty", scarce)
+        with pytest.raises(
+            OperatorError, match=r"no room for \d+ experts of .* on cuda:0. Give fewer gpu_experts"
+        ):
+            ktinject.optimize(made, rules, progress=False)
+    gc.collect()
+    assert type(made) is own and {type(module) for module in made.modules()} == experts
+    assert torch.cuda.memory_allocated() <= before
+    ktinject.optimize(made, rules, progress=False)
+    assert made.generate(**prompt()).shape == (2, 84)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -33,12 +34,16 @@ KINDS: dict[str, dict[str, Any]] = {
 EXPERTS = 12
 
 
+def leaf(hidden: int, inner: int) -> Qwen3MoeExperts:
+    shape = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=EXPERTS)
+    shape._experts_implementation = "eager"
+    return Qwen3MoeExperts(shape)
+
+
 def filled(
     hidden: int, inner: int, seed: int = 0, operator: Any = CpuExperts, config: Any = None, **arguments: Any
 ) -> CpuExperts:
-    shape = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=EXPERTS)
-    shape._experts_implementation = "eager"
-    module = Qwen3MoeExperts(shape)
+    module = leaf(hidden, inner)
     random = torch.Generator().manual_seed(seed)
     made = operator.build(module, config or CpuExpertsConfig(device="cpu", **arguments))
     made.allocate()
@@ -136,6 +141,12 @@ class Bus:
     def copy(self, first: int, count: int, slot: int, stream: int) -> None:
         ctypes.c_int64.from_address(slot).value = first
         Bus.asked.append((id(self.native), first))
+
+    def activate(self, gate_up: int, dtype: int, rows: int, out: int, stream: int) -> None:
+        given = (ctypes.c_uint16 * (rows * 2 * 96)).from_address(gate_up)
+        gate, up = torch.frombuffer(given, dtype=torch.bfloat16).view(rows, 192).float().chunk(2, dim=-1)
+        found = (torch.nn.functional.silu(gate) * up).bfloat16().contiguous()
+        ctypes.memmove(out, found.data_ptr(), 2 * found.numel())
 
     def unpack(self, slot: int, count: int, gate_up: int, down: int, stream: int) -> None:
         first = ctypes.c_int64.from_address(slot).value
@@ -421,3 +432,65 @@ def test_short_memory_means_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "empty", real)
     found = layer.forward(*(tensor.cuda() for tensor in arguments)).cpu()
     assert reference.relative_error(found, exact(operator, *arguments)) < 0.01
+
+
+@gpu
+def test_two_threads_share_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models, each on a stream of its own; both see what runs ahead for the other."""
+    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)
+    operators = [filled(256, 96, seed) for seed in range(4)]
+    layers = [streamed(operator) for operator in operators]
+    arguments = inputs(60, 256)
+    want = [exact(operator, *arguments) for operator in operators]
+    worst: list[float] = []
+
+    def generate(mine: list[int]) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            on_gpu = [tensor.cuda() for tensor in arguments]
+            for _ in range(20):
+                for at in mine:
+                    found = layers[at].forward(*on_gpu).cpu()
+                    worst.append(reference.relative_error(found, want[at]))
+
+    threads = [threading.Thread(target=generate, args=(mine,)) for mine in ([0, 2], [1, 3])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(worst) == 80 and max(worst) < 0.01
+
+
+@gpu
+@pytest.mark.parametrize("first_experts", [5, 7])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_part_on_the_gpu_and_the_rest_on_the_cpu(
+    dtype: torch.dtype, first_experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)
+    monkeypatch.setattr(HybridExperts, "_streams", lambda self, tokens, top_k: first_experts)
+    operator = filled(256, 96, operator=HybridExperts, config=HybridExpertsConfig(device="cuda:0"))
+    for seed in range(3):
+        x, ids, weights = inputs(300, 256, seed)
+        found = operator(x.cuda().to(dtype), ids.cuda(), weights.cuda())
+        assert found.dtype == dtype
+        assert reference.relative_error(found.cpu(), exact(operator, x, ids, weights)) < 0.01
+    with pytest.raises(OperatorError, match="allowed are 0 to"):
+        operator(x.cuda().to(dtype), ids.cuda() + EXPERTS, weights.cuda())
+    found = operator(x.cuda().to(dtype), ids.cuda(), weights.cuda())
+    assert reference.relative_error(found.cpu(), exact(operator, x, ids, weights)) < 0.01
+
+
+@gpu
+@pytest.mark.parametrize("prefill,gpu_experts", [("gpu", 0), ("cpu", EXPERTS)])
+def test_fp16_does_not_overflow_on_the_way(prefill: Any, gpu_experts: int) -> None:
+    """The intermediate is beyond what fp16 holds, and the sum is not."""
+    x, ids, _ = inputs(40, 256)
+    config = HybridExpertsConfig(device="cuda:0", prefill=prefill, gpu_experts=gpu_experts)
+    config = HybridExperts.arrange(torch.nn.Module(), {"e": (leaf(256, 96), config)}, {})["e"]
+    operator = filled(256, 96, operator=HybridExperts, config=config)
+    x = x * 300
+    weights = torch.full(ids.shape, 2e-3)
+    want = exact(operator, x, ids, weights)
+    assert want.abs().max() < 60_000 < exact(operator, x, ids, weights / 2e-3).abs().max()
+    found = operator(x.cuda().half(), ids.cuda(), weights.cuda().half())
+    assert found.isfinite().all() and reference.relative_error(found.cpu(), want) < 0.01
