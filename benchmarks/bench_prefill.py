@@ -22,14 +22,15 @@ from bench_generate import COLUMNS, commit, row
 from ktinject import _native, benchmark, rules, shapes
 from ktinject.operators.hybrid_experts import HybridExperts
 
-NEVER = 1 << 30
 
-
-def choose(model: torch.nn.Module, way: str, decided: dict[int, Any]) -> None:
+def choose(model: torch.nn.Module, way: str) -> None:
     """Tell all operators where to compute prompts."""
     for operator in model.modules():
         if isinstance(operator, HybridExperts):
-            operator._streams_from = {"cpu": NEVER, "gpu": 0, "auto": decided.get(id(operator))}[way]
+            operator.__dict__.pop("_streams", None)
+            if way != "auto":
+                all_or_none = operator.num_experts if way == "gpu" else 0
+                operator._streams = lambda tokens, top_k, n=all_or_none: n  # type: ignore[method-assign]
 
 
 def once(model: Any, tokens: int) -> float:
@@ -85,16 +86,18 @@ def main() -> None:
         }
         once(model, 64)
         first = once(model, max(arguments.prompt))
-        operators = [m for m in model.modules() if isinstance(m, HybridExperts)]
-        decided = {id(operator): operator._streams_from for operator in operators}
+        operator = next(m for m in model.modules() if isinstance(m, HybridExperts))
+        parts = {
+            tokens: operator._streams(tokens, model.config.num_experts_per_tok) for tokens in arguments.prompt
+        }
         print(
-            f"{weights:5} streams from {sorted({str(v) for v in decided.values()})} tokens on; the first prompt of "
-            f"{max(arguments.prompt)} takes {1e3 * first:.0f} ms",
+            f"{weights:5} the first prompt of {max(arguments.prompt)} takes {1e3 * first:.0f} ms; experts of "
+            f"{operator.num_experts} that pass the GPU, by tokens: {parts}; {operator._rates}",
             flush=True,
         )
         for tokens in arguments.prompt:
             for way in arguments.ways:
-                choose(model, way, decided)
+                choose(model, way)
                 result = benchmark.prefill(model, tokens, arguments.repetitions)
                 lines.append(row({**shown, "kernel": f"prefill {way}"}, result, 1.0, 0.0))
                 print(
@@ -102,9 +105,9 @@ def main() -> None:
                     flush=True,
                 )
         for tokens in arguments.profile:
-            choose(model, "gpu", decided)
+            choose(model, "auto")
             show_profile(model, tokens)
-        del model, operators
+        del model, operator
         torch.cuda.empty_cache()
     if arguments.csv:
         is_new = not arguments.csv.exists()

@@ -104,7 +104,7 @@ class HybridExperts(CpuExperts):
         self.handoff = Handoff(self.native, spec.hidden_size, config.handoff)
         self.on_gpu: GpuExperts | None = None
         self.streamed: StreamedExperts | None = None
-        self._streams_from: int | None = None  # tokens
+        self._rates: streaming.Rates | None = None
         # What is packed for the GPU; the CPU's own where the format is the same.
         self._for_gpu = self.native
         # GPU kernels have no zero points.
@@ -151,7 +151,7 @@ class HybridExperts(CpuExperts):
             return "on the CPU" + (f": {why_not}" if why_not else "")
         if self.config.prefill == "gpu":
             return "experts streamed to the GPU"
-        return "long prompts with experts streamed to the GPU, from where that is faster"
+        return "long prompts with experts streamed to the GPU, all or a part of them, where that is faster"
 
     def footprint(self) -> dict[str, int]:
         sizes = super().footprint()
@@ -271,10 +271,9 @@ class HybridExperts(CpuExperts):
             return self.num_experts
         if tokens < streaming.FEWEST_TOKENS:
             return 0
-        if self._streams_from is None:
-            rates = streaming.measure(self.streamed, weights_in_words(self.config), top_k)
-            self._streams_from = rates.fewest_tokens()
-        return self.num_experts if tokens >= self._streams_from else 0
+        if self._rates is None:
+            self._rates = streaming.measure(self.streamed, weights_in_words(self.config), top_k)
+        return self._rates.passing(tokens, self.num_experts)
 
     def _keep_on_cpu(self) -> None:
         text = "no room to stream experts through the GPU"

@@ -5,8 +5,7 @@ at a time, and runs ahead of the computation into the layers that follow, so tha
 What came in is unpacked to bf16 and multiplied with the rows of those experts. So a layer takes the time of the bus,
 however many tokens there are.
 
-Letting the CPU compute some of the experts meanwhile was tried and is not done: both were slowed so much that no
-division was faster than the better of the two alone (docs/explanation/prefill.md).
+Where CPU and bus take about equally long, each gets a part of the experts, and both work at the same time.
 """
 
 from __future__ import annotations
@@ -38,8 +37,11 @@ CHUNK_BYTES = 256 << 20
 SLOTS = 3
 # One answer a token and expert is kept until all experts have passed; more tokens than fit go through in parts.
 ANSWER_BYTES = 1 << 30
-# A layer costs this much beside the bus: sorting, launches, one look at the counts.
-_OVERHEAD_S = 1e-3
+# What a layer costs beside bus and CPU, seen on the reference box: sorting, launches and one look at the counts; attention
+# and what the host does between layers; both, with launches from a thread that has to share its CPU.
+_STREAMED_S, _COMPUTED_S, _BOTH_S = 0.6e-3, 1.5e-3, 2.7e-3
+# Bus and CPU read the same memory: each takes so much longer beside the other. Not worth it for less than a tenth.
+_SLOWED, _WORTH = 1.1, 0.9
 # Never streamed below: the rates are measured with many tokens, and decoding is not to depend on them.
 FEWEST_TOKENS = 128
 _MOST_SAMPLE_TOKENS = 8192
@@ -331,27 +333,33 @@ class Rates:
     """What one layer takes, measured."""
 
     bus_s: float  # all its experts over the bus
-    cpu_s: tuple[
-        tuple[int, float], ...
-    ]  # (tokens, seconds) on the CPU, ascending; they include where both are equal
+    cpu_s: tuple[tuple[int, float], ...]  # (tokens, seconds) on the CPU, ascending
+    token_s: float = 0.0  # a token's hidden state over the bus, there and back
 
     @property
     def streamed_s(self) -> float:
-        """The same for any prompt: the GPU's own work hides behind the bus."""
-        return self.bus_s + _OVERHEAD_S
+        """All experts through the GPU, the same for any prompt: the GPU's own work hides behind the bus."""
+        return self.bus_s + _STREAMED_S
 
-    def fewest_tokens(self) -> int:
-        """From how many tokens on streaming is faster."""
+    def computed_s(self, tokens: int) -> float:
+        """All experts on the CPU."""
         below, above = (0, 0.0), self.cpu_s[0]
-        for above in self.cpu_s:
-            if above[1] >= self.streamed_s:
+        for sample in self.cpu_s[1:]:
+            if above[0] >= tokens:
                 break
-            below = above
-        if above == below:  # faster on the CPU, as far as it was measured: proportional from there on
-            below = (0, 0.0)
+            below, above = above, sample
         slope = (above[1] - below[1]) / (above[0] - below[0])
-        crossing = below[0] + (self.streamed_s - below[1]) / slope
-        return max(FEWEST_TOKENS, math.ceil(crossing))
+        return above[1] + (tokens - above[0]) * slope + tokens * self.token_s + _COMPUTED_S
+
+    def passing(self, tokens: int, experts: int) -> int:
+        """How many of a layer's experts should pass through the GPU: none, all, or as many as keep both sides busy."""
+        computed_s, streamed_s = self.computed_s(tokens), self.streamed_s
+        cpu_s, bus_s = _SLOWED * (computed_s - _COMPUTED_S - tokens * self.token_s), _SLOWED * self.bus_s
+        share = cpu_s / (cpu_s + bus_s)
+        both_s = share * bus_s + tokens * self.token_s + _BOTH_S
+        if both_s < _WORTH * min(computed_s, streamed_s):
+            return min(max(1, round(share * experts)), experts - 1)
+        return experts if streamed_s < computed_s else 0
 
 
 _rates: dict[tuple[object, ...], Rates] = {}
@@ -374,15 +382,15 @@ def measure(streamed: StreamedExperts, kind: str, top_k: int) -> Rates:
             end.synchronize()
             times.append(start.elapsed_time(end) / 1e3)
         bus_s = min(times) / count * spec.num_experts
-        _rates[key] = Rates(bus_s, _sample_cpu(streamed, top_k, bus_s + _OVERHEAD_S))
+        token_s = 2 * 2 * spec.hidden_size * bus_s / source.packed_bytes(spec.num_experts)
+        _rates[key] = Rates(bus_s, _sample_cpu(streamed, top_k, bus_s + _STREAMED_S), token_s)
         log.info(
-            "%s experts of %s on %s: %.1f ms a layer over the bus; on the CPU %s; streamed from %d tokens on",
+            "%s experts of %s on %s: %.1f ms a layer over the bus, on the CPU %s",
             spec.num_experts,
             kind,
             device,
             bus_s * 1e3,
             ", ".join(f"{1e3 * seconds:.1f} ms for {tokens}" for tokens, seconds in _rates[key].cpu_s),
-            _rates[key].fewest_tokens(),
         )
     return _rates[key]
 

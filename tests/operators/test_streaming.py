@@ -78,15 +78,24 @@ def exact(operator: CpuExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
     return out
 
 
-def test_streaming_begins_where_the_bus_is_faster() -> None:
+def test_experts_pass_where_that_is_faster() -> None:
     # Reading the weights takes 10 ms, a token 10 µs more.
     cpu_s = ((128, 0.01128), (512, 0.01512), (2048, 0.03048), (8192, 0.09192))
-    for streamed_s, tokens in ((0.0222, 1220), (0.0502, 4020), (0.012, 200), (0.005, 128)):
-        rates = streaming.Rates(streamed_s - streaming._OVERHEAD_S, cpu_s)
-        assert rates.streamed_s == pytest.approx(streamed_s)
-        assert rates.fewest_tokens() in (tokens, tokens + 1)
-    # Never faster on the bus as far as was measured: from there on in proportion.
-    assert streaming.Rates(0.19, cpu_s[:1]).fewest_tokens() == pytest.approx(0.191 / 0.01128 * 128, abs=1)
+    rates = streaming.Rates(0.022, cpu_s, token_s=1e-7)
+    for tokens in (128, 300, 2048, 5000, 20_000):
+        exact = 0.01 + 1e-5 * tokens + 1e-7 * tokens + streaming._COMPUTED_S
+        assert rates.computed_s(tokens) == pytest.approx(exact)
+    assert 0 < rates.passing(1000, 128) < rates.passing(2000, 128) < rates.passing(4000, 128) < 128
+    assert rates.passing(100_000, 128) == 128, "the GPU alone is nearly as fast, and simpler"
+    assert streaming.Rates(1.0, cpu_s).passing(1000, 128) == 0, "the bus takes for ever"
+    assert streaming.Rates(0.001, cpu_s).passing(1000, 128) == 128, "the bus takes no time"
+    # Little work on either side: what both cost together is more than is gained.
+    assert streaming.Rates(0.003, ((128, 0.001), (512, 0.0015))).passing(512, 128) == 0
+    # At its best, both sides take equally long.
+    tokens = 2000
+    share = rates.passing(tokens, 128) / 128
+    cpu = rates.computed_s(tokens) - streaming._COMPUTED_S - tokens * rates.token_s
+    assert share * rates.bus_s == pytest.approx((1 - share) * cpu, rel=0.05)
 
 
 def test_the_cpu_is_measured_up_to_the_bus_s_time(bus: list[tuple[int, int]]) -> None:
@@ -333,7 +342,8 @@ def test_hybrid_experts_stream_long_prompts(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[int] = []
     monkeypatch.setattr(streaming.StreamedExperts, "forward", _spied(streaming.StreamedExperts.forward, seen))
     for fewest, streams in ((200, True), (400, False)):
-        monkeypatch.setattr(streaming.Rates, "fewest_tokens", lambda self, fewest=fewest: fewest)
+        passing = lambda self, tokens, experts, fewest=fewest: experts * (tokens >= fewest)  # noqa: E731
+        monkeypatch.setattr(streaming.Rates, "passing", passing)
         for prefill in ("auto", "cpu", "gpu"):
             # Anew each time: an operator decides once.
             config = HybridExpertsConfig(device="cuda:0", prefill=prefill)
@@ -360,7 +370,7 @@ def test_without_room_on_the_gpu_auto_takes_the_cpu_and_says_so(
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(streaming.Ring, "reserve", full)
-    monkeypatch.setattr(streaming.Rates, "fewest_tokens", lambda self: 200)
+    monkeypatch.setattr(streaming.Rates, "passing", lambda self, tokens, experts: experts)
     x, ids, weights = inputs(300, 256)
     on_gpu = x.cuda(), ids.cuda(), weights.cuda()
     auto = filled(256, 96, operator=HybridExperts, config=HybridExpertsConfig(device="cuda:0"))
