@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -99,11 +99,8 @@ class Decoding:
 
     def drain(self) -> None:
         """Forget what goes wrong in a step that was queued behind one that failed: it is the same request's."""
-        model = self._model()
-        if model is not None and model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        with suppress(OperatorError):
-            self.check()
+        for handoff in self._handoffs:
+            handoff.forget()
 
     def note(self, how: str, why: str) -> None:
         """Remember how a request runs; a reason is logged once."""

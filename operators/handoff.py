@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -98,6 +99,7 @@ class _Slots:
         if mode == "auto":
             mode = "host_func" if _native.why_no_flags(device.index) else "flags"
         self.mode: Mode = mode
+        self.device = device
         self.value_bytes = value_bytes
         self.native = _native.Channel(
             experts=experts,
@@ -279,6 +281,14 @@ class Handoff:
                 slots.native.check()
             except (IndexError, ValueError, RuntimeError) as error:
                 raise OperatorError(f"handoff: {error}.") from None
+
+    def forget(self) -> None:
+        """Wait for what is under way, and drop what went wrong in it: for whoever has an exception to raise already."""
+        for slots in (*self._slots.values(), *self._smaller):
+            for _ in ("who waits", "what was computed"):
+                with suppress(IndexError, ValueError, RuntimeError):
+                    torch.cuda.synchronize(slots.device)
+                    slots.native.check()
 
     def describe(self, device: torch.device) -> str:
         """How a CUDA device would tell the CPU, and why, for the plan."""

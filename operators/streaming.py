@@ -37,8 +37,8 @@ CHUNK_BYTES = 256 << 20
 SLOTS = 3
 # One answer a token and expert is kept until all experts have passed; more tokens than fit go through in parts.
 ANSWER_BYTES = 1 << 30
-# What a layer costs beside bus and CPU, seen on the reference box: sorting, launches and one look at the counts; attention
-# and what the host does between layers; both, with launches from a thread that has to share its CPU.
+# What a layer costs beside bus and CPU, seen on the reference box. Streamed: sorting, launches, one look at the counts;
+# computed: attention, and what the host does between layers; both: the same, launched by a thread that shares its CPU.
 _STREAMED_S, _COMPUTED_S, _BOTH_S = 0.6e-3, 1.5e-3, 2.7e-3
 # Bus and CPU read the same memory: each takes so much longer beside the other. Not worth it for less than a tenth.
 _SLOWED, _WORTH = 1.1, 0.9

@@ -174,9 +174,13 @@ __global__ void __launch_bounds__(kMostThreads) submit_kernel(View slot, Bell be
     __threadfence();  // with evict_kernel's: either it sees the slot taken, or we see what it wrote
   }
   __syncthreads();
-  if (!mine) return;
-  copy<false>(from.x, slot.x, from.bytes);
   const size_t entries = static_cast<size_t>(from.tokens) * from.top_k;
+  if (!mine) {  // the experts here go by `chosen`, whatever happens to the others
+    if (from.chosen != nullptr)
+      for (size_t i = threadIdx.x; i < entries; i += blockDim.x) from.chosen[i] = -1;
+    return;
+  }
+  copy<false>(from.x, slot.x, from.bytes);
   for (size_t i = threadIdx.x; i < entries; i += blockDim.x) {
     const int64_t id =
         from.wide_ids ? static_cast<const int64_t*>(from.ids)[i] : static_cast<const int32_t*>(from.ids)[i];

@@ -91,7 +91,7 @@ def test_an_exception_in_a_worker_during_a_prompt(model: PreTrainedModel, wanted
 
     hook = experts.register_forward_pre_hook(misroute)
     try:
-        with pytest.raises(OperatorError, match="expert"):
+        with pytest.raises(OperatorError, match=r"expert|allowed are 0 to"):
             model.generate(**prompt())
     finally:
         hook.remove()
