@@ -14,9 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ktinject import hf, machine
 from ktinject.errors import OperatorError
 from ktinject.operators import REGISTRY, Operator
-from ktinject.operators.first_process import Elsewhere
+from ktinject.operators.first_process import Announced, Elsewhere
 from ktinject.placement import show_bytes
 from ktinject.plan import Plan
+from ktinject.team import Team
 
 
 def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
@@ -29,8 +30,12 @@ def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
     }
 
 
-def apply(model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator]) -> None:
+def apply(
+    model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator], team: Team | None = None
+) -> None:
     """Set the operators; to be called while a `Transaction` is open.
+
+    team   the processes that share the model, which get the results of operators that only the first has
 
     Modules come in the order of the model, so an operator that keeps a child is there before what replaces the child.
     """
@@ -42,6 +47,12 @@ def apply(model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator])
     kinds: dict[type[Operator], None] = dict.fromkeys(type(operator) for operator in operators.values())
     for kind in kinds:
         kind.connect(stack, [operator for operator in operators.values() if type(operator) is kind])
+    if team is not None:
+        for path, operator in operators.items():
+            if isinstance(operator, Elsewhere):
+                operator.team = team
+            elif operator.across == "first":
+                model.set_submodule(path, Announced(operator, team), strict=True)
     model.ktinject = plan
     if operators:
         # Weak, so that a model that is dropped is freed at once and not when Python next looks for cycles.
@@ -107,6 +118,11 @@ def _save_pretrained(
 
 def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
     plan: Plan = model.ktinject
+    if plan.styles:
+        raise OperatorError(
+            "this model cannot be saved: each process has a part of it. Copy the original checkpoint folder"
+            f"{f' ({plan.checkpoint})' if plan.checkpoint else ''} instead."
+        )
     operators = {entry.path: model.get_submodule(entry.path) for entry in plan.entries}
     lossy = sorted(
         {f"{o.name} ({o.describe()['weights']})" for o in operators.values() if not o.is_lossless()}

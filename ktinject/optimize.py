@@ -21,7 +21,6 @@ from ktinject import borders, generate, hf, inject, machine, shards
 from ktinject import rules as language
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.machine import Machine
-from ktinject.operators import first_process
 from ktinject.plan import Plan, make
 from ktinject.rules import RuleSet
 from ktinject.team import Team
@@ -120,9 +119,8 @@ def _optimize(
                 _fill_from_model(model, decided, operators, progress, check_tensors)
             else:
                 shown = progress and (team is None or team.rank == 0)
-                _fill_from_checkpoint(model, decided, operators, source, shown, check_tensors)
+                _fill_from_checkpoint(model, decided, operators, source, shown, check_tensors, team)
         if team is not None:
-            first_process.connect(operators.values(), team)
             shards.install(model, decided.styles, team)
         borders.install(model, hf.Layers(model).paths, decided.device_map)
         generate.install(model, team)
@@ -230,6 +228,7 @@ def _fill_from_checkpoint(
     source: Checkpoint,
     progress: bool,
     check_tensors: bool,
+    team: Team | None,
 ) -> None:
     assert decided.mapping is not None
     folder = source.path if source.path.is_dir() else source.path.parent
@@ -239,7 +238,7 @@ def _fill_from_checkpoint(
     with fill.progress(sum(fill.stored_bytes(source, key) for key in keys), progress) as advance:
         read = fill.Reader(source, hf.quantization(model.config), advance, check_tensors, decided.cuts)
         fill.from_checkpoint(decided, operators, model, source, read)
-        inject.apply(model, decided, operators)
+        inject.apply(model, decided, operators, team)
         hf.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))
         hf.drop_quantization(model.config)
         if generation is not None:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktinject import borders, generate, hf, inject, machine, rules, shards
 from ktinject.errors import PlanError
-from ktinject.operators import Operator, first_process
+from ktinject.operators import Operator
 from ktinject.plan import Plan, make
 from ktinject.team import Team
 
@@ -91,10 +91,9 @@ def build(
         operator.allocate()
         _fill(operator, entry.wants)
         operator.finish()
-    inject.apply(model, plan, operators)
+    inject.apply(model, plan, operators, team)
     hf.random_rest(model, plan.device_map)
     if team is not None:
-        first_process.connect(operators.values(), team)
         shards.install(model, plan.styles, team)
     borders.install(model, hf.Layers(model).paths, plan.device_map)
     generate.install(model, team)

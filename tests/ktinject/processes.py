@@ -92,6 +92,7 @@ def greedy(model: Any, ids: Tensor, new_tokens: int = 10, **kwargs: Any) -> list
 
 def same(rank: int, folder: Path, rules: Any, devices: str | None) -> dict[str, Any]:
     """Load, and answer in all ways of decoding."""
+    from ktinject.errors import OperatorError
     from ktinject.weights.checkpoint import Checkpoint
 
     read: list[str] = []
@@ -126,6 +127,10 @@ def same(rank: int, folder: Path, rules: Any, devices: str | None) -> dict[str, 
         "notes": model.ktinject.notes,
         "reason": model.ktinject_decoding.reason,
     }
+    try:
+        model.save_pretrained(folder / f"copy-{rank}")
+    except OperatorError as error:
+        found["saving"] = str(error)
     return found
 
 

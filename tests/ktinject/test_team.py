@@ -102,6 +102,7 @@ def test_what_each_has(found: dict[str, list[Any]], key: str) -> None:
     assert first["experts read"] > 0 == second["experts read"]
     assert any("process 1 of 2" in note for note in second["notes"])
     assert first["cut"] == second["cut"] and "lm_head" in first["cut"]
+    assert "each process has a part of it" in first["saving"]
 
 
 def test_parts_are_what_the_plan_says(found: dict[str, list[Any]]) -> None:
