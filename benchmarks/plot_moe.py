@@ -31,7 +31,7 @@ def ceilings_of(rows: list[Row]) -> tuple[float, dict[str, float]]:
             read = float(row["gb_s"]) * us / roofline
         else:
             isa = row["kernel"].split("_")[0]
-            rates[f"{isa} {'bf16' if row['weights'] == 'bf16' else 'int8'}"] = (
+            rates[f"{isa} {'int8' if row['weights'].startswith('int') else 'bf16'}"] = (
                 float(row["tflops"]) * us / roofline
             )
     return read, rates

@@ -555,9 +555,12 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
       static_cast<size_t>(top_k) * (gate_up_.row_bytes() + static_cast<size_t>(down_.panels) * kPanel * sizeof(float) +
                                     static_cast<size_t>(config_.intermediate_size) * 3);
   const int most = std::max(64, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / row_bytes, 1u << 20)));
+  // As even as possible: each pass reads the weights, and a few tokens at the end would do so for little.
+  const int passes = (tokens + most - 1) / most;
   static thread_local Routing routing;  // keeps its capacity from call to call
-  for (int first = 0; first < tokens; first += most) {
-    const int take = std::min(most, tokens - first);
+  for (int pass = 0; pass < passes; ++pass) {
+    const int first = static_cast<int>(int64_t{tokens} * pass / passes);
+    const int take = static_cast<int>(int64_t{tokens} * (pass + 1) / passes) - first;
     const size_t slots = static_cast<size_t>(first) * static_cast<size_t>(top_k);
     routing.sort(ids + slots, take, top_k, config_.experts);
     const size_t offset = static_cast<size_t>(first) * static_cast<size_t>(config_.hidden_size) * dtype_bytes(dtype);
