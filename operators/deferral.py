@@ -22,10 +22,12 @@ from ktinject.operators.moe_block import BlockSpec
 # of KL divergence on average (docs/explanation/deferral.md), what int4 weights cost them, too.
 BOUND_SHARE, BOUND_NATS = 0.25, 0.02
 
-# Per layer, of one more submit, one more wait and one addition, each a small kernel.
-OVERHEAD_US = 12.0
-# A module with weights is some kernels of an eager transformers layer, each of about so long inside of a CUDA graph.
-KERNELS_A_MODULE, KERNEL_US = 6, 2.0
+# As measured on the reference box in CUDA graphs (docs/explanation/deferral.md): what splitting a layer's experts costs,
+# what a module with weights takes on the GPU beside reading them, and what experts at decode reach of the bandwidth
+# that plain reading has.
+OVERHEAD_US = 6.0
+MODULE_US = 6.0
+REACHED = 0.6
 
 
 def depth(
@@ -90,7 +92,7 @@ def _auto(
     if device == "cpu":
         return 0, "auto: no GPU computes meanwhile"
     gap = gap_us(stack, block, following, spec.leaf, gpu_bandwidth(device))
-    expert = expert_bytes / cpu_bandwidth() * 1e6
+    expert = expert_bytes / (REACHED * cpu_bandwidth()) * 1e6
     count = min(most, ceil(gap / max(expert, 1e-3)))
     gain = min(gap, count * expert)
     about = f"auto: the GPU takes about {gap:.0f} us between, the CPU {expert:.0f} us an expert"
@@ -116,14 +118,13 @@ def gap_us(
     ]
     own = [[*module.parameters(recurse=False)] for module in between]
     size = sum(tensor.nbytes for tensors in own for tensor in tensors)
-    launches = KERNELS_A_MODULE * sum(1 for tensors in own if tensors)
-    return size / bytes_per_second * 1e6 + launches * KERNEL_US
+    return size / bytes_per_second * 1e6 + MODULE_US * sum(1 for tensors in own if tensors)
 
 
 @functools.cache
 def cpu_bandwidth() -> float:
-    """Bytes a second that the CPU's threads read, measured once a process."""
-    return max(_native.read_bandwidth(32 << 20) for _ in range(2))
+    """Bytes a second that the CPU's threads read, measured once a process on a gibibyte, more than caches hold."""
+    return _native.read_bandwidth((1 << 30) // _native.threads())
 
 
 @functools.cache

@@ -157,16 +157,20 @@ class _Leaf(nn.Module):
         routed = (hidden_states, top_k_index, top_k_weights)
         experts, within = self.experts, self.within
         self._outstanding.parts = None  # of a block that was aborted
+        earlier = None
         if within is None or not within.decodes:
-            now, earlier = experts.start(*routed), None
+            now = experts.start(*routed)
         else:
-            earlier = within.take()
+            handed_on = within.take()
             if self.defers:
                 few, everything = top_k_index.shape[1] - self.defers, top_k_index.shape[1]
                 now = experts.start(*routed, ranks=(0, few))
                 within.put(Deferred(experts, experts.start(*routed, ranks=(few, everything))))
             else:
                 now = experts.start(*routed)
+            if handed_on is not None:
+                # Here, since it is there before `now` is: its wait costs nothing while the CPU computes that.
+                earlier = handed_on.complete().to(hidden_states.device, hidden_states.dtype)
         if self.spec.adds and not isinstance(now, Tensor):
             self._outstanding.parts = (now, earlier)
             return torch.zeros_like(hidden_states)
@@ -178,9 +182,9 @@ class _Leaf(nn.Module):
         self._outstanding.parts = None
         return None if parts is None else self._sum(*parts)
 
-    def _sum(self, now: Started, earlier: Deferred | None) -> Tensor:
+    def _sum(self, now: Started, earlier: Tensor | None) -> Tensor:
         out = self.experts.complete(now)
-        return out if earlier is None else out + earlier.complete().to(out.device, out.dtype)
+        return out if earlier is None else out + earlier
 
     def extra_repr(self) -> str:
         return f"defers {self.defers}"

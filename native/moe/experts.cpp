@@ -110,9 +110,10 @@ std::byte* Experts::panel(Projection projection, int expert, int index) const {
 void Experts::repeat(int expert) {
   if (expert < 0 || expert >= config_.experts || !allocated_)
     throw std::invalid_argument("repeat: there is no such expert, or no memory yet");
-  const size_t marks = loaded_.size() / static_cast<size_t>(config_.experts);
-  for (int e = 0; e < config_.experts; ++e) {
-    if (e == expert) continue;
+  const auto workers = pool();
+  const auto session = workers->session();
+  workers->parallel_for(config_.experts, [&](int e, int) {
+    if (e == expert) return;
     for (const Projection projection : {Projection::up, Projection::down}) {
       const Matrix& matrix = matrix_of(projection);
       for (int i = 0; i < matrix.panels; ++i)
@@ -123,9 +124,10 @@ void Experts::repeat(int expert) {
       std::memcpy(biases.data() + static_cast<size_t>(e) * bytes, biases.data() + static_cast<size_t>(expert) * bytes,
                   bytes);
     }
-    std::copy_n(loaded_.begin() + static_cast<ptrdiff_t>(static_cast<size_t>(expert) * marks), marks,
-                loaded_.begin() + static_cast<ptrdiff_t>(static_cast<size_t>(e) * marks));
-  }
+  });
+  const auto marks = static_cast<ptrdiff_t>(loaded_.size()) / config_.experts;
+  for (ptrdiff_t e = 0; e < config_.experts; ++e)
+    if (e != expert) std::copy_n(loaded_.begin() + expert * marks, marks, loaded_.begin() + e * marks);
 }
 
 }  // namespace ktinject

@@ -168,7 +168,7 @@ def test_a_gpu_that_is_too_old_and_one_beside_it():
 @pytest.mark.gpu
 def test_this_gpu_runs_what_the_operators_say():
     findings = {finding.subject: finding.uses for finding in report.doctor().findings}
-    int4 = Int4Linear.build(torch.nn.Linear(64, 64).bfloat16(), Int4LinearConfig("cuda:0")).describe()[
+    int4 = Int4Linear.build(torch.nn.Linear(128, 64).bfloat16(), Int4LinearConfig("cuda:0")).describe()[
         "kernel"
     ]
     assert ("sm90" in findings["GPU int4"]) == ("sm90" in int4)

@@ -31,7 +31,7 @@ def depth(model: PreTrainedModel, at: int, **arguments: Any) -> Any:
 
 
 def speeds(monkeypatch: pytest.MonkeyPatch, expert_us: float, gap_us: float | None = None) -> None:
-    monkeypatch.setattr(deferral, "cpu_bandwidth", lambda: 1e12 / expert_us)
+    monkeypatch.setattr(deferral, "cpu_bandwidth", lambda: 1e12 / expert_us / deferral.REACHED)
     monkeypatch.setattr(deferral, "gpu_bandwidth", lambda device: 1e12)
     if gap_us is not None:
         monkeypatch.setattr(deferral, "gap_us", lambda *_: gap_us)
@@ -47,8 +47,8 @@ def speeds(monkeypatch: pytest.MonkeyPatch, expert_us: float, gap_us: float | No
         (20, 500, 6, 6),  # nor than there are
         (30, 500, 0, 1),  # nor, if it says nothing, than a quarter
         (900, 50, 6, 1),  # a long expert fills any gap
-        (20, 20, 6, 0),  # a gap that two kernels would eat up
-        (3, 500, 6, 0),  # experts so short that all of them would
+        (20, 10, 6, 0),  # a gap that the splitting would eat up
+        (1.5, 500, 6, 0),  # experts so short that it would eat up all of them
     ],
 )
 def test_as_many_as_fill_the_gap(
@@ -77,7 +77,7 @@ def test_what_lies_between(model: PreTrainedModel) -> None:
     rest = [layers[0].input_layernorm, layers[0].post_attention_layernorm]
     size += sum(module.weight.nbytes for module in rest)
     found = deferral.gap_us(model.model, layers[0].mlp, layers[2].mlp, "experts", 1e9)
-    want = size / 1e9 * 1e6 + (count + len(rest)) * deferral.KERNELS_A_MODULE * deferral.KERNEL_US
+    want = size / 1e9 * 1e6 + (count + len(rest)) * deferral.MODULE_US
     assert found == pytest.approx(want)
 
 

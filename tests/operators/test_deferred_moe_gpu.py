@@ -167,10 +167,10 @@ def test_requests_in_graphs_keep_apart(qwen: PreTrainedModel) -> None:
 
 
 def test_a_prompt_in_chunks_before_graphs(qwen: PreTrainedModel) -> None:
-    swapped, model = on_gpu(qwen, deferred=2), copy.deepcopy(qwen)
+    swapped = on_gpu(qwen, deferred=2)
     for length, chunk in ((8, 4), (7, 3)):  # the last chunk has four tokens, or one: a decode step
         ids = tokens(2, length)
-        run = Run(model, reference.Deferral(model, [2, 2, 2, 0]))
+        run = Run(model := copy.deepcopy(qwen), reference.Deferral(model, [2, 2, 2, 0]))
         logits, want = [run(part) for part in ids.split(chunk, 1)], ids
         for _ in range(10):
             want = torch.cat([want, logits[-1].argmax(-1, keepdim=True)], 1)
