@@ -22,7 +22,7 @@ from ktinject.operators.moe_block import BlockSpec
 # of KL divergence on average (docs/explanation/deferral.md), what int4 weights cost them, too.
 BOUND_SHARE, BOUND_NATS = 0.25, 0.02
 
-# As measured on the reference box in CUDA graphs (docs/explanation/deferral.md): what splitting a layer's experts costs,
+# Measured on the reference box in CUDA graphs (docs/explanation/deferral.md): what splitting a layer's experts costs,
 # what a module with weights takes on the GPU beside reading them, and what experts at decode reach of the bandwidth
 # that plain reading has.
 OVERHEAD_US = 6.0
