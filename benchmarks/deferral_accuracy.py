@@ -1,14 +1,15 @@
 """What deferring experts costs in accuracy, beside leaving the same experts out, on the two trained models.
 
     python benchmarks/deferral_accuracy.py            # twenty minutes on two cores: measures, then draws
-    python benchmarks/deferral_accuracy.py --draw     # table and plot from the figures that are there
+    python benchmarks/deferral_accuracy.py --layers   # the same depths with the first layers left out
+    python benchmarks/deferral_accuracy.py --draw     # tables and plot from the figures that are there
 
 Each model runs under `deferred_moe` with bf16 weights on the CPU, and is compared with itself where nothing is
 deferred. The held-out text is read token by token, so that all but the first token of a window of 512 is a decode step,
 and every key and value in the cache comes from one: no prompt helps. Skipping leaves out, in the same layers, the
 experts that deferring would add late; the weights of the others stay as they are.
 
-Writes docs/explanation/deferral.csv and deferral.png, and prints the table of deferral.md.
+Writes docs/explanation/deferral.csv or deferral-layers.csv, and deferral.png, and prints the tables of deferral.md.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ TOP_K = 8
 NEW_TOKENS = 64
 
 
+# Of --layers: experts deferred, and how many of the first Mixture-of-Experts layers defer none.
+LAYERS = [(4, 0), (4, 1), (4, 2), (4, 4), (4, 6), (3, 1), (2, 1)]
+
+
 def load(name: str, deferred: int = 0) -> PreTrainedModel:
     rule = {
         "name": "experts",
@@ -62,9 +67,42 @@ def skip(model: PreTrainedModel, count: int) -> PreTrainedModel:
     return model
 
 
+def text(name: str, tokens: int) -> Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
+    return torch.tensor(tokenizer((MODELS / "heldout.txt").read_text("utf-8"))["input_ids"][:tokens])
+
+
+def measure_layers(name: str, tokens: int, row: Callable[[dict[str, Any]], None]) -> None:
+    reference, model = load(name), load(name, 1)
+    leaves = [block.get_submodule("experts") for block in model.modules() if isinstance(block, DeferredMoe)]
+    for count, first in LAYERS:
+        schedule = [0] * first + [count] * (len(leaves) - 1 - first) + [0]
+        for leaf, defers in zip(leaves, schedule):
+            leaf.defers = defers
+        found = evaluate.divergence(reference, model, text(name, tokens), decode=True)
+        row({"model": name, "experts": count, "first": first, "late": sum(schedule), **asdict(found)})
+
+
+def layers_table(rows: list[dict[str, str]]) -> None:
+    print(
+        "| model | deferred | not in the first | late in all | perplexity | mean KL | p99 KL | same top-1 |"
+    )
+    print("|---|" + "---:|" * 7)
+    for row in rows:
+        change = float(row["perplexity_b"]) / float(row["perplexity_a"]) - 1
+        cells = [row["model"], f"{row['experts']} of {TOP_K}", row["first"], row["late"]]
+        cells += [f"{change:+.2%} ± {float(row['change_error']):.2%}".replace("-", "−")]
+        cells += [
+            f"{float(row['mean_nats']):.4f}",
+            f"{float(row['p99_nats']):.3f}",
+            f"{float(row['top1']):.1%}",
+        ]
+        print("| " + " | ".join(cells) + " |")
+
+
 def measure(name: str, tokens: int, row: Callable[[dict[str, Any]], None]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
-    ids = torch.tensor(tokenizer((MODELS / "heldout.txt").read_text("utf-8"))["input_ids"][:tokens])
+    ids = text(name, tokens)
     lines = (MODELS / "prompts.jsonl").read_text("utf-8").splitlines()
     prompts = [torch.tensor(tokenizer(json.loads(line)["prompt"])["input_ids"]) for line in lines]
     reference = load(name)
@@ -136,12 +174,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--draw", action="store_true", help="only draw, from the figures that are there")
+    parser.add_argument("--layers", action="store_true", help="schedules that spare the first layers")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--out", type=Path, default=DOCS)
     arguments = parser.parse_args()
-    figures = arguments.out / "deferral.csv"
+    by_depth, by_layers = (arguments.out / f"deferral{what}.csv" for what in ("", "-layers"))
     if not arguments.draw:
-        with figures.open("w", newline="") as file:
+        with (by_layers if arguments.layers else by_depth).open("w", newline="") as file:
             writer: Any = None
 
             def row(values: dict[str, Any]) -> None:
@@ -153,11 +192,13 @@ def main() -> None:
                 file.flush()
 
             for name in BLOCKS:
-                measure(name, arguments.tokens, row)
-    with figures.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    table(rows)
-    draw(rows, arguments.out / "deferral.png")
+                (measure_layers if arguments.layers else measure)(name, arguments.tokens, row)
+    for figures, show in ((by_depth, table), (by_layers, layers_table)):
+        if figures.exists():
+            with figures.open(newline="") as file:
+                show(list(csv.DictReader(file)))
+    with by_depth.open(newline="") as file:
+        draw(list(csv.DictReader(file)), arguments.out / "deferral.png")
 
 
 if __name__ == "__main__":

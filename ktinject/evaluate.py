@@ -40,6 +40,7 @@ class Divergence:
     p99_nats       its 99th percentile
     top1           share of predictions whose most likely token is the same
     perplexity_a, perplexity_b
+    change_error   standard error of perplexity_b / perplexity_a, from what each prediction adds to it
     """
 
     tokens: int
@@ -48,6 +49,7 @@ class Divergence:
     top1: float
     perplexity_a: float
     perplexity_b: float
+    change_error: float
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def perplexity(model: PreTrainedModel, ids: Tensor, *, window: int = 512, decode
     """
     total, count = 0.0, 0
     for rows, targets in _predictions(model, ids, window, decode):
-        total += _nll(_log_probabilities(rows), targets)
+        total += float(_nll(_log_probabilities(rows), targets).sum())
         count += len(rows)
     return math.exp(total / count)
 
@@ -100,23 +102,27 @@ def divergence(
         )
     kl: list[Tensor] = []
     same = 0
-    nll_a, nll_b = 0.0, 0.0
+    nll_a: list[Tensor] = []
+    nll_b: list[Tensor] = []
     pairs = zip(_predictions(a, ids, window, decode), _predictions(b, ids, window, decode), strict=True)
     for (rows_a, targets), (rows_b, _) in pairs:
         p, q = _log_probabilities(rows_a), _log_probabilities(rows_b).to(rows_a.device)
         kl.append(F.kl_div(q, p, log_target=True, reduction="none").sum(-1).cpu())
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
-        nll_a += _nll(p, targets)
-        nll_b += _nll(q, targets)
+        nll_a.append(_nll(p, targets))
+        nll_b.append(_nll(q, targets))
     nats = torch.cat(kl).sort().values
     count = len(nats)
+    of_a, of_b = torch.cat(nll_a), torch.cat(nll_b)
+    change = math.exp(float((of_b - of_a).mean()))
     return Divergence(
         tokens=count,
         mean_nats=float(nats.mean()),
         p99_nats=float(nats[math.ceil(0.99 * count) - 1]),
         top1=same / count,
-        perplexity_a=math.exp(nll_a / count),
-        perplexity_b=math.exp(nll_b / count),
+        perplexity_a=math.exp(float(of_a.mean())),
+        perplexity_b=math.exp(float(of_b.mean())),
+        change_error=change * float((of_b - of_a).std(correction=0)) / math.sqrt(count),
     )
 
 
@@ -233,6 +239,7 @@ def _log_probabilities(rows: Tensor) -> Tensor:
     return rows.double().log_softmax(-1)
 
 
-def _nll(log_probabilities: Tensor, targets: Tensor) -> float:
-    """Summed negative log-likelihood, in nats, of `targets` [rows]."""
-    return float(F.nll_loss(log_probabilities, targets.to(log_probabilities.device), reduction="sum"))
+def _nll(log_probabilities: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-likelihoods [rows], in nats, of `targets` [rows]; on the CPU."""
+    found = F.nll_loss(log_probabilities, targets.to(log_probabilities.device), reduction="none")
+    return found.cpu()

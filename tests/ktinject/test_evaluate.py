@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -68,6 +69,9 @@ def test_against_the_definition(model, other, ids, window, chunk_rows, monkeypat
     assert found.perplexity_a == pytest.approx(exp_nll(p), rel=1e-5)
     assert found.perplexity_b == pytest.approx(exp_nll(q), rel=1e-5)
     assert evaluate.perplexity(other, ids, window=window) == pytest.approx(found.perplexity_b, rel=1e-12)
+    worse = [float(a[target] - b[target]) for a, b, target in zip(p, q, targets)]
+    error = found.perplexity_b / found.perplexity_a * statistics.pstdev(worse) / count**0.5
+    assert found.change_error == pytest.approx(error, rel=1e-4)
 
 
 @pytest.mark.parametrize(("window", "rows"), [(20, 16), (20, 2), (50, 1), (512, 16)])
@@ -77,7 +81,7 @@ def test_token_by_token_is_the_same(model, other, ids, window, rows, monkeypatch
     at_once = evaluate.divergence(model, other, ids, window=window)
     found = evaluate.divergence(model, other, ids, window=window, decode=True)
     assert found.tokens == at_once.tokens
-    for name in ("mean_nats", "p99_nats", "top1", "perplexity_a", "perplexity_b"):
+    for name in ("mean_nats", "p99_nats", "top1", "perplexity_a", "perplexity_b", "change_error"):
         assert getattr(found, name) == pytest.approx(getattr(at_once, name), rel=1e-3), name
     alone = evaluate.perplexity(other, ids, window=window, decode=True)
     assert alone == pytest.approx(found.perplexity_b, rel=1e-9)
@@ -98,7 +102,7 @@ def test_token_by_token_through_the_cache(model, ids):
 def test_a_model_does_not_diverge_from_itself(model, ids):
     found = evaluate.divergence(model, model, ids)
     assert (found.mean_nats, found.p99_nats, found.top1) == (0.0, 0.0, 1.0)
-    assert found.perplexity_a == found.perplexity_b
+    assert found.perplexity_a == found.perplexity_b and found.change_error == 0.0
 
 
 @pytest.mark.parametrize("prompt", [slice(0, 5), slice(40, 41)])
