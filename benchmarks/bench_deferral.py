@@ -62,7 +62,7 @@ def measure(shape: str, layers: int, weights: str, arguments: argparse.Namespace
     with_rules = functools.partial(rules, shape, config.model_type, weights)
     began = time.perf_counter()
     model = shapes.build(config, with_rules(deferred=1))
-    print(f"{shape}, {layers} layers, {weights}: built in {time.perf_counter() - began:.0f} s")
+    print(f"{shape}, {layers} layers, {weights}: built in {time.perf_counter() - began:.0f} s", flush=True)
     top_k = config.num_experts_per_tok
     depths = {f"{n}": [n] * (layers - 1) + [0] for n in arguments.deferred if n <= top_k}
     for name, most in (("auto", 0), (f"auto, {top_k}", top_k)):

@@ -158,8 +158,7 @@ def _fill(twin: nn.Module, random: torch.Generator) -> None:
             if not tensor.is_floating_point():
                 tensors[name] = torch.zeros(tensor.shape, dtype=tensor.dtype)
                 continue
-            repeats = tensor.numel() // len(pattern) + 1
-            value = pattern.repeat(repeats)[: tensor.numel()].view(tensor.shape)
-            value = value / max(1, tensor.shape[-1] if tensor.dim() > 1 else 1) ** 0.5
+            small = pattern / max(1, tensor.shape[-1] if tensor.dim() > 1 else 1) ** 0.5
+            value = small.repeat(tensor.numel() // len(small) + 1)[: tensor.numel()].view(tensor.shape)
             tensors[name] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
     twin.eval()
