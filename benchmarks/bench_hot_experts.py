@@ -4,8 +4,8 @@
     python benchmarks/bench_hot_experts.py --decode 0 0.1 0.25 --skew 0.1 0.7     # whole models
 
 Routing is skewed by giving the rows of each router norms that fall off as rank ** -skew; experts are numbered by rank,
-so those on the GPU are the most used. The bound beside a figure: CPU bytes go down with the share of the traffic that
-leaves, and the rest of the step stays what it is.
+so those on the GPU are the most used. Beside each gain stands what it could be at most, if a step were nothing but the
+CPU's reading: the CPU's bytes go down with the traffic that leaves.
 """
 
 from __future__ import annotations
@@ -82,17 +82,15 @@ def skew(model: Any, exponent: float) -> None:
                 rows.copy_(functional.normalize(rows.float(), dim=1) * ranks[:, None] ** -exponent)
 
 
-def traffic(model: Any) -> tuple[float, float]:
-    """Parts of the traffic of the first 10 % and 25 % of the experts, over all layers, of decode steps so far."""
-    first, second, total = 0, 0, 0
+def traffic(model: Any) -> float:
+    """The part of the routing that went to experts on the GPU, in decode steps so far."""
+    here, total = 0.0, 0.0
     for operator in operators_of(model):
-        counts = (
-            operator.on_gpu.traffic.cpu().double() if operator.on_gpu else torch.zeros(operator.num_experts)
-        )
-        n = len(counts)
-        first, second = first + counts[: round(n * 0.1)].sum(), second + counts[: round(n * 0.25)].sum()
-        total += counts.sum()
-    return float(first / max(total, 1)), float(second / max(total, 1))
+        if operator.on_gpu is not None:
+            counts = operator.on_gpu.traffic.cpu().double()
+            here += float(counts[operator.on_gpu.resident].sum())
+            total += float(counts.sum())
+    return here / max(total, 1)
 
 
 def main() -> None:
@@ -109,6 +107,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     lines: list[dict[str, Any]] = []
+    rates: dict[tuple[str, float], float] = {}
 
     def note(**values: Any) -> None:
         lines.append(
@@ -151,7 +150,8 @@ def main() -> None:
                         operator.on_gpu.traffic.zero_()
                 result = benchmark.decode(model, arguments.write, arguments.repetitions)
                 where = benchmark.profile(model)
-                parts = traffic(model)
+                part = traffic(model)
+                none = rates.setdefault((weights, exponent), result.mean)  # the first share, 0 by default
                 note(
                     benchmark=result.test,
                     routing=f"rows ~ rank^-{exponent}",
@@ -160,10 +160,10 @@ def main() -> None:
                     us=round(1e6 / result.mean, 1),
                 )
                 print(
-                    f"{weights:5} skew {exponent}: {share:4.0%} on the GPU, {result.mean:7.1f} ± "
-                    f"{result.deviation:.1f} t/s; 10 % take {parts[0]:.2f}, 25 % {parts[1]:.2f}; "
-                    f"a step of {where.step:.0f} µs: GPU {where.gpu:.0f}, experts {where.cpu:.0f}, handoff "
-                    f"{where.handoff:.0f}, neither {where.idle:.0f}",
+                    f"{weights:5} skew {exponent}: {share:4.0%} on the GPU take {part:.2f} of the traffic, "
+                    f"{result.mean:7.1f} ± {result.deviation:.1f} t/s, {result.mean / none:.2f} times none (CPU bytes "
+                    f"alone: {1 / (1 - part):.2f}); a step of {where.step:.0f} µs: GPU {where.gpu:.0f}, experts "
+                    f"{where.cpu:.0f}, handoff {where.handoff:.0f}, neither {where.idle:.0f}",
                     flush=True,
                 )
             del model
