@@ -269,7 +269,7 @@ def _layer(layer: nn.Module, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
         _norm(layer.get_submodule("input_layernorm"), dtype),
         (_latent if isinstance(attention, AbsorbedMla) else _grouped)(attention, dtype),
         _norm(layer.get_submodule("post_attention_layernorm"), dtype),
-        _feed_forward(layer.get_submodule("mlp")),
+        _feed_forward(layer.get_submodule("mlp"), dtype),
     )
 
 
@@ -322,12 +322,13 @@ def _latent(module: AbsorbedMla, dtype: torch.dtype) -> Any:
     )
 
 
-def _feed_forward(module: Any) -> Any:
+def _feed_forward(module: Any, dtype: torch.dtype) -> Any:
     names = {name for name, _ in module.named_children()}
     if "gate_proj" in names:
         return _unit(module)
-    shared = names & {"shared_experts"}
-    if names - shared != {"gate", "experts"}:
+    shared = names & {"shared_experts", "shared_expert"}
+    gated = names & {"shared_expert_gate"}
+    if names - shared - gated != {"gate", "experts"} or len(shared) > 1 or len(gated) > len(shared):
         raise _Unknown(f"its {type(module).__name__} holds {', '.join(sorted(names))}")
     router: Any = _of(module, "gate", CpuRouter)
     sigmoid = isinstance(getattr(router, "e_score_correction_bias", None), Tensor)
@@ -341,8 +342,16 @@ def _feed_forward(module: Any) -> Any:
         normed=bool(getattr(router, "norm_topk_prob", True)),
         factor=float(getattr(router, "routed_scaling_factor", 1.0)),
         experts=_of(module, "experts", CpuExperts).native,
-        shared=_unit(module.shared_experts) if shared else None,
+        shared=_unit(getattr(module, *shared)) if shared else None,
+        gate=_gate(module.shared_expert_gate, dtype) if gated else None,
     )
+
+
+def _gate(module: Any, dtype: torch.dtype) -> Tensor:
+    """The weight [1, hidden] of the factor that a shared expert has."""
+    if type(module) is not nn.Linear or module.bias is not None or module.weight.dtype != dtype:
+        raise _Unknown(f"its shared expert's gate is a {type(module).__name__} that is not known")
+    return module.weight.detach()
 
 
 def _unit(module: Any) -> Any:

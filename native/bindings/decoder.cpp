@@ -186,7 +186,9 @@ void init_decoder(nb::module_& m) {
           "__init__",
           [](Mixture* self, const Linear& router, const std::string& scores, std::optional<FloatVector> correction,
              int top_k, int groups, int top_groups, bool normed, float factor, const Experts& experts,
-             FeedForward* shared) {
+             FeedForward* shared, std::optional<Input> gate) {
+            if (gate && (gate->shape(0) != 1 || gate->shape(1) != static_cast<size_t>(experts.config().hidden_size)))
+              throw std::invalid_argument("the shared experts' gate must be [1, hidden]");
             RouterConfig config;
             config.linear = &router;
             config.scores =
@@ -201,12 +203,12 @@ void init_decoder(nb::module_& m) {
             config.top_groups = top_groups;
             config.normed = normed;
             config.factor = factor;
-            new (self) Mixture(config, experts, shared);
+            new (self) Mixture(config, experts, shared, gate ? gate->data() : nullptr);
           },
           nb::kw_only(), nb::arg("router"), nb::arg("scores"), nb::arg("correction").none(), nb::arg("top_k"),
           nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"), nb::arg("factor"), nb::arg("experts"),
-          nb::arg("shared").none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 10>(),
-          nb::keep_alive<1, 11>());
+          nb::arg("shared").none(), nb::arg("gate").none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),
+          nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>(), nb::keep_alive<1, 12>());
 
   nb::class_<Decoder>(m, "Decoder", "The decoder layers of a model on one token a row.")
       .def(

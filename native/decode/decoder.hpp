@@ -161,9 +161,11 @@ struct RouterConfig {
   float factor = 1;
 };
 
+// Router and routed experts; added to them, where it is given, what `shared` makes of all tokens, times sigmoid(gate ·
+// x) where there is a gate [hidden] of the model's dtype.
 class Mixture final : public FeedForward {
  public:
-  Mixture(RouterConfig router, const Experts& experts, FeedForward* shared);
+  Mixture(RouterConfig router, const Experts& experts, FeedForward* shared, const void* gate = nullptr);
   void forward(const float* x, DType dtype, int batch, float* out) override;
 
  private:
@@ -172,6 +174,7 @@ class Mixture final : public FeedForward {
   RouterConfig router_;
   const Experts& experts_;
   FeedForward* shared_;
+  const void* gate_;
   Scratch scratch_;
   std::vector<int32_t> ids_;
   std::vector<std::pair<float, int>> order_, groups_;

@@ -45,8 +45,8 @@ void GatedUnit::forward(const float* x, DType dtype, int batch, float* out) {
   math.round(out, batch * down_.config().out_features, dtype);
 }
 
-Mixture::Mixture(RouterConfig router, const Experts& experts, FeedForward* shared)
-    : router_(router), experts_(experts), shared_(shared) {
+Mixture::Mixture(RouterConfig router, const Experts& experts, FeedForward* shared, const void* gate)
+    : router_(router), experts_(experts), shared_(shared), gate_(gate) {
   const int count = experts.config().experts;
   if (router_.linear == nullptr || router_.linear->config().out_features != count)
     throw std::invalid_argument("router: expected " + std::to_string(count) + " outputs");
@@ -75,6 +75,15 @@ void Mixture::forward(const float* x, DType dtype, int batch, float* out) {
   math.round(out, batch * hidden, dtype);
   if (shared_ == nullptr) return;
   shared_->forward(x, dtype, batch, beside);
+  for (int row = 0; gate_ != nullptr && row < batch; ++row) {
+    float factor;
+    math.rows_times(gate_, x + row * hidden, 1, hidden, dtype, &factor);
+    math.sigmoid(&factor, 1);
+    math.round(&factor, 1, dtype);
+    float* one = beside + row * hidden;
+    for (int i = 0; i < hidden; ++i) one[i] *= factor;
+    math.round(one, hidden, dtype);
+  }
   math.add(out, beside, batch * hidden, dtype);
 }
 
