@@ -28,6 +28,7 @@ from ktinject.shards import Cut, Style
 from ktinject.team import Team
 from ktinject.weights import formats, gguf_blocks, match
 from ktinject.weights.checkpoint import Checkpoint
+from ktinject.weights.stored import Format
 from ktinject.working import Running
 
 _SHOWN = 5
@@ -145,13 +146,23 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Found:
-    """A module that a rule replaces."""
+    """A module that a rule replaces.
+
+    source   how the checkpoint stores its weight, if it has one
+    """
 
     path: str
     module: nn.Module
     rule: Rule
     operator: type[Operator]
     config: Any
+    source: Format | None = None
+
+    def adopt(self, operator: type[Operator], config: Any) -> Any:
+        """The arguments that fit the checkpoint, if the operator takes its format as it is."""
+        if self.source is None or self.source.name not in operator.takes:
+            return config
+        return operator.adopt(config, self.source)
 
 
 def make(
@@ -334,14 +345,14 @@ def _block_formats(checkpoint: Checkpoint) -> list[str]:
 
 
 def _adopt(item: _Found, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap) -> _Found:
-    """With the arguments that fit the checkpoint, if the operator takes its format as it is."""
+    """With what the checkpoint has, and the arguments that fit it."""
     keys = [piece.key for piece in mapping.targets.get(f"{item.path}.weight", ())]
-    if not (item.operator.takes and keys):
+    if not keys:
         return item
-    source = formats.detect(checkpoint, keys[0], hf.quantization(model.config))
-    if source.name not in item.operator.takes:
-        return item
-    return dataclasses.replace(item, config=item.operator.adopt(item.config, source))
+    item = dataclasses.replace(
+        item, source=formats.detect(checkpoint, keys[0], hf.quantization(model.config))
+    )
+    return dataclasses.replace(item, config=item.adopt(item.operator, item.config))
 
 
 def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
@@ -391,6 +402,8 @@ def _entries(
             chosen = operator.instead(item.module, config)
             if chosen is None:
                 continue
+            if chosen[0] is not operator:
+                chosen = chosen[0], item.adopt(*chosen)
             operator, config = chosen
             reason = operator.supports(item.module, config, machine)
         if reason is not None:

@@ -153,12 +153,17 @@ def test_another_quantisation_in_the_config_is_not_the_files(tiny_qwen3_moe: Pat
     assert hf.quantization(model.config) is None
 
 
-def test_q4_0_is_kept_value_for_value_by_int4_linear(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "operator", [{"operator": "int4_linear"}, {"operator": "dense_linear", "weights": "int4"}]
+)
+def test_q4_0_is_kept_value_for_value_by_int4_linear(
+    operator: dict[str, Any], tiny_qwen3_moe: Path, tmp_path: Path
+) -> None:
     file = converted(tiny_qwen3_moe, tmp_path / "a.gguf", "Q4_0")
     box = dataclasses.replace(
         machine.detect(), gpus=(Gpu(0, "a GPU", 1 << 34, 1 << 34, (9, 0)),), cuda_built=True
     )
-    rule = {"name": "a", "match": {"path": r".*\.[qo]_proj"}, "replace": {"operator": "int4_linear"}}
+    rule = {"name": "a", "match": {"path": r".*\.[qo]_proj"}, "replace": operator}
     with Checkpoint.open(file) as checkpoint:
         model = hf.meta_model(hf.read_config(file, checkpoint), "auto", checkpoint)
         decided = make(model, rules.read([rule]), checkpoint, box)

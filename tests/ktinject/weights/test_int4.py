@@ -262,9 +262,12 @@ def test_a_model_with_int4_weights_is_the_model_of_their_values(
     assert logits[0].equal(logits[1])
 
 
+@pytest.mark.parametrize(
+    "operator", [{"operator": "int4_linear"}, {"operator": "dense_linear", "weights": "int4"}]
+)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_plan_takes_group_size_and_zero_points_from_the_checkpoint(
-    name: str, tiny_qwen3_moe: Path, tmp_path: Path
+    name: str, operator: dict[str, Any], tiny_qwen3_moe: Path, tmp_path: Path
 ) -> None:
     packed = {}
     for key, tensor in load_file(tiny_qwen3_moe / "model.safetensors").items():
@@ -282,7 +285,7 @@ def test_the_plan_takes_group_size_and_zero_points_from_the_checkpoint(
     rule = {
         "name": "a",
         "match": {"path": r".*\.[qo]_proj"},
-        "replace": {"operator": "int4_linear", "group_size": 64},
+        "replace": operator | {"group_size": 64},
     }
     with Checkpoint.open(tmp_path) as checkpoint:
         model = hf.meta_model(hf.read_config(tmp_path), "auto", checkpoint)
