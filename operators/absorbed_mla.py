@@ -218,12 +218,15 @@ class AbsorbedMla(Operator):
         kv = self.kv_b_proj(latent[:, 0]).unflatten(-1, (spec.num_heads, -1)).transpose(1, 2)
         k_nope, v = kv.split([spec.qk_nope_head_dim, spec.v_head_dim], -1)
         k = torch.cat([k_nope, k_rope.expand(-1, spec.num_heads, -1, -1)], -1)
+        if v.is_cpu and v.shape[-1] < k.shape[-1]:
+            # On the CPU, torch's fused attention is for values as wide as keys; without it, scores pass through memory.
+            v = functional.pad(v, (0, k.shape[-1] - v.shape[-1]))
         out = functional.scaled_dot_product_attention(
             torch.cat([q_nope, q_rope], -1), k, v,
             attn_mask=mask, dropout_p=spec.dropout if self.training else 0.0,
             is_causal=mask is None and q_nope.shape[2] > 1, scale=spec.scaling,
         )  # fmt: skip
-        return out.transpose(1, 2)
+        return out[..., : spec.v_head_dim].transpose(1, 2)
 
     def extra_repr(self) -> str:
         spec = self.spec

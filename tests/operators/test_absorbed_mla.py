@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, StaticCache
 
 import ktinject
@@ -210,6 +211,13 @@ def test_scores_beyond_the_limit_are_taken_in_turns(monkeypatch: pytest.MonkeyPa
     mask[0, :6] = 0
     same(model, swapped, mask, input_ids=ids(2, 17))
     same(model, swapped, input_ids=ids(2, 17))
+
+
+def test_prompts_take_torch_s_fused_attention_on_the_cpu() -> None:
+    """Which wants values as wide as keys; DeepSeek's are narrower."""
+    _, swapped = pair(prefill="expanded")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        swapped(ids(2, 40))  # raises where there is no such kernel
 
 
 def test_auto_expands_long_prompts_only() -> None:
