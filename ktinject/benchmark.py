@@ -174,13 +174,25 @@ def _is_wait(name: str) -> bool:
 
 
 def _gpu_events(profiler: Any) -> list[tuple[float, float, str]]:
-    """(begin, end, name) of what ran on GPUs, ns of the system clock, in order."""
-    found = []
+    """(begin, end, name) of what ran on GPUs, ns of the system clock, in order.
+
+    A kernel that began while the one before it in its stream still ran, has waited for that one's end.
+    """
+    streams: dict[int, list[tuple[float, float, str]]] = {}
     for event in profiler.profiler.kineto_results.events():
         if "cuda" in str(event.device_type()).lower():
             begin = event.start_ns()
-            found.append((begin, begin + event.duration_ns(), event.name()))
-    return sorted(found)
+            span = (begin, begin + event.duration_ns(), event.name())
+            streams.setdefault(event.device_resource_id(), []).append(span)
+    return sorted(span for spans in streams.values() for span in _one_after_another(spans))
+
+
+def _one_after_another(spans: list[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+    """Spans of one stream, each from where the one before it ended."""
+    found: list[tuple[float, float, str]] = []
+    for begin, end, name in sorted(spans, key=lambda span: span[1]):
+        found.append((max(begin, found[-1][1]) if found else begin, end, name))
+    return found
 
 
 def _union(intervals: Sequence[tuple[float, float]]) -> float:

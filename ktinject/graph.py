@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from ktinject.decode_ops import advance
 from ktinject.errors import OperatorError
 from ktinject.sampling import Request, Sampler, Sampling
 
@@ -136,7 +137,9 @@ class Lane:
             keys[:, :, :length].copy_(layer.keys[:, :, :length])
             values[:, :, :length].copy_(layer.values[:, :, :length])
         self._mask.zero_()
-        self._mask[:, 0, 0, :length] = True if mask is None else mask[:, :length] != 0
+        self._mask[:, 0, 0, : length + 1] = True
+        if mask is not None:
+            self._mask[:, 0, 0, :length] = mask[:, :length] != 0
         self._place.fill_(length)
         self._positions.copy_(self._place if positions is None else positions)
         self._used = length
@@ -180,15 +183,13 @@ class Lane:
             graph.replay()
 
     def _compute(self, stretch: int) -> None:
-        self._mask.index_fill_(3, self._place, True)
         if stretch not in self._views:
             self._views[stretch] = Cache(
                 layers=[_Layer(k[:, :, :stretch], v[:, :, :stretch], self._place) for k, v in self._cache]
             )
         logits = self._forward(self.ids, self._mask[..., :stretch], self._positions, self._views[stretch])
         self.logits.copy_(logits)
-        self._positions.add_(1)
-        self._place.add_(1)
+        advance(self._place, self._positions, self._mask)
 
     def _capture(self, work: Callable[[], None], state: list[Tensor]) -> torch.cuda.CUDAGraph | None:
         """Run `work` once to warm up, put `state` back, and capture it; None, and `failure`, if that cannot be."""

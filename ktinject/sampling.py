@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from ktinject import _native
+from ktinject.decode_ops import Chooser
 
 _TIES = 64  # tokens beyond the k-th that may tie with it, looked at where top-p follows top-k
 
@@ -128,6 +129,9 @@ class Sampler:
             vocab_size + 1 if sampling.has_penalty else 0
         )  # one more, for ids the model's head does not have
         self._seen = torch.zeros(batch, seen, dtype=torch.bool, device=device)
+        self._chooser: Chooser | None = None
+        if ids.is_cuda and _native.cuda_built():
+            self._chooser = Chooser(ids, self.result, self._length, self._seen, self._ends, sampling.pad)
 
     def begin(self, prompt: Tensor, request: Request) -> None:
         """Start a request.
@@ -153,6 +157,10 @@ class Sampler:
     def choose(self, logits: Tensor) -> None:
         """Choose a token for each row of logits [b, v] fp32; `ids` and `result` then hold them."""
         scores = self._process(logits)
+        if self._chooser is not None:
+            noise = torch.empty_like(scores).exponential_(1) if self.sampling.do_sample else None
+            self._chooser(scores, noise)
+            return
         tokens = _drawn(scores) if self.sampling.do_sample else _greatest(scores)
         alive = self.result[1]
         if self.sampling.pad is not None:

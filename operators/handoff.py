@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +91,16 @@ class OnGpu:
         return ids.masked_fill(self.chosen >= 0, -1)
 
 
+class Routing(NamedTuple):
+    """A submit that chooses the experts itself, on the device: by softmax over logits [m, num_experts].
+
+    normed   the weights are divided by their sum
+    """
+
+    logits: Tensor
+    normed: bool
+
+
 class _Slots:
     """One owner's slots on one CUDA device, and which of them are free."""
 
@@ -130,7 +140,7 @@ class _Slots:
     def drop(self, ticket: Ticket) -> None:
         """Free the slot of a ticket that nobody waited for. One captured in a graph has nothing to free."""
         if not ticket.captured:
-            self.native.wait(ticket.slot, ticket.shape[0], CODES[ticket.dtype], 0, 0, ticket.stream)
+            self.native.wait(ticket.slot, ticket.shape[0], CODES[ticket.dtype], 0, 0, 0, ticket.stream)
         self.give(ticket.slot)
 
 
@@ -174,6 +184,7 @@ class Handoff:
         weights: Tensor,
         on_gpu: OnGpu | None = None,
         ranks: tuple[int, int] | None = None,
+        routing: Routing | None = None,
     ) -> Ticket:
         """Hand work to the experts on the CPU.
 
@@ -182,11 +193,18 @@ class Handoff:
         weights  [m, t] float32, bfloat16 or float16 on the same device
         on_gpu   experts that lie on the device, which the CPU leaves out
         ranks    first and end: only these of a token's experts, as `of_ranks` numbers them
+        routing  ids (int64) and weights (of the logits' dtype), both contiguous, are written by this instead of read;
+                 on a CUDA device, for up to MOST_TOKENS tokens
         Returns  a ticket to be given to `wait` once
         Raises   OperatorError for shapes, dtypes and devices, and for what went wrong before; during a capture
                  also for more than MOST_TOKENS tokens
         """
         self._check(x, ids, weights)
+        if routing is not None and not (x.is_cuda and len(x) <= MOST_TOKENS):
+            raise OperatorError(
+                f"handoff: found {len(x)} tokens on {x.device} to be routed by the submit; "
+                f"allowed are up to {MOST_TOKENS} on a CUDA device."
+            )
         ticket = Ticket(x)
         if x.shape[0] == 0:
             return ticket
@@ -223,6 +241,8 @@ class Handoff:
                 ids.shape[1],
                 *((0, 0, 0) if on_gpu is None else on_gpu.addresses()),
                 *(ranks or (0, ids.shape[1])),
+                0 if routing is None else routing.logits.data_ptr(),
+                routing is not None and routing.normed,
                 ticket.stream,
             )
         except (RuntimeError, ValueError) as error:
@@ -231,11 +251,18 @@ class Handoff:
         ticket.slot, ticket.channel = slot, slots
         return ticket
 
-    def wait(self, ticket: Ticket, out: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+    def wait(
+        self,
+        ticket: Ticket,
+        out: Tensor | None = None,
+        addend: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """The result of a submit; on a CUDA device in the order of the current stream.
 
         out      [m, hidden] contiguous, of x's dtype and device, to write to; None: a new tensor
         addend   [m, hidden] float32 contiguous on x's device, added before rounding
+        residual [m, hidden] contiguous, of x's dtype and device, added after rounding
         Raises   OperatorError for what the experts raised, or if nobody answered within the timeout
         """
         if out is None:
@@ -253,7 +280,7 @@ class Handoff:
             return out
         if ticket.task is not None:
             self._wait_host(ticket, out, addend)
-            return out
+            return out if residual is None else out.add_(residual)
         slots, ticket.channel = ticket.channel, None
         if slots is None:
             raise OperatorError("handoff: this ticket was waited for already; submit again.")
@@ -264,6 +291,7 @@ class Handoff:
                 CODES[ticket.dtype],
                 out.data_ptr(),
                 0 if addend is None else addend.data_ptr(),
+                0 if residual is None else residual.data_ptr(),
                 torch.cuda.current_stream(ticket.device).cuda_stream,
             )
         except RuntimeError as error:

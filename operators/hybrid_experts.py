@@ -25,7 +25,7 @@ from ktinject.operators import gpu_experts, routed_experts, streaming
 from ktinject.operators.base import register_operator
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts, weights_in_words
 from ktinject.operators.gpu_experts import GpuExperts
-from ktinject.operators.handoff import MOST_TOKENS, Handoff, Ticket, of_ranks
+from ktinject.operators.handoff import MOST_TOKENS, Handoff, Routing, Ticket, of_ranks
 from ktinject.operators.hot_experts import Follower
 from ktinject.operators.streaming import StreamedExperts
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from ktinject.operators.routed_experts import ExpertsSpec
 
 log = logging.getLogger("ktinject")
+
+# Experts that a submit can choose among, and how many of them; as native/cuda/route.cuh says.
+MOST_ROUTED, MOST_CHOSEN = 256, 32
 
 
 @dataclass(frozen=True)
@@ -254,6 +257,29 @@ class HybridExperts(CpuExperts):
             return Underway(ticket, None)
         return Underway(ticket, here.forward(hidden_states, asked.chosen, top_k_weights))
 
+    def routes(self, experts: int, top_k: int) -> bool:
+        """Whether `start_routed` can choose among so many experts."""
+        return (
+            self.config.device != "cpu"
+            and experts == self.num_experts <= MOST_ROUTED
+            and top_k <= MOST_CHOSEN
+        )
+
+    def start_routed(self, hidden_states: Tensor, logits: Tensor, top_k: int, normed: bool) -> Underway:
+        """`start` that chooses the experts itself, for up to MOST_TOKENS tokens on a GPU, without gradients.
+
+        hidden_states  [m, hidden]
+        logits         [m, num_experts] contiguous; the top_k greatest of their softmax, divided by their sum if
+                       `normed`, rounded to their dtype
+        """
+        ids = torch.empty(len(logits), top_k, dtype=torch.int64, device=logits.device)
+        weights = logits.new_empty(len(logits), top_k)
+        asked = None if self.on_gpu is None else self.on_gpu.ask(ids)
+        ticket = self.handoff.submit(hidden_states, ids, weights, asked, routing=Routing(logits, normed))
+        if self.on_gpu is None or asked is None:
+            return Underway(ticket, None)
+        return Underway(ticket, self.on_gpu.forward(hidden_states, asked.chosen, weights))
+
     def _stream(self, count: int, x: Tensor, ids: Tensor, weights: Tensor) -> Started:
         """The first experts through the GPU, and the others on the CPU at the same time."""
         assert self.streamed is not None
@@ -284,11 +310,11 @@ class HybridExperts(CpuExperts):
         log.warning("%s: prompts stay on the CPU", text)
         self.streamed = None
 
-    def complete(self, started: Started) -> Tensor:
-        """What `forward` returns; on a GPU, the current stream waits for it."""
+    def complete(self, started: Started, residual: Tensor | None = None) -> Tensor:
+        """What `forward` returns, + residual [m, hidden]; on a GPU, the current stream waits for it."""
         if isinstance(started, Tensor):
-            return started
-        return self.handoff.wait(started.ticket, addend=started.part)
+            return started if residual is None else started + residual
+        return self.handoff.wait(started.ticket, addend=started.part, residual=residual)
 
 
 def _ring_bytes(config: Any, spec: ExpertsSpec) -> tuple[int, int]:

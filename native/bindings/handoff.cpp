@@ -64,25 +64,38 @@ void init_handoff(nb::module_& m) {
           "submit",
           [](Channel& self, int slot, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit, uintptr_t weights,
              int weights_dtype, int tokens, int top_k, uintptr_t places, uintptr_t chosen, uintptr_t traffic,
-             int rank_from, int rank_to, uintptr_t stream) {
-            self.submit(
-                slot,
-                {pointer<const void>(x), dtype_of(dtype), pointer<const void>(ids), ids_are_64_bit,
-                 pointer<const void>(weights), dtype_of(weights_dtype), tokens, top_k, pointer<const int32_t>(places),
-                 pointer<int32_t>(chosen), pointer<uint32_t>(traffic), rank_from, rank_to},
-                stream);
+             int rank_from, int rank_to, uintptr_t logits, bool normed, uintptr_t stream) {
+            self.submit(slot,
+                        {pointer<const void>(x),
+                         dtype_of(dtype),
+                         pointer<const void>(ids),
+                         ids_are_64_bit,
+                         pointer<const void>(weights),
+                         dtype_of(weights_dtype),
+                         tokens,
+                         top_k,
+                         pointer<const int32_t>(places),
+                         pointer<int32_t>(chosen),
+                         pointer<uint32_t>(traffic),
+                         rank_from,
+                         rank_to,
+                         {pointer<const void>(logits), normed}},
+                        stream);
           },
           nb::arg("slot"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
           nb::arg("weights"), nb::arg("weights_dtype"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("places"),
-          nb::arg("chosen"), nb::arg("traffic"), nb::arg("rank_from"), nb::arg("rank_to"), nb::arg("stream"),
-          "Put a submit into the stream; addresses on the device.")
+          nb::arg("chosen"), nb::arg("traffic"), nb::arg("rank_from"), nb::arg("rank_to"), nb::arg("logits"),
+          nb::arg("normed"), nb::arg("stream"),
+          "Put a submit into the stream; addresses on the device. With logits, ids and weights are written.")
       .def(
           "wait",
-          [](Channel& self, int slot, int tokens, int dtype, uintptr_t out, uintptr_t addend, uintptr_t stream) {
-            self.wait(slot, tokens, dtype_of(dtype), pointer<void>(out), pointer<const float>(addend), stream);
+          [](Channel& self, int slot, int tokens, int dtype, uintptr_t out, uintptr_t addend, uintptr_t residual,
+             uintptr_t stream) {
+            self.wait(slot, tokens, dtype_of(dtype), pointer<void>(out), pointer<const float>(addend),
+                      pointer<const void>(residual), stream);
           },
-          nb::arg("slot"), nb::arg("tokens"), nb::arg("dtype"), nb::arg("out"), nb::arg("addend"), nb::arg("stream"),
-          "Put a wait into the stream; out 0: drop the answer, addend 0: add nothing.")
+          nb::arg("slot"), nb::arg("tokens"), nb::arg("dtype"), nb::arg("out"), nb::arg("addend"), nb::arg("residual"),
+          nb::arg("stream"), "Put a wait into the stream; out 0: drop the answer, addend, residual 0: add nothing.")
       .def(
           "exchange",
           [](Channel& self, const Resident& shapes, const Experts& from, int leaving, int coming, int place,

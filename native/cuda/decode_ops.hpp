@@ -1,5 +1,5 @@
-// What surrounds the experts in a decode step, as few kernels: what precedes attention, attention over a
-// cache, and the choice of experts. All tensors are contiguous unless strides are given; one token a row.
+// What surrounds the experts in a decode step, as few kernels. One token a row, so every tensor is small and the time
+// of a kernel is mostly its launch and what it waits for: transformers takes some fifty a layer.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,10 @@
 
 namespace ktinject {
 
-// Queries and keys are normed (where there is a weight) and rotated; keys and values go into the cache.
-struct AttentionInput {
+// out [batch, q_heads, size] = softmax(scale * q keys^T) values over the places up to `place` that the mask allows.
+// Before that, queries and the new key are normed (where there is a weight) and rotated, and the new key and value go
+// into the cache, at `place`. Rows of `size` are contiguous and 16-byte aligned everywhere; not for fp32.
+struct Attention {
   const void* q = nullptr;  // [batch, q_heads, size]
   const void* k = nullptr;  // [batch, kv_heads, size]
   const void* v = nullptr;
@@ -17,30 +19,24 @@ struct AttentionInput {
   const void* k_weight = nullptr;
   const void* cos = nullptr;  // [batch, size]
   const void* sin = nullptr;
-  const int64_t* place = nullptr;  // [1]: where in the cache
-  void* q_out = nullptr;           // [batch, q_heads, size]
-  void* keys = nullptr;            // [batch, kv_heads, capacity, size], rows of `size` contiguous
+  const int64_t* place = nullptr;  // [1]
+  const bool* mask = nullptr;      // [batch, more than `place`]
+  void* keys = nullptr;            // [batch, kv_heads, capacity, size]
   void* values = nullptr;
-  int batch = 0, q_heads = 0, kv_heads = 0, size = 0;
-  int64_t batch_stride = 0, head_stride = 0;  // of the cache, in elements
-  float eps = 0;
-};
-void attention_input(const AttentionInput& input, DType dtype, uintptr_t stream);
-
-// out [batch, q_heads, size] = softmax(scale * q keys^T) values, over the places up to `place` that the mask allows.
-struct Attention {
-  const void* q = nullptr;
-  const void* keys = nullptr;
-  const void* values = nullptr;
-  const bool* mask = nullptr;  // [batch, mask_stride]
-  const int64_t* place = nullptr;
   void* out = nullptr;
-  float* scratch = nullptr;  // [batch, q_heads, splits, size + 2]; unused with one split
-  int batch = 0, q_heads = 0, kv_heads = 0, size = 0, splits = 1;
-  int64_t batch_stride = 0, head_stride = 0, mask_stride = 0;
-  float scale = 1;
+  float* scratch = nullptr;     // attention_scratch() values; unused with one split
+  unsigned* arrived = nullptr;  // [batch, q_heads]: zero, and zero again after each call
+  int batch = 0, q_heads = 0, kv_heads = 0, size = 0;
+  int splits = 1;                             // of the places, for blocks of their own
+  int64_t q_stride = 0, kv_stride = 0;        // from row to row of the batch, in elements
+  int64_t rotation_stride = 0;                // of cos and sin, 0 where one serves all rows
+  int64_t batch_stride = 0, head_stride = 0;  // of the cache
+  int64_t mask_stride = 0;
+  float eps = 0, scale = 1;
 };
 void attention(const Attention& input, DType dtype, uintptr_t stream);
+// Values of scratch for a split of a row's heads, the greatest that any shape needs.
+constexpr int64_t attention_scratch(int q_heads, int size) { return int64_t{8} * q_heads * (size + 2); }
 
 // Softmax over logits [rows, experts], the top_k greatest, their weights divided by their sum if `normed`.
 // weights [rows, top_k] of dtype, ids [rows, top_k].

@@ -12,7 +12,8 @@
 #include <stdexcept>
 #include <thread>
 
-#include "cuda/check.cuh"
+#include "cuda/early.cuh"
+#include "cuda/route.cuh"
 #include "moe/leader.hpp"
 
 namespace ktinject {
@@ -98,6 +99,7 @@ struct Payload {
   uint32_t dtype;
   bool wide_ids;
   uint32_t weights_dtype;
+  Routing routing;
 };
 
 __device__ uint64_t now_ns() {
@@ -112,34 +114,26 @@ __device__ uint32_t load_acquire(const uint32_t* address) {
   return value;
 }
 
-// Copies `bytes` from `from` to `to` with all threads; 16 bytes at a time where both are aligned. `kFromHost` reads
-// past the caches: the same addresses hold something else after every answer.
-template <bool kFromHost>
-__device__ void copy(const void* from, void* to, size_t bytes) {
-  size_t done = 0;
-  if (((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to)) & 15) == 0) {
-    const auto* source = static_cast<const uint4*>(from);
-    auto* target = static_cast<uint4*>(to);
-    for (size_t i = threadIdx.x; i < bytes / 16; i += blockDim.x)
-      target[i] = kFromHost ? __ldcv(source + i) : source[i];
-    done = bytes / 16 * 16;
+__device__ bool is_aligned(const void* a, const void* b) {
+  return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & 15) == 0;
+}
+
+// Copies bytes from `begin` on with all threads; 16 at a time where both are aligned.
+__device__ void copy(const void* from, void* to, size_t begin, size_t bytes) {
+  size_t done = begin;
+  if (is_aligned(from, to)) {
+    for (size_t i = begin / 16 + threadIdx.x; i < bytes / 16; i += blockDim.x)
+      static_cast<uint4*>(to)[i] = __ldcg(static_cast<const uint4*>(from) + i);
+    done = max(begin, bytes / 16 * 16);
   }
-  const auto* source = static_cast<const uint16_t*>(from);  // all dtypes are multiples of two bytes
-  auto* target = static_cast<uint16_t*>(to);
-  for (size_t i = done / 2 + threadIdx.x; i < bytes / 2; i += blockDim.x)
-    target[i] = kFromHost ? __ldcv(source + i) : source[i];
+  for (size_t i = done / 2 + threadIdx.x; i < bytes / 2; i += blockDim.x)  // dtypes are multiples of two bytes
+    static_cast<uint16_t*>(to)[i] = __ldcg(static_cast<const uint16_t*>(from) + i);
 }
 
 __device__ float widen(const void* values, uint32_t dtype, size_t i) {
   if (dtype == static_cast<uint32_t>(DType::f32)) return static_cast<const float*>(values)[i];
   if (dtype == static_cast<uint32_t>(DType::f16)) return __half2float(static_cast<const __half*>(values)[i]);
   return __bfloat162float(static_cast<const __nv_bfloat16*>(values)[i]);
-}
-
-__device__ void narrow(void* values, uint32_t dtype, size_t i, float value) {
-  if (dtype == static_cast<uint32_t>(DType::f32)) static_cast<float*>(values)[i] = value;
-  else if (dtype == static_cast<uint32_t>(DType::f16)) static_cast<__half*>(values)[i] = __float2half_rn(value);
-  else static_cast<__nv_bfloat16*>(values)[i] = __float2bfloat16_rn(value);
 }
 
 // Whether entry `i` of the routing is one of the ranks asked for.
@@ -155,24 +149,62 @@ __device__ bool is_ranked(const Payload& from, size_t i) {
   return from.rank_from <= rank && rank < from.rank_to;
 }
 
-__global__ void __launch_bounds__(kMostThreads) submit_kernel(View slot, Bell bell, Payload from, uint64_t timeout_ns) {
-  __shared__ bool mine;
-  if (threadIdx.x == 0) {
-    mine = true;
-    if (atomicCAS(&slot.counts->busy, 0u, 1u) != 0) {
-      const uint64_t start = now_ns();
-      while (atomicCAS(&slot.counts->busy, 0u, 1u) != 0) {
-        __nanosleep(500);
-        if (now_ns() - start > timeout_ns || load_acquire(slot.status) != kFine) {
-          mine = false;
-          *slot.status = kSlotTaken;
-          break;
-        }
+// The choice of experts where the submit makes it: ids and weights of all tokens, by all warps but the last.
+__device__ void choose(const Payload& from) {
+  const int top_k = static_cast<int>(from.top_k);
+  auto all = [&]<class T>(T) {
+    const uint32_t warps = blockDim.x / kWarp - 1;
+    for (uint32_t token = threadIdx.x / kWarp; token < from.tokens; token += warps) {
+      if (threadIdx.x / kWarp == warps) break;
+      const auto* logits = static_cast<const T*>(from.routing.logits) + static_cast<size_t>(token) * from.experts;
+      route_token<T, kFewRouted>(logits, from.experts, top_k, from.routing.normed, [&](int rank, int expert, float w) {
+        const size_t at = static_cast<size_t>(token) * from.top_k + static_cast<size_t>(rank);
+        const_cast<int64_t*>(static_cast<const int64_t*>(from.ids))[at] = expert;
+        const_cast<T*>(static_cast<const T*>(from.weights))[at] = store<T>(w);
+      });
+    }
+  };
+  if (from.weights_dtype == static_cast<uint32_t>(DType::f32)) all(float{});
+  else if (from.weights_dtype == static_cast<uint32_t>(DType::f16)) all(__half{});
+  else all(__nv_bfloat16{});
+}
+
+// Takes the slot, when it is free, and then a place in the ring: whoever has one waits for nobody. False after the
+// timeout.
+__device__ bool take(const View& slot, const Bell& bell, uint64_t timeout_ns, uint32_t& ticket) {
+  bool mine = true;
+  if (atomicCAS(&slot.counts->busy, 0u, 1u) != 0) {
+    const uint64_t start = now_ns();
+    while (atomicCAS(&slot.counts->busy, 0u, 1u) != 0) {
+      __nanosleep(500);
+      if (now_ns() - start > timeout_ns || load_acquire(slot.status) != kFine) {
+        mine = false;
+        *slot.status = kSlotTaken;
+        break;
       }
     }
-    slot.counts->lost = !mine;
-    __threadfence();  // with evict_kernel's: either it sees the slot taken, or we see what it wrote
   }
+  slot.counts->lost = !mine;
+  if (mine) {
+    if (bell.ring != nullptr) ticket = atomicAdd(bell.ticket, 1u);
+    atomicAdd(&slot.counts->posted, 1u);
+  }
+  __threadfence();  // with evict_kernel's: either it sees the slot taken, or we see what it wrote
+  return mine;
+}
+
+__global__ void __launch_bounds__(kMostThreads) submit_kernel(View slot, Bell bell, Payload from, uint64_t timeout_ns) {
+  __shared__ bool mine;
+  uint32_t ticket = 0;
+  release_next();
+  await_previous();
+  // All at the same time: the slot is taken, the first piece of each thread is on its way, experts are chosen.
+  const bool is_first = threadIdx.x == blockDim.x - kWarp;
+  if (is_first) mine = take(slot, bell, timeout_ns, ticket);
+  const bool has_piece = is_aligned(from.x, slot.x) && threadIdx.x < from.bytes / 16;
+  uint4 piece{};
+  if (has_piece) piece = __ldcg(static_cast<const uint4*>(from.x) + threadIdx.x);
+  if (from.routing.logits != nullptr) choose(from);
   __syncthreads();
   const size_t entries = static_cast<size_t>(from.tokens) * from.top_k;
   if (!mine) {  // the experts here go by `chosen`, whatever happens to the others
@@ -180,7 +212,7 @@ __global__ void __launch_bounds__(kMostThreads) submit_kernel(View slot, Bell be
       for (size_t i = threadIdx.x; i < entries; i += blockDim.x) from.chosen[i] = -1;
     return;
   }
-  copy<false>(from.x, slot.x, from.bytes);
+  if (has_piece) reinterpret_cast<uint4*>(slot.x)[threadIdx.x] = piece;
   for (size_t i = threadIdx.x; i < entries; i += blockDim.x) {
     const int64_t id =
         from.wide_ids ? static_cast<const int64_t*>(from.ids)[i] : static_cast<const int32_t*>(from.ids)[i];
@@ -194,28 +226,75 @@ __global__ void __launch_bounds__(kMostThreads) submit_kernel(View slot, Bell be
         place >= 0 || !ranked ? -1 : static_cast<int32_t>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, id)));
     slot.weights[i] = widen(from.weights, from.weights_dtype, i);
   }
-  if (threadIdx.x == 0) {
+  copy(from.x, slot.x, is_aligned(from.x, slot.x) ? min(from.bytes / 16, size_t{blockDim.x}) * 16 : 0, from.bytes);
+  if (is_first) {
     slot.head->tokens = from.tokens;
     slot.head->top_k = from.top_k;
     slot.head->dtype = from.dtype;
-    slot.counts->posted += 1;
   }
   __syncthreads();
-  if (threadIdx.x != 0) return;
+  if (!is_first || bell.ring == nullptr) return;
   __threadfence_system();  // covers the other threads' writes, which the barrier put before it
-  if (bell.ring == nullptr) return;
-  const uint32_t ticket = atomicAdd(bell.ticket, 1u);
   const uint64_t entry = static_cast<uint64_t>(ticket + 1) << 32 | bell.entry;
   *reinterpret_cast<volatile uint64_t*>(bell.ring + ticket % Leader::kRingEntries) = entry;
 }
 
+// What is added to the answer, before and after it is rounded; null or [tokens, hidden].
+struct Added {
+  const float* part;
+  const void* residual;
+};
+
+// 16 bytes of the answer, and what is added to them.
+template <class T>
+struct Piece {
+  static constexpr int kValues = 16 / sizeof(T);
+  float part[kValues], residual[kValues];
+
+  __device__ void read(const Added& added, size_t first, size_t values) {
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) {
+      const bool there = first + j < values;
+      part[j] = there && added.part != nullptr ? __ldcg(added.part + first + j) : 0;
+      residual[j] =
+          there && added.residual != nullptr ? load(__ldcg(static_cast<const T*>(added.residual) + first + j)) : 0;
+    }
+  }
+
+  __device__ void finish(uint4 raw, const Added& added, T* out, size_t first, size_t values) const {
+    T found[kValues];
+    memcpy(found, &raw, sizeof raw);
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) {
+      if (added.part != nullptr) found[j] = store<T>(load(found[j]) + part[j]);
+      if (added.residual != nullptr) found[j] = store<T>(load(found[j]) + residual[j]);
+    }
+    if (first + kValues <= values && reinterpret_cast<uintptr_t>(out + first) % 16 == 0) {
+      memcpy(&raw, found, sizeof raw);
+      *reinterpret_cast<uint4*>(out + first) = raw;
+    } else {
+#pragma unroll
+      for (int j = 0; j < kValues; ++j)
+        if (first + j < values) out[first + j] = found[j];
+    }
+  }
+};
+
+// Waits for the answer; the next kernels may have been waiting for us already.
+template <class T>
 __global__ void __launch_bounds__(kMostThreads)
-    wait_kernel(View slot, void* out, const float* addend, size_t bytes, uint32_t dtype, uint64_t timeout_ns) {
+    wait_kernel(View slot, T* out, Added added, size_t values, uint64_t timeout_ns) {
+  constexpr size_t kEach = Piece<T>::kValues;
   __shared__ bool answered;
+  await_previous();
+  release_next();  // not earlier: the next kernel may take much of the device, and our submit may need another one's
+                   // end
+  Piece<T> mine;
+  mine.read(added, threadIdx.x * kEach, values);  // while nothing is there to wait for
   if (threadIdx.x == 0) {
-    const uint32_t posted = slot.counts->posted;
+    const uint32_t posted = __ldcg(&slot.counts->posted);
     const uint64_t start = now_ns();
-    answered = slot.counts->lost == 0;
+    answered = __ldcg(&slot.counts->lost) == 0;
     for (int spins = 1; answered && static_cast<int32_t>(load_acquire(&slot.head->answer) - posted) < 0; ++spins) {
       if (spins % 32 != 0) continue;
       const bool late = now_ns() - start > timeout_ns;
@@ -224,28 +303,14 @@ __global__ void __launch_bounds__(kMostThreads)
     }
   }
   __syncthreads();
-  if (out != nullptr) {
-    if (!answered) {
-      for (size_t i = threadIdx.x; i < bytes / 2; i += blockDim.x)
-        static_cast<uint16_t*>(out)[i] = 0xffff;  // NaN in all three dtypes: nobody takes it for a result
-    } else if (addend == nullptr) {
-      copy<true>(slot.out, out, bytes);
-    } else {
-      const size_t values = bytes / (dtype == static_cast<uint32_t>(DType::f32) ? 4 : 2);
-      if (dtype == static_cast<uint32_t>(DType::f32)) {
-        const auto* source = reinterpret_cast<const float*>(slot.out);
-        for (size_t i = threadIdx.x; i < values; i += blockDim.x)
-          static_cast<float*>(out)[i] = __ldcv(source + i) + addend[i];
-      } else {
-        const auto* source = reinterpret_cast<const uint32_t*>(slot.out);
-        for (size_t i = threadIdx.x; i < (values + 1) / 2; i += blockDim.x) {
-          const uint32_t pair = __ldcv(source + i);
-          narrow(out, dtype, 2 * i, widen(&pair, dtype, 0) + addend[2 * i]);
-          if (2 * i + 1 < values) narrow(out, dtype, 2 * i + 1, widen(&pair, dtype, 1) + addend[2 * i + 1]);
-        }
-      }
+  if (out != nullptr)
+    for (size_t i = threadIdx.x; i * kEach < values; i += blockDim.x) {
+      if (i != threadIdx.x) mine.read(added, i * kEach, values);
+      // Without an answer NaN in all dtypes: nobody takes it for a result. Past the caches: the same addresses hold
+      // something else after every answer.
+      const uint4 raw = answered ? __ldcv(reinterpret_cast<const uint4*>(slot.out) + i) : uint4{~0u, ~0u, ~0u, ~0u};
+      mine.finish(raw, added, out, i * kEach, values);
     }
-  }
   __syncthreads();
   if (threadIdx.x == 0 && answered) {
     __threadfence();
@@ -278,6 +343,11 @@ __global__ void echo_kernel(volatile uint32_t* ask, const uint32_t* answer, vola
       break;
     }
   __threadfence_system();
+}
+
+Launch shape_for(size_t bytes, cudaStream_t stream) {
+  const size_t threads = std::clamp<size_t>((bytes / 16 + kWarp - 1) / kWarp * kWarp, 2 * kWarp, kMostThreads);
+  return {dim3(1), dim3(static_cast<unsigned>(threads)), stream};
 }
 
 std::string try_flags(int device) {
@@ -388,9 +458,20 @@ void Channel::Slot::run() noexcept {
   try {
     const Experts* const experts = shared->experts.load();
     if (experts == nullptr) throw std::runtime_error("the experts are gone");
-    Request{
-        view.x, view.ids, false, view.weights, out, dtype, static_cast<int>(head.tokens), static_cast<int>(head.top_k)}
-        .compute(*experts);
+    // Where all of them are elsewhere, there is nothing to wake the workers for.
+    const int32_t* const end = view.ids + static_cast<size_t>(head.tokens) * head.top_k;
+    if (std::all_of(static_cast<const int32_t*>(view.ids), end, [](int32_t id) { return id == -1; }))
+      std::memset(out, 0, head.tokens * shared->hidden * dtype_bytes(dtype));
+    else
+      Request{view.x,
+              view.ids,
+              false,
+              view.weights,
+              out,
+              dtype,
+              static_cast<int>(head.tokens),
+              static_cast<int>(head.top_k)}
+          .compute(*experts);
   } catch (...) {
     std::memset(out, 0xff, head.tokens * shared->hidden * dtype_bytes(dtype));
     std::lock_guard lock(shared->mutex);
@@ -493,6 +574,11 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
   if (request.tokens < 1 || bytes > here.x_bytes || static_cast<size_t>(request.tokens) > here.tokens)
     throw std::invalid_argument("tokens: found " + std::to_string(request.tokens) + "; allowed: 1 to " +
                                 std::to_string(here.tokens));
+  if (request.routing.logits != nullptr) {
+    check_route(here.expert_count, request.top_k, kFewRouted);
+    if (!request.ids_are_64_bit || request.rank_from != 0 || request.rank_to < request.top_k)
+      throw std::invalid_argument("a submit that routes writes ids of 64 bits, and takes every rank");
+  }
   if (request.top_k < 1 || request.top_k > kMostSlotsPerToken)
     throw std::invalid_argument("experts a token: found " + std::to_string(request.top_k) + "; allowed: 1 to " +
                                 std::to_string(kMostSlotsPerToken));
@@ -523,12 +609,14 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
                         static_cast<uint32_t>(request.rank_to),
                         static_cast<uint32_t>(request.dtype),
                         request.ids_are_64_bit,
-                        static_cast<uint32_t>(request.weights_dtype)};
-  const auto threads = static_cast<unsigned>(std::clamp<size_t>((bytes / 16 + 31) / 32 * 32, 64, kMostThreads));
-  submit_kernel<<<1, threads, 0, stream>>>(slot.view, bell, payload, static_cast<uint64_t>(answer_timeout() * 1e9));
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
+                        static_cast<uint32_t>(request.weights_dtype),
+                        request.routing};
+  try {
+    launch_early("launching the submit kernel", submit_kernel, shape_for(bytes, stream), slot.view, bell, payload,
+                 static_cast<uint64_t>(answer_timeout() * 1e9));
+  } catch (...) {
     if (bell.entry & Leader::kAnnounced) leader().withdraw();
-    check_cuda(error, "launching the submit kernel");
+    throw;
   }
   if (here.mode == HandoffMode::host_func)
     check_cuda(cudaLaunchHostFunc(
@@ -542,7 +630,8 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
                "adding a host function");
 }
 
-void Channel::wait(int index, int tokens, DType dtype, void* out, const float* addend, uintptr_t raw_stream) {
+void Channel::wait(int index, int tokens, DType dtype, void* out, const float* addend, const void* residual,
+                   uintptr_t raw_stream) {
   Shared& here = *shared_;
   const size_t bytes = static_cast<size_t>(tokens) * here.hidden * dtype_bytes(dtype);
   if (bytes > here.x_bytes) throw std::invalid_argument("wait for more tokens than were submitted");
@@ -565,10 +654,13 @@ void Channel::wait(int index, int tokens, DType dtype, void* out, const float* a
                    },
                    &slot),
                "adding a host function");
-  const auto threads = static_cast<unsigned>(std::clamp<size_t>((bytes / 16 + 31) / 32 * 32, 64, kMostThreads));
-  wait_kernel<<<1, threads, 0, stream>>>(slot.view, out, addend, bytes, static_cast<uint32_t>(dtype),
-                                         static_cast<uint64_t>(answer_timeout() * 1e9));
-  check_cuda(cudaGetLastError(), "launching the wait kernel");
+  auto launch = [&]<class T>(T) {
+    launch_early("launching the wait kernel", wait_kernel<T>, shape_for(bytes, stream), slot.view, static_cast<T*>(out),
+                 Added{addend, residual}, bytes / sizeof(T), static_cast<uint64_t>(answer_timeout() * 1e9));
+  };
+  if (dtype == DType::f32) launch(float{});
+  else if (dtype == DType::f16) launch(__half{});
+  else launch(__nv_bfloat16{});
 }
 
 void Channel::exchange(const Resident& shapes, const Experts& from, int leaving, int coming, int place, int32_t* places,

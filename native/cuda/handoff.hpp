@@ -24,6 +24,13 @@ namespace ktinject {
 
 enum class HandoffMode { flags, host_func };
 
+// Where the submit itself chooses the experts: by softmax over logits [tokens, experts], of the dtype of the weights,
+// which it writes with the ids; divided by their sum if `normed`.
+struct Routing {
+  const void* logits = nullptr;
+  bool normed = false;
+};
+
 // What a submit takes; device pointers, contiguous.
 struct DeviceRequest {
   const void* x = nullptr;  // [tokens, hidden] of dtype
@@ -42,6 +49,7 @@ struct DeviceRequest {
   // Only the experts of a token whose rank by |weight| is within, the greatest first and equal ones by their place.
   int rank_from = 0;
   int rank_to = 64;
+  Routing routing{};  // ids and weights are then written, not read
 };
 
 // Whether mapped flags work on a device, found out by one round trip; the reason if not, else empty.
@@ -63,9 +71,10 @@ class Channel {
   size_t bytes() const;
   // Throws std::invalid_argument for a request that does not fit.
   void submit(int slot, const DeviceRequest& request, uintptr_t stream);
-  // out [tokens, hidden] = the answer + addend; tokens and dtype are the request's, addend [tokens, hidden] is fp32 or
-  // null. With a null `out` the answer is waited for and dropped.
-  void wait(int slot, int tokens, DType dtype, void* out, const float* addend, uintptr_t stream);
+  // out [tokens, hidden] = the answer + addend, rounded, + residual, rounded again; tokens and dtype are the request's,
+  // addend [tokens, hidden] is fp32 or null, residual of that dtype or null. With a null `out` the answer is waited for
+  // and dropped.
+  void wait(int slot, int tokens, DType dtype, void* out, const float* addend, const void* residual, uintptr_t stream);
   // Puts expert `coming` of `from` to where `leaving` lies in `memory`, once no step that uses `leaving` is under way.
   // Enqueues in `stream`, which is not the one that submits; they go on meanwhile.
   void exchange(const Resident& shapes, const Experts& from, int leaving, int coming, int place, int32_t* places,

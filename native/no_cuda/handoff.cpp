@@ -14,7 +14,7 @@ Channel::~Channel() = default;
 HandoffMode Channel::mode() const { refuse(); }
 size_t Channel::bytes() const { refuse(); }
 void Channel::submit(int, const DeviceRequest&, uintptr_t) { refuse(); }
-void Channel::wait(int, int, DType, void*, const float*, uintptr_t) { refuse(); }
+void Channel::wait(int, int, DType, void*, const float*, const void*, uintptr_t) { refuse(); }
 void Channel::exchange(const Resident&, const Experts&, int, int, int, int32_t*, void*, uintptr_t) { refuse(); }
 void Channel::check() { refuse(); }
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import models
 import pytest
 import torch
+from double import EXPERTS
 from test_generate import prompt, swapped
 from torch import Tensor, nn
+from transformers import LogitsProcessor, PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeConfig,
     Qwen3MoeRMSNorm,
@@ -13,10 +18,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     apply_rotary_pos_emb,
 )
 
-from ktinject import fused
+import ktinject
+from ktinject import decode_ops, fused
+from ktinject.decode_ops import Cache, Norm
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HALVES = [torch.bfloat16, torch.float16]
 # Sums in another order, then one rounding: relative to the largest result.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
@@ -35,7 +43,7 @@ class TestNorm:
         norm = Qwen3MoeRMSNorm(shape[-1]).to("cuda", dtype)
         nn.init.normal_(norm.weight)
         x = torch.randn(shape, device="cuda", dtype=dtype) * 3
-        assert_close(fused.rms_norm(x, norm.weight, norm.variance_epsilon), norm(x))
+        assert_close(decode_ops.rms_norm(x, Norm(norm.weight, norm.variance_epsilon)), norm(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,7 +57,7 @@ class TestRoute:
         logits = torch.stack([torch.randperm(experts) for _ in range(5)]).to("cuda", dtype) / experts * 4
         if logits.unique(dim=-1).shape[-1] < experts:
             logits = logits[:, torch.randperm(experts)]  # ties by rounding: ids are not compared then
-        weights, ids = fused.route(logits, top_k, normed)
+        weights, ids = decode_ops.route(logits, top_k, normed)
         wanted, wanted_ids = logits.float().softmax(-1).topk(top_k, -1)
         if normed:
             wanted = wanted / wanted.sum(-1, keepdim=True)
@@ -57,53 +65,213 @@ class TestRoute:
         assert torch.equal(logits.gather(1, ids), logits.gather(1, wanted_ids)), "as likely"
         assert all(len(row.unique()) == top_k for row in ids)
 
+    def test_what_is_no_number_is_told_by_its_weights(self, dtype, experts, top_k, normed) -> None:
+        logits = torch.randn(3, experts, device="cuda").to(dtype)
+        logits[1] = torch.nan
+        weights, ids = decode_ops.route(logits, top_k, normed)
+        assert weights[1].isnan().all() and not weights[[0, 2]].isnan().any()
+        assert ((ids >= 0) & (ids < experts)).all()
 
-@pytest.mark.parametrize("dtype", DTYPES)
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+# One matrix or several; fewer outputs than a tile, tiles that end within a block, more than the device has blocks for;
+# inputs that are fewer, as many and more than the warps of a block share out, and than are fetched ahead.
 @pytest.mark.parametrize(
-    "batch, heads, groups, size", [(1, 32, 4, 128), (3, 4, 4, 64), (8, 8, 1, 256), (2, 6, 2, 32)]
+    "k, n", [(32, [5]), (2048, [4096, 512, 512]), (7168, [100, 36, 8]), (96, [20000, 3]), (1056, [1030])]
 )
-@pytest.mark.parametrize("capacity, place", [(256, 0), (256, 255), (512, 100), (4096, 3000)])
+class TestLinear:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("normed", [False, True])
+    def test_is_norm_linear_and_residual(self, dtype, rows, k, n, normed) -> None:
+        torch.manual_seed(k)
+        make = {"device": "cuda", "dtype": dtype}
+        x, residual = torch.randn(rows, k, **make), torch.randn(rows, sum(n), **make)
+        weights = [torch.randn(m, k, **make) * k**-0.5 for m in n]
+        biases = [torch.randn(m, **make) if i % 2 == 0 else None for i, m in enumerate(n)]
+        norm = Qwen3MoeRMSNorm(k).to(**make)
+        nn.init.normal_(norm.weight, 1)
+        kept = torch.full_like(x, torch.nan)
+        out = decode_ops.linear(
+            x,
+            weights,
+            biases,
+            norm=Norm(norm.weight, norm.variance_epsilon) if normed else None,
+            normed=kept if normed else None,
+            residual=residual,
+            then=weights[0],
+        )
+        if normed:
+            x = norm(x)
+            assert_close(kept, x)
+        wanted = torch.cat(
+            [
+                nn.functional.linear(x.float(), w.float(), None if b is None else b.float())
+                for w, b in zip(weights, biases)
+            ],
+            1,
+        )
+        assert_close(out, wanted.to(dtype) + residual)
+        assert_close(
+            decode_ops.linear(x, weights),
+            torch.cat([nn.functional.linear(x.float(), w.float()) for w in weights], 1).to(dtype),
+        )
+
+    def test_gives_the_same_bits_every_time(self, dtype, rows, k, n) -> None:
+        x = torch.randn(rows, k, device="cuda", dtype=dtype)
+        weights = [torch.randn(m, k, device="cuda", dtype=dtype) for m in n]
+        first = decode_ops.linear(x, weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain = [decode_ops.linear(x, weights) for _ in range(4)]
+        graph.replay()
+        assert all(torch.equal(first, other) for other in chain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_what_linear_does_not_serve_is_refused() -> None:
+    def call(rows: int, k: int, dtype: torch.dtype, offset: int = 0) -> None:
+        x = torch.zeros(rows * k + offset, device="cuda", dtype=dtype)[offset:].view(rows, k)
+        decode_ops.linear(x, [torch.zeros(8, k, device="cuda", dtype=dtype)])
+
+    for arguments, words in [
+        ((9, 32, torch.bfloat16), "1 to 8 rows"),
+        ((1, 40, torch.bfloat16), "multiple of 32"),
+        ((1, 32, torch.float32), "fp32"),
+        ((1, 32, torch.float16, 1), "multiples of 16"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call(*arguments)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "batch, heads, groups, size",
+    [(1, 32, 4, 128), (3, 4, 4, 64), (8, 8, 1, 256), (2, 6, 2, 32), (2, 24, 2, 64)],
+)
+@pytest.mark.parametrize(
+    "capacity, place", [(256, 0), (256, 15), (256, 16), (256, 255), (512, 100), (4096, 3000), (16384, 16383)]
+)
 class TestAttend:
     pytestmark = gpu
 
+    @pytest.mark.parametrize("has_norms", [False, True])
     def test_is_norm_rotation_and_sdpa(
-        self, dtype: torch.dtype, batch: int, heads: int, groups: int, size: int, capacity: int, place: int
+        self, dtype, batch, heads, groups, size, capacity, place, has_norms
     ) -> None:
         torch.manual_seed(0)
         make = {"device": "cuda", "dtype": dtype}
-        q, k, v = (torch.randn(batch, h, size, **make) for h in (heads, groups, groups))
+        # Of one tensor, as the projections leave them.
+        whole = torch.randn(batch, (heads + 2 * groups) * size, **make)
+        q, k, v = (
+            part.view(batch, -1, size)
+            for part in whole.split([heads * size, groups * size, groups * size], 1)
+        )
         keys, values = (
             torch.randn(batch, groups, 2 * capacity, size, **make)[:, :, :capacity] for _ in range(2)
         )
+        # What nobody has written may be anything.
+        keys[:, :, place:], values[:, :, place:] = torch.nan, torch.nan
         mask = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device="cuda")
         mask[..., : place + 1] = True
         mask[0, ..., : place // 3] = False
         config = Qwen3MoeConfig(hidden_size=size * heads, num_attention_heads=heads, head_dim=size)
         rotary = Qwen3MoeRotaryEmbedding(config).cuda()
-        position = torch.full((batch, 1), place + 1, device="cuda")
-        rotation = rotary(q, position)
+        rotation = rotary(q, torch.arange(place, place + batch, device="cuda")[:, None])
         norms = [Qwen3MoeRMSNorm(size).to("cuda", dtype) for _ in range(2)]
         for norm in norms:
             nn.init.normal_(norm.weight, 1)
         at = torch.tensor([place], device="cuda")
+        arrived = torch.zeros(batch * heads, dtype=torch.int32, device="cuda")
         kept = keys.clone(), values.clone()
-        out = fused.attend(
-            q, k, v, (norms[0].weight, norms[1].weight, norms[0].variance_epsilon), rotation, (keys, values), at,
-            mask, size**-0.5,
-        )  # fmt: skip
-        q, k = apply_rotary_pos_emb(norms[0](q)[:, :, None], norms[1](k)[:, :, None], *rotation)
+        given = [Norm(norm.weight, norm.variance_epsilon) if has_norms else None for norm in norms]
+        out = decode_ops.attend(
+            q, k, v, (given[0], given[1]), rotation, Cache(keys, values, at, mask), size**-0.5, arrived
+        )
+        assert not arrived.any(), "ready for the next call"
+        if has_norms:
+            q, k = norms[0](q), norms[1](k)
+        q, k = apply_rotary_pos_emb(q[:, :, None], k[:, :, None], *rotation)
         for cache, new, before in zip((keys, values), (k, v[:, :, None]), kept):
             assert_close(cache[:, :, place], new[:, :, 0])
             others = [n for n in range(capacity) if n != place]
-            assert torch.equal(cache[:, :, others], before[:, :, others])
+            assert torch.equal(cache[:, :, others].nan_to_num(7), before[:, :, others].nan_to_num(7))
         wanted = nn.functional.scaled_dot_product_attention(
             q.float(),
-            keys.float().repeat_interleave(heads // groups, 1),
-            values.float().repeat_interleave(heads // groups, 1),
-            attn_mask=mask,
+            keys[:, :, : place + 1].float().repeat_interleave(heads // groups, 1),
+            values[:, :, : place + 1].float().repeat_interleave(heads // groups, 1),
+            attn_mask=mask[..., : place + 1],
             scale=size**-0.5,
         )
         assert_close(out, wanted[:, :, 0].to(dtype))
+
+
+def layered(rules: Any, device: str = "cuda", **config: Any) -> PreTrainedModel:
+    """bf16, of sizes that the kernels of a whole layer serve."""
+    size = {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32, **config}
+    model = models.tiny("qwen3_moe", **size).to(device, torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # a rounding error must not decide the next token
+    return ktinject.optimize(model, rules, progress=False)
+
+
+class _Recorder(LogitsProcessor):
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.logits.append(scores.clone())
+        return scores
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("gpu_experts", [0, 3])
+@pytest.mark.parametrize("has_norms", [False, True])
+class TestWholeLayers:
+    pytestmark = gpu
+
+    def test_logits_are_those_of_transformers_kernels(
+        self, batch: int, gpu_experts: int, has_norms: bool
+    ) -> None:
+        """Step after step on the same text, with graphs of whole layers and eagerly."""
+        rules = [{**EXPERTS, "replace": {"operator": "hybrid_experts", "gpu_experts": gpu_experts}}]
+        if has_norms:
+            path = r".*(layernorm|[qk]_norm|model\.norm)"
+            rules.append({"match": {"path": path}, "replace": {"operator": "rms_norm"}})
+        found = []
+        for graphs in (True, False):
+            model = layered(rules)
+            if not graphs:
+                model.ktinject_decoding.graphs = "for comparison"
+            recorder = _Recorder()
+            arguments = {**prompt(batch, device="cuda"), "eos_token_id": None, "do_sample": True}
+            torch.manual_seed(1)
+            text = model.generate(**arguments, logits_processor=[recorder])
+            assert model.ktinject_decoding.last.startswith("graph" if graphs else "stock")
+            found.append((text, torch.stack(recorder.logits)))
+            if graphs:
+                decoding = model.ktinject_decoding
+                assert not decoding.fused.refused
+                assert {"model.layers.0", "model.layers.1"} <= set(decoding.fused._steps)
+        (ours, logits), (theirs, wanted) = found
+        same = int((ours == theirs).all(0).int().cumprod(0).sum()) - arguments["input_ids"].shape[1]
+        assert same > 4, "rounding takes longer to show"
+        error = (logits[:same] - wanted[:same]).norm() / wanted[:same].norm()
+        assert error < 2e-2, error
+
+    def test_a_graph_gives_the_same_tokens_every_time(
+        self, batch: int, gpu_experts: int, has_norms: bool
+    ) -> None:
+        rules = [{**EXPERTS, "replace": {"operator": "hybrid_experts", "gpu_experts": gpu_experts}}]
+        model = layered(rules, num_hidden_layers=2 + has_norms)
+        arguments = prompt(batch, device="cuda")
+        first = model.generate(**arguments)
+        for _ in range(5):
+            assert torch.equal(model.generate(**arguments), first)
+        assert model.ktinject_decoding.last == "graph loop"
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
@@ -134,14 +302,89 @@ class TestWholeSteps:
 
 
 def test_known_modules_are_told_by_what_they_hold() -> None:
+    names = {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "gate", "norm", "rotary_emb"}
     qwen = fused.Fused(swapped("qwen3_moe"))
-    assert {path.rpartition(".")[2] for path in qwen._steps} >= {
-        "input_layernorm",
-        "self_attn",
-        "gate",
-        "norm",
-    }
+    assert {path.rpartition(".")[2] for path in qwen._steps} == names, "tensor cores would round fp32"
+    half = fused.Fused(swapped("qwen3_moe", hidden_size=64).bfloat16())
+    assert {path.rpartition(".")[2] for path in half._steps} == {*names, "self_attn", "0", "1", "lm_head"}
     deepseek = fused.Fused(swapped("deepseek_v3"))
     assert {path.rpartition(".")[2] for path in deepseek._steps} == {
         "input_layernorm", "post_attention_layernorm", "q_a_layernorm", "kv_a_layernorm", "norm",
+        "rotary_emb",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40])
+@pytest.mark.parametrize("vocab", [5, 2048, 151_936])
+class TestChoose:
+    pytestmark = gpu
+
+    def state(self, batch: int, vocab: int, pad: int | None) -> dict[str, Any]:
+        make = {"device": "cuda"}
+        return {
+            "ids": torch.zeros(batch, 1, dtype=torch.int64, **make),
+            "result": torch.stack([torch.zeros(batch), torch.arange(batch) % 3 != 1]).long().to("cuda"),
+            "length": torch.tensor([7], **make),
+            "seen": torch.zeros(batch, vocab + 1, dtype=torch.bool, **make),
+            "ends": torch.arange(vocab, device="cuda") % 2 == 0,
+            "pad": pad,
+        }
+
+    @pytest.mark.parametrize("pad", [None, 1])
+    def test_takes_the_greatest_and_keeps_count(self, batch: int, vocab: int, pad: int | None) -> None:
+        state = self.state(batch, vocab, pad)
+        alive = state["result"][1].clone()
+        choose = decode_ops.Chooser(**state)
+        for call in range(3):
+            # Few values, so that many are equal: the first of them counts.
+            scores = torch.randn(batch, vocab, device="cuda").mul(2).round()
+            scores[:, vocab // 2] = -torch.inf
+            choose(scores, None)
+            wanted = scores.cpu().argmax(-1).cuda()
+            assert torch.equal(scores.gather(1, wanted[:, None]), scores.amax(-1, keepdim=True))
+            wanted = torch.tensor(
+                [row.eq(row.max()).nonzero()[0].item() for row in scores.cpu()], device="cuda"
+            )
+            if pad is not None:
+                wanted = torch.where(alive == 1, wanted, pad)
+            assert torch.equal(state["ids"][:, 0], wanted) and torch.equal(state["result"][0], wanted)
+            alive = alive * (wanted % 2 == 1)
+            assert torch.equal(state["result"][1], alive)
+            assert state["seen"].gather(1, wanted[:, None]).all() and state["length"].item() == 8 + call
+
+    def test_samples_as_torch_does_from_the_same_numbers(self, batch: int, vocab: int) -> None:
+        state = self.state(batch, vocab, None)
+        choose = decode_ops.Chooser(**state)
+        for _ in range(3):
+            scores = torch.randn(batch, vocab, device="cuda") * 4
+            scores[:, ::3] = -torch.inf
+            noise = torch.empty_like(scores).exponential_(1)
+            choose(scores, noise)
+            ratios = scores.softmax(-1) / noise
+            found = ratios.gather(1, state["ids"])[:, 0]
+            assert (found >= ratios.amax(-1) * (1 - 1e-4)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("half", [8, 64])
+class TestBetweenSteps:
+    pytestmark = gpu
+
+    def test_rotation_is_the_module_s(self, dtype: torch.dtype, half: int) -> None:
+        config = Qwen3MoeConfig(head_dim=2 * half)
+        rotary = Qwen3MoeRotaryEmbedding(config).cuda()
+        x, positions = torch.empty(0, device="cuda", dtype=dtype), torch.tensor([[0], [5], [40_000]]).cuda()
+        ours = decode_ops.rotation(positions, rotary.inv_freq, 1.5, dtype)
+        rotary.attention_scaling = 1.5
+        for a, b in zip(ours, rotary(x, positions)):
+            assert a.shape == b.shape
+            assert (a.float() - b.float()).abs().max() <= (2**-7 if dtype != torch.float32 else 1e-5)
+
+    def test_advance_moves_on_by_one(self, dtype: torch.dtype, half: int) -> None:
+        for device in ("cuda", "cpu"):
+            place, positions = torch.tensor([half], device=device), torch.tensor([[3], [5]], device=device)
+            mask = torch.zeros(2, 1, 1, half + 2, dtype=torch.bool, device=device)
+            for _ in range(2):  # the second time there is no such place
+                decode_ops.advance(place, positions, mask)
+            assert place.item() == half + 2 and positions.tolist() == [[5], [7]]
+            assert mask.nonzero()[:, 3].tolist() == [half + 1] * 2

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 import torch
 from test_generate import PLAIN, STOCK, name_of, prompt, stock, swapped
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, PreTrainedModel
+
+import ktinject
+
+MODELS = Path(__file__).parents[2] / "examples/models"
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -173,3 +180,52 @@ def test_experts_on_the_cpu_within_the_graph(batch: int) -> None:
     assert eager.ktinject_decoding.last == "eager loop"
     assert torch.equal(cpu.generate(**arguments), wanted)
     assert "cpu_experts cannot be captured" in cpu.ktinject_decoding.reason
+
+
+class Recorder(LogitsProcessor):
+    """Keeps the logits of every step; a processor that is not known, so the stock loop runs around the graphs."""
+
+    def __init__(self) -> None:
+        self.logits: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.logits.append(scores.clone())
+        return scores
+
+
+@pytest.fixture(scope="module", params=["tiny-deepseek-v3", "tiny-qwen3-moe"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    return MODELS / request.param
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_the_trained_models_write_in_graphs_what_they_write_eagerly(folder: Path, batch: int) -> None:
+    """In bf16, by the bundled rules: graphs may be as far from the model in fp32 as eager steps are."""
+    steps = 32
+    options: dict[str, Any] = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": None}
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    lines = (MODELS / "prompts.jsonl").read_text("utf-8").splitlines()[:batch]
+    texts = [json.loads(line)["prompt"][: 150 + 40 * i] for i, line in enumerate(lines)]
+    prompts = dict(tokenizer(texts, return_tensors="pt", padding=True))
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = ktinject.load(folder, devices=["cuda:0"], progress=False)
+    assert model.dtype == torch.bfloat16
+
+    graphs, model.ktinject_decoding.graphs = model.ktinject_decoding.graphs, "for comparison"
+    tokens, logits = reference.write(model, prompts, steps)
+    rounding = reference.Rounding.between(logits, reference.read(plain, prompts, tokens))
+    model.ktinject_decoding.graphs = graphs
+
+    given = {name: tensor.cuda() for name, tensor in prompts.items()}
+    recorder = Recorder()
+    found = model.generate(**given, **options, logits_processor=[recorder])[:, -steps:].cpu()
+    assert model.ktinject_decoding.last.startswith("graph, stock loop")
+    assert not model.ktinject_decoding.fused.refused
+    logits = torch.stack(recorder.logits, 1).float().cpu()
+    reference.same_text(found, logits, reference.read(plain, prompts, found), rounding)
+    found = model.generate(**given, **options)[:, -steps:].cpu()
+    assert model.ktinject_decoding.last == "graph loop"
+    want = reference.read(plain, prompts, found)
+    reference.same_text(found, want, want, rounding)
+    for _ in range(3):
+        assert torch.equal(model.generate(**given, **options)[:, -steps:].cpu(), found)

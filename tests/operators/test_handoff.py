@@ -39,22 +39,27 @@ def operator(seed: int = 0, hidden: int = HIDDEN) -> CpuExperts:
     return made
 
 
-def way(seed: int = 0, mode: handoff.Mode = "auto") -> Handoff:
-    return Handoff(operator(seed).native, HIDDEN, mode)
+def way(seed: int = 0, mode: handoff.Mode = "auto", hidden: int = HIDDEN) -> Handoff:
+    return Handoff(operator(seed, hidden).native, hidden, mode)
 
 
 def inputs(
-    tokens: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16, top_k: int = 2, device: str = "cpu"
+    tokens: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    top_k: int = 2,
+    device: str = "cpu",
+    hidden: int = HIDDEN,
 ) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, HIDDEN, generator=random).to(dtype)
+    x = torch.randn(tokens, hidden, generator=random).to(dtype)
     ids = torch.rand(tokens, EXPERTS, generator=random).argsort(-1)[:, :top_k].contiguous()
     weights = torch.rand(tokens, top_k, generator=random)
     return x.to(device), ids.to(device), weights.to(device)
 
 
 def plain(arguments: tuple[Tensor, Tensor, Tensor], seed: int = 0) -> Tensor:
-    return operator(seed).compute(*(tensor.cpu() for tensor in arguments))
+    return operator(seed, arguments[0].shape[1]).compute(*(tensor.cpu() for tensor in arguments))
 
 
 @pytest.fixture
@@ -300,6 +305,55 @@ def test_experts_on_the_gpu_are_left_out_and_an_addend_is_added(cuda: str, mode:
             assert torch.equal(out.cpu(), (answer.float() + addend.cpu()).to(dtype))
             assert torch.equal(on_gpu.chosen.long(), torch.where(ids % 2 == 1, -1, ids))
             assert torch.equal(traffic.long(), ids.flatten().bincount(minlength=EXPERTS))
+
+
+@gpu
+@pytest.mark.parametrize("hidden", [1000, 2048, 7168])
+@pytest.mark.parametrize("tokens", [1, 5, 32])
+@pytest.mark.parametrize("mode", MODES)
+def test_more_than_one_block_copies(cuda: str, tokens: int, hidden: int, mode: handoff.Mode) -> None:
+    """Also rows that are not a multiple of 16 bytes, and memory that does not begin at one."""
+    here = way(mode=mode, hidden=hidden)
+    for dtype in (torch.bfloat16, torch.float32):
+        x, ids, weights = inputs(tokens, dtype=dtype, device=cuda, hidden=hidden)
+        want = plain((x, ids, weights))
+        assert torch.equal(here.wait(here.submit(x, ids, weights)).cpu(), want)
+        odd, out = (
+            torch.empty(tokens * hidden + 1, dtype=dtype, device=cuda)[1:].view(x.shape) for _ in "ab"
+        )
+        odd.copy_(x)
+        assert torch.equal(here.wait(here.submit(odd, ids, weights), out).cpu(), want)
+
+
+@gpu
+@pytest.mark.parametrize("tokens, hidden", [(1, HIDDEN), (7, HIDDEN), (8, 2048), (3, 7168)])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_submit_that_routes_and_a_residual(cuda: str, tokens: int, hidden: int, mode: handoff.Mode) -> None:
+    here = way(mode=mode, hidden=hidden)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for normed in (False, True):
+            x, _, _ = inputs(tokens, dtype=dtype, device=cuda, hidden=hidden)
+            logits = torch.stack([torch.randperm(EXPERTS) for _ in range(tokens)]).to(cuda, dtype) / 4
+            weights, ids = logits.float().softmax(-1).topk(2, -1)
+            if normed:
+                weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights.to(dtype)
+            residual, addend = torch.randn_like(x), torch.randn(tokens, hidden, device=cuda)
+            made = torch.empty_like(ids), torch.empty_like(weights)
+            ticket = here.submit(x, *made, routing=handoff.Routing(logits, normed))
+            out = here.wait(ticket, None, addend, residual)
+            assert torch.equal(made[0], ids)
+            assert torch.allclose(made[1].float(), weights.float(), rtol=1e-2)
+            answer = plain((x, ids, made[1])).to(cuda)
+            assert torch.equal(out, (answer.float() + addend).to(dtype) + residual)
+            plainly = here.wait(here.submit(x, *made), None, None, residual)
+            assert torch.equal(plainly, answer + residual)
+
+
+def test_only_a_gpu_routes() -> None:
+    x, ids, weights = inputs(2)
+    with pytest.raises(OperatorError, match="2 tokens on cpu to be routed"):
+        way().submit(x, ids, weights, routing=handoff.Routing(torch.zeros(2, EXPERTS), True))
 
 
 @gpu

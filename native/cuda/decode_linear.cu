@@ -1,0 +1,282 @@
+// A tile is 8 outputs: the B operand of mma.m16n8k16, the tokens its A, of which half the rows stay empty. The order of
+// the inputs within 32 is chosen so that a lane's part of a row is 16 bytes in one piece, of weights and tokens alike:
+//
+//   lane 4g + t:  output g (token g), inputs 8t .. 8t + 7 of a step of 32, two products
+//
+// The warps of a block share its tiles along the inputs and add up at the end, in order. Weights go through shared
+// memory only to be on their way in large numbers: a lane reads what it fetched itself, so there is nothing to
+// synchronise. They do not depend on the kernel before, so the first ones are fetched while it still runs; where that
+// is one that waits for the CPU, all of a matrix can be there when the tokens come.
+#include "cuda/decode_linear.hpp"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "cuda/early.cuh"
+#include "cuda/values.cuh"
+
+namespace ktinject {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kTile = 8;
+constexpr int kStep = 32;
+constexpr int kRows = DecodeLinear::kMostRows;
+constexpr int kMostTiles = 8;
+// Pieces of 16 bytes that a thread has on their way: what shared memory allows.
+constexpr int kHeldHopper = 24, kHeldBefore = 8;
+
+__device__ void fetch(uint4* to, const void* from) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+}
+__device__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLeft>
+__device__ void await_fetches() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+__device__ void prefetch_l2(const void* from, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+#endif
+}
+
+// Which matrix an output of all of them belongs to, and where it lies.
+struct Place {
+  const void* weights;
+  const void* biases;
+  int row;
+};
+__device__ Place place_of(const DecodeLinear& p, int output) {
+  const int second = p.n[0], third = second + p.n[1];
+  if (output < second) return {p.weights[0], p.biases[0], output};
+  if (output < third) return {p.weights[1], p.biases[1], output - second};
+  return {p.weights[2], p.biases[2], output - third};
+}
+
+template <class T, int kTiles>
+__global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear p) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int kHeld = kHeldHopper;
+#else
+  constexpr int kHeld = kHeldBefore;
+#endif
+  constexpr int kAhead = kHeld / kTiles > 0 ? kHeld / kTiles : 1;
+  constexpr int kOwn = kTiles == 2 ? 8 : 4;  // rounds whose tokens are read at once
+  extern __shared__ uint4 held[];            // [kAhead][kTiles][kThreads]
+  __shared__ float partial[kTiles][kWarps][kRows * kTile];
+  __shared__ float squares[kWarps][kRows];
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
+  const int total = p.n[0] + p.n[1] + p.n[2];
+  const int groups = (total + kTiles * kTile - 1) / (kTiles * kTile);
+  // Two steps beside each other are one warp's: a line of 128 bytes.
+  const int steps = p.k / kStep, rounds = (steps + 2 * kWarps - 1) / (2 * kWarps) * 2;
+  auto step_of = [&](int round) { return (round / 2 * kWarps + warp) * 2 + round % 2; };
+
+  int next_group = static_cast<int>(blockIdx.x), next_round = 0, next_slot = 0;
+  const T* rows[kTiles];
+  auto find_rows = [&] {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const Place place = place_of(p, min((next_group * kTiles + tile) * kTile + g, total - 1));
+      rows[tile] = static_cast<const T*>(place.weights) + static_cast<size_t>(place.row) * p.k + t * 8;
+    }
+  };
+  find_rows();
+  auto fetch_round = [&] {
+    if (next_group < groups) {
+      const int step = step_of(next_round);
+      if (step < steps)
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+          fetch(held + (next_slot * kTiles + tile) * kThreads + threadIdx.x, rows[tile] + step * kStep);
+      if (++next_round == rounds) {
+        next_round = 0;
+        next_group += static_cast<int>(gridDim.x);
+        if (next_group < groups) find_rows();
+      }
+      if (++next_slot == kAhead) next_slot = 0;
+    }
+    commit();
+  };
+  for (int i = 0; i < kAhead; ++i) fetch_round();
+  if (p.then != nullptr && threadIdx.x == 0) {
+    const int64_t share = (p.then_bytes / gridDim.x + 127) / 128 * 128, first = share * blockIdx.x;
+    for (int64_t at = first; at < min(first + share, p.then_bytes); at += 16384)
+      prefetch_l2(static_cast<const std::byte*>(p.then) + at,
+                  static_cast<uint32_t>(min(int64_t{16384}, min(first + share, p.then_bytes) - at)));
+  }
+  const auto* norm = static_cast<const T*>(p.norm) + t * 8;
+  uint4 factors[kOwn];
+  auto read_factors = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int step = step_of(first + i);
+      factors[i] =
+          first + i < rounds && step < steps ? *reinterpret_cast<const uint4*>(norm + step * kStep) : uint4{0, 0, 0, 0};
+    }
+  };
+  const bool has_all = rounds <= kOwn;
+  if (p.norm != nullptr && has_all) read_factors(0);
+  release_next();
+  await_previous();
+
+  const auto* x = static_cast<const T*>(p.x) + static_cast<size_t>(g) * p.k + t * 8;
+  // Rounds [first, first + kOwn) of what a lane multiplies with.
+  uint4 own[kOwn];
+  auto read = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int step = step_of(first + i);
+      own[i] = g < p.rows && first + i < rounds && step < steps
+                   ? __ldcg(reinterpret_cast<const uint4*>(x + step * kStep))
+                   : uint4{0, 0, 0, 0};
+    }
+  };
+  float scale = 1;
+  if (p.norm != nullptr) {
+    float sum = 0;
+    for (int first = 0; first < rounds; first += kOwn) {
+      read(first);
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        float values[8];
+        unpack<T>(own[i], values);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum = fmaf(values[j], values[j], sum);
+      }
+    }
+    sum += __shfl_xor_sync(kAll, sum, 1);
+    sum += __shfl_xor_sync(kAll, sum, 2);
+    if (t == 0) squares[warp][g] = sum;
+    __syncthreads();
+    float all = 0;
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) all += squares[other][g];
+    scale = rsqrtf(all / static_cast<float>(p.k) + p.eps);
+  } else if (has_all) {
+    read(0);
+  }
+  auto scale_own = [&] {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      float values[8], weights[8];
+      unpack<T>(own[i], values);
+      unpack<T>(factors[i], weights);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) values[j] = weights[j] * rounded<T>(values[j] * scale);
+      own[i] = pack<T>(values);
+    }
+  };
+  if (p.norm != nullptr && has_all) scale_own();
+
+  int slot = 0;
+  for (int group = static_cast<int>(blockIdx.x); group < groups; group += static_cast<int>(gridDim.x)) {
+    float sums[kTiles][2] = {};
+    for (int first = 0; first < rounds; first += kOwn) {
+      if (!has_all) {
+        read(first);
+        if (p.norm != nullptr) {
+          read_factors(first);
+          scale_own();
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        if (first + i >= rounds) break;
+        await_fetches<kAhead - 1>();
+        const int step = step_of(first + i);
+        if (step < steps) {
+          const uint4 a = own[i];
+          if (group == 0 && p.normed != nullptr && g < p.rows)
+            *reinterpret_cast<uint4*>(static_cast<T*>(p.normed) + static_cast<size_t>(g) * p.k + step * kStep + t * 8) =
+                a;
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            const uint4 b = held[(slot * kTiles + tile) * kThreads + threadIdx.x];
+            multiply<T>(sums[tile], a.x, a.y, b.x, b.y);
+            multiply<T>(sums[tile], a.z, a.w, b.z, b.w);
+          }
+        }
+        if (++slot == kAhead) slot = 0;
+        fetch_round();
+      }
+    }
+    if (group != static_cast<int>(blockIdx.x)) __syncthreads();  // the sums before these have been read
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile)
+      *reinterpret_cast<float2*>(&partial[tile][warp][g * kTile + 2 * t]) = make_float2(sums[tile][0], sums[tile][1]);
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < kTiles * kRows * kTile; i += kThreads) {
+      const int tile = i / (kRows * kTile), within = i % (kRows * kTile), row = within / kTile;
+      const int output = (group * kTiles + tile) * kTile + within % kTile;
+      if (row >= p.rows || output >= total) continue;
+      float sum = 0;
+#pragma unroll
+      for (int other = 0; other < kWarps; ++other) sum += partial[tile][other][within];
+      const Place place = place_of(p, output);
+      if (place.biases != nullptr) sum += load(static_cast<const T*>(place.biases)[place.row]);
+      const size_t at = static_cast<size_t>(row) * total + output;
+      if (p.residual != nullptr) sum = rounded<T>(sum) + load(__ldcg(static_cast<const T*>(p.residual) + at));
+      static_cast<T*>(p.out)[at] = store<T>(sum);
+    }
+  }
+}
+
+template <class T, int kTiles>
+void run(const DecodeLinear& p, int blocks, bool hopper, int device, cudaStream_t stream) {
+  static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
+  const int held = hopper ? kHeldHopper : kHeldBefore;
+  const size_t bytes = static_cast<size_t>(std::max(1, held / kTiles) * kTiles) * kThreads * sizeof(uint4);
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if ((ready.load(std::memory_order_relaxed) & bit) == 0) {
+    check_cuda(cudaFuncSetAttribute(linear_kernel<T, kTiles>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(bytes)),
+               "decode_linear: asking for shared memory");
+    ready.fetch_or(bit, std::memory_order_relaxed);
+  }
+  launch_early("launching decode_linear", linear_kernel<T, kTiles>,
+               {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), stream, bytes}, p);
+}
+
+}  // namespace
+
+void decode_linear(const DecodeLinear& p, DType dtype, uintptr_t raw_stream) {
+  auto aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; };
+  if (dtype == DType::f32) throw std::invalid_argument("decode_linear: fp32 is not served");
+  if (p.rows < 1 || p.rows > kRows || p.k < kStep || p.k % kStep != 0)
+    throw std::invalid_argument("decode_linear: 1 to 8 rows, of a multiple of 32 values");
+  bool fits = aligned(p.x) && aligned(p.norm) && aligned(p.normed) && aligned(p.then);
+  for (const void* weights : p.weights) fits = fits && aligned(weights);
+  if (!fits) throw std::invalid_argument("decode_linear: addresses must be multiples of 16");
+  int device = 0, multiprocessors = 0;
+  check_cuda(cudaGetDevice(&device), "asking for the current device");
+  check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+             "asking for a device's size");
+  const bool hopper = is_hopper(device);
+  const int tiles = (p.n[0] + p.n[1] + p.n[2] + kTile - 1) / kTile;
+  if (tiles == 0) return;
+  const int wanted = std::min((tiles + multiprocessors - 1) / multiprocessors, hopper ? kMostTiles : kHeldBefore / 2);
+  auto* const stream = reinterpret_cast<cudaStream_t>(raw_stream);
+  auto launch = [&]<class T>(T) {
+    auto with = [&]<int kTiles>() {
+      run<T, kTiles>(p, std::min(multiprocessors, (tiles + kTiles - 1) / kTiles), hopper, device, stream);
+    };
+    if (wanted <= 1) with.template operator()<1>();
+    else if (wanted <= 2) with.template operator()<2>();
+    else if (wanted <= 3) with.template operator()<3>();
+    else if (wanted <= 4) with.template operator()<4>();
+    else if (wanted <= 5) with.template operator()<5>();
+    else if (wanted <= 6) with.template operator()<6>();
+    else with.template operator()<8>();
+  };
+  if (dtype == DType::bf16) launch(__nv_bfloat16{});
+  else launch(__half{});
+}
+
+}  // namespace ktinject

@@ -1,0 +1,65 @@
+// Kernels that begin while the one before them in the stream still runs: from Hopper on, where a chain of short kernels
+// would else spend as long between them as within them. Before Hopper these are plain launches.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <utility>
+
+#include "cuda/check.cuh"
+
+namespace ktinject {
+
+// All work of the stream before this kernel is done, and seen. Before it, a kernel reads weights only and writes
+// nothing.
+__device__ inline void await_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The next kernel may begin once every block has said so.
+__device__ inline void release_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+inline bool is_hopper(int device) {
+  static std::atomic<uint64_t> known{0}, found{0};
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if ((known.load(std::memory_order_acquire) & bit) == 0) {
+    int major = 0;
+    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking for a device's age");
+    if (major >= 9) found.fetch_or(bit, std::memory_order_relaxed);
+    known.fetch_or(bit, std::memory_order_release);
+  }
+  return (found.load(std::memory_order_relaxed) & bit) != 0;
+}
+
+struct Launch {
+  dim3 grid, threads;
+  cudaStream_t stream;
+  size_t shared = 0;
+};
+
+// `kernel` must call await_previous() in every thread before it touches what others write.
+template <class... Parameters, class... Arguments>
+void launch_early(const char* what, void (*kernel)(Parameters...), const Launch& launch, Arguments&&... arguments) {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "asking for the current device");
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = launch.grid;
+  config.blockDim = launch.threads;
+  config.dynamicSmemBytes = launch.shared;
+  config.stream = launch.stream;
+  config.attrs = &early;
+  config.numAttrs = is_hopper(device) ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...), what);
+}
+
+}  // namespace ktinject

@@ -1,0 +1,82 @@
+// The choice of experts for one token by one warp: softmax over the logits, the greatest of what its lanes hold, top_k
+// times.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "cuda/values.cuh"
+
+namespace ktinject {
+
+constexpr int kMostRouted = 1024;  // experts that a warp chooses from; of them it chooses up to 32
+constexpr int kFewRouted = 256;    // the same within kernels that have few registers for it
+
+inline void check_route(int experts, int top_k, int most = kMostRouted) {
+  if (experts > most || top_k > kWarp || top_k > experts)
+    throw std::invalid_argument("route: at most " + std::to_string(most) + " experts, of which 32 are chosen");
+}
+
+// Floats as integers of the same order; 0 for NaN.
+__device__ inline uint32_t ordered(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  if (isnan(x)) return 0;
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ inline float unordered(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+// kEach: logits that a lane holds.
+template <class T, int kEach, class Take>
+__device__ void route_among(const T* logits, int experts, int top_k, bool normed, Take&& take) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  float held[kEach], most = -INFINITY, sum = 0;
+  uint32_t keys[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int expert = j * kWarp + lane;
+    held[j] = expert < experts ? load(__ldcg(logits + expert)) : -INFINITY;
+    keys[j] = expert < experts ? ordered(held[j]) : 0;
+    most = fmaxf(most, held[j]);
+  }
+  for (int step = kWarp / 2; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) sum += expf(held[j] - most);
+  sum = warp_sum(sum);
+  float chosen_sum = 0, mine = 0;
+  int my_expert = 0;
+  for (int rank = 0; rank < top_k; ++rank) {
+    uint32_t best = 0;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) best = max(best, keys[j]);
+    best = __reduce_max_sync(kAll, best);
+    int at = kMostRouted;  // of equal ones, the first
+#pragma unroll
+    for (int j = kEach - 1; j >= 0; --j)
+      if (keys[j] == best) at = j * kWarp + lane;
+    at = __reduce_min_sync(kAll, at);
+    if (best == 0) at = rank;  // NaN is no reason to choose an expert; its weight will tell
+#pragma unroll
+    for (int j = 0; j < kEach; ++j)
+      if (at == j * kWarp + lane) keys[j] = 0;
+    const float weight = expf(unordered(best) - most) / sum;
+    chosen_sum += weight;
+    if (lane == rank) {
+      mine = weight;
+      my_expert = at;
+    }
+  }
+  if (lane < top_k) take(lane, my_expert, rounded<T>(normed ? mine / chosen_sum : mine));
+}
+
+// Calls take(rank, expert, weight) in lane `rank`, for each rank below top_k; weights are divided by their sum if
+// `normed`.
+template <class T, int kMost = kMostRouted, class Take>
+__device__ void route_token(const T* logits, int experts, int top_k, bool normed, Take&& take) {
+  if (experts <= 4 * kWarp) route_among<T, 4>(logits, experts, top_k, normed, take);
+  else if (kMost <= 8 * kWarp || experts <= 8 * kWarp) route_among<T, 8>(logits, experts, top_k, normed, take);
+  else if constexpr (kMost > 8 * kWarp) route_among<T, kMost / kWarp>(logits, experts, top_k, normed, take);
+}
+
+}  // namespace ktinject
