@@ -13,9 +13,10 @@ constexpr int kThreads = 256;
 constexpr int kMostBlocks = 64;   // a row
 constexpr int kMostRows = 65535;  // of a choice: a dimension of a grid
 
-// Scores in order, and of equal ones the first place is the greatest; NaN before all, as in PyTorch. Never zero.
+// Scores in order, and of equal ones the first place is the greatest (-0 is equal to 0); NaN before all, as in PyTorch.
+// Never zero.
 __device__ uint64_t key_of(float score, int place) {
-  const uint32_t bits = __float_as_uint(score);
+  const uint32_t bits = score == 0 ? 0u : __float_as_uint(score);
   const uint32_t order = isnan(score) ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
   return static_cast<uint64_t>(order) << 32 | static_cast<uint32_t>(~place);
 }

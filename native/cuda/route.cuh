@@ -17,9 +17,9 @@ inline void check_route(int experts, int top_k, int most = kMostRouted) {
     throw std::invalid_argument("route: at most " + std::to_string(most) + " experts, of which 32 are chosen");
 }
 
-// Floats as integers of the same order; 0 for NaN.
+// Floats as integers of the same order, -0 as 0; 0 for NaN.
 __device__ inline uint32_t ordered(float x) {
-  const uint32_t bits = __float_as_uint(x);
+  const uint32_t bits = x == 0 ? 0u : __float_as_uint(x);
   if (isnan(x)) return 0;
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }

@@ -240,7 +240,7 @@ class TestWholeLayers:
         rules = [{**EXPERTS, "replace": {"operator": "hybrid_experts", "gpu_experts": gpu_experts}}]
         if has_norms:
             path = r".*(layernorm|[qk]_norm|model\.norm)"
-            rules.append({"match": {"path": path}, "replace": {"operator": "rms_norm"}})
+            rules.append({"name": "n", "match": {"path": path}, "replace": {"operator": "rms_norm"}})
         found = []
         for graphs in (True, False):
             model = layered(rules)
