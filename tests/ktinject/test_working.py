@@ -34,7 +34,7 @@ def planned(operator: str = "held_experts", **machine_of: Any) -> Plan:
     return make(on_meta(models.tiny("qwen3_moe")), ruleset, None, machine(**machine_of))
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", models.AVAILABLE)
 def test_the_cache_is_as_large_as_was_said(family: str) -> None:
     model = models.tiny(family)
     dtype = model.config.dtype
