@@ -11,14 +11,13 @@ CPU's reading: the CPU's bytes go down with the traffic that leaves.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generate import COLUMNS, commit
+from bench_generate import COLUMNS, append, commit
 from torch.nn import functional
 
 from ktinject import _native, benchmark, rules, shapes
@@ -169,12 +168,7 @@ def main() -> None:
             del model
         torch.cuda.empty_cache()
     if arguments.csv and lines:
-        is_new = not arguments.csv.exists()
-        with arguments.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if is_new:
-                writer.writeheader()
-            writer.writerows(lines)
+        append(arguments.csv, lines)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ for the measurement and the ring, is shown beside the others.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import platform
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generate import COLUMNS, commit, row
+from bench_generate import append, commit, row
 
 from ktinject import _native, benchmark, rules, shapes
 from ktinject.operators.hybrid_experts import HybridExperts
@@ -99,7 +98,7 @@ def main() -> None:
             for way in arguments.ways:
                 choose(model, way)
                 result = benchmark.prefill(model, tokens, arguments.repetitions)
-                lines.append(row({**shown, "kernel": f"prefill {way}"}, result, 1.0, 0.0))
+                lines.append(row({**shown, "kernel": f"prefill {way}"}, result, 1.0, 0.0, True))
                 print(
                     f"{weights:5} {result.test:7} {way:4} {result.mean:9.1f} ± {result.deviation:.1f} t/s",
                     flush=True,
@@ -110,12 +109,7 @@ def main() -> None:
         del model, operator
         torch.cuda.empty_cache()
     if arguments.csv:
-        is_new = not arguments.csv.exists()
-        with arguments.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if is_new:
-                writer.writeheader()
-            writer.writerows(lines)
+        append(arguments.csv, lines)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ SANITIZED=${SANITIZED:-"test_eager[3-dtype1 or some_ranks_on_the_gpu[9-ranks1 or
   or experts_on_the_gpu[qwen3_moe-bf16-bf16-128-0.25-3 or unpacked_on_the_gpu_as_on_the_cpu[72-200 \
   or test_on_the_gpu[40-33 or scales_of_either_type or any_leading_shape or test_in_a_cuda_graph \
   or activations_are_rounded_as_torch_does or softmax_and_topk[6-2 or norm_rotation_and_sdpa[256-255-2-6-2-32 \
-  or norm_rotation_and_sdpa[4096-3000-3 or experts_move[bf16-False or a_part_on_the_gpu or every_kind_of_shape[64-False-dtype0-True"}
+  or norm_rotation_and_sdpa[4096-3000-3 or experts_move[bf16-False or rounded_once or added_where_it_lies or every_kind_of_shape[64-False-dtype0-True"}
 read -ra pytest <<<"python3 -m pytest -q ${PYTEST:-}" # PYTEST="-n 8" where pytest-xdist is installed
 mkdir -p "$OUT"
 started=$SECONDS

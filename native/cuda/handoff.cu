@@ -179,7 +179,7 @@ __device__ bool take(const View& slot, const Bell& bell, uint64_t timeout_ns, ui
       __nanosleep(500);
       if (now_ns() - start > timeout_ns || load_acquire(slot.status) != kFine) {
         mine = false;
-        *slot.status = kSlotTaken;
+        if (load_acquire(slot.status) == kFine) *slot.status = kSlotTaken;  // else it says why already
         break;
       }
     }

@@ -8,6 +8,7 @@ import itertools
 import threading
 from typing import Any
 
+import models
 import pytest
 import reference
 import torch
@@ -19,6 +20,7 @@ from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators import streaming
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
+from ktinject.operators.handoff import Handoff
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
 from ktinject.operators.routed_experts import ExpertsSpec
 
@@ -468,6 +470,35 @@ def test_two_threads_share_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert len(worst) == 80 and max(worst) < 0.01
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h", "gemma4_text"])
+def test_the_activation_is_rounded_once(family: str, dtype: torch.dtype) -> None:
+    module = models.leaf(models.tiny(family))[1]
+    operator = CpuExperts.build(module, CpuExpertsConfig(device="cpu"))
+    operator.allocate()
+    layer, spec = streamed(operator), operator.spec
+    given = (torch.randn(37, spec.intermediate_size * (2 if spec.has_gate else 1)) * 3).to(dtype)
+    gate, up = given.double().chunk(2, dim=-1) if spec.has_gate else (None, given.double())
+    found = layer._activated(given.cuda()).cpu()
+    want = reference.intermediate(gate, up, spec)
+    assert found.shape == want.shape
+    assert ((found - want).abs() <= 2**-8 * want.abs() + 1e-6).all()
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_answer_is_added_where_it_lies(dtype: torch.dtype) -> None:
+    operator, (x, ids, weights) = filled(256, 96), inputs(50, 256)
+    way = Handoff(operator.native, 256)
+    addend = torch.randn(50, 256)
+    for _ in range(3):
+        ticket = way.submit(x.cuda().to(dtype), ids.cuda(), weights.cuda())
+        found = way.wait(ticket, addend=addend.cuda())
+        assert found.dtype == dtype
+        assert torch.equal(found.cpu(), (operator(x.to(dtype), ids, weights).float() + addend).to(dtype))
 
 
 @gpu
