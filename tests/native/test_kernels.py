@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import differential
@@ -133,3 +134,18 @@ def test_results_of_down_that_are_longer_than_the_caches(weights, tokens):
     for some in (slice(first, first + 1000) for first in range(0, tokens, 1000)):
         experts.forward(x[some], index[some], weight[some], part)
         assert torch.equal(part, out[some])
+
+
+@pytest.mark.parametrize("tokens", [20, 70, 132])
+@pytest.mark.parametrize("row", [r for r in TABLE if "amx" in r["name"]], ids=lambda row: row["name"])
+def test_tiles_with_inputs_that_are_cut(row, tokens):
+    """Rows that are long for the caches, and so few and so many that codes are expanded in either way."""
+    if not row["available"]:
+        pytest.skip(row["reason"])
+    drawn = differential.draw(0, [row])
+    spec = dataclasses.replace(
+        drawn.spec, num_experts=1, hidden_size=4300, intermediate_size=24, activation="silu"
+    )
+    case = dataclasses.replace(drawn, spec=spec, tokens=tokens, top_k=1, dtype=torch.bfloat16)
+    error, allowed = differential.run(case)
+    assert error <= allowed
