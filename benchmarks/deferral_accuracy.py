@@ -2,6 +2,7 @@
 
     python benchmarks/deferral_accuracy.py            # twenty minutes on two cores: measures, then draws
     python benchmarks/deferral_accuracy.py --layers   # the same depths with the first layers left out
+    python benchmarks/deferral_accuracy.py --shares   # one layer at a time, and how much of what it hands on is late
     python benchmarks/deferral_accuracy.py --draw     # tables and plot from the figures that are there
 
 Each model runs under `deferred_moe` with bf16 weights on the CPU, and is compared with itself where nothing is
@@ -9,15 +10,16 @@ deferred. The held-out text is read token by token, so that all but the first to
 and every key and value in the cache comes from one: no prompt helps. Skipping leaves out, in the same layers, the
 experts that deferring would add late; the weights of the others stay as they are.
 
-Writes docs/explanation/deferral.csv or deferral-layers.csv, and deferral.png, and prints the tables of deferral.md.
+Writes docs/explanation/deferral.csv, deferral-layers.csv or deferral-shares.csv, and deferral.png, and prints the tables of deferral.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,65 @@ def measure_layers(name: str, tokens: int, row: Callable[[dict[str, Any]], None]
             leaf.defers = defers
         found = evaluate.divergence(reference, model, text(name, tokens), decode=True)
         row({"model": name, "experts": count, "first": first, "late": sum(schedule), **asdict(found)})
+
+
+@torch.no_grad()
+def shares(model: PreTrainedModel, ids: Tensor, counts: Sequence[int]) -> list[dict[int, float]]:
+    """For each Mixture-of-Experts layer: n → mean square of its n late experts' sum, over that of what it hands on."""
+    leaves = {
+        layer: layer.mlp.get_submodule("experts")
+        for layer in hf.Layers(model).stack.layers
+        if isinstance(layer.mlp, DeferredMoe)
+    }
+    late: dict[tuple[Any, int], list[Tensor]] = {(layer, n): [] for layer in leaves for n in counts}
+    out: dict[Any, list[Tensor]] = {layer: [] for layer in leaves}
+
+    def before(layer: Any, leaf: Any, arguments: tuple[Tensor, Tensor, Tensor]) -> None:
+        x, index, weights = arguments
+        for n in counts:
+            chosen = of_ranks(index, weights, index.shape[1] - n, index.shape[1])
+            late[layer, n].append(leaf.experts(x, chosen, weights).double().square().sum(-1))
+
+    def after(layer: Any, result: Any) -> None:
+        result = result[0] if isinstance(result, tuple) else result
+        out[layer].append(result.double().square().sum(-1).flatten())
+
+    hooks = []
+    for layer, leaf in leaves.items():
+        hooks.append(leaf.register_forward_pre_hook(functools.partial(before, layer)))
+        hooks.append(layer.register_forward_hook(lambda layer, _, result: after(layer, result)))
+    evaluate.perplexity(model, ids, window=128)
+    for hook in hooks:
+        hook.remove()
+    return [
+        {n: float((torch.cat(late[layer, n]) / torch.cat(out[layer])).mean()) for n in counts}
+        for layer in leaves
+    ]
+
+
+def measure_shares(name: str, tokens: int, row: Callable[[dict[str, Any]], None]) -> None:
+    reference, model, ids, counts = load(name), load(name, 1), text(name, tokens), (2, 4, 8)
+    found = shares(reference, ids, counts)[:-1]
+    leaves = [block.get_submodule("experts") for block in model.modules() if isinstance(block, DeferredMoe)]
+    for at, of_layer in enumerate(found):
+        for count, share in of_layer.items():
+            for other, leaf in enumerate(leaves):
+                leaf.defers = count if other == at else 0
+            cost = evaluate.divergence(reference, model, ids, window=128, decode=True)
+            row({"model": name, "layer": at, "experts": count, "share": share, "mean_nats": cost.mean_nats})
+
+
+def shares_table(rows: list[dict[str, str]]) -> None:
+    x, y = (torch.tensor([float(row[key]) for row in rows]).log() for key in ("share", "mean_nats"))
+    correlation = float(torch.corrcoef(torch.stack([x, y]))[0, 1])
+    spread = (y - x).exp()
+    print(
+        f"{len(rows)} layers and depths, share from {x.exp().min():.4f} to {x.exp().max():.2f}; correlation of ",
+        end="",
+    )
+    print(
+        f"logarithms with mean KL {correlation:.3f}; KL over share {spread.min():.2f} to {spread.max():.2f} nats"
+    )
 
 
 def layers_table(rows: list[dict[str, str]]) -> None:
@@ -175,12 +236,20 @@ def main() -> None:
     )
     parser.add_argument("--draw", action="store_true", help="only draw, from the figures that are there")
     parser.add_argument("--layers", action="store_true", help="schedules that spare the first layers")
+    parser.add_argument("--shares", action="store_true", help="one layer at a time, on half of --tokens")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--out", type=Path, default=DOCS)
     arguments = parser.parse_args()
-    by_depth, by_layers = (arguments.out / f"deferral{what}.csv" for what in ("", "-layers"))
+    by_depth, by_layers, by_share = (
+        arguments.out / f"deferral{what}.csv" for what in ("", "-layers", "-shares")
+    )
+    measuring = functools.partial(measure, tokens=arguments.tokens), by_depth
+    if arguments.layers:
+        measuring = functools.partial(measure_layers, tokens=arguments.tokens), by_layers
+    if arguments.shares:
+        measuring = functools.partial(measure_shares, tokens=arguments.tokens // 2), by_share
     if not arguments.draw:
-        with (by_layers if arguments.layers else by_depth).open("w", newline="") as file:
+        with measuring[1].open("w", newline="") as file:
             writer: Any = None
 
             def row(values: dict[str, Any]) -> None:
@@ -192,8 +261,8 @@ def main() -> None:
                 file.flush()
 
             for name in BLOCKS:
-                (measure_layers if arguments.layers else measure)(name, arguments.tokens, row)
-    for figures, show in ((by_depth, table), (by_layers, layers_table)):
+                measuring[0](name, row=row)
+    for figures, show in ((by_depth, table), (by_layers, layers_table), (by_share, shares_table)):
         if figures.exists():
             with figures.open(newline="") as file:
                 show(list(csv.DictReader(file)))
