@@ -8,61 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktinject import hf, rules, shards, table, working
-from ktinject.errors import OperatorError, PlanError
+from ktinject import hf, shards, table, working
+from ktinject.entries import Entry, Found, adopt_format, find_entries, find_modules, one_thread, some
+from ktinject.errors import PlanError
 from ktinject.keys import KeyMap, key_map
 from ktinject.machine import Machine
-from ktinject.operators import REGISTRY, Operator
-from ktinject.operators.first_process import Elsewhere
 from ktinject.placement import Devices, device_of, show_bytes, spread
-from ktinject.rules import Rule, RuleSet
+from ktinject.rules import RuleSet
 from ktinject.shards import Cut, Style
 from ktinject.team import Team
 from ktinject.weights import formats, gguf_blocks, match
 from ktinject.weights.checkpoint import Checkpoint
-from ktinject.weights.stored import Format
 from ktinject.working import Running
-
-_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One module that is replaced.
-
-    module     its class
-    arguments  as the rule gives them
-    runs       what will run: the operator's `describe`
-    device     where the operator computes
-    bytes      device → bytes that it takes
-    config     the checked arguments, device resolved
-    wants      parameter name relative to the module → shape
-    shares     buffers, as the operator says
-    caches     values that it caches for a token, if it says
-    elsewhere  another process has it; nothing is read or held for it here
-    """
-
-    path: str
-    module: str
-    rule: str
-    operator: str
-    arguments: dict[str, Any]
-    runs: dict[str, Any]
-    device: str
-    bytes: dict[str, int]
-    config: Any = field(repr=False)
-    wants: dict[str, tuple[int, ...]] = field(repr=False)
-    shares: dict[tuple[str, str], tuple[int, int]] = field(repr=False, default_factory=dict)
-    caches: int | None = field(repr=False, default=None)
-    elsewhere: bool = False
 
 
 @dataclass
@@ -144,27 +107,6 @@ class Plan:
         return table.as_html(self)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A module that a rule replaces.
-
-    source   how the checkpoint stores its weight, if it has one
-    """
-
-    path: str
-    module: nn.Module
-    rule: Rule
-    operator: type[Operator]
-    config: Any
-    source: Format | None = None
-
-    def adopt(self, operator: type[Operator], config: Any) -> Any:
-        """The arguments that fit the checkpoint, if the operator takes its format as it is."""
-        if self.source is None or self.source.name not in operator.takes:
-            return config
-        return operator.adopt(config, self.source)
-
-
 def make(
     model: PreTrainedModel,
     ruleset: RuleSet,
@@ -185,11 +127,11 @@ def make(
     """
     _check_model(model, ruleset)
     where = Devices.choose(machine, devices if team is None else str(team.device), budget)
-    found, matched = _find(model, ruleset)
+    found, matched = find_modules(model, ruleset)
     mapping = None
     if checkpoint is not None:
         mapping = _check_checkpoint(model, checkpoint)
-        found = [_adopt(item, model, checkpoint, mapping) for item in found]
+        found = [adopt_format(item, model, checkpoint, mapping) for item in found]
     has_weights = checkpoint is None and not next(model.parameters()).is_meta
     styles = {} if team is None else _cut(model, found, has_weights, team)
     standings = ((_stands_on(model, where, devices),),) if has_weights else where.candidates
@@ -202,17 +144,17 @@ def make(
         for standing in standings:
             layers = hf.Layers(model)
             stack, device_map = layers.stack, {"": standing[0]}
-            with _one_thread():
-                entries = _entries(found, where, device_map, machine, stack, {}, team)
+            with one_thread():
+                entries = find_entries(found, where, device_map, machine, stack, {}, team)
                 if len(standing) > 1:
                     device_map = _spread(model, entries, layers, standing, where)
-                    entries = _entries(found, where, device_map, machine, stack, {}, team)
+                    entries = find_entries(found, where, device_map, machine, stack, {}, team)
             rest = _rest_bytes(model, entries, device_map)
             to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
             if any(entry.config.fills for entry in entries):
                 spare = {device: where.limits[device] - to_load.get(device, 0) for device in where.allowed}
-                with _one_thread():
-                    entries = _entries(found, where, device_map, machine, stack, spare, team)
+                with one_thread():
+                    entries = find_entries(found, where, device_map, machine, stack, spare, team)
                 to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
             over = {device: size for device, size in to_load.items() if size > where.limits[device]}
             excess = sum(size - where.limits[device] for device, size in over.items())
@@ -268,7 +210,7 @@ def make(
     return plan
 
 
-def _cut(model: PreTrainedModel, found: list[_Found], has_weights: bool, team: Team) -> dict[str, Style]:
+def _cut(model: PreTrainedModel, found: list[Found], has_weights: bool, team: Team) -> dict[str, Style]:
     """The linear layers that the processes share. Raises PlanError."""
     if has_weights:
         raise PlanError(
@@ -307,25 +249,6 @@ def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
         raise PlanError("the model has no parameters; there is nothing to plan.")
 
 
-def _find(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[_Found], dict[str, tuple[str, ...]]]:
-    """The modules that rules replace, in the order of the model, and the paths of every rule."""
-    configs: dict[str, Any] = {}
-    for rule in ruleset.rules:
-        if rule.operator not in REGISTRY:
-            raise rules.unknown_operator(rule, REGISTRY)
-        configs[rule.name] = rules.check_arguments(rule, REGISTRY[rule.operator].Config)
-    layers, modules = hf.Layers(model), dict(model.named_modules())
-    described = [(path, hf.class_names(module), layers.of(path)) for path, module in modules.items()]
-    keeps = {name: operator.keeps for name, operator in REGISTRY.items()}
-    assignment = rules.assign(ruleset, described, keeps=keeps)
-    found = [
-        _Found(path, modules[path], rule, REGISTRY[rule.operator], configs[rule.name])
-        for path, rule in assignment.rules.items()
-        if REGISTRY[rule.operator].replaces
-    ]
-    return found, assignment.matched
-
-
 def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
     quantization = hf.quantization(model.config)
     method = (quantization or {}).get("quant_method")
@@ -344,17 +267,6 @@ def _block_formats(checkpoint: Checkpoint) -> list[str]:
     return sorted({info.dtype for info in checkpoint.tensors.values()} & {*gguf_blocks.TYPES})
 
 
-def _adopt(item: _Found, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap) -> _Found:
-    """With what the checkpoint has, and the arguments that fit it."""
-    keys = [piece.key for piece in mapping.targets.get(f"{item.path}.weight", ())]
-    if not keys:
-        return item
-    item = dataclasses.replace(
-        item, source=formats.detect(checkpoint, keys[0], hf.quantization(model.config))
-    )
-    return dataclasses.replace(item, config=item.adopt(item.operator, item.config))
-
-
 def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
     """The device of a model that has its weights; it is not moved."""
     standing = sorted({str(tensor.device) for tensor in model.parameters()})
@@ -369,127 +281,6 @@ def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
             "Move it with model.to() before, or load it from its checkpoint."
         )
     return standing[0]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Operators try modules out on a few numbers; on a busy machine threads make that five times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _entries(
-    found: list[_Found],
-    where: Devices,
-    device_map: Mapping[str, str],
-    machine: Machine,
-    stack: nn.Module,
-    spare: Mapping[str, int],
-    team: Team | None,
-) -> tuple[Entry, ...]:
-    entries = []
-    refused: dict[tuple[str, str], list[str]] = {}
-    arranged = _arrange(found, where, device_map, stack, spare)
-    for item in found:
-        rule, operator = item.rule, item.operator
-        config = arranged[item.path]
-        reason = config if isinstance(config, str) else None
-        if reason is None:
-            chosen = operator.instead(item.module, config)
-            if chosen is None:
-                continue
-            if chosen[0] is not operator:
-                chosen = chosen[0], item.adopt(*chosen)
-            operator, config = chosen
-            reason = operator.supports(item.module, config, machine)
-        if reason is not None:
-            text = f"{operator.name} cannot replace a {type(item.module).__name__}: {reason}"
-            refused.setdefault((rule.name, text), []).append(item.path)
-            continue
-        try:
-            built = operator.build(item.module, config)
-        except OperatorError as error:
-            raise OperatorError(str(rule.place().refusal(f"{item.path}: {error}"))) from error
-        inner = [other.path for other in found if other.path.startswith(f"{item.path}.")]
-        _check_contract(item, built, inner, {*where.allowed})
-        elsewhere = team is not None and team.rank > 0 and operator.across == "first"
-        entries.append(
-            Entry(
-                path=item.path,
-                module=type(item.module).__name__,
-                rule=rule.name,
-                operator=operator.name,
-                arguments=dict(rule.arguments),
-                runs=Elsewhere().describe() if elsewhere else built.describe(),
-                device=config.device,
-                bytes={} if elsewhere else built.footprint(),
-                config=config,
-                wants=built.wants(),
-                shares={} if elsewhere else built.shares(),
-                caches=built.caches,
-                elsewhere=elsewhere,
-            )
-        )
-    if refused:
-        places = {item.rule.name: item.rule.place() for item in found}
-        lines = [
-            str(places[rule].refusal(f"{text}; matched {_some(paths)}. Narrow the match, or replace: keep."))
-            for (rule, text), paths in refused.items()
-        ]
-        raise PlanError("\n".join(lines))
-    return tuple(entries)
-
-
-def _arrange(
-    found: list[_Found],
-    where: Devices,
-    device_map: Mapping[str, str],
-    stack: nn.Module,
-    spare: Mapping[str, int],
-) -> dict[str, Any]:
-    """Path → config with its device, or the reason why not."""
-    modules: dict[type[Operator], dict[str, tuple[nn.Module, Any]]] = {}
-    for item in found:
-        standing = device_of(device_map, item.path)
-        device = where.for_operator(item.rule, item.config.device, item.operator.device_types, standing)
-        config = dataclasses.replace(item.config, device=device)
-        modules.setdefault(item.operator, {})[item.path] = (item.module, config)
-    arranged: dict[str, Any] = {}
-    for operator, theirs in modules.items():
-        arranged |= operator.arrange(stack, theirs, spare)
-    return arranged
-
-
-def _check_contract(item: _Found, built: Operator, inner: list[str], devices: set[str]) -> None:
-    """Everything the module has must be taken or kept by the operator, which may have nothing else."""
-
-    def refuse(text: str) -> OperatorError:
-        return OperatorError(f"operator {item.rule.operator!r} at {item.path}: {text}. Correct the operator.")
-
-    unknown = set(built.footprint()) - devices
-    if unknown:
-        raise refuse(f"its footprint names {', '.join(unknown)}, which the plan may not use")
-    theirs = {**dict(item.module.named_parameters()), **dict(item.module.named_buffers())}
-    kept = {**dict(built.named_parameters()), **dict(built.named_buffers())}
-    for name, tensor in kept.items():
-        if theirs.get(name) is not tensor:
-            raise refuse(
-                f"it holds a parameter or buffer of its own, {name!r}; it may only keep the module's"
-            )
-    wants = built.wants()
-    for name, shape in wants.items():
-        if name not in theirs or tuple(theirs[name].shape) != tuple(shape):
-            had = list(theirs[name].shape) if name in theirs else "nothing"
-            raise refuse(f"it wants {name!r} of shape {list(shape)}; the module has {had}")
-    prefixes = tuple(path[len(item.path) + 1 :] + "." for path in inner)
-    lost = [name for name in item.module.state_dict() if name not in wants and name not in kept]
-    lost = [name for name in lost if not name.startswith(prefixes)]
-    if lost:
-        raise refuse(f"it neither loads nor keeps {', '.join(lost)}")
 
 
 def _rest_sizes(model: PreTrainedModel, entries: Sequence[Entry]) -> Iterator[tuple[str, int]]:
@@ -540,8 +331,8 @@ def _check_shared(plan: Plan, model: PreTrainedModel) -> None:
         left = [name for name in conversion.targets if name not in swapped]
         if taken and left:
             raise PlanError(
-                f"{_some(taken)} cannot be replaced alone: the checkpoint stores them together with "
-                f"{_some(left)}. Replace or keep both."
+                f"{some(taken)} cannot be replaced alone: the checkpoint stores them together with "
+                f"{some(left)}. Replace or keep both."
             )
 
 
@@ -550,8 +341,3 @@ def _too_large(device: str, size: int, where: Devices) -> str:
     has = f"{show_bytes(free)} are free" if limit == free else f"the budget is {show_bytes(limit)}"
     other = "a larger budget" if limit < free else "a machine with more memory"
     return f"{device} needs {show_bytes(size)}, but {has}. Use smaller weights (int8, int4) or {other}."
-
-
-def _some(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(paths[:_SHOWN]) + more

@@ -11,7 +11,8 @@ from ktinject.placement import show_bytes
 from ktinject.rules import KEEP
 
 if TYPE_CHECKING:
-    from ktinject.plan import Entry, Plan
+    from ktinject.entries import Entry
+    from ktinject.plan import Plan
 
 TITLES = ("rule", "modules", "operator", "kernel", "weights", "device", "bytes")
 

@@ -19,7 +19,7 @@ from ktinject.graph import power_of_two
 from ktinject.placement import device_of, show_bytes
 
 if TYPE_CHECKING:
-    from ktinject.plan import Entry
+    from ktinject.entries import Entry
 
 _TOKENS = 2  # that the model reads on meta
 _SHORTEST = power_of_two(1)

@@ -1,0 +1,236 @@
+"""Which operator takes which module, and what that makes of it: the entries of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ktinject import hf, rules
+from ktinject.errors import OperatorError, PlanError
+from ktinject.keys import KeyMap
+from ktinject.machine import Machine
+from ktinject.operators import REGISTRY, Operator
+from ktinject.operators.first_process import Elsewhere
+from ktinject.placement import Devices, device_of
+from ktinject.rules import Rule, RuleSet
+from ktinject.team import Team
+from ktinject.weights import formats
+from ktinject.weights.checkpoint import Checkpoint
+from ktinject.weights.stored import Format
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module that is replaced.
+
+    module     its class
+    arguments  as the rule gives them
+    runs       what will run: the operator's `describe`
+    device     where the operator computes
+    bytes      device → bytes that it takes
+    config     the checked arguments, device resolved
+    wants      parameter name relative to the module → shape
+    shares     buffers, as the operator says
+    caches     values that it caches for a token, if it says
+    elsewhere  another process has it; nothing is read or held for it here
+    """
+
+    path: str
+    module: str
+    rule: str
+    operator: str
+    arguments: dict[str, Any]
+    runs: dict[str, Any]
+    device: str
+    bytes: dict[str, int]
+    config: Any = field(repr=False)
+    wants: dict[str, tuple[int, ...]] = field(repr=False)
+    shares: dict[tuple[str, str], tuple[int, int]] = field(repr=False, default_factory=dict)
+    caches: int | None = field(repr=False, default=None)
+    elsewhere: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """A module that a rule replaces.
+
+    source   how the checkpoint stores its weight, if it has one
+    """
+
+    path: str
+    module: nn.Module
+    rule: Rule
+    operator: type[Operator]
+    config: Any
+    source: Format | None = None
+
+    def adopt(self, operator: type[Operator], config: Any) -> Any:
+        """The arguments that fit the checkpoint, if the operator takes its format as it is."""
+        if self.source is None or self.source.name not in operator.takes:
+            return config
+        return operator.adopt(config, self.source)
+
+
+def find_modules(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[Found], dict[str, tuple[str, ...]]]:
+    """The modules that rules replace, in the order of the model, and the paths of every rule."""
+    configs: dict[str, Any] = {}
+    for rule in ruleset.rules:
+        if rule.operator not in REGISTRY:
+            raise rules.unknown_operator(rule, REGISTRY)
+        configs[rule.name] = rules.check_arguments(rule, REGISTRY[rule.operator].Config)
+    layers, modules = hf.Layers(model), dict(model.named_modules())
+    described = [(path, hf.class_names(module), layers.of(path)) for path, module in modules.items()]
+    keeps = {name: operator.keeps for name, operator in REGISTRY.items()}
+    assignment = rules.assign(ruleset, described, keeps=keeps)
+    found = [
+        Found(path, modules[path], rule, REGISTRY[rule.operator], configs[rule.name])
+        for path, rule in assignment.rules.items()
+        if REGISTRY[rule.operator].replaces
+    ]
+    return found, assignment.matched
+
+
+def adopt_format(item: Found, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap) -> Found:
+    """With what the checkpoint has, and the arguments that fit it."""
+    keys = [piece.key for piece in mapping.targets.get(f"{item.path}.weight", ())]
+    if not keys:
+        return item
+    item = dataclasses.replace(
+        item, source=formats.detect(checkpoint, keys[0], hf.quantization(model.config))
+    )
+    return dataclasses.replace(item, config=item.adopt(item.operator, item.config))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Operators try modules out on a few numbers; on a busy machine threads make that five times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def find_entries(
+    found: list[Found],
+    where: Devices,
+    device_map: Mapping[str, str],
+    machine: Machine,
+    stack: nn.Module,
+    spare: Mapping[str, int],
+    team: Team | None,
+) -> tuple[Entry, ...]:
+    entries = []
+    refused: dict[tuple[str, str], list[str]] = {}
+    arranged = _arrange(found, where, device_map, stack, spare)
+    for item in found:
+        rule, operator = item.rule, item.operator
+        config = arranged[item.path]
+        reason = config if isinstance(config, str) else None
+        if reason is None:
+            chosen = operator.instead(item.module, config)
+            if chosen is None:
+                continue
+            if chosen[0] is not operator:
+                chosen = chosen[0], item.adopt(*chosen)
+            operator, config = chosen
+            reason = operator.supports(item.module, config, machine)
+        if reason is not None:
+            text = f"{operator.name} cannot replace a {type(item.module).__name__}: {reason}"
+            refused.setdefault((rule.name, text), []).append(item.path)
+            continue
+        try:
+            built = operator.build(item.module, config)
+        except OperatorError as error:
+            raise OperatorError(str(rule.place().refusal(f"{item.path}: {error}"))) from error
+        inner = [other.path for other in found if other.path.startswith(f"{item.path}.")]
+        _check_contract(item, built, inner, {*where.allowed})
+        elsewhere = team is not None and team.rank > 0 and operator.across == "first"
+        entries.append(
+            Entry(
+                path=item.path,
+                module=type(item.module).__name__,
+                rule=rule.name,
+                operator=operator.name,
+                arguments=dict(rule.arguments),
+                runs=Elsewhere().describe() if elsewhere else built.describe(),
+                device=config.device,
+                bytes={} if elsewhere else built.footprint(),
+                config=config,
+                wants=built.wants(),
+                shares={} if elsewhere else built.shares(),
+                caches=built.caches,
+                elsewhere=elsewhere,
+            )
+        )
+    if refused:
+        places = {item.rule.name: item.rule.place() for item in found}
+        lines = [
+            str(places[rule].refusal(f"{text}; matched {some(paths)}. Narrow the match, or replace: keep."))
+            for (rule, text), paths in refused.items()
+        ]
+        raise PlanError("\n".join(lines))
+    return tuple(entries)
+
+
+def _arrange(
+    found: list[Found],
+    where: Devices,
+    device_map: Mapping[str, str],
+    stack: nn.Module,
+    spare: Mapping[str, int],
+) -> dict[str, Any]:
+    """Path → config with its device, or the reason why not."""
+    modules: dict[type[Operator], dict[str, tuple[nn.Module, Any]]] = {}
+    for item in found:
+        standing = device_of(device_map, item.path)
+        device = where.for_operator(item.rule, item.config.device, item.operator.device_types, standing)
+        config = dataclasses.replace(item.config, device=device)
+        modules.setdefault(item.operator, {})[item.path] = (item.module, config)
+    arranged: dict[str, Any] = {}
+    for operator, theirs in modules.items():
+        arranged |= operator.arrange(stack, theirs, spare)
+    return arranged
+
+
+def _check_contract(item: Found, built: Operator, inner: list[str], devices: set[str]) -> None:
+    """Everything the module has must be taken or kept by the operator, which may have nothing else."""
+
+    def refuse(text: str) -> OperatorError:
+        return OperatorError(f"operator {item.rule.operator!r} at {item.path}: {text}. Correct the operator.")
+
+    unknown = set(built.footprint()) - devices
+    if unknown:
+        raise refuse(f"its footprint names {', '.join(unknown)}, which the plan may not use")
+    theirs = {**dict(item.module.named_parameters()), **dict(item.module.named_buffers())}
+    kept = {**dict(built.named_parameters()), **dict(built.named_buffers())}
+    for name, tensor in kept.items():
+        if theirs.get(name) is not tensor:
+            raise refuse(
+                f"it holds a parameter or buffer of its own, {name!r}; it may only keep the module's"
+            )
+    wants = built.wants()
+    for name, shape in wants.items():
+        if name not in theirs or tuple(theirs[name].shape) != tuple(shape):
+            had = list(theirs[name].shape) if name in theirs else "nothing"
+            raise refuse(f"it wants {name!r} of shape {list(shape)}; the module has {had}")
+    prefixes = tuple(path[len(item.path) + 1 :] + "." for path in inner)
+    lost = [name for name in item.module.state_dict() if name not in wants and name not in kept]
+    lost = [name for name in lost if not name.startswith(prefixes)]
+    if lost:
+        raise refuse(f"it neither loads nor keeps {', '.join(lost)}")
+
+
+def some(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(paths[:_SHOWN]) + more
