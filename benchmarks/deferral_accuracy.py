@@ -10,7 +10,8 @@ deferred. The held-out text is read token by token, so that all but the first to
 and every key and value in the cache comes from one: no prompt helps. Skipping leaves out, in the same layers, the
 experts that deferring would add late; the weights of the others stay as they are.
 
-Writes docs/explanation/deferral.csv, deferral-layers.csv or deferral-shares.csv, and deferral.png, and prints the tables of deferral.md.
+Writes docs/explanation/deferral.csv, deferral-layers.csv or deferral-shares.csv, and deferral.png; prints the tables of
+deferral.md.
 """
 
 from __future__ import annotations
