@@ -36,6 +36,7 @@ class _Adopted(Int4LinearConfig):
 
     group_size: int = 128  # type: ignore[assignment]  # of any multiple of 64, and 32
     source: str = ""
+    names_groups: bool = False  # the checkpoint has a g_idx, which may put the inputs of a group anywhere
 
 
 # Beyond this many tokens it is faster to unpack the weight and let cuBLAS multiply: on Hopper, and elsewhere.
@@ -70,6 +71,8 @@ class Int4Linear(GpuLinear):
         self.has_zeros = not config.symmetric
         self._scale_dtype = torch.bfloat16
         self._native: Any = None
+        self._names_groups = isinstance(config, _Adopted) and config.names_groups
+        self._order: Tensor | None = None  # [k] int64: which input stands where; None: as in the checkpoint
         self._turn = 0
         hopper = _is_hopper(config.device)
         self._arch = "sm90" if hopper else "sm80"
@@ -78,7 +81,8 @@ class Int4Linear(GpuLinear):
     @classmethod
     def adopt(cls, config: Any, source: Format) -> Any:
         group_size = -1 if source.shape and source.group_size == source.shape[1] else source.group_size
-        return _Adopted(config.device, group_size, not source.has_zeros, source.name)
+        names_groups = any(name.endswith("g_idx") for name in source.companions)
+        return _Adopted(config.device, group_size, not source.has_zeros, source.name, names_groups)
 
     @classmethod
     def misfit(cls, k: int, n: int, config: Any) -> str | None:
@@ -113,6 +117,7 @@ class Int4Linear(GpuLinear):
             self.config.device: 4 * words
             + (4 if self.has_zeros else 2) * scales
             + 4 * _TURNS * counters
+            + (8 * self.in_features if self._names_groups else 0)
             + bias
         }
 
@@ -124,6 +129,8 @@ class Int4Linear(GpuLinear):
             scales, dtype=torch.int32 if self.has_zeros else torch.int16, device=device
         )
         self._counters = torch.zeros(_TURNS, counters, dtype=torch.int32, device=device)
+        if self._names_groups:
+            self._room = torch.empty(self.in_features, dtype=torch.int64, device=device)
 
     def _pack(self, weight: Tensor) -> None:
         try:
@@ -139,11 +146,6 @@ class Int4Linear(GpuLinear):
                 f"int4_linear: weight: found {list(stored.codes.shape)} in {stored.scales.shape[1]} groups; "
                 f"expected {[self.out_features, self.in_features]} in {groups}."
             )
-        if stored.group_of is not None:
-            raise OperatorError(
-                "int4_linear: weight: its groups are not runs of inputs (GPTQ with desc_act, g_idx), which is not "
-                "served. Use a checkpoint without activation order, or another operator, which decodes it."
-            )
         zeros = stored.zeros
         if self.has_zeros and zeros is None:
             zeros = torch.full(stored.scales.shape, 8, dtype=torch.uint8)
@@ -157,10 +159,26 @@ class Int4Linear(GpuLinear):
                 "int4_linear: weight: its scales fit neither bfloat16 nor float16, so it cannot be taken exactly. "
                 "Use a checkpoint with scales of 16 bits."
             )
+        order = None if stored.group_of is None else self._sorted(stored.group_of)
         device = self.config.device
+        codes = stored.codes.to(device)
+        if order is not None:
+            assert self._names_groups, "a format with g_idx says so"
+            self._order = self._room.copy_(order)
+            codes = codes[:, self._order]
         zeros = None if zeros is None else zeros.to(device)
-        self._take(Codes(stored.codes.to(device), stored.scales.to(device), zeros), dtype)
+        self._take(Codes(codes, stored.scales.to(device), zeros), dtype)
         self._loaded.add(name)
+
+    def _sorted(self, group_of: Tensor) -> Tensor:
+        """The order in which inputs stand so that groups are runs (GPTQ's activation order)."""
+        sizes = group_of.bincount(minlength=self.in_features // self.group_size)
+        if bool((sizes != self.group_size).any()):
+            raise OperatorError(
+                f"int4_linear: weight: found groups of {int(sizes.min())} to {int(sizes.max())} inputs in g_idx; "
+                f"expected {self.group_size} in each. Use another operator, which decodes the weight."
+            )
+        return group_of.argsort(stable=True)
 
     def _take(self, codes: Codes, dtype: torch.dtype) -> None:
         self._words.copy_(int4_layout.pack_codes(codes.codes))
@@ -190,7 +208,15 @@ class Int4Linear(GpuLinear):
         self._at("weight")
         n, k = self.out_features, self.in_features
         scales, zeros = int4_layout.unpack_scales(self._scales, n, k // self.group_size, self._scale_dtype)
-        return Codes(int4_layout.unpack_codes(self._words, n, k), scales, zeros)
+        codes = int4_layout.unpack_codes(self._words, n, k)
+        if self._order is None:
+            return Codes(codes, scales, zeros)
+        group_of = torch.arange(k, device=codes.device) // self.group_size
+        return Codes(self._as_stored(codes), scales, zeros, self._as_stored(group_of))
+
+    def _as_stored(self, values: Tensor) -> Tensor:
+        """Inputs, in the last dimension, in the checkpoint's order."""
+        return values if self._order is None else torch.empty_like(values).index_copy_(-1, self._order, values)
 
     def unpack(self, name: str, expert: int | None = None) -> Tensor:
         if name == "bias" and self._bias is not None:
@@ -203,6 +229,10 @@ class Int4Linear(GpuLinear):
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         if self._native is None or dtype not in (torch.bfloat16, torch.float16):
             return self.codes().values().to(dtype)
+        return self._as_stored(self._dequantise(dtype))
+
+    def _dequantise(self, dtype: torch.dtype) -> Tensor:
+        """The weight [n, k], inputs in the order in which they are packed."""
         out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.config.device)
         stream = torch.cuda.current_stream(out.device).cuda_stream
         self._native.dequantise(0, self.out_features, dtype == torch.float16, out.data_ptr(), stream)
@@ -214,9 +244,11 @@ class Int4Linear(GpuLinear):
                 f"int4_linear: it computes on CUDA devices; this one is on {self.config.device}."
             )
         m = x.shape[0]
+        if self._order is not None:
+            x = x[:, self._order]
         if m > self._many_tokens:
             bias = None if self._bias is None else self._bias.to(x.dtype)
-            return functional.linear(x, self.dequantise(x.dtype), bias)
+            return functional.linear(x, self._dequantise(x.dtype), bias)
         if x.data_ptr() % 16:
             x = x.clone()
         y = torch.empty(m, self.out_features, dtype=x.dtype, device=x.device)

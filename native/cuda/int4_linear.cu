@@ -410,6 +410,7 @@ using namespace int4;
 Int4Scratch int4_scratch(const Int4Matrix& weight, int m, int device) {
   if (m < 1) return {};
   const Partition part = partition(weight, m, device);
+  if (part.sharers != 0) return {};
   return {static_cast<size_t>(2) * part.blocks * part.outputs * part.tokens * sizeof(float),
           static_cast<size_t>(part.units)};
 }
@@ -429,6 +430,8 @@ void int4_linear(const Int4Matrix& weight, const float* bias, const void* x, boo
   p.strips = (weight.n + part.outputs - 1) / part.outputs;
   p.line = part.line;
   p.share = part.share;
+  p.sharers = part.sharers;
+  p.token_blocks = part.token_blocks;
   const auto on = static_cast<cudaStream_t>(stream);
   if (weight.sm80_only || !is_sm90(device)) run_sm80(p, part, fp16, device, on);
   else run_sm90(p, part, fp16, device, on);

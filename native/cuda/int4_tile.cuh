@@ -36,8 +36,10 @@ struct Int4Arguments {
   int groups;            // k / group_size
   int scale_bytes;       // of one scale, with its zero point: 2 or 4
   bool fp16_scales;
-  int line;   // stages in all
-  int share;  // stages a block
+  int line;          // stages in all
+  int share;         // stages a block
+  int sharers;       // blocks of a cluster that share a strip; 0: the line is cut into shares
+  int token_blocks;  // blocks of tokens of a strip
 };
 
 // Tiles of 64 outputs stand in strips of four, the last of what is left; where one begins among words and scales.
@@ -56,11 +58,13 @@ __device__ __forceinline__ size_t scales_at(const Int4Arguments& p, int tile64, 
 }
 
 // Four 8 × 8 matrices; each lane gives the address of one row.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
+}
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+  load_matrices(r, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
 }
 
 template <class T>
@@ -158,15 +162,18 @@ __device__ __forceinline__ void read_scales(float (&scale)[2], uint32_t (&zeros)
 // How the stages of all strips, standing in one line, are cut into equal shares, one a block.
 struct Partition {
   int outputs, tokens;  // of a block
-  int units;            // strips, once for each block of tokens
+  int token_blocks;
+  int units;  // strips, once for each block of tokens
   int line, share, blocks;
+  int sharers = 0;  // blocks of a cluster that share a strip, where the line is not cut
 };
 
 inline Partition cut(int n, int k, int m, int tokens, int outputs, int most_blocks) {
   Partition p;
   p.outputs = outputs;
   p.tokens = tokens;
-  p.units = (n + outputs - 1) / outputs * ((m + tokens - 1) / tokens);
+  p.token_blocks = (m + tokens - 1) / tokens;
+  p.units = (n + outputs - 1) / outputs * p.token_blocks;
   p.line = p.units * (k / 64);
   p.share = (p.line + most_blocks - 1) / most_blocks;
   p.blocks = (p.line + p.share - 1) / p.share;

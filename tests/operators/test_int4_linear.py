@@ -148,6 +148,34 @@ def test_codes_of_a_checkpoint_are_taken_exactly(name: str, groups: int, zeros: 
     assert operator.footprint() == {"cpu": sum(t.nbytes for t in held)}
 
 
+def in_activation_order(
+    n: int, k: int, group: int, device: str = "cpu", group_of: Tensor | None = None
+) -> tuple[Int4Linear, Codes]:
+    """An operator with codes whose groups are inputs anywhere, and these codes."""
+    stored = codes(n, k, k // group)
+    if group_of is None:
+        group_of = torch.randperm(k, generator=torch.Generator().manual_seed(k)) // group
+    stored = dataclasses.replace(stored, group_of=group_of)
+    source = Format("gptq", ("a.qweight", "a.qzeros", "a.scales", "a.g_idx"), None, (n, k), group, True)
+    operator = Int4Linear.build(linear(k, n), Int4Linear.adopt(Int4LinearConfig(device), source))
+    operator.allocate()
+    operator.load_stored("weight", stored, None, None)
+    operator.finish()
+    return operator, stored
+
+
+def test_groups_in_activation_order_are_sorted_and_given_back() -> None:
+    operator, stored = in_activation_order(72, 384, 64)
+    assert operator._order is not None and not operator._order.equal(torch.arange(384))
+    assert operator.unpack("weight").equal(stored.values())
+    assert operator.weight.equal(stored.values().to(operator.dtype))
+    found = operator.codes()
+    assert found.codes.equal(stored.codes) and found.group_of is not None and stored.group_of is not None
+    assert found.group_of.equal(stored.group_of)
+    held = [operator._words, operator._scales, operator._counters, operator._order]
+    assert operator.footprint() == {"cpu": sum(t.nbytes for t in held)}
+
+
 # Refusals
 
 
@@ -234,13 +262,19 @@ def test_codes_that_are_refused() -> None:
         (codes(8, 128, 2, zeros=False), r"found \[8, 128\] in 2 groups; expected \[8, 128\] in 1"),
         (codes(8, 128, 1), "found zero points; the plan has none"),
         (dataclasses.replace(good, scales=torch.full((8, 1), 1 / 3)), "fit neither bfloat16 nor float16"),
-        (dataclasses.replace(good, group_of=torch.zeros(128, dtype=torch.int64)), "GPTQ with desc_act"),
     ]:
         with pytest.raises(OperatorError, match=words):
             operator.load_stored("weight", bad, None, None)
     odd = Int4Linear.adopt(Int4LinearConfig("cpu"), Format("gptq", (), None, (8, 192), 48, False))
     with pytest.raises(OperatorError, match="the checkpoint has groups of 48 inputs"):
         Int4Linear.build(linear(192, 8), odd)
+
+
+def test_groups_of_different_sizes_are_refused() -> None:
+    group_of = torch.arange(128) // 64
+    group_of[0] = 1
+    with pytest.raises(OperatorError, match=r"found groups of 63 to 65 inputs in g_idx; expected 64 in each"):
+        in_activation_order(8, 128, 64, group_of=group_of)
 
 
 # Kernel
@@ -306,6 +340,22 @@ def test_codes_of_a_checkpoint_with_scales_of_either_type(
         error = reference.relative_error(operator(x), x.double() @ weight.double().T)
         # A bf16 scale times a step may be rounded to fp16 twice: in the scale and in the product.
         assert error < reference.INT4_LINEAR_TOLERANCE[dtype], (m, error)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 40, MANY_TOKENS + 1])
+def test_products_in_activation_order(m: int, cuda: str) -> None:
+    operator, stored = in_activation_order(700, 512, 128, cuda)
+    exact = stored.values().to(cuda)
+    assert operator.dequantise(torch.bfloat16).equal(exact.bfloat16())
+    x = torch.randn(m, 512, device=cuda).bfloat16().requires_grad_()
+    weight = exact if m <= 32 else exact.bfloat16()
+    y = operator(x)
+    want = x.detach().double() @ weight.double().T
+    assert reference.relative_error(y, want) < reference.INT4_LINEAR_TOLERANCE[torch.bfloat16]
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    assert reference.relative_error(x.grad, torch.ones_like(want) @ exact.double()) < 3e-3
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,216 @@
+// Few tokens: mma.m16n8k16 as on sm_80, sums of a stage scaled in fp32.
+//
+// Codes go to the tensor core as they come out of the words, base + code, which is exact; (base + zero point) · Σ x is
+// taken off by one more product with constant weights, on which the sums of a stage start. So a word costs seven
+// instructions and not eleven. Sums that start so are up to 17 times as large (fp16: 129 times) as the result, over 64
+// inputs at the most: fp32 has room for that.
+#include "cuda/int4_sm90.cuh"
+
+namespace ktinject::int4 {
+namespace {
+
+constexpr int kFewWarps = 8;
+constexpr int kFewThreads = 32 * kFewWarps;
+
+// Two blocks fill a multiprocessor's shared memory: a third one, of the next kernel, must wait until one has ended,
+// else that kernel's blocks would gather where this one ends first.
+template <int kTokens, int kTiles>
+constexpr int kFewStages = kTiles == 4 ? (kTokens == 32 ? 12 : 7) : (kTokens == 8 ? 24 : kTokens == 16 ? 20 : 12);
+
+// A pair of 16-bit floats: 1, or minus what a code of 8 becomes.
+template <class T>
+constexpr uint32_t kOne = std::is_same_v<T, __half> ? 0x3c003c00 : 0x3f803f80;
+template <class T>
+constexpr uint32_t kMinusEight = std::is_same_v<T, __half> ? 0xe408e408 : 0xc308c308;
+template <class T>
+constexpr float kBase = std::is_same_v<T, __half> ? 1024 : 128;
+
+// A value in a register that the compiler does not know.
+__device__ __forceinline__ uint32_t keep(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
+// The scales of a lane's two outputs; of the activations' type as a rule.
+template <class T>
+__device__ __forceinline__ void scales_of(float (&scale)[2], uint32_t both, bool fp16) {
+  constexpr bool kUsual = std::is_same_v<T, __half>;
+  scale[0] = scale_of(both & 0xffff, kUsual);
+  scale[1] = kUsual ? scale_of(both >> 16, true) : __uint_as_float(both & 0xffff0000);
+  if (fp16 != kUsual) {
+    asm volatile("");  // a jump, and not both
+    scale[0] = scale_of(both & 0xffff, !kUsual);
+    scale[1] = scale_of(both >> 16, !kUsual);
+  }
+}
+
+// kTiles: of 64 outputs a block. A warp has 32 outputs; with less than four tiles, teams of warps take stages in turns.
+template <class T, int kTokens, int kTiles, bool kHalfGroups, bool kZeros>
+__global__ void __launch_bounds__(kFewThreads + 32, kTokens <= 16 ? 2 : 1)
+    int4_few_sm90(const Int4Arguments p, const __grid_constant__ CUtensorMap map) {
+  extern __shared__ __align__(1024) uint8_t ring[];
+  constexpr int kStages = kFewStages<kTokens, kTiles>, kTeams = 4 / kTiles, kTeamWarps = kFewWarps / kTeams;
+  static_assert(kStages % kTeams == 0);
+  __shared__ uint64_t full[2 * kStages];
+  uint64_t* empty = full + kStages;
+  __shared__ uint64_t arrived;
+  __shared__ int is_last;
+  using Stage = Fetch<kTokens, kTiles>;
+  constexpr int kColumns = kTokens / 8, kOperands = 2, kVectors = kOperands * kColumns, kPair = kZeros ? 4 : 2;
+  using Sum = ClusterSum<kFewThreads, kTeams, kVectors>;
+  const int warp = threadIdx.x / 32 % kTeamWarps, team = threadIdx.x / 32 / kTeamWarps, lane = threadIdx.x % 32;
+  const Share share(p);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, kTeamWarps);
+    if (p.sharers > 0) Sum::prepare(p, &arrived);
+    barriers_ready();
+  }
+  __syncthreads();
+  if (p.sharers > 0) cluster_arrive();
+  let_next_begin();
+  if (threadIdx.x >= kFewThreads) {
+    if (elect()) Stage::template run<kStages>(p, &map, ring, full, empty, share);
+    return;
+  }
+
+  // Addresses and constants that stay in registers: the compiler would make them anew at every stage.
+  uint32_t constant[4];  // an operand of equal weights
+#pragma unroll
+  for (uint32_t& c : constant) c = keep(kZeros ? kOne<T> : kMinusEight<T>);
+  const uint32_t magic = keep(Float16<T>::kMagic), base = keep(shared_address(ring));
+  const uint32_t my_x = base + lane % 8 * 128 + (lane / 8 ^ lane % 8) * 16;
+  const uint32_t my_words = base + Stage::kWords + warp * kOperands * 512 + lane * 16;
+  const uint32_t my_scales = base + Stage::kScales + (warp * kOperands * 16 + lane / 4 * 2) * kPair;
+  const uint32_t my_barrier = keep(shared_address(full));
+  float sum[kVectors * 4] = {};
+  // Adds the stage at an offset in the ring to the sums. `width`: tiles of the strip.
+  auto multiply = [&](uint32_t stage, int width) {
+    uint4 words[kOperands];
+    uint32_t x[kColumns][2][4];  // 8 tokens × 32 inputs each
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) load_matrices(x[j][half], ((my_x + stage) ^ half * 64) + j * 1024);
+#pragma unroll
+    for (int t = 0; t < kOperands; ++t) words[t] = load_shared<uint4>(my_words + stage + t * 512);
+#pragma unroll
+    for (int part = 0; part < (kHalfGroups ? 2 : 1); ++part) {  // groups
+      float off[kColumns][4] = {};
+#pragma unroll
+      for (int half = part; half < (kHalfGroups ? part + 1 : 2); ++half)
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          Float16<T>::multiply(off[j], constant, x[j][half][0], x[j][half][1]);
+          Float16<T>::multiply(off[j], constant, x[j][half][2], x[j][half][3]);
+        }
+#pragma unroll
+      for (int t = 0; t < kOperands; ++t) {
+        const uint32_t scales = my_scales + stage + t * 16 * kPair + part * width * 64 * kPair;
+        float scale[2], d[kColumns][4];
+        float zeros[2] = {1, 1};
+        uint32_t both;
+        if constexpr (kZeros) {
+          const uint2 pair = load_shared<uint2>(scales);
+          both = __byte_perm(pair.x, pair.y, 0x5410);
+          zeros[0] = -kBase<T> - static_cast<float>(pair.x >> 16);
+          zeros[1] = -kBase<T> - static_cast<float>(pair.y >> 16);
+        } else {
+          both = load_shared<uint32_t>(scales);
+        }
+        scales_of<T>(scale, both, p.fp16_scales);
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) d[j][c] = kZeros ? zeros[c / 2] * off[j][c] : off[j][c];
+        const uint32_t each[4] = {words[t].x, words[t].y, words[t].z, words[t].w};
+#pragma unroll
+        for (int step = kHalfGroups ? 2 * part : 0; step < (kHalfGroups ? 2 * part + 2 : 4); ++step) {
+          uint32_t a[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(a[i]) : "r"(each[step] >> 4 * i), "r"(magic));
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j)
+            Float16<T>::multiply(d[j], a, x[j][step / 2][step % 2 * 2], x[j][step / 2][step % 2 * 2 + 1]);
+        }
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) {
+            float& s = sum[(t * kColumns + j) * 4 + c];
+            s = fmaf(d[j][c], scale[c / 2], s);
+          }
+      }
+    }
+  };
+
+  int unit = share.begin / p.depth, slot = team, parity = 0;
+  for (int left = share.count, depth = share.begin - unit * p.depth; left > 0; depth = 0, ++unit) {
+    const int tile = unit / p.token_blocks * kTiles, token = unit % p.token_blocks * kTokens;
+    const int here = min(left, p.depth - depth), width = min(kTiles, p.tiles64 - tile);
+    for (int i = team; i < here; i += kTeams) {
+      wait(my_barrier + slot * 8, parity);
+      multiply(slot * Stage::kBytes, width);
+      __syncwarp();
+      if (lane == 0) arrive(my_barrier + (kStages + slot) * 8);
+      slot += kTeams;
+      if (slot >= kStages) slot -= kStages, parity ^= 1;
+    }
+    left -= here;
+    if (kTeams == 1 && p.sharers == 0) {
+      if (join<kFewThreads, kVectors>(p, unit, sum, &is_last)) {
+#pragma unroll
+        for (int t = 0; t < kOperands; ++t) {
+          const int output = tile * 64 + (warp * kOperands + t) * 16 + lane / 4 * 2;
+          const float bias0 = bias_of(p, output), bias1 = bias_of(p, output + 1);
+#pragma unroll
+          for (int j = 0; j < kColumns; ++j)
+            write<T>(p, sum + (t * kColumns + j) * 4, output, token + j * 8 + lane % 4 * 2, bias0, bias1);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kVectors * 4; ++j) sum[j] = 0;
+    } else {
+      auto* parts = reinterpret_cast<float4*>(ring + kStages * Stage::kBytes);
+      Sum::run(p, parts, &arrived, sum, [&](int thread, int vector, const float4& all) {
+        const int output = tile * 64 + (thread / 32 * kOperands + vector / kColumns) * 16 + thread % 32 / 4 * 2;
+        const float each[4] = {all.x, all.y, all.z, all.w};
+        write<T>(p, each, output, token + vector % kColumns * 8 + thread % 4 * 2, bias_of(p, output),
+                 bias_of(p, output + 1));
+      });
+    }
+  }
+}
+
+template <class T, int kTokens, int kTiles, bool kHalfGroups, bool kZeros>
+void few(const Call& c) {
+  static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
+  constexpr int kBytes = kFewStages<kTokens, kTiles> * Fetch<kTokens, kTiles>::kBytes + kFewThreads * kTokens * 4;
+  launch(int4_few_sm90<T, kTokens, kTiles, kHalfGroups, kZeros>, ready, kBytes, kFewThreads + 32, c);
+}
+
+template <class T, int kTokens, int kTiles>
+void few(const Call& c) {
+  if (c.p.stages_per_group == 0)
+    c.p.scale_bytes == 4 ? few<T, kTokens, kTiles, true, true>(c) : few<T, kTokens, kTiles, true, false>(c);
+  else c.p.scale_bytes == 4 ? few<T, kTokens, kTiles, false, true>(c) : few<T, kTokens, kTiles, false, false>(c);
+}
+
+template <class T>
+void few(const Call& c) {
+  const bool whole = c.part.outputs == 256;
+  switch (c.part.tokens) {
+    case 8:
+      return whole ? few<T, 8, 4>(c) : few<T, 8, 1>(c);
+    case 16:
+      return whole ? few<T, 16, 4>(c) : few<T, 16, 1>(c);
+    default:
+      return few<T, 32, 4>(c);
+  }
+}
+
+}  // namespace
+
+void run_few_sm90(const Call& c, bool fp16) { fp16 ? few<__half>(c) : few<__nv_bfloat16>(c); }
+
+}  // namespace ktinject::int4

@@ -1,0 +1,163 @@
+// Many tokens: wgmma, weights from registers, activations from shared memory.
+//
+// wgmma's sums stay in flight, so scales go to the weights before: each value is rounded once to the activations' type,
+// which changes nothing for the scales that ktinject chooses itself (operators/int4_layout.py).
+#include "cuda/int4_sm90.cuh"
+
+namespace ktinject::int4 {
+namespace {
+
+// A word's codes, scaled, as the A operand. kMixed: the scales are of the other 16-bit type, and the product is fp32.
+template <class T, bool kMixed>
+__device__ __forceinline__ void to_scaled_operand(uint32_t* a, uint32_t word, const uint32_t (&zeros)[2],
+                                                  uint32_t both) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t steps = Float16<T>::add(codes<T>(word, 4 * i), zeros[i & 1]);
+    if constexpr (kMixed) {
+      const auto pair = *reinterpret_cast<const typename Float16<T>::Pair*>(&steps);
+      const float scale = scale_of(i & 1 ? both >> 16 : both & 0xffff, std::is_same_v<T, __nv_bfloat16>);
+      const auto product = Float16<T>::pair(static_cast<float>(pair.x) * scale, static_cast<float>(pair.y) * scale);
+      a[i] = *reinterpret_cast<const uint32_t*>(&product);
+    } else {
+      a[i] = Float16<T>::scaled(steps, __byte_perm(both, 0, i & 1 ? 0x3232 : 0x1010));
+    }
+  }
+}
+
+// Of kTiles × kGroups × 64 outputs a block.
+template <int kTokens, int kGroups, int kTiles>
+constexpr int kManyStages = [] {
+  const int fit = (224 * 1024 - kGroups * kTiles * 64 * kTokens * 4) / Fetch<kTokens, kGroups * kTiles>::kBytes;
+  return fit < 12 ? fit : 12;
+}();
+
+// kGroups warpgroups multiply kTiles × 64 outputs each; one more fetches.
+template <class T, int kTokens, int kGroups, int kTiles, bool kZeros, bool kMixed>
+__global__ void __launch_bounds__(kGroups * 128 + 128, 1)
+    int4_many_sm90(const Int4Arguments p, const __grid_constant__ CUtensorMap map) {
+  extern __shared__ __align__(1024) uint8_t ring[];
+  constexpr int kThreads = kGroups * 128, kVectors = kTiles * kTokens / 8;
+  constexpr int kStages = kManyStages<kTokens, kGroups, kTiles>, kPair = kZeros ? 4 : 2;
+  constexpr int kStrip = kGroups * kTiles < 4 ? kGroups * kTiles : 4;
+  using Stage = Fetch<kTokens, kGroups * kTiles>;
+  __shared__ uint64_t full[kStages], empty[kStages];
+  using Sum = ClusterSum<kThreads, 1, kVectors>;
+  __shared__ uint64_t arrived;
+  __shared__ int is_last;
+  const Share share(p);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, kThreads / 32);
+    if (p.sharers > 0) Sum::prepare(p, &arrived);
+    barriers_ready();
+  }
+  __syncthreads();
+  if (p.sharers > 0) cluster_arrive();
+  let_next_begin();
+  if (threadIdx.x >= kThreads) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGroups == 4 ? 24 : 40));
+    if (threadIdx.x < kThreads + 32 && elect()) Stage::template run<kStages>(p, &map, ring, full, empty, share);
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kGroups == 4 ? 112 : 232));
+  const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  float sum[kTiles][kTokens / 2];
+  float(&all)[kVectors * 4] = *reinterpret_cast<float(*)[kVectors * 4]>(&sum);
+  int unit = share.begin / p.depth, tile0 = 0, token = 0;
+  for (int i = 0, slot = 0, parity = 0, depth = share.begin - unit * p.depth; i < share.count; depth = 0, ++unit) {
+    const int stop = i + min(p.depth - depth, share.count - i);
+    tile0 = unit / p.token_blocks * (kGroups * kTiles), token = unit % p.token_blocks * kTokens;
+#pragma unroll
+    for (int j = 0; j < kVectors * 4; ++j) all[j] = 0;
+    int held = -1;  // the slot whose activations may still be read
+    // Nothing but products touches the sums in here: the compiler would wait for them at every turn.
+    for (; i < stop; ++i) {
+      const uint8_t* stage = ring + slot * Stage::kBytes;
+      wait(full + slot, parity);
+      const uint64_t b = descriptor(stage);
+      uint32_t a[2][16];
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const int tile = group * kTiles + t;
+        const uint8_t* scales =
+            stage + Stage::kScales + tile / 4 * Stage::kScaleBytes + (tile % 4 * 64 + warp * 16) * kPair;
+        const uint4 words =
+            *reinterpret_cast<const uint4*>(stage + Stage::kWords + tile * 2048 + warp * 512 + lane * 16);
+        uint32_t zeros[2][2], both[2];  // of both halves of the stage
+        both[0] = both[1] = read_pair<T, kZeros>(zeros[0], scales, lane / 4);
+        zeros[1][0] = zeros[0][0], zeros[1][1] = zeros[0][1];
+        if (p.stages_per_group == 0) {
+          const int width = min(kStrip, p.tiles64 - tile0 - tile / 4 * 4);
+          both[1] = read_pair<T, kZeros>(zeros[1], scales + width * 64 * kPair, lane / 4);
+        }
+        constexpr int kBuffers = kTiles > 1 ? 2 : 1;
+        wgmma_wait<kBuffers - 1>();  // the product before the last has read its registers
+        if (t == kBuffers - 1 && held >= 0 && lane == 0) arrive(empty + held);
+        const uint32_t each[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          to_scaled_operand<T, kMixed>(a[t % kBuffers] + 4 * j, each[j], zeros[j / 2], both[j / 2]);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < 4; ++j) wgmma<T, kTokens>(sum[t], a[t % kBuffers] + 4 * j, b + 2 * j);
+        wgmma_commit();
+      }
+      held = slot;
+      if (++slot == kStages) slot = 0, parity ^= 1;
+    }
+    wgmma_wait<0>();
+    if (lane == 0) arrive(empty + held);
+    if (p.sharers != 0) break;
+    if (join<kThreads, kVectors>(p, unit, all, &is_last)) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) {
+        const int output = tile0 * 64 + (group * kTiles + t) * 64 + warp * 16 + lane / 4 * 2;
+        const float bias0 = bias_of(p, output), bias1 = bias_of(p, output + 1);
+#pragma unroll
+        for (int j = 0; j < kTokens / 8; ++j)
+          write<T>(p, sum[t] + 4 * j, output, token + j * 8 + lane % 4 * 2, bias0, bias1);
+      }
+    }
+  }
+  if (p.sharers == 0) return;
+  auto* parts = reinterpret_cast<float4*>(ring + kStages * Stage::kBytes);
+  Sum::run(p, parts, &arrived, all, [&](int thread, int vector, const float4& whole) {
+    const int tile = thread / 128 * kTiles + vector / (kTokens / 8);
+    const int output = (tile0 + tile) * 64 + thread / 32 % 4 * 16 + thread % 32 / 4 * 2;
+    const float each[4] = {whole.x, whole.y, whole.z, whole.w};
+    write<T>(p, each, output, token + vector % (kTokens / 8) * 8 + thread % 4 * 2, bias_of(p, output),
+             bias_of(p, output + 1));
+  });
+}
+
+template <class T, int kTokens, int kGroups, int kTiles, bool kZeros, bool kMixed>
+void many(const Call& c) {
+  static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
+  constexpr int kBytes =
+      kManyStages<kTokens, kGroups, kTiles> * Fetch<kTokens, kGroups * kTiles>::kBytes + kGroups * kTiles * kTokens * 256;
+  launch(int4_many_sm90<T, kTokens, kGroups, kTiles, kZeros, kMixed>, ready, kBytes, kGroups * 128 + 128, c);
+}
+
+template <class T, bool kZeros, bool kMixed>
+void many(const Call& c) {
+  if (c.part.tokens == 64) {
+    c.part.outputs == 256 ? many<T, 64, 4, 1, kZeros, kMixed>(c)
+                          : many<T, 64, 2, 1, kZeros, kMixed>(c);
+  } else {
+    many<T, 128, 2, 2, kZeros, kMixed>(c);
+  }
+}
+
+template <class T, bool kMixed>
+void many(const Call& c) {
+  c.p.scale_bytes == 4 ? many<T, true, kMixed>(c) : many<T, false, kMixed>(c);
+}
+
+}  // namespace
+
+void run_many_sm90(const Call& c, bool fp16) {
+  if (fp16) c.p.fp16_scales ? many<__half, false>(c) : many<__half, true>(c);
+  else c.p.fp16_scales ? many<__nv_bfloat16, true>(c) : many<__nv_bfloat16, false>(c);
+}
+
+}  // namespace ktinject::int4
