@@ -26,8 +26,7 @@ __device__ __forceinline__ V load_shared(uint32_t address) {
                  : "r"(address));
   else if constexpr (sizeof(V) == 8)
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address));
-  else
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r[0]) : "r"(address));
+  else asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r[0]) : "r"(address));
   return v;
 }
 
@@ -137,11 +136,11 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t* 
 
 #define KT_TEXT_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define KT_TEXT_16 KT_TEXT_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define KT_TEXT_32 \
-  KT_TEXT_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define KT_TEXT_64                                                                                        \
-  KT_TEXT_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-             "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define KT_TEXT_32 KT_TEXT_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define KT_TEXT_64                                                                                   \
+  KT_TEXT_32                                                                                         \
+      ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+      "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define KT_SUMS_8(i)                                                                                          \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
@@ -157,8 +156,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t* 
                  : KT_SUMS_##sums(0)                                                                                  \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                               \
   }
-#define KT_WGMMA_BOTH(columns, sums, operands)               \
-  KT_WGMMA(__nv_bfloat16, "bf16", columns, sums, operands)   \
+#define KT_WGMMA_BOTH(columns, sums, operands)             \
+  KT_WGMMA(__nv_bfloat16, "bf16", columns, sums, operands) \
   KT_WGMMA(__half, "f16", columns, sums, operands)
 
 KT_WGMMA_BOTH(16, 8, "{%8, %9, %10, %11}, %12")

@@ -12,10 +12,11 @@ namespace {
 constexpr int kFewWarps = 8;
 constexpr int kFewThreads = 32 * kFewWarps;
 
+constexpr int kFewTiles = 4;  // of 64 outputs a block: a warp has 32 outputs
 // Two blocks fill a multiprocessor's shared memory: a third one, of the next kernel, must wait until one has ended,
 // else that kernel's blocks would gather where this one ends first.
-template <int kTokens, int kTiles>
-constexpr int kFewStages = kTiles == 4 ? (kTokens == 32 ? 12 : 7) : (kTokens == 8 ? 24 : kTokens == 16 ? 20 : 12);
+template <int kTokens>
+constexpr int kFewStages = kTokens == 32 ? 12 : 7;
 
 // A pair of 16-bit floats: 1, or minus what a code of 8 becomes.
 template <class T>
@@ -44,25 +45,23 @@ __device__ __forceinline__ void scales_of(float (&scale)[2], uint32_t both, bool
   }
 }
 
-// kTiles: of 64 outputs a block. A warp has 32 outputs; with less than four tiles, teams of warps take stages in turns.
-template <class T, int kTokens, int kTiles, bool kHalfGroups, bool kZeros>
+template <class T, int kTokens, bool kHalfGroups, bool kZeros>
 __global__ void __launch_bounds__(kFewThreads + 32, kTokens <= 16 ? 2 : 1)
     int4_few_sm90(const Int4Arguments p, const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) uint8_t ring[];
-  constexpr int kStages = kFewStages<kTokens, kTiles>, kTeams = 4 / kTiles, kTeamWarps = kFewWarps / kTeams;
-  static_assert(kStages % kTeams == 0);
+  constexpr int kStages = kFewStages<kTokens>;
   __shared__ uint64_t full[2 * kStages];
   uint64_t* empty = full + kStages;
   __shared__ uint64_t arrived;
   __shared__ int is_last;
-  using Stage = Fetch<kTokens, kTiles>;
+  using Stage = Fetch<kTokens, kFewTiles>;
   constexpr int kColumns = kTokens / 8, kOperands = 2, kVectors = kOperands * kColumns, kPair = kZeros ? 4 : 2;
-  using Sum = ClusterSum<kFewThreads, kTeams, kVectors>;
-  const int warp = threadIdx.x / 32 % kTeamWarps, team = threadIdx.x / 32 / kTeamWarps, lane = threadIdx.x % 32;
+  using Sum = ClusterSum<kFewThreads, kVectors>;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Share share(p);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, kTeamWarps);
-    if (p.sharers > 0) Sum::prepare(p, &arrived);
+    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, kFewWarps);
+    if (p.sharers > 0) Sum::prepare(&arrived);
     barriers_ready();
   }
   __syncthreads();
@@ -144,20 +143,19 @@ __global__ void __launch_bounds__(kFewThreads + 32, kTokens <= 16 ? 2 : 1)
     }
   };
 
-  int unit = share.begin / p.depth, slot = team, parity = 0;
+  int unit = share.begin / p.depth, slot = 0, parity = 0;
   for (int left = share.count, depth = share.begin - unit * p.depth; left > 0; depth = 0, ++unit) {
-    const int tile = unit / p.token_blocks * kTiles, token = unit % p.token_blocks * kTokens;
-    const int here = min(left, p.depth - depth), width = min(kTiles, p.tiles64 - tile);
-    for (int i = team; i < here; i += kTeams) {
+    const int tile = unit / p.token_blocks * kFewTiles, token = unit % p.token_blocks * kTokens;
+    const int here = min(left, p.depth - depth), width = min(kFewTiles, p.tiles64 - tile);
+    for (int i = 0; i < here; ++i) {
       wait(my_barrier + slot * 8, parity);
       multiply(slot * Stage::kBytes, width);
       __syncwarp();
       if (lane == 0) arrive(my_barrier + (kStages + slot) * 8);
-      slot += kTeams;
-      if (slot >= kStages) slot -= kStages, parity ^= 1;
+      if (++slot == kStages) slot = 0, parity ^= 1;
     }
     left -= here;
-    if (kTeams == 1 && p.sharers == 0) {
+    if (p.sharers == 0) {
       if (join<kFewThreads, kVectors>(p, unit, sum, &is_last)) {
 #pragma unroll
         for (int t = 0; t < kOperands; ++t) {
@@ -182,31 +180,24 @@ __global__ void __launch_bounds__(kFewThreads + 32, kTokens <= 16 ? 2 : 1)
   }
 }
 
-template <class T, int kTokens, int kTiles, bool kHalfGroups, bool kZeros>
+template <class T, int kTokens, bool kHalfGroups, bool kZeros>
 void few(const Call& c) {
   static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
-  constexpr int kBytes = kFewStages<kTokens, kTiles> * Fetch<kTokens, kTiles>::kBytes + kFewThreads * kTokens * 4;
-  launch(int4_few_sm90<T, kTokens, kTiles, kHalfGroups, kZeros>, ready, kBytes, kFewThreads + 32, c);
+  constexpr int kBytes = kFewStages<kTokens> * Fetch<kTokens, kFewTiles>::kBytes + kFewThreads * kTokens * 4;
+  launch(int4_few_sm90<T, kTokens, kHalfGroups, kZeros>, ready, kBytes, kFewThreads + 32, c);
 }
 
-template <class T, int kTokens, int kTiles>
+template <class T, int kTokens>
 void few(const Call& c) {
   if (c.p.stages_per_group == 0)
-    c.p.scale_bytes == 4 ? few<T, kTokens, kTiles, true, true>(c) : few<T, kTokens, kTiles, true, false>(c);
-  else c.p.scale_bytes == 4 ? few<T, kTokens, kTiles, false, true>(c) : few<T, kTokens, kTiles, false, false>(c);
+    c.p.scale_bytes == 4 ? few<T, kTokens, true, true>(c) : few<T, kTokens, true, false>(c);
+  else c.p.scale_bytes == 4 ? few<T, kTokens, false, true>(c) : few<T, kTokens, false, false>(c);
 }
 
 template <class T>
 void few(const Call& c) {
-  const bool whole = c.part.outputs == 256;
-  switch (c.part.tokens) {
-    case 8:
-      return whole ? few<T, 8, 4>(c) : few<T, 8, 1>(c);
-    case 16:
-      return whole ? few<T, 16, 4>(c) : few<T, 16, 1>(c);
-    default:
-      return few<T, 32, 4>(c);
-  }
+  if (c.part.tokens == 8) few<T, 8>(c);
+  else c.part.tokens == 16 ? few<T, 16>(c) : few<T, 32>(c);
 }
 
 }  // namespace

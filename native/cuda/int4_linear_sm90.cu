@@ -5,6 +5,8 @@
 //
 // A layer with much work is one line of stages, as in int4_linear.cu. In a small one each strip is shared by a cluster
 // of blocks, which add up their sums through each other's shared memory: no scratch, no counters, and less waiting.
+#include <algorithm>
+
 #include "cuda/int4_sm90.cuh"
 
 namespace ktinject::int4 {
@@ -37,9 +39,9 @@ CUtensorMap map_of(const Int4Arguments& p, int tokens, bool fp16) {
 
 }  // namespace
 
-// Strips of `outputs`, each shared by a cluster of up to eight blocks, as many as the GPU runs at a time.
-Partition clusters(int n, int k, int m, int tokens, int outputs, int most_blocks) {
-  Partition p = cut(n, k, m, tokens, outputs, most_blocks);
+// Strips that are each shared by a cluster of up to eight blocks.
+Partition clusters(int n, int k, int m, int tokens, int most_blocks) {
+  Partition p = cut(n, k, m, tokens, 256, most_blocks);
   p.sharers = 1;
   while (p.sharers < 8 && 2 * p.sharers * p.units <= most_blocks && 2 * p.sharers <= k / 64) p.sharers *= 2;
   p.blocks = p.units * p.sharers;
@@ -47,17 +49,22 @@ Partition clusters(int n, int k, int m, int tokens, int outputs, int most_blocks
 }
 
 Partition partition_sm90(int n, int k, int m, int multiprocessors) {
-  if (m <= 32) {
-    const int tokens = m <= 8 ? 8 : m <= 16 ? 16 : 32;
-    // Two blocks on a multiprocessor hide each other's waits.
-    const Partition line = cut(n, k, m, tokens, 256, tokens <= 16 ? 2 * multiprocessors : multiprocessors);
-    if (line.share >= 16) return line;
-    return clusters(n, k, m, tokens, tokens <= 16 ? 64 : 256, multiprocessors);
+  constexpr int kMuch = 16;  // stages a block, for which it is worth it that they are the same for all blocks
+  const int tokens = m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128;
+  // With few tokens, two blocks on a multiprocessor hide each other's waits.
+  const int most = tokens <= 16 ? 2 * multiprocessors : multiprocessors;
+  Partition line = cut(n, k, m, tokens, 256, most);
+  const Partition cluster = line.share < kMuch ? clusters(n, k, m, std::min(tokens, 64), multiprocessors)
+                                               : clusters(n, k, m, std::min(tokens, 64), most);
+  const bool even = tokens <= 64 && cluster.sharers > 1 && cluster.blocks * 6 >= most * 5;
+  if (cluster.sharers > 1 && (line.share < kMuch || even)) return cluster;
+  // Whole strips, where that keeps nearly all multiprocessors busy: nothing to add up.
+  const int turns = (line.units + most - 1) / most;
+  if (turns * most * 20 <= line.units * 21) {
+    line.share = turns * (k / 64);
+    line.blocks = (line.units + turns - 1) / turns;
   }
-  const int tokens = m <= 64 ? 64 : 128;
-  const Partition line = cut(n, k, m, tokens, 256, multiprocessors);
-  if (line.share >= 16) return line;
-  return clusters(n, k, m, tokens, 128, multiprocessors);
+  return line;
 }
 
 void run_sm90(Int4Arguments p, const Partition& part, bool fp16, int device, cudaStream_t stream) {

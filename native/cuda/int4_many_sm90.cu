@@ -28,7 +28,8 @@ __device__ __forceinline__ void to_scaled_operand(uint32_t* a, uint32_t word, co
 // Of kTiles × kGroups × 64 outputs a block.
 template <int kTokens, int kGroups, int kTiles>
 constexpr int kManyStages = [] {
-  const int fit = (224 * 1024 - kGroups * kTiles * 64 * kTokens * 4) / Fetch<kTokens, kGroups * kTiles>::kBytes;
+  const int fit = (224 * 1024 - (kTokens == 64 ? kGroups * kTiles * 64 * kTokens * 4 : 0)) /
+                  Fetch<kTokens, kGroups * kTiles>::kBytes;
   return fit < 12 ? fit : 12;
 }();
 
@@ -42,13 +43,13 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
   constexpr int kStrip = kGroups * kTiles < 4 ? kGroups * kTiles : 4;
   using Stage = Fetch<kTokens, kGroups * kTiles>;
   __shared__ uint64_t full[kStages], empty[kStages];
-  using Sum = ClusterSum<kThreads, 1, kVectors>;
+  using Sum = ClusterSum<kThreads, kVectors>;
   __shared__ uint64_t arrived;
   __shared__ int is_last;
   const Share share(p);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, kThreads / 32);
-    if (p.sharers > 0) Sum::prepare(p, &arrived);
+    if (p.sharers > 0) Sum::prepare(&arrived);
     barriers_ready();
   }
   __syncthreads();
@@ -62,51 +63,75 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kGroups == 4 ? 112 : 232));
   const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   float sum[kTiles][kTokens / 2];
-  float(&all)[kVectors * 4] = *reinterpret_cast<float(*)[kVectors * 4]>(&sum);
+  float (&all)[kVectors * 4] = *reinterpret_cast<float (*)[kVectors * 4]>(&sum);
   int unit = share.begin / p.depth, tile0 = 0, token = 0;
   for (int i = 0, slot = 0, parity = 0, depth = share.begin - unit * p.depth; i < share.count; depth = 0, ++unit) {
     const int stop = i + min(p.depth - depth, share.count - i);
     tile0 = unit / p.token_blocks * (kGroups * kTiles), token = unit % p.token_blocks * kTokens;
 #pragma unroll
     for (int j = 0; j < kVectors * 4; ++j) all[j] = 0;
-    int held = -1;  // the slot whose activations may still be read
-    // Nothing but products touches the sums in here: the compiler would wait for them at every turn.
-    for (; i < stop; ++i) {
+    // The products of two tiles are in flight: with several tiles a warpgroup of the same stage, else of two stages.
+    // Nothing else touches the sums in here: the compiler would wait for them at every turn.
+    int behind = slot, pending = 0;  // the first slot whose activations may still be read, and how many there are
+    auto release = [&] {
+      if (lane == 0) arrive(empty + behind);
+      if (++behind == kStages) behind = 0;
+      --pending;
+    };
+    auto multiply = [&](float (&d)[kTokens / 2], uint32_t (&a)[16], int t) {
       const uint8_t* stage = ring + slot * Stage::kBytes;
-      wait(full + slot, parity);
-      const uint64_t b = descriptor(stage);
-      uint32_t a[2][16];
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const int tile = group * kTiles + t;
-        const uint8_t* scales =
-            stage + Stage::kScales + tile / 4 * Stage::kScaleBytes + (tile % 4 * 64 + warp * 16) * kPair;
-        const uint4 words =
-            *reinterpret_cast<const uint4*>(stage + Stage::kWords + tile * 2048 + warp * 512 + lane * 16);
-        uint32_t zeros[2][2], both[2];  // of both halves of the stage
-        both[0] = both[1] = read_pair<T, kZeros>(zeros[0], scales, lane / 4);
-        zeros[1][0] = zeros[0][0], zeros[1][1] = zeros[0][1];
-        if (p.stages_per_group == 0) {
-          const int width = min(kStrip, p.tiles64 - tile0 - tile / 4 * 4);
-          both[1] = read_pair<T, kZeros>(zeros[1], scales + width * 64 * kPair, lane / 4);
-        }
-        constexpr int kBuffers = kTiles > 1 ? 2 : 1;
-        wgmma_wait<kBuffers - 1>();  // the product before the last has read its registers
-        if (t == kBuffers - 1 && held >= 0 && lane == 0) arrive(empty + held);
-        const uint32_t each[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          to_scaled_operand<T, kMixed>(a[t % kBuffers] + 4 * j, each[j], zeros[j / 2], both[j / 2]);
-        wgmma_fence();
-#pragma unroll
-        for (int j = 0; j < 4; ++j) wgmma<T, kTokens>(sum[t], a[t % kBuffers] + 4 * j, b + 2 * j);
-        wgmma_commit();
+      const int tile = group * kTiles + t;
+      const uint8_t* scales =
+          stage + Stage::kScales + tile / 4 * Stage::kScaleBytes + (tile % 4 * 64 + warp * 16) * kPair;
+      const uint4 words = *reinterpret_cast<const uint4*>(stage + Stage::kWords + tile * 2048 + warp * 512 + lane * 16);
+      uint32_t zeros[2][2], both[2];  // of both halves of the stage
+      both[0] = both[1] = read_pair<T, kZeros>(zeros[0], scales, lane / 4);
+      zeros[1][0] = zeros[0][0], zeros[1][1] = zeros[0][1];
+      if (p.stages_per_group == 0) {
+        const int width = min(kStrip, p.tiles64 - tile0 - tile / 4 * 4);
+        both[1] = read_pair<T, kZeros>(zeros[1], scales + width * 64 * kPair, lane / 4);
       }
-      held = slot;
+      wgmma_wait<1>();  // the product before the last has read its registers
+      if (t == kTiles - 1 && pending == (kTiles == 1 ? 2 : 1)) release();
+      const uint32_t each[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) to_scaled_operand<T, kMixed>(a + 4 * j, each[j], zeros[j / 2], both[j / 2]);
+      const uint64_t b = descriptor(stage);
+      wgmma_fence();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) wgmma<T, kTokens>(d, a + 4 * j, b + 2 * j);
+      wgmma_commit();
+    };
+    auto next = [&] {
+      ++pending;
+      ++i;
       if (++slot == kStages) slot = 0, parity ^= 1;
+    };
+    uint32_t a[2][16];
+    if constexpr (kTiles == 1) {
+      while (i + 1 < stop) {
+        wait(full + slot, parity);
+        multiply(sum[0], a[0], 0);
+        next();
+        wait(full + slot, parity);
+        multiply(sum[0], a[1], 0);
+        next();
+      }
+      if (i < stop) {
+        wait(full + slot, parity);
+        multiply(sum[0], a[0], 0);
+        next();
+      }
+    } else {
+      while (i < stop) {
+        wait(full + slot, parity);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) multiply(sum[t], a[t & 1], t);
+        next();
+      }
     }
     wgmma_wait<0>();
-    if (lane == 0) arrive(empty + held);
+    while (pending > 0) release();
     if (p.sharers != 0) break;
     if (join<kThreads, kVectors>(p, unit, all, &is_last)) {
 #pragma unroll
@@ -133,19 +158,14 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
 template <class T, int kTokens, int kGroups, int kTiles, bool kZeros, bool kMixed>
 void many(const Call& c) {
   static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
-  constexpr int kBytes =
-      kManyStages<kTokens, kGroups, kTiles> * Fetch<kTokens, kGroups * kTiles>::kBytes + kGroups * kTiles * kTokens * 256;
+  constexpr int kBytes = kManyStages<kTokens, kGroups, kTiles> * Fetch<kTokens, kGroups * kTiles>::kBytes +
+                         (kTokens == 64 ? kGroups * kTiles * 64 * kTokens * 4 : 0);
   launch(int4_many_sm90<T, kTokens, kGroups, kTiles, kZeros, kMixed>, ready, kBytes, kGroups * 128 + 128, c);
 }
 
 template <class T, bool kZeros, bool kMixed>
 void many(const Call& c) {
-  if (c.part.tokens == 64) {
-    c.part.outputs == 256 ? many<T, 64, 4, 1, kZeros, kMixed>(c)
-                          : many<T, 64, 2, 1, kZeros, kMixed>(c);
-  } else {
-    many<T, 128, 2, 2, kZeros, kMixed>(c);
-  }
+  c.part.tokens == 64 ? many<T, 64, 4, 1, kZeros, kMixed>(c) : many<T, 128, 2, 2, kZeros, kMixed>(c);
 }
 
 template <class T, bool kMixed>

@@ -198,29 +198,27 @@ __device__ __forceinline__ bool join(const Int4Arguments& p, int unit, float (&s
   return true;
 }
 
-// Sums of a strip that is shared by the blocks of a cluster, and in each by kTeams teams of warps. Each block adds up a
-// part of them, in the order of blocks and teams.
-template <int kThreads, int kTeams, int kVectors>
+// Sums of a strip that is shared by the blocks of a cluster: each block adds up a part of them, in the blocks' order.
+template <int kThreads, int kVectors>
 struct ClusterSum {
-  static constexpr int kTeam = kThreads / kTeams, kItems = kTeam * kVectors;
-  static constexpr int kBytes = kItems * kTeams * 16;
+  static constexpr int kItems = kThreads * kVectors, kBytes = kItems * 16;
 
   // By one thread, before `barriers_ready`.
-  static __device__ __forceinline__ void prepare(const Int4Arguments& p, uint64_t* arrived) {
+  static __device__ __forceinline__ void prepare(uint64_t* arrived) {
     barrier_init(arrived, 1);
     arrive_expecting(arrived, kBytes);
   }
 
-  // Hands to `use(thread of a team, vector, sum)`. `parts`: kBytes of shared memory.
+  // Hands sums to `use(thread, vector, sum)`. `parts`: kBytes of shared memory.
   template <class Use>
   static __device__ __forceinline__ void run(const Int4Arguments& p, float4* parts, uint64_t* arrived,
                                              const float (&sum)[4 * kVectors], Use use) {
-    const int team = threadIdx.x / kTeam, rank = blockIdx.x % p.sharers, each = kItems / p.sharers;
-    cluster_wait();
+    const int rank = blockIdx.x % p.sharers, each = kItems / p.sharers;
+    cluster_wait();  // all blocks have begun
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int item = i * kTeam + threadIdx.x % kTeam, owner = item / each;
-      const uint32_t to = shared_address(parts + (rank * kTeams + team) * each + item - owner * each);
+      const int item = i * kThreads + threadIdx.x, owner = item / each;
+      const uint32_t to = shared_address(parts + rank * each + item - owner * each);
       push(address_in(to, owner), sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3],
            address_in(shared_address(arrived), owner));
     }
@@ -229,8 +227,8 @@ struct ClusterSum {
     for (int item = threadIdx.x; item < each; item += kThreads) {
       float4 all = make_float4(0, 0, 0, 0);
 #pragma unroll 4
-      for (int i = 0; i < p.sharers * kTeams; ++i) add(all, parts[i * each + item]);
-      use((rank * each + item) % kTeam, (rank * each + item) / kTeam, all);
+      for (int i = 0; i < p.sharers; ++i) add(all, parts[i * each + item]);
+      use((rank * each + item) % kThreads, (rank * each + item) / kThreads, all);
     }
   }
 };
@@ -284,7 +282,7 @@ inline void launch(void (*kernel)(Int4Arguments, CUtensorMap), std::atomic<uint6
   config.dynamicSmemBytes = bytes;
   config.stream = c.stream;
   config.attrs = attributes;
-  config.numAttrs = c.p.sharers > 1 ? 2 : 1;
+  config.numAttrs = c.p.sharers != 0 ? 2 : 1;
   check(cudaLaunchKernelEx(&config, kernel, c.p, c.map), "launch");
 }
 
