@@ -216,7 +216,9 @@ class Int4Linear(GpuLinear):
 
     def _as_stored(self, values: Tensor) -> Tensor:
         """Inputs, in the last dimension, in the checkpoint's order."""
-        return values if self._order is None else torch.empty_like(values).index_copy_(-1, self._order, values)
+        return (
+            values if self._order is None else torch.empty_like(values).index_copy_(-1, self._order, values)
+        )
 
     def unpack(self, name: str, expert: int | None = None) -> Tensor:
         if name == "bias" and self._bias is not None:
