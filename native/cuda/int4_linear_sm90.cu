@@ -39,28 +39,31 @@ CUtensorMap map_of(const Int4Arguments& p, int tokens, bool fp16) {
 
 }  // namespace
 
-// Strips that are each shared by a cluster of up to eight blocks.
-Partition clusters(int n, int k, int m, int tokens, int most_blocks) {
-  Partition p = cut(n, k, m, tokens, 256, most_blocks);
+// Strips that are each shared by a cluster of up to eight blocks, `wanted` in all. `room`: blocks that the GPU runs at
+// a time; a cluster's stand close together, so that a part of that stays empty.
+Partition clusters(int n, int k, int m, int tokens, int wanted, int room) {
+  Partition p = cut(n, k, m, tokens, 256, wanted);
   p.sharers = 1;
-  while (p.sharers < 8 && 2 * p.sharers * p.units <= most_blocks && 2 * p.sharers <= k / 64) p.sharers *= 2;
+  for (int sharers = 2; sharers <= 8; sharers *= 2) {
+    const int blocks = sharers * p.units;
+    if (blocks <= wanted && 20 * blocks <= (sharers == 8 ? 17 : 20) * room && sharers <= k / 64) p.sharers = sharers;
+  }
   p.blocks = p.units * p.sharers;
   return p;
 }
 
 Partition partition_sm90(int n, int k, int m, int multiprocessors) {
-  constexpr int kMuch = 16;  // stages a block, for which it is worth it that they are the same for all blocks
+  constexpr int kMuch = 16;  // stages a block: worth it that all blocks have as many
   const int tokens = m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128;
   // With few tokens, two blocks on a multiprocessor hide each other's waits.
-  const int most = tokens <= 16 ? 2 * multiprocessors : multiprocessors;
-  Partition line = cut(n, k, m, tokens, 256, most);
-  const Partition cluster = line.share < kMuch ? clusters(n, k, m, std::min(tokens, 64), multiprocessors)
-                                               : clusters(n, k, m, std::min(tokens, 64), most);
-  const bool even = tokens <= 64 && cluster.sharers > 1 && cluster.blocks * 6 >= most * 5;
-  if (cluster.sharers > 1 && (line.share < kMuch || even)) return cluster;
+  const int room = tokens <= 16 ? 2 * multiprocessors : multiprocessors;
+  Partition line = cut(n, k, m, tokens, 256, room);
+  const bool much = line.share >= kMuch;
+  const Partition cluster = clusters(n, k, m, std::min(tokens, 64), much ? room : multiprocessors, room);
+  if (cluster.sharers > 1 && (!much || (tokens <= 64 && 5 * room <= 6 * cluster.blocks))) return cluster;
   // Whole strips, where that keeps nearly all multiprocessors busy: nothing to add up.
-  const int turns = (line.units + most - 1) / most;
-  if (turns * most * 20 <= line.units * 21) {
+  const int turns = (line.units + room - 1) / room;
+  if (20 * turns * room <= 21 * line.units) {
     line.share = turns * (k / 64);
     line.blocks = (line.units + turns - 1) / turns;
   }

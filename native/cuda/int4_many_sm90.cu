@@ -34,7 +34,7 @@ constexpr int kManyStages = [] {
 }();
 
 // kGroups warpgroups multiply kTiles × 64 outputs each; one more fetches.
-template <class T, int kTokens, int kGroups, int kTiles, bool kZeros, bool kMixed>
+template <class T, int kTokens, int kGroups, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed>
 __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
     int4_many_sm90(const Int4Arguments p, const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) uint8_t ring[];
@@ -70,15 +70,10 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
     tile0 = unit / p.token_blocks * (kGroups * kTiles), token = unit % p.token_blocks * kTokens;
 #pragma unroll
     for (int j = 0; j < kVectors * 4; ++j) all[j] = 0;
-    // The products of two tiles are in flight: with several tiles a warpgroup of the same stage, else of two stages.
-    // Nothing else touches the sums in here: the compiler would wait for them at every turn.
-    int behind = slot, pending = 0;  // the first slot whose activations may still be read, and how many there are
-    auto release = [&] {
-      if (lane == 0) arrive(empty + behind);
-      if (++behind == kStages) behind = 0;
-      --pending;
-    };
-    auto multiply = [&](float (&d)[kTokens / 2], uint32_t (&a)[16], int t) {
+    // The products of two tiles are in flight, of one stage or of two. No jumps and nothing but products touch the sums
+    // in here: the compiler would wait for every product (WARPGROUP.DEPBAR between HGMMA in the assembly shows it).
+    int held[2] = {-1, -1};  // slots whose activations may still be read
+    auto multiply = [&](float (&d)[kTokens / 2], uint32_t (&a)[16], int t, int done) {
       const uint8_t* stage = ring + slot * Stage::kBytes;
       const int tile = group * kTiles + t;
       const uint8_t* scales =
@@ -86,52 +81,54 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
       const uint4 words = *reinterpret_cast<const uint4*>(stage + Stage::kWords + tile * 2048 + warp * 512 + lane * 16);
       uint32_t zeros[2][2], both[2];  // of both halves of the stage
       both[0] = both[1] = read_pair<T, kZeros>(zeros[0], scales, lane / 4);
-      zeros[1][0] = zeros[0][0], zeros[1][1] = zeros[0][1];
-      if (p.stages_per_group == 0) {
+      if constexpr (kHalfGroups) {
         const int width = min(kStrip, p.tiles64 - tile0 - tile / 4 * 4);
         both[1] = read_pair<T, kZeros>(zeros[1], scales + width * 64 * kPair, lane / 4);
       }
       wgmma_wait<1>();  // the product before the last has read its registers
-      if (t == kTiles - 1 && pending == (kTiles == 1 ? 2 : 1)) release();
+      if (done >= 0 && lane == 0) arrive(empty + done);
       const uint32_t each[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) to_scaled_operand<T, kMixed>(a + 4 * j, each[j], zeros[j / 2], both[j / 2]);
+      for (int j = 0; j < 4; ++j)
+        to_scaled_operand<T, kMixed>(a + 4 * j, each[j], zeros[kHalfGroups ? j / 2 : 0], both[j / 2]);
       const uint64_t b = descriptor(stage);
       wgmma_fence();
 #pragma unroll
       for (int j = 0; j < 4; ++j) wgmma<T, kTokens>(d, a + 4 * j, b + 2 * j);
       wgmma_commit();
     };
-    auto next = [&] {
-      ++pending;
+    uint32_t a[2][16];
+    auto next = [&](int& now_held) {
+      now_held = slot;
       ++i;
       if (++slot == kStages) slot = 0, parity ^= 1;
     };
-    uint32_t a[2][16];
     if constexpr (kTiles == 1) {
       while (i + 1 < stop) {
         wait(full + slot, parity);
-        multiply(sum[0], a[0], 0);
-        next();
+        multiply(sum[0], a[0], 0, held[0]);
+        next(held[0]);
         wait(full + slot, parity);
-        multiply(sum[0], a[1], 0);
-        next();
+        multiply(sum[0], a[1], 0, held[1]);
+        next(held[1]);
       }
       if (i < stop) {
         wait(full + slot, parity);
-        multiply(sum[0], a[0], 0);
-        next();
+        multiply(sum[0], a[0], 0, held[0]);
+        next(held[0]);
       }
     } else {
-      while (i < stop) {
+      for (; i < stop; next(held[0])) {
         wait(full + slot, parity);
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) multiply(sum[t], a[t & 1], t);
-        next();
+        for (int t = 0; t < kTiles; ++t) multiply(sum[t], a[t & 1], t, t == 1 ? held[0] : -1);
       }
     }
     wgmma_wait<0>();
-    while (pending > 0) release();
+    if (lane == 0) {
+      if (held[0] >= 0) arrive(empty + held[0]);
+      if (held[1] >= 0) arrive(empty + held[1]);
+    }
     if (p.sharers != 0) break;
     if (join<kThreads, kVectors>(p, unit, all, &is_last)) {
 #pragma unroll
@@ -155,22 +152,26 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
   });
 }
 
-template <class T, int kTokens, int kGroups, int kTiles, bool kZeros, bool kMixed>
+template <class T, int kTokens, int kGroups, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed>
 void many(const Call& c) {
   static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
   constexpr int kBytes = kManyStages<kTokens, kGroups, kTiles> * Fetch<kTokens, kGroups * kTiles>::kBytes +
                          (kTokens == 64 ? kGroups * kTiles * 64 * kTokens * 4 : 0);
-  launch(int4_many_sm90<T, kTokens, kGroups, kTiles, kZeros, kMixed>, ready, kBytes, kGroups * 128 + 128, c);
+  launch(int4_many_sm90<T, kTokens, kGroups, kTiles, kHalfGroups, kZeros, kMixed>, ready, kBytes, kGroups * 128 + 128,
+         c);
 }
 
-template <class T, bool kZeros, bool kMixed>
+template <class T, bool kHalfGroups, bool kZeros, bool kMixed>
 void many(const Call& c) {
-  c.part.tokens == 64 ? many<T, 64, 4, 1, kZeros, kMixed>(c) : many<T, 128, 2, 2, kZeros, kMixed>(c);
+  c.part.tokens == 64 ? many<T, 64, 4, 1, kHalfGroups, kZeros, kMixed>(c)
+                      : many<T, 128, 2, 2, kHalfGroups, kZeros, kMixed>(c);
 }
 
 template <class T, bool kMixed>
 void many(const Call& c) {
-  c.p.scale_bytes == 4 ? many<T, true, kMixed>(c) : many<T, false, kMixed>(c);
+  if (c.p.stages_per_group == 0)
+    c.p.scale_bytes == 4 ? many<T, true, true, kMixed>(c) : many<T, true, false, kMixed>(c);
+  else c.p.scale_bytes == 4 ? many<T, false, true, kMixed>(c) : many<T, false, false, kMixed>(c);
 }
 
 }  // namespace
