@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ktinject import decode_ops
 from ktinject.decode_ops import Cache, Norm
 from ktinject.operators.hybrid_experts import HybridExperts
+from ktinject.team import Team
 
 logger = logging.getLogger("ktinject")
 
@@ -44,7 +45,8 @@ class Fused:
     refused   path → why a module that looked known keeps its own forward
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, team: Team | None = None) -> None:
+        self._team = team
         self.refused: dict[str, str] = {}
         self._checked = False
         self._steps: dict[str, tuple[nn.Module, Step]] = {}
@@ -86,6 +88,9 @@ class Fused:
                 reason = reason or _difference(step(*args, **kwargs), theirs, tolerance)
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 reason = f"{type(error).__name__}: {error}"
+            if self._team is not None:
+                # Parts exchange what they compute: all processes must compare and replace the same ones.
+                reason = next((said for said in self._team.tell(reason) if said), "")
             if reason:
                 self.refused[path] = reason
                 logger.info("%s: its decode step keeps its own kernels: %s", path, reason)

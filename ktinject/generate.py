@@ -70,7 +70,7 @@ class Decoding:
         self.last, self.reason = "", ""
         self.requests: Counter[str] = Counter()
         self.lanes: dict[int, Lane] = {}
-        self.fused = None if self.graphs else Fused(model)
+        self.fused = None if self.graphs else Fused(model, team)
         self._native: CpuStep | None = None
         self._model = weakref.ref(model)
         self._state: object = None

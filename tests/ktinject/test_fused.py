@@ -388,3 +388,17 @@ class TestBetweenSteps:
                 decode_ops.advance(place, positions, mask)
             assert place.item() == half + 2 and positions.tolist() == [[5], [7]]
             assert mask.nonzero()[:, 3].tolist() == [half + 1] * 2
+
+
+def test_processes_refuse_the_same() -> None:
+    """What one of several processes finds to differ, none replaces: parts exchange what they compute."""
+
+    class Others:
+        def tell(self, reason: str) -> list[str]:
+            return [reason, self.reason]
+
+    module, others = nn.Identity(), Others()
+    found = fused.Fused(nn.Module(), others)
+    for path, others.reason in (("alike", ""), ("differs there", "relative difference 0.1")):
+        found._comparing(path, module, lambda x: x)(torch.ones(2))
+    assert found.refused == {"differs there": "relative difference 0.1"}
