@@ -1,15 +1,11 @@
 #include "cuda/decode_ops.hpp"
 
-#include "cuda/decode_choose.hpp"
-#include "cuda/decode_linear.hpp"
 #include "no_cuda/refuse.hpp"
 
 namespace ktinject {
 
 void advance(int64_t*, int64_t*, bool*, int, int64_t, uintptr_t) { refuse(); }
 void attention(const Attention&, DType, uintptr_t) { refuse(); }
-void choose(const Choice&, uintptr_t) { refuse(); }
-void decode_linear(const DecodeLinear&, DType, uintptr_t) { refuse(); }
 void rotation(const int64_t*, const float*, void*, void*, int, int, float, DType, uintptr_t) { refuse(); }
 void route(const void*, void*, int64_t*, int, int, int, bool, DType, uintptr_t) { refuse(); }
 

@@ -1,0 +1,9 @@
+#include "cuda/decode_choose.hpp"
+
+#include "no_cuda/refuse.hpp"
+
+namespace ktinject {
+
+void choose(const Choice&, uintptr_t) { refuse(); }
+
+}  // namespace ktinject

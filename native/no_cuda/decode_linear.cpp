@@ -1,0 +1,9 @@
+#include "cuda/decode_linear.hpp"
+
+#include "no_cuda/refuse.hpp"
+
+namespace ktinject {
+
+void decode_linear(const DecodeLinear&, DType, uintptr_t) { refuse(); }
+
+}  // namespace ktinject
