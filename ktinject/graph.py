@@ -136,6 +136,9 @@ class Lane:
         for (keys, values), layer in zip(self._cache, cache.layers):
             keys[:, :, :length].copy_(layer.keys[:, :, :length])
             values[:, :, :length].copy_(layer.values[:, :, :length])
+            # What a failed request left is not finite, which a mask does not hide.
+            keys[:, :, length:].zero_()
+            values[:, :, length:].zero_()
         self._mask.zero_()
         self._mask[:, 0, 0, : length + 1] = True
         if mask is not None:

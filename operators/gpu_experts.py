@@ -85,8 +85,9 @@ class GpuExperts:
                 f"no room for {len(resident)} experts of {size / 2**20:.1f} MiB on {device}. Give fewer gpu_experts."
             ) from None
         stream = torch.cuda.current_stream(device)
-        for place, expert in enumerate(resident):
-            self.native.copy(experts, expert, self.memory.data_ptr() + place * size, stream.cuda_stream)
+        with torch.cuda.device(device):
+            for place, expert in enumerate(resident):
+                self.native.copy(experts, expert, self.memory.data_ptr() + place * size, stream.cuda_stream)
         self.resident = list(resident)  # by place
         places = torch.full((num_experts,), -1, dtype=torch.int32)
         places[self.resident] = torch.arange(len(resident), dtype=torch.int32)
@@ -120,19 +121,21 @@ class GpuExperts:
             (min(tokens, most) * top_k, self.native.inner_width), dtype=torch.bfloat16, device=x.device
         )
         stream = torch.cuda.current_stream(x.device).cuda_stream
-        for first in range(0, tokens, most):
-            rows = slice(first, first + most)
-            self.native.forward(
-                x[rows].data_ptr(),
-                CODES[x.dtype],
-                chosen[rows].data_ptr(),
-                weights[rows].data_ptr(),
-                CODES[weights.dtype],
-                chosen[rows].shape[0],
-                top_k,
-                self.memory.data_ptr(),
-                inner.data_ptr(),
-                out[rows].data_ptr(),
-                stream,
-            )
+        # The default stream has the same handle on every device: a kernel goes to the current one's.
+        with torch.cuda.device(x.device):
+            for first in range(0, tokens, most):
+                rows = slice(first, first + most)
+                self.native.forward(
+                    x[rows].data_ptr(),
+                    CODES[x.dtype],
+                    chosen[rows].data_ptr(),
+                    weights[rows].data_ptr(),
+                    CODES[weights.dtype],
+                    chosen[rows].shape[0],
+                    top_k,
+                    self.memory.data_ptr(),
+                    inner.data_ptr(),
+                    out[rows].data_ptr(),
+                    stream,
+                )
         return out

@@ -382,14 +382,15 @@ class Handoff:
             torch.add(answer.to(out.device), addend, out=out)
             return
         stream = torch.cuda.current_stream(out.device)
-        _native.add_from_host(
-            answer.data_ptr(),
-            addend.data_ptr(),
-            out.data_ptr(),
-            out.numel(),
-            CODES[out.dtype],
-            stream.cuda_stream,
-        )
+        with torch.cuda.device(out.device):
+            _native.add_from_host(
+                answer.data_ptr(),
+                addend.data_ptr(),
+                out.data_ptr(),
+                out.numel(),
+                CODES[out.dtype],
+                stream.cuda_stream,
+            )
         # torch knows nothing of who reads there, and would give the memory to the next answer.
         with _read_lock:
             while _read and _read[0][0].query():

@@ -123,16 +123,17 @@ class RmsNorm(Operator):
         x = x.contiguous()
         out = torch.empty_like(x)
         n = x.shape[-1]
-        _native.rms_norm(
-            x.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            CODES[x.dtype],
-            x.numel() // n,
-            n,
-            self.epsilon,
-            torch.cuda.current_stream(x.device).cuda_stream,
-        )
+        with torch.cuda.device(x.device):
+            _native.rms_norm(
+                x.data_ptr(),
+                weight.data_ptr(),
+                out.data_ptr(),
+                CODES[x.dtype],
+                x.numel() // n,
+                n,
+                self.epsilon,
+                torch.cuda.current_stream(x.device).cuda_stream,
+            )
         return out
 
     def extra_repr(self) -> str:

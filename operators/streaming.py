@@ -142,9 +142,10 @@ class Ring:
             gate_up = self._workspace[:cut].view(count, rows, spec.hidden_size)
             down = self._workspace[cut : cut + count * spec.hidden_size * spec.intermediate_size]
             down = down.view(count, spec.hidden_size, spec.intermediate_size)
-            layer.source.unpack(
-                slot.memory.data_ptr(), count, gate_up.data_ptr(), down.data_ptr(), stream.cuda_stream
-            )
+            with torch.cuda.device(self.device):
+                layer.source.unpack(
+                    slot.memory.data_ptr(), count, gate_up.data_ptr(), down.data_ptr(), stream.cuda_stream
+                )
             slot.usable.record(stream)
             self._run_ahead(layer, index)
             yield first, count, gate_up, down
@@ -310,9 +311,10 @@ class StreamedExperts:
         """[rows, n] bfloat16, or float32 → [rows, intermediate] bfloat16; computed in fp32, rounded once."""
         out = gate_up.new_empty(gate_up.shape[0], self.spec.intermediate_size, dtype=torch.bfloat16)
         stream = torch.cuda.current_stream(gate_up.device).cuda_stream
-        self.source.activate(
-            gate_up.data_ptr(), CODES[gate_up.dtype], gate_up.shape[0], out.data_ptr(), stream
-        )
+        with torch.cuda.device(gate_up.device):
+            self.source.activate(
+                gate_up.data_ptr(), CODES[gate_up.dtype], gate_up.shape[0], out.data_ptr(), stream
+            )
         return out
 
     def _take_biases(self, device: torch.device) -> tuple[Tensor, Tensor]:
