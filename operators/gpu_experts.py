@@ -122,7 +122,7 @@ class GpuExperts:
         )
         stream = torch.cuda.current_stream(x.device).cuda_stream
         # The default stream has the same handle on every device: a kernel goes to the current one's.
-        with torch.cuda.device(x.device):
+        with torch.cuda.device_of(x):
             for first in range(0, tokens, most):
                 rows = slice(first, first + most)
                 self.native.forward(

@@ -382,7 +382,7 @@ class Handoff:
             torch.add(answer.to(out.device), addend, out=out)
             return
         stream = torch.cuda.current_stream(out.device)
-        with torch.cuda.device(out.device):
+        with torch.cuda.device_of(out):
             _native.add_from_host(
                 answer.data_ptr(),
                 addend.data_ptr(),

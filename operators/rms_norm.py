@@ -123,7 +123,7 @@ class RmsNorm(Operator):
         x = x.contiguous()
         out = torch.empty_like(x)
         n = x.shape[-1]
-        with torch.cuda.device(x.device):
+        with torch.cuda.device_of(x):
             _native.rms_norm(
                 x.data_ptr(),
                 weight.data_ptr(),

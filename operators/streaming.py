@@ -142,7 +142,7 @@ class Ring:
             gate_up = self._workspace[:cut].view(count, rows, spec.hidden_size)
             down = self._workspace[cut : cut + count * spec.hidden_size * spec.intermediate_size]
             down = down.view(count, spec.hidden_size, spec.intermediate_size)
-            with torch.cuda.device(self.device):
+            with torch.cuda.device_of(gate_up):
                 layer.source.unpack(
                     slot.memory.data_ptr(), count, gate_up.data_ptr(), down.data_ptr(), stream.cuda_stream
                 )
@@ -311,7 +311,7 @@ class StreamedExperts:
         """[rows, n] bfloat16, or float32 → [rows, intermediate] bfloat16; computed in fp32, rounded once."""
         out = gate_up.new_empty(gate_up.shape[0], self.spec.intermediate_size, dtype=torch.bfloat16)
         stream = torch.cuda.current_stream(gate_up.device).cuda_stream
-        with torch.cuda.device(gate_up.device):
+        with torch.cuda.device_of(gate_up):
             self.source.activate(
                 gate_up.data_ptr(), CODES[gate_up.dtype], gate_up.shape[0], out.data_ptr(), stream
             )
