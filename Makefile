@@ -40,7 +40,7 @@ check: $(VENV)/dev
 	ruff format --check .
 	mkdir -p build/typed/ktinject
 	ln -sfn $(CURDIR)/operators $(CURDIR)/optimize_rules $(wildcard $(CURDIR)/ktinject/*) build/typed/ktinject/
-	cd build/typed && mypy --config-file ../../pyproject.toml
+	cd build/typed && python -m mypy --config-file ../../pyproject.toml
 	clang-format --dry-run -Werror $(filter %.cpp %.hpp %.inl %.cu %.cuh,$(NATIVE))
 
 bench: $(VENV)/installed
