@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -108,17 +106,6 @@ def adopt_format(item: Found, model: PreTrainedModel, checkpoint: Checkpoint, ma
         item, source=formats.detect(checkpoint, keys[0], hf.quantization(model.config))
     )
     return dataclasses.replace(item, config=item.adopt(item.operator, item.config))
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Operators try modules out on a few numbers; on a busy machine threads make that five times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def find_entries(

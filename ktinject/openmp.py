@@ -50,7 +50,8 @@ def _hold_team(started: threading.Event) -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within, torch computes on the calling thread: to wake others takes longer than a small operation."""
+    """Within, torch computes on the calling thread: to wake others takes longer than a small operation, and on a busy
+    machine five times as long."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktinject import hf, shards, table, working
-from ktinject.entries import Entry, Found, adopt_format, find_entries, find_modules, one_thread, some
+from ktinject import hf, openmp, shards, table, working
+from ktinject.entries import Entry, Found, adopt_format, find_entries, find_modules, some
 from ktinject.errors import PlanError
 from ktinject.keys import KeyMap, key_map
 from ktinject.machine import Machine
@@ -144,7 +144,7 @@ def make(
         for standing in standings:
             layers = hf.Layers(model)
             stack, device_map = layers.stack, {"": standing[0]}
-            with one_thread():
+            with openmp.one_thread():
                 entries = find_entries(found, where, device_map, machine, stack, {}, team)
                 if len(standing) > 1:
                     device_map = _spread(model, entries, layers, standing, where)
@@ -153,7 +153,7 @@ def make(
             to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
             if any(entry.config.fills for entry in entries):
                 spare = {device: where.limits[device] - to_load.get(device, 0) for device in where.allowed}
-                with one_thread():
+                with openmp.one_thread():
                     entries = find_entries(found, where, device_map, machine, stack, spare, team)
                 to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
             over = {device: size for device, size in to_load.items() if size > where.limits[device]}
