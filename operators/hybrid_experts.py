@@ -66,6 +66,17 @@ class HybridExpertsConfig(CpuExpertsConfig):
             raise ValueError(f"gpu_experts is {wanted}; allowed is 0 or more.")
         if self.profile is not None and isinstance(wanted, str) and wanted != "auto":
             raise ValueError("gpu_experts names a profile, and profile another one. Write one of them.")
+        if self.profile is not None and wanted == 0:
+            raise ValueError(
+                "profile says which experts go to the GPU, and gpu_experts is 0. "
+                "Write how many: auto, a number or a share."
+            )
+        if self.dynamic and (self.gpu_weights != self.weights or not self.symmetric):
+            zeros = "" if self.symmetric else " with zero points"
+            raise ValueError(
+                f"dynamic copies experts as they are, but weights is {self.weights}{zeros} and gpu_weights "
+                f"{self.gpu_weights}. Let both be bf16, or int4 without zero points (symmetric: true)."
+            )
 
     @property
     def fills(self) -> bool:
@@ -124,7 +135,7 @@ class HybridExperts(CpuExperts):
         arranged: dict[str, Any] = {}
         for config in dict.fromkeys(config for _, config in modules.values()):
             theirs = {path: module for path, (module, other) in modules.items() if other == config}
-            if config.device == "cpu" or config.gpu_experts == 0:
+            if config.gpu_experts == 0:
                 arranged |= dict.fromkeys(theirs, config)
             else:
                 arranged |= _place(theirs, config, spare)
@@ -138,6 +149,8 @@ class HybridExperts(CpuExperts):
         runs = super().describe()
         if self.config.device == "cpu":
             runs["handoff"] = "none: no GPU is used, so hybrid_experts computes as cpu_experts does"
+            if self._idle_arguments():
+                runs["handoff"] += f"; without effect: {', '.join(self._idle_arguments())}"
             return runs
         runs["handoff"] = self.handoff.describe(torch.device(self.config.device))
         runs["prefill"] = self._prefill()
@@ -147,6 +160,13 @@ class HybridExperts(CpuExperts):
                 + (", following the traffic" if self.config.dynamic else "")
             )
         return runs
+
+    def _idle_arguments(self) -> list[str]:
+        """What a rule asks of a GPU that is not used."""
+        config, default = self.config, HybridExpertsConfig()
+        names = ("gpu_experts", "dynamic", "prefill", "handoff")
+        asked = {name: getattr(config, name) for name in names}
+        return [f"{name}={value}" for name, value in asked.items() if value != getattr(default, name)]
 
     def _prefill(self) -> str:
         why_not = None if self.config.prefill == "cpu" else StreamedExperts.why_not(self.spec)
@@ -326,15 +346,10 @@ def _ring_bytes(config: Any, spec: ExpertsSpec) -> tuple[int, int]:
 
 
 def _place(modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, int]) -> dict[str, Any]:
-    """Path → config with the experts that go to the GPU, for modules with one config; or the reason why not."""
-    if not _native.cuda_built():
-        return dict.fromkeys(modules, "experts on a GPU need ktinject's CUDA parts, and this build has none")
-    if config.dynamic and config.gpu_weights != config.weights:
-        return dict.fromkeys(
-            modules,
-            f"dynamic copies experts as they are, and gpu_weights is {config.gpu_weights} where weights is "
-            f"{config.weights}",
-        )
+    """Path → config with the experts that go to the GPU, for modules with one config; or the reason why not.
+
+    What does not fit the model is refused without a GPU, too: a rule file is right or wrong wherever it is tried.
+    """
     profile = config.gpu_experts if str(config.gpu_experts).endswith(".json") else config.profile
     specs: dict[str, ExpertsSpec] = {}
     placed: dict[str, Any] = {}
@@ -346,13 +361,26 @@ def _place(modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, in
             specs[path] = spec
     counts = {path: [0] * spec.num_experts for path, spec in specs.items()}
     if profile is not None:
-        found = gpu_experts.read_profile(profile)
+        try:
+            found = gpu_experts.read_profile(profile)
+        except OperatorError as error:
+            return dict.fromkeys(modules, str(error).removesuffix("."))
         for path in specs:
             if len(found.get(path, ())) != len(counts[path]):
                 has = f"{len(found[path])} experts" if path in found else "nothing"
                 reason = f"the profile {profile} has {has} for it, and it has {len(counts[path])} experts"
                 return dict.fromkeys(modules, reason)
             counts[path] = found[path]
+    if isinstance(config.gpu_experts, int):
+        for path, spec in specs.items():
+            if config.gpu_experts > spec.num_experts:
+                placed[path] = (
+                    f"{config.gpu_experts} of its experts are to be on the GPU, and it has {spec.num_experts}"
+                )
+    if config.device == "cpu":
+        return dict.fromkeys(modules, config) | placed
+    if not _native.cuda_built():
+        return dict.fromkeys(modules, "experts on a GPU need ktinject's CUDA parts, and this build has none")
 
     if isinstance(config.gpu_experts, str):
         sizes = {
@@ -377,11 +405,7 @@ def _place(modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, in
             for path, spec in specs.items()
         }
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    for path, spec in specs.items():
-        if wanted[path] > spec.num_experts:
-            placed[path] = (
-                f"{wanted[path]} of its experts are to be on the GPU, and it has {spec.num_experts}"
-            )
-        else:
+    for path in specs:
+        if path not in placed:
             placed[path] = _Placed(**values, resident=gpu_experts.hottest(counts[path], wanted[path]))
     return placed

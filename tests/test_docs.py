@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from ktinject import rules
+from ktinject import RuleError, rules
 from ktinject.cli import app
+from ktinject.operators import REGISTRY
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -82,6 +83,25 @@ def test_rule_files_are_read(page):
     for text in blocks(page, "yaml"):
         if text.startswith("version:"):
             assert rules.parse(text.encode(), page.name).rules
+
+
+@pytest.mark.parametrize(
+    ("page", "mistake"),
+    [("docs/tutorial.md", ("weights: bf16", "weigths: bf16")), ("docs/reference/rules.md", ("", ""))],
+)
+def test_the_refusal_that_is_shown_is_the_one_that_comes(page, mistake):
+    page = ROOT / page
+    shown = " ".join(page.read_text().split())
+    found = []
+    for text in blocks(page, "yaml"):
+        if text.startswith("version:"):
+            for rule in rules.parse(text.replace(*mistake, 1).encode(), "rules.yaml").rules:
+                if rule.operator in REGISTRY:
+                    try:
+                        rules.check_arguments(rule, REGISTRY[rule.operator].Config)
+                    except RuleError as error:
+                        found.append(str(error).removeprefix("rules.yaml"))
+    assert found and all(text in shown for text in found)
 
 
 def test_the_table_of_deferral_is_what_was_measured(capsys):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,9 +48,12 @@ def command(
 
     import ktinject
 
-    target = out or model / "profile.json"
+    target = out or (model if model.is_dir() else model.parent) / "profile.json"
     if target.suffix != ".json":
         raise PlanError(f"--out {target}: rules know a profile by its name. Let it end in .json.")
+    # Before the model is loaded and the prompts are read, which may take an hour.
+    if not os.access(target.parent, os.W_OK | os.X_OK) or target.is_dir():
+        raise PlanError(f"{target}: no file can be written there. Give --out another place.")
     starts = options.read_prompts(options.load_tokenizer(model), prompts)
     if not starts:
         raise PlanError(f'{prompts}: there is no prompt in it. Write lines of {{"prompt": "…"}}.')
@@ -144,11 +146,10 @@ def _run(model: PreTrainedModel, start: Tensor, new_tokens: int) -> int:
 
 def _write(file: Path, value: dict[str, Any]) -> None:
     """Wholly or not at all."""
+    part = file.with_name(f"{file.name}.part")
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8"
-        ) as part:
-            json.dump(value, part)
-        os.replace(part.name, file)
+        part.write_text(json.dumps(value), "utf-8")
+        part.replace(file)
     except OSError as error:
+        part.unlink(missing_ok=True)
         raise PlanError(f"{file}: it cannot be written: {error}. Give --out another place.") from error

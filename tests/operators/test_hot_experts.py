@@ -11,6 +11,7 @@ from test_hybrid_experts import EXPERTS, HIDDEN, cuda, hybrid, placed, plain  # 
 
 from ktinject import _native
 from ktinject.operators import handoff, hot_experts
+from ktinject.operators.hybrid_experts import HybridExpertsConfig
 
 CUDA_PARTS = pytest.mark.skipif(not _native.cuda_built(), reason="built without CUDA")
 
@@ -28,8 +29,11 @@ def test_what_is_clearly_hotter_comes_in() -> None:
 
 @CUDA_PARTS
 def test_dynamic_needs_one_format() -> None:
-    with pytest.raises(ValueError, match="gpu_weights is bf16 where weights is int8"):
-        placed(gpu_experts=2, weights="int8", dynamic=True)
+    with pytest.raises(ValueError, match="weights is int8 and gpu_weights bf16"):
+        HybridExpertsConfig(weights="int8", dynamic=True)
+    # On the GPU an expert has no zero points: only those that lie there are packed without, and no other could follow.
+    with pytest.raises(ValueError, match="int4 with zero points and gpu_weights int4"):
+        HybridExpertsConfig(weights="int4", gpu_weights="int4", symmetric=False, dynamic=True)
     assert placed(gpu_experts=2, weights="int4", gpu_weights="int4", dynamic=True) == [(0, 1)] * 2
 
 

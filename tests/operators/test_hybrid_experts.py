@@ -91,6 +91,12 @@ def test_a_plan_without_a_gpu_says_so(tiny_qwen3_moe: Path) -> None:
         assert torch.equal(model(ids).logits, both(ids).logits)
 
 
+def test_what_needs_a_gpu_is_not_dropped_silently() -> None:
+    assert "without effect" not in hybrid("cpu").describe()["handoff"]
+    asked = hybrid("cpu", gpu_experts=0.25, dynamic=True, handoff="flags").describe()["handoff"]
+    assert asked.endswith("; without effect: gpu_experts=0.25, dynamic=True, handoff=flags")
+
+
 def test_gradients_are_those_of_cpu_experts() -> None:
     x, ids, weights = inputs(3)
     grads = []
@@ -190,21 +196,21 @@ def test_the_plan_counts_them(tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPa
     assert sizes["auto"] - sizes[0] == 3 * 8 * expert + tables
 
 
-@needs_cuda_parts
-def test_what_cannot_be_placed_is_refused(tmp_path: Path, profile: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=needs_cuda_parts)])
+def test_what_cannot_be_placed_is_refused(tmp_path: Path, profile: str, device: str) -> None:
     for bad in ({"gpu_experts": -1}, {"gpu_experts": 1.5}, {"gpu_experts": "all"},
-                {"gpu_experts": profile, "profile": profile}):  # fmt: skip
+                {"gpu_experts": profile, "profile": profile}, {"profile": profile}):  # fmt: skip
         with pytest.raises(ValueError, match="gpu_experts"):
             HybridExpertsConfig(**bad)
     with pytest.raises(ValueError, match="17 of its experts are to be on the GPU, and it has 16"):
-        placed(gpu_experts=17)
+        placed(gpu_experts=17, device=device)
     with pytest.raises(ValueError, match="has nothing for it, and it has 16 experts"):
-        placed(layers=3, gpu_experts=1, profile=profile)
+        placed(layers=3, gpu_experts=1, profile=profile, device=device)
     for text in ("{", "[]", '{"experts": {"layers.0.experts": [1, -2]}}', '{"experts": 3}'):
         file = tmp_path / "bad.json"
         file.write_text(text)
-        with pytest.raises(OperatorError, match=r"ktinject profile MODEL --prompts FILE"):
-            placed(gpu_experts=1, profile=str(file))
+        with pytest.raises(ValueError, match=r"ktinject profile MODEL --prompts FILE"):
+            placed(gpu_experts=1, profile=str(file), device=device)
 
 
 # --- on a GPU ---

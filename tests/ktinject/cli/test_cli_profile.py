@@ -88,7 +88,7 @@ def test_refusals(ktinject, tiny_qwen3_moe, tmp_path, prompts):
         (["--prompts", empty], "there is no prompt in it"),
         (["--prompts", tmp_path / "absent.jsonl"], "cannot be read"),
         (["--prompts", prompts, "--out", tmp_path / "profile.txt"], "end in .json"),
-        (["--prompts", prompts, "--out", tmp_path / "no" / "profile.json"], "cannot be written"),
+        (["--prompts", prompts, "--out", tmp_path / "no" / "profile.json"], "no file can be written there"),
     ]:
         answer = ktinject("profile", tiny_qwen3_moe, *arguments, "--device", "cpu", exit_code=2)
         assert match in answer.stderr
