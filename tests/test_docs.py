@@ -85,23 +85,13 @@ def test_rule_files_are_read(page):
             assert rules.parse(text.encode(), page.name).rules
 
 
-@pytest.mark.parametrize(
-    ("page", "mistake"),
-    [("docs/tutorial.md", ("weights: bf16", "weigths: bf16")), ("docs/reference/rules.md", ("", ""))],
-)
-def test_the_refusal_that_is_shown_is_the_one_that_comes(page, mistake):
-    page = ROOT / page
-    shown = " ".join(page.read_text().split())
-    found = []
-    for text in blocks(page, "yaml"):
-        if text.startswith("version:"):
-            for rule in rules.parse(text.replace(*mistake, 1).encode(), "rules.yaml").rules:
-                if rule.operator in REGISTRY:
-                    try:
-                        rules.check_arguments(rule, REGISTRY[rule.operator].Config)
-                    except RuleError as error:
-                        found.append(str(error).removeprefix("rules.yaml"))
-    assert found and all(text in shown for text in found)
+def test_the_refusal_of_the_tutorial_is_the_one_that_comes():
+    page = ROOT / "docs/tutorial.md"
+    (mine,) = (text for text in blocks(page, "yaml") if text.startswith("version:"))
+    first = rules.parse(mine.replace("weights: bf16", "weigths: bf16").encode(), "mine.yaml").rules[0]
+    with pytest.raises(RuleError) as refusal:
+        rules.check_arguments(first, REGISTRY[first.operator].Config)
+    assert f"ktinject: {refusal.value}\n" in page.read_text()
 
 
 def test_the_table_of_deferral_is_what_was_measured(capsys):

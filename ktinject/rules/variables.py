@@ -100,8 +100,8 @@ class Variables:
         default = self.values[name]
         if not _gives_way(default, given):
             raise place.refusal(
-                f"set to {show(given)}; its default is {show(default)}, and the type must stay. "
-                "Set a value of that type."
+                f"set to {show(given)}; its default is {show(default)}, and true or false take the place of each "
+                "other only. Set a value of the default's kind."
             )
         self.values[name] = given
 
@@ -140,7 +140,5 @@ def _check(value: object, place: Place) -> None:
 
 
 def _gives_way(default: object, value: object) -> bool:
-    """Numbers give way to numbers, text to both, for arguments such as `0 | 16 | 0.25`: the operator decides."""
-    if isinstance(default, bool) or isinstance(value, bool):
-        return isinstance(default, bool) and isinstance(value, bool)
-    return isinstance(default, str) or isinstance(value, int | float)
+    """Numbers and text to each other, for arguments such as `0 | 16 | 0.25 | auto`: the operator has the last word."""
+    return isinstance(default, bool) == isinstance(value, bool)

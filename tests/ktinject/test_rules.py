@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from ktinject import rules
 from ktinject.errors import RuleError
+from ktinject.operators import REGISTRY
 from ktinject.rules import document
 from ktinject.rules.pattern import compiled
 from ktinject.rules.variables import Variables
@@ -242,7 +243,7 @@ def test_filling_in_is_plain_replacement() -> None:
 
 @pytest.mark.parametrize(
     ("default", "value"),
-    [("a", "b"), ("auto", 16), ("auto", 0.25), (1, 2), (0, 0.25), (0.5, 0.25), (0.5, 1), (True, False)],
+    [("a", "b"), ("auto", 16), ("auto", 0.25), (1, 2), (0, 0.25), (0.5, 1), (0, "auto"), (True, False)],
 )
 def test_overrides(default: object, value: object) -> None:
     source = {
@@ -286,7 +287,6 @@ def test_bundled_files_hold_no_device_number_and_only_known_arguments(name: str)
         rules.bundled()[name].read_text().replace("CPU", ""),
         re.M,
     )
-    operators = pytest.importorskip("ktinject.operators").REGISTRY
     for weights in ("bf16", "int8", "int4"):
         values: dict[str, Any] = {"experts": weights, "group_size": 32}
         declared = rules.read(name).variables
@@ -294,7 +294,7 @@ def test_bundled_files_hold_no_device_number_and_only_known_arguments(name: str)
         for found in rules.read(name, variables=values).rules:
             if found.operator == rules.KEEP:
                 continue
-            config = rules.check_arguments(found, operators[found.operator].Config)
+            config = rules.check_arguments(found, REGISTRY[found.operator].Config)
             assert found.operator in (
                 "hybrid_experts",
                 "dense_linear",
@@ -335,8 +335,7 @@ def test_bundled_files_find_the_experts_of_transformers_models(model_type: str) 
     modules = modules_of("deepseek_v3" if model_type == "kimi_k2" else model_type)  # which has its modules
     experts = {path for path, _, _ in modules if path.endswith(".experts")}
     assert len(experts) >= 2
-    operators = pytest.importorskip("ktinject.operators").REGISTRY
-    keeps = {name: operator.keeps for name, operator in operators.items()}
+    keeps = {name: operator.keeps for name, operator in REGISTRY.items()}
     for name in {rules.choose(model_type), "moe-auto"}:
         found = rules.assign(rules.read(name), modules, keeps=keeps)
         assert set(found.matched["routed experts"]) == experts
@@ -498,9 +497,8 @@ def valid(document_: object, schema: dict[str, Any]) -> bool:
 
 def test_the_schema_accepts_what_is_bundled_and_the_design_example() -> None:
     schema = rules.schema({"cpu_experts": Experts, "hybrid_experts": Everything})
-    operators = pytest.importorskip("ktinject.operators").REGISTRY
     bundled = rules.schema(
-        {name: operator.Config for name, operator in operators.items() if name != rules.KEEP}
+        {name: operator.Config for name, operator in REGISTRY.items() if name != rules.KEEP}
     )
     jsonschema.Draft7Validator.check_schema(schema)
     json.dumps(schema)
@@ -684,12 +682,12 @@ def test_the_examples_of_the_reference() -> None:
                 refused += 1
                 with pytest.raises(RuleError) as error:
                     for found in rules.parse(data.encode(), "rules.yaml").rules:
-                        rules.check_arguments(found, Experts)
+                        rules.check_arguments(found, REGISTRY[found.operator].Config)
                 assert str(error.value).split() == following[1].split()
             else:
                 for found in rules.parse(data.encode(), "rules.yaml").rules:
-                    if found.operator == "cpu_experts":
-                        rules.check_arguments(found, Experts)
+                    if found.operator in REGISTRY:
+                        rules.check_arguments(found, REGISTRY[found.operator].Config)
         elif kind == "python":
             exec(compile(body, "rules.md", "exec"), {})
     assert refused >= 1
