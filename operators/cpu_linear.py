@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ktinject import _native, env
 from ktinject.errors import OperatorError
-from ktinject.operators.base import Config, Operator, register_operator
+from ktinject.operators.base import Config, register_operator
 from ktinject.operators.cpu_experts import weights_in_words
-from ktinject.operators.linear_op import handle_of, linear_op
+from ktinject.operators.packed_linear import PackedLinear
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -32,7 +32,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core
 
 
 @register_operator("cpu_linear")
-class CpuLinear(Operator, nn.Linear):
+class CpuLinear(PackedLinear):
     """Every nn.Linear, and one to everybody who asks, such as PEFT.
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or for int8 and int4 weights quantised
@@ -43,11 +43,7 @@ class CpuLinear(Operator, nn.Linear):
     Config = CpuLinearConfig
 
     def __init__(self, module: nn.Linear, config: CpuLinearConfig) -> None:
-        nn.Module.__init__(self)  # and not nn.Linear's, which makes parameters
-        self.in_features, self.out_features = module.in_features, module.out_features
-        self.config = config
-        self.has_bias = module.bias is not None
-        self.dtype = module.weight.dtype
+        super().__init__(module, config)
         self._loaded_dtype: torch.dtype | None = None
         try:
             self.native = _native.Linear(
@@ -61,16 +57,15 @@ class CpuLinear(Operator, nn.Linear):
             )
         except ValueError as error:
             raise OperatorError(f"cpu_linear: {error}") from None
-        self._handle = handle_of(self)
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
         if config.device not in ("auto", "cpu"):
             return f"it computes on the CPU and was given device {config.device}"
-        if not isinstance(module, nn.Linear):
-            return "it replaces nn.Linear"
-        if type(module).forward is not nn.Linear.forward:
-            return "its forward is not that of nn.Linear"
+        reason = super().supports(module, config, machine)
+        if reason:
+            return reason
+        assert isinstance(module, nn.Linear)
         if not module.weight.is_floating_point() or module.weight.dtype.itemsize == 1:
             return f"its weight is {module.weight.dtype}: it is quantised; inject into the plain model"
         try:
@@ -97,10 +92,6 @@ class CpuLinear(Operator, nn.Linear):
     def footprint(self) -> dict[str, int]:
         return {"cpu": self.native.bytes}
 
-    def wants(self) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {"weight": (self.out_features, self.in_features)}
-        return shapes | ({"bias": (self.out_features,)} if self.has_bias else {})
-
     def allocate(self) -> None:
         try:
             self.native.allocate()
@@ -110,27 +101,15 @@ class CpuLinear(Operator, nn.Linear):
                 "Choose smaller weights (int8, int4, mxfp4) or a machine with more memory."
             ) from None
 
-    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
-        if name not in self.wants():
-            raise OperatorError(f"cpu_linear: found parameter {name}; allowed: {', '.join(self.wants())}.")
-        if expert is not None or part is not None or tuple(tensor.shape) != self.wants()[name]:
-            raise OperatorError(
-                f"cpu_linear: {name}: found shape {list(tensor.shape)}, expert {expert}, part {part}; "
-                f"expected the whole {list(self.wants()[name])}."
-            )
+    def accept(self, name: str, tensor: Tensor) -> None:
         if tensor.dtype == torch.float64:
             tensor = tensor.float()
-        if tensor.dtype not in _FLOATS:
-            raise OperatorError(
-                f"cpu_linear: {name}: found dtype {tensor.dtype}; allowed: float64, float32, bfloat16, float16. "
-                "Quantised codes have to be decoded first."
-            )
         try:
             if name == "bias":
-                self.native.load_bias(tensor.detach())
+                self.native.load_bias(tensor)
             else:
                 self._loaded_dtype = tensor.dtype
-                self.native.load(tensor.detach())
+                self.native.load(tensor)
         except ValueError as error:
             raise OperatorError(f"cpu_linear: {error}.") from None
 
@@ -152,21 +131,8 @@ class CpuLinear(Operator, nn.Linear):
         (self.native.unpack_bias if name == "bias" else self.native.unpack)(out)
         return out
 
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """The unpacked weight [out, in] in the model's dtype, made anew at each access: writing to it is lost."""
-        return self.unpack("weight").to(self.dtype)
-
-    @property
-    def bias(self) -> Tensor | None:  # type: ignore[override]
-        """The bias in the model's dtype, a copy; or None."""
-        return self.unpack("bias").to(self.dtype) if self.has_bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] → [..., out_features], dtype and device kept. Raises OperatorError for another width."""
-        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
-            return linear_op(x, self._handle)
-        return self.compute(x)
+    def unpacked(self, name: str) -> Tensor:
+        return self.unpack(name).to(self.dtype)
 
     def compute(self, x: Tensor) -> Tensor:
         """forward without autograd: one native call, the GIL released."""
@@ -187,9 +153,4 @@ class CpuLinear(Operator, nn.Linear):
         return out if here is x else out.to(x.device, x.dtype)
 
     def compute_gradient(self, grad: Tensor) -> Tensor:
-        """grad [..., out_features] → gradient of the input [..., in_features]."""
         return (grad.to("cpu", torch.float32) @ self.unpack("weight")).to(grad.device, grad.dtype)
-
-    def extra_repr(self) -> str:
-        bias = ", bias" if self.has_bias else ""
-        return f"{self.in_features} → {self.out_features}{bias}, {self.describe()['weights']}"

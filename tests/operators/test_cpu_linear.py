@@ -241,7 +241,7 @@ def test_refused_loads_and_inputs() -> None:
         None,
     )
     refuses(
-        "found dtype torch.int8", operator.load, "weight", torch.zeros(24, 56, dtype=torch.int8), None, None
+        "found dtype int8", operator.load, "weight", torch.zeros(24, 56, dtype=torch.int8), None, None
     )
     broken = layer.weight.clone()
     broken[3, 7] = float("nan")
