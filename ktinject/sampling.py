@@ -28,6 +28,7 @@ from transformers import (
 
 from ktinject import _native
 from ktinject.decode_ops import Chooser
+from ktinject.errors import OperatorError
 
 _TIES = 64  # tokens beyond the k-th that may tie with it, looked at where top-p follows top-k
 
@@ -221,7 +222,13 @@ def _drawn_by_torch(scores: Tensor, generator: torch.Generator | None) -> Tensor
 
 def _native_choice(scores: Tensor, state: Tensor | None) -> Tensor:
     tokens = torch.empty(len(scores), dtype=torch.int64)
-    _native.choose(scores=scores.contiguous(), generator=state, tokens=tokens)
+    try:
+        _native.choose(scores=scores.contiguous(), generator=state, tokens=tokens)
+    except ValueError as error:
+        raise OperatorError(
+            f"generate: {error}. Load the model in bfloat16 or float32 if its values are beyond float16, and check "
+            "its weights."
+        ) from None
     return tokens
 
 

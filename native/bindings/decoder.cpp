@@ -47,7 +47,10 @@ HeldCache make_cache(std::vector<Cached> keys, std::vector<Cached> values) {
     for (const Cached* one : {&keys[i], &values[i]})
       if (one->dtype() != keys[0].dtype() || one->shape(0) != keys[0].shape(0) || one->shape(2) != keys[0].shape(2))
         throw std::invalid_argument("cache: all layers must have one dtype, batch size and capacity");
-    cache.layers.push_back({keys[i].data(), values[i].data()});
+    if (keys[i].shape(1) != values[i].shape(1))
+      throw std::invalid_argument("cache: keys and values must have one number of heads");
+    cache.layers.push_back({keys[i].data(), values[i].data(), static_cast<int>(keys[i].shape(1)),
+                            static_cast<int>(keys[i].shape(3)), static_cast<int>(values[i].shape(3))});
   }
   cache.held = std::move(keys);
   cache.held.insert(cache.held.end(), values.begin(), values.end());

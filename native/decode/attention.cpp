@@ -88,6 +88,16 @@ void expect(const Linear* linear, int out, const char* name) {
     throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(out) + " outputs");
 }
 
+// Places are written by it.
+void expect(const LayerCache& cache, int heads, int key_size, int value_size) {
+  if (cache.heads == heads && cache.key_size == key_size && cache.value_size == value_size) return;
+  auto shown = [](int count, int keys, int values) {
+    return std::to_string(count) + " heads of " + std::to_string(keys) + " and " + std::to_string(values) + " values";
+  };
+  throw std::invalid_argument("cache: found " + shown(cache.heads, cache.key_size, cache.value_size) + "; expected " +
+                              shown(heads, key_size, value_size));
+}
+
 }  // namespace
 
 GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(config) {
@@ -102,7 +112,14 @@ GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(conf
                                   std::to_string(config_.size) + " values");
 }
 
+bool GroupedAttention::fits(int hidden) const {
+  for (const Linear* linear : {config_.q, config_.k, config_.v})
+    if (linear->config().in_features != hidden) return false;
+  return config_.o->config().in_features == config_.heads * config_.size && config_.o->config().out_features == hidden;
+}
+
 void GroupedAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) {
+  expect(cache, config_.groups, config_.size, config_.size);
   const Math& math = ktinject::math();
   const int heads = config_.heads, groups = config_.groups, size = config_.size, batch = step.batch;
   if (step.rotary > size) throw std::invalid_argument("attention: more values are turned than a head has");
@@ -170,7 +187,14 @@ LatentAttention::LatentAttention(LatentAttentionConfig config) : config_(config)
     throw std::invalid_argument("attention: the latent's norm has another size");
 }
 
+bool LatentAttention::fits(int hidden) const {
+  for (const Linear* linear : {config_.q == nullptr ? config_.q_a : config_.q, config_.kv})
+    if (linear->config().in_features != hidden) return false;
+  return config_.o->config().in_features == config_.heads * config_.value && config_.o->config().out_features == hidden;
+}
+
 void LatentAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) {
+  expect(cache, 1, config_.rank, config_.rope);
   const Math& math = ktinject::math();
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, rope = config_.rope, batch = step.batch;
   const int value = config_.value, wide = rank + rope;

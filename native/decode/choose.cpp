@@ -1,8 +1,10 @@
 #include "decode/choose.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "decode/math.hpp"
@@ -84,14 +86,17 @@ Found best_of(ThreadPool& workers, int n, Find&& find) {
   if (parts < 4)
     for (int index = 0; index < parts; ++index) task(index, 0);
   else workers.parallel_for(parts, task);
-  return *std::max_element(found, found + parts, [](const Found& a, const Found& b) { return a.best < b.best; });
+  return *std::max_element(found, found + parts, [](const Found& a, const Found& b) {
+    return a.best < b.best || (std::isnan(b.best) && !std::isnan(a.best));
+  });
 }
 
 Found greatest(ThreadPool& workers, const Math& math, const float* scores, int n) {
   return best_of(workers, n, [&](int first, int count) {
     Found found{};
     found.best = math.greatest(scores + first, count);
-    while (found.index + 1 < count && !(scores[first + found.index] == found.best)) ++found.index;
+    auto is_it = [&](float x) { return std::isnan(found.best) ? std::isnan(x) : x == found.best; };
+    while (found.index + 1 < count && !is_it(scores[first + found.index])) ++found.index;
     return found;
   });
 }
@@ -116,6 +121,12 @@ void draw(const float* scores, int rows, int n, std::byte* generator, int64_t* t
     const float* here = scores + static_cast<size_t>(row) * static_cast<size_t>(n);
     twister.draw(words, count, math);
     const float most = greatest(*pool_used, math, here, n).best;
+    if (!std::isfinite(most))  // before anything is saved: no random number is used up
+      throw std::invalid_argument("scores: the greatest of row " + std::to_string(row) + " is " +
+                                  (std::isnan(most) ? "NaN"
+                                   : most > 0       ? "inf"
+                                                    : "-inf") +
+                                  "; nothing can be drawn");
     tokens[row] = best_of(*pool_used, n, [&](int first, int size) {
                     Found found{};
                     found.best =

@@ -1,14 +1,18 @@
 #include "decode/decoder.hpp"
 
 #include <stdexcept>
+#include <string>
 
 namespace ktinject {
 
 void Decoder::add(const Norm& before_attention, Attention& attention, const Norm& before_feed_forward,
                   FeedForward& unit) {
+  const std::string width = std::to_string(hidden_) + " values";
   for (const Norm& norm : {before_attention, before_feed_forward})
     if (norm.weight == nullptr || norm.size != hidden_)
-      throw std::invalid_argument("a layer's norm must be one of " + std::to_string(hidden_) + " values");
+      throw std::invalid_argument("a layer's norm must be one of " + width);
+  if (!attention.fits(hidden_)) throw std::invalid_argument("attention: expected " + width + " in and out");
+  if (!unit.fits(hidden_)) throw std::invalid_argument("feed-forward: expected " + width + " in and out");
   layers_.push_back({before_attention, &attention, before_feed_forward, &unit});
 }
 

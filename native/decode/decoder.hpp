@@ -30,6 +30,7 @@ struct Norm {
 struct LayerCache {
   void* keys = nullptr;
   void* values = nullptr;
+  int heads = 0, key_size = 0, value_size = 0;
 };
 
 // What is the same for all layers of a step.
@@ -82,6 +83,8 @@ class Arrays {
 class Attention {
  public:
   virtual ~Attention() = default;
+  // Whether it takes and gives rows of `hidden` values.
+  virtual bool fits(int hidden) const = 0;
   // out [batch, hidden] of x [batch, hidden], rounded; keys and values of these tokens are left in the cache.
   virtual void forward(const float* x, const Step& step, const LayerCache& cache, float* out) = 0;
 };
@@ -98,6 +101,7 @@ struct GroupedAttentionConfig {
 class GroupedAttention final : public Attention {
  public:
   explicit GroupedAttention(GroupedAttentionConfig config);
+  bool fits(int hidden) const override;
   void forward(const float* x, const Step& step, const LayerCache& cache, float* out) override;
 
  private:
@@ -123,6 +127,7 @@ struct LatentAttentionConfig {
 class LatentAttention final : public Attention {
  public:
   explicit LatentAttention(LatentAttentionConfig config);
+  bool fits(int hidden) const override;
   void forward(const float* x, const Step& step, const LayerCache& cache, float* out) override;
 
  private:
@@ -133,6 +138,7 @@ class LatentAttention final : public Attention {
 class FeedForward {
  public:
   virtual ~FeedForward() = default;
+  virtual bool fits(int hidden) const = 0;  // as Attention's
   // out [batch, hidden] of x [batch, hidden], rounded.
   virtual void forward(const float* x, DType dtype, int batch, float* out) = 0;
 };
@@ -141,6 +147,7 @@ class FeedForward {
 class GatedUnit final : public FeedForward {
  public:
   GatedUnit(const Linear& gate, const Linear& up, const Linear& down);
+  bool fits(int hidden) const override;
   void forward(const float* x, DType dtype, int batch, float* out) override;
 
  private:
@@ -166,6 +173,7 @@ struct RouterConfig {
 class Mixture final : public FeedForward {
  public:
   Mixture(RouterConfig router, const Experts& experts, FeedForward* shared, const void* gate = nullptr);
+  bool fits(int hidden) const override;
   void forward(const float* x, DType dtype, int batch, float* out) override;
 
  private:

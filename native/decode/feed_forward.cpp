@@ -30,6 +30,11 @@ GatedUnit::GatedUnit(const Linear& gate, const Linear& up, const Linear& down) :
     throw std::invalid_argument("feed-forward: gate, up and down do not fit together");
 }
 
+bool GatedUnit::fits(int hidden) const {
+  return gate_.config().in_features == hidden && up_.config().in_features == hidden &&
+         down_.config().out_features == hidden;
+}
+
 void GatedUnit::forward(const float* x, DType dtype, int batch, float* out) {
   const Math& math = ktinject::math();
   const int inner = gate_.config().out_features, count = batch * inner;
@@ -56,6 +61,11 @@ Mixture::Mixture(RouterConfig router, const Experts& experts, FeedForward* share
       router_.top_groups > router_.groups || count / router_.groups < (router_.groups > 1 ? 2 : 1) ||
       router_.top_k > count / router_.groups * router_.top_groups)
     throw std::invalid_argument("router: its groups do not fit its experts");
+}
+
+bool Mixture::fits(int hidden) const {
+  return router_.linear->config().in_features == hidden && experts_.config().hidden_size == hidden &&
+         (shared_ == nullptr || shared_->fits(hidden));
 }
 
 void Mixture::forward(const float* x, DType dtype, int batch, float* out) {
@@ -120,7 +130,7 @@ void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) {
     }
   }
   take_top(order_, top_k, is_softmax);
-  float sum = 0;
+  float sum = is_softmax ? 0 : 1e-20f;  // as transformers does: weights that are all zero stay it
   for (int i = 0; i < top_k; ++i) {
     ids[i] = order_[static_cast<size_t>(i)].second;
     weights[i] = logits[ids[i]];

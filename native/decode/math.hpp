@@ -61,7 +61,7 @@ struct Math {
   // out [rows] = w [rows, n] of dtype times a [n], rounded.
   void (*rows_times)(const void* w, const float* a, int rows, int n, DType dtype, float* out);
 
-  // The greatest of x [n].
+  // The greatest of x [n]; NaN if there is one.
   float (*greatest)(const float* x, int n);
   // The next state of a Mersenne twister, and what it gives of `count` words of a state.
   void (*mersenne_next)(uint32_t* state);

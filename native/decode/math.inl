@@ -252,12 +252,13 @@ static void rows_times(const void* w, const float* a, int rows, int n, DType dty
   });
 }
 
-// As ordered integers, because a maximum of floats is not a reduction the compiler may reorder.
+// As ordered integers, because a maximum of floats is not a reduction the compiler may reorder. NaN is beyond all.
 static float greatest_of(const float* x, int n) {
   auto ordered = [](int32_t bits) { return bits >= 0 ? bits : static_cast<int32_t>(0x80000000u) - bits; };
   int32_t most = INT32_MIN;
   for (int i = 0; i < n; ++i) {
-    const int32_t value = ordered(static_cast<int32_t>(as_bits(x[i])));
+    const u32 bits = as_bits(x[i]), absolute = bits & 0x7fffffffu;
+    const int32_t value = ordered(static_cast<int32_t>(absolute > 0x7f800000u ? absolute : bits));
     most = value > most ? value : most;
   }
   return as_float(static_cast<u32>(ordered(most)));

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 import ktinject
+from ktinject import OperatorError
 from ktinject.cpu_step import CpuStep
 from ktinject.generate import _forward
 from ktinject.graph import Lane
@@ -170,6 +171,34 @@ class TestGenerate:
         assert_same_tokens(model, arguments)
         assert model.ktinject_decoding.last.startswith("native, stock loop: MaxTimeCriteria")
 
+    def test_requests_longer_than_the_cache_and_broken_off_leave_no_trace(self, family: str) -> None:
+        model = sure(family)
+        ids = torch.randint(3, 90, (3, 270), generator=torch.Generator().manual_seed(2))
+        mask = torch.ones_like(ids)
+        mask[1, :200] = 0
+        long = {**prompt(3), "input_ids": ids, "attention_mask": mask}
+        lanes = model.ktinject_decoding.lanes
+        model.generate(**prompt(3))  # which proves the steps
+        short, capacity = model.generate(**prompt(3)), lanes[3].capacity
+        want = model.generate(**long)
+        assert capacity == 256 and lanes[3].capacity == 512
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(**long, streamer=_Interrupt())
+        assert torch.equal(model.generate(**prompt(3)), short)
+        assert torch.equal(model.generate(**long), want)
+        assert model.ktinject_decoding.last == "native loop"
+
+    def test_nothing_is_drawn_from_scores_that_are_not_finite(self, family: str) -> None:
+        model = sure(family)
+        weight = model.model.norm.weight
+        with torch.no_grad():
+            kept, weight[3] = weight[3].clone(), torch.nan
+        with pytest.raises(OperatorError, match="the greatest of row 0 is NaN"):
+            model.generate(**prompt(), do_sample=True)
+        with torch.no_grad():
+            weight[3] = kept
+        assert_same_tokens(model, prompt())
+
     def test_replaced_weights_are_seen(self, family: str) -> None:
         model = sure(family)
         model.generate(**prompt())
@@ -196,6 +225,21 @@ def test_a_layer_that_computes_something_else_is_found_and_the_model_keeps_its_s
     assert decoding.last == "eager loop" and decoding.reason.startswith("layer 1: relative difference")
     assert torch.equal(model.generate(**prompt()), stock(model, **prompt()))
     assert decoding.last == "eager loop" and decoding.reason.startswith("layer 1: relative difference")
+
+
+class _Interrupt:
+    """Ctrl-C after some steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def put(self, _: Tensor) -> None:
+        self.steps += 1
+        if self.steps == 5:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        raise AssertionError("it was broken off")
 
 
 def _scaled(own: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ktinject import _native
+from ktinject import OperatorError, _native
 from ktinject.sampling import _drawn, _drawn_by_torch, _draws_as_torch, _greatest
 from tests.reference import relative_error
 
@@ -117,6 +117,7 @@ def test_grouped_attention_over_any_length(
     )
     keys, values = torch.randn(2, batch, groups, 2048, size).unbind()
     x, mask = torch.randn(batch, HIDDEN), torch.rand(batch, 2048) < 0.7
+    mask[1, :500] = False  # padding: whole stretches without a place
     mask[:, place] = True
     cos, sin = rotation(batch, rotary)
     tables = {"cos": cos, "sin": sin} if rotary else {}
@@ -164,6 +165,7 @@ def test_latent_attention_over_any_length(place: int, neighbours: bool) -> None:
     )
     keys, values = torch.randn(batch, 1, 1024, rank), torch.randn(batch, 1, 1024, rope)
     x, mask = torch.randn(batch, HIDDEN), torch.rand(batch, 1024) < 0.7
+    mask[1, :500] = False
     mask[:, place] = True
     cos, sin = rotation(batch, rope)
     inner = normed(x)
@@ -210,6 +212,19 @@ class TestChoice:
         assert _greatest(scores).tolist() == [9_000, 39_999]
         assert _greatest(torch.full((1, 40_000), -2.0)).tolist() == [0]
 
+    @pytest.mark.parametrize("at", [0, 7, 20_001])
+    @pytest.mark.parametrize("value", ["nan", "-nan", "inf"])
+    def test_of_what_is_not_finite_as_torch(self, value: str, at: int) -> None:
+        scores = torch.randn(2, 40_000)
+        scores[1, at] = -torch.tensor(torch.nan) if value == "-nan" else float(value)
+        assert torch.equal(_greatest(scores), scores.argmax(-1))
+        before = torch.get_rng_state()
+        with pytest.raises(OperatorError, match=f"greatest of row 1 is {'inf' if value == 'inf' else 'NaN'}"):
+            _drawn(scores)
+        assert torch.equal(before, torch.get_rng_state())
+        with pytest.raises(OperatorError, match="greatest of row 0 is -inf; nothing can be drawn"):
+            _drawn(torch.full((1, 5), -torch.inf))
+
     def test_follows_the_probabilities(self) -> None:
         torch.manual_seed(0)
         weights = torch.tensor([0.5, 0.3, 0.15, 0.05])
@@ -251,6 +266,12 @@ class TestRefusals:
             ({"x": torch.zeros(1, 32)}, "hidden states must be"),
             ({"x": torch.zeros(1, HIDDEN).bfloat16()}, "of the model's dtype"),
             ({"keys": torch.zeros(2, 2, 8, 16)}, "one dtype, batch size and capacity"),
+            ({"keys": torch.zeros(1, 1, 8, 16)}, "one number of heads"),
+            (
+                {"keys": torch.zeros(1, 1, 8, 16), "values": torch.zeros(1, 1, 8, 16)},
+                "found 1 heads of 16 and 16 values; expected 2 heads of 16 and 16 values",
+            ),
+            ({"values": torch.zeros(1, 2, 8, 8)}, "found 2 heads of 16 and 8 values"),
             ({"mask": torch.ones(1, 3, dtype=torch.bool), "place": 3}, "the mask must be"),
             ({"cos": torch.ones(1, 16)}, "cos and sin belong together"),
             ({"cos": torch.ones(1, 32), "sin": torch.ones(1, 32)}, "more values are turned"),
@@ -276,3 +297,15 @@ class TestRefusals:
             _native.GroupedAttention(**parts, q_norm=None, k_norm=None, heads=3, groups=2, size=16, scale=1.0)
         with pytest.raises(ValueError, match="do not fit together"):
             _native.GatedUnit(linear(32, HIDDEN)[0], linear(16, HIDDEN)[0], linear(HIDDEN, 32)[0])
+
+    @pytest.mark.parametrize("odd", ["q", "v", "o"])
+    def test_of_an_attention_of_another_width(self, odd: str) -> None:
+        shapes = dict.fromkeys("qkv", (32, HIDDEN)) | {"o": (HIDDEN, 32)}
+        shapes[odd] = (48, 32) if odd == "o" else (32, 48)
+        parts = {name: linear(*shape)[0] for name, shape in shapes.items()}
+        with pytest.raises(ValueError, match="attention: expected 64 values in and out"):
+            Layer(
+                _native.GroupedAttention(
+                    **parts, q_norm=None, k_norm=None, heads=2, groups=2, size=16, scale=1.0
+                )
+            )

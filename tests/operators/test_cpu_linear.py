@@ -240,9 +240,7 @@ def test_refused_loads_and_inputs() -> None:
         None,
         None,
     )
-    refuses(
-        "found dtype int8", operator.load, "weight", torch.zeros(24, 56, dtype=torch.int8), None, None
-    )
+    refuses("found dtype int8", operator.load, "weight", torch.zeros(24, 56, dtype=torch.int8), None, None)
     broken = layer.weight.clone()
     broken[3, 7] = float("nan")
     refuses("weight: output row 3 holds a NaN or an infinity", operator.load, "weight", broken, None, None)
