@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import weakref
 from collections import Counter
@@ -81,6 +82,7 @@ class Decoding:
             team.watch(self.check)
         self._turn = threading.Lock()
         self._owner: int | None = None
+        self._process = os.getpid()
 
     @property
     def native(self) -> CpuStep | None:
@@ -107,13 +109,19 @@ class Decoding:
         self.last, self.reason = how, why
         if why and not self.requests[how]:
             level = logging.DEBUG if why == self.graphs else logging.WARNING
-            without = "its own decode steps" if self.native is not None else "CUDA graphs"
+            model = self._model()
+            on_cpu = model is not None and model.device.type == "cpu"
+            without = "its own decode steps" if on_cpu else "CUDA graphs"
             logger.log(level, "generate runs without %s: %s", without, why)
         self.requests[how] += 1
 
     @contextmanager
     def turn(self) -> Iterator[str]:
         """One request at a time uses the lanes, other threads wait. Gives why this one must not, or ""."""
+        # In a forked child, whoever had the turn and worked in the lanes is not there.
+        if self._process != os.getpid():
+            self._turn, self._owner, self._process = threading.Lock(), None, os.getpid()
+            self.release()
         model = self._model()
         if self.graphs and (model is None or model.device.type != "cpu" or self.team is not None):
             yield self.graphs
@@ -221,6 +229,7 @@ def install(model: PreTrainedModel, team: Team | None = None) -> None:
     """
     if model.device.type == "cpu":
         openmp.let_threads_sleep()
+        openmp.outlive_forks()
     if not isinstance(model, GenerationMixin) or type(model)._sample is not GenerationMixin._sample:
         return
     model.ktinject_decoding = Decoding(model, team)

@@ -5,6 +5,9 @@ milliseconds after each operation, in which our workers have to share the cores:
 speed, and on cores that other programs use, too, at a fraction. OMP_WAIT_POLICY=PASSIVE lets them sleep, but is read
 when torch is loaded, which is past. What still can be done: libgomp cuts its spins to microseconds where it manages
 more threads than there are CPUs. So a second team of threads is started, and sleeps.
+
+Nor does libgomp notice a fork: the child waits for ever for threads that only its parent has. There, torch computes on
+one thread, as in DataLoader's workers.
 """
 
 from __future__ import annotations
@@ -46,6 +49,12 @@ def _hold_team(started: threading.Event) -> None:
     torch.zeros(_PARALLEL_VALUES).add_(1)  # the team lives as long as this thread
     started.set()
     threading.Event().wait()
+
+
+@functools.cache
+def outlive_forks() -> None:
+    """Let torch compute on one thread in children that are forked from now on."""
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 @contextmanager

@@ -1,14 +1,21 @@
-"""Torch's own threads beside the pool's: when they are made to sleep, and that they do."""
+"""Torch's own threads beside the pool's: when they are made to sleep, that they do, and what forks leave of them."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
+import ktinject
 from ktinject.openmp import _teams, one_thread
 
 
@@ -67,12 +74,61 @@ def test_threads_that_wait_use_no_time() -> None:
 
 
 def test_one_thread_is_for_the_time_being() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with several_threads():
         with pytest.raises(KeyboardInterrupt), one_thread():
             assert torch.get_num_threads() == 1
             raise KeyboardInterrupt
         assert torch.get_num_threads() == 2
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="torch computes on one thread anyway")
+def test_a_forked_child_generates(tiny_qwen3_moe: Path) -> None:
+    """Torch's threads are not there, nor is the one that had its turn when the process forked."""
+    model = ktinject.load(tiny_qwen3_moe, devices=["cpu"], dtype="bfloat16", progress=False)
+    prompt = torch.arange(5)[None]
+
+    def generate() -> list[int]:
+        torch.zeros(1 << 20).add_(1)  # on all threads, which a tiny model's operations are too small for
+        return model.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist()
+
+    with several_threads():
+        want, stop = generate(), threading.Event()
+        other = threading.Thread(target=lambda: [generate() for _ in iter(stop.is_set, True)])
+        other.start()
+        try:
+            for _ in range(5):
+                child = os.fork()
+                if child == 0:
+                    code = 1
+                    try:
+                        code = 0 if generate() == want and torch.get_num_threads() == 1 else 2
+                    finally:
+                        os._exit(code)
+                assert exit_code(child) == 0
+        finally:
+            stop.set()
+            other.join()
+        assert generate() == want and torch.get_num_threads() == 2
+    assert model.ktinject_decoding.last == "native loop"
+
+
+@contextmanager
+def several_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        yield
     finally:
         torch.set_num_threads(before)
+
+
+def exit_code(child: int) -> int:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail("the child hangs")
