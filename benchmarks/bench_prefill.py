@@ -28,8 +28,11 @@ def choose(model: torch.nn.Module, way: str) -> None:
         if isinstance(operator, HybridExperts):
             operator.__dict__.pop("_streams", None)
             if way != "auto":
-                all_or_none = operator.num_experts if way == "gpu" else 0
-                operator._streams = lambda tokens, top_k, n=all_or_none: n  # type: ignore[method-assign]
+                share = {"cpu": 0.0, "gpu": 1.0}.get(way) or float(
+                    0 if way == "cpu" else way if way != "gpu" else 1
+                )
+                passing = round(share * operator.num_experts)
+                operator._streams = lambda tokens, top_k, n=passing: n  # type: ignore[method-assign]
 
 
 def once(model: Any, tokens: int) -> float:

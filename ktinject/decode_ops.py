@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ktinject import _native
+from ktinject.operators.handoff import CODES, stream_of
 
-_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as in native/moe/stages.hpp
 _SPLIT = 256  # places of the cache that one block of attention takes at a time
 _MOST_SPLITS = 32
 MOST_ROWS = 8  # of `linear`
@@ -37,10 +37,6 @@ class Cache(NamedTuple):
     mask: Tensor
 
 
-def _stream(tensor: Tensor) -> int:
-    return torch.cuda.current_stream(tensor.device).cuda_stream
-
-
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -54,11 +50,11 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
         x.data_ptr(),
         norm.weight.data_ptr(),
         out.data_ptr(),
-        _CODES[x.dtype],
+        CODES[x.dtype],
         x.numel() // n,
         n,
         norm.eps,
-        _stream(x),
+        stream_of(x.device),
     )
     return out
 
@@ -100,8 +96,8 @@ def linear(
         then_bytes=0 if then is None else then.nbytes,
         rows=rows,
         k=k,
-        dtype=_CODES[x.dtype],
-        stream=_stream(x),
+        dtype=CODES[x.dtype],
+        stream=stream_of(x.device),
     )
     return out
 
@@ -120,8 +116,8 @@ def route(logits: Tensor, top_k: int, normed: bool) -> tuple[Tensor, Tensor]:
         experts,
         top_k,
         normed,
-        _CODES[logits.dtype],
-        _stream(logits),
+        CODES[logits.dtype],
+        stream_of(logits.device),
     )
     return weights, ids
 
@@ -186,8 +182,8 @@ def attend(
         mask_stride=cache.mask.stride(0),
         eps=0.0 if norms[0] is None else norms[0].eps,
         scale=scale,
-        dtype=_CODES[q.dtype],
-        stream=_stream(q),
+        dtype=CODES[q.dtype],
+        stream=stream_of(q.device),
     )
     return out
 
@@ -206,8 +202,8 @@ def rotation(
         rows,
         half,
         scale,
-        _CODES[dtype],
-        _stream(positions),
+        CODES[dtype],
+        stream_of(positions.device),
     )
     return cos, sin
 
@@ -220,7 +216,12 @@ def advance(place: Tensor, positions: Tensor, mask: Tensor) -> None:
         mask[..., place[place < mask.shape[-1]]] = True
         return
     _native.advance(
-        place.data_ptr(), positions.data_ptr(), mask.data_ptr(), len(mask), mask.stride(0), _stream(place)
+        place.data_ptr(),
+        positions.data_ptr(),
+        mask.data_ptr(),
+        len(mask),
+        mask.stride(0),
+        stream_of(place.device),
     )
 
 
@@ -261,5 +262,5 @@ class Chooser:
             pad=self._pad,
             rows=scores.shape[0],
             vocab=scores.shape[1],
-            stream=_stream(scores),
+            stream=stream_of(scores.device),
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.operators.handoff import CODES, OnGpu
+from ktinject.operators.handoff import CODES, OnGpu, stream_of
 
 # Of a GPU's memory, what `auto` leaves for the cache of keys and values and for what layers compute in.
 RESERVE_SHARE, RESERVE_BYTES = 0.15, 2**30
@@ -84,16 +84,14 @@ class GpuExperts:
             raise OperatorError(
                 f"no room for {len(resident)} experts of {size / 2**20:.1f} MiB on {device}. Give fewer gpu_experts."
             ) from None
-        stream = torch.cuda.current_stream(device)
-        with torch.cuda.device(device):
-            for place, expert in enumerate(resident):
-                self.native.copy(experts, expert, self.memory.data_ptr() + place * size, stream.cuda_stream)
+        for place, expert in enumerate(resident):
+            self.native.copy(experts, expert, self.memory.data_ptr() + place * size, stream_of(device))
         self.resident = list(resident)  # by place
         places = torch.full((num_experts,), -1, dtype=torch.int32)
         places[self.resident] = torch.arange(len(resident), dtype=torch.int32)
         self.places = places.to(device)
         self.traffic = torch.zeros_like(self.places)
-        stream.synchronize()
+        torch.cuda.current_stream(device).synchronize()
 
     @staticmethod
     def table_bytes(num_experts: int) -> int:
@@ -120,22 +118,19 @@ class GpuExperts:
         inner = torch.empty(
             (min(tokens, most) * top_k, self.native.inner_width), dtype=torch.bfloat16, device=x.device
         )
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-        # The default stream has the same handle on every device: a kernel goes to the current one's.
-        with torch.cuda.device_of(x):
-            for first in range(0, tokens, most):
-                rows = slice(first, first + most)
-                self.native.forward(
-                    x[rows].data_ptr(),
-                    CODES[x.dtype],
-                    chosen[rows].data_ptr(),
-                    weights[rows].data_ptr(),
-                    CODES[weights.dtype],
-                    chosen[rows].shape[0],
-                    top_k,
-                    self.memory.data_ptr(),
-                    inner.data_ptr(),
-                    out[rows].data_ptr(),
-                    stream,
-                )
+        for first in range(0, tokens, most):
+            rows = slice(first, first + most)
+            self.native.forward(
+                x[rows].data_ptr(),
+                CODES[x.dtype],
+                chosen[rows].data_ptr(),
+                weights[rows].data_ptr(),
+                CODES[weights.dtype],
+                chosen[rows].shape[0],
+                top_k,
+                self.memory.data_ptr(),
+                inner.data_ptr(),
+                out[rows].data_ptr(),
+                stream_of(x.device),
+            )
         return out

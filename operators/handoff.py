@@ -44,6 +44,12 @@ CODES = {
 }  # as native/bindings/handoff.cpp numbers them
 
 
+def stream_of(device: torch.device) -> tuple[int, int]:
+    """The current stream of a CUDA device, as native launches take it: number of the device, handle."""
+    stream = torch.cuda.current_stream(device)
+    return stream.device_index, stream.cuda_stream
+
+
 class Ticket:
     """One submit. Dropping it without waiting drops the answer."""
 
@@ -346,8 +352,7 @@ class Handoff:
     def read(self, counts: Tensor) -> Tensor:
         """A small tensor of a CUDA device, as it is now, through the current stream, whoever captures meanwhile."""
         out = torch.empty_like(counts, device="cpu")
-        stream = torch.cuda.current_stream(counts.device).cuda_stream
-        _native.read_device(counts.data_ptr(), out.data_ptr(), counts.nbytes, stream)
+        _native.read_device(counts.data_ptr(), out.data_ptr(), counts.nbytes, stream_of(counts.device))
         return out
 
     def modes(self) -> dict[torch.device, Mode]:
@@ -381,21 +386,19 @@ class Handoff:
         if not out.is_cuda or self._hidden % 8:
             torch.add(answer.to(out.device), addend, out=out)
             return
-        stream = torch.cuda.current_stream(out.device)
-        with torch.cuda.device_of(out):
-            _native.add_from_host(
-                answer.data_ptr(),
-                addend.data_ptr(),
-                out.data_ptr(),
-                out.numel(),
-                CODES[out.dtype],
-                stream.cuda_stream,
-            )
+        _native.add_from_host(
+            answer.data_ptr(),
+            addend.data_ptr(),
+            out.data_ptr(),
+            out.numel(),
+            CODES[out.dtype],
+            stream_of(out.device),
+        )
         # torch knows nothing of who reads there, and would give the memory to the next answer.
         with _read_lock:
             while _read and _read[0][0].query():
                 _read.popleft()
-            _read.append((stream.record_event(), answer))
+            _read.append((torch.cuda.current_stream(out.device).record_event(), answer))
 
     def _submit_host(
         self, ticket: Ticket, x: Tensor, ids: Tensor, weights: Tensor, on_gpu: OnGpu | None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
-from ktinject.operators.handoff import CODES
+from ktinject.operators.handoff import CODES, stream_of
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -123,17 +123,16 @@ class RmsNorm(Operator):
         x = x.contiguous()
         out = torch.empty_like(x)
         n = x.shape[-1]
-        with torch.cuda.device_of(x):
-            _native.rms_norm(
-                x.data_ptr(),
-                weight.data_ptr(),
-                out.data_ptr(),
-                CODES[x.dtype],
-                x.numel() // n,
-                n,
-                self.epsilon,
-                torch.cuda.current_stream(x.device).cuda_stream,
-            )
+        _native.rms_norm(
+            x.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            CODES[x.dtype],
+            x.numel() // n,
+            n,
+            self.epsilon,
+            stream_of(x.device),
+        )
         return out
 
     def extra_repr(self) -> str:

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.operators.handoff import CODES
+from ktinject.operators.handoff import CODES, stream_of
 from ktinject.operators.routed_experts import ExpertsSpec
 
 log = logging.getLogger("ktinject")
@@ -142,10 +142,9 @@ class Ring:
             gate_up = self._workspace[:cut].view(count, rows, spec.hidden_size)
             down = self._workspace[cut : cut + count * spec.hidden_size * spec.intermediate_size]
             down = down.view(count, spec.hidden_size, spec.intermediate_size)
-            with torch.cuda.device_of(gate_up):
-                layer.source.unpack(
-                    slot.memory.data_ptr(), count, gate_up.data_ptr(), down.data_ptr(), stream.cuda_stream
-                )
+            layer.source.unpack(
+                slot.memory.data_ptr(), count, gate_up.data_ptr(), down.data_ptr(), stream_of(self.device)
+            )
             slot.usable.record(stream)
             self._run_ahead(layer, index)
             yield first, count, gate_up, down
@@ -164,7 +163,8 @@ class Ring:
         first, count = self.chunks(layer)[index]
         slot = self._free.popleft()
         self._stream.wait_event(slot.usable)
-        layer.source.copy(first, count, slot.memory.data_ptr(), self._stream.cuda_stream)
+        on = self._stream.device_index, self._stream.cuda_stream
+        layer.source.copy(first, count, slot.memory.data_ptr(), on)
         slot.filled.record(self._stream)
         self._ahead.append(_Copy(weakref.ref(layer), index, (first, count), slot))
 
@@ -310,11 +310,13 @@ class StreamedExperts:
     def _activated(self, gate_up: Tensor) -> Tensor:
         """[rows, n] bfloat16, or float32 → [rows, intermediate] bfloat16; computed in fp32, rounded once."""
         out = gate_up.new_empty(gate_up.shape[0], self.spec.intermediate_size, dtype=torch.bfloat16)
-        stream = torch.cuda.current_stream(gate_up.device).cuda_stream
-        with torch.cuda.device_of(gate_up):
-            self.source.activate(
-                gate_up.data_ptr(), CODES[gate_up.dtype], gate_up.shape[0], out.data_ptr(), stream
-            )
+        self.source.activate(
+            gate_up.data_ptr(),
+            CODES[gate_up.dtype],
+            gate_up.shape[0],
+            out.data_ptr(),
+            stream_of(gate_up.device),
+        )
         return out
 
     def _take_biases(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -379,7 +381,7 @@ def measure(streamed: StreamedExperts, kind: str, top_k: int) -> Rates:
         for _ in range(3):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record(stream)
-            source.copy(0, count, memory.data_ptr(), stream.cuda_stream)
+            source.copy(0, count, memory.data_ptr(), stream_of(device))
             end.record(stream)
             end.synchronize()
             times.append(start.elapsed_time(end) / 1e3)

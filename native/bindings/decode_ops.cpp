@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "bindings/stream.hpp"
 #include "bindings/subjects.hpp"
 #include "cuda/decode_choose.hpp"
 #include "cuda/decode_linear.hpp"
@@ -31,7 +32,7 @@ void init_decode_ops(nb::module_& m) {
          uintptr_t place, uintptr_t mask, uintptr_t keys, uintptr_t values, uintptr_t out, uintptr_t scratch,
          uintptr_t arrived, int batch, int q_heads, int kv_heads, int size, int splits, int64_t q_stride,
          int64_t kv_stride, int64_t rotation_stride, int64_t batch_stride, int64_t head_stride, int64_t mask_stride,
-         float eps, float scale, int dtype, uintptr_t stream) {
+         float eps, float scale, int dtype, Stream stream) {
         attention({pointer<>(q),
                    pointer<>(k),
                    pointer<>(v),
@@ -74,7 +75,7 @@ void init_decode_ops(nb::module_& m) {
       "decode_linear",
       [](uintptr_t x, uintptr_t norm, float eps, uintptr_t normed, const std::vector<uintptr_t>& weights,
          const std::vector<uintptr_t>& biases, const std::vector<int>& n, uintptr_t residual, uintptr_t out,
-         uintptr_t then, int64_t then_bytes, int rows, int k, int dtype, uintptr_t stream) {
+         uintptr_t then, int64_t then_bytes, int rows, int k, int dtype, Stream stream) {
         if (n.size() > DecodeLinear::kMatrices || weights.size() != n.size() || biases.size() != n.size())
           throw std::invalid_argument("decode_linear: up to three matrices, each with n and a bias or 0");
         DecodeLinear input{.x = pointer<>(x),
@@ -101,7 +102,7 @@ void init_decode_ops(nb::module_& m) {
   m.def(
       "choose_on_gpu",
       [](uintptr_t scores, uintptr_t noise, uintptr_t ends, uintptr_t ids, uintptr_t result, uintptr_t seen,
-         uintptr_t length, uintptr_t best, uintptr_t arrived, int64_t pad, int rows, int vocab, uintptr_t stream) {
+         uintptr_t length, uintptr_t best, uintptr_t arrived, int64_t pad, int rows, int vocab, Stream stream) {
         choose({pointer<const float>(scores), pointer<const float>(noise), pointer<const bool>(ends),
                 pointer<int64_t>(ids), pointer<int64_t>(result), pointer<bool>(seen), pointer<int64_t>(length),
                 pointer<uint64_t>(best), pointer<unsigned>(arrived), pad, rows, vocab},
@@ -112,7 +113,7 @@ void init_decode_ops(nb::module_& m) {
       nb::arg("vocab"), nb::arg("stream"), "The greatest score of each row, or a sample, and what follows from it.");
   m.def(
       "advance",
-      [](uintptr_t place, uintptr_t positions, uintptr_t mask, int rows, int64_t mask_stride, uintptr_t stream) {
+      [](uintptr_t place, uintptr_t positions, uintptr_t mask, int rows, int64_t mask_stride, Stream stream) {
         advance(pointer<int64_t>(place), pointer<int64_t>(positions), pointer<bool>(mask), rows, mask_stride, stream);
       },
       nb::arg("place"), nb::arg("positions"), nb::arg("mask"), nb::arg("rows"), nb::arg("mask_stride"),
@@ -120,7 +121,7 @@ void init_decode_ops(nb::module_& m) {
   m.def(
       "rotation",
       [](uintptr_t positions, uintptr_t frequencies, uintptr_t cos, uintptr_t sin, int rows, int half, float scale,
-         int dtype, uintptr_t stream) {
+         int dtype, Stream stream) {
         rotation(pointer<const int64_t>(positions), pointer<const float>(frequencies), pointer<>(cos), pointer<>(sin),
                  rows, half, scale, dtype_of(dtype), stream);
       },
@@ -129,7 +130,7 @@ void init_decode_ops(nb::module_& m) {
   m.def(
       "route",
       [](uintptr_t logits, uintptr_t weights, uintptr_t ids, int rows, int experts, int top_k, bool normed, int dtype,
-         uintptr_t stream) {
+         Stream stream) {
         route(pointer<>(logits), pointer<>(weights), pointer<int64_t>(ids), rows, experts, top_k, normed,
               dtype_of(dtype), stream);
       },

@@ -7,6 +7,7 @@
 #include <array>
 #include <memory>
 
+#include "bindings/stream.hpp"
 #include "bindings/subjects.hpp"
 #include "cuda/resident.hpp"
 #include "cuda/rms_norm.hpp"
@@ -115,7 +116,7 @@ void init_handoff(nb::module_& m) {
       .def_prop_ro("inner_width", &Resident::inner_width, "Values a (token, slot) pair of the working memory.")
       .def(
           "copy",
-          [](const Resident& self, const Experts& experts, int expert, uintptr_t to, uintptr_t stream) {
+          [](const Resident& self, const Experts& experts, int expert, uintptr_t to, Stream stream) {
             self.copy(experts, expert, pointer<void>(to), stream);
           },
           nb::arg("experts"), nb::arg("expert"), nb::arg("to"), nb::arg("stream"),
@@ -123,7 +124,7 @@ void init_handoff(nb::module_& m) {
       .def(
           "forward",
           [](const Resident& self, uintptr_t x, int dtype, uintptr_t chosen, uintptr_t weights, int weights_dtype,
-             int tokens, int top_k, uintptr_t resident, uintptr_t inner, uintptr_t out, uintptr_t stream) {
+             int tokens, int top_k, uintptr_t resident, uintptr_t inner, uintptr_t out, Stream stream) {
             self.forward({pointer<const void>(x), dtype_of(dtype), pointer<const void>(weights),
                           dtype_of(weights_dtype), tokens, top_k, pointer<const int32_t>(chosen),
                           pointer<const void>(resident), pointer<void>(inner), pointer<float>(out)},
@@ -137,7 +138,7 @@ void init_handoff(nb::module_& m) {
         "Why mapped flags do not work on a CUDA device; empty where they do. Tried once a process.");
   m.def(
       "read_device",
-      [](uintptr_t from, uintptr_t to, size_t bytes, uintptr_t stream) {
+      [](uintptr_t from, uintptr_t to, size_t bytes, Stream stream) {
         read_device(pointer<const void>(from), pointer<void>(to), bytes, stream);
       },
       nb::arg("from_device"), nb::arg("to_host"), nb::arg("bytes"), nb::arg("stream"),
@@ -147,8 +148,7 @@ void init_handoff(nb::module_& m) {
       "handoff_pause", [](bool paused) { leader().pause(paused); }, nb::arg("paused"), "For tests: let nobody answer.");
   m.def(
       "rms_norm",
-      [](uintptr_t x, uintptr_t weight, uintptr_t out, int dtype, int64_t rows, int n, float epsilon,
-         uintptr_t stream) {
+      [](uintptr_t x, uintptr_t weight, uintptr_t out, int dtype, int64_t rows, int n, float epsilon, Stream stream) {
         rms_norm(pointer<const void>(x), pointer<const void>(weight), pointer<void>(out), dtype_of(dtype), rows, n,
                  epsilon, stream);
       },

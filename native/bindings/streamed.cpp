@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include "bindings/stream.hpp"
 #include "bindings/subjects.hpp"
 
 namespace nb = nanobind;
@@ -16,14 +17,14 @@ void init_streamed(nb::module_& m) {
       .def("packed_bytes", &Streamed::packed_bytes, nb::arg("count"), "What copy() moves for `count` experts.")
       .def(
           "copy",
-          [](const Streamed& self, int first, int count, uintptr_t slot, uintptr_t stream) {
+          [](const Streamed& self, int first, int count, uintptr_t slot, Stream stream) {
             self.copy(first, count, reinterpret_cast<void*>(slot), stream);
           },
           nb::arg("first"), nb::arg("count"), nb::arg("slot"), nb::arg("stream"),
           "Put a copy of experts first..first+count-1 to device memory into the stream.")
       .def(
           "unpack",
-          [](const Streamed& self, uintptr_t slot, int count, uintptr_t gate_up, uintptr_t down, uintptr_t stream) {
+          [](const Streamed& self, uintptr_t slot, int count, uintptr_t gate_up, uintptr_t down, Stream stream) {
             self.unpack(reinterpret_cast<const void*>(slot), count, reinterpret_cast<void*>(gate_up),
                         reinterpret_cast<void*>(down), stream);
           },
@@ -32,7 +33,7 @@ void init_streamed(nb::module_& m) {
           "down [count, hidden, intermediate], bf16.")
       .def(
           "activate",
-          [](const Streamed& self, uintptr_t gate_up, int dtype, size_t rows, uintptr_t out, uintptr_t stream) {
+          [](const Streamed& self, uintptr_t gate_up, int dtype, size_t rows, uintptr_t out, Stream stream) {
             self.activate(reinterpret_cast<const void*>(gate_up), static_cast<DType>(dtype), rows,
                           reinterpret_cast<void*>(out), stream);
           },
@@ -40,7 +41,7 @@ void init_streamed(nb::module_& m) {
           "Put the activation into the stream: gate_up [rows, n] float32 or bfloat16 → out [rows, intermediate] bf16.");
   m.def(
       "add_from_host",
-      [](uintptr_t host, uintptr_t addend, uintptr_t out, size_t count, int dtype, uintptr_t stream) {
+      [](uintptr_t host, uintptr_t addend, uintptr_t out, size_t count, int dtype, Stream stream) {
         add_from_host(reinterpret_cast<const void*>(host), reinterpret_cast<const float*>(addend),
                       reinterpret_cast<void*>(out), count, static_cast<DType>(dtype), stream);
       },

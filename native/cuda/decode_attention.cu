@@ -17,6 +17,7 @@
 
 #include "cuda/decode_ops.hpp"
 #include "cuda/early.cuh"
+#include "cuda/on_device.cuh"
 #include "cuda/values.cuh"
 
 namespace ktinject {
@@ -303,11 +304,9 @@ __global__ void __launch_bounds__(kWarpsFor<kSize>* kWarp) attention_kernel(cons
 }
 
 template <class T, int kSize>
-void run(const Attention& p, cudaStream_t stream) {
+void run(const Attention& p, int device, cudaStream_t stream) {
   constexpr size_t kBytes = sizeof(float) * kWarpsFor<kSize> * kHeads * (kSize + 2);
   static std::atomic<uint64_t> ready{0};
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "asking for the current device");
   const uint64_t bit = uint64_t{1} << (device % 64);
   if ((ready.load(std::memory_order_relaxed) & bit) == 0) {
     check_cuda(cudaFuncSetAttribute(attention_kernel<T, kSize>, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -325,17 +324,17 @@ void run(const Attention& p, cudaStream_t stream) {
 
 }  // namespace
 
-void attention(const Attention& p, DType dtype, uintptr_t raw_stream) {
+void attention(const Attention& p, DType dtype, Stream to) {
   if (dtype == DType::f32) throw std::invalid_argument("attention: fp32 is not served");
   if (p.splits < 1 || p.splits > kWarp) throw std::invalid_argument("attention: 1 to 32 splits");
   if (p.kv_heads < 1 || p.q_heads % p.kv_heads != 0)
     throw std::invalid_argument("attention: query heads must be a multiple of those of keys");
-  auto* const stream = reinterpret_cast<cudaStream_t>(raw_stream);
+  const OnStream stream(to);
   auto with = [&]<class T>(T) {
-    if (p.size == 32) run<T, 32>(p, stream);
-    else if (p.size == 64) run<T, 64>(p, stream);
-    else if (p.size == 128) run<T, 128>(p, stream);
-    else if (p.size == 256) run<T, 256>(p, stream);
+    if (p.size == 32) run<T, 32>(p, to.device, stream);
+    else if (p.size == 64) run<T, 64>(p, to.device, stream);
+    else if (p.size == 128) run<T, 128>(p, to.device, stream);
+    else if (p.size == 256) run<T, 256>(p, to.device, stream);
     else throw std::invalid_argument("attention: the size of a head must be 32, 64, 128 or 256");
   };
   if (dtype == DType::bf16) with(__nv_bfloat16{});

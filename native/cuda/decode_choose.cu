@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "cuda/early.cuh"
+#include "cuda/on_device.cuh"
 #include "cuda/values.cuh"
 
 namespace ktinject {
@@ -90,30 +91,29 @@ __global__ void rotation_kernel(const int64_t* positions, const float* frequenci
 
 }  // namespace
 
-void choose(const Choice& p, uintptr_t stream) {
+void choose(const Choice& p, Stream stream) {
   if (p.rows < 1 || p.rows > kMostRows || p.vocab < 1)
     throw std::invalid_argument("choose: 1 to " + std::to_string(kMostRows) + " rows");
+  const OnStream on(stream);
   const auto blocks = static_cast<unsigned>(std::min(kMostBlocks, (p.vocab + 4 * kThreads - 1) / (4 * kThreads)));
-  launch_early("launching choose", choose_kernel,
-               {dim3(blocks, static_cast<unsigned>(p.rows)), dim3(kThreads), reinterpret_cast<cudaStream_t>(stream)},
-               p);
+  launch_early("launching choose", choose_kernel, {dim3(blocks, static_cast<unsigned>(p.rows)), dim3(kThreads), on}, p);
 }
 
-void advance(int64_t* place, int64_t* positions, bool* mask, int rows, int64_t mask_stride, uintptr_t stream) {
+void advance(int64_t* place, int64_t* positions, bool* mask, int rows, int64_t mask_stride, Stream stream) {
   if (rows < 1 || rows > 1024) throw std::invalid_argument("advance: 1 to 1024 rows");
-  launch_early("launching advance", advance_kernel,
-               {dim3(1), dim3(static_cast<unsigned>(rows)), reinterpret_cast<cudaStream_t>(stream)}, place, positions,
+  const OnStream on(stream);
+  launch_early("launching advance", advance_kernel, {dim3(1), dim3(static_cast<unsigned>(rows)), on}, place, positions,
                mask, rows, mask_stride);
 }
 
 void rotation(const int64_t* positions, const float* frequencies, void* cos, void* sin, int rows, int half, float scale,
-              DType dtype, uintptr_t stream) {
+              DType dtype, Stream stream) {
   if (rows < 1 || half < 1) throw std::invalid_argument("rotation: nothing to rotate");
+  const OnStream on(stream);
   auto with = [&]<class T>(T) {
     launch_early("launching rotation", rotation_kernel<T>,
-                 {dim3(static_cast<unsigned>(rows)), dim3(static_cast<unsigned>(std::min(128, half))),
-                  reinterpret_cast<cudaStream_t>(stream)},
-                 positions, frequencies, static_cast<T*>(cos), static_cast<T*>(sin), half, scale);
+                 {dim3(static_cast<unsigned>(rows)), dim3(static_cast<unsigned>(std::min(128, half))), on}, positions,
+                 frequencies, static_cast<T*>(cos), static_cast<T*>(sin), half, scale);
   };
   if (dtype == DType::bf16) with(__nv_bfloat16{});
   else if (dtype == DType::f16) with(__half{});

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/stream.hpp"
 #include "moe/stages.hpp"
 
 namespace ktinject {
@@ -23,13 +24,13 @@ struct Choice {
   int64_t pad = -1;               // what a finished row goes on with; -1: its own token
   int rows = 0, vocab = 0;
 };
-void choose(const Choice& input, uintptr_t stream);
+void choose(const Choice& input, Stream stream);
 
 // A token more: places [1] and positions [rows] grow by one, and the new place is allowed in mask [rows, mask_stride].
-void advance(int64_t* place, int64_t* positions, bool* mask, int rows, int64_t mask_stride, uintptr_t stream);
+void advance(int64_t* place, int64_t* positions, bool* mask, int rows, int64_t mask_stride, Stream stream);
 
 // cos and sin [rows, 2 * half] of dtype: of positions [rows] times frequencies [half], twice side by side, scaled.
 void rotation(const int64_t* positions, const float* frequencies, void* cos, void* sin, int rows, int half, float scale,
-              DType dtype, uintptr_t stream);
+              DType dtype, Stream stream);
 
 }  // namespace ktinject

@@ -16,6 +16,7 @@
 #include <stdexcept>
 
 #include "cuda/early.cuh"
+#include "cuda/on_device.cuh"
 #include "cuda/values.cuh"
 
 namespace ktinject {
@@ -246,7 +247,7 @@ void run(const DecodeLinear& p, int blocks, bool hopper, int device, cudaStream_
 
 }  // namespace
 
-void decode_linear(const DecodeLinear& p, DType dtype, uintptr_t raw_stream) {
+void decode_linear(const DecodeLinear& p, DType dtype, Stream to) {
   auto aligned = [](const void* address) { return reinterpret_cast<uintptr_t>(address) % 16 == 0; };
   if (dtype == DType::f32) throw std::invalid_argument("decode_linear: fp32 is not served");
   if (p.rows < 1 || p.rows > kRows || p.k < kStep || p.k % kStep != 0)
@@ -254,15 +255,15 @@ void decode_linear(const DecodeLinear& p, DType dtype, uintptr_t raw_stream) {
   bool fits = aligned(p.x) && aligned(p.norm) && aligned(p.normed) && aligned(p.then);
   for (const void* weights : p.weights) fits = fits && aligned(weights);
   if (!fits) throw std::invalid_argument("decode_linear: addresses must be multiples of 16");
-  int device = 0, multiprocessors = 0;
-  check_cuda(cudaGetDevice(&device), "asking for the current device");
+  const OnStream stream(to);
+  const int device = to.device;
+  int multiprocessors = 0;
   check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
              "asking for a device's size");
   const bool hopper = is_hopper(device);
   const int tiles = (p.n[0] + p.n[1] + p.n[2] + kTile - 1) / kTile;
   if (tiles == 0) return;
   const int wanted = std::min((tiles + multiprocessors - 1) / multiprocessors, hopper ? kMostTiles : kHeldBefore / 2);
-  auto* const stream = reinterpret_cast<cudaStream_t>(raw_stream);
   auto launch = [&]<class T>(T) {
     auto with = [&]<int kTiles>() {
       run<T, kTiles>(p, std::min(multiprocessors, (tiles + kTiles - 1) / kTiles), hopper, device, stream);

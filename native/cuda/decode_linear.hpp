@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/stream.hpp"
 #include "moe/stages.hpp"
 
 namespace ktinject {
@@ -28,6 +29,6 @@ struct DecodeLinear {
   float eps = 0;
 };
 // Throws std::invalid_argument for what it does not serve.
-void decode_linear(const DecodeLinear& input, DType dtype, uintptr_t stream);
+void decode_linear(const DecodeLinear& input, DType dtype, Stream stream);
 
 }  // namespace ktinject

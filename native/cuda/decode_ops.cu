@@ -1,6 +1,7 @@
 #include "cuda/decode_ops.hpp"
 
 #include "cuda/early.cuh"
+#include "cuda/on_device.cuh"
 #include "cuda/route.cuh"
 
 namespace ktinject {
@@ -22,12 +23,12 @@ __global__ void __launch_bounds__(kWarp)
 }  // namespace
 
 void route(const void* logits, void* weights, int64_t* ids, int rows, int experts, int top_k, bool normed, DType dtype,
-           uintptr_t stream) {
+           Stream stream) {
   check_route(experts, top_k);
   if (rows == 0) return;
+  const OnStream on(stream);
   auto with = [&]<class T>(T) {
-    launch_early("launching route", route_kernel<T>,
-                 {dim3(static_cast<unsigned>(rows)), dim3(kWarp), reinterpret_cast<cudaStream_t>(stream)},
+    launch_early("launching route", route_kernel<T>, {dim3(static_cast<unsigned>(rows)), dim3(kWarp), on},
                  static_cast<const T*>(logits), static_cast<T*>(weights), ids, experts, top_k, normed);
   };
   if (dtype == DType::bf16) with(__nv_bfloat16{});

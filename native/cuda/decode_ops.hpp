@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/stream.hpp"
 #include "moe/stages.hpp"
 
 namespace ktinject {
@@ -34,13 +35,13 @@ struct Attention {
   int64_t mask_stride = 0;
   float eps = 0, scale = 1;
 };
-void attention(const Attention& input, DType dtype, uintptr_t stream);
+void attention(const Attention& input, DType dtype, Stream stream);
 // Values of scratch for a split of a row's heads, the greatest that any shape needs.
 constexpr int64_t attention_scratch(int q_heads, int size) { return int64_t{8} * q_heads * (size + 2); }
 
 // Softmax over logits [rows, experts], the top_k greatest, their weights divided by their sum if `normed`.
 // weights [rows, top_k] of dtype, ids [rows, top_k].
 void route(const void* logits, void* weights, int64_t* ids, int rows, int experts, int top_k, bool normed, DType dtype,
-           uintptr_t stream);
+           Stream stream);
 
 }  // namespace ktinject

@@ -11,7 +11,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/check.cuh"
+#include "cuda/on_device.cuh"
 
 namespace ktinject {
 namespace {
@@ -53,9 +53,7 @@ void fp8_quantise(const void* x, bool fp16, int m, int padded, int k, void* valu
     throw std::invalid_argument("fp8_quantise: found " + std::to_string(m) + " tokens, " + std::to_string(padded) +
                                 " padded, " + std::to_string(k) + " inputs; inputs must be a multiple of 128");
   if (padded == 0) return;
-  int before = 0;
-  check_cuda(cudaGetDevice(&before), "fp8_quantise");
-  if (before != device) check_cuda(cudaSetDevice(device), "fp8_quantise");
+  const OnDevice here(device);
   const int groups = k / 128;
   const auto blocks = static_cast<unsigned>((int64_t{padded} * groups + kWarps - 1) / kWarps);
   const auto on = static_cast<cudaStream_t>(stream);
@@ -65,9 +63,7 @@ void fp8_quantise(const void* x, bool fp16, int m, int padded, int k, void* valu
   else
     fp8_quantise_sm80<<<blocks, 32 * kWarps, 0, on>>>(static_cast<const __nv_bfloat162*>(x), m, padded, groups, bytes,
                                                       scales);
-  const cudaError_t error = cudaGetLastError();
-  if (before != device) cudaSetDevice(before);
-  check_cuda(error, "fp8_quantise");
+  check_cuda(cudaGetLastError(), "fp8_quantise");
 }
 
 }  // namespace ktinject

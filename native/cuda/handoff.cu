@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "cuda/early.cuh"
+#include "cuda/on_device.cuh"
 #include "cuda/route.cuh"
 #include "moe/leader.hpp"
 
@@ -21,22 +22,6 @@ namespace {
 
 constexpr int kMostSlotsPerToken = 64;  // experts a token may be sent to, as in the forward pass
 constexpr int kMostThreads = 1024;
-
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    check_cuda(cudaGetDevice(&before_), "asking for the current device");
-    if (before_ != device) check_cuda(cudaSetDevice(device), "choosing a device");
-    changed_ = before_ != device;
-  }
-  ~OnDevice() {
-    if (changed_) cudaSetDevice(before_);
-  }
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
 
 // Another thread may be capturing a graph, in streams of its own; what happens in this scope touches none of them.
 class AsideOfCaptures {
@@ -415,8 +400,8 @@ std::string why_no_flags(int device) {
   return per_device(device).why_no_flags;
 }
 
-void read_device(const void* from, void* to, size_t bytes, uintptr_t raw_stream) {
-  auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
+void read_device(const void* from, void* to, size_t bytes, Stream from_stream) {
+  const OnStream stream(from_stream);
   const AsideOfCaptures aside;
   check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), "reading from the device");
   check_cuda(cudaStreamSynchronize(stream), "reading from the device");
@@ -672,7 +657,8 @@ void Channel::exchange(const Resident& shapes, const Experts& from, int leaving,
   evict_kernel<<<1, 1, 0, stream>>>(places, leaving, here.counts, static_cast<int>(here.slots.size()),
                                     static_cast<uint64_t>(answer_timeout() * 1e9));
   check_cuda(cudaGetLastError(), "launching the evict kernel");
-  shapes.copy(from, coming, static_cast<std::byte*>(memory) + static_cast<size_t>(place) * shapes.bytes(), raw_stream);
+  shapes.copy(from, coming, static_cast<std::byte*>(memory) + static_cast<size_t>(place) * shapes.bytes(),
+              {here.device, raw_stream});
   admit_kernel<<<1, 1, 0, stream>>>(places, coming, place);
   check_cuda(cudaGetLastError(), "launching the admit kernel");
   check_cuda(cudaStreamSynchronize(stream), "exchanging experts");

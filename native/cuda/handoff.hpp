@@ -56,7 +56,7 @@ struct DeviceRequest {
 std::string why_no_flags(int device);
 
 // Copies from a device to the host through a stream, and waits for it; captures of other threads go on.
-void read_device(const void* from, void* to, size_t bytes, uintptr_t stream);
+void read_device(const void* from, void* to, size_t bytes, Stream stream);
 
 // One owner's slots on one device. Calls for one slot alternate: submit, wait, submit, …
 class Channel {

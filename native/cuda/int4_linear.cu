@@ -24,6 +24,7 @@
 #include <atomic>
 
 #include "cuda/int4_tile.cuh"
+#include "cuda/on_device.cuh"
 
 namespace ktinject::int4 {
 namespace {
@@ -288,25 +289,6 @@ __global__ void __launch_bounds__(128) int4_dequantise_sm80(const Int4Arguments 
     *to = *reinterpret_cast<const uint4*>(mine + row * 144 + lane % 8 * 16);
   }
 }
-
-// Makes a device current for as long as it lives.
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    check(cudaGetDevice(&before_), "reading the current device");
-    if (before_ != device) check(cudaSetDevice(device), "choosing the device");
-    changed_ = before_ != device;
-  }
-  ~OnDevice() {
-    if (changed_) cudaSetDevice(before_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int before_ = 0;
-  bool changed_ = false;
-};
 
 int multiprocessors(int device) {
   static std::atomic<int> known[64];

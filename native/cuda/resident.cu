@@ -20,7 +20,7 @@
 #include <type_traits>
 
 #include "cuda/activation.cuh"
-#include "cuda/check.cuh"
+#include "cuda/on_device.cuh"
 
 namespace ktinject {
 namespace {
@@ -244,10 +244,10 @@ Resident::Resident(const Experts& experts) : config_(experts.config()) {
   bytes_ = experts.bytes() / static_cast<size_t>(config_.experts);
 }
 
-void Resident::copy(const Experts& experts, int expert, void* to, uintptr_t stream) const {
+void Resident::copy(const Experts& experts, int expert, void* to, Stream stream) const {
+  const OnStream on(stream);
   auto put = [&](size_t at, const void* from, size_t bytes) {
-    check_cuda(cudaMemcpyAsync(static_cast<std::byte*>(to) + at, from, bytes, cudaMemcpyHostToDevice,
-                               reinterpret_cast<cudaStream_t>(stream)),
+    check_cuda(cudaMemcpyAsync(static_cast<std::byte*>(to) + at, from, bytes, cudaMemcpyHostToDevice, on),
                "copying an expert to the GPU");
   };
   for (const PackedRun& run : experts.packed())
@@ -261,8 +261,8 @@ void Resident::copy(const Experts& experts, int expert, void* to, uintptr_t stre
   }
 }
 
-void Resident::forward(const ResidentRequest& request, uintptr_t raw_stream) const {
-  auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
+void Resident::forward(const ResidentRequest& request, Stream to) const {
+  const OnStream stream(to);
   const auto panels = [](const Matrix& matrix) {
     const bool zeros = matrix.format == Format::int4 && !matrix.symmetric;
     return Panels{matrix.panels,

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/stream.hpp"
 #include "moe/experts.hpp"
 
 namespace ktinject {
@@ -33,9 +34,9 @@ class Resident {
   int inner_width() const { return config_.intermediate_size; }
   // Copies one expert of `experts`, which must have the same shapes, to `to` on the device, in the order of `stream`.
   // Unless the memory is page-locked, the host waits for it.
-  void copy(const Experts& experts, int expert, void* to, uintptr_t stream) const;
+  void copy(const Experts& experts, int expert, void* to, Stream stream) const;
   // out = the weighted sum over the experts that are chosen; zero for a token without any. Only enqueues.
-  void forward(const ResidentRequest& request, uintptr_t stream) const;
+  void forward(const ResidentRequest& request, Stream stream) const;
 
  private:
   ExpertsConfig config_;

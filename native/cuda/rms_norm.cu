@@ -8,7 +8,8 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <string>
+
+#include "cuda/on_device.cuh"
 
 namespace ktinject {
 namespace {
@@ -97,15 +98,14 @@ void launch(const void* x, const void* weight, void* out, int64_t rows, int n, f
 }  // namespace
 
 void rms_norm(const void* x, const void* weight, void* out, DType dtype, int64_t rows, int n, float epsilon,
-              uintptr_t raw_stream) {
+              Stream to) {
   if (rows == 0) return;
   if (rows > INT32_MAX) throw std::invalid_argument("rms_norm: more rows than a CUDA grid has blocks");
-  auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
+  const OnStream stream(to);
   if (dtype == DType::f32) launch<float>(x, weight, out, rows, n, epsilon, stream);
   else if (dtype == DType::f16) launch<__half>(x, weight, out, rows, n, epsilon, stream);
   else launch<__nv_bfloat16>(x, weight, out, rows, n, epsilon, stream);
-  if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess)
-    throw std::runtime_error(std::string("launching the normalisation: ") + cudaGetErrorString(error));
+  check_cuda(cudaGetLastError(), "launching the normalisation");
 }
 
 }  // namespace ktinject

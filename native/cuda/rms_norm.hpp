@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/stream.hpp"
 #include "moe/stages.hpp"
 
 namespace ktinject {
@@ -10,6 +11,6 @@ namespace ktinject {
 // out [rows, n] = weight [n] * round(x [rows, n] / sqrt(mean(x^2) + epsilon)), everything of `dtype`, sums fp32: the
 // rounding in between is what transformers does. Device pointers, contiguous; out may be x. Only enqueues.
 void rms_norm(const void* x, const void* weight, void* out, DType dtype, int64_t rows, int n, float epsilon,
-              uintptr_t stream);
+              Stream stream);
 
 }  // namespace ktinject

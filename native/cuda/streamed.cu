@@ -11,7 +11,7 @@
 #include <string>
 
 #include "cuda/activation.cuh"
-#include "cuda/check.cuh"
+#include "cuda/on_device.cuh"
 
 namespace ktinject {
 namespace {
@@ -195,11 +195,12 @@ __global__ void __launch_bounds__(kAddThreads)
 
 }  // namespace
 
-void add_from_host(const void* host, const float* addend, void* out, size_t count, DType dtype, uintptr_t stream) {
+void add_from_host(const void* host, const float* addend, void* out, size_t count, DType dtype, Stream stream) {
+  const OnStream on(stream);
   const auto launch = [&]<class T>(const T* from) {
     const size_t blocks = (count * sizeof(T) / 16 + kAddThreads - 1) / kAddThreads;
-    add_from_host_kernel<<<static_cast<unsigned>(std::min(blocks, kAddBlocks)), kAddThreads, 0,
-                           reinterpret_cast<cudaStream_t>(stream)>>>(from, addend, static_cast<T*>(out), count);
+    add_from_host_kernel<<<static_cast<unsigned>(std::min(blocks, kAddBlocks)), kAddThreads, 0, on>>>(
+        from, addend, static_cast<T*>(out), count);
   };
   if (count == 0) return;
   if (dtype == DType::f32) launch(static_cast<const float*>(host));
@@ -235,19 +236,21 @@ size_t Streamed::packed_bytes(int count) const {
   return bytes;
 }
 
-void Streamed::copy(int first, int count, void* slot, uintptr_t stream) const {
+void Streamed::copy(int first, int count, void* slot, Stream stream) const {
+  const OnStream on(stream);
   auto* to = static_cast<std::byte*>(slot);
   for (const PackedRun& run : runs_) {
     const size_t bytes = run.bytes(count);
     for (size_t at = 0; at < bytes; at += kPieceBytes)
       check_cuda(cudaMemcpyAsync(to + at, run.data + run.bytes(first) + at, std::min(kPieceBytes, bytes - at),
-                                 cudaMemcpyHostToDevice, reinterpret_cast<cudaStream_t>(stream)),
+                                 cudaMemcpyHostToDevice, on),
                  "copying packed experts to the GPU");
     to += bytes;
   }
 }
 
-void Streamed::unpack(const void* slot, int count, void* gate_up, void* down, uintptr_t stream) const {
+void Streamed::unpack(const void* slot, int count, void* gate_up, void* down, Stream stream) const {
+  const OnStream on(stream);
   const auto* from = static_cast<const std::byte*>(slot);
   const ExpertsConfig& config = experts_.config();
   for (const PackedRun& run : runs_) {
@@ -263,7 +266,6 @@ void Streamed::unpack(const void* slot, int count, void* gate_up, void* down, ui
     const Shape shape{matrix.panel_bytes(), matrix.head_bytes(), matrix.blocks(), matrix.group_size, zeros_at};
     const dim3 grid(static_cast<unsigned>((matrix.k + kInputs - 1) / kInputs), static_cast<unsigned>(run.panels),
                     static_cast<unsigned>(count));
-    const auto on = reinterpret_cast<cudaStream_t>(stream);
     const auto launch = [&](auto kernel) { kernel<<<grid, kThreads, 0, on>>>(from, shape, target); };
     switch (matrix.format) {
       case Format::bf16:
@@ -287,14 +289,15 @@ void Streamed::unpack(const void* slot, int count, void* gate_up, void* down, ui
   }
 }
 
-void Streamed::activate(const void* gate_up, DType dtype, size_t rows, void* out, uintptr_t stream) const {
+void Streamed::activate(const void* gate_up, DType dtype, size_t rows, void* out, Stream stream) const {
   const ExpertsConfig& config = experts_.config();
   if (rows == 0) return;
+  const OnStream on(stream);
   const size_t threads = rows * static_cast<size_t>(config.intermediate_size) / 4;
   const auto blocks = static_cast<unsigned>((threads + kActivateThreads - 1) / kActivateThreads);
   const auto launch = [&]<class T>(const T* in) {
-    activate_kernel<<<blocks, kActivateThreads, 0, reinterpret_cast<cudaStream_t>(stream)>>>(
-        in, static_cast<__nv_bfloat16*>(out), rows, config.intermediate_size, config.activation);
+    activate_kernel<<<blocks, kActivateThreads, 0, on>>>(in, static_cast<__nv_bfloat16*>(out), rows,
+                                                         config.intermediate_size, config.activation);
   };
   if (dtype == DType::f32) launch(static_cast<const float*>(gate_up));
   else launch(static_cast<const __nv_bfloat16*>(gate_up));

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/stream.hpp"
 #include "moe/experts.hpp"
 
 namespace ktinject {
@@ -21,13 +22,13 @@ class Streamed {
   // What copy() moves for `count` experts.
   size_t packed_bytes(int count) const;
   // Experts first..first+count-1 → slot, packed_bytes(count) of device memory.
-  void copy(int first, int count, void* slot, uintptr_t stream) const;
+  void copy(int first, int count, void* slot, Stream stream) const;
   // What copy() left in slot → gate_up [count, n, hidden] and down [count, hidden, intermediate], dequantised and
   // rounded to bf16; n = 2 * intermediate with the gate above up, or intermediate where there is no gate. Widths must
   // be multiples of 8.
-  void unpack(const void* slot, int count, void* gate_up, void* down, uintptr_t stream) const;
+  void unpack(const void* slot, int count, void* gate_up, void* down, Stream stream) const;
   // gate_up [rows, n] of dtype → out [rows, intermediate] bf16: what the down projection multiplies.
-  void activate(const void* gate_up, DType dtype, size_t rows, void* out, uintptr_t stream) const;
+  void activate(const void* gate_up, DType dtype, size_t rows, void* out, Stream stream) const;
 
  private:
   void unlock() noexcept;
@@ -39,6 +40,6 @@ class Streamed {
 // out [count] = host + addend, rounded to the type of both, in the order of `stream`. host is page-locked and read by
 // the kernel itself: a copy would wait for all the experts that are queued for the same engine. Addresses must be
 // multiples of 16, count one of 8.
-void add_from_host(const void* host, const float* addend, void* out, size_t count, DType dtype, uintptr_t stream);
+void add_from_host(const void* host, const float* addend, void* out, size_t count, DType dtype, Stream stream);
 
 }  // namespace ktinject

@@ -4,6 +4,6 @@
 
 namespace ktinject {
 
-void choose(const Choice&, uintptr_t) { refuse(); }
+void choose(const Choice&, Stream) { refuse(); }
 
 }  // namespace ktinject

@@ -4,6 +4,6 @@
 
 namespace ktinject {
 
-void decode_linear(const DecodeLinear&, DType, uintptr_t) { refuse(); }
+void decode_linear(const DecodeLinear&, DType, Stream) { refuse(); }
 
 }  // namespace ktinject

@@ -4,9 +4,9 @@
 
 namespace ktinject {
 
-void advance(int64_t*, int64_t*, bool*, int, int64_t, uintptr_t) { refuse(); }
-void attention(const Attention&, DType, uintptr_t) { refuse(); }
-void rotation(const int64_t*, const float*, void*, void*, int, int, float, DType, uintptr_t) { refuse(); }
-void route(const void*, void*, int64_t*, int, int, int, bool, DType, uintptr_t) { refuse(); }
+void advance(int64_t*, int64_t*, bool*, int, int64_t, Stream) { refuse(); }
+void attention(const Attention&, DType, Stream) { refuse(); }
+void rotation(const int64_t*, const float*, void*, void*, int, int, float, DType, Stream) { refuse(); }
+void route(const void*, void*, int64_t*, int, int, int, bool, DType, Stream) { refuse(); }
 
 }  // namespace ktinject

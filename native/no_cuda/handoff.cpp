@@ -8,7 +8,7 @@ struct Channel::Slot {};
 struct Channel::Shared {};
 
 std::string why_no_flags(int) { refuse(); }
-void read_device(const void*, void*, size_t, uintptr_t) { refuse(); }
+void read_device(const void*, void*, size_t, Stream) { refuse(); }
 Channel::Channel(const Experts&, int, int, int, int, HandoffMode) { refuse(); }
 Channel::~Channel() = default;
 HandoffMode Channel::mode() const { refuse(); }

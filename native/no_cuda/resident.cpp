@@ -5,7 +5,7 @@
 namespace ktinject {
 
 Resident::Resident(const Experts&) { refuse(); }
-void Resident::copy(const Experts&, int, void*, uintptr_t) const { refuse(); }
-void Resident::forward(const ResidentRequest&, uintptr_t) const { refuse(); }
+void Resident::copy(const Experts&, int, void*, Stream) const { refuse(); }
+void Resident::forward(const ResidentRequest&, Stream) const { refuse(); }
 
 }  // namespace ktinject

@@ -4,6 +4,6 @@
 
 namespace ktinject {
 
-void rms_norm(const void*, const void*, void*, DType, int64_t, int, float, uintptr_t) { refuse(); }
+void rms_norm(const void*, const void*, void*, DType, int64_t, int, float, Stream) { refuse(); }
 
 }  // namespace ktinject

@@ -121,3 +121,21 @@ def test_on_the_gpu(rows: int, n: int, dtype: torch.dtype) -> None:
         assert ((out - want).abs() <= 2 * step * want.abs() + 1e-30).all()
         if rows:
             assert (out != want).float().mean() <= (1.0 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.gpu
+def test_a_launch_goes_to_the_device_of_its_stream_whichever_is_current() -> None:
+    if not torch.cuda.is_available() or not _native.cuda_built():
+        pytest.skip("no CUDA device, or built without CUDA")
+    last = torch.cuda.device_count() - 1  # with several, not the current one
+    x, weight = (torch.randn(3, 64, device=f"cuda:{last}") for _ in range(2))
+    with torch.cuda.device(0):
+        operator = RmsNorm.build(norms("qwen3_moe")[0], RmsNormConfig(device=f"cuda:{last}"))
+        operator.weight = nn.Parameter(weight[0].clone(), False)
+        with torch.no_grad():
+            out, want = operator(x), formula(x, operator.weight, operator.epsilon)
+        assert torch.cuda.current_device() == 0
+    assert out.device == x.device and (out - want).abs().max() <= 1e-5
+    addresses = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
+    with pytest.raises(RuntimeError, match="choosing a device"):
+        _native.rms_norm(*addresses, 0, 3, 64, 1e-6, (last + 1, 0))

@@ -130,7 +130,7 @@ def test_a_build_without_cuda_says_so() -> None:
 class Clock:
     """A stream or an event of CUDA, where everything happens at once."""
 
-    cuda_stream = 0
+    device_index = cuda_stream = 0
 
     def __init__(self, *arguments: Any, **more: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
@@ -149,17 +149,17 @@ class Bus:
     def packed_bytes(self, count: int) -> int:
         return 64 * count
 
-    def copy(self, first: int, count: int, slot: int, stream: int) -> None:
+    def copy(self, first: int, count: int, slot: int, stream: tuple[int, int]) -> None:
         ctypes.c_int64.from_address(slot).value = first
         Bus.asked.append((id(self.native), first))
 
-    def activate(self, gate_up: int, dtype: int, rows: int, out: int, stream: int) -> None:
+    def activate(self, gate_up: int, dtype: int, rows: int, out: int, stream: tuple[int, int]) -> None:
         given = (ctypes.c_uint16 * (rows * 2 * 96)).from_address(gate_up)
         gate, up = torch.frombuffer(given, dtype=torch.bfloat16).view(rows, 192).float().chunk(2, dim=-1)
         found = (torch.nn.functional.silu(gate) * up).bfloat16().contiguous()
         ctypes.memmove(out, found.data_ptr(), 2 * found.numel())
 
-    def unpack(self, slot: int, count: int, gate_up: int, down: int, stream: int) -> None:
+    def unpack(self, slot: int, count: int, gate_up: int, down: int, stream: tuple[int, int]) -> None:
         first = ctypes.c_int64.from_address(slot).value
         for projections, at in ((("gate", "up"), gate_up), (("down",), down)):
             for expert in range(first, first + count):
