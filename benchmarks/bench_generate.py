@@ -14,23 +14,16 @@ linear layers, over the read bandwidth measured in this process; what the GPU do
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
-import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import torch
+from rows import about, add_arguments, of_model, record
 
 from ktinject import _native, benchmark, rules, shapes
 from ktinject.cli.bench import llama_rows
 from ktinject.operators.cpu_linear import CpuLinear
 
-COLUMNS = [
-    "date", "commit", "machine", "threads", "benchmark", "shape", "routing", "tokens", "weights", "kernel",
-    "us", "us_p10", "us_p90", "gb_s", "tflops", "roofline_us", "share", "bound", "peer", "peer_us", "ratio",
-]  # fmt: skip
 BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
 # Where llama.cpp is fastest: page-locked weights and long chunks for the way to the GPU. A busy core can slow all.
 LLAMA_OPTIONS = {True: "-t 15,16 -lm none -ub 512,2048", False: "-t 15,16"}
@@ -44,38 +37,9 @@ def expert_bytes(config: Any, weights: str) -> float:
     return layers * config.num_experts_per_tok * 3 * config.hidden_size * inner * BYTES_A_WEIGHT[weights]
 
 
-def commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()
-
-
-def row(
-    shown: dict[str, Any], result: benchmark.Result, read: float, bound_bytes: float, on_gpu: bool
-) -> dict[str, Any]:
-    """A line of results.csv: µs a token for decode, of the whole prompt for prefill."""
-    is_decode = result.test.startswith("tg")
-    scale = 1.0 if is_decode else result.tokens
-    us = sorted(scale * 1e6 / rate for rate in result.rates)
-    line = {
-        **dict.fromkeys(COLUMNS, ""),
-        **shown,
-        "benchmark": result.test if on_gpu else f"{result.test}, CPU only",
-        "tokens": 1 if is_decode else result.tokens,
-        "us": round(scale * 1e6 / result.mean, 1),
-        "us_p10": round(us[0], 1),
-        "us_p90": round(us[-1], 1),
-    }
-    if is_decode:
-        roofline = bound_bytes / read * 1e6
-        line |= {"gb_s": round(bound_bytes * result.mean / 1e9, 2), "roofline_us": round(roofline, 1)}
-        line |= {"share": round(roofline * result.mean / 1e6, 3), "bound": "memory"}
-    return line
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_arguments(parser)
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=shapes.SHAPES)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, help="instead of the shape's own, as of a GGUF to compare with")
@@ -86,9 +50,6 @@ def main() -> None:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="NAME=VALUE", help="other variables of the rules"
     )
-    parser.add_argument("--machine", default=platform.node())
-    parser.add_argument("--commit", default="", help="instead of what git says")
-    parser.add_argument("--csv", type=Path)
     parser.add_argument("--device", help="instead of the first GPU, such as cpu")
     parser.add_argument("--breakdown", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--llama-bench", type=Path)
@@ -105,16 +66,14 @@ def main() -> None:
         variables = rules.parse_overrides([f"experts={weights}", *dense, *arguments.set])
         model = shapes.build(config, devices=arguments.device, variables=variables)
         on_gpu = model.device.type == "cuda"
-        shown = {
-            "date": datetime.date.today().isoformat(),
-            "commit": arguments.commit or commit(),
-            "machine": arguments.machine,
-            "threads": _native.threads(),
-            "shape": f"{arguments.shape} x{config.num_hidden_layers}",
-            "routing": "random tokens",
-            "weights": weights,
-            "kernel": next(e.runs["kernel"] for e in model.ktinject.entries if "expert" in e.path),
-        }
+        shown = about(
+            arguments,
+            arguments.shape,
+            config.num_hidden_layers,
+            routing="random tokens",
+            weights=weights,
+            kernel=next(e.runs["kernel"] for e in model.ktinject.entries if "expert" in e.path),
+        )
         linears = sum(module.native.bytes for module in model.modules() if isinstance(module, CpuLinear))
         found = benchmark.run(model, arguments.prompt, arguments.write, arguments.repetitions)
         where = benchmark.profile(model) if arguments.breakdown else None
@@ -134,7 +93,7 @@ def main() -> None:
             )
             peers = {peer["test"]: peer for peer in rows}
         for result in found:
-            line = row(shown, result, read, expert_bytes(config, weights) + linears, on_gpu)
+            line = of_model(shown, result, on_gpu, (expert_bytes(config, weights) + linears, read))
             if peer := peers.get(result.test):
                 line["peer"] = f"{peer['backend'].split(',')[0]} {peer['experts']}"
                 line["peer_us"] = round((line["us"] * result.mean) / peer["tokens_per_second"], 1)
@@ -153,16 +112,7 @@ def main() -> None:
                 flush=True,
             )
         if arguments.csv:
-            append(arguments.csv, lines)
-
-
-def append(path: Path, lines: list[dict[str, Any]]) -> None:
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if is_new:
-            writer.writeheader()
-        writer.writerows(lines)
+            record(lines, arguments.csv)
 
 
 if __name__ == "__main__":

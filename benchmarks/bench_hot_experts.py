@@ -11,13 +11,10 @@ CPU's reading: the CPU's bytes go down with the traffic that leaves.
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generate import COLUMNS, append, commit
+from rows import about, add_arguments, of_model, record
 from torch.nn import functional
 
 from ktinject import _native, benchmark, rules, shapes
@@ -94,6 +91,7 @@ def traffic(model: Any) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_arguments(parser)
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=shapes.SHAPES)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--weights", nargs="+", default=["bf16", "int4"])
@@ -101,26 +99,9 @@ def main() -> None:
     parser.add_argument("--skew", type=float, nargs="+", default=[0.1, 0.7])
     parser.add_argument("-n", "--write", type=int, default=128)
     parser.add_argument("-r", "--repetitions", type=int, default=3)
-    parser.add_argument("--machine", default=platform.node())
-    parser.add_argument("--commit", default="", help="instead of what git says")
-    parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     lines: list[dict[str, Any]] = []
-    rates: dict[tuple[str, float], float] = {}
-
-    def note(**values: Any) -> None:
-        lines.append(
-            {
-                **dict.fromkeys(COLUMNS, ""),
-                "date": datetime.date.today().isoformat(),
-                "commit": arguments.commit or commit(),
-                "machine": arguments.machine,
-                "threads": _native.threads(),
-                "shape": f"{arguments.shape} x{arguments.layers}",
-                "tokens": 1,
-                **values,
-            }
-        )
+    base: dict[tuple[str, float], tuple[float, float]] = {}
 
     for weights in arguments.weights:
         if not arguments.decode:
@@ -150,25 +131,37 @@ def main() -> None:
                 result = benchmark.decode(model, arguments.write, arguments.repetitions)
                 where = benchmark.profile(model)
                 part = traffic(model)
-                none = rates.setdefault((weights, exponent), result.mean)  # the first share, 0 by default
-                note(
-                    benchmark=result.test,
-                    routing=f"rows ~ rank^-{exponent}",
-                    weights=weights,
-                    kernel=f"hybrid_experts, {share:.0%} on the GPU",
-                    us=round(1e6 / result.mean, 1),
+                us = 1e6 / result.mean
+                # The first share is 0 by default. The CPU's bytes go down with the traffic, and what else a step takes
+                # stays: that is the bound.
+                none_us, cpu_us = base.setdefault((weights, exponent), (us, where.cpu))
+                bound_us = none_us - part * cpu_us
+                lines.append(
+                    of_model(
+                        about(arguments, arguments.shape, arguments.layers),
+                        result,
+                        routing=f"rows ~ rank^-{exponent}",
+                        weights=weights,
+                        kernel=f"hybrid_experts, {share:.0%} on the GPU",
+                        roofline_us=round(bound_us, 1),
+                        share=round(bound_us / us, 3),
+                        bound="CPU bytes left",
+                        peer="none on the GPU",
+                        peer_us=round(none_us, 1),
+                        ratio=round(none_us / us, 2),
+                    )
                 )
                 print(
                     f"{weights:5} skew {exponent}: {share:4.0%} on the GPU take {part:.2f} of the traffic, "
-                    f"{result.mean:7.1f} ± {result.deviation:.1f} t/s, {result.mean / none:.2f} times none (CPU bytes "
-                    f"alone: {1 / (1 - part):.2f}); a step of {where.step:.0f} µs: GPU {where.gpu:.0f}, experts "
+                    f"{result.mean:7.1f} ± {result.deviation:.1f} t/s, {none_us / us:.2f} times none (the CPU's bytes "
+                    f"allow {none_us / bound_us:.2f}); a step of {where.step:.0f} µs: GPU {where.gpu:.0f}, experts "
                     f"{where.cpu:.0f}, handoff {where.handoff:.0f}, neither {where.idle:.0f}",
                     flush=True,
                 )
             del model
         torch.cuda.empty_cache()
     if arguments.csv and lines:
-        append(arguments.csv, lines)
+        record(lines, arguments.csv)
 
 
 if __name__ == "__main__":

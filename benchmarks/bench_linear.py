@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_moe import RESULTS, commit, record
+from rows import RESULTS, commit, record
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -28,23 +28,21 @@ import torch
 from moe_cells import (
     BYTES_A_WEIGHT,
     HEADER,
-    RESULTS,
     SHAPES,
     Ceilings,
     Cell,
     Problem,
     Shape,
-    commit,
     cpu_name,
     line,
     random_weights,
-    record,
     routing_sets,
     rows_of,
     summary,
     unit_of,
 )
 from moe_peers import KtKernel, KtLayer, load_kt_kernel, quiet, torch_layer
+from rows import RESULTS, commit, record
 from torch import Tensor
 
 from ktinject import _native

@@ -9,17 +9,17 @@ for the measurement and the ring, is shown beside the others.
 from __future__ import annotations
 
 import argparse
-import datetime
-import platform
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generate import append, commit, row
+from rows import about, add_arguments, of_model, record
 
-from ktinject import _native, benchmark, rules, shapes
+from ktinject import benchmark, rules, shapes
 from ktinject.operators.hybrid_experts import HybridExperts
+
+# The part of the experts that passes through the GPU; other parts are given as numbers.
+WAYS = {"cpu": "0", "gpu": "1"}
 
 
 def choose(model: torch.nn.Module, way: str) -> None:
@@ -28,10 +28,7 @@ def choose(model: torch.nn.Module, way: str) -> None:
         if isinstance(operator, HybridExperts):
             operator.__dict__.pop("_streams", None)
             if way != "auto":
-                share = {"cpu": 0.0, "gpu": 1.0}.get(way) or float(
-                    0 if way == "cpu" else way if way != "gpu" else 1
-                )
-                passing = round(share * operator.num_experts)
+                passing = round(float(WAYS.get(way, way)) * operator.num_experts)
                 operator._streams = lambda tokens, top_k, n=passing: n  # type: ignore[method-assign]
 
 
@@ -62,30 +59,27 @@ def show_profile(model: Any, tokens: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    add_arguments(parser)
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=shapes.SHAPES)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--weights", nargs="+", default=["bf16", "int8", "int4"])
-    parser.add_argument("--ways", nargs="+", default=["auto", "cpu", "gpu"])
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        default=["auto", "cpu", "gpu"],
+        help="auto, cpu, gpu, or the part of the experts that passes through the GPU",
+    )
     parser.add_argument("-p", "--prompt", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("-r", "--repetitions", type=int, default=3)
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="TOKENS")
-    parser.add_argument("--machine", default=platform.node())
-    parser.add_argument("--commit", default="", help="instead of what git says")
-    parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     config = shapes.config(arguments.shape, arguments.layers)
     lines = []
     for weights in arguments.weights:
         model = shapes.build(config, variables=rules.parse_overrides([f"experts={weights}"]))
-        shown = {
-            "date": datetime.date.today().isoformat(),
-            "commit": arguments.commit or commit(),
-            "machine": arguments.machine,
-            "threads": _native.threads(),
-            "shape": f"{arguments.shape} x{config.num_hidden_layers}",
-            "routing": "random tokens",
-            "weights": weights,
-        }
+        shown = about(
+            arguments, arguments.shape, config.num_hidden_layers, routing="random tokens", weights=weights
+        )
         once(model, 64)
         first = once(model, max(arguments.prompt))
         operator = next(m for m in model.modules() if isinstance(m, HybridExperts))
@@ -101,7 +95,7 @@ def main() -> None:
             for way in arguments.ways:
                 choose(model, way)
                 result = benchmark.prefill(model, tokens, arguments.repetitions)
-                lines.append(row({**shown, "kernel": f"prefill {way}"}, result, 1.0, 0.0, True))
+                lines.append(of_model(shown, result, kernel=f"prefill {way}"))
                 print(
                     f"{weights:5} {result.test:7} {way:4} {result.mean:9.1f} ± {result.deviation:.1f} t/s",
                     flush=True,
@@ -112,7 +106,7 @@ def main() -> None:
         del model, operator
         torch.cuda.empty_cache()
     if arguments.csv:
-        append(arguments.csv, lines)
+        record(lines, arguments.csv)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
 import functools
 import math
-import os
 import platform
 import statistics
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from rows import commit
 from torch import Tensor
 
 from ktinject import _native
-
-RESULTS = Path(__file__).parent / "results.csv"
 
 
 @dataclass(frozen=True)
@@ -56,10 +52,6 @@ BYTES_A_WEIGHT = {
     "fp8": 1.0 + 4 / (16 * 128),
     "mxfp4": 0.5 + 1 / 32,
 }
-COLUMNS = [
-    "date", "commit", "machine", "threads", "benchmark", "shape", "routing", "tokens", "weights", "kernel",
-    "us", "us_p10", "us_p90", "gb_s", "tflops", "roofline_us", "share", "bound", "peer", "peer_us", "ratio",
-]  # fmt: skip
 
 
 @dataclass
@@ -171,14 +163,6 @@ def cpu_name() -> str:
     return platform.processor() or "unknown CPU"
 
 
-def commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude", "*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("KTINJECT_COMMIT", "unknown")
-
-
 def line(cell: Cell, ceilings: Ceilings) -> str:
     best = min((us for name, us in cell.peers.items() if not name.startswith("torch")), default=None)
     other = f"{best:10.0f} {best / cell.us:5.2f}x" if best is not None else ""
@@ -256,13 +240,3 @@ def rows_of(cells: list[Cell], ceilings: Ceilings, machine: str) -> list[dict[st
             for peer, us in cell.peers.items()
         ] or [row]
     return rows
-
-
-def record(rows: list[dict[str, object]], path: Path) -> None:
-    """Append; the header is written once."""
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from ktinject import benchmark
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture
 def bench_moe(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    for name in ("bench_moe", "moe_cells", "moe_peers", "plot_moe"):
+    for name in ("bench_moe", "moe_cells", "moe_peers", "plot_moe", "rows"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     import bench_moe
 
@@ -46,6 +48,28 @@ def test_rows_have_the_columns_of_the_kept_results(rows: list[dict[str, str]]) -
     cells = {(row["routing"], row["tokens"], row["weights"]) for row in rows}
     assert len(cells) == 2 * 2 * 2
     assert any(row["peer"].startswith("torch") for row in rows)
+
+
+def test_a_line_of_a_model(bench_moe, tmp_path: Path) -> None:
+    import rows
+
+    run = {**dict.fromkeys(rows.COLUMNS, ""), "shape": "tiny x2"}
+    wrote = rows.of_model(
+        run, benchmark.Result("tg8", 8, (100.0, 200.0, 150.0), ""), True, (1e6, 2e8), weights="bf16"
+    )
+    assert (wrote["tokens"], wrote["us"], wrote["us_p10"], wrote["us_p90"]) == (1, 6666.7, 5000.0, 10000.0)
+    assert (wrote["roofline_us"], wrote["share"], wrote["gb_s"]) == (5000.0, 0.75, 0.15)
+    read = rows.of_model(run, benchmark.Result("pp64", 64, (6400.0,), ""), False)
+    assert (read["benchmark"], read["tokens"], read["us"], read["share"]) == (
+        "pp64, CPU only",
+        64,
+        10000.0,
+        "",
+    )
+    for _ in range(2):
+        rows.record([wrote, read], tmp_path / "out.csv")
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert [row["weights"] for row in csv.DictReader(file)] == ["bf16", ""] * 2
 
 
 def test_kept_results_are_whole() -> None:
