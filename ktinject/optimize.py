@@ -21,7 +21,7 @@ from ktinject import borders, generate, hf, inject, machine, shards
 from ktinject import rules as language
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.machine import Machine
-from ktinject.plan import Plan, make
+from ktinject.plan import Plan, check_class, make
 from ktinject.rules import RuleSet
 from ktinject.team import Team
 from ktinject.weights import fill
@@ -168,6 +168,7 @@ def load(
 
 
 def _read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any] | None) -> RuleSet:
+    check_class(model)
     if isinstance(rules, str) and rules == "auto":
         rules = language.choose(model.config.model_type)
     return language.read(rules, variables=variables)

@@ -66,6 +66,10 @@ class Devices:
         free = {"cpu": machine.memory_available_bytes}
         free |= {f"cuda:{gpu.index}": gpu.free_bytes for gpu in machine.gpus}
         limits = dict(free)
+        if not isinstance(budget, Mapping | None):
+            raise PlanError(
+                f'budget: found {budget!r}; it maps devices to sizes. Write {{"cuda:0": "24GiB"}}, for example.'
+            )
         for name, size in (budget or {}).items():
             device = named(name, free, "budget", machine)
             limits[device] = min(free[device], parse_bytes(size, f"budget[{name!r}]"))

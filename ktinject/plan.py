@@ -225,12 +225,17 @@ def _cut(model: PreTrainedModel, found: list[Found], has_weights: bool, team: Te
     return shards.choose(model, team.size, taken)
 
 
-def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
+def check_class(model: object) -> None:
+    """Raises PlanError for something else than a model of transformers."""
     if not isinstance(model, PreTrainedModel):
         raise PlanError(
             f"found a {type(model).__name__}; models of transformers are served. "
-            "Build one with AutoModelForCausalLM.from_config."
+            "Build one with AutoModelForCausalLM.from_config, or give its folder to ktinject.load."
         )
+
+
+def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
+    check_class(model)
     if hasattr(model, "ktinject"):
         raise PlanError("this model is swapped already (see model.ktinject). Build a new one on meta.")
     model_type = model.config.model_type

@@ -82,7 +82,7 @@ def command(
     """
     if (model is None) == (shape is None):
         raise PlanError(
-            "found " + ("neither" if model is None else "both") + " MODEL and --shape; give one of them."
+            f"found {'neither MODEL nor' if model is None else 'both MODEL and'} --shape; give one of them."
         )
     if (llama_bench is None) != (gguf is None):
         raise PlanError("--llama-bench and --gguf go together: the program, and the model that it runs.")
@@ -134,7 +134,7 @@ def _load(
     if folder is not None:
         if layers is not None:
             raise PlanError("--layers is for --shape; a model folder has the layers it has.")
-        return folder.name, ktinject.load(folder, rules, progress=sys.stderr.isatty(), **kwargs)
+        return folder.resolve().name, ktinject.load(folder, rules, progress=sys.stderr.isatty(), **kwargs)
     assert shape is not None
     config = shapes.config(shape, layers)
     return f"{shape} ({config.num_hidden_layers} layers)", shapes.build(config, rules, **kwargs)
@@ -182,8 +182,14 @@ def llama_rows(
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         raise PlanError(f"{program}: ended with code {done.returncode}: {last}. Run it alone to see why.")
+    try:
+        answers = json.loads(done.stdout)
+    except ValueError:
+        raise PlanError(
+            f"{program}: wrote {done.stdout[:60]!r} where llama-bench writes JSON. Name llama.cpp's llama-bench."
+        ) from None
     rows: dict[str, dict[str, Any]] = {}
-    for found in sorted(json.loads(done.stdout), key=lambda each: each["avg_ts"]):
+    for found in sorted(answers, key=lambda each: each["avg_ts"]):
         test = f"pp{found['n_prompt']}" if found["n_prompt"] else f"tg{found['n_gen']}"
         rows[test] = {
             "model": found["model_type"],

@@ -30,6 +30,11 @@ class Variables:
         self._left = _MAX_REFERENCES
         if node is not None:
             self._declare(node)
+        if not isinstance(overrides, Mapping):
+            raise Place(source).refusal(
+                f"variables are given as {type(overrides).__name__}; they are a mapping of names to values. "
+                'Write {"experts": "int8"}, for example.'
+            )
         for name, value in overrides.items():
             self._override(name, value, source)
 

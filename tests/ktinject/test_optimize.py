@@ -274,6 +274,16 @@ def test_absent_files_and_folders_are_refused(call: Any, tmp_path: Path) -> None
         call("Qwen/Qwen3-30B-A3B", [EXPERTS])
 
 
+@pytest.mark.parametrize("call", [ktinject.plan, ktinject.optimize])
+@pytest.mark.parametrize("rules", ["auto", [EXPERTS]])
+def test_something_else_than_a_model_is_refused(call: Any, rules: Any, tmp_path: Path) -> None:
+    for found in (str(tmp_path), torch.nn.Linear(1, 1)):
+        with pytest.raises(
+            PlanError, match=f"found a {type(found).__name__}; models of transformers are served"
+        ):
+            call(found, rules)
+
+
 def tiny_meta() -> PreTrainedModel:
     return on_meta(models.tiny("qwen3_moe"))
 

@@ -150,6 +150,7 @@ def test_what_does_not_fit_is_a_problem_of_the_plan(model: PreTrainedModel) -> N
         ({"cpu": math.inf}, "found inf"),
         ({"cpu": "1e3GiB"}, "found '1e3GiB'"),
         ({"cpu": None}, "found None"),
+        ("24GiB", "found '24GiB'; it maps devices to sizes"),
     ],
 )
 def test_budgets_are_read_strictly(budget: Any, found: str, model: PreTrainedModel) -> None:

@@ -449,6 +449,8 @@ def test_overrides(variables: dict[Any, Any], words: tuple[str, ...]) -> None:
 def test_overrides_where_nothing_is_declared() -> None:
     with refused("declares none"):
         rules.read([{"name": "r", "match": {"path": "x"}, "replace": "keep"}], variables={"a": 1})
+    with refused("variables are given as list"):
+        rules.read("mixtral", variables=["experts=int8"])
     with refused("read already"):
         rules.read(rules.read("mixtral"), variables={"experts": "int8"})
     with refused("not declared", "declares none"):

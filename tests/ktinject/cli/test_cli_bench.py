@@ -49,7 +49,7 @@ def test_the_trace_holds_the_experts(ktinject, tiny_qwen3_moe, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ((), "found neither MODEL and --shape"),
+        ((), "found neither MODEL nor --shape"),
         (("--shape", "qwen3"), "allowed: qwen3-30b-a3b"),
         (("--shape", "qwen3-30b-a3b", "--llama-bench", sys.executable), "go together"),
     ],
@@ -82,6 +82,9 @@ def test_llama_bench_is_run_and_read(tmp_path, monkeypatch):
         assert [found["test"] for found in rows] == ["tg128", "pp512"]
         assert rows[0]["tokens_per_second"] == 134.0, "the better of two"
         assert rows[0]["backend"] == f"llama.cpp abc, {backend}" and "16 threads" in rows[0]["how"]
+    program.write_text(f"#!{sys.executable}\nprint('usage: …')\n")
+    with pytest.raises(PlanError, match=r"wrote 'usage: .*' where llama-bench writes JSON"):
+        llama_rows(program, tmp_path / "a.gguf", [512], [128], 2)
     program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no such model')\n")
     with pytest.raises(PlanError, match="ended with code 1: no such model"):
         llama_rows(program, tmp_path / "a.gguf", [512], [128], 2)
