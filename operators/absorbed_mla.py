@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktinject.errors import OperatorError
-from ktinject.operators import latent_attention
+from ktinject.operators import cpu_attention, latent_attention
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.latent_attention import EXPANSION, LatentSpec, Positions
 
@@ -202,7 +202,7 @@ class AbsorbedMla(Operator):
                 latent, k_rope, spec.scaling,
             ).view(b, h, -1, s)  # fmt: skip
             if mask is not None:
-                scores = _masked(scores, mask[:, :, rows])
+                scores = cpu_attention.masked(scores, mask[:, :, rows])
             p = scores.softmax(-1).to(latent.dtype).view(b, -1, s)
             parts.append(torch.bmm(p, latent).view(b, h, -1, r))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
@@ -213,19 +213,21 @@ class AbsorbedMla(Operator):
     def _expanded(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """[b, m, heads, v]; keys and values of all heads, then torch's fused attention."""
+        """[b, m, heads, v]; keys and values of all heads, then torch's fused attention where that is the fastest."""
         spec = self.spec
         kv = self.kv_b_proj(latent[:, 0]).unflatten(-1, (spec.num_heads, -1)).transpose(1, 2)
         k_nope, v = kv.split([spec.qk_nope_head_dim, spec.v_head_dim], -1)
         k = torch.cat([k_nope, k_rope.expand(-1, spec.num_heads, -1, -1)], -1)
+        q = torch.cat([q_nope, q_rope], -1)
+        dropout = spec.dropout if self.training else 0.0
+        if not dropout and cpu_attention.is_faster(q, k):
+            return cpu_attention.attend(q, k, v, mask, spec.scaling).transpose(1, 2)
         if v.is_cpu and v.shape[-1] < k.shape[-1]:
             # On the CPU, torch's fused attention is for values as wide as keys; without it, scores pass through memory.
             v = functional.pad(v, (0, k.shape[-1] - v.shape[-1]))
         out = functional.scaled_dot_product_attention(
-            torch.cat([q_nope, q_rope], -1), k, v,
-            attn_mask=mask, dropout_p=spec.dropout if self.training else 0.0,
-            is_causal=mask is None and q_nope.shape[2] > 1, scale=spec.scaling,
-        )  # fmt: skip
+            q, k, v, mask, dropout, is_causal=mask is None and q.shape[2] > 1, scale=spec.scaling
+        )
         return out[..., : spec.v_head_dim].transpose(1, 2)
 
     def extra_repr(self) -> str:
@@ -241,13 +243,6 @@ def _scores(q: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, scaling: 
         return (scores if exact else scores.float()) * scaling
     scores = torch.bmm(q, latent.mT, out_dtype=torch.float32)
     return torch.baddbmm(scores, q_rope, k_rope.mT, beta=scaling, alpha=scaling, out_dtype=torch.float32)
-
-
-def _masked(scores: Tensor, mask: Tensor) -> Tensor:
-    if mask.dtype != torch.bool:
-        return scores + mask
-    # Not minus infinity: a row of padding that sees nothing must not become NaN.
-    return torch.where(mask, scores, torch.finfo(scores.dtype).min)
 
 
 def _check_mask(mask: Any, b: int, m: int, s: int) -> None:
