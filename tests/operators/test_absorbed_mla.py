@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 
 import ktinject
 from ktinject import OperatorError, PlanError, RuleError
-from ktinject.operators import latent_attention
+from ktinject.operators import cpu_attention, latent_attention
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from tests.models import AVAILABLE, config, tiny
 from tests.reference import relative_error
@@ -214,10 +214,37 @@ def test_scores_beyond_the_limit_are_taken_in_turns(monkeypatch: pytest.MonkeyPa
 
 
 def test_prompts_take_torch_s_fused_attention_on_the_cpu() -> None:
-    """Which wants values as wide as keys; DeepSeek's are narrower."""
+    """Which wants values as wide as keys; DeepSeek's are narrower. With gradients, on any CPU."""
     _, swapped = pair(prefill="expanded")
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         swapped(ids(2, 40))  # raises where there is no such kernel
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", ["none", "padding", "float", "cached"])
+def test_prompts_in_bf16_by_either_attention(kind: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever this CPU takes: as close to fp32 as transformers' own."""
+    monkeypatch.setattr(cpu_attention, "_has_products_only", lambda: not fused)
+    model, _ = layer()
+    swapped = ktinject.optimize(copy.deepcopy(model), rules(prefill="expanded"), progress=False)
+    exact, tokens = copy.deepcopy(model).float(), ids(2, 150)
+    mask: Tensor | None = None
+    if kind == "padding":
+        mask = torch.ones_like(tokens)
+        mask[0, :77] = 0
+    elif kind == "float":
+        mask = torch.zeros(2, 1, 150, 150).masked_fill(torch.ones(150, 150).triu(1).bool(), -1e9).bfloat16()
+
+    def logits(m: PreTrainedModel) -> Tensor:
+        if kind != "cached":
+            given = mask.to(m.dtype) if kind == "float" else mask
+            return m(tokens, attention_mask=given, use_cache=False).logits[:, -20:]
+        past = m(tokens[:, :60]).past_key_values
+        return m(tokens[:, 60:], past_key_values=past).logits[:, -20:]
+
+    with torch.inference_mode():
+        want = logits(exact)
+        assert relative_error(logits(swapped), want) <= BF16 * relative_error(logits(model), want)
 
 
 def test_auto_expands_long_prompts_only() -> None:
@@ -356,6 +383,25 @@ def test_refused_expansion() -> None:
         ktinject.plan(model, rules())
     attention.kv_b_proj = nn.Linear(16, 64, bias=False)
     with pytest.raises(PlanError, match=r"its kv_b_proj is \[64, 16\]; its sizes ask for \[128, 16\]"):
+        ktinject.plan(model, rules())
+    attention.kv_b_proj = nn.Linear(16, 128, bias=False)
+    attention.kv_b_proj.weight = nn.Parameter(torch.zeros(128, 16).to(torch.float8_e4m3fn), False)
+    with pytest.raises(PlanError, match=r"its kv_b_proj is torch\.float8_e4m3fn: it is quantised"):
+        ktinject.plan(model, rules())
+
+
+@pytest.mark.parametrize(
+    "name, value, reason",
+    [
+        ("is_causal", False, "it is not causal"),
+        ("scaling", None, "it does not state its config and scaling"),
+        ("kv_lora_rank", 0, "it does not state kv_lora_rank"),
+    ],
+)
+def test_refused_attributes(name: str, value: Any, reason: str) -> None:
+    model = tiny("deepseek_v3")
+    setattr(model.model.layers[1].self_attn, name, value)
+    with pytest.raises(PlanError, match=reason):
         ktinject.plan(model, rules())
 
 
