@@ -4,9 +4,9 @@
     python benchmarks/bench_hot_experts.py --decode 0 0.1 0.25 --skew 0.05 0.6    # whole models
 
 Routing is skewed by giving the rows of each router norms that fall off as rank ** -skew; experts are numbered by rank,
-so those on the GPU are the most used. With 0.05, a quarter of them takes 30 % of the traffic, as in the trained models of
-examples/models; 0.6 comes near Zipf's law (a tenth 48 %, a quarter 78 %). Beside each gain stands what the CPU's bytes
-allow: its time goes down with the traffic that leaves, and the rest of a step stays.
+so those on the GPU are the most used. With 0.05, a quarter of them takes 30 % of the traffic, as in the trained models
+of examples/models; 0.6 comes near Zipf's law (a tenth 48 %, a quarter 78 %). Beside each gain stands what the CPU's
+bytes allow: its time goes down with the traffic that leaves, and the rest of a step stays.
 """
 
 from __future__ import annotations
