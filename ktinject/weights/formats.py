@@ -132,7 +132,8 @@ def detect(checkpoint: Checkpoint, key: str, quantization: Mapping[str, Any] | N
         if dtype in gguf_blocks.TYPES:
             return Format(dtype.lower(), group_size=Q4_0_GROUP if dtype == "Q4_0" else 0)
         if dtype not in FLOATS:
-            raise refused(checkpoint, key, f"dtype {dtype} without {shown(scale)}. {READ}")
+            alone = f" without {shown(scale)}" if dtype == "F8_E4M3" else " is not that of a weight"
+            raise refused(checkpoint, key, f"dtype {dtype}{alone}. {READ}")
         return Format(FLOATS[dtype])
     block = _block(checkpoint, key, quantization or {})
     if checkpoint.complete:

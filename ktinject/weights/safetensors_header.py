@@ -71,10 +71,15 @@ def open_file(path: str | os.PathLike[str]) -> io.FileIO:
         # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
         file = io.FileIO(path, opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{os.fspath(path)}: cannot be opened: {error}.") from error
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"{os.fspath(path)}: cannot be opened: {why}. Put a readable file there."
+        ) from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise CheckpointError(f"{os.fspath(path)}: not a regular file; only those are read.")
+        raise CheckpointError(
+            f"{os.fspath(path)}: not a regular file; only those are read. Put the file itself there."
+        )
     return file
 
 
