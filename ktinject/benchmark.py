@@ -9,12 +9,13 @@ took the likeliest would soon repeat itself, and find its experts in the cache.
 
 from __future__ import annotations
 
+import bisect
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ktinject import _native
 from ktinject.errors import PlanError
+
+# Begin, end and name. Nanoseconds of the system clock need more bits than a float has.
+Span = tuple[int, int, str]
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,16 @@ class Result:
         return statistics.stdev(self.rates) if len(self.rates) > 1 else 0.0
 
 
-@dataclass
-class Breakdown:
-    """Where the time of a decode step goes, in µs, means over some steps.
+@dataclass(frozen=True)
+class Part:
+    """Where the time of a decode step, or of a layer's part of it, goes: µs, means over some steps.
 
-    step    from one step to the next
+    step    from one step to the next; of a layer, from the end of the experts before it to the end of its own, so that
+            the first layer's has the output layer and the choice of the token, too
     gpu     some kernel of the model runs, those that wait for the CPU left out
     cpu     experts are computed
     handoff the GPU waits for the CPU, less the time in which experts are computed
     idle    neither: gaps between kernels
-    layers  the same by layer with experts on the CPU: (path, cpu, handoff)
-    kernels (µs a step, launches a step, name), longest first
     """
 
     step: float
@@ -61,7 +64,17 @@ class Breakdown:
     cpu: float
     handoff: float
     idle: float
-    layers: list[tuple[str, float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Breakdown(Part):
+    """A whole step.
+
+    layers  path → its part, of layers with experts on the CPU
+    kernels (µs a step, launches a step, name), longest first
+    """
+
+    layers: dict[str, Part] = field(default_factory=dict)
     kernels: list[tuple[float, float, str]] = field(default_factory=list)
 
 
@@ -173,12 +186,12 @@ def _is_wait(name: str) -> bool:
     return "ktinject" in name and "wait" in name
 
 
-def _gpu_events(profiler: Any) -> list[tuple[float, float, str]]:
-    """(begin, end, name) of what ran on GPUs, ns of the system clock, in order.
+def _gpu_events(profiler: Any) -> list[Span]:
+    """What ran on GPUs, in order.
 
     A kernel that began while the one before it in its stream still ran, has waited for that one's end.
     """
-    streams: dict[int, list[tuple[float, float, str]]] = {}
+    streams: dict[int, list[Span]] = {}
     for event in profiler.profiler.kineto_results.events():
         if "cuda" in str(event.device_type()).lower():
             begin = event.start_ns()
@@ -187,75 +200,82 @@ def _gpu_events(profiler: Any) -> list[tuple[float, float, str]]:
     return sorted(span for spans in streams.values() for span in _one_after_another(spans))
 
 
-def _one_after_another(spans: list[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+def _one_after_another(spans: list[Span]) -> list[Span]:
     """Spans of one stream, each from where the one before it ended."""
-    found: list[tuple[float, float, str]] = []
+    found: list[Span] = []
     for begin, end, name in sorted(spans, key=lambda span: span[1]):
         found.append((max(begin, found[-1][1]) if found else begin, end, name))
     return found
 
 
-def _union(intervals: Sequence[tuple[float, float]]) -> float:
-    """The length of what intervals cover, in any order."""
-    total, end = 0.0, float("-inf")
-    for begin, stop in sorted(intervals):
-        total += max(0.0, stop - max(begin, end))
-        end = max(end, stop)
-    return total
+def _covered(intervals: Iterable[tuple[int, int]]) -> Callable[[int], int]:
+    """How long intervals, in any order, cover the time before a moment."""
+    begins: list[int] = []
+    ends: list[int] = []
+    before = [0]
+    for begin, end in sorted(intervals):
+        if ends and begin <= ends[-1]:
+            before[-1] += max(0, end - ends[-1])
+            ends[-1] = max(end, ends[-1])
+        else:
+            begins.append(begin)
+            ends.append(end)
+            before.append(before[-1] + end - begin)
+
+    def until(moment: int) -> int:
+        count = bisect.bisect_right(begins, moment)
+        return before[count] - max(0, ends[count - 1] - moment) if count else 0
+
+    return until
 
 
 def _break_down(
-    events: list[tuple[float, float, str]],
+    events: list[Span],
     spans: list[tuple[int, int, int, int]],
     names: dict[int, str],
     steps: int,
 ) -> Breakdown:
     """The last half of the steps: the first ones include a prompt."""
-    rounds: dict[int, list[tuple[int, int]]] = {}
-    for start, stop, owner, _ in spans:
-        rounds.setdefault(owner, []).append((start, stop))
+    ends: dict[int, list[int]] = {}
+    for _, stop, owner, _ in sorted(spans, key=lambda span: span[1]):
+        ends.setdefault(owner, []).append(stop)
     half = max(1, steps // 2)
-    if rounds:
+    if ends:
         # A layer that defers experts computes twice a step, the last one never does.
-        first = min(rounds.values(), key=len)
+        first = min(ends.values(), key=len)
         half = min(half, len(first) - 1)
-        begin, end = float(first[-1 - half][0]), float(first[-1][0])
+        begin, end = first[-1 - half], first[-1]
     elif events:
-        begin, end = (events[0][0] + events[-1][1]) / 2, events[-1][1]
+        begin, end = (events[0][0] + events[-1][1]) // 2, events[-1][1]
     else:
         raise PlanError("nothing was recorded: the model computes neither on a GPU nor in swapped experts.")
 
-    def within(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        cut = [(max(begin, a), min(end, b)) for a, b in intervals]
-        return [(a, b) for a, b in cut if a < b]
+    cpu = [(a, b) for a, b, _, _ in spans]
+    gpu = [(a, b) for a, b, name in events if not _is_wait(name)]
+    waits = [(a, b) for a, b, name in events if _is_wait(name)]
+    covers = [*map(_covered, (gpu, cpu, [*waits, *cpu] if waits else cpu, [*gpu, *waits, *cpu]))]
 
-    def each(total: float) -> float:
-        return total / half / 1000
+    def part(stretches: Sequence[tuple[int, int]]) -> Part:
+        busy, computing, waiting, anything = (
+            sum(until(b) - until(a) for a, b in stretches) / half / 1000 for until in covers
+        )
+        length = sum(b - a for a, b in stretches) / half / 1000
+        return Part(length, busy, computing, waiting - computing, length - anything)
 
-    cpu = within([(a, b) for of_one in rounds.values() for a, b in of_one])
-    gpu = within([(a, b) for a, b, name in events if not _is_wait(name)])
-    waits = within([(a, b) for a, b, name in events if _is_wait(name)])
-    busy, computing = _union(gpu), _union(cpu)
-    waiting = _union([*waits, *cpu]) - computing if waits else 0.0
-    covered = _union([*gpu, *waits, *cpu])
-    layers = []
-    for owner, of_one in rounds.items():
-        mine = within(of_one)
-        around = [w for w in waits if any(w[0] < b and a < w[1] for a, b in mine)]
-        alone = _union([*around, *mine]) - _union(mine)
-        layers.append((names.get(owner, "?"), each(_union(mine)), each(alone)))
-    kernels: dict[str, list[float]] = {}
+    stretches: dict[int, list[tuple[int, int]]] = {}
+    at = begin
+    for stop, owner in sorted((stop, owner) for owner, stops in ends.items() for stop in stops):
+        if begin < stop <= end:
+            stretches.setdefault(owner, []).append((at, stop))
+            at = stop
+    kernels: dict[str, list[int]] = {}
     for a, b, name in events:
         if begin <= a < end:
             kernels.setdefault(name, []).append(b - a)
-    table = [(each(sum(times)), len(times) / half, name) for name, times in kernels.items()]
+    table = [(sum(times) / half / 1000, len(times) / half, name) for name, times in kernels.items()]
     return Breakdown(
-        step=each(end - begin),
-        gpu=each(busy),
-        cpu=each(computing),
-        handoff=each(waiting),
-        idle=each(end - begin - covered),
-        layers=layers,
+        **asdict(part([(begin, end)])),
+        layers={names.get(owner, "?"): part(stretches[owner]) for owner in ends if owner in stretches},
         kernels=sorted(table, reverse=True),
     )
 

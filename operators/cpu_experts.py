@@ -160,7 +160,7 @@ class CpuExperts(Operator):
             self.native.allocate()
         except MemoryError:
             raise OperatorError(
-                f"cpu_experts: no room for {self.native.bytes / 2**30:.1f} GiB of packed experts. "
+                f"cpu_experts: no room for {self.native.bytes / 2**20:,.1f} MiB of packed experts. "
                 "Choose smaller weights (int8, int4, mxfp4) or a machine with more memory."
             ) from None
         if self.native.not_placed:

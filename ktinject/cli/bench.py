@@ -236,17 +236,11 @@ def _show(rows: list[dict[str, Any]], where: Breakdown | None, output: str) -> N
     if where is not None:
         typer.echo()
         _markdown(
-            ["µs of a decode step", "step", "GPU busy", "experts on the CPU", "handoff", "neither"],
+            ["µs of a decode step", "together", "GPU busy", "experts on the CPU", "handoff", "neither"],
             [
-                [
-                    "all",
-                    *(
-                        f"{value:.0f}"
-                        for value in (where.step, where.gpu, where.cpu, where.handoff, where.idle)
-                    ),
-                ]
-            ]
-            + [[path, "", "", f"{cpu:.0f}", f"{handoff:.0f}", ""] for path, cpu, handoff in where.layers],
+                [name, *(f"{getattr(part, of):.0f}" for of in ("step", "gpu", "cpu", "handoff", "idle"))]
+                for name, part in [("all", where), *where.layers.items()]
+            ],
         )
 
 

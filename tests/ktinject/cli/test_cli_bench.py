@@ -25,7 +25,8 @@ def test_json_has_every_repetition(ktinject, tiny_qwen3_moe):
     where = found["breakdown"]
     assert len(where["layers"]) == 3
     assert 0 < where["cpu"] < where["step"] and where["gpu"] == 0
-    assert sum(cpu for _, cpu, _ in where["layers"]) == pytest.approx(where["cpu"])
+    for name in ("step", "gpu", "cpu", "handoff", "idle"):
+        assert sum(layer[name] for layer in where["layers"].values()) == pytest.approx(where[name])
 
 
 def test_csv_and_markdown_hold_the_same_tests(ktinject, tiny_qwen3_moe):
