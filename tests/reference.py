@@ -6,6 +6,7 @@ It shares no arithmetic with the package. Letters: m tokens, n outputs, k inputs
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -260,6 +261,8 @@ class Deferral:
     deferred  experts that each Mixture-of-Experts layer defers at decode, first layer to last; the last 0
     decodes   to be set by hand before each forward pass
     skip      leave the deferred experts out for good; for comparison
+    apart     [m] for each choice of experts so far: how far apart, in logits of the router, the last one taken and the
+              first one not taken are; also for the choice of those to be late
     """
 
     def __init__(
@@ -267,6 +270,7 @@ class Deferral:
     ) -> None:
         self.decodes = False
         self.handed_on: Tensor | None = None
+        self.apart: list[Tensor] = []
         blocks = [
             module for module in model.modules() if isinstance(getattr(module, "experts", None), nn.Module)
         ]
@@ -276,6 +280,17 @@ class Deferral:
             assert isinstance(spec, ExpertsSpec)
             weights = weights_of(spec, parameters_of(block.experts))
             block.experts = _Deferring(self, spec, weights, n, activations, skip)
+            router = getattr(block, "gate", None) or getattr(block, "router", None)
+            if router is not None:
+                router.register_forward_hook(partial(self._look, n))
+
+    def _look(self, n: int, router: nn.Module, args: Any, chosen: tuple[Tensor, Tensor, Tensor]) -> None:
+        logits, _, ids = chosen
+        taken = logits.gather(1, ids).sort(descending=True).values
+        left = logits.scatter(1, ids, -math.inf)
+        self.apart.append(taken[:, -1] - left.amax(1))
+        if self.decodes and 0 < n < ids.shape[1]:
+            self.apart.append(taken[:, -n - 1] - taken[:, -n])
 
 
 class _Deferring(nn.Module):

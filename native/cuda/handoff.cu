@@ -679,9 +679,11 @@ void Channel::check() {
                                        " s");
   }
   if (!here.failed.load(std::memory_order_acquire)) return;
-  std::lock_guard lock(here.mutex);
+  std::unique_lock lock(here.mutex);
   here.failed = false;
-  std::rethrow_exception(std::exchange(here.failure, nullptr));
+  const std::exception_ptr failure = std::exchange(here.failure, nullptr);
+  lock.unlock();
+  if (failure) std::rethrow_exception(failure);  // else another thread has taken it just now
 }
 
 }  // namespace ktinject

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from functools import cache
 from typing import Any
 
 import models
@@ -18,6 +19,11 @@ import ktinject
 SAME = 2e-3
 # What the definition changes must be far above that, or the comparison shows nothing. Seen at the least: 9e-2.
 CHANGED = 2e-2
+# Where two experts, or two tokens, are closer than this in logits, rounding may choose the other one. A device that
+# computes the rest of the model moves logits by 1e-3.
+CLEAR = 5e-3
+FOUND, CANDIDATES = 12, 96
+PROMPT = 7
 
 VOCABULARY = models.COMMON["vocab_size"]
 
@@ -59,6 +65,34 @@ def decode(run: Run, ids: Tensor, prompt: int) -> Tensor:
     """Logits [steps, batch, vocabulary]: the prompt at once, then token by token."""
     logits = [run(ids[:, :prompt])]
     return torch.stack(logits + [run(ids[:, at : at + 1]) for at in range(prompt, ids.shape[1])])
+
+
+@cache
+def decided(
+    model: PreTrainedModel,
+    schedule: tuple[int, ...],
+    prompt: int = PROMPT,
+    count: int = 10,
+    chunk: int | None = None,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Texts in which no choice is close: what the definition writes greedily after random prompts.
+
+    chunk    how many tokens of the prompt it gets at a time; None: all
+    Returns  the texts [FOUND, prompt + count], and their logits [count + 1, FOUND, vocabulary], as `decode` has them
+    """
+    text = tokens(CANDIDATES, prompt, seed=seed)
+    model = copy.deepcopy(model)
+    run = Run(model, definition := reference.Deferral(model, list(schedule)))
+    logits = [[run(part) for part in text.split(chunk or prompt, 1)][-1]]
+    for _ in range(count):
+        text = torch.cat([text, logits[-1].argmax(-1, keepdim=True)], 1)
+        logits.append(run(text[:, -1:]))
+    best = torch.stack(logits[:-1]).topk(2).values
+    apart = [best[..., 0] - best[..., 1], *(choices.view(CANDIDATES, -1).T for choices in definition.apart)]
+    rows = (torch.cat(apart).amin(0) > CLEAR).nonzero()[:FOUND, 0]
+    assert len(rows) == FOUND, f"{len(rows)} of {CANDIDATES} texts are without a close choice"
+    return text[rows], torch.stack(logits)[:, rows]
 
 
 def exact(model: PreTrainedModel) -> PreTrainedModel:

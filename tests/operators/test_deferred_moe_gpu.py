@@ -12,7 +12,7 @@ import models
 import pytest
 import reference
 import torch
-from deferred import CHANGED, Run, blocks, decode, exact, random_case, rules, tokens
+from deferred import CHANGED, PROMPT, Run, decided, decode, exact, random_case, rules, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -22,6 +22,7 @@ from ktinject import _native
 pytestmark = pytest.mark.gpu
 
 # The rest of the model computes on the GPU in fp32, which is another order of sums: more crosses a rounding boundary.
+# Choices that this could change are avoided: all texts are `decided`.
 SAME_ON_GPU = 1e-2
 
 
@@ -29,6 +30,13 @@ def on_gpu(model: PreTrainedModel, **arguments: Any) -> PreTrainedModel:
     if not torch.cuda.is_available() or not _native.cuda_built():
         pytest.skip("no CUDA device, or built without CUDA")
     return ktinject.optimize(copy.deepcopy(model).to("cuda:0"), rules(model, **arguments), progress=False)
+
+
+def generate(model: PreTrainedModel, ids: Tensor, count: int = 10, **arguments: Any) -> Tensor:
+    mask = torch.ones_like(ids).cuda()
+    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": count, **arguments}
+    found = model.generate(ids.cuda(), attention_mask=mask, **options)
+    return getattr(found, "sequences", found).cpu()
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +55,8 @@ def test_the_definition_on_a_gpu(seed: int) -> None:
     model, schedule, batch = random_case(seed)
     swapped = on_gpu(model, schedule=schedule)
     plain = on_gpu(model)
-    definition = reference.Deferral(model, schedule)
-    ids = tokens(batch, 9, seed=seed)
-    want = decode(Run(model, definition), ids, 4)
+    ids, want = decided(model, tuple(schedule), prompt=4, count=5, seed=seed)
+    ids, want = ids[:batch], want[:, :batch]
     found = decode(Run(swapped), ids.cuda(), 4).cpu()
     assert reference.relative_error(found, want) < SAME_ON_GPU
     change = reference.relative_error(decode(Run(plain), ids.cuda(), 4).cpu(), want)
@@ -59,10 +66,9 @@ def test_the_definition_on_a_gpu(seed: int) -> None:
 @pytest.mark.parametrize("resident", [1, 3, 6])
 def test_where_an_expert_lies_does_not_matter(deepseek: PreTrainedModel, resident: int) -> None:
     swapped = on_gpu(deepseek, deferred=2, gpu_experts=resident)
-    definition = reference.Deferral(model := copy.deepcopy(deepseek), [2, 2, 2, 0])
-    ids = tokens(3, 9)
-    found = decode(Run(swapped), ids.cuda(), 4).cpu()
-    assert reference.relative_error(found, decode(Run(model, definition), ids, 4)) < SAME_ON_GPU
+    ids, want = decided(deepseek, (2, 2, 2, 0))
+    found = decode(Run(swapped), ids[:3].cuda(), PROMPT).cpu()
+    assert reference.relative_error(found, want[:, :3]) < SAME_ON_GPU
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4])
@@ -72,23 +78,15 @@ def test_graphs_write_what_the_definition_does(
     request: pytest.FixtureRequest, family: str, batch: int, mode: str
 ) -> None:
     """The second request replays what the first one captured; a third runs eagerly."""
-    model = copy.deepcopy(request.getfixturevalue(family))
+    model = request.getfixturevalue(family)
     swapped = on_gpu(model, deferred=3, handoff=mode)
-    definition = reference.Deferral(model, [3] * (len(blocks(model)) - 1) + [0])
-    for seed in range(3):
-        ids = tokens(batch, 7, seed=seed)
-        run = Run(model, definition)
-        logits, want = run(ids), ids
-        for _ in range(10):
-            want = torch.cat([want, logits.argmax(-1, keepdim=True)], 1)
-            logits = run(want[:, -1:])
-        arguments: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
-        if seed == 2:
-            arguments["return_dict_in_generate"] = True
-        found = swapped.generate(ids.cuda(), attention_mask=torch.ones_like(ids).cuda(), **arguments)
-        found = found.sequences if seed == 2 else found
-        assert torch.equal(found.cpu(), want)
-        assert ("graph" in swapped.ktinject_decoding.last) == (seed < 2), swapped.ktinject_decoding.reason
+    texts, _ = decided(model, (3, 3, 3, 0))
+    for number in range(3):
+        text = texts[number * batch : (number + 1) * batch]
+        arguments: dict[str, Any] = {"return_dict_in_generate": True} if number == 2 else {}
+        found = generate(swapped, text[:, :PROMPT], **arguments)
+        assert torch.equal(found, text)
+        assert ("graph" in swapped.ktinject_decoding.last) == (number < 2), swapped.ktinject_decoding.reason
 
 
 @pytest.mark.parametrize("family", ["qwen", "deepseek"])
@@ -126,28 +124,11 @@ def test_an_aborted_pass_on_a_gpu_leaves_nothing(
             assert torch.equal(decode(Run(swapped), ids, 4), want)
 
 
-def written(model: PreTrainedModel, schedule: list[int], ids: Tensor, count: int) -> Tensor:
-    """What the definition writes greedily, [batch, prompt + count]."""
-    model = copy.deepcopy(model)
-    run = Run(model, reference.Deferral(model, schedule))
-    logits = run(ids)
-    for _ in range(count):
-        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
-        logits = run(ids[:, -1:])
-    return ids
-
-
-def generate(model: PreTrainedModel, ids: Tensor, count: int = 10, **arguments: Any) -> Tensor:
-    mask = torch.ones_like(ids).cuda()
-    options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": count, **arguments}
-    return model.generate(ids.cuda(), attention_mask=mask, **options).cpu()
-
-
 def test_requests_in_graphs_keep_apart(qwen: PreTrainedModel) -> None:
     """Requests of several batch sizes, in turns and from two threads."""
     swapped = on_gpu(qwen, deferred=3)
-    texts = [tokens(batch, 7, seed=batch) for batch in (1, 3, 4)]
-    want = [written(qwen, [3, 3, 3, 0], ids, 10) for ids in texts]
+    want = decided(qwen, (3, 3, 3, 0))[0][:8].split((1, 3, 4))
+    texts = [text[:, :PROMPT] for text in want]
     for ids, expected in [*zip(texts, want)] * 2:
         assert torch.equal(generate(swapped, ids), expected)
         assert swapped.ktinject_decoding.last == "graph loop", swapped.ktinject_decoding.reason
@@ -169,13 +150,8 @@ def test_requests_in_graphs_keep_apart(qwen: PreTrainedModel) -> None:
 def test_a_prompt_in_chunks_before_graphs(qwen: PreTrainedModel) -> None:
     swapped = on_gpu(qwen, deferred=2)
     for length, chunk in ((8, 4), (7, 3)):  # the last chunk has four tokens, or one: a decode step
-        ids = tokens(2, length)
-        run = Run(model := copy.deepcopy(qwen), reference.Deferral(model, [2, 2, 2, 0]))
-        logits, want = [run(part) for part in ids.split(chunk, 1)], ids
-        for _ in range(10):
-            want = torch.cat([want, logits[-1].argmax(-1, keepdim=True)], 1)
-            logits.append(run(want[:, -1:]))
-        assert torch.equal(generate(swapped, ids, prefill_chunk_size=chunk), want)
+        text = decided(qwen, (2, 2, 2, 0), prompt=length, chunk=chunk)[0][:2]
+        assert torch.equal(generate(swapped, text[:, :length], prefill_chunk_size=chunk), text)
         assert swapped.ktinject_decoding.last == "graph loop", swapped.ktinject_decoding.reason
 
 
@@ -205,12 +181,11 @@ def test_a_request_aborted_between_graphs_leaves_nothing(qwen: PreTrainedModel) 
         def end(self) -> None:
             pass
 
-    swapped, ids = on_gpu(qwen, deferred=3), tokens(1, 7)
-    want = written(qwen, [3, 3, 3, 0], ids, 10)
+    swapped, want = on_gpu(qwen, deferred=3), decided(qwen, (3, 3, 3, 0))[0][:1]
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             generate(swapped, tokens(1, 9, seed=5), 40, streamer=Aborting())
-        assert torch.equal(generate(swapped, ids), want)
+        assert torch.equal(generate(swapped, want[:, :PROMPT]), want)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -230,9 +205,8 @@ def test_deferral_across_gpus(
         progress=False,
     )
     assert {str(parameter.device) for parameter in swapped.parameters()} == {"cuda:0", "cuda:1"}
-    schedule = [2] * (len(blocks(model)) - 1) + [0]
-    for batch in (1, 3):
-        ids, run = tokens(batch, 9), Run(copied := copy.deepcopy(model), reference.Deferral(copied, schedule))
-        found = decode(Run(swapped), ids.cuda(), 4).cpu()
-        assert reference.relative_error(found, decode(run, ids, 4)) < SAME_ON_GPU
-        assert torch.equal(generate(swapped, ids), written(model, schedule, ids, 10))
+    texts, logits = decided(model, (2, 2, 2, 0))
+    for rows in (slice(1), slice(1, 4)):
+        found = decode(Run(swapped), texts[rows].cuda(), PROMPT).cpu()
+        assert reference.relative_error(found, logits[:, rows]) < SAME_ON_GPU
+        assert torch.equal(generate(swapped, texts[rows, :PROMPT]), texts[rows])

@@ -459,15 +459,76 @@ def test_a_graph_that_nobody_announces_is_found_by_a_nap(cuda: str) -> None:
 
 @gpu
 @pytest.mark.parametrize("mode", MODES)
-def test_a_failure_crosses_to_the_next_call(cuda: str, mode: handoff.Mode) -> None:
-    here = way(mode=mode)
+def test_a_failure_that_is_known_is_raised_by_the_wait(cuda: str, mode: handoff.Mode) -> None:
+    here, other = way(mode=mode), way(seed=1, mode=mode)
     x, ids, weights = inputs(2, device=cuda)
-    here.wait(here.submit(x, ids, weights))
     ticket = here.submit(x, ids + EXPERTS + 1, weights)
-    torch.cuda.synchronize()
+    other.wait(other.submit(x, ids, weights))
+    torch.cuda.synchronize()  # first in, first out: what was submitted later is answered
     with pytest.raises(OperatorError, match="routed to expert"):
         here.wait(ticket)
     assert torch.equal(here.wait(here.submit(x, ids, weights)).cpu(), plain((x, ids, weights)))
+
+
+@gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("following", ["submit", "wait", "check"])
+def test_a_failure_after_the_wait_is_raised_by_what_follows(
+    cuda: str, following: str, mode: handoff.Mode
+) -> None:
+    """`wait` returns before the GPU has the answer, so it may be too early; the answer is NaN, and nothing is lost."""
+    here = way(mode=mode)
+    x, ids, weights = inputs(2, device=cuda)
+    _native.handoff_pause(True)
+    try:
+        ticket, pending = here.submit(x, ids + EXPERTS + 1, weights), here.submit(x, ids, weights)
+        out = here.wait(ticket)
+    finally:
+        _native.handoff_pause(False)
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+    with pytest.raises(OperatorError, match="routed to expert"):
+        if following == "submit":
+            here.submit(x, ids, weights)
+        elif following == "wait":
+            here.wait(pending)
+        else:
+            here.check()
+    here.check()
+    if following != "wait":
+        assert torch.equal(here.wait(pending).cpu(), plain((x, ids, weights)))
+    assert torch.equal(here.wait(here.submit(x, ids, weights)).cpu(), plain((x, ids, weights)))
+
+
+@gpu
+def test_a_failure_is_raised_to_one_of_several_threads(cuda: str) -> None:
+    here, rounds = way(), 100
+    x, ids, weights = inputs(2, device=cuda)
+    barrier = threading.Barrier(4, timeout=60)
+    caught: list[OperatorError] = []
+
+    def look() -> None:
+        for _ in range(rounds):
+            barrier.wait()
+            try:
+                here.check()
+            except OperatorError as error:
+                caught.append(error)
+            barrier.wait()
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    counts = []
+    for _ in range(rounds):
+        here.submit(x, ids + EXPERTS + 1, weights)  # dropped, which waits for it
+        torch.cuda.synchronize()
+        barrier.wait()
+        barrier.wait()
+        counts.append(len(caught))
+    for thread in threads:
+        thread.join()
+    assert counts == [*range(1, rounds + 1)]
 
 
 @gpu
