@@ -171,7 +171,10 @@ def test_what_hangs_together_stays_whole() -> None:
         f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"
     }, "an operator takes one attention, and the output layer is tied"
     # Sinks, a bare parameter, are cut with the heads by transformers' plan; not so here.
-    assert not any("self_attn" in path for path in shards.choose(models.tiny("mimo_v2_flash"), 2, []))
+    model = models.tiny("mimo_v2_flash")
+    sinks = [name.rpartition(".")[0] for name, _ in model.named_parameters() if name.endswith(".sinks")]
+    assert sinks == ["model.layers.1.self_attn"], "of sliding attention only"
+    assert not any(path.startswith(sinks[0]) for path in shards.choose(model, 2, []))
 
 
 def test_applied_is_undone() -> None:

@@ -40,7 +40,9 @@ def test_the_cache_is_as_large_as_was_said(family: str) -> None:
     dtype = model.config.dtype
     found = working.cached_values(model)
     assert model.config.dtype == dtype
-    if family in UNKNOWN:
+    # Aria's experts were two grouped products at first, which count their tokens on the CPU.
+    if family in UNKNOWN or (family == "aria_text" and hasattr(models.leaf(model)[1], "fc1")):
+        assert found is None or family in UNKNOWN
         return
     ids = torch.randint(3, 60, (2, 20))
     with torch.inference_mode():
