@@ -18,8 +18,8 @@ from torch import nn
 from ktinject import _native
 from ktinject.operators.moe_block import BlockSpec
 
-# Of a token's experts: deferring more moved the next-token distribution of our trained models by more than BOUND_NATS
-# of KL divergence on average (docs/explanation/deferral.md), what int4 weights cost them, too.
+# Of a token's experts: deferring more moved the next-token distribution of a trained model of ours by more than
+# BOUND_NATS of KL divergence on average (docs/explanation/deferral.md); int4 weights cost it about as much.
 BOUND_SHARE, BOUND_NATS = 0.25, 0.02
 
 # Measured on the reference box in CUDA graphs (docs/explanation/deferral.md): what splitting a layer's experts costs,
@@ -75,8 +75,8 @@ def warning(deferred: int, top_k: int) -> str:
     if deferred <= BOUND_SHARE * top_k:
         return ""
     return (
-        f"{deferred} of {top_k} experts deferred: beyond a quarter, our trained models' mean KL divergence exceeds "
-        f"{BOUND_NATS} nats. Measure this model with `ktinject eval`"
+        f"{deferred} of {top_k} experts deferred: beyond a quarter, the mean KL divergence of a trained model of ours "
+        f"exceeds {BOUND_NATS} nats. Measure this one with `ktinject eval`"
     )
 
 

@@ -61,6 +61,9 @@ def test_the_definition_on_a_gpu(seed: int) -> None:
     assert reference.relative_error(found, want) < SAME_ON_GPU
     change = reference.relative_error(decode(Run(plain), ids.cuda(), 4).cpu(), want)
     assert change > CHANGED if any(schedule) else change < SAME_ON_GPU
+    for _ in range(2):  # captures, and replays
+        assert torch.equal(generate(swapped, ids[:, :4], 5), ids)
+        assert "graph" in swapped.ktinject_decoding.last, swapped.ktinject_decoding.reason
 
 
 @pytest.mark.parametrize("resident", [1, 3, 6])
