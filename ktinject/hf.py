@@ -47,6 +47,11 @@ class KimiK2ForCausalLM(DeepseekV3ForCausalLM):
 
     config_class = KimiK2Config
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers reads the source around a class to find out, which here is not the model's.
+        return DeepseekV3ForCausalLM._can_set_experts_implementation()
+
 
 def _register_kimi_k2() -> None:
     if CONFIG_MAPPING[KimiK2Config.model_type] is not KimiK2Config:
