@@ -9,15 +9,14 @@ file: tensors apart from each other, each as long as its type and shape take.
 
 from __future__ import annotations
 
-import argparse
-import collections
 import math
 import os
 import random
 import struct
-import sys
-import time
+from collections import Counter
 from pathlib import Path
+
+import fuzzer
 
 from ktinject.errors import CheckpointError
 from ktinject.weights import gguf_names
@@ -191,31 +190,19 @@ def attempt(content: bytes, fd: int) -> str:
     return "accepted"
 
 
-def fuzz(runs: int, seed: int, first: int = 0) -> collections.Counter[str]:
+def fuzz(runs: int, seed: int, first: int = 0) -> Counter[str]:
     """Count the outcomes of `runs` runs from `first` on. Raises AssertionError, or whatever else came out."""
-    counts: collections.Counter[str] = collections.Counter()
     fd = os.memfd_create("fuzz")
     try:
-        for run in range(first, first + runs):
-            content = image(random.Random(seed << 40 | run))
-            try:
-                counts[attempt(content, fd)] += 1
-            except BaseException:
-                print(f"seed {seed}, run {run}: {content!r}", file=sys.stderr)
-                raise
+        return fuzzer.count(
+            range(first, first + runs),
+            seed,
+            lambda _, rng: image(rng),
+            lambda _, content: attempt(content, fd),
+        )
     finally:
         os.close(fd)
-    return counts
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first run")
-    options = parser.parse_args()
-    started = time.monotonic()
-    outcome = fuzz(options.runs, options.seed, options.first)
-    seconds = time.monotonic() - started
-    print(f"{options.runs} runs, seed {options.seed}, {seconds:.0f} s, {options.runs / seconds:.0f} a second")
-    print(dict(outcome))
+    fuzzer.main(__doc__, fuzz)

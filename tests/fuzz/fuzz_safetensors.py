@@ -9,18 +9,16 @@ what is refused although the library accepts it must be refused for one of the r
 
 from __future__ import annotations
 
-import argparse
-import collections
 import copy
 import json
 import os
 import random
-import sys
 import tempfile
-import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import fuzzer
 from safetensors import SafetensorError, deserialize
 
 from ktinject.errors import CheckpointError
@@ -207,42 +205,30 @@ def try_index(content: bytes, folder: Path) -> str:
     return "index accepted"
 
 
-def fuzz(runs: int, seed: int, first: int = 0) -> collections.Counter[str]:
+def fuzz(runs: int, seed: int, first: int = 0) -> Counter[str]:
     """Count the outcomes of `runs` runs from `first` on. Raises AssertionError, or whatever else came out."""
-    counts: collections.Counter[str] = collections.Counter()
     fd = os.memfd_create("fuzz")
-    try:
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            for shard, tensors in (("one", (0, 1)), ("two", (2, 3))):
-                entries = {
-                    f"model.{t}.weight": dict(zip(FIELDS, ("F32", [1], [4 * i, 4 * i + 4])))
-                    for i, t in enumerate(tensors)
-                }
-                raw = json.dumps(entries).encode()
-                (folder / f"{shard}.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(8))
-            for run in range(first, first + runs):
-                rng = random.Random(seed << 40 | run)
-                is_index = run % INDEX_EVERY == 0
-                content = mutated(rng, index(rng)) if is_index else image(rng)
-                try:
-                    counts[try_index(content, folder) if is_index else try_header(content, fd)] += 1
-                except BaseException:
-                    print(f"seed {seed}, run {run}: {content!r}", file=sys.stderr)
-                    raise
-    finally:
-        os.close(fd)
-    return counts
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for shard, tensors in (("one", (0, 1)), ("two", (2, 3))):
+            entries = {
+                f"model.{t}.weight": dict(zip(FIELDS, ("F32", [1], [4 * i, 4 * i + 4])))
+                for i, t in enumerate(tensors)
+            }
+            raw = json.dumps(entries).encode()
+            (folder / f"{shard}.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(8))
+
+        def make(run: int, rng: random.Random) -> bytes:
+            return image(rng) if run % INDEX_EVERY else mutated(rng, index(rng))
+
+        def attempt(run: int, content: bytes) -> str:
+            return try_header(content, fd) if run % INDEX_EVERY else try_index(content, folder)
+
+        try:
+            return fuzzer.count(range(first, first + runs), seed, make, attempt)
+        finally:
+            os.close(fd)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="number of the first run")
-    options = parser.parse_args()
-    started = time.monotonic()
-    outcome = fuzz(options.runs, options.seed, options.first)
-    seconds = time.monotonic() - started
-    print(f"{options.runs} runs, seed {options.seed}, {seconds:.0f} s, {options.runs / seconds:.0f} a second")
-    print(dict(outcome))
+    fuzzer.main(__doc__, fuzz)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -674,19 +673,3 @@ def test_an_unknown_operator() -> None:
         "f:4: rule 'r': unknown operator 'cpu_expert'; registered are cpu_experts, int4_linear and keep."
     )
     assert "Did you mean 'cpu_experts'?" in str(error)
-
-
-# Fuzzing: a slice of tests/fuzz/fuzz_rules.py
-
-
-@pytest.mark.parametrize(("parser", "runs"), [(document.PARSER, 4000), (yaml.SafeLoader, 500)])
-def test_only_refusals_come_out_of_mutated_documents(parser: Any, runs: int) -> None:
-    spec = importlib.util.spec_from_file_location("fuzz_rules", ROOT / "tests" / "fuzz" / "fuzz_rules.py")
-    assert spec and spec.loader
-    fuzz_rules = sys.modules["fuzz_rules"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fuzz_rules)
-    for seed in fuzz_rules.SEEDS:
-        assert fuzz_rules.run(seed, parser) in ("accepted", "refused by assign")
-    outcomes = fuzz_rules.fuzz(runs, seed=20_240, parser=parser)
-    assert sum(outcomes.values()) - outcomes["over a second"] == runs
-    assert {"accepted", "refused by read", "refused by assign", "refused by arguments"} <= set(outcomes)

@@ -14,7 +14,7 @@ import models
 import pytest
 import reference
 import torch
-from deferred import CHANGED, PROMPT, SAME, Run, decided, decode, random_case, rules, swap, tokens
+from deferred import CHANGED, PROMPT, SAME, WRITTEN, Run, decided, decode, random_case, rules, swap, tokens
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
@@ -84,13 +84,13 @@ def test_none_deferred_is_the_experts_operator(qwen: PreTrainedModel) -> None:
 def test_generate_writes_what_the_definition_does(qwen: PreTrainedModel, batch: int, cache: str) -> None:
     """Also with a prompt in chunks, whose last one here is a single token: a decode step by definition."""
     swapped = swap(qwen, deferred=2)
-    for chunk in (None, 3):
+    for chunk in (None, 4):
         text = decided(qwen, (2, 2, 2, 0), chunk=chunk)[0][:batch]
         ids = text[:, :PROMPT]
         found = swapped.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=10,
+            max_new_tokens=WRITTEN,
             eos_token_id=None,
             do_sample=False,
             prefill_chunk_size=chunk,

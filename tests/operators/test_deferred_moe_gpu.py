@@ -12,7 +12,7 @@ import models
 import pytest
 import reference
 import torch
-from deferred import CHANGED, PROMPT, Run, decided, decode, exact, random_case, rules, tokens
+from deferred import CHANGED, PROMPT, WRITTEN, Run, decided, decode, exact, random_case, rules, tokens
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -32,7 +32,7 @@ def on_gpu(model: PreTrainedModel, **arguments: Any) -> PreTrainedModel:
     return ktinject.optimize(copy.deepcopy(model).to("cuda:0"), rules(model, **arguments), progress=False)
 
 
-def generate(model: PreTrainedModel, ids: Tensor, count: int = 10, **arguments: Any) -> Tensor:
+def generate(model: PreTrainedModel, ids: Tensor, count: int = WRITTEN, **arguments: Any) -> Tensor:
     mask = torch.ones_like(ids).cuda()
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": count, **arguments}
     found = model.generate(ids.cuda(), attention_mask=mask, **options)
@@ -160,15 +160,15 @@ def test_a_prompt_in_chunks_before_graphs(qwen: PreTrainedModel) -> None:
 
 def test_rows_of_a_graph_that_end_early(qwen: PreTrainedModel) -> None:
     swapped = on_gpu(qwen, deferred=3)
-    ids = tokens(4, 6)
-    end = int(generate(swapped, ids, 14, pad_token_id=0)[1, 8])
-    found = generate(swapped, ids, 14, eos_token_id=end, pad_token_id=0)
+    text = decided(qwen, (3, 3, 3, 0))[0][:4]
+    end = int(text[1, PROMPT + 2])
+    found = generate(swapped, text[:, :PROMPT], eos_token_id=end, pad_token_id=0)
     assert swapped.ktinject_decoding.last == "graph loop", swapped.ktinject_decoding.reason
     lengths = set()
-    for row in range(4):
-        alone = generate(swapped, ids[row : row + 1], 14, eos_token_id=end, pad_token_id=0)[0]
-        assert torch.equal(found[row, : len(alone)], alone) and not found[row, len(alone) :].any()
-        lengths.add(len(alone))
+    for row, want in zip(found[:, PROMPT:].tolist(), text[:, PROMPT:].tolist()):
+        length = want.index(end) + 1 if end in want else len(want)
+        assert row == want[:length] + [0] * (len(row) - length)
+        lengths.add(length)
     assert len(lengths) > 1
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import runpy
-from pathlib import Path
-
-FUZZER = Path(__file__).parents[2] / "fuzz" / "fuzz_gguf.py"
+import fuzz_gguf
 
 
 def test_only_checkpoint_errors_come_out() -> None:
-    counts = runpy.run_path(str(FUZZER))["fuzz"](runs=6000, seed=7)
+    counts = fuzz_gguf.fuzz(runs=6000, seed=7)
     assert counts.total() == 6000
     assert min(counts[outcome] for outcome in ("accepted", "refused", "names refused")) > 60
