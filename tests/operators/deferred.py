@@ -19,8 +19,8 @@ import ktinject
 SAME = 2e-3
 # What the definition changes must be far above that, or the comparison shows nothing. Seen at the least: 9e-2.
 CHANGED = 2e-2
-# Where two experts, or two tokens, are closer than this in logits, rounding may choose the other one: a GPU that computes
-# the rest of the model moved the router's logits by up to 3e-3 in nine of ten places, and by 8e-3 in all of them.
+# Where two experts, or two tokens, are closer than this in logits, rounding may choose the other one: a GPU that
+# computes the rest of the model moved the router's logits by 3e-3 in one place of ten, and by up to 2e-2.
 CLEAR = 1e-2
 FOUND, CANDIDATES = 12, 96
 PROMPT, WRITTEN = 5, 6
