@@ -190,10 +190,11 @@ def test_deepseek_v3_at_full_size_plans_from_config_and_index_alone(tmp_path: Pa
 import json, resource, time
 import ktinject
 from ktinject import hf
+started = time.process_time()
 folder = {str(deepseek_v3_671b(tmp_path))!r}
 plan = ktinject.plan(hf.meta_model(hf.read_config(folder)), "deepseek-v3", checkpoint=folder)
 print(plan)
-seconds = time.process_time()  # ours alone, whoever else computes on this machine
+seconds = time.process_time() - started  # without the imports, and ours alone, whoever else computes here
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps([seconds, peak, len(plan.entries), plan.bytes]))
 """
@@ -203,4 +204,4 @@ print(json.dumps([seconds, peak, len(plan.entries), plan.bytes]))
     print(f"{seconds:.1f} s, {peak / 2**20:.0f} MiB\n{done.stdout}")
     # 58 layers of experts, routers and shared experts, 61 of attention with four linears, 3 dense layers, the head.
     assert entries == 58 * 5 + 61 * 5 + 3 * 3 + 1 and sum(sizes.values()) > 6e11 / 2
-    assert seconds < 15 and peak < 4 * 2**30
+    assert seconds < 10 and peak < 4 * 2**30
