@@ -125,6 +125,8 @@ def _optimize(
         borders.install(model, hf.Layers(model).paths, decided.device_map)
         generate.install(model, team)
         logger.info("swapped %d modules of %s", len(decided.entries), decided.model)
+        if found.huge_pages not in ("always", "madvise"):
+            logger.info("packed weights lie in pages of 4 KiB; `ktinject doctor` says why not in huge ones")
     except BaseException as error:
         transaction.restore()
         operators.clear()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import ktinject
-from ktinject import hf
+from ktinject import hf, machine
 from ktinject.errors import CheckpointError, PlanError, RuleError
 
 torch.set_num_threads(1)
+TRAINED = Path(__file__).parents[2] / "examples/models/tiny-qwen3-moe"
 IDS = torch.randint(3, 90, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -250,6 +254,50 @@ def test_what_was_done_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, logger="ktinject"):
         ktinject.load(saved(models.tiny("qwen3_moe"), tmp_path), [EXPERTS], progress=False)
     assert "swapped 2 modules of Qwen3MoeForCausalLM" in caplog.text
+
+
+@pytest.mark.parametrize("state", ["madvise", "never", "absent"])
+def test_a_machine_without_huge_pages_is_logged(
+    state: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = dataclasses.replace(machine.detect(), huge_pages=state)
+    monkeypatch.setattr(machine, "detect", lambda: found)
+    with caplog.at_level(logging.INFO, logger="ktinject"):
+        ktinject.load(saved(models.tiny("qwen3_moe"), tmp_path), [EXPERTS], progress=False)
+    assert ("pages of 4 KiB" in caplog.text) == (state != "madvise")
+
+
+OUT_OF_MEMORY = """
+import resource, sys
+import ktinject
+from ktinject.errors import KTInjectError
+
+def pages(field):
+    return int(open("/proc/self/statm").read().split()[field])
+
+ktinject.load(sys.argv[1], devices=["cpu"], progress=False)
+virtual, resident = pages(0), pages(1)
+refused = 0
+for spare in range(0, 1 << 28, 3 << 20):
+    resource.setrlimit(resource.RLIMIT_AS, (virtual * resource.getpagesize() + spare, resource.RLIM_INFINITY))
+    try:
+        ktinject.load(sys.argv[1], devices=["cpu"], progress=False)
+        break
+    except KTInjectError as error:
+        assert "no room" in str(error), error
+        refused += 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert pages(1) < resident * 1.01, (pages(1), resident)
+print(refused)
+"""
+
+
+def test_wherever_memory_runs_out_everything_is_given_back() -> None:
+    """Some more each time, until there is enough: refused further on each time, resident memory back within 1 %."""
+    command = [sys.executable, "-c", OUT_OF_MEMORY, str(TRAINED)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert int(done.stdout) >= 4
 
 
 # Refusals
