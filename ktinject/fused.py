@@ -52,9 +52,12 @@ class Fused:
         self._steps: dict[str, tuple[nn.Module, Step]] = {}
         # Blocks of attention count themselves here; requests of one model take turns.
         heads = max((getattr(m, "num_attention_heads", 0) for m in _configs(model)), default=0)
-        arrived = torch.zeros(decode_ops.MOST_ROWS * heads, dtype=torch.int32, device=_device(model))
+        arrived: dict[torch.device, Tensor] = {}
         for path, module in model.named_modules():
-            step = _known(path, module, arrived)
+            device = _device(module)
+            if device not in arrived:
+                arrived[device] = torch.zeros(decode_ops.MOST_ROWS * heads, dtype=torch.int32, device=device)
+            step = _known(path, module, arrived[device])
             if step is not None and "forward" not in vars(module):
                 self._steps[path] = (module, step)
 

@@ -573,8 +573,11 @@ def _forward(
 def _never(model: PreTrainedModel) -> str:
     """Why no decode step of a model can ever be captured; "" if it may be."""
     devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
-    if len(devices) > 1 or not devices[0].startswith("cuda"):
-        return f"what is not swapped stands on {', '.join(devices)}; it must stand on one GPU"
+    plan = getattr(model, "ktinject", None)
+    laid = len(devices) == 1 or (plan is not None and {*plan.device_map.values()} == {*devices})
+    if not laid or not all(device.startswith("cuda") for device in devices):
+        where = ", ".join(devices)
+        return f"what is not swapped stands on {where}; it must stand on one GPU, or by layers on several"
     fixed = {o.name for o in model.modules() if isinstance(o, Operator) and not o.capturable}
     if fixed:
         return f"{', '.join(sorted(fixed))} cannot be captured"

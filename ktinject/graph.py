@@ -5,16 +5,15 @@
 
 A lane belongs to one batch size. Its cache holds the longest request so far, rounded up to a power of two; a graph
 sees the shortest stretch of it, a power of two again, that holds what there is. So attention over an empty rest costs
-at most as much as over what is there, and nothing is captured anew but when a request needs a longer cache.
+at most as much as over what is there, and nothing is captured anew but when a request needs a longer cache. Layers on
+several GPUs make it several graphs, see `chain`.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from ktinject.chain import AtOnce, Chain, NotCapturable, Route, capture_stream, record
 from ktinject.decode_ops import advance
-from ktinject.errors import OperatorError
 from ktinject.sampling import Request, Sampler, Sampling
 
 logger = logging.getLogger("ktinject")
@@ -65,10 +64,24 @@ class _Layer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
-@functools.cache
-def _capture_stream(index: int) -> torch.cuda.Stream:
-    """One for all captures on a GPU: cuBLAS keeps 32 MiB for every stream that it was used on."""
-    return torch.cuda.Stream(index)
+class Stretch(Cache):
+    """What a step sees of a lane's cache. route: how it goes on where layers are on another GPU."""
+
+    def __init__(self, layers: Sequence[_Layer], place: Tensor) -> None:
+        super().__init__(layers=[*layers])
+        self.route: Route | None = None
+        self._place = place
+
+    def cross(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """As `Route.cross`; layers on another GPU find the place of the next token there, too."""
+        assert self.route is not None
+        if device == self._place.device:
+            return self.route.cross(tensors, device)
+        *crossed, place = self.route.cross([*tensors, self._place], device)
+        for layer in self.layers:
+            if layer.keys.device == device:
+                layer.place = place
+        return crossed
 
 
 def power_of_two(tokens: int) -> int:
@@ -112,14 +125,13 @@ class Lane:
             self._place = torch.zeros(1, dtype=torch.int64, device=device)
             self._mask = torch.zeros(batch, 1, 1, self.capacity, dtype=torch.bool, device=device)
         self._used = 0
-        self._views: dict[int, Cache] = {}
+        self._views: dict[int, Stretch] = {}
         if device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
-            self._stream = _capture_stream(device.index)
         else:
             self.failure = f"{device} has no CUDA graphs"
-        self._steps: dict[int, torch.cuda.CUDAGraph] = {}
-        self._samplers: OrderedDict[Sampling, tuple[Sampler, torch.cuda.CUDAGraph | None]] = OrderedDict()
+        self._steps: dict[int, Chain] = {}
+        self._samplers: OrderedDict[Sampling, tuple[Sampler, Chain | None]] = OrderedDict()
 
     def _empty(self, like: Tensor) -> Tensor:
         batch, heads, _, size = like.shape
@@ -152,16 +164,18 @@ class Lane:
         self._used += 1
         # A step on the CPU reads no place that is empty.
         stretch = self.capacity if self.device.type == "cpu" else power_of_two(self._used)
-        graph = self._steps.get(stretch)
-        if graph is None and not self.failure:
-            graph = self._capture(lambda: self._compute(stretch), [self._positions, self._place, self._mask])
-            if graph is not None:
-                self._steps[stretch] = graph
-        if graph is None:
-            self._compute(stretch)
+        chain = self._steps.get(stretch)
+        if chain is None and not self.failure:
+            state = [self._positions, self._place, self._mask]
+            chain = self._capture(lambda route: self._compute(stretch, route), state)
+            if chain is not None:
+                self._steps[stretch] = chain
+        if chain is None:
+            with AtOnce(self.device) as route:
+                self._compute(stretch, route)
         else:
             self._wake()
-            graph.replay()
+            chain.replay()
             self.replays += 1
 
     def sampler(self, sampling: Sampling) -> Sampler:
@@ -170,8 +184,8 @@ class Lane:
             with torch.inference_mode(False):
                 sampler = Sampler(sampling, self.ids, self.logits.shape[1])
             sampler.begin(self.ids, Request())
-            graph = None if self.failure else self._capture(lambda: sampler.choose(self.logits), [self.ids])
-            self._samplers[sampling] = (sampler, graph)
+            chain = None if self.failure else self._capture(lambda _: sampler.choose(self.logits), [self.ids])
+            self._samplers[sampling] = (sampler, chain)
             if len(self._samplers) > _SAMPLERS:
                 self._samplers.popitem(last=False)
         self._samplers.move_to_end(sampling)
@@ -179,37 +193,35 @@ class Lane:
 
     def choose(self, sampling: Sampling) -> None:
         """Choose the next tokens from `logits`; `sampler(sampling)` was called before."""
-        sampler, graph = self._samplers[sampling]
-        if graph is None or self.failure:
+        sampler, chain = self._samplers[sampling]
+        if chain is None or self.failure:
             sampler.choose(self.logits)
         else:
-            graph.replay()
+            chain.replay()
 
-    def _compute(self, stretch: int) -> None:
+    def _compute(self, stretch: int, route: Route) -> None:
         if stretch not in self._views:
-            self._views[stretch] = Cache(
-                layers=[_Layer(k[:, :, :stretch], v[:, :, :stretch], self._place) for k, v in self._cache]
-            )
-        logits = self._forward(self.ids, self._mask[..., :stretch], self._positions, self._views[stretch])
+            layers = [_Layer(k[:, :, :stretch], v[:, :, :stretch], self._place) for k, v in self._cache]
+            self._views[stretch] = Stretch(layers, self._place)
+        view = self._views[stretch]
+        view.route = route
+        logits = self._forward(self.ids, self._mask[..., :stretch], self._positions, view)
         self.logits.copy_(logits)
         advance(self._place, self._positions, self._mask)
 
-    def _capture(self, work: Callable[[], None], state: list[Tensor]) -> torch.cuda.CUDAGraph | None:
+    def _capture(self, work: Callable[[Route], None], state: list[Tensor]) -> Chain | None:
         """Run `work` once to warm up, put `state` back, and capture it; None, and `failure`, if that cannot be."""
         saved = [tensor.clone() for tensor in state]
         generator = torch.cuda.default_generators[self.device.index]
         drawn = generator.get_offset()
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self.device):
             try:
-                self._stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self._stream):
-                    work()
-                torch.cuda.current_stream().wait_stream(self._stream)
-                self._record(graph, work)
+                with AtOnce(self.device, capture_stream) as route:
+                    work(route)
+                chain = record(work, self.device, self._pool)
                 self.captures += 1
-                return graph
-            except _NotCapturable as error:
+                return chain
+            except NotCapturable as error:
                 self.failure = str(error)
                 logger.warning("a decode step cannot be captured, it runs eagerly from now on: %s", error)
                 return None
@@ -217,22 +229,3 @@ class Lane:
                 generator.set_offset(drawn)
                 for tensor, value in zip(state, saved):
                     tensor.copy_(value)
-
-    def _record(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None]) -> None:
-        # Calls of other threads must not spoil the capture.
-        options: Any = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
-        try:
-            with torch.cuda.graph(graph, **options):
-                work()
-        except (RuntimeError, OperatorError) as error:
-            first = error.__context__ or error  # the end of a spoiled capture fails, too
-            # A capture that fails leaves the allocator recording, and the random numbers marked as being captured.
-            with suppress(RuntimeError):  # newer versions of torch stop it themselves
-                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-                self._place.add_(0)
-            raise _NotCapturable(f"{type(first).__name__}: {str(first).splitlines()[0]}") from error
-
-
-class _NotCapturable(Exception):
-    """A capture failed; says why."""

@@ -17,7 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar
 
 from torch import Tensor, nn
 
@@ -41,6 +41,16 @@ class Config:
         return False
 
 
+class HandsOn(Protocol):
+    """What operators of a model hand from layer to layer beside the hidden states, within one forward pass."""
+
+    def lift(self) -> Tensor | None:
+        """What is under way, complete, wherever that is; None: nothing is."""
+
+    def put_down(self, tensor: Tensor) -> None:
+        """The same for the next layers, where they are."""
+
+
 class Operator(nn.Module, ABC):
     """Base of all operators; see the module's docstring for the order of calls."""
 
@@ -56,6 +66,9 @@ class Operator(nn.Module, ABC):
     # forward, given CUDA tensors, only enqueues work: no host synchronisation, and nothing on the host that a replay
     # of a CUDA graph would miss. Decode is captured only if all operators of a model say so.
     capturable: bool = False
+    hands_on: HandsOn | None = (
+        None  # one for all operators that hand on to each other; crosses from GPU to GPU
+    )
     caches: int | None = (
         None  # values that an attention caches for a token; None: as many as the module it replaces
     )

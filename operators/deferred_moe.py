@@ -110,10 +110,18 @@ class Pass:
     def put(self, deferred: Deferred) -> None:
         self._local.deferred = deferred
 
-    def take(self) -> Deferred | None:
-        deferred: Deferred | None = getattr(self._local, "deferred", None)
+    def take(self) -> Deferred | Tensor | None:
+        deferred: Deferred | Tensor | None = getattr(self._local, "deferred", None)
         self._local.deferred = None
         return deferred
+
+    def lift(self) -> Tensor | None:
+        """What was handed on, complete: before the next layer is on another GPU, whose stream cannot wait for it."""
+        deferred = self.take()
+        return deferred.complete() if isinstance(deferred, Deferred) else deferred
+
+    def put_down(self, tensor: Tensor) -> None:
+        self._local.deferred = tensor
 
     def _begin(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         def given(name: str) -> Any:
@@ -170,7 +178,8 @@ class _Leaf(nn.Module):
                 now = experts.start(*routed)
             if handed_on is not None:
                 # Here, since it is there before `now` is: its wait costs nothing while the CPU computes that.
-                earlier = handed_on.complete().to(hidden_states.device, hidden_states.dtype)
+                earlier = handed_on if isinstance(handed_on, Tensor) else handed_on.complete()
+                earlier = earlier.to(hidden_states.device, hidden_states.dtype)
         if self.spec.adds and not isinstance(now, Tensor):
             self._outstanding.parts = (now, earlier)
             return torch.zeros_like(hidden_states)
@@ -315,6 +324,10 @@ class DeferredMoe(Operator):
 
     def extra_repr(self) -> str:
         return f"{self._class}, defers {self.defers} of {self.spec.top_k}"
+
+    @property
+    def hands_on(self) -> Pass | None:  # type: ignore[override]
+        return self._leaf.within
 
     @property
     def native(self) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ktinject
-from ktinject import _native
+from ktinject import _native, borders
 
 pytestmark = pytest.mark.gpu
 
@@ -192,6 +192,30 @@ def test_a_request_aborted_between_graphs_leaves_nothing(qwen: PreTrainedModel) 
         assert torch.equal(generate(swapped, want[:, :PROMPT]), want)
 
 
+@pytest.mark.parametrize("resident", [0, 3])
+@pytest.mark.parametrize("family", ["qwen", "deepseek"])
+def test_deferral_across_borders(request: pytest.FixtureRequest, family: str, resident: int) -> None:
+    """What layers before a border deferred is added behind it, eagerly and in a graph for each side."""
+    model = request.getfixturevalue(family)
+    swapped = on_gpu(model, deferred=2, gpu_experts=resident)
+    layers = list(swapped.model.layers)
+    for run in (layers[2:4], layers[4:]):
+        borders.Border("cuda:0", borders.handed_on(swapped)).around(run)
+    same_as_defined(swapped, model)
+
+
+def same_as_defined(swapped: PreTrainedModel, model: PreTrainedModel) -> None:
+    texts, logits = decided(model, (2, 2, 2, 0))
+    for rows in (slice(1), slice(1, 4)):
+        found = decode(Run(swapped), texts[rows].cuda(), PROMPT).cpu()
+        assert reference.relative_error(found, logits[:, rows]) < SAME_ON_GPU
+        for _ in range(2):
+            assert torch.equal(generate(swapped, texts[rows, :PROMPT]), texts[rows])
+            assert swapped.ktinject_decoding.last == "graph loop", swapped.ktinject_decoding.reason
+    steps = [*swapped.ktinject_decoding.lanes[3]._steps.values()]
+    assert all(len(step.parts) == 3 for step in steps), "on both sides of each border"
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("resident", [0, 3])
 @pytest.mark.parametrize("family", ["qwen", "deepseek"])
@@ -209,8 +233,4 @@ def test_deferral_across_gpus(
         progress=False,
     )
     assert {str(parameter.device) for parameter in swapped.parameters()} == {"cuda:0", "cuda:1"}
-    texts, logits = decided(model, (2, 2, 2, 0))
-    for rows in (slice(1), slice(1, 4)):
-        found = decode(Run(swapped), texts[rows].cuda(), PROMPT).cpu()
-        assert reference.relative_error(found, logits[:, rows]) < SAME_ON_GPU
-        assert torch.equal(generate(swapped, texts[rows, :PROMPT]), texts[rows])
+    same_as_defined(swapped, model)

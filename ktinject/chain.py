@@ -1,0 +1,158 @@
+"""Work on GPUs as CUDA graphs: one for each part of it that is on one GPU, replayed one behind the other.
+
+    graph on cuda:0 ──► copy ──► graph on cuda:1 ──► copy ──► graph on cuda:0
+
+The work says where it goes on on another GPU by calling `Route.cross`; on one GPU it never does, and the chain is a
+single graph. What crosses is one copy: a graph ends by laying it side by side. Copies and graphs are queued in the
+current streams of their GPUs, which wait for each other; the host waits for none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ktinject.errors import OperatorError
+
+
+class Route(Protocol):
+    """How work goes from one GPU to the next."""
+
+    def cross(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """Go on on this device, which becomes the current one. Returns the tensors there."""
+
+
+class AtOnce(ExitStack):
+    """A route of work that is computed now; to be left when that is done.
+
+    stream_of  the stream to use on a GPU
+    """
+
+    def __init__(
+        self,
+        home: torch.device,
+        stream_of: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.current_stream,
+    ) -> None:
+        super().__init__()
+        self._stream_of = stream_of
+        self.cross([], home)
+
+    def cross(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        if device.type == "cuda":
+            stream, outer = self._stream_of(device), torch.cuda.current_stream(device)
+            if stream != outer:
+                stream.wait_stream(outer)
+                self.callback(outer.wait_stream, stream)
+            self.enter_context(torch.cuda.stream(stream))
+        return [tensor.to(device, non_blocking=True) for tensor in tensors]
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures on a GPU: cuBLAS keeps 32 MiB for every stream that it was used on."""
+    return torch.cuda.Stream(device)
+
+
+class Chain:
+    """Captured work. parts: graphs, and (to, from) for what is copied behind each."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[torch.cuda.CUDAGraph, list[tuple[Tensor, Tensor]]]] = []
+
+    def replay(self) -> None:
+        for graph, crossing in self.parts:
+            graph.replay()
+            for there, here in crossing:
+                there.copy_(here, non_blocking=True)
+
+
+class NotCapturable(Exception):
+    """A capture failed; says why."""
+
+
+def record(work: Callable[[Route], None], home: torch.device, pool: Any) -> Chain:
+    """Capture work that begins on `home`; it must have been run before, in `capture_stream`s.
+
+    pool     of the memory that graphs take on each GPU
+    Raises   NotCapturable; whatever else the work raises
+    """
+    recorder = _Recorder(pool)
+    try:
+        with recorder.open:
+            recorder.begin(home)
+            work(recorder)
+    except (RuntimeError, OperatorError) as error:
+        first = error.__context__ or error  # the end of a spoiled capture fails, too
+        recorder.clean_up()
+        raise NotCapturable(f"{type(first).__name__}: {str(first).splitlines()[0]}") from error
+    return recorder.chain
+
+
+class _Recorder:
+    """The route of work that is being captured.
+
+    open   the graph that is
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self.chain, self.open = Chain(), ExitStack()
+        self._pool = pool
+        self._device = torch.device("cpu")
+
+    def begin(self, device: torch.device) -> None:
+        self._device = device
+        graph, stream = torch.cuda.CUDAGraph(), capture_stream(device)
+        # Outside of the graph's own context, which forgets to go back to the stream before if its end fails.
+        self.open.enter_context(torch.cuda.stream(stream))
+        # Calls of other threads must not spoil the capture.
+        options: Any = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
+        self.open.enter_context(torch.cuda.graph(graph, **options))
+        self.chain.parts.append((graph, []))
+
+    def cross(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        here = [tensor for tensor in tensors if tensor.device == self._device]
+        bundle = pack(here)  # the last thing in the graph
+        self.open.close()
+        # Written by replays, which inference mode would allow in inference mode only.
+        with torch.inference_mode(False):
+            there = torch.empty_like(bundle, device=device)
+            # What lies on a third GPU still lies there when this is replayed.
+            others = {id(t): torch.empty_like(t, device=device) for t in tensors if t.device != self._device}
+        _, crossing = self.chain.parts[-1]
+        crossing.append((there, bundle))
+        crossing.extend((others[id(t)], t) for t in tensors if id(t) in others)
+        arrived = iter(unpack(there, here))
+        self.begin(device)
+        return [others[id(t)] if id(t) in others else next(arrived) for t in tensors]
+
+    def clean_up(self) -> None:
+        """A capture that fails leaves the allocator recording, and the random numbers marked as being captured."""
+        with torch.cuda.device(self._device):
+            with suppress(RuntimeError):  # newer versions of torch stop it themselves
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            something = torch.zeros(1, device=self._device)
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                something.add_(0)
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of one device side by side, [bytes] uint8; each where its dtype and `unpack` want it."""
+    return torch.cat([tensors[at].contiguous().view(-1).view(torch.uint8) for at in _order(tensors)])
+
+
+def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a copy of `pack(like)`."""
+    order = _order(like)
+    parts = packed.split([like[at].nbytes for at in order])
+    found = {at: part.view(like[at].dtype).view(like[at].shape) for at, part in zip(order, parts)}
+    return [found[at] for at in range(len(like))]
+
+
+def _order(tensors: Sequence[Tensor]) -> list[int]:
+    """Those whose size is a multiple of the greatest power of two first, so that each begins at one of its own."""
+    return sorted(range(len(tensors)), key=lambda at: -(tensors[at].nbytes & -tensors[at].nbytes))
