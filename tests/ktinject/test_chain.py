@@ -67,6 +67,27 @@ def test_what_crosses_is_packed_where_its_dtype_may_stand() -> None:
     assert all(torch.equal(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(found, tensors))
 
 
+@gpu
+def test_what_lies_elsewhere_is_copied_from_there_at_each_replay() -> None:
+    """As what crosses to a third GPU: from the CPU here."""
+    home = torch.device("cuda:0")
+    x, elsewhere, out = torch.ones(4, device=home), torch.ones(4), torch.zeros(4, device=home)
+
+    def work(route: chain.Route) -> None:
+        near, far = route.cross([x + 1, elsewhere], home)
+        out.copy_(near * 2 + far)
+
+    with chain.AtOnce(home, chain.capture_stream) as route:
+        work(route)
+    assert torch.equal(out.cpu(), torch.full([4], 5.0))
+    recorded = chain.record(work, home, torch.cuda.graph_pool_handle())
+    for number in range(3):
+        x.fill_(number)
+        elsewhere.fill_(10 * number)
+        recorded.replay()
+        assert torch.equal(out.cpu(), torch.full([4], 2.0 + 12 * number))
+
+
 def test_borders_change_nothing_on_the_tensors_of_a_graph() -> None:
     """Without a GPU: all that layers are given crosses, at each step, through the lane's own cache."""
     model = cut(swapped("qwen3_moe", num_hidden_layers=4), "cpu")
