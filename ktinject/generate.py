@@ -574,7 +574,7 @@ def _never(model: PreTrainedModel) -> str:
     """Why no decode step of a model can ever be captured; "" if it may be."""
     devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
     plan = getattr(model, "ktinject", None)
-    laid = len(devices) == 1 or (plan is not None and {*plan.device_map.values()} == {*devices})
+    laid = len(devices) == 1 or (plan is not None and {*devices} <= {*plan.device_map.values()})
     if not laid or not all(device.startswith("cuda") for device in devices):
         where = ", ".join(devices)
         return f"what is not swapped stands on {where}; it must stand on one GPU, or by layers on several"
