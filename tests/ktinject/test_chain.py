@@ -110,7 +110,8 @@ def test_several_graphs_give_the_stock_loop_s_tokens(model: PreTrainedModel, cas
         arguments = {**prompt(batch, device="cuda"), **case}
         torch.manual_seed(seed)
         ours, state = model.generate(**arguments), torch.cuda.get_rng_state()
-        assert model.ktinject_decoding.last == "graph loop", model.ktinject_decoding.reason
+        if arguments["max_new_tokens"] > 1:
+            assert model.ktinject_decoding.last == "graph loop", model.ktinject_decoding.reason
         torch.manual_seed(seed)
         assert torch.equal(ours, stock(model, **arguments))
         assert torch.equal(state, torch.cuda.get_rng_state()), "as many random numbers are used up"
@@ -137,7 +138,7 @@ def test_requests_take_no_more_memory(model: PreTrainedModel) -> None:
     for i in range(10):
         model.generate(**arguments, do_sample=bool(i % 2))
     before = used()
-    for i in range(200):
+    for i in range(60):
         model.generate(**arguments, do_sample=bool(i % 2))
     after = used()
     assert after[0] <= before[0] and after[1] <= before[1] + 2**21, (before, after)
@@ -145,11 +146,11 @@ def test_requests_take_no_more_memory(model: PreTrainedModel) -> None:
 
 @gpu
 def test_a_dropped_model_gives_its_memory_back() -> None:
-    cut(swapped("qwen3_moe", device="cuda")).generate(**prompt(device="cuda"))
+    cut(swapped("qwen3_moe", device="cuda", num_hidden_layers=4)).generate(**prompt(device="cuda"))
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    model = cut(swapped("qwen3_moe", device="cuda"))
+    model = cut(swapped("qwen3_moe", device="cuda", num_hidden_layers=4))
     model.generate(**prompt(device="cuda"))
     lane = weakref.ref(model.ktinject_decoding.lanes[3])
     del model
@@ -170,7 +171,7 @@ def test_what_cannot_be_captured_behind_a_border_runs_eagerly_and_says_so() -> N
         assert model.ktinject_decoding.last == "eager loop"
         assert "captur" in model.ktinject_decoding.reason
         assert torch.cuda.current_stream() == stream
-    other = cut(swapped("qwen3_moe", device="cuda"))
+    other = cut(swapped("qwen3_moe", device="cuda", num_hidden_layers=4))
     ours = other.generate(**prompt(device="cuda"))
     assert other.ktinject_decoding.last == "graph loop", other.ktinject_decoding.reason
     assert torch.equal(ours, stock(other, **prompt(device="cuda")))
