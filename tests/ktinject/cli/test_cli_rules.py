@@ -1,0 +1,92 @@
+"""`ktinject rules`: list, show, check, schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from rule_texts import DESIGN_EXAMPLE, HEAD, Experts, rule
+from typer.testing import CliRunner
+
+from ktinject import rules
+from ktinject.rules import document
+
+
+def cli(*arguments: str) -> tuple[int, str, str]:
+    from ktinject.cli.rules import app
+
+    found = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    return found.exit_code, found.stdout, found.stderr
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = pytest.importorskip("ktinject.operators")
+    stand_in = type("CpuExperts", (), {"Config": Experts})
+    monkeypatch.setitem(operators.REGISTRY, "cpu_experts", stand_in)
+
+
+def test_cli_list() -> None:
+    code, out, _ = cli("list")
+    assert code == 0 and all(name in out for name in rules.bundled())
+    code, out, _ = cli("list", "--json")
+    assert code == 0 and set(json.loads(out)) == set(rules.bundled())
+
+
+def test_cli_show(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(DESIGN_EXAMPLE)
+    assert cli("show", "mixtral") == (0, rules.bundled()["mixtral"].read_text(), "")
+    assert cli("show", str(file)) == (0, DESIGN_EXAMPLE, "")
+    code, out, _ = cli("show", str(file), "--json")
+    assert code == 0 and json.loads(out)["rules"][0]["match"]["layers"][0] == 3
+
+
+def test_cli_show_refuses() -> None:
+    code, out, err = cli("show", "mixtrall")
+    assert (code, out) == (2, "") and "Did you mean 'mixtral'?" in err
+
+
+@pytest.mark.usefixtures("registry")
+def test_cli_check(tmp_path: Path) -> None:
+    code, out, _ = cli("check", "deepseek-v3", "--set", "experts=int4")
+    assert code == 0 and "weights=int4" in out and "7 rules for deepseek_v3, kimi_k2" in out
+    code, out, _ = cli("check", "deepseek-v3", "--json")
+    assert code == 0 and json.loads(out)["rules"][1]["arguments"] == {
+        "weights": "bf16",
+        "group_size": 128,
+        "gpu_experts": 0,
+    }
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        HEAD
+        + rule(replace="{operator: cpu_expert}", name="a")
+        + rule(replace="{operator: cpu_experts, x: 1}", name="b")
+    )
+    code, out, err = cli("check", str(file))
+    assert (code, out) == (2, "")
+    assert (
+        f"{file}:4: rule 'a': unknown operator 'cpu_expert'" in err and "Did you mean 'cpu_experts'?" in err
+    )
+    assert f"{file}:9: rule 'b': cpu_experts has no argument 'x'" in err
+    code, out, err = cli("check", str(file), "--json")
+    assert (code, err) == (2, "") and len(json.loads(out)["problems"]) == 2
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("override", ["experts", "experts=[", "nope=1", "group_size=int4"])
+def test_cli_check_refuses_overrides(override: str) -> None:
+    code, out, err = cli("check", "deepseek-v3", "--set", override)
+    assert (code, out) == (2, "") and err
+
+
+@pytest.mark.usefixtures("registry")
+def test_cli_schema() -> None:
+    code, out, _ = cli("schema")
+    schema = json.loads(out)
+    jsonschema.Draft7Validator.check_schema(schema)
+    assert code == 0 and jsonschema.Draft7Validator(schema).is_valid(
+        document.from_file(rules.bundled()["mixtral"], "f").plain()
+    )

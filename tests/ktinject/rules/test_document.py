@@ -1,0 +1,141 @@
+"""Bytes and YAML: what is read, and what is refused with its place, in little time and memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+from rule_texts import DESIGN_EXAMPLE, MIB, quick, refused
+
+from ktinject import rules
+from ktinject.rules import document
+
+PARSERS = sorted({document.PARSER, yaml.SafeLoader}, key=str)  # libyaml's where it is there, and PyYAML's own
+
+
+def test_a_bom_and_windows_line_ends_are_fine() -> None:
+    data = b"\xef\xbb\xbf" + DESIGN_EXAMPLE.replace("\n", "\r\n").encode()
+    assert rules.parse(data, "f.yaml").rules[1].where == "f.yaml:16"
+
+
+def test_json_is_read_too() -> None:
+    data = json.dumps({"version": 1, "rules": [{"name": "a", "match": {"class": "B"}, "replace": "keep"}]})
+    assert rules.parse(data.encode(), "f").rules[0].match.class_name == "B"
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("3", 3), ("-1", -1), ("0.25", 0.25), (".5", 0.5), ("1e3", 1000.0), ("true", True), ("False", False),
+        ("null", None), ("~", None), ("", None), ("'3'", "3"), ('"true"', "true"), ("yes", "yes"), ("off", "off"),
+        ("0o17", "0o17"), ("0x1f", "0x1f"), ("1_000", "1_000"), ("1:30", "1:30"), ("2026-01-01", "2026-01-01"),
+        ("010", "010"), (".inf", ".inf"), (".nan", ".nan"), ("[1, a]", [1, "a"]), ("{k: 1}", {"k": 1}),
+    ],
+)  # fmt: skip
+def test_plain_scalars_have_the_types_of_yaml_1_2(written: str, value: object, parser: Any) -> None:
+    found = document.from_bytes(f"a: {written}\n".encode(), "f", parser).plain()["a"]
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize(
+    ("data", "at", "word"),
+    [
+        (b"version: 1\nrules:\n  - name: 'a\n", "f:4:1: ", "malformed"),
+        (b"version: 1\nrules: [\n", "f:3:1: ", "malformed"),
+        (b"version: 1\n\tx: 1\n", "f:2:1: ", "malformed"),
+        (b"a: b: c\n", "f:1:5: ", "malformed"),
+        (b"a: {w: ${variables.x}}\n", "f:1:", "in quotes"),
+        (b"version: 1\nname: caf\xe9\n", "f:2:10: ", "byte 0xe9 is not UTF-8"),
+        ("version: 1".encode("utf-16"), "f:1:1: ", "not UTF-8"),
+        (b"a: 1\nb: \0\n", "f:2:4: ", "U+0000"),
+        (b"a: \x1b[31m\n", "f:1:4: ", "U+001B"),
+        ("a: \u2028\n".encode(), "f:1:4: ", "U+2028"),
+        (b'a: 1\nb: "\\0"\n', "f:2: ", "U+0000"),
+        (b'a: "\\ud800"\n', "f:1", ""),
+        (b'a: "\\UFFFFFFFF"\n', "f:1:", "malformed"),
+        (b"%YAML " + b"9" * 5000 + b".1\n---\na: b", "f:1:", "malformed"),
+        (b"", "f:1: ", "empty"),
+        (b"# nothing\n\n", "f:1: ", "empty"),
+        (b"version: 1\n---\nversion: 1\n", "f:2: ", "second document"),
+        (b"a: 1\nb: 2\na: 3\n", "f:3: ", "the key 'a' is given twice"),
+        (b"a:\n  b: {c: 1, c: 2}\n", "f:2: ", "the key 'c' is given twice"),
+        (b"a: 1\n2: 3\n", "f:2: ", "key 2 is not text"),
+        (b"a: 1\ntrue: 3\n", "f:2: ", "key true is not text"),
+        (b"a: 1\nnull: 3\n", "f:2: ", "key null is not text"),
+        (b"? [a]\n: 1\n", "f:1: ", "a key that is a list or mapping"),
+        (b"{? {a: b} : 1}\n", "f:1: ", "a key that is a list or mapping"),
+        (b"a: &x [1]\nb: *x\n", "f:1: ", "'&x'; anchors and aliases"),
+        (b"a: *x\n", "f:1", "'*x'; anchors and aliases"),
+        (
+            b"a: 1\nb: !!python/object/apply:os.system [ls]\n",
+            "f:2: ",
+            "the tag 'tag:yaml.org,2002:python/object",
+        ),
+        (b"a: 1\nb: !!python/name:os.system\n", "f:2: ", "nothing is constructed"),
+        (b"a: 1\nb: !custom x\n", "f:2: ", "the tag '!custom'"),
+        (b"a: 1\nb: !!str x\n", "f:2: ", "the tag"),
+        (b"a: 1\nb: ! x\n", "f:2: ", "the tag '!'"),
+        (b"!!map {a: 1}\n", "f:1: ", "the tag"),
+        (b"a: 99999999999999999999\n", "f:1: ", "more than 18 digits"),
+        (b"a: " + b"9" * 5000 + b"\n", "f:1: ", "more than 18 digits"),
+        (b"a: 1e999\n", "f:1: ", "beyond the range"),
+    ],
+)
+def test_yaml(data: bytes, at: str, word: str, parser: Any) -> None:
+    with refused(word, at=at), quick():
+        document.from_bytes(data, "f", parser)
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [
+        (b"[" * 500, "nested deeper than 16"),
+        (b"[" * MIB, "nested deeper than 16"),
+        (b"{a: " * (MIB // 4), "nested deeper than 16"),
+        (b"- " * (MIB // 2), "nested deeper than 16"),
+        (b"? " * (MIB // 2), "a key that is a list or mapping"),
+        (b"".join(b" " * i + b"a:\n" for i in range(1400)), "nested deeper than 16"),
+        (b"[" + b"a," * (MIB // 2 - 1) + b"]", "more than 20,000 values"),
+        (b"".join(b"k%d: 1\n" % i for i in range(60_000)), "more than 20,000 values"),
+        (b"x" * (MIB + 1), "larger than 1 MiB"),
+        (b"\n" * MIB, "empty"),
+        (b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
+            b"%c: &%c [%s]\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 9)) for c in range(98, 107)
+        ), "anchors and aliases"),
+        (b"a: {<<: {b: 1}}\nc: {<<: *x}", "anchors and aliases"),
+        (b":" * MIB, "malformed"),
+        (b"[" + b"a " * (MIB // 2 - 1), "malformed"),
+    ],
+)  # fmt: skip
+def test_bombs_are_refused_in_a_second(data: bytes, word: str, parser: Any) -> None:
+    with refused(word, at="f"), quick():
+        document.from_bytes(data, "f", parser)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ru_maxrss is in KiB on Linux")
+@pytest.mark.parametrize("parser", [found.__name__ for found in PARSERS])
+def test_bombs_take_less_than_50_mib(parser: str) -> None:
+    """libyaml's memory is not seen by tracemalloc, so a process of its own asks the system."""
+    code = (
+        "import resource, sys, yaml\n"
+        "from ktinject import rules\n"
+        "from ktinject.errors import RuleError\n"
+        "from ktinject.rules.document import from_bytes\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+        "rules.read('mixtral'); before = peak()\n"
+        "for data in (b'[' * 2**20, b'- ' * 2**19, b'[' + b'a,' * (2**19 - 1) + b']', b'&a ' * 300000,\n"
+        "             b':' * 2**20, b'#' * 2**20, b''.join(b'k%d: 1\\n' % i for i in range(60000))):\n"
+        "    try: from_bytes(data, 'f', getattr(yaml, sys.argv[1]))\n"
+        "    except RuleError: continue\n"
+        "    raise SystemExit('not refused')\n"
+        "print(peak() - before)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code, parser], check=True, capture_output=True, text=True)
+    assert float(found.stdout) < 50
