@@ -43,7 +43,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float)
     q, k, v = (x.reshape(b * h, -1, x.shape[-1]) for x in (q.to(wide), k.to(wide), v))
     out = v.new_empty(b * h, m, v.shape[-1])
     rows = max(1, min(_ROWS, m, MOST_BYTES // (b * h * s * wide.itemsize)))
-    later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+    later = torch.full((rows, rows), -torch.inf, dtype=wide).triu(1)
     unused = q.new_empty(()).expand(b * h, rows, s)
     for first in range(0, m, rows):
         last = min(first + rows, m)
@@ -52,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float)
             unused[:, :count, :seen], q[:, first:last], k[:, :seen].mT, beta=0, alpha=scaling
         )
         if mask is None:
-            scores[:, :, first:].masked_fill_(later[:count, :count], torch.finfo(wide).min)
+            scores[:, :, first:].add_(later[:count, :count])
         else:
             scores = masked(scores.view(b, h, count, s), mask[:, :, first:last]).view(b * h, count, s)
         torch.bmm(scores.softmax(-1).to(v.dtype), v[:, :seen], out=out[:, first:last])

@@ -10,6 +10,7 @@
 #include "bindings/arrays.hpp"
 #include "bindings/subjects.hpp"
 #include "decode/choose.hpp"
+#include "decode/norm.hpp"
 
 namespace ktinject {
 namespace {
@@ -113,9 +114,20 @@ void choose(Logits scores, std::optional<Generator> generator, Tokens tokens) {
   else choose_greatest(scores.data(), rows, n, tokens.data());
 }
 
+void normalise(Input x, Vector weight, float epsilon, Output out) {
+  const DType dtype = dtype_of(x.dtype(), "norm");
+  if (weight.dtype() != x.dtype() || out.dtype() != x.dtype() || weight.shape(0) != x.shape(1) || x.shape(1) == 0 ||
+      x.shape(1) > (1u << 24) || out.shape(0) != x.shape(0) || out.shape(1) != x.shape(1))
+    throw std::invalid_argument("norm: expected x and out [rows, n] and weight [n] of one dtype, n at least 1");
+  nb::gil_scoped_release release;
+  norm_rows(x.data(), dtype, x.shape(0), static_cast<int>(x.shape(1)), weight.data(), epsilon, out.data());
+}
+
 }  // namespace
 
 void init_decoder(nb::module_& m) {
+  m.def("norm_rows", &normalise, nb::kw_only(), nb::arg("x"), nb::arg("weight"), nb::arg("epsilon"), nb::arg("out"),
+        "out [rows, n] = weight * round(x / sqrt(mean(x²) + epsilon)), on the CPU.");
   m.def("choose", &choose, nb::kw_only(), nb::arg("scores"), nb::arg("generator").none(), nb::arg("tokens"),
         "tokens [b] of scores [b, v]: the greatest; or, with the state of torch's generator on the CPU, one drawn from "
         "their softmax, as torch.multinomial draws it.");

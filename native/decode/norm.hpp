@@ -1,0 +1,13 @@
+// RMS norms of many rows, on the pool.
+#pragma once
+
+#include <cstddef>
+
+#include "decode/math.hpp"
+
+namespace ktinject {
+
+// out [rows, n] = norm of x [rows, n], both of dtype, as is weight [n]; see Math::rms_norm.
+void norm_rows(const void* x, DType dtype, size_t rows, int n, const void* weight, float epsilon, void* out);
+
+}  // namespace ktinject
