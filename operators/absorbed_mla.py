@@ -146,9 +146,8 @@ class AbsorbedMla(Operator):
             [spec.kv_lora_rank, spec.qk_rope_head_dim], -1
         )
         latent = self.kv_a_layernorm(latent)
-        q_rope, k_rope = (
-            latent_attention.rotate(spec.rope, x, position_embeddings) for x in (q_rope, k_rope)
-        )
+        both = latent_attention.rotate(spec.rope, torch.cat([q_rope, k_rope], 1), position_embeddings)
+        q_rope, k_rope = both.split([spec.num_heads, 1], 1)
         if past_key_values is not None:
             latent, k_rope = past_key_values.update(latent, k_rope, spec.layer_idx)
         if attention_mask is None and m > 1:
