@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 #include <map>
@@ -22,6 +23,7 @@ namespace {
 
 constexpr int kMostSlotsPerToken = 64;  // experts a token may be sent to, as in the forward pass
 constexpr int kMostThreads = 1024;
+constexpr uint32_t kMostRoutingWarps = 8;
 
 // Another thread may be capturing a graph, in streams of its own; what happens in this scope touches none of them.
 class AsideOfCaptures {
@@ -42,7 +44,8 @@ struct Head {
   alignas(128) uint32_t tokens;
   uint32_t top_k;
   uint32_t dtype;
-  alignas(128) uint32_t answer;  // submits answered so far
+  uint32_t count;                // submits so far
+  alignas(128) uint32_t answer;  // of them, answered so far
 };
 
 // A slot's part of device memory.
@@ -52,12 +55,16 @@ struct Counts {
   uint32_t lost;    // the last submit gave up
 };
 
+// An expert's id, or the bits of its weight, above the count of the submit that it belongs to: the CPU sees by itself
+// which have arrived, so the GPU need not wait between them and the entry of the ring.
+using Route = uint64_t;
+
 struct View {
   Head* head;
   std::byte* x;
-  int32_t* ids;
-  float* weights;
-  const std::byte* out;
+  Route* ids;
+  Route* weights;
+  std::byte* out;
   Counts* counts;
   uint32_t* status;  // of the channel, mapped
 };
@@ -103,15 +110,15 @@ __device__ bool is_aligned(const void* a, const void* b) {
   return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & 15) == 0;
 }
 
-// Copies bytes from `begin` on with all threads; 16 at a time where both are aligned.
-__device__ void copy(const void* from, void* to, size_t begin, size_t bytes) {
-  size_t done = begin;
+// Copies with `threads` threads; 16 bytes at a time where both are aligned.
+__device__ void copy(const void* from, void* to, size_t bytes, uint32_t thread, uint32_t threads) {
+  size_t done = 0;
   if (is_aligned(from, to)) {
-    for (size_t i = begin / 16 + threadIdx.x; i < bytes / 16; i += blockDim.x)
+    for (size_t i = thread; i < bytes / 16; i += threads)
       static_cast<uint4*>(to)[i] = __ldcg(static_cast<const uint4*>(from) + i);
-    done = max(begin, bytes / 16 * 16);
+    done = bytes / 16 * 16;
   }
-  for (size_t i = done / 2 + threadIdx.x; i < bytes / 2; i += blockDim.x)  // dtypes are multiples of two bytes
+  for (size_t i = done / 2 + thread; i < bytes / 2; i += threads)  // dtypes are multiples of two bytes
     static_cast<uint16_t*>(to)[i] = __ldcg(static_cast<const uint16_t*>(from) + i);
 }
 
@@ -134,16 +141,31 @@ __device__ bool is_ranked(const Payload& from, size_t i) {
   return from.rank_from <= rank && rank < from.rank_to;
 }
 
-// The choice of experts where the submit makes it: ids and weights of all tokens, by all warps but the last.
-__device__ void choose(const Payload& from) {
+// Sends entry `i` of the routing, a weight `weight` for an expert `id`; to the CPU, or to `chosen` where it lies here.
+__device__ void send(const View& slot, const Payload& from, uint32_t count, size_t i, int64_t id, float weight) {
+  // An id that is no expert is the CPU's to refuse.
+  const bool known = id >= 0 && id < from.experts;
+  const bool ranked = is_ranked(from, i);
+  const int32_t place = from.places != nullptr && known && ranked ? __ldcg(from.places + id) : -1;
+  if (from.chosen != nullptr) from.chosen[i] = place;
+  if (from.traffic != nullptr && known && ranked) atomicAdd(from.traffic + id, 1u);
+  const auto sent =
+      place >= 0 || !ranked ? -1 : static_cast<int32_t>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, id)));
+  const Route above = Route{count} << 32;
+  *static_cast<volatile Route*>(slot.ids + i) = above | static_cast<uint32_t>(sent);
+  *static_cast<volatile Route*>(slot.weights + i) = above | __float_as_uint(weight);
+}
+
+// The choice of experts where the submit makes it: of all tokens, by the first `warps` warps.
+template <class Take>
+__device__ void choose(const Payload& from, uint32_t warps, Take&& take) {
   const int top_k = static_cast<int>(from.top_k);
   auto all = [&]<class T>(T) {
-    const uint32_t warps = blockDim.x / kWarp - 1;
     for (uint32_t token = threadIdx.x / kWarp; token < from.tokens; token += warps) {
-      if (threadIdx.x / kWarp == warps) break;
       const auto* logits = static_cast<const T*>(from.routing.logits) + static_cast<size_t>(token) * from.experts;
       route_token<T, kFewRouted>(logits, from.experts, top_k, from.routing.normed, [&](int rank, int expert, float w) {
         const size_t at = static_cast<size_t>(token) * from.top_k + static_cast<size_t>(rank);
+        take(at, expert, w);
         const_cast<int64_t*>(static_cast<const int64_t*>(from.ids))[at] = expert;
         const_cast<T*>(static_cast<const T*>(from.weights))[at] = store<T>(w);
       });
@@ -154,71 +176,73 @@ __device__ void choose(const Payload& from) {
   else all(__nv_bfloat16{});
 }
 
-// Takes the slot, when it is free, and then a place in the ring: whoever has one waits for nobody. False after the
-// timeout.
-__device__ bool take(const View& slot, const Bell& bell, uint64_t timeout_ns, uint32_t& ticket) {
-  bool mine = true;
+struct Taken {
+  bool mine;
+  uint32_t count;  // submits of the slot, this one included
+};
+
+// Takes the slot, when it is free; it is not ours after the timeout.
+__device__ Taken take(const View& slot, bool has_places, uint64_t timeout_ns) {
+  Taken taken{true, 0};
   if (atomicCAS(&slot.counts->busy, 0u, 1u) != 0) {
     const uint64_t start = now_ns();
     while (atomicCAS(&slot.counts->busy, 0u, 1u) != 0) {
       __nanosleep(500);
       if (now_ns() - start > timeout_ns || load_acquire(slot.status) != kFine) {
-        mine = false;
+        taken.mine = false;
         if (load_acquire(slot.status) == kFine) *slot.status = kSlotTaken;  // else it says why already
         break;
       }
     }
   }
-  slot.counts->lost = !mine;
-  if (mine) {
-    if (bell.ring != nullptr) ticket = atomicAdd(bell.ticket, 1u);
-    atomicAdd(&slot.counts->posted, 1u);
-  }
-  __threadfence();  // with evict_kernel's: either it sees the slot taken, or we see what it wrote
-  return mine;
+  slot.counts->lost = !taken.mine;
+  if (taken.mine) taken.count = atomicAdd(&slot.counts->posted, 1u) + 1;
+  if (has_places) __threadfence();  // with evict_kernel's: either it sees the slot taken, or we see what it wrote
+  return taken;
 }
 
-__global__ void __launch_bounds__(kMostThreads) submit_kernel(View slot, Bell bell, Payload from, uint64_t timeout_ns) {
-  __shared__ bool mine;
-  uint32_t ticket = 0;
+// The first `routing_warps` warps choose the experts, the others copy and then ring.
+__global__ void __launch_bounds__(kMostThreads)
+    submit_kernel(View slot, Bell bell, Payload from, uint32_t routing_warps, uint64_t timeout_ns) {
+  __shared__ Taken shared;
   release_next();
-  await_previous();
-  // All at the same time: the slot is taken, the first piece of each thread is on its way, experts are chosen.
-  const bool is_first = threadIdx.x == blockDim.x - kWarp;
-  if (is_first) mine = take(slot, bell, timeout_ns, ticket);
-  const bool has_piece = is_aligned(from.x, slot.x) && threadIdx.x < from.bytes / 16;
-  uint4 piece{};
-  if (has_piece) piece = __ldcg(static_cast<const uint4*>(from.x) + threadIdx.x);
-  if (from.routing.logits != nullptr) choose(from);
+  // Before our turn: nobody before us in the stream reads what this writes, but a wait that still has the slot.
+  if (threadIdx.x == 0) shared = take(slot, from.places != nullptr, timeout_ns);
   __syncthreads();
+  const Taken taken = shared;
+  await_previous();
   const size_t entries = static_cast<size_t>(from.tokens) * from.top_k;
-  if (!mine) {  // the experts here go by `chosen`, whatever happens to the others
+  if (!taken.mine) {  // the experts here go by `chosen`, whatever happens to the others
     if (from.chosen != nullptr)
       for (size_t i = threadIdx.x; i < entries; i += blockDim.x) from.chosen[i] = -1;
     return;
   }
-  if (has_piece) reinterpret_cast<uint4*>(slot.x)[threadIdx.x] = piece;
-  for (size_t i = threadIdx.x; i < entries; i += blockDim.x) {
-    const int64_t id =
-        from.wide_ids ? static_cast<const int64_t*>(from.ids)[i] : static_cast<const int32_t*>(from.ids)[i];
-    // An id that is no expert is the CPU's to refuse.
-    const bool known = id >= 0 && id < from.experts;
-    const bool ranked = is_ranked(from, i);
-    const int32_t place = from.places != nullptr && known && ranked ? __ldcg(from.places + id) : -1;
-    if (from.chosen != nullptr) from.chosen[i] = place;
-    if (from.traffic != nullptr && known && ranked) atomicAdd(from.traffic + id, 1u);
-    slot.ids[i] =
-        place >= 0 || !ranked ? -1 : static_cast<int32_t>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, id)));
-    slot.weights[i] = widen(from.weights, from.weights_dtype, i);
+  if (threadIdx.x < routing_warps * kWarp) {
+    choose(from, routing_warps,
+           [&](size_t i, int64_t id, float weight) { send(slot, from, taken.count, i, id, weight); });
+    return;
   }
-  copy(from.x, slot.x, is_aligned(from.x, slot.x) ? min(from.bytes / 16, size_t{blockDim.x}) * 16 : 0, from.bytes);
-  if (is_first) {
+  const uint32_t thread = threadIdx.x - routing_warps * kWarp, threads = blockDim.x - routing_warps * kWarp;
+  // A place in the ring is taken only now: whoever has one waits for nobody.
+  uint32_t ticket = 0;
+  if (thread == 0 && bell.ring != nullptr) ticket = atomicAdd(bell.ticket, 1u);
+  copy(from.x, slot.x, from.bytes, thread, threads);
+  for (size_t i = thread; i < (from.bytes + 15) / 16; i += threads)
+    reinterpret_cast<uint4*>(slot.out)[i] = uint4{~0u, ~0u, ~0u, ~0u};  // what no answer is, see wait_kernel
+  if (routing_warps == 0)
+    for (size_t i = thread; i < entries; i += threads) {
+      const int64_t id =
+          from.wide_ids ? static_cast<const int64_t*>(from.ids)[i] : static_cast<const int32_t*>(from.ids)[i];
+      send(slot, from, taken.count, i, id, widen(from.weights, from.weights_dtype, i));
+    }
+  if (thread == 0) {
     slot.head->tokens = from.tokens;
     slot.head->top_k = from.top_k;
     slot.head->dtype = from.dtype;
+    slot.head->count = taken.count;
   }
-  __syncthreads();
-  if (!is_first || bell.ring == nullptr) return;
+  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+  if (thread != 0 || bell.ring == nullptr) return;
   __threadfence_system();  // covers the other threads' writes, which the barrier put before it
   const uint64_t entry = static_cast<uint64_t>(ticket + 1) << 32 | bell.entry;
   *reinterpret_cast<volatile uint64_t*>(bell.ring + ticket % Leader::kRingEntries) = entry;
@@ -265,39 +289,82 @@ struct Piece {
   }
 };
 
-// Waits for the answer; the next kernels may have been waiting for us already.
+__device__ uint4 load_now(const void* from) {
+  uint4 raw;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+               : "l"(from)
+               : "memory");
+  return raw;
+}
+
+// Whether no value of a piece is the NaN of all ones that stood there before.
+template <class T>
+__device__ bool is_complete(uint4 raw) {
+  if constexpr (sizeof(T) == 4) return raw.x != ~0u && raw.y != ~0u && raw.z != ~0u && raw.w != ~0u;
+  return (__vcmpeq2(raw.x, ~0u) | __vcmpeq2(raw.y, ~0u) | __vcmpeq2(raw.z, ~0u) | __vcmpeq2(raw.w, ~0u)) == 0;
+}
+
+// Waits for the answer; the next kernels may have been waiting for us already. Where a thread has but one piece of it,
+// it watches that piece itself: one way over the bus, not two, and nothing that the CPU does after its last value.
+// Pieces that stay incomplete, since that NaN is the answer, are taken as soon as the count says so.
 template <class T>
 __global__ void __launch_bounds__(kMostThreads)
     wait_kernel(View slot, T* out, Added added, size_t values, uint64_t timeout_ns) {
   constexpr size_t kEach = Piece<T>::kValues;
-  __shared__ bool answered;
+  enum State { kWaiting, kAnswered, kLost };
+  __shared__ State states[2];  // in turns, so that one barrier a round is enough
   await_previous();
   release_next();  // not earlier: the next kernel may take much of the device, and our submit may need another one's
                    // end
+  const auto* pieces = reinterpret_cast<const uint4*>(slot.out);
+  const bool is_one_each = values <= kEach * blockDim.x, has_piece = threadIdx.x * kEach < values;
   Piece<T> mine;
   mine.read(added, threadIdx.x * kEach, values);  // while nothing is there to wait for
+  uint32_t posted = 0;
+  uint64_t start = 0;
+  bool lost = false;
   if (threadIdx.x == 0) {
-    const uint32_t posted = __ldcg(&slot.counts->posted);
-    const uint64_t start = now_ns();
-    answered = __ldcg(&slot.counts->lost) == 0;
-    for (int spins = 1; answered && static_cast<int32_t>(load_acquire(&slot.head->answer) - posted) < 0; ++spins) {
-      if (spins % 32 != 0) continue;
-      const bool late = now_ns() - start > timeout_ns;
-      if (late) *slot.status = kNoAnswer;
-      if (late || load_acquire(slot.status) != kFine) answered = false;
+    posted = __ldcg(&slot.counts->posted);
+    lost = __ldcg(&slot.counts->lost) != 0;
+    start = now_ns();
+  }
+  uint4 raw{~0u, ~0u, ~0u, ~0u};
+  State state = kWaiting;
+  for (uint32_t round = 0; state == kWaiting; ++round) {
+    if (is_one_each && has_piece) raw = load_now(pieces + threadIdx.x);
+    if (threadIdx.x == 0) {
+      State found = static_cast<int32_t>(load_acquire(&slot.head->answer) - posted) >= 0 ? kAnswered : kWaiting;
+      if (found == kWaiting && round % 32 == 31) {
+        const bool late = now_ns() - start > timeout_ns;
+        if (late) *slot.status = kNoAnswer;
+        if (late || load_acquire(slot.status) != kFine) found = kLost;
+      }
+      states[round % 2] = lost ? kLost : found;
+    }
+    if (__syncthreads_and(is_one_each && (!has_piece || is_complete<T>(raw)))) break;
+    state = states[round % 2];
+  }
+  // Without an answer NaN in all dtypes: nobody takes it for a result.
+  if (state == kLost) raw = uint4{~0u, ~0u, ~0u, ~0u};
+  constexpr int kTogether = 4;  // on their way at the same time
+  for (size_t base = threadIdx.x; out != nullptr && base * kEach < values; base += kTogether * blockDim.x) {
+    uint4 found[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const size_t i = base + j * blockDim.x;
+      found[j] = state == kAnswered && i * kEach < values ? load_now(pieces + i) : raw;
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const size_t i = base + j * blockDim.x;
+      if (i * kEach >= values) break;
+      if (i != threadIdx.x) mine.read(added, i * kEach, values);
+      mine.finish(found[j], added, out, i * kEach, values);
     }
   }
   __syncthreads();
-  if (out != nullptr)
-    for (size_t i = threadIdx.x; i * kEach < values; i += blockDim.x) {
-      if (i != threadIdx.x) mine.read(added, i * kEach, values);
-      // Without an answer NaN in all dtypes: nobody takes it for a result. Past the caches: the same addresses hold
-      // something else after every answer.
-      const uint4 raw = answered ? __ldcv(reinterpret_cast<const uint4*>(slot.out) + i) : uint4{~0u, ~0u, ~0u, ~0u};
-      mine.finish(raw, added, out, i * kEach, values);
-    }
-  __syncthreads();
-  if (threadIdx.x == 0 && answered) {
+  if (threadIdx.x == 0 && state != kLost) {
     __threadfence();
     atomicExch(&slot.counts->busy, 0u);
   }
@@ -330,9 +397,10 @@ __global__ void echo_kernel(volatile uint32_t* ask, const uint32_t* answer, vola
   __threadfence_system();
 }
 
-Launch shape_for(size_t bytes, cudaStream_t stream) {
-  const size_t threads = std::clamp<size_t>((bytes / 16 + kWarp - 1) / kWarp * kWarp, 2 * kWarp, kMostThreads);
-  return {dim3(1), dim3(static_cast<unsigned>(threads)), stream};
+// A thread for each piece of 16 bytes, and `more` warps.
+Launch shape_for(size_t bytes, cudaStream_t stream, uint32_t more = 0) {
+  const size_t pieces = std::max<size_t>(1, (bytes / 16 + kWarp - 1) / kWarp), most = kMostThreads / kWarp - more;
+  return {dim3(1), dim3(static_cast<unsigned>((std::min(pieces, most) + more) * kWarp)), stream};
 }
 
 std::string try_flags(int device) {
@@ -411,10 +479,14 @@ struct Channel::Slot final : Work {
   Shared* shared = nullptr;
   View view{};
   uint32_t port = 0;
-  uint32_t answered = 0;                      // by the leader
+  uint32_t entries = 0;               // of the ring that the leader has seen
+  std::atomic<uint32_t> given_up{0};  // submits up to this one are not answered any more
+  std::vector<int32_t> ids;           // of the request that runs
+  std::vector<float> weights;
   std::atomic<uint32_t> called{0}, ended{0};  // of host functions: by the driver's thread, and done by the leader
 
   void run() noexcept override;
+  void compute(uint32_t count);
 };
 
 struct Channel::Shared {
@@ -436,34 +508,58 @@ struct Channel::Shared {
   std::atomic<bool> failed{false};
 };
 
-void Channel::Slot::run() noexcept {
+// Answers submit `count`.
+void Channel::Slot::compute(uint32_t count) {
   const Head& head = *view.head;
+  const size_t routes = static_cast<size_t>(head.tokens) * head.top_k;
+  const auto start = std::chrono::steady_clock::now();
+  // Most often all are there: they were written when the entry was.
+  auto receive = [&](const Route* from) {
+    for (int spins = 1;; ++spins) {
+      const Route route = __atomic_load_n(from, __ATOMIC_ACQUIRE);
+      if (static_cast<uint32_t>(route >> 32) == count) return static_cast<uint32_t>(route);
+      if (spins % 4096 == 0 &&
+          std::chrono::steady_clock::now() - start > std::chrono::duration<double>(answer_timeout()))
+        throw std::runtime_error("the experts to compute were not told within " + std::to_string(answer_timeout()) +
+                                 " s");
+    }
+  };
+  bool any = false;
+  for (size_t i = 0; i < routes; ++i) {
+    ids[i] = static_cast<int32_t>(receive(view.ids + i));
+    weights[i] = std::bit_cast<float>(receive(view.weights + i));
+    any = any || ids[i] != -1;
+  }
+  const Experts* const experts = shared->experts.load();
+  if (experts == nullptr) throw std::runtime_error("the experts are gone");
   const auto dtype = static_cast<DType>(head.dtype);
-  auto* out = const_cast<std::byte*>(view.out);
+  // Where all of them are elsewhere, there is nothing to wake the workers for.
+  if (!any) std::memset(view.out, 0, head.tokens * shared->hidden * dtype_bytes(dtype));
+  else
+    Request{view.x,
+            ids.data(),
+            false,
+            weights.data(),
+            view.out,
+            dtype,
+            static_cast<int>(head.tokens),
+            static_cast<int>(head.top_k)}
+        .compute(*experts);
+}
+
+void Channel::Slot::run() noexcept {
+  // A host function runs even where its submit did not get the slot; then this is the one before.
+  const uint32_t count = shared->mode == HandoffMode::flags ? ++entries : view.head->count;
+  if (shared->mode == HandoffMode::flags && static_cast<int32_t>(given_up.load() - count) >= 0) return;
   try {
-    const Experts* const experts = shared->experts.load();
-    if (experts == nullptr) throw std::runtime_error("the experts are gone");
-    // Where all of them are elsewhere, there is nothing to wake the workers for.
-    const int32_t* const end = view.ids + static_cast<size_t>(head.tokens) * head.top_k;
-    if (std::all_of(static_cast<const int32_t*>(view.ids), end, [](int32_t id) { return id == -1; }))
-      std::memset(out, 0, head.tokens * shared->hidden * dtype_bytes(dtype));
-    else
-      Request{view.x,
-              view.ids,
-              false,
-              view.weights,
-              out,
-              dtype,
-              static_cast<int>(head.tokens),
-              static_cast<int>(head.top_k)}
-          .compute(*experts);
+    compute(count);
   } catch (...) {
-    std::memset(out, 0xff, head.tokens * shared->hidden * dtype_bytes(dtype));
+    std::memset(view.out, 0xff, view.head->tokens * shared->hidden * dtype_bytes(static_cast<DType>(view.head->dtype)));
     std::lock_guard lock(shared->mutex);
     if (!shared->failed) shared->failure = std::current_exception();
     shared->failed = true;
   }
-  __atomic_store_n(&view.head->answer, ++answered, __ATOMIC_RELEASE);
+  __atomic_store_n(&view.head->answer, count, __ATOMIC_RELEASE);
   ended.fetch_add(1, std::memory_order_release);
 }
 
@@ -478,7 +574,8 @@ Channel::Channel(const Experts& experts, int device, int slots, int tokens, int 
   here.tokens = static_cast<size_t>(tokens);
   auto padded = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
   here.x_bytes = padded(here.tokens * here.hidden * static_cast<size_t>(value_bytes));
-  const size_t routes = padded(here.tokens * kMostSlotsPerToken * sizeof(float));
+  const size_t most_routes = here.tokens * kMostSlotsPerToken;
+  const size_t routes = padded(most_routes * sizeof(Route));
   const size_t each = padded(sizeof(Head)) + 2 * here.x_bytes + 2 * routes;
   const size_t count = static_cast<size_t>(slots);
   here.total = 256 + count * each;
@@ -515,11 +612,13 @@ Channel::Channel(const Experts& experts, int device, int slots, int tokens, int 
     slot->shared = &here;
     slot->view = {reinterpret_cast<Head*>(at),
                   at + padded(sizeof(Head)),
-                  reinterpret_cast<int32_t*>(at + padded(sizeof(Head)) + here.x_bytes),
-                  reinterpret_cast<float*>(at + padded(sizeof(Head)) + here.x_bytes + routes),
+                  reinterpret_cast<Route*>(at + padded(sizeof(Head)) + here.x_bytes),
+                  reinterpret_cast<Route*>(at + padded(sizeof(Head)) + here.x_bytes + routes),
                   at + padded(sizeof(Head)) + here.x_bytes + 2 * routes,
                   here.counts + index,
                   here.status};
+    slot->ids.resize(most_routes);
+    slot->weights.resize(most_routes);
     slot->port = leader().open(slot.get());
     here.slots.push_back(std::move(slot));
     at += each;
@@ -597,8 +696,9 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
                         static_cast<uint32_t>(request.weights_dtype),
                         request.routing};
   try {
-    launch_early("launching the submit kernel", submit_kernel, shape_for(bytes, stream), slot.view, bell, payload,
-                 static_cast<uint64_t>(answer_timeout() * 1e9));
+    const auto routing_warps = request.routing.logits == nullptr ? 0u : std::min(payload.tokens, kMostRoutingWarps);
+    launch_early("launching the submit kernel", submit_kernel, shape_for(bytes, stream, routing_warps), slot.view, bell,
+                 payload, routing_warps, static_cast<uint64_t>(answer_timeout() * 1e9));
   } catch (...) {
     if (bell.entry & Leader::kAnnounced) leader().withdraw();
     throw;
@@ -670,8 +770,15 @@ void Channel::check() {
     // Whatever is still in the streams ends at once while the status stands; then the slots are free again.
     OnDevice on(here.device);
     check_cuda(cudaDeviceSynchronize(), "waiting for the device");
-    for (size_t index = 0; index < here.slots.size(); ++index)
-      check_cuda(cudaMemset(&here.counts[index].busy, 0, sizeof(uint32_t)), "freeing a slot");
+    // A late answer must not be taken for that of the next submit: what is under way ends first, the rest never begins.
+    std::vector<Counts> counts(here.slots.size());
+    check_cuda(cudaMemcpy(counts.data(), here.counts, counts.size() * sizeof(Counts), cudaMemcpyDeviceToHost),
+               "reading counters");
+    for (size_t index = 0; index < here.slots.size(); ++index) {
+      here.slots[index]->given_up.store(counts[index].posted);
+      if (leader().settle(here.slots[index].get(), answer_timeout()))
+        check_cuda(cudaMemset(&here.counts[index].busy, 0, sizeof(uint32_t)), "freeing a slot");
+    }
     __atomic_store_n(here.status, kFine, __ATOMIC_RELEASE);
     throw std::runtime_error(status == kNoAnswer
                                  ? "no answer from the CPU's experts within " + std::to_string(answer_timeout()) + " s"

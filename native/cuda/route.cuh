@@ -27,9 +27,12 @@ __device__ inline float unordered(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// kEach: logits that a lane holds.
+// kEach: logits that a lane holds. Those of 16 bits leave the last bits of a key free for the expert: the greatest key
+// then says who it is, and of equal ones the first is the greatest.
 template <class T, int kEach, class Take>
 __device__ void route_among(const T* logits, int experts, int top_k, bool normed, Take&& take) {
+  constexpr bool kNamed = sizeof(T) == 2;
+  constexpr uint32_t kName = kMostRouted - 1;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   float held[kEach], most = -INFINITY, sum = 0;
   uint32_t keys[kEach];
@@ -38,6 +41,7 @@ __device__ void route_among(const T* logits, int experts, int top_k, bool normed
     const int expert = j * kWarp + lane;
     held[j] = expert < experts ? load(__ldcg(logits + expert)) : -INFINITY;
     keys[j] = expert < experts ? ordered(held[j]) : 0;
+    if (kNamed && keys[j] != 0) keys[j] = (keys[j] & ~kName) | (kName - static_cast<uint32_t>(expert));
     most = fmaxf(most, held[j]);
   }
   for (int step = kWarp / 2; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
@@ -51,11 +55,16 @@ __device__ void route_among(const T* logits, int experts, int top_k, bool normed
 #pragma unroll
     for (int j = 0; j < kEach; ++j) best = max(best, keys[j]);
     best = __reduce_max_sync(kAll, best);
-    int at = kMostRouted;  // of equal ones, the first
+    int at = kMostRouted;
+    if constexpr (kNamed) {
+      at = static_cast<int>(kName - (best & kName));
+      best = best & 0x80000000u ? best & ~kName : best == 0 ? 0 : best | kName;
+    } else {  // of equal ones, the first
 #pragma unroll
-    for (int j = kEach - 1; j >= 0; --j)
-      if (keys[j] == best) at = j * kWarp + lane;
-    at = __reduce_min_sync(kAll, at);
+      for (int j = kEach - 1; j >= 0; --j)
+        if (keys[j] == best) at = j * kWarp + lane;
+      at = __reduce_min_sync(kAll, at);
+    }
     if (best == 0) at = rank;  // NaN is no reason to choose an expert; its weight will tell
 #pragma unroll
     for (int j = 0; j < kEach; ++j)

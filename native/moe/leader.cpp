@@ -98,8 +98,13 @@ void Leader::close(uint32_t port) {
   settle(work);
 }
 
-void Leader::settle(const Work* work) const {
-  while (running_.load() == work) sched_yield();
+bool Leader::settle(const Work* work, double seconds) const {
+  const auto start = Clock::now();
+  while (running_.load() == work) {
+    if (Clock::now() - start > std::chrono::duration<double>(seconds)) return false;
+    sched_yield();
+  }
+  return true;
 }
 
 void Leader::post(Work* work) {

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <string>
 
@@ -55,8 +56,8 @@ class Leader {
   // runs, if any, has ended.
   uint32_t open(Work* work);
   void close(uint32_t port);
-  // Returns when `work` does not run.
-  void settle(const Work* work) const;
+  // Returns when `work` does not run: true, or false if it still does after so many seconds.
+  bool settle(const Work* work, double seconds = std::numeric_limits<double>::infinity()) const;
 
   // Work from the host, in order; waits for room. `work` must live until it has run.
   void post(Work* work);
