@@ -7,7 +7,7 @@ with few kernels instead:
     a decoder layer   norm and projections to heads | attention | output projection and residual
                       | norm and router | choice of experts and submit | wait and residual
     its parts         a norm, attention, a router, where the layer around them is not known
-    before and after  angles of rotation; the output layer
+    before            angles of rotation
 
 Whether one computes what its module computes is not believed: the first step runs both, on the model's own numbers, and
 a module that differs stays as it is.
@@ -57,7 +57,7 @@ class Fused:
             device = _device(module)
             if device not in arrived:
                 arrived[device] = torch.zeros(decode_ops.MOST_ROWS * heads, dtype=torch.int32, device=device)
-            step = _known(path, module, arrived[device])
+            step = _known(module, arrived[device])
             if step is not None and "forward" not in vars(module):
                 self._steps[path] = (module, step)
 
@@ -134,7 +134,7 @@ def _is_layer(module: nn.Module) -> bool:
     return type(module).__name__.endswith("DecoderLayer")
 
 
-def _known(path: str, module: nn.Module, arrived: Tensor) -> Step | None:
+def _known(module: nn.Module, arrived: Tensor) -> Step | None:
     """The decode step of a module by what it is made of, or None."""
     name = type(module).__name__
     if name.endswith("RMSNorm"):
@@ -145,24 +145,9 @@ def _known(path: str, module: nn.Module, arrived: Tensor) -> Step | None:
         return _router_step(module)
     if name.endswith("RotaryEmbedding"):
         return _rotation_step(module)
-    if type(module) is nn.Linear and path == "lm_head":
-        return _head_step(module)
     if _is_layer(module):
         return _layer_step(module, arrived)
     return None
-
-
-def _head_step(module: nn.Linear) -> Step | None:
-    if not _is_plain(module, module.in_features, module.weight.dtype):
-        return None
-
-    def step(x: Tensor) -> Tensor:
-        if x.dtype != module.weight.dtype or x.numel() > decode_ops.MOST_ROWS * module.in_features:
-            return type(module).forward(module, x)
-        out = decode_ops.linear(x.reshape(-1, x.shape[-1]), [module.weight], [module.bias])
-        return out.view(*x.shape[:-1], -1)
-
-    return step
 
 
 def _rotation_step(module: Any) -> Step | None:

@@ -130,9 +130,12 @@ __global__ void __launch_bounds__(kWarpsFor<kSize>* kWarp) attention_kernel(cons
   read_part<T, kSize>(k, t, true, fresh);
   read_part<T, kSize>(cos, t, true, c);
   read_part<T, kSize>(sin, t, true, s);
-  prepare<T, kSize>(query, p.q_weight != nullptr, q_weight, c, s, p.eps, t);
   const int share = share_of(now), first = split * share, end = min(now + 1, first + share);
-  if (first <= now && now < end && (now - first) / kPlaces % kWarps == warp) {  // the warp that has the new place
+  // The warp that has the new place, and the one that prepares its key meanwhile.
+  const bool has_new = first <= now && now < end;
+  const int owner = (now - first) / kPlaces % kWarps, helper = (owner + kWarps / 2) % kWarps;
+  auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(2 * kWarp) : "memory"); };
+  if (has_new && warp == helper) {
     prepare<T, kSize>(fresh, p.k_weight != nullptr, k_weight, c, s, p.eps, t);
     auto* cached = reinterpret_cast<uint4*>(keys + static_cast<size_t>(now) * kSize);
     if (g == 0)
@@ -141,8 +144,11 @@ __global__ void __launch_bounds__(kWarpsFor<kSize>* kWarp) attention_kernel(cons
     for (int i = lane; i < kSize / 8; i += kWarp)
       reinterpret_cast<uint4*>(values + static_cast<size_t>(now) * kSize)[i] =
           __ldcg(reinterpret_cast<const uint4*>(v) + i);
-    __syncwarp();
+    meet();
   }
+  if (first + warp * kPlaces < end)  // else it finds nothing
+    prepare<T, kSize>(query, p.q_weight != nullptr, q_weight, c, s, p.eps, t);
+  if (has_new && warp == owner) meet();
 
   float most = -INFINITY, sum = 0, found[kHalves][kRun][2] = {};
   for (int base = first + warp * kPlaces; base < end; base += kWarps * kPlaces) {
@@ -238,16 +244,18 @@ __global__ void __launch_bounds__(kWarpsFor<kSize>* kWarp) attention_kernel(cons
   __syncthreads();
   // How much each warp's part counts for a head; the greatest score and the sum of all.
   const int parts = min(kWarps, (end - first + kPlaces - 1) / kPlaces);  // the other warps have found nothing
-  if (threadIdx.x < kHeads) {
-    const int row = static_cast<int>(threadIdx.x);
-    top[row] = -INFINITY;
-    total[row] = 0;
-    for (int part = 0; part < parts; ++part)
-      top[row] = fmaxf(top[row], joined[(part * kHeads + row) * kStride + kSize]);
-    for (int part = 0; part < parts; ++part) {
-      const float* from = joined + (part * kHeads + row) * kStride + kSize;
-      factors[part][row] = top[row] == -INFINITY ? 0.0f : __expf(from[0] - top[row]);
-      total[row] += factors[part][row] * from[1];
+  // A warp a head, a lane a part.
+  if (warp < kHeads) {
+    const float* from = joined + (lane * kHeads + warp) * kStride + kSize;
+    const float most_here = lane < parts ? from[0] : -INFINITY;
+    float all = most_here;
+    for (int step = kWarp / 2; step > 0; step /= 2) all = fmaxf(all, __shfl_xor_sync(kAll, all, step));
+    const float factor = most_here == -INFINITY ? 0.0f : __expf(most_here - all);
+    const float whole = warp_sum(lane < parts ? factor * from[1] : 0.0f);
+    if (lane < parts) factors[lane][warp] = factor;
+    if (lane == 0) {
+      top[warp] = all;
+      total[warp] = whole;
     }
   }
   __syncthreads();
