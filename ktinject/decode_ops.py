@@ -67,6 +67,7 @@ def linear(
     norm: Norm | None = None,
     normed: Tensor | None = None,
     residual: Tensor | None = None,
+    wide: bool = False,
     then: Tensor | None = None,
 ) -> Tensor:
     """x [m, k] through up to three matrices [n, k], beside each other in the result [m, sum of n].
@@ -76,12 +77,15 @@ def linear(
     norm      of x, before
     normed    [m, k], receives the normed x
     residual  [m, n], added to the rounded result
+    wide      the result is float32, not rounded; without a residual
     then      weights that the next call will read; fetched into the GPU's L2 cache meanwhile
     Raises    ValueError for what is not served
     """
     rows, k = x.shape
     sizes = [weight.shape[0] for weight in weights]
-    out = x.new_empty(rows, sum(sizes))
+    out = x.new_empty(rows, sum(sizes), dtype=torch.float32 if wide else x.dtype)
+    if wide and residual is not None:
+        raise ValueError("a wide result takes no residual")
     _native.decode_linear(
         x=x.data_ptr(),
         norm=0 if norm is None else norm.weight.data_ptr(),
@@ -92,6 +96,7 @@ def linear(
         n=sizes,
         residual=_address(residual),
         out=out.data_ptr(),
+        is_wide=wide,
         then=_address(then),
         then_bytes=0 if then is None else then.nbytes,
         rows=rows,
@@ -118,6 +123,36 @@ def route(logits: Tensor, top_k: int, normed: bool) -> tuple[Tensor, Tensor]:
         normed,
         CODES[logits.dtype],
         stream_of(logits.device),
+    )
+    return weights, ids
+
+
+def route_grouped(
+    logits: Tensor, bias: Tensor, top_k: int, groups: int, kept: int, normed: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Sigmoids of logits [m, e] float32; the top_k greatest after bias [e] float32, within the `kept` best groups.
+
+    A group is as good as the sum of its two best. Returns the sigmoids [m, t] float32, divided by their sum if
+    `normed`, times `scale`, and ids [m, t] int64, in the order of torch.topk(sorted=False).
+    Raises    ValueError for what is not served
+    """
+    logits = logits.contiguous()
+    rows, experts = logits.shape
+    weights = logits.new_empty(rows, top_k)
+    ids = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
+    _native.route_grouped(
+        logits=logits.data_ptr(),
+        bias=bias.data_ptr(),
+        weights=weights.data_ptr(),
+        ids=ids.data_ptr(),
+        rows=rows,
+        experts=experts,
+        top_k=top_k,
+        groups=groups,
+        kept=kept,
+        normed=normed,
+        scale=scale,
+        stream=stream_of(logits.device),
     )
     return weights, ids
 

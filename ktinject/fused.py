@@ -86,7 +86,7 @@ class Fused:
         def forward(*args: Any, **kwargs: Any) -> Any:
             theirs = own(module, *args, **kwargs)
             try:
-                parts = [part for part in self.refused if part.startswith(f"{path}.")]
+                parts = [p for p in self.refused if _is_layer(module) and p.startswith(f"{path}.")]
                 reason = f"{parts[0]} does" if parts else ""
                 reason = reason or _difference(step(*args, **kwargs), theirs, tolerance)
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -142,12 +142,12 @@ def _known(module: nn.Module, arrived: Tensor) -> Step | None:
     if name.endswith("Attention"):
         return _attention_step(module, arrived)
     if name.endswith("Router"):
-        return _router_step(module)
+        return _router_step(module) or _grouped_router_step(module)
     if name.endswith("RotaryEmbedding"):
         return _rotation_step(module)
     if _is_layer(module):
         return _layer_step(module, arrived)
-    return None
+    return _shared_step(module)
 
 
 def _rotation_step(module: Any) -> Step | None:
@@ -205,6 +205,53 @@ def _router_step(module: Any) -> Step | None:
         hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = nn.functional.linear(hidden_states, module.weight)
         return (logits, *decode_ops.route(logits, module.top_k, module.norm_topk_prob))
+
+    return step
+
+
+def _grouped_router_step(module: Any) -> Step | None:
+    """A router by sigmoids, of groups of experts, with a correction of its choice, as DeepSeek-V3's."""
+    needed = ("weight", "top_k", "num_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
+    bias, weight = getattr(module, "e_score_correction_bias", None), getattr(module, "weight", None)
+    if not all(hasattr(module, name) for name in needed) or not isinstance(bias, Tensor):
+        return None
+    if not isinstance(weight, Tensor) or weight.dtype == torch.float32 or weight.shape[1] % 32:
+        return None
+    own = type(module).forward
+
+    def step(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if len(x) > decode_ops.MOST_ROWS or x.dtype != module.weight.dtype:
+            return own(module, hidden_states)
+        # Products of two such values are exact in fp32, so nothing has to be widened before.
+        logits = decode_ops.linear(x, [module.weight], wide=True)
+        chosen = decode_ops.route_grouped(
+            logits,
+            module.e_score_correction_bias.float(),
+            module.top_k,
+            module.num_group,
+            module.topk_group,
+            bool(module.norm_topk_prob),
+            module.routed_scaling_factor,
+        )
+        return (logits, *chosen)
+
+    return step
+
+
+def _shared_step(module: Any) -> Step | None:
+    """A block with shared experts on the GPU, which compute while the CPU computes the others."""
+    if {name for name, _ in module.named_children()} != {"gate", "experts", "shared_experts"}:
+        return None
+    if not isinstance(module.experts, HybridExperts) or not type(module.gate).__name__.endswith("Router"):
+        return None
+
+    def step(hidden_states: Tensor) -> Tensor:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, ids = module.gate(x)
+        started = module.experts.start(x, ids, weights)
+        found = module.experts.complete(started, residual=module.shared_experts(x))
+        return found.view_as(hidden_states)
 
     return step
 

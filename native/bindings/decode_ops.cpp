@@ -75,7 +75,7 @@ void init_decode_ops(nb::module_& m) {
       "decode_linear",
       [](uintptr_t x, uintptr_t norm, float eps, uintptr_t normed, const std::vector<uintptr_t>& weights,
          const std::vector<uintptr_t>& biases, const std::vector<int>& n, uintptr_t residual, uintptr_t out,
-         uintptr_t then, int64_t then_bytes, int rows, int k, int dtype, Stream stream) {
+         bool is_wide, uintptr_t then, int64_t then_bytes, int rows, int k, int dtype, Stream stream) {
         if (n.size() > DecodeLinear::kMatrices || weights.size() != n.size() || biases.size() != n.size())
           throw std::invalid_argument("decode_linear: up to three matrices, each with n and a bias or 0");
         DecodeLinear input{.x = pointer<>(x),
@@ -83,6 +83,7 @@ void init_decode_ops(nb::module_& m) {
                            .normed = pointer<>(normed),
                            .residual = pointer<>(residual),
                            .out = pointer<>(out),
+                           .is_wide = is_wide,
                            .then = pointer<>(then),
                            .then_bytes = then_bytes,
                            .rows = rows,
@@ -96,8 +97,8 @@ void init_decode_ops(nb::module_& m) {
         decode_linear(input, dtype_of(dtype), stream);
       },
       nb::kw_only(), nb::arg("x"), nb::arg("norm"), nb::arg("eps"), nb::arg("normed"), nb::arg("weights"),
-      nb::arg("biases"), nb::arg("n"), nb::arg("residual"), nb::arg("out"), nb::arg("then"), nb::arg("then_bytes"),
-      nb::arg("rows"), nb::arg("k"), nb::arg("dtype"), nb::arg("stream"),
+      nb::arg("biases"), nb::arg("n"), nb::arg("residual"), nb::arg("out"), nb::arg("is_wide"), nb::arg("then"),
+      nb::arg("then_bytes"), nb::arg("rows"), nb::arg("k"), nb::arg("dtype"), nb::arg("stream"),
       "Norm, linear layers, residual; addresses, 0 for what is not there.");
   m.def(
       "choose_on_gpu",
@@ -136,6 +137,17 @@ void init_decode_ops(nb::module_& m) {
       },
       nb::arg("logits"), nb::arg("weights"), nb::arg("ids"), nb::arg("rows"), nb::arg("experts"), nb::arg("top_k"),
       nb::arg("normed"), nb::arg("dtype"), nb::arg("stream"), "Softmax and the greatest top_k of logits.");
+  m.def(
+      "route_grouped",
+      [](uintptr_t logits, uintptr_t bias, uintptr_t weights, uintptr_t ids, int rows, int experts, int top_k,
+         int groups, int kept, bool normed, float scale, Stream stream) {
+        route_grouped({pointer<const float>(logits), pointer<const float>(bias), pointer<float>(weights),
+                       pointer<int64_t>(ids), rows, experts, top_k, groups, kept, normed, scale},
+                      stream);
+      },
+      nb::kw_only(), nb::arg("logits"), nb::arg("bias"), nb::arg("weights"), nb::arg("ids"), nb::arg("rows"),
+      nb::arg("experts"), nb::arg("top_k"), nb::arg("groups"), nb::arg("kept"), nb::arg("normed"), nb::arg("scale"),
+      nb::arg("stream"), "Sigmoid and the greatest top_k within the best groups of logits.");
 }
 
 }  // namespace ktinject

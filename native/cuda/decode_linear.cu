@@ -223,6 +223,10 @@ __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear 
       const Place place = place_of(p, output);
       if (place.biases != nullptr) sum += load(static_cast<const T*>(place.biases)[place.row]);
       const size_t at = static_cast<size_t>(row) * total + output;
+      if (p.is_wide) {
+        static_cast<float*>(p.out)[at] = sum;
+        continue;
+      }
       if (p.residual != nullptr) sum = rounded<T>(sum) + load(__ldcg(static_cast<const T*>(p.residual) + at));
       static_cast<T*>(p.out)[at] = store<T>(sum);
     }

@@ -23,6 +23,7 @@ struct DecodeLinear {
   int n[kMatrices] = {};
   const void* residual = nullptr;  // [rows, n], or null
   void* out = nullptr;
+  bool is_wide = false;        // out is fp32, not rounded; then without residual
   const void* then = nullptr;  // what the next linear layer will read, [then_bytes]; fetched into L2 meanwhile
   int64_t then_bytes = 0;
   int rows = 0, k = 0;

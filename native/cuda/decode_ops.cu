@@ -20,7 +20,108 @@ __global__ void __launch_bounds__(kWarp)
               });
 }
 
+// One warp a row; a lane holds `each` experts beside each other, so a group is some whole lanes.
+constexpr int kMostEach = 16;
+
+__global__ void __launch_bounds__(kWarp) route_grouped_kernel(const GroupedRoute p) {
+  release_next();
+  await_previous();
+  const int lane = static_cast<int>(threadIdx.x), each = p.experts / kWarp, first = lane * each;
+  const float* logits = p.logits + static_cast<size_t>(blockIdx.x) * p.experts;
+  float scores[kMostEach];
+  uint32_t keys[kMostEach];
+  float most = -INFINITY, second = -INFINITY;
+#pragma unroll
+  for (int j = 0; j < kMostEach; ++j) {
+    scores[j] = j < each ? 1 / (1 + expf(-__ldcg(logits + first + j))) : 0;
+    const float choice = j < each ? scores[j] + __ldg(p.bias + first + j) : -INFINITY;
+    keys[j] = j < each ? ordered(choice) : 0;
+    second = fmaxf(second, fminf(most, choice));
+    most = fmaxf(most, choice);
+  }
+  if (p.kept < p.groups) {
+    const int lanes = kWarp / p.groups;
+    for (int step = lanes / 2; step > 0; step /= 2) {
+      const float other = __shfl_xor_sync(kAll, most, step), other_second = __shfl_xor_sync(kAll, second, step);
+      second = fmaxf(fminf(most, other), fmaxf(second, other_second));
+      most = fmaxf(most, other);
+    }
+    const float sum = most + second;
+    int better = 0;
+    for (int group = 0; group < p.groups; ++group) {
+      const float other = __shfl_sync(kAll, sum, group * lanes);
+      better += other > sum || (other == sum && group < lane / lanes);
+    }
+    if (better >= p.kept)
+#pragma unroll
+      for (int j = 0; j < kMostEach; ++j) keys[j] = min(keys[j], ordered(-INFINITY));
+  }
+  uint32_t left[kMostEach], last = 0;
+#pragma unroll
+  for (int j = 0; j < kMostEach; ++j) left[j] = keys[j];
+  uint32_t chosen = 0;  // a bit for each of the lane's experts
+  for (int rank = 0; rank < p.top_k; ++rank) {
+    uint32_t best = 0;
+#pragma unroll
+    for (int j = 0; j < kMostEach; ++j) best = max(best, left[j]);
+    best = __reduce_max_sync(kAll, best);
+    int at = p.experts;
+#pragma unroll
+    for (int j = kMostEach - 1; j >= 0; --j)
+      if (left[j] == best && j < each) at = first + j;
+    at = __reduce_min_sync(kAll, at);
+    if (best == 0) at = rank;  // NaN is no reason to choose an expert; its weight will tell
+    last = best;
+#pragma unroll
+    for (int j = 0; j < kMostEach; ++j)
+      if (at == first + j && j < each) {
+        chosen |= 1u << j;
+        left[j] = 0;
+      }
+  }
+  uint32_t ties = 0;  // of the chosen, those as great as the last one
+  float sum = 0;
+#pragma unroll
+  for (int j = 0; j < kMostEach; ++j)
+    if (chosen & 1u << j) {
+      sum += scores[j];
+      if (keys[j] == last) ties |= 1u << j;
+    }
+  sum = warp_sum(sum);
+  int before = __popc(chosen & ~ties), ties_before = __popc(ties);
+  const int own = before, own_ties = ties_before;
+  for (int step = 1; step < kWarp; step *= 2) {
+    const int other = __shfl_up_sync(kAll, before, step), other_ties = __shfl_up_sync(kAll, ties_before, step);
+    if (lane >= step) {
+      before += other;
+      ties_before += other_ties;
+    }
+  }
+  const int greater = __shfl_sync(kAll, before, kWarp - 1);
+  int place = before - own, tie_place = greater + ties_before - own_ties;
+#pragma unroll
+  for (int j = 0; j < kMostEach; ++j) {
+    if (!(chosen & 1u << j)) continue;
+    const size_t at = static_cast<size_t>(blockIdx.x) * p.top_k + (ties & 1u << j ? tie_place++ : place++);
+    p.ids[at] = first + j;
+    p.weights[at] = (p.normed ? scores[j] / (sum + 1e-20f) : scores[j]) * p.scale;
+  }
+}
+
 }  // namespace
+
+void route_grouped(const GroupedRoute& p, Stream stream) {
+  if (p.experts % kWarp != 0 || p.experts > kMostEach * kWarp || p.top_k < 1 || p.top_k > p.experts)
+    throw std::invalid_argument("route_grouped: the number of experts must be a multiple of 32, up to " +
+                                std::to_string(kMostEach * kWarp));
+  if (p.groups < 1 || kWarp % p.groups != 0 || p.kept < 1 || p.kept > p.groups || p.experts / p.groups < 2 ||
+      p.top_k > p.experts / p.groups * p.kept)
+    throw std::invalid_argument("route_grouped: the number of groups must divide 32");
+  if (p.rows == 0) return;
+  const OnStream on(stream);
+  launch_early("launching route_grouped", route_grouped_kernel,
+               {dim3(static_cast<unsigned>(p.rows)), dim3(kWarp), on}, p);
+}
 
 void route(const void* logits, void* weights, int64_t* ids, int rows, int experts, int top_k, bool normed, DType dtype,
            Stream stream) {

@@ -44,4 +44,19 @@ constexpr int64_t attention_scratch(int q_heads, int size) { return int64_t{8} *
 void route(const void* logits, void* weights, int64_t* ids, int rows, int experts, int top_k, bool normed, DType dtype,
            Stream stream);
 
+// Sigmoids of logits [rows, experts]: the top_k greatest after `bias` is added, among the `kept` groups of experts
+// whose two greatest have the greatest sums. Weights are the sigmoids, divided by their sum if `normed`, times `scale`.
+// Experts in the order in which torch.topk(sorted=False) gives them: by their place, the last chosen at the end.
+struct GroupedRoute {
+  const float* logits = nullptr;
+  const float* bias = nullptr;  // [experts]
+  float* weights = nullptr;     // [rows, top_k]
+  int64_t* ids = nullptr;
+  int rows = 0, experts = 0, top_k = 0;
+  int groups = 1, kept = 1;
+  bool normed = false;
+  float scale = 1;
+};
+void route_grouped(const GroupedRoute& input, Stream stream);
+
 }  // namespace ktinject

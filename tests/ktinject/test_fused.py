@@ -11,6 +11,7 @@ from double import EXPERTS
 from test_generate import prompt, swapped
 from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3TopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeConfig,
     Qwen3MoeRMSNorm,
@@ -71,6 +72,64 @@ class TestRoute:
         weights, ids = decode_ops.route(logits, top_k, normed)
         assert weights[1].isnan().all() and not weights[[0, 2]].isnan().any()
         assert ((ids >= 0) & (ids < experts)).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "experts, groups, kept, top_k, normed",
+    [(256, 8, 4, 8, True), (64, 1, 1, 6, False), (384, 1, 1, 8, True), (32, 4, 1, 8, True)],
+)
+class TestGroupedRouter:
+    pytestmark = gpu
+
+    def router(self, dtype, experts, groups, kept, top_k, normed) -> DeepseekV3TopkRouter:
+        config = DeepseekV3Config(
+            hidden_size=64,
+            n_routed_experts=experts,
+            num_experts_per_tok=top_k,
+            n_group=groups,
+            topk_group=kept,
+            norm_topk_prob=normed,
+        )
+        router = DeepseekV3TopkRouter(config).to("cuda", dtype)
+        nn.init.normal_(router.weight)
+        router.e_score_correction_bias = torch.randn(experts, device="cuda") * 0.2
+        return router
+
+    def test_is_the_module_s(self, dtype, experts, groups, kept, top_k, normed) -> None:
+        router = self.router(dtype, experts, groups, kept, top_k, normed)
+        step = fused._known(router, torch.zeros(1))
+        x = torch.eye(64, device="cuda", dtype=dtype)[
+            [3, 60, 7, 31, 5]
+        ]  # logits are weights, without rounding
+        (logits, weights, ids), wanted = step(x), router(x)
+        assert torch.equal(logits, wanted[0])
+        assert torch.equal(ids, wanted[2]), "in the same order"
+        assert_close(weights, wanted[1])
+        x = torch.randn(5, 64, device="cuda", dtype=dtype)
+        assert_close(step(x)[0], router(x)[0])
+
+    def test_what_is_no_number_is_told_by_its_weights(
+        self, dtype, experts, groups, kept, top_k, normed
+    ) -> None:
+        router = self.router(dtype, experts, groups, kept, top_k, normed)
+        step = fused._known(router, torch.zeros(1))
+        x = torch.randn(3, 64, device="cuda", dtype=dtype)
+        x[1] = torch.nan
+        _, weights, ids = step(x)
+        assert weights[1].isnan().all() and not weights[[0, 2]].isnan().any()
+        assert ((ids >= 0) & (ids < experts)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_what_the_grouped_router_does_not_serve_is_refused() -> None:
+    logits, bias = torch.zeros(1, 96, device="cuda"), torch.zeros(96, device="cuda")
+    for groups, kept in ((3, 1), (0, 1), (4, 5)):
+        with pytest.raises(ValueError, match="groups must divide 32"):
+            decode_ops.route_grouped(logits, bias, 4, groups, kept, True, 1.0)
+    with pytest.raises(ValueError, match="multiple of 32"):
+        decode_ops.route_grouped(logits[:, :90].contiguous(), bias, 4, 1, 1, True, 1.0)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
