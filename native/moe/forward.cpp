@@ -135,25 +135,20 @@ class Forward {
   void compute_down(const Task& task, int worker);
   void add_up(const Task& task);
 
-  // What is counted: tasks that convert tokens, then for each chunk tasks of down, for each expert tasks of gate and
-  // up, for each those that quantise, and for each those that gather.
-  std::atomic<int>& inputs_left() { return routing_.counters[0]; }
-  std::atomic<int>& down_left(int chunk) { return routing_.counters[1 + static_cast<size_t>(chunk)]; }
-  std::atomic<int>& gate_up_left(int expert) {
-    return routing_.counters[1 + routing_.chunks.size() + static_cast<size_t>(expert)];
-  }
-  std::atomic<int>& quantise_left(int expert) {
-    return routing_.counters[1 + routing_.chunks.size() + static_cast<size_t>(config_.experts + expert)];
-  }
-  std::atomic<int>& gather_left(int expert) {
-    return routing_.counters[1 + routing_.chunks.size() + static_cast<size_t>(2 * config_.experts + expert)];
-  }
+  // What is counted: tasks that convert tokens, then for each chunk tasks of down, for each active expert tasks of gate
+  // and up, for each those that quantise, and for each those that gather.
+  size_t inputs_left() const { return 0; }
+  size_t down_left(int chunk) const { return 1 + static_cast<size_t>(chunk); }
+  size_t gate_up_left(int place) const { return 1 + routing_.chunks.size() + static_cast<size_t>(place); }
+  size_t quantise_left(int place) const { return gate_up_left(place) + routing_.active.size(); }
+  size_t gather_left(int place) const { return quantise_left(place) + routing_.active.size(); }
   // False if the call is ending without this.
-  bool await(const std::atomic<int>& left, Stage stage, int worker) {
+  bool await(size_t counter, Stage stage, int worker) {
+    const std::atomic<int>& left = routing_.counters[counter];
     return workers_.await([&] { return left.load(std::memory_order_acquire) == 0; },
                           routing_.limit[static_cast<size_t>(stage)], worker);
   }
-  static void done(std::atomic<int>& left) { left.fetch_sub(1, std::memory_order_acq_rel); }
+  void done(size_t counter) { routing_.counters[counter].fetch_sub(1, std::memory_order_acq_rel); }
 
   void convert(const Activations& to, const Matrix& matrix, size_t at, const void* values, DType dtype, std::byte* out);
   template <class Use>
@@ -162,9 +157,15 @@ class Forward {
   // The groups of up to 16 rows of every expert that has more than one.
   template <class Use>
   void for_groups(Use&& use) const {
-    for (const int expert : routing_.active)
-      for (int first = 0; count_of(expert) > 1 && first < count_of(expert); first += kTile)
-        use(Task{expert, first, std::min(kTile, count_of(expert) - first)});
+    for (size_t place = 0; place < routing_.active.size(); ++place) {
+      const int count = count_of(routing_.active[place]);
+      for (int first = 0; count > 1 && first < count; first += kTile)
+        use(Task{static_cast<int>(place), first, std::min(kTile, count - first)});
+    }
+  }
+  Task of_expert(Task task) const {
+    task.of = routing_.active[static_cast<size_t>(task.of)];
+    return task;
   }
 
   int count_of(int expert) const { return routing_.count[static_cast<size_t>(expert)]; }
@@ -256,13 +257,13 @@ void Forward::plan_panels(Projection projection, const Shard& shard, int first, 
   const size_t each = all / static_cast<size_t>(workers);
   const size_t least = kReadRows * kLeastTaskBytes / layer_.matrix_of(projection).panel_bytes();
   const size_t work = std::max(each / kTasksPerThread, std::min(each, least));
-  for (const int expert : routing_.active) {
-    const int size = std::clamp(static_cast<int>(work) / cost_of(expert), 1, panels);
+  for (size_t place = 0; place < routing_.active.size(); ++place) {
+    const int size = std::clamp(static_cast<int>(work) / cost_of(routing_.active[place]), 1, panels);
     // As even as possible.
     const int pieces = (panels + size - 1) / size;
     for (int i = 0; i < pieces; ++i) {
       const int begin = panels * i / pieces, end = panels * (i + 1) / pieces;
-      add(Task{expert, first + begin, end - begin});
+      add(Task{static_cast<int>(place), first + begin, end - begin});
     }
   }
 }
@@ -270,6 +271,17 @@ void Forward::plan_panels(Projection projection, const Shard& shard, int first, 
 void Forward::plan() {
   const std::vector<Shard>& shards = layer_.shards_;
   const size_t lists = shards.size() <= workers_.nodes().size() ? shards.size() : 1;
+  // With a row for each expert, tasks depend on how many there are and not on which: one token after another has the
+  // same.
+  auto& wanted = routing_.wanted;
+  wanted.assign({tokens_, static_cast<int>(routing_.active.size()), static_cast<int>(rows_), workers_.threads(),
+                 static_cast<int>(lists), is_quantised_, static_cast<int>(gate_up_.panel_bytes()),
+                 static_cast<int>(down_.panel_bytes())});
+  for (const Shard& shard : shards)
+    for (const Shard::Part* part : {&shard.gate_up, &shard.down})
+      wanted.insert(wanted.end(), {part->first, part->panels});
+  if (rows_ == routing_.active.size() && wanted == routing_.planned) return routing_.counters.begin();
+  routing_.planned.clear();
   auto list_of = [&](size_t shard) { return lists == 1 ? size_t{0} : shard; };
   auto workers_for = [&](size_t shard) {
     return lists == 1 ? workers_.threads() : std::max(1, workers_.workers_of(static_cast<int>(shard)));
@@ -293,10 +305,10 @@ void Forward::plan() {
     }
   }
   Counters& counters = routing_.counters;
-  counters.reset(1 + routing_.chunks.size() + 3 * static_cast<size_t>(config_.experts));
-  auto add = [&](size_t list, const Task& task, std::atomic<int>& counter) {
+  counters.plan(1 + routing_.chunks.size() + 3 * routing_.active.size());
+  auto add = [&](size_t list, const Task& task, size_t counter) {
     routing_.lists[list].push_back(task);
-    counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    counters.add(counter);
   };
 
   begin_stage(kInputs);
@@ -322,9 +334,11 @@ void Forward::plan() {
   if (is_quantised_) {
     const int size = std::clamp(static_cast<int>(rows_) / (workers_.threads() * kTasksPerThread), 1, kTile);
     next = 0;
-    for (const int expert : routing_.active)
-      for (int first = 0; first < count_of(expert); first += size)
-        add(next++ % lists, {expert, first, std::min(size, count_of(expert) - first)}, quantise_left(expert));
+    for (int place = 0; place < static_cast<int>(routing_.active.size()); ++place) {
+      const int count = count_of(routing_.active[static_cast<size_t>(place)]);
+      for (int first = 0; first < count; first += size)
+        add(next++ % lists, {place, first, std::min(size, count - first)}, quantise_left(place));
+    }
   }
   begin_stage(kDown);
   for (size_t i = 0; i < routing_.chunks.size(); ++i) {
@@ -345,6 +359,8 @@ void Forward::plan() {
     }
   routing_.counts.resize(lists);
   for (size_t i = 0; i < lists; ++i) routing_.counts[i] = static_cast<int>(routing_.lists[i].size());
+  counters.begin();
+  routing_.planned = wanted;
 }
 
 void Forward::run() {
@@ -352,7 +368,7 @@ void Forward::run() {
   plan();
   if (tokens_ <= kTokensAlone) {
     convert_inputs({0, 0, tokens_});
-    for_groups([&](const Task& task) { gather(task); });
+    for_groups([&](const Task& task) { gather(of_expert(task)); });
   }
   const size_t active = routing_.active.size();
   const size_t active_bytes = active * (gate_up_.bytes() + down_.bytes());
@@ -360,31 +376,33 @@ void Forward::run() {
   workers_.parallel_lists(
       routing_.counts,
       [&](int list, int index, int worker) {
-        const Task& task = routing_.lists[static_cast<size_t>(list)][static_cast<size_t>(index)];
+        const Task& planned = routing_.lists[static_cast<size_t>(list)][static_cast<size_t>(index)];
         auto before = [&](Stage stage) {
           return index < routing_.limit[static_cast<size_t>(stage)][static_cast<size_t>(list)];
         };
+        const int of = planned.of;
+        const Task task = before(kGather) || !before(kSum) ? planned : of_expert(planned);
         if (before(kGather)) {
           convert_inputs(task);
           done(inputs_left());
         } else if (before(kGateUp)) {
           if (!await(inputs_left(), kGather, worker)) return;
           gather(task);
-          done(gather_left(task.of));
+          done(gather_left(of));
         } else if (before(kQuantise)) {
-          if (!await(count_of(task.of) > 1 ? gather_left(task.of) : inputs_left(), kGateUp, worker)) return;
+          if (!await(count_of(task.of) > 1 ? gather_left(of) : inputs_left(), kGateUp, worker)) return;
           compute_gate_up(task, worker);
-          done(gate_up_left(task.of));
+          done(gate_up_left(of));
         } else if (before(kDown)) {
-          if (!await(gate_up_left(task.of), kQuantise, worker)) return;
+          if (!await(gate_up_left(of), kQuantise, worker)) return;
           quantise(task, worker);
-          done(quantise_left(task.of));
+          done(quantise_left(of));
         } else if (before(kSum)) {
-          if (!await(is_quantised_ ? quantise_left(task.of) : gate_up_left(task.of), kDown, worker)) return;
+          if (!await(is_quantised_ ? quantise_left(of) : gate_up_left(of), kDown, worker)) return;
           compute_down(task, worker);
           done(down_left(chunk_of(task.first)));
         } else {
-          if (!await(down_left(task.of), kSum, worker)) return;
+          if (!await(down_left(of), kSum, worker)) return;
           add_up(task);
         }
       },

@@ -12,7 +12,8 @@ namespace ktinject {
 // Stages of a layer, in the order in which their tasks stand in a list.
 enum Stage { kInputs, kGather, kGateUp, kQuantise, kDown, kSum, kStages };
 
-// Some tokens, rows of an expert, panels of an expert, or tokens of a chunk: `of` is the expert or the chunk.
+// Some tokens, rows of an expert, panels of an expert, or tokens of a chunk: `of` is the expert's place among the
+// active ones, or the chunk.
 struct Task {
   int of;
   int first;
@@ -26,20 +27,27 @@ struct Chunk {
   int panels;
 };
 
-// Tasks that are still to be done before another can start, each counter a thing that is waited for.
+// Tasks that are still to be done before another can start, each counter a thing that is waited for. Each has a cache
+// line: all threads count down, and others look on.
 class Counters {
  public:
-  void reset(size_t count) {
-    if (count > capacity_) {
-      left_ = std::make_unique<std::atomic<int>[]>(count);
-      capacity_ = count;
+  void plan(size_t count) { planned_.assign(count, 0); }
+  void add(size_t index) { ++planned_[index]; }
+  void begin() {
+    if (planned_.size() > capacity_) {
+      left_ = std::make_unique<Counter[]>(planned_.size());
+      capacity_ = planned_.size();
     }
-    for (size_t i = 0; i < count; ++i) left_[i].store(0, std::memory_order_relaxed);
+    for (size_t i = 0; i < planned_.size(); ++i) left_[i].left.store(planned_[i], std::memory_order_relaxed);
   }
-  std::atomic<int>& operator[](size_t index) { return left_[index]; }
+  std::atomic<int>& operator[](size_t index) { return left_[index].left; }
 
  private:
-  std::unique_ptr<std::atomic<int>[]> left_;
+  struct Counter {
+    alignas(64) std::atomic<int> left{0};
+  };
+  std::vector<int> planned_;
+  std::unique_ptr<Counter[]> left_;
   size_t capacity_ = 0;
 };
 
@@ -56,6 +64,7 @@ struct Routing {
   std::vector<int> counts;                      // [lists]: all tasks
   std::array<std::vector<int>, kStages> limit;  // [stage][lists]: where the stage begins
   Counters counters;
+  std::vector<int> planned, wanted;  // what lists were made for, and what they are to be made for
 
   // Slots [tokens * top_k] whose id is none of the experts' are left out.
   template <class Id>
