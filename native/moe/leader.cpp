@@ -15,6 +15,8 @@
 #include <thread>
 #include <utility>
 
+#include "runtime/thread_pool.hpp"
+
 namespace ktinject {
 namespace {
 
@@ -27,6 +29,8 @@ constexpr microseconds kShortNap{50};
 constexpr milliseconds kLongNap{5};
 constexpr std::chrono::seconds kUntilLongNaps{1};
 constexpr int kSpinsBetweenClocks = 128;
+// Of workers between two layers of a step on the GPU, and between two steps, when the GPU computes logits.
+constexpr double kPatienceMicroseconds = 300;
 
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
@@ -152,6 +156,7 @@ Work* Leader::next() {
 void Leader::loop() {
   // Not pinned: it starts the pool where nobody has before, and threads inherit their mask from who starts them.
   pthread_setname_np(pthread_self(), "ktinject-leader");
+  set_patience(kPatienceMicroseconds);
   uint32_t woken = wake_.load();
   auto active = Clock::now();
   for (int spins = 0;;) {

@@ -21,7 +21,8 @@ namespace {
 
 // Long enough to bridge what a model does between two layers' experts on one token (40 to 60 µs on a GPU, more with a
 // long cache; woken workers are 13 µs late), short enough that idle ones do not steal cores from whoever has work.
-constexpr double kSpinMicroseconds = 100;
+constexpr double kPatienceMicroseconds = 100;
+thread_local double patience_us = kPatienceMicroseconds;
 // A waiting thread gives its core away now and then, for a worker that holds the last task on the same core.
 constexpr double kYieldMicroseconds = 10;
 constexpr int kPausesBetweenClocks = 64;
@@ -281,7 +282,7 @@ void ThreadPool::relax(int turn) {
 // True as soon as there is a new generation, false after a while without one.
 bool ThreadPool::spin(uint32_t seen) const {
   static const bool can_wait = has_waitpkg();
-  const uint64_t end = __rdtsc() + static_cast<uint64_t>(kSpinMicroseconds * pace().ticks_per_us);
+  const uint64_t end = __rdtsc() + patience_.load(std::memory_order_relaxed);
   do {
     if (can_wait) {  // the system may cut a wait short, so there can be several
       wait_for_write(generation_, seen, end);
@@ -352,6 +353,7 @@ void ThreadPool::run(std::span<const int> tasks, Function function, void* contex
   }
   // Where nobody is told, idle workers go on watching the old generation, and no claim of theirs can fit the new one.
   if (!alone) {
+    patience_.store(static_cast<uint64_t>(patience_us * pace().ticks_per_us), std::memory_order_relaxed);
     generation_.store(generation);
     wake_some();
   }
@@ -378,6 +380,8 @@ std::byte* ThreadPool::buffer(size_t slot, size_t bytes, size_t node) {
   }
   return block.data();
 }
+
+void set_patience(double microseconds) { patience_us = microseconds; }
 
 Interruptible::Interruptible(void (*check)()) {
   interruption = {check, __rdtsc() + static_cast<uint64_t>(kCheckMicroseconds * pace().ticks_per_us)};

@@ -149,6 +149,7 @@ class ThreadPool {
 
   alignas(64) std::atomic<uint32_t> generation_{0};  // what idle workers watch, and nothing else in its cache line
   alignas(64) std::atomic<int> sleepers_{0};
+  std::atomic<uint64_t> patience_{0};  // ticks that idle workers watch before they sleep
   std::atomic<bool> stop_{false};
   std::atomic<bool> failed_{false};
   std::atomic<bool> cancelled_{false};
@@ -168,6 +169,10 @@ class Interruptible {
   Interruptible(const Interruptible&) = delete;
   Interruptible& operator=(const Interruptible&) = delete;
 };
+
+// How long idle workers watch for another call after one that this thread makes, before they sleep; 50 until it is
+// said.
+void set_patience(double microseconds);
 
 // min(affinity, cgroup quota).
 int default_threads();
