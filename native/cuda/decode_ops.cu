@@ -119,8 +119,8 @@ void route_grouped(const GroupedRoute& p, Stream stream) {
     throw std::invalid_argument("route_grouped: the number of groups must divide 32");
   if (p.rows == 0) return;
   const OnStream on(stream);
-  launch_early("launching route_grouped", route_grouped_kernel,
-               {dim3(static_cast<unsigned>(p.rows)), dim3(kWarp), on}, p);
+  launch_early("launching route_grouped", route_grouped_kernel, {dim3(static_cast<unsigned>(p.rows)), dim3(kWarp), on},
+               p);
 }
 
 void route(const void* logits, void* weights, int64_t* ids, int rows, int experts, int top_k, bool normed, DType dtype,
