@@ -1,9 +1,6 @@
 """A checkpoint on disk: every check is done by `Checkpoint.open`, which reads headers only.
 
-    folder ─┬─ model.safetensors ──────────────────────────┐
-            ├─ model.safetensors.index.json ── its shards ─┼─ headers ── one table: name → dtype, shape, place
-            ├─ the only *.safetensors file ────────────────┤
-            └─ the only *.gguf file, or all its parts ─────┘ names as in safetensors
+    files ── headers ── one table: name → dtype, shape, place
 
 Data is read with `pread` into memory of its own: a file truncated while it is mapped ends the process with
 SIGBUS, here it is a `CheckpointError`. What was read stays in the page cache, where a second load finds it;
@@ -24,12 +21,8 @@ import torch
 
 from ktinject.errors import CheckpointError
 from ktinject.weights import gguf_blocks, gguf_header, gguf_names, safetensors_header
-from ktinject.weights.safetensors_header import Entry, open_file, parse_json, shown
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 100_000_000  # the index of DeepSeek-V3, with some 91,000 names, has 9 MB
-LISTED = 20
+from ktinject.weights.files import check_inside, find, listed, read_index
+from ktinject.weights.safetensors_header import Entry, open_file, shown
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -55,11 +48,6 @@ TORCH_DTYPES = {
 
 # What a Ctrl-C waits for at most: one read.
 _READ_BYTES = 64 << 20
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_CONVERT = (
-    "Only safetensors is read, since the others can run code when loaded. Convert once with "
-    "`AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)`, which writes safetensors."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +118,23 @@ class Checkpoint:
         Raises   CheckpointError with all faults of the same kind in one report
         """
         path = Path(path)
-        folder, files, index = _find(path)
+        folder, files, index = find(path)
         if index is None:
             with ExitStack() as opened:
                 shards = _open_shards(folder, files, opened)
                 metadata = _rename_gguf(path, shards) if files[0].lower().endswith(".gguf") else None
                 opened.pop_all()
             return cls(path, shards, metadata=metadata)
-        weight_map, total_bytes = _read_index(index)
+        weight_map, total_bytes = read_index(index)
         files = sorted(set(weight_map.values()))
         for file in files:
-            _check_inside(folder, file)
+            check_inside(folder, file)
         absent = [shown(file) for file in files if not os.path.exists(folder / file)]
         if len(absent) == len(files):
             return cls(path, {}, weight_map, total_bytes)
         if absent:
             raise CheckpointError(
-                f"{index}: {len(absent)} of its {len(files)} shards are not there:{_listed(absent)}\n"
+                f"{index}: {len(absent)} of its {len(files)} shards are not there:{listed(absent)}\n"
                 "Download them, or, to plan from the index alone, keep no shard beside it."
             )
         with ExitStack() as opened:
@@ -225,119 +213,6 @@ class Checkpoint:
             self.close()
 
 
-def _find(path: Path) -> tuple[Path, list[str], Path | None]:
-    """The folder, and either the files in it or the index that names them."""
-    if not os.path.isdir(path):
-        return _find_file(path)
-    # In the order of transformers, which loads what is not swapped.
-    if os.path.isfile(path / SINGLE):
-        _check_inside(path, SINGLE)
-        return path, [SINGLE], None
-    if os.path.isfile(path / INDEX):
-        _check_inside(path, INDEX)
-        return path, [], path / INDEX
-    try:
-        found = sorted(name for name in os.listdir(path) if not name.startswith("."))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be listed: {error}.") from error
-    single = [name for name in found if name.endswith(".safetensors")]
-    if len(single) == 1:
-        _check_inside(path, single[0])
-        return path, single, None
-    if single:
-        raise CheckpointError(
-            f"{path}: {len(single)} safetensors files but no {INDEX}, which says what belongs together:"
-            f"{_listed(map(shown, single))}\nDownload the index, or give the path of one file or index."
-        )
-    if gguf := [name for name in found if name.endswith(".gguf")]:
-        parts = gguf_names.parts(path, gguf[0])
-        if parts != gguf:
-            raise CheckpointError(
-                f"{path}: {len(gguf)} GGUF files that are not one model:{_listed(map(shown, gguf))}\n"
-                "Give the path of one, of several parts the first."
-            )
-        for name in parts:
-            _check_inside(path, name)
-        return path, parts, None
-    if weights := [name for name in found if name.endswith(_PICKLES)]:
-        raise CheckpointError(
-            f"{path}: found no safetensors file but these:{_listed(map(shown, weights))}\n{_CONVERT}"
-        )
-    raise CheckpointError(
-        f"{path}: no weights here; needed is {SINGLE}, {INDEX} with its shards, or a .gguf file. Found:"
-        f"{_listed(map(shown, found)) if found else ' nothing.'}"
-    )
-
-
-def _find_file(path: Path) -> tuple[Path, list[str], Path | None]:
-    suffix = path.suffix.lower()
-    if suffix in _PICKLES:
-        raise CheckpointError(f"{path}: a {suffix} file. {_CONVERT}")
-    if not os.path.exists(path):
-        raise CheckpointError(
-            f"{path}: there is no such file or folder. A model of the Hugging Face Hub must be downloaded "
-            "first: `hf download <model>` prints the folder to give here."
-        )
-    if suffix == ".json":
-        return path.parent, [], path
-    if suffix == ".safetensors":
-        return path.parent, [path.name], None
-    if suffix == ".gguf":
-        return path.parent, gguf_names.parts(path.parent, path.name), None
-    raise CheckpointError(
-        f"{path}: not a checkpoint; allowed: a folder, a .safetensors or .gguf file, an .index.json file."
-    )
-
-
-def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
-    """name → file name, and the bytes of all tensors if the index says so."""
-    remedy = "Download the index again."
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_INDEX_BYTES:
-            raise CheckpointError(
-                f"{path}: {size} bytes; an index of at most {MAX_INDEX_BYTES} is read. {remedy}"
-            )
-        index = parse_json(os.pread(file.fileno(), size, 0), str(path), remedy)
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            f"{path}: weight_map is {shown(weight_map)}; tensor names with files are needed. {remedy}"
-        )
-    metadata = index.get("metadata", {})
-    if not isinstance(metadata, dict):
-        raise CheckpointError(f"{path}: metadata is {shown(metadata)}; an object is allowed. {remedy}")
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str):
-            raise CheckpointError(
-                f"{path}: tensor {shown(name)} is in {shown(shard)}; a file name is needed. {remedy}"
-            )
-        if shard.endswith(_PICKLES):
-            raise CheckpointError(f"{path}: tensor {shown(name)} is in {shown(shard)}. {_CONVERT}")
-        if not shard.endswith(".safetensors") or not {"/", "\\", "\0"}.isdisjoint(shard):
-            raise CheckpointError(
-                f"{path}: tensor {shown(name)} is in {shown(shard)}; "
-                f"the name of a .safetensors file in the same folder is needed. {remedy}"
-            )
-    total = metadata.get("total_size")
-    return weight_map, total if type(total) is int and total >= 0 else None
-
-
-def _check_inside(folder: Path, name: str) -> None:
-    """Refuse a link that leaves the folder, unless into the blobs of the Hub cache that the folder is in.
-
-    The cache is laid out as …/snapshots/<revision>/<name> -> …/blobs/<hash>.
-    """
-    path = folder / name
-    if os.path.islink(path):
-        home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
-        blobs = [p.parent.parent / "blobs" for p in (home, *home.parents) if p.parent.name == "snapshots"]
-        if not any(target.is_relative_to(allowed) for allowed in (home, *blobs)):
-            raise CheckpointError(
-                f"{path}: a link to {target}, outside the model's folder. Put the file itself there."
-            )
-
-
 def _open_shards(folder: Path, files: list[str], opened: ExitStack) -> dict[str, _Shard]:
     """Open the files, which `opened` then closes, and read their headers."""
     shards: dict[str, _Shard] = {}
@@ -357,7 +232,7 @@ def _open_shards(folder: Path, files: list[str], opened: ExitStack) -> dict[str,
         raise CheckpointError(faults[0])
     if faults:
         raise CheckpointError(
-            f"{folder}: {len(faults)} of {len(files)} files cannot be used:{_listed(faults)}"
+            f"{folder}: {len(faults)} of {len(files)} files cannot be used:{listed(faults)}"
         )
     return shards
 
@@ -394,18 +269,12 @@ def _agree(index: Path, weight_map: dict[str, str], shards: dict[str, _Shard]) -
         ("in a shard but not named by the index", unnamed),
     ):
         if faults:
-            report += f"\n{len(faults)} tensors are {title}:{_listed(faults)}"
+            report += f"\n{len(faults)} tensors are {title}:{listed(faults)}"
     if report:
         raise CheckpointError(
             f"{index}: the index and its shards do not agree.{report}\n"
             "Download the index and the shards again, from one revision."
         )
-
-
-def _listed(items: Iterable[str]) -> str:
-    lines = list(items)
-    more = [f"and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
-    return "".join(f"\n  {line}" for line in lines[:LISTED] + more)
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ import fuzzer
 from safetensors import SafetensorError, deserialize
 
 from ktinject.errors import CheckpointError
-from ktinject.weights.checkpoint import INDEX, Checkpoint
+from ktinject.weights.checkpoint import Checkpoint
+from ktinject.weights.files import INDEX
 from ktinject.weights.safetensors_header import BITS, read_header
 
 # See docs/reference/checkpoints.md, "Where the safetensors library reads more".
