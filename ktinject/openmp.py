@@ -60,10 +60,18 @@ def outlive_forks() -> None:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Within, torch computes on the calling thread: to wake others takes longer than a small operation, and on a busy
-    machine five times as long."""
+    machine five times as long. Other threads of Python keep as many as they have."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    _tell_new_threads(threads)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _tell_new_threads(threads: int) -> None:
+    """A thread that uses torch for the first time takes, for good, the number that any thread has set last."""
+    teller = threading.Thread(target=torch.set_num_threads, args=(threads,))
+    teller.start()
+    teller.join()

@@ -81,6 +81,16 @@ def test_one_thread_is_for_the_time_being() -> None:
         assert torch.get_num_threads() == 2
 
 
+def test_one_thread_is_for_the_calling_thread() -> None:
+    """Not for one that begins meanwhile, such as a server's for the next request."""
+    found: list[int] = []
+    with several_threads(), one_thread():
+        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert torch.get_num_threads() == 1 and found == [2]
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="torch computes on one thread anyway")
 def test_a_forked_child_generates(tiny_qwen3_moe: Path) -> None:
     """Torch's threads are not there, nor is the one that had its turn when the process forked."""
