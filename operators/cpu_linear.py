@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class CpuLinearConfig(Config):
     """Arguments of `cpu_linear` in a rule."""
 
-    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4"] = "bf16"
+    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4"] = "bf16"  # packed when loaded
     group_size: Literal[128, 64, 32] = 128  # inputs that share a scale; int4 only
     symmetric: bool = True  # int4 only; false: a zero point for each group beside its scale
     kernel: str = "auto"  # or a row of the kernel table, which must then be able to run

@@ -48,8 +48,8 @@ class HybridExpertsConfig(CpuExpertsConfig):
     gpu_weights: Literal["bf16", "int4"] = "bf16"  # int4: in groups of group_size
     profile: str | None = None  # written by `ktinject profile`: the most used experts go to the GPU
     dynamic: bool = False  # the experts on the GPU follow the traffic
-    # Where prompts are computed: gpu streams the packed experts through the GPU, auto does where that is faster.
-    prefill: Literal["auto", "cpu", "gpu"] = "auto"
+    # gpu: prompts with experts streamed through the GPU; a number: those of so many tokens; auto: what is fastest.
+    prefill: int | Literal["auto", "cpu", "gpu"] = "auto"
     handoff: Literal["auto", "flags", "host_func"] = "auto"  # how the GPU tells the CPU
 
     def __post_init__(self) -> None:
@@ -64,6 +64,11 @@ class HybridExpertsConfig(CpuExpertsConfig):
             )
         if isinstance(wanted, int) and wanted < 0:
             raise ValueError(f"gpu_experts is {wanted}; allowed is 0 or more.")
+        if isinstance(self.prefill, int) and self.prefill < 1:
+            raise ValueError(
+                f"prefill is {self.prefill}; allowed are auto, cpu, gpu, and the tokens, 1 or more, from which on "
+                "prompts are streamed."
+            )
         if self.profile is not None and isinstance(wanted, str) and wanted != "auto":
             raise ValueError("gpu_experts names a profile, and profile another one. Write one of them.")
         if self.profile is not None and wanted == 0:
@@ -81,6 +86,11 @@ class HybridExpertsConfig(CpuExpertsConfig):
     @property
     def fills(self) -> bool:
         return isinstance(self.gpu_experts, str) and self.device != "cpu"
+
+    @property
+    def streams_from(self) -> int | None:
+        """Tokens from which on prompts are streamed, faster or not; None: where that is faster, or never."""
+        return self.prefill if isinstance(self.prefill, int) else {"gpu": 1}.get(self.prefill)
 
 
 @dataclass(frozen=True)
@@ -112,8 +122,8 @@ class HybridExperts(CpuExperts):
     def __init__(self, spec: ExpertsSpec, config: HybridExpertsConfig) -> None:
         super().__init__(spec, config)
         why_not = StreamedExperts.why_not(spec)
-        if config.prefill == "gpu" and why_not:
-            raise OperatorError(f"hybrid_experts: prefill is gpu, but {why_not}")
+        if config.streams_from is not None and why_not:
+            raise OperatorError(f"hybrid_experts: prefill is {config.prefill}, but {why_not}")
         self.resident: tuple[int, ...] = getattr(config, "resident", ())
         self.handoff = Handoff(self.native, spec.hidden_size, config.handoff)
         self.on_gpu: GpuExperts | None = None
@@ -172,8 +182,9 @@ class HybridExperts(CpuExperts):
         why_not = None if self.config.prefill == "cpu" else StreamedExperts.why_not(self.spec)
         if self.config.prefill == "cpu" or why_not:
             return "on the CPU" + (f": {why_not}" if why_not else "")
-        if self.config.prefill == "gpu":
-            return "experts streamed to the GPU"
+        if self.config.streams_from is not None:
+            least = f" from {self.config.prefill} tokens on" if isinstance(self.config.prefill, int) else ""
+            return f"experts streamed to the GPU{least}"
         return "long prompts with experts streamed to the GPU, all or a part of them, where that is faster"
 
     def footprint(self) -> dict[str, int]:
@@ -187,7 +198,7 @@ class HybridExperts(CpuExperts):
         least, wanted = _ring_bytes(self.config, self.spec)
         if not wanted:
             return {}
-        needed = least if self.config.prefill == "gpu" else 0  # auto does without
+        needed = 0 if self.config.streams_from is None else least  # auto does without
         return {(self.config.device, "the experts of long prompts"): (needed, wanted)}
 
     def allocate(self) -> None:
@@ -231,7 +242,7 @@ class HybridExperts(CpuExperts):
             try:
                 self.streamed = StreamedExperts(self.spec, self.native, device)
             except RuntimeError as error:
-                if self.config.prefill == "gpu":
+                if self.config.streams_from is not None:
                     raise OperatorError(f"hybrid_experts: {error}. Use prefill: cpu.") from None
                 log.warning("prompts stay on the CPU: %s", error)
         if self.config.dynamic and 0 < len(self.resident) < self.num_experts:
@@ -313,8 +324,8 @@ class HybridExperts(CpuExperts):
         """How many experts pass through the GPU, the first ones."""
         if self.streamed is None or tokens <= MOST_TOKENS or top_k == 0:
             return 0
-        if self.config.prefill == "gpu":
-            return self.num_experts
+        if self.config.streams_from is not None:
+            return self.num_experts if tokens >= self.config.streams_from else 0
         if tokens < streaming.FEWEST_TOKENS:
             return 0
         if self._rates is None:
@@ -323,7 +334,7 @@ class HybridExperts(CpuExperts):
 
     def _keep_on_cpu(self) -> None:
         text = "no room to stream experts through the GPU"
-        if self.config.prefill == "gpu":
+        if self.config.streams_from is not None:
             raise OperatorError(
                 f"hybrid_experts: {text}. Give it more memory, or use prefill: auto."
             ) from None

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import itertools
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -20,7 +21,7 @@ from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators import streaming
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
-from ktinject.operators.handoff import Handoff
+from ktinject.operators.handoff import MOST_TOKENS, Handoff
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
 from ktinject.operators.routed_experts import ExpertsSpec
 
@@ -337,6 +338,17 @@ def test_an_id_that_is_no_expert_is_refused(stranger: int) -> None:
     assert reference.relative_error(found, exact(operator, x, ids, weights)) < 0.01
 
 
+def test_how_many_experts_are_streamed_is_measured_or_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "measure", lambda *_: SimpleNamespace(passing=lambda *_: 3))
+    for prefill, counts in {"auto": (0, 0, 3, 3), "gpu": (0, 12, 12, 12), 500: (0, 0, 0, 12)}.items():
+        operator = HybridExperts.build(leaf(256, 96), HybridExpertsConfig(device="cuda:0", prefill=prefill))
+        operator.streamed = SimpleNamespace()
+        tokens = (MOST_TOKENS, streaming.FEWEST_TOKENS - 1, 499, 500)
+        assert tuple(operator._streams(m, 4) for m in tokens) == counts, prefill
+    with pytest.raises(ValueError, match="prefill is 0; allowed are auto, cpu, gpu, and the tokens"):
+        HybridExpertsConfig(prefill=0)
+
+
 @gpu
 def test_hybrid_experts_stream_long_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     x, ids, weights = inputs(300, 256)
@@ -346,14 +358,14 @@ def test_hybrid_experts_stream_long_prompts(monkeypatch: pytest.MonkeyPatch) -> 
     for fewest, streams in ((200, True), (400, False)):
         passing = lambda self, tokens, experts, fewest=fewest: experts * (tokens >= fewest)  # noqa: E731
         monkeypatch.setattr(streaming.Rates, "passing", passing)
-        for prefill in ("auto", "cpu", "gpu"):
+        for prefill in ("auto", "cpu", "gpu", 300, 301):
             # Anew each time: an operator decides once.
             config = HybridExpertsConfig(device="cuda:0", prefill=prefill)
             operator = filled(256, 96, operator=HybridExperts, config=config)
             seen.clear()
             found = operator(*on_gpu).cpu()
             assert reference.relative_error(found, exact(operator, x, ids, weights)) < 0.01
-            assert bool(seen) == (prefill == "gpu" or (prefill == "auto" and streams)), prefill
+            assert bool(seen) == (prefill in ("gpu", 300) or (prefill == "auto" and streams)), prefill
 
 
 def _spied(forward: Any, seen: list[int]) -> Any:
