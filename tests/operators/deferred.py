@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -93,6 +95,23 @@ def decided(
     closest, rows = torch.cat(apart).amin(0).topk(FOUND)
     assert closest[-1] > CLEAR, f"{FOUND} of {CANDIDATES} texts with a closest choice of {closest.tolist()}"
     return text[rows], torch.stack(logits)[:, rows]
+
+
+def at_once(*requests: Callable[[], Tensor], times: int = 4) -> list[list[Tensor]]:
+    """What each request gives, made so often by a thread of its own while the others make theirs."""
+    found: list[list[Tensor]] = [[] for _ in requests]
+
+    def work(request: Callable[[], Tensor], results: list[Tensor]) -> None:
+        for _ in range(times):
+            results.append(request())
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(requests, found)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(results) for results in found] == [times] * len(requests)
+    return found
 
 
 def exact(model: PreTrainedModel) -> PreTrainedModel:

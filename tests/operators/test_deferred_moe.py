@@ -6,7 +6,6 @@ Both round activations to bf16 in the same places; what remains are sums of fp32
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 import deferred
@@ -14,7 +13,20 @@ import models
 import pytest
 import reference
 import torch
-from deferred import CHANGED, PROMPT, SAME, WRITTEN, Run, decided, decode, random_case, rules, swap, tokens
+from deferred import (
+    CHANGED,
+    PROMPT,
+    SAME,
+    WRITTEN,
+    Run,
+    at_once,
+    decided,
+    decode,
+    random_case,
+    rules,
+    swap,
+    tokens,
+)
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
@@ -132,19 +144,8 @@ def test_requests_of_two_threads(qwen: PreTrainedModel) -> None:
     swapped = swap(qwen, deferred=2)
     texts = [tokens(2, 24, seed=seed) for seed in range(2)]
     want = [decode(Run(swapped), ids, 4) for ids in texts]
-    found: dict[int, list[Tensor]] = {0: [], 1: []}
-
-    def work(which: int) -> None:
-        for _ in range(4):
-            found[which].append(decode(Run(swapped), texts[which], 4))
-
-    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for which, results in found.items():
-        assert len(results) == 4 and all(torch.equal(result, want[which]) for result in results)
+    found = at_once(*(lambda ids=ids: decode(Run(swapped), ids, 4) for ids in texts))
+    assert all(torch.equal(one, expected) for ones, expected in zip(found, want) for one in ones)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,19 @@ import models
 import pytest
 import reference
 import torch
-from deferred import CHANGED, PROMPT, WRITTEN, Run, decided, decode, exact, random_case, rules, tokens
+from deferred import (
+    CHANGED,
+    PROMPT,
+    WRITTEN,
+    Run,
+    at_once,
+    decided,
+    decode,
+    exact,
+    random_case,
+    rules,
+    tokens,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -136,19 +148,9 @@ def test_requests_in_graphs_keep_apart(qwen: PreTrainedModel) -> None:
     for ids, expected in [*zip(texts, want)] * 2:
         assert torch.equal(generate(swapped, ids), expected)
         assert swapped.ktinject_decoding.last == "graph loop", swapped.ktinject_decoding.reason
-    found: dict[int, list[Tensor]] = {0: [], 2: []}
-
-    def work(which: int) -> None:
-        for _ in range(4):
-            found[which].append(generate(swapped, texts[which]))
-
-    threads = [threading.Thread(target=work, args=(which,)) for which in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for which, results in found.items():
-        assert len(results) == 4 and all(torch.equal(result, want[which]) for result in results)
+    found = at_once(*(partial(generate, swapped, texts[which]) for which in (0, 2)))
+    for which, results in zip((0, 2), found):
+        assert all(torch.equal(result, want[which]) for result in results)
 
 
 def test_a_prompt_in_chunks_before_graphs(qwen: PreTrainedModel) -> None:
