@@ -142,9 +142,11 @@ def _load(
 
 def _row(title: str, model: PreTrainedModel, result: Result) -> dict[str, Any]:
     from ktinject import _native
+    from ktinject.operators import REGISTRY
 
     plan: Any = model.ktinject
-    runs = sorted({entry.runs["weights"] for entry in plan.entries if "weights" in entry.runs})
+    of_experts = [entry.runs for entry in plan.entries if REGISTRY[entry.operator].per_expert]
+    runs = sorted({runs["weights"] for runs in of_experts if "weights" in runs})
     return {
         "model": title,
         "backend": f"ktinject, {model.device}",

@@ -91,7 +91,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder}: its tokenizer cannot be used: {error}") from error
+        raise CheckpointError(
+            f"{folder}: its tokenizer cannot be used: {str(error).rstrip('. ')}. "
+            "Put the model's tokenizer files into the folder."
+        ) from error
     # A folder without tokenizer files gives a tokenizer that knows no word.
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise CheckpointError(
