@@ -93,6 +93,7 @@ def divergence(
     ids      [T] token ids, int64
     window   tokens that the models see at once
     decode   token by token
+    Returns  a `Divergence`
     Raises   PlanError if text, window or vocabularies do not fit; OperatorError if a logit is not finite
     """
     size_a, size_b = a.config.get_text_config().vocab_size, b.config.get_text_config().vocab_size

@@ -151,6 +151,8 @@ def load(
 
     path    a model folder: config.json and safetensors or GGUF; or a .gguf file, best with its config.json beside it
     dtype   of everything that is not replaced; "auto": what the config says, else what the checkpoint mostly has
+    others  as `optimize` takes them
+    Returns the model, in evaluation mode; `model.ktinject` is the plan
     Raises  as `optimize`
     """
     path = _folder(path)

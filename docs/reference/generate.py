@@ -98,19 +98,23 @@ def python() -> Iterator[str]:
     for function in filter(inspect.isfunction, public):
         yield from _described(f"ktinject.{function.__name__}", function)
     for kind in filter(inspect.isclass, public):
-        yield f"## ktinject.{kind.__name__}\n"
-        yield f"```\n{inspect.getdoc(kind)}\n```\n"
+        yield from _class(f"ktinject.{kind.__name__}", kind)
     from ktinject import evaluate
 
     yield "# ktinject.evaluate\n"
     yield f"```\n{inspect.getdoc(evaluate)}\n```\n"
-    for name, function in vars(evaluate).items():
-        if (
-            inspect.isfunction(function)
-            and function.__module__ == evaluate.__name__
-            and not name.startswith("_")
-        ):
-            yield from _described(f"ktinject.evaluate.{name}", function)
+    for name, value in vars(evaluate).items():
+        if name.startswith("_") or getattr(value, "__module__", "") != evaluate.__name__:
+            continue
+        if inspect.isfunction(value):
+            yield from _described(f"ktinject.evaluate.{name}", value)
+        elif inspect.isclass(value):
+            yield from _class(f"ktinject.evaluate.{name}", value)
+
+
+def _class(name: str, kind: type) -> Iterator[str]:
+    yield f"## {name}\n"
+    yield f"```\n{inspect.getdoc(kind)}\n```\n"
 
 
 def _described(name: str, function: Any) -> Iterator[str]:
