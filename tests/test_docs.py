@@ -85,6 +85,12 @@ def test_rule_files_are_read(page):
             assert rules.parse(text.encode(), page.name).rules
 
 
+def test_the_layout_names_every_file_of_the_engine():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    files = [path.name for path in (ROOT / "ktinject").glob("*.py") if path.name != "__init__.py"]
+    assert not [name for name in files if name not in text]
+
+
 def test_the_refusal_of_the_tutorial_is_the_one_that_comes():
     page = ROOT / "docs/tutorial.md"
     (mine,) = (text for text in blocks(page, "yaml") if text.startswith("version:"))
