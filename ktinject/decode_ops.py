@@ -223,6 +223,55 @@ def attend(
     return out
 
 
+def latent(
+    q: Tensor,
+    kv: Tensor,
+    norm: Norm,
+    rotation: tuple[Tensor, Tensor],
+    cache: Cache,
+    turns_neighbours: bool,
+) -> None:
+    """What latent attention does before it attends; q is rotated where it lies, and the cache gets a token more.
+
+    q         [b, h, n + d], heads contiguous: the last d of each are rotated
+    kv        [b, r + d], rows contiguous: the first r are normed, the rest is rotated
+    rotation  cos and sin, each [b or 1, 1, d]
+    cache     keys [b, 1, m, r], values [b, 1, m, d]
+    turns_neighbours  2i with 2i + 1, which come to i and i + d/2; else i with i + d/2
+    Raises    ValueError for what is not served
+    """
+    (batch, heads, size), (cos, sin) = q.shape, rotation
+    rank, rope = cache.keys.shape[-1], cache.values.shape[-1]
+    if kv.shape != (batch, rank + rope) or cos.shape[1:] != (1, rope) or norm.weight.shape != (rank,):
+        raise ValueError("queries, latents, cos and sin, or the norm do not belong together")
+    if cos.stride() != sin.stride() or {t.stride(-1) for t in (q, kv, cos)} != {1} or q.stride(1) != size:
+        raise ValueError("heads are not contiguous, or cos and sin are laid out in two ways")
+    _native.latent(
+        q=q.data_ptr(),
+        kv=kv.data_ptr(),
+        norm=norm.weight.data_ptr(),
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        place=cache.place.data_ptr(),
+        keys=cache.keys.data_ptr(),
+        values=cache.values.data_ptr(),
+        rows=batch,
+        heads=heads,
+        nope=size - rope,
+        rope=rope,
+        rank=rank,
+        turns_neighbours=turns_neighbours,
+        q_stride=q.stride(0),
+        kv_stride=kv.stride(0),
+        rotation_stride=cos.stride(0) if cos.shape[0] == batch else 0,
+        keys_stride=cache.keys.stride(0),
+        values_stride=cache.values.stride(0),
+        eps=norm.eps,
+        dtype=CODES[q.dtype],
+        stream=stream_of(q.device),
+    )
+
+
 def rotation(
     positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

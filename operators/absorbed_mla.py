@@ -154,7 +154,7 @@ class AbsorbedMla(Operator):
             # transformers leaves the mask out for the first tokens only; a static cache is longer than they are.
             latent, k_rope = latent[:, :, :m], k_rope[:, :, :m]
         _check_mask(attention_mask, b, m, latent.shape[2])
-        form = self._absorbed if self._absorbs(m, latent.shape[2]) else self._expanded
+        form = self.attend_latent if self.absorbs(m, latent.shape[2]) else self._expanded
         out = form(q_nope, q_rope, latent, k_rope, attention_mask)
         return self.o_proj(out.reshape(b, m, -1)), None
 
@@ -163,7 +163,7 @@ class AbsorbedMla(Operator):
             return self.q_proj(hidden_states)
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
 
-    def _absorbs(self, m: int, s: int) -> bool:
+    def absorbs(self, m: int, s: int) -> bool:
         """Which form m new tokens over s take; decided by shapes alone, so that a captured graph holds."""
         spec = self.spec
         if type(self.kv_b_proj) is not nn.Linear:
@@ -178,7 +178,7 @@ class AbsorbedMla(Operator):
         # Scores of the absorbed form pass through memory, which on an H200 doubles what they cost.
         return m * r * inner + 2 * m * s * (2 * r + d) < s * r * inner + m * s * (inner + d)
 
-    def _absorbed(
+    def attend_latent(
         self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None
     ) -> Tensor:
         """[b, m, heads · v]; the heads' queries are rows of one matrix, so each product reads the cache once."""

@@ -69,6 +69,39 @@ void init_decode_ops(nb::module_& m) {
       nb::arg("batch_stride"), nb::arg("head_stride"), nb::arg("mask_stride"), nb::arg("eps"), nb::arg("scale"),
       nb::arg("dtype"), nb::arg("stream"),
       "Norm and rotate queries and the new key, fill the cache, and attend to it.");
+  m.def(
+      "latent",
+      [](uintptr_t q, uintptr_t kv, uintptr_t norm, uintptr_t cos, uintptr_t sin, uintptr_t place, uintptr_t keys,
+         uintptr_t values, int rows, int heads, int nope, int rope, int rank, bool turns_neighbours, int64_t q_stride,
+         int64_t kv_stride, int64_t rotation_stride, int64_t keys_stride, int64_t values_stride, float eps, int dtype,
+         Stream stream) {
+        latent({pointer<>(q),
+                pointer<>(kv),
+                pointer<>(norm),
+                pointer<>(cos),
+                pointer<>(sin),
+                pointer<const int64_t>(place),
+                pointer<>(keys),
+                pointer<>(values),
+                rows,
+                heads,
+                nope,
+                rope,
+                rank,
+                turns_neighbours,
+                q_stride,
+                kv_stride,
+                rotation_stride,
+                keys_stride,
+                values_stride,
+                eps},
+               dtype_of(dtype), stream);
+      },
+      nb::kw_only(), nb::arg("q"), nb::arg("kv"), nb::arg("norm"), nb::arg("cos"), nb::arg("sin"), nb::arg("place"),
+      nb::arg("keys"), nb::arg("values"), nb::arg("rows"), nb::arg("heads"), nb::arg("nope"), nb::arg("rope"),
+      nb::arg("rank"), nb::arg("turns_neighbours"), nb::arg("q_stride"), nb::arg("kv_stride"),
+      nb::arg("rotation_stride"), nb::arg("keys_stride"), nb::arg("values_stride"), nb::arg("eps"), nb::arg("dtype"),
+      nb::arg("stream"), "Rotate queries, norm and rotate what is cached, and fill the cache.");
   m.def("attention_scratch", &attention_scratch, nb::arg("q_heads"), nb::arg("size"),
         "Values of scratch that `attention` needs a row and split.");
   m.def(

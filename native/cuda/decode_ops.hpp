@@ -39,6 +39,27 @@ void attention(const Attention& input, DType dtype, Stream stream);
 // Values of scratch for a split of a row's heads, the greatest that any shape needs.
 constexpr int64_t attention_scratch(int q_heads, int size) { return int64_t{8} * q_heads * (size + 2); }
 
+// What latent attention does before it attends: the last `rope` values of each query head are rotated where they lie;
+// the first `rank` of kv are normed and go into `keys` at `place`, the rest is rotated and goes into `values`. Not for
+// fp32.
+struct Latent {
+  void* q = nullptr;           // [rows, heads, nope + rope]
+  const void* kv = nullptr;    // [rows, rank + rope]
+  const void* norm = nullptr;  // [rank]
+  const void* cos = nullptr;   // [rows, at least rope / 2]
+  const void* sin = nullptr;
+  const int64_t* place = nullptr;  // [1]
+  void* keys = nullptr;            // [rows, capacity, rank]
+  void* values = nullptr;          // [rows, capacity, rope]
+  int rows = 0, heads = 0, nope = 0, rope = 0, rank = 0;
+  bool turns_neighbours = false;        // values 2i and 2i + 1, which come to i and i + rope / 2; else these
+  int64_t q_stride = 0, kv_stride = 0;  // from row to row, in elements
+  int64_t rotation_stride = 0;          // of cos and sin, 0 where one serves all rows
+  int64_t keys_stride = 0, values_stride = 0;
+  float eps = 0;
+};
+void latent(const Latent& input, DType dtype, Stream stream);
+
 // Softmax over logits [rows, experts], the top_k greatest, their weights divided by their sum if `normed`.
 // weights [rows, top_k] of dtype, ids [rows, top_k].
 void route(const void* logits, void* weights, int64_t* ids, int rows, int experts, int top_k, bool normed, DType dtype,

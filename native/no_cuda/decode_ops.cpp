@@ -9,5 +9,6 @@ void attention(const Attention&, DType, Stream) { refuse(); }
 void rotation(const int64_t*, const float*, void*, void*, int, int, float, DType, Stream) { refuse(); }
 void route(const void*, void*, int64_t*, int, int, int, bool, DType, Stream) { refuse(); }
 void route_grouped(const GroupedRoute&, Stream) { refuse(); }
+void latent(const Latent&, DType, Stream) { refuse(); }
 
 }  // namespace ktinject

@@ -20,8 +20,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 import ktinject
-from ktinject import decode_ops, fused
+from ktinject import decode_ops, fused, fused_steps
 from ktinject.decode_ops import Cache, Norm
+from ktinject.operators import latent_attention
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -98,7 +99,7 @@ class TestGroupedRouter:
 
     def test_is_the_module_s(self, dtype, experts, groups, kept, top_k, normed) -> None:
         router = self.router(dtype, experts, groups, kept, top_k, normed)
-        step = fused._known(router, torch.zeros(1))
+        step = fused_steps.known(router, torch.zeros(1))
         x = torch.eye(64, device="cuda", dtype=dtype)[
             [3, 60, 7, 31, 5]
         ]  # logits are weights, without rounding
@@ -113,7 +114,7 @@ class TestGroupedRouter:
         self, dtype, experts, groups, kept, top_k, normed
     ) -> None:
         router = self.router(dtype, experts, groups, kept, top_k, normed)
-        step = fused._known(router, torch.zeros(1))
+        step = fused_steps.known(router, torch.zeros(1))
         x = torch.randn(3, 64, device="cuda", dtype=dtype)
         x[1] = torch.nan
         _, weights, ids = step(x)
@@ -267,10 +268,19 @@ class TestAttend:
         assert_close(out, wanted[:, :, 0].to(dtype))
 
 
-def layered(rules: Any, device: str = "cuda", **config: Any) -> PreTrainedModel:
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32},
+    "deepseek_v3": {
+        "hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 32, "n_group": 4, "topk_group": 2,
+        "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    },
+}  # fmt: skip
+LATENT = {"name": "a", "match": {"path": r".*self_attn"}, "replace": {"operator": "absorbed_mla"}}
+
+
+def layered(rules: Any, device: str = "cuda", family: str = "qwen3_moe", **config: Any) -> PreTrainedModel:
     """bf16, of sizes that the kernels of a whole layer serve."""
-    size = {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32, **config}
-    model = models.tiny("qwen3_moe", **size).to(device, torch.bfloat16)
+    model = models.tiny(family, **SIZES[family], **config).to(device, torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4)  # a rounding error must not decide the next token
@@ -284,6 +294,81 @@ class _Recorder(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.logits.append(scores.clone())
         return scores
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("gpu_experts", [0, 3])
+class TestLayersWithLatents:
+    pytestmark = gpu
+
+    def test_logits_are_those_of_transformers_kernels(self, batch: int, gpu_experts: int) -> None:
+        rules = [{**EXPERTS, "replace": {"operator": "hybrid_experts", "gpu_experts": gpu_experts}}, LATENT]
+        found = []
+        for graphs in (True, False):
+            model = layered(rules, family="deepseek_v3")
+            if not graphs:
+                model.ktinject_decoding.graphs = "for comparison"
+            recorder = _Recorder()
+            arguments = {**prompt(batch, device="cuda"), "eos_token_id": None, "do_sample": True}
+            torch.manual_seed(1)
+            text = model.generate(**arguments, logits_processor=[recorder])
+            found.append((text, torch.stack(recorder.logits)))
+            if graphs:
+                decoding = model.ktinject_decoding
+                assert not decoding.fused.refused
+                assert {f"model.layers.{i}" for i in range(len(model.model.layers))} <= set(
+                    decoding.fused._steps
+                )
+        (ours, logits), (theirs, wanted) = found
+        same = int((ours == theirs).all(0).int().cumprod(0).sum()) - arguments["input_ids"].shape[1]
+        assert same > 4, "rounding takes longer to show"
+        error = (logits[:same] - wanted[:same]).norm() / wanted[:same].norm()
+        assert error < 2e-2, error
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows, heads, nope, rope, rank", [(1, 128, 128, 64, 512), (3, 5, 8, 256, 33)])
+@pytest.mark.parametrize("kind", ["halves", "neighbours"])
+class TestLatent:
+    pytestmark = gpu
+
+    def test_is_norm_and_rotation(self, dtype, rows, heads, nope, rope, rank, kind) -> None:
+        make = {"device": "cuda", "dtype": dtype}
+        q = torch.randn(rows, heads * (nope + rope) + 8, **make)[:, 8:].view(rows, heads, -1)
+        kv = torch.randn(rows, rank + rope + 7, **make)[:, : rank + rope] * 3
+        norm = Qwen3MoeRMSNorm(rank).to(**make)
+        nn.init.normal_(norm.weight)
+        angles = torch.rand(rows, 1, rope // 2, device="cuda") * 6
+        both = torch.cat([angles, angles], -1)
+        turn = both.cos().to(dtype), both.sin().to(dtype)
+        cache = Cache(
+            torch.full((rows, 1, 9, rank), torch.nan, **make),
+            torch.full((rows, 1, 9, rope), torch.nan, **make),
+            torch.tensor([7], device="cuda"),
+            torch.ones(1),
+        )
+        wanted = [
+            latent_attention.rotate(kind, part, turn)
+            for part in (q[:, :, None, nope:], kv[:, None, None, rank:])
+        ]
+        kept = q[..., :nope].clone()
+        decode_ops.latent(q, kv, Norm(norm.weight, norm.variance_epsilon), turn, cache, kind == "neighbours")
+        assert torch.equal(q[..., :nope], kept)
+        assert torch.equal(q[..., nope:], wanted[0][:, :, 0]), "the same roundings"
+        assert torch.equal(cache.values[:, 0, 7], wanted[1][:, 0, 0])
+        assert_close(cache.keys[:, 0, 7], norm(kv[:, :rank]))
+        others = [i for i in range(9) if i != 7]
+        assert cache.keys[:, :, others].isnan().all() and cache.values[:, :, others].isnan().all()
+
+    def test_what_is_not_served_is_refused(self, dtype, rows, heads, nope, rope, rank, kind) -> None:
+        make = {"device": "cuda", "dtype": dtype}
+        q, kv = torch.zeros(1, 2, 4 + rope, **make), torch.zeros(1, rank + rope, **make)
+        turn = (torch.zeros(1, 1, rope, **make),) * 2
+        place = torch.zeros(1, dtype=torch.int64, device="cuda")
+        cache = Cache(torch.zeros(1, 1, 4, rank, **make), torch.zeros(1, 1, 4, rope, **make), place, place)
+        for weights in (rank - 1, rank + 1):
+            with pytest.raises(ValueError, match="do not belong together"):
+                decode_ops.latent(q, kv, Norm(torch.ones(weights, **make), 1e-6), turn, cache, True)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])

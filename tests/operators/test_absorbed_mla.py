@@ -251,9 +251,9 @@ def test_auto_expands_long_prompts_only() -> None:
     _, swapped = pair()
     attention = swapped.model.layers[0].self_attn
     attention.spec = latent_attention.LatentSpec(128, 1536, 512, 128, 64, 128, 0, 0.1, "halves", 0.0)
-    assert attention._absorbs(1, 1) and attention._absorbs(1, 100_000)
-    assert attention._absorbs(64, 100_000) and not attention._absorbs(128, 100_000)
-    assert not attention._absorbs(4096, 4096)
+    assert attention.absorbs(1, 1) and attention.absorbs(1, 100_000)
+    assert attention.absorbs(64, 100_000) and not attention.absorbs(128, 100_000)
+    assert not attention.absorbs(4096, 4096)
 
 
 @pytest.mark.parametrize("prefill", ["expanded", "absorbed"])
