@@ -18,7 +18,7 @@ SANITIZED=${SANITIZED:-"test_eager[3-dtype1 or some_ranks_on_the_gpu[9-ranks1 or
   or activations_are_rounded_as_torch_does or softmax_and_topk[6-2 or rotation_and_sdpa[True-256-255-2-24-2-64 \
   or rotation_and_sdpa[False-4096-3000-3 or linear_and_residual[True-1056-n4-3 or linear_and_residual[False-96-n3-1 \
   or that_routes_and_a_residual[flags-7 or keeps_count[1-2048-3 or samples_as_torch_does_from_the_same_numbers[2048-3 \
-  or rotation_is_the_module_s[8 or advance_moves or experts_move[bf16-False or rounded_once or added_where_it_lies or every_kind_of_shape[64-False-dtype0-True"}
+  or rotation_is_the_module_s[8 or s_the_module_s[256-8-4-8-True or is_norm_and_rotation[halves-3 or advance_moves or experts_move[bf16-False or rounded_once or added_where_it_lies or every_kind_of_shape[64-False-dtype0-True"}
 read -ra pytest <<<"python3 -m pytest -q ${PYTEST:-}" # PYTEST="-n 8" where pytest-xdist is installed
 mkdir -p "$OUT"
 started=$SECONDS

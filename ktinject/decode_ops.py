@@ -130,7 +130,7 @@ def route(logits: Tensor, top_k: int, normed: bool) -> tuple[Tensor, Tensor]:
 def route_grouped(
     logits: Tensor, bias: Tensor, top_k: int, groups: int, kept: int, normed: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Sigmoids of logits [m, e] float32; the top_k greatest after bias [e] float32, within the `kept` best groups.
+    """Sigmoids of logits [m, e] float32; the top_k greatest after bias [e] is added, within the `kept` best groups.
 
     A group is as good as the sum of its two best. Returns the sigmoids [m, t] float32, divided by their sum if
     `normed`, times `scale`, and ids [m, t] int64, in the order of torch.topk(sorted=False).
@@ -152,6 +152,7 @@ def route_grouped(
         kept=kept,
         normed=normed,
         scale=scale,
+        bias_dtype=CODES[bias.dtype],
         stream=stream_of(logits.device),
     )
     return weights, ids

@@ -15,8 +15,9 @@ from ktinject.operators.hybrid_experts import HybridExperts, Underway
 
 Step = Callable[..., Any]
 
-# Weights from which on cuBLAS is faster.
+# Weights from which on cuBLAS is faster, and inputs from which on a norm is, as a kernel of its own.
 _MANY_WEIGHTS = 50_000_000
+_MANY_INPUTS = 4096
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -115,16 +116,14 @@ class _GroupedRouter:
             return None
         return cls(module)
 
-    def __call__(
-        self, x: Tensor, norm: Norm | None = None, normed: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [b, hidden] → logits [b, e], weights and ids [b, t]; `normed` receives the normed x."""
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [b, hidden] → logits [b, e], weights and ids [b, t]."""
         router = self.module
         # Products of two values of 16 bits are exact in fp32, so nothing has to be widened before.
-        logits = decode_ops.linear(x, [router.weight], norm=norm, normed=normed, wide=True)
+        logits = decode_ops.linear(x, [router.weight], wide=True)
         weights, ids = decode_ops.route_grouped(
             logits,
-            router.e_score_correction_bias.float(),
+            router.e_score_correction_bias,
             router.top_k,
             router.num_group,
             router.topk_group,
@@ -182,6 +181,8 @@ def _project(
 ) -> list[Tensor]:
     """x [m, k], normed where there is a norm, through each of up to three layers, + residual; each [m, n]."""
     parts: list[Any] = list(linears)
+    if norm is not None and x.shape[1] > _MANY_INPUTS:
+        x, norm = decode_ops.rms_norm(x, norm), None
     is_plain = all(_is_plain(part, x.shape[1], x.dtype) for part in parts)
     if is_plain and sum(part.weight.numel() for part in parts) < _MANY_WEIGHTS:
         out = decode_ops.linear(
@@ -324,11 +325,12 @@ class _Routed:
 
     def __call__(self, x: Tensor, norm: Norm) -> Tensor:
         """x [b, hidden] + the experts of the normed x."""
-        normed = torch.empty_like(x)
         if self.router is not None:
-            _, weights, ids = self.router(x, norm, normed)
+            normed = decode_ops.rms_norm(x, norm)
+            _, weights, ids = self.router(normed)
             started = self.experts.start(normed, ids, weights)
         else:
+            normed = torch.empty_like(x)
             logits = decode_ops.linear(x, [self.gate.weight], norm=norm, normed=normed)
             started = self.experts.start_routed(normed, logits, self.gate.top_k, self.gate.norm_topk_prob)
         if self.shared is None:

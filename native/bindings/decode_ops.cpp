@@ -173,14 +173,14 @@ void init_decode_ops(nb::module_& m) {
   m.def(
       "route_grouped",
       [](uintptr_t logits, uintptr_t bias, uintptr_t weights, uintptr_t ids, int rows, int experts, int top_k,
-         int groups, int kept, bool normed, float scale, Stream stream) {
-        route_grouped({pointer<const float>(logits), pointer<const float>(bias), pointer<float>(weights),
-                       pointer<int64_t>(ids), rows, experts, top_k, groups, kept, normed, scale},
-                      stream);
+         int groups, int kept, bool normed, float scale, int bias_dtype, Stream stream) {
+        route_grouped({pointer<const float>(logits), pointer<>(bias), pointer<float>(weights), pointer<int64_t>(ids),
+                       rows, experts, top_k, groups, kept, normed, scale},
+                      dtype_of(bias_dtype), stream);
       },
       nb::kw_only(), nb::arg("logits"), nb::arg("bias"), nb::arg("weights"), nb::arg("ids"), nb::arg("rows"),
       nb::arg("experts"), nb::arg("top_k"), nb::arg("groups"), nb::arg("kept"), nb::arg("normed"), nb::arg("scale"),
-      nb::arg("stream"), "Sigmoid and the greatest top_k within the best groups of logits.");
+      nb::arg("bias_dtype"), nb::arg("stream"), "Sigmoid and the greatest top_k within the best groups of logits.");
 }
 
 }  // namespace ktinject

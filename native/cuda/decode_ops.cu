@@ -20,21 +20,24 @@ __global__ void __launch_bounds__(kWarp)
               });
 }
 
-// One warp a row; a lane holds `each` experts beside each other, so a group is some whole lanes.
+// One warp a row; a lane holds `each` experts beside each other, up to kEach, so a group is some whole lanes.
 constexpr int kMostEach = 16;
 
+template <class Bias, int kEach>
 __global__ void __launch_bounds__(kWarp) route_grouped_kernel(const GroupedRoute p) {
-  release_next();
-  await_previous();
   const int lane = static_cast<int>(threadIdx.x), each = p.experts / kWarp, first = lane * each;
   const float* logits = p.logits + static_cast<size_t>(blockIdx.x) * p.experts;
-  float scores[kMostEach];
-  uint32_t keys[kMostEach];
+  float scores[kEach], biases[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) biases[j] = j < each ? load(static_cast<const Bias*>(p.bias)[first + j]) : -INFINITY;
+  release_next();
+  await_previous();
+  uint32_t keys[kEach];
   float most = -INFINITY, second = -INFINITY;
 #pragma unroll
-  for (int j = 0; j < kMostEach; ++j) {
+  for (int j = 0; j < kEach; ++j) {
     scores[j] = j < each ? 1 / (1 + expf(-__ldcg(logits + first + j))) : 0;
-    const float choice = j < each ? scores[j] + __ldg(p.bias + first + j) : -INFINITY;
+    const float choice = j < each ? scores[j] + biases[j] : -INFINITY;
     keys[j] = j < each ? ordered(choice) : 0;
     second = fmaxf(second, fminf(most, choice));
     most = fmaxf(most, choice);
@@ -54,26 +57,26 @@ __global__ void __launch_bounds__(kWarp) route_grouped_kernel(const GroupedRoute
     }
     if (better >= p.kept)
 #pragma unroll
-      for (int j = 0; j < kMostEach; ++j) keys[j] = min(keys[j], ordered(-INFINITY));
+      for (int j = 0; j < kEach; ++j) keys[j] = min(keys[j], ordered(-INFINITY));
   }
-  uint32_t left[kMostEach], last = 0;
+  uint32_t left[kEach], last = 0;
 #pragma unroll
-  for (int j = 0; j < kMostEach; ++j) left[j] = keys[j];
+  for (int j = 0; j < kEach; ++j) left[j] = keys[j];
   uint32_t chosen = 0;  // a bit for each of the lane's experts
   for (int rank = 0; rank < p.top_k; ++rank) {
     uint32_t best = 0;
 #pragma unroll
-    for (int j = 0; j < kMostEach; ++j) best = max(best, left[j]);
+    for (int j = 0; j < kEach; ++j) best = max(best, left[j]);
     best = __reduce_max_sync(kAll, best);
     int at = p.experts;
 #pragma unroll
-    for (int j = kMostEach - 1; j >= 0; --j)
+    for (int j = kEach - 1; j >= 0; --j)
       if (left[j] == best && j < each) at = first + j;
     at = __reduce_min_sync(kAll, at);
     if (best == 0) at = rank;  // NaN is no reason to choose an expert; its weight will tell
     last = best;
 #pragma unroll
-    for (int j = 0; j < kMostEach; ++j)
+    for (int j = 0; j < kEach; ++j)
       if (at == first + j && j < each) {
         chosen |= 1u << j;
         left[j] = 0;
@@ -82,7 +85,7 @@ __global__ void __launch_bounds__(kWarp) route_grouped_kernel(const GroupedRoute
   uint32_t ties = 0;  // of the chosen, those as great as the last one
   float sum = 0;
 #pragma unroll
-  for (int j = 0; j < kMostEach; ++j)
+  for (int j = 0; j < kEach; ++j)
     if (chosen & 1u << j) {
       sum += scores[j];
       if (keys[j] == last) ties |= 1u << j;
@@ -100,7 +103,7 @@ __global__ void __launch_bounds__(kWarp) route_grouped_kernel(const GroupedRoute
   const int greater = __shfl_sync(kAll, before, kWarp - 1);
   int place = before - own, tie_place = greater + ties_before - own_ties;
 #pragma unroll
-  for (int j = 0; j < kMostEach; ++j) {
+  for (int j = 0; j < kEach; ++j) {
     if (!(chosen & 1u << j)) continue;
     const size_t at = static_cast<size_t>(blockIdx.x) * p.top_k + (ties & 1u << j ? tie_place++ : place++);
     p.ids[at] = first + j;
@@ -110,7 +113,7 @@ __global__ void __launch_bounds__(kWarp) route_grouped_kernel(const GroupedRoute
 
 }  // namespace
 
-void route_grouped(const GroupedRoute& p, Stream stream) {
+void route_grouped(const GroupedRoute& p, DType bias, Stream stream) {
   if (p.experts % kWarp != 0 || p.experts > kMostEach * kWarp || p.top_k < 1 || p.top_k > p.experts)
     throw std::invalid_argument("route_grouped: the number of experts must be a multiple of 32, up to " +
                                 std::to_string(kMostEach * kWarp));
@@ -119,8 +122,17 @@ void route_grouped(const GroupedRoute& p, Stream stream) {
     throw std::invalid_argument("route_grouped: the number of groups must divide 32");
   if (p.rows == 0) return;
   const OnStream on(stream);
-  launch_early("launching route_grouped", route_grouped_kernel, {dim3(static_cast<unsigned>(p.rows)), dim3(kWarp), on},
-               p);
+  auto with = [&]<class Bias, int kEach>() {
+    launch_early("launching route_grouped", route_grouped_kernel<Bias, kEach>,
+                 {dim3(static_cast<unsigned>(p.rows)), dim3(kWarp), on}, p);
+  };
+  auto of = [&]<class Bias>(Bias) {
+    if (p.experts <= 8 * kWarp) with.template operator()<Bias, 8>();
+    else with.template operator()<Bias, kMostEach>();
+  };
+  if (bias == DType::bf16) of(__nv_bfloat16{});
+  else if (bias == DType::f16) of(__half{});
+  else of(float{});
 }
 
 void route(const void* logits, void* weights, int64_t* ids, int rows, int experts, int top_k, bool normed, DType dtype,

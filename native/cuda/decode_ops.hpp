@@ -70,14 +70,14 @@ void route(const void* logits, void* weights, int64_t* ids, int rows, int expert
 // Experts in the order in which torch.topk(sorted=False) gives them: by their place, the last chosen at the end.
 struct GroupedRoute {
   const float* logits = nullptr;
-  const float* bias = nullptr;  // [experts]
-  float* weights = nullptr;     // [rows, top_k]
+  const void* bias = nullptr;  // [experts]
+  float* weights = nullptr;    // [rows, top_k]
   int64_t* ids = nullptr;
   int rows = 0, experts = 0, top_k = 0;
   int groups = 1, kept = 1;
   bool normed = false;
   float scale = 1;
 };
-void route_grouped(const GroupedRoute& input, Stream stream);
+void route_grouped(const GroupedRoute& input, DType bias, Stream stream);
 
 }  // namespace ktinject

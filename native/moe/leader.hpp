@@ -69,7 +69,9 @@ class Leader {
   }
   void withdraw() { outstanding_.fetch_sub(1, std::memory_order_relaxed); }
   // A graph with submits has been captured: never sleep for good again.
-  void nap() { captured_.store(true, std::memory_order_relaxed); }
+  void nap() {
+    if (!captured_.exchange(true)) wake();
+  }
   // To be called before a graph is replayed.
   void wake();
 

@@ -94,7 +94,8 @@ class TestGroupedRouter:
         )
         router = DeepseekV3TopkRouter(config).to("cuda", dtype)
         nn.init.normal_(router.weight)
-        router.e_score_correction_bias = torch.randn(experts, device="cuda") * 0.2
+        bias = torch.float32 if dtype == torch.bfloat16 else dtype
+        router.e_score_correction_bias = torch.randn(experts, device="cuda", dtype=bias) * 0.2
         return router
 
     def test_is_the_module_s(self, dtype, experts, groups, kept, top_k, normed) -> None:
