@@ -210,6 +210,8 @@ __global__ void __launch_bounds__(kMostThreads)
   if (threadIdx.x == 0) shared = take(slot, from.places != nullptr, timeout_ns);
   __syncthreads();
   const Taken taken = shared;
+  for (size_t i = threadIdx.x; taken.mine && i < (from.bytes + 15) / 16; i += blockDim.x)
+    reinterpret_cast<uint4*>(slot.out)[i] = uint4{~0u, ~0u, ~0u, ~0u};  // what no answer is, see wait_kernel
   await_previous();
   const size_t entries = static_cast<size_t>(from.tokens) * from.top_k;
   if (!taken.mine) {  // the experts here go by `chosen`, whatever happens to the others
@@ -227,8 +229,6 @@ __global__ void __launch_bounds__(kMostThreads)
   uint32_t ticket = 0;
   if (thread == 0 && bell.ring != nullptr) ticket = atomicAdd(bell.ticket, 1u);
   copy(from.x, slot.x, from.bytes, thread, threads);
-  for (size_t i = thread; i < (from.bytes + 15) / 16; i += threads)
-    reinterpret_cast<uint4*>(slot.out)[i] = uint4{~0u, ~0u, ~0u, ~0u};  // what no answer is, see wait_kernel
   if (routing_warps == 0)
     for (size_t i = thread; i < entries; i += threads) {
       const int64_t id =
