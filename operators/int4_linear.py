@@ -66,6 +66,7 @@ class Int4Linear(GpuLinear):
     Config = Int4LinearConfig
     takes = ("gptq", "awq", "packed", "q4_0")
     sm80_only = False  # for tests: leave sm_90's own kernels out
+    every_lane = False  # for racecheck, which does not see that __syncwarp orders what a warp has read
 
     def __init__(self, module: nn.Linear, config: Int4LinearConfig) -> None:
         super().__init__(module, config)
@@ -203,6 +204,7 @@ class Int4Linear(GpuLinear):
             has_zeros=self.has_zeros,
             fp16_scales=self._scale_dtype == torch.float16,
             sm80_only=self.sm80_only,
+            every_lane=self.every_lane,
             device=device.index or 0,
         )
 

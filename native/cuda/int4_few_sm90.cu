@@ -26,12 +26,6 @@ constexpr uint32_t kMinusEight = std::is_same_v<T, __half> ? 0xe408e408 : 0xc308
 template <class T>
 constexpr float kBase = std::is_same_v<T, __half> ? 1024 : 128;
 
-// A value in a register that the compiler does not know.
-__device__ __forceinline__ uint32_t keep(uint32_t v) {
-  asm volatile("" : "+r"(v));
-  return v;
-}
-
 // The scales of a lane's two outputs; of the activations' type as a rule.
 template <class T>
 __device__ __forceinline__ void scales_of(float (&scale)[2], uint32_t both, bool fp16) {
@@ -60,7 +54,7 @@ __global__ void __launch_bounds__(kFewThreads + 32, kTokens <= 16 ? 2 : 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Share share(p);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, kFewWarps);
+    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, arrivals(p, kFewThreads));
     if (p.sharers > 0) Sum::prepare(&arrived);
     barriers_ready();
   }
@@ -151,7 +145,7 @@ __global__ void __launch_bounds__(kFewThreads + 32, kTokens <= 16 ? 2 : 1)
       wait(my_barrier + slot * 8, parity);
       multiply(slot * Stage::kBytes, width);
       __syncwarp();
-      if (lane == 0) arrive(my_barrier + (kStages + slot) * 8);
+      if ((lane & p.silent) == 0) arrive(my_barrier + (kStages + slot) * 8);
       if (++slot == kStages) slot = 0, parity ^= 1;
     }
     left -= here;

@@ -414,6 +414,7 @@ void int4_linear(const Int4Matrix& weight, const float* bias, const void* x, boo
   p.share = part.share;
   p.sharers = part.sharers;
   p.token_blocks = part.token_blocks;
+  p.silent = weight.every_lane ? 0 : 31;
   const auto on = static_cast<cudaStream_t>(stream);
   if (weight.sm80_only || !is_sm90(device)) run_sm80(p, part, fp16, device, on);
   else run_sm90(p, part, fp16, device, on);

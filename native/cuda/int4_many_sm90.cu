@@ -25,7 +25,7 @@ __device__ __forceinline__ void to_scaled_operand(uint32_t* a, uint32_t word, co
   }
 }
 
-// Of kTiles × kGroups × 64 outputs a block.
+// Stages of a ring for blocks of kTiles × kGroups × 64 outputs.
 template <int kTokens, int kGroups, int kTiles>
 constexpr int kManyStages = [] {
   const int fit = (224 * 1024 - (kTokens == 64 ? kGroups * kTiles * 64 * kTokens * 4 : 0)) /
@@ -40,15 +40,17 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
   extern __shared__ __align__(1024) uint8_t ring[];
   constexpr int kThreads = kGroups * 128, kVectors = kTiles * kTokens / 8;
   constexpr int kStages = kManyStages<kTokens, kGroups, kTiles>, kPair = kZeros ? 4 : 2;
-  constexpr int kStrip = kGroups * kTiles < 4 ? kGroups * kTiles : 4;
+  constexpr int kStrip = kGroups * kTiles;
+  static_assert(kStrip <= 4, "as they are packed");
   using Stage = Fetch<kTokens, kGroups * kTiles>;
-  __shared__ uint64_t full[kStages], empty[kStages];
+  __shared__ uint64_t full[2 * kStages];
+  uint64_t* empty = full + kStages;
   using Sum = ClusterSum<kThreads, kVectors>;
   __shared__ uint64_t arrived;
   __shared__ int is_last;
   const Share share(p);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, kThreads / 32);
+    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, arrivals(p, kThreads));
     if (p.sharers > 0) Sum::prepare(&arrived);
     barriers_ready();
   }
@@ -64,70 +66,99 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
   const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   float sum[kTiles][kTokens / 2];
   float (&all)[kVectors * 4] = *reinterpret_cast<float (*)[kVectors * 4]>(&sum);
-  int unit = share.begin / p.depth, tile0 = 0, token = 0;
-  for (int i = 0, slot = 0, parity = 0, depth = share.begin - unit * p.depth; i < share.count; depth = 0, ++unit) {
-    const int stop = i + min(p.depth - depth, share.count - i);
+  // Addresses that stay in registers: the compiler would make them anew at every stage.
+  const uint32_t my_barrier = keep(shared_address(full));
+  const uint32_t my_words = keep(shared_address(ring)) + Stage::kWords + group * kTiles * 2048 + warp * 512 + lane * 16;
+  const uint32_t my_scales =
+      keep(shared_address(ring)) + Stage::kScales + (group * kTiles * 64 + warp * 16 + lane / 4 * 2) * kPair;
+  int unit = share.begin / p.depth, tile0 = 0, token = 0, slot = 0, parity = 0;
+  for (int left = share.count, depth = share.begin - unit * p.depth; left > 0; depth = 0, ++unit) {
+    const int here = min(p.depth - depth, left);
+    left -= here;
     tile0 = unit / p.token_blocks * (kGroups * kTiles), token = unit % p.token_blocks * kTokens;
 #pragma unroll
     for (int j = 0; j < kVectors * 4; ++j) all[j] = 0;
-    // The products of two tiles are in flight, of one stage or of two. No jumps and nothing but products touch the sums
-    // in here: the compiler would wait for every product (WARPGROUP.DEPBAR between HGMMA in the assembly shows it).
-    int held[2] = {-1, -1};  // slots whose activations may still be read
-    auto multiply = [&](float (&d)[kTokens / 2], uint32_t (&a)[16], int t, int done) {
-      const uint8_t* stage = ring + slot * Stage::kBytes;
-      const int tile = group * kTiles + t;
-      const uint8_t* scales =
-          stage + Stage::kScales + tile / 4 * Stage::kScaleBytes + (tile % 4 * 64 + warp * 16) * kPair;
-      const uint4 words = *reinterpret_cast<const uint4*>(stage + Stage::kWords + tile * 2048 + warp * 512 + lane * 16);
-      uint32_t zeros[2][2], both[2];  // of both halves of the stage
-      both[0] = both[1] = read_pair<T, kZeros>(zeros[0], scales, lane / 4);
+
+    const int second = min(kStrip, p.tiles64 - tile0) * 64 * kPair;  // where the stage's second group begins
+    uint4 words;                                                     // of the tile that is converted
+    uint32_t zeros[2][2], both[2];                                   // of both halves of its stage
+    uint32_t a[2][16];                                               // the operand that is multiplied, and the next one
+    int held = -1;  // the slot before, whose activations may still be read
+    auto take = [&](int tile) {
+      const uint32_t scales = my_scales + slot * Stage::kBytes + tile * 64 * kPair;
+      words = load_shared<uint4>(my_words + slot * Stage::kBytes + tile * 2048);
+      both[0] = both[1] = read_pair<T, kZeros>(zeros[0], scales);
       if constexpr (kHalfGroups) {
-        const int width = min(kStrip, p.tiles64 - tile0 - tile / 4 * 4);
-        both[1] = read_pair<T, kZeros>(zeros[1], scales + width * 64 * kPair, lane / 4);
+        both[1] = read_pair<T, kZeros>(zeros[1], scales + second);
       }
-      wgmma_wait<1>();  // the product before the last has read its registers
-      if (done >= 0 && lane == 0) arrive(empty + done);
-      const uint32_t each[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        to_scaled_operand<T, kMixed>(a + 4 * j, each[j], zeros[kHalfGroups ? j / 2 : 0], both[j / 2]);
-      const uint64_t b = descriptor(stage);
-      wgmma_fence();
-#pragma unroll
-      for (int j = 0; j < 4; ++j) wgmma<T, kTokens>(d, a + 4 * j, b + 2 * j);
-      wgmma_commit();
     };
-    uint32_t a[2][16];
-    auto next = [&](int& now_held) {
-      now_held = slot;
-      ++i;
+    auto convert = [&](uint32_t (&to)[16], int j) {
+      const uint32_t each[4] = {words.x, words.y, words.z, words.w};
+      to_scaled_operand<T, kMixed>(to + 4 * j, each[j], zeros[kHalfGroups ? j / 2 : 0], both[j / 2]);
+    };
+    auto turn = [&] {
       if (++slot == kStages) slot = 0, parity ^= 1;
     };
-    if constexpr (kTiles == 1) {
-      while (i + 1 < stop) {
-        wait(full + slot, parity);
-        multiply(sum[0], a[0], 0, held[0]);
-        next(held[0]);
-        wait(full + slot, parity);
-        multiply(sum[0], a[1], 0, held[1]);
-        next(held[1]);
+    auto release = [&](int used) {
+      if (used >= 0 && (lane & p.silent) == 0) arrive(my_barrier + (kStages + used) * 8);
+    };
+    // sums += now · activations, while the codes of `tile` become `next`. `turns`: it is of the next stage.
+    auto multiply = [&](float (&sums)[kTokens / 2], const uint32_t (&now)[16], uint32_t (&next)[16], int tile,
+                        bool turns) {
+      const uint64_t b = descriptor(ring + slot * Stage::kBytes);
+      const int before = held;
+      wgmma_fence();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        wgmma<T, kTokens>(sums, now + 4 * j, b + 2 * j);
+        wgmma_commit();
+        if (j == 0) {
+          if (turns) {
+            held = slot;
+            turn();
+            wait(my_barrier + slot * 8, parity);
+          }
+          take(tile);
+        }
+        wgmma_wait<4>();  // the product that read what is written now
+        convert(next, j);
       }
-      if (i < stop) {
-        wait(full + slot, parity);
-        multiply(sum[0], a[0], 0, held[0]);
-        next(held[0]);
+      if (kTiles == 1 || !turns) release(before);
+    };
+    wait(my_barrier + slot * 8, parity);
+    take(0);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) convert(a[0], j);
+    auto last = [&](float (&sums)[kTokens / 2], const uint32_t (&now)[16]) {
+      const uint64_t b = descriptor(ring + slot * Stage::kBytes);
+      wgmma_fence();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) wgmma<T, kTokens>(sums, now + 4 * j, b + 2 * j);
+      wgmma_commit();
+      wgmma_wait<0>();
+      if (kTiles == 1) release(held);
+      release(slot);
+      turn();
+    };
+    int rest = here - 1;
+    if constexpr (kTiles == 1) {
+      for (; rest >= 2; rest -= 2) {
+        multiply(sum[0], a[0], a[1], 0, true);
+        multiply(sum[0], a[1], a[0], 0, true);
+      }
+      if (rest > 0) {
+        multiply(sum[0], a[0], a[1], 0, true);
+        last(sum[0], a[1]);
+      } else {
+        last(sum[0], a[0]);
       }
     } else {
-      for (; i < stop; next(held[0])) {
-        wait(full + slot, parity);
-#pragma unroll
-        for (int t = 0; t < kTiles; ++t) multiply(sum[t], a[t & 1], t, t == 1 ? held[0] : -1);
+      for (; rest > 0; --rest) {
+        multiply(sum[0], a[0], a[1], 1, false);
+        multiply(sum[1], a[1], a[0], 0, true);
       }
-    }
-    wgmma_wait<0>();
-    if (lane == 0) {
-      if (held[0] >= 0) arrive(empty + held[0]);
-      if (held[1] >= 0) arrive(empty + held[1]);
+      multiply(sum[0], a[0], a[1], 1, false);
+      last(sum[1], a[1]);
     }
     if (p.sharers != 0) break;
     if (join<kThreads, kVectors>(p, unit, all, &is_last)) {

@@ -133,18 +133,28 @@ struct Fetch {
   }
 };
 
+// A value in a register that the compiler does not know.
+__device__ __forceinline__ uint32_t keep(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
+// How often a slot is released by the threads that multiply: once a warp, by its first lane, which __syncwarp or the
+// wait for a wgmma has put behind the others' reads. racecheck does not see that order; for it, every lane releases.
+__device__ __forceinline__ int arrivals(const Int4Arguments& p, int threads) { return threads / (p.silent + 1); }
+
 // The scales of a lane's two outputs of an operand as they are stored, and their negative zero points.
 template <class T, bool kZeros>
-__device__ __forceinline__ uint32_t read_pair(uint32_t (&zeros)[2], const uint8_t* operand, int pair) {
+__device__ __forceinline__ uint32_t read_pair(uint32_t (&zeros)[2], uint32_t address) {
   constexpr uint32_t kNegative = Float16<T>::kMagic | 0x80008000;
   if constexpr (kZeros) {
-    const uint2 both = reinterpret_cast<const uint2*>(operand)[pair];
+    const uint2 both = load_shared<uint2>(address);
     zeros[0] = kNegative + __byte_perm(both.x, 0, 0x3232);
     zeros[1] = kNegative + __byte_perm(both.y, 0, 0x3232);
     return __byte_perm(both.x, both.y, 0x5410);
   } else {
     zeros[0] = zeros[1] = kNegative + 0x00080008;
-    return reinterpret_cast<const uint32_t*>(operand)[pair];
+    return load_shared<uint32_t>(address);
   }
 }
 

@@ -40,6 +40,7 @@ struct Int4Arguments {
   int share;         // stages a block
   int sharers;       // blocks of a cluster that share a strip; 0: the line is cut into shares
   int token_blocks;  // blocks of tokens of a strip
+  int silent;        // bits of the lanes that do not release slots: 31, or 0 if every lane does
 };
 
 // Tiles of 64 outputs stand in strips of four, the last of what is left; where one begins among words and scales.
