@@ -39,7 +39,11 @@ for step in $steps; do
       few=(-q -x -m gpu tests/operators/test_{handoff,hybrid_experts,hot_experts,streaming,int4_linear}.py
         tests/operators/test_{fp8_linear,rms_norm}.py tests/ktinject/test_fused.py -k "$SANITIZED")
       python3 tests/native/launched.py "${few[@]}" 2>&1 | tee "$OUT/launched.log" | tail -n 3
+      # racecheck does not see that __syncwarp puts a warp's reads before the one lane that then arrives at a barrier in
+      # shared memory; with RACECHECK, every lane of int4_linear's kernels arrives. And it breaks off in cuBLAS, in
+      # torch.nn.functional.linear on 1025 tokens without any kernel of ours; RACECHECK leaves these cases out.
       for tool in memcheck racecheck; do
+        [ "$tool" != racecheck ] || export RACECHECK=1
         compute-sanitizer --tool "$tool" --kernel-name kns=ktinject --error-exitcode 9 python3 -m pytest "${few[@]}" 2>&1 |
           tee "$OUT/$tool.log" | tail -n 5
       done

@@ -59,7 +59,7 @@ class Int4Linear(GpuLinear):
     Weights are quantised when loaded, or taken exactly from a checkpoint that has them in int4. Up to 1024 tokens on
     Hopper (512 in layers of less than 2²⁵ weights), 256 elsewhere, a kernel of our own multiplies; beyond that the
     weight is unpacked and cuBLAS multiplies. Sums are fp32. Codes are exact, and so are scales, which go to sums, up
-    to 32 tokens on Hopper and 256 elsewhere. With more tokens each weight is rounded once to the activations' dtype;
+    to 16 tokens on Hopper and 256 elsewhere. With more tokens each weight is rounded once to the activations' dtype;
     our own quantisation chooses scales for which that rounding changes nothing.
     """
 

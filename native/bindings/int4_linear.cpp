@@ -34,14 +34,14 @@ void init_int4_linear(nb::module_& m) {
           "__init__",
           [](Int4Linear* self, uintptr_t words, uintptr_t scales, uintptr_t bias, int n, int k, int group_size,
              bool has_zeros, bool fp16_scales, bool sm80_only, bool every_lane, int device) {
-            new (self) Int4Linear{{pointer<>(words), pointer<>(scales), n, k, group_size, has_zeros, fp16_scales,
-                                   sm80_only, every_lane},
-                                  pointer<const float>(bias),
-                                  device};
+            new (self) Int4Linear{
+                {pointer<>(words), pointer<>(scales), n, k, group_size, has_zeros, fp16_scales, sm80_only, every_lane},
+                pointer<const float>(bias),
+                device};
           },
           nb::kw_only(), nb::arg("words"), nb::arg("scales"), nb::arg("bias"), nb::arg("n"), nb::arg("k"),
-          nb::arg("group_size"), nb::arg("has_zeros"), nb::arg("fp16_scales"), nb::arg("sm80_only"), nb::arg("every_lane"),
-          nb::arg("device"),
+          nb::arg("group_size"), nb::arg("has_zeros"), nb::arg("fp16_scales"), nb::arg("sm80_only"),
+          nb::arg("every_lane"), nb::arg("device"),
           "Addresses of words, scales and bias (0: none), laid out as native/cuda/int4_linear.hpp says.")
       .def(
           "scratch",

@@ -141,12 +141,19 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t* 
   KT_TEXT_32                                                                                     \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define KT_TEXT_128                                                                              \
+  KT_TEXT_64                                                                                     \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define KT_SUMS_8(i)                                                                                          \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 #define KT_SUMS_16(i) KT_SUMS_8(i), KT_SUMS_8(i + 8)
 #define KT_SUMS_32(i) KT_SUMS_16(i), KT_SUMS_16(i + 16)
 #define KT_SUMS_64(i) KT_SUMS_32(i), KT_SUMS_32(i + 32)
+#define KT_SUMS_128(i) KT_SUMS_64(i), KT_SUMS_64(i + 64)
 // sums: registers of d. operands: the places of a and b among all operands.
 #define KT_WGMMA(T, type, columns, sums, operands)                                                                    \
   template <>                                                                                                         \
@@ -160,17 +167,19 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const uint32_t* 
   KT_WGMMA(__nv_bfloat16, "bf16", columns, sums, operands) \
   KT_WGMMA(__half, "f16", columns, sums, operands)
 
-KT_WGMMA_BOTH(16, 8, "{%8, %9, %10, %11}, %12")
 KT_WGMMA_BOTH(32, 16, "{%16, %17, %18, %19}, %20")
 KT_WGMMA_BOTH(64, 32, "{%32, %33, %34, %35}, %36")
 KT_WGMMA_BOTH(128, 64, "{%64, %65, %66, %67}, %68")
+KT_WGMMA_BOTH(256, 128, "{%128, %129, %130, %131}, %132")
 
 #undef KT_WGMMA_BOTH
 #undef KT_WGMMA
+#undef KT_SUMS_128
 #undef KT_SUMS_64
 #undef KT_SUMS_32
 #undef KT_SUMS_16
 #undef KT_SUMS_8
+#undef KT_TEXT_128
 #undef KT_TEXT_64
 #undef KT_TEXT_32
 #undef KT_TEXT_16

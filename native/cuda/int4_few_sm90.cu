@@ -1,5 +1,8 @@
 // Few tokens: mma.m16n8k16 as on sm_80, sums of a stage scaled in fp32.
 //
+// Four warps with 64 outputs each: what is the same for all outputs, the activations and their sums, is done once for
+// four operands, and a warp reads its next stage from shared memory while it multiplies this one.
+//
 // Codes go to the tensor core as they come out of the words, base + code, which is exact; (base + zero point) · Σ x is
 // taken off by one more product with constant weights, on which the sums of a stage start. So a word costs seven
 // instructions and not eleven. Sums that start so are up to 17 times as large (fp16: 129 times) as the result, over 64
@@ -9,14 +12,12 @@
 namespace ktinject::int4 {
 namespace {
 
-constexpr int kFewWarps = 8;
+constexpr int kFewTiles = 4;  // of 64 outputs a block
+constexpr int kFewWarps = kFewTiles;
 constexpr int kFewThreads = 32 * kFewWarps;
-
-constexpr int kFewTiles = 4;  // of 64 outputs a block: a warp has 32 outputs
 // Two blocks fill a multiprocessor's shared memory: a third one, of the next kernel, must wait until one has ended,
 // else that kernel's blocks would gather where this one ends first.
-template <int kTokens>
-constexpr int kFewStages = kTokens == 32 ? 12 : 7;
+constexpr int kFewStages = 7;
 
 // A pair of 16-bit floats: 1, or minus what a code of 8 becomes.
 template <class T>
@@ -40,16 +41,17 @@ __device__ __forceinline__ void scales_of(float (&scale)[2], uint32_t both, bool
 }
 
 template <class T, int kTokens, bool kHalfGroups, bool kZeros>
-__global__ void __launch_bounds__(kFewThreads + 32, kTokens <= 16 ? 2 : 1)
+__global__ void __launch_bounds__(kFewThreads + 32, 2)
     int4_few_sm90(const Int4Arguments p, const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) uint8_t ring[];
-  constexpr int kStages = kFewStages<kTokens>;
+  constexpr int kStages = kFewStages;
   __shared__ uint64_t full[2 * kStages];
   uint64_t* empty = full + kStages;
   __shared__ uint64_t arrived;
-  __shared__ int is_last;
+  __shared__ int is_last[2];
   using Stage = Fetch<kTokens, kFewTiles>;
-  constexpr int kColumns = kTokens / 8, kOperands = 2, kVectors = kOperands * kColumns, kPair = kZeros ? 4 : 2;
+  constexpr int kColumns = kTokens / 8, kOperands = 4, kVectors = kOperands * kColumns, kPair = kZeros ? 4 : 2;
+  constexpr int kParts = kHalfGroups ? 2 : 1;  // groups of a stage
   using Sum = ClusterSum<kFewThreads, kVectors>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Share share(p);
@@ -76,46 +78,55 @@ __global__ void __launch_bounds__(kFewThreads + 32, kTokens <= 16 ? 2 : 1)
   const uint32_t my_scales = base + Stage::kScales + (warp * kOperands * 16 + lane / 4 * 2) * kPair;
   const uint32_t my_barrier = keep(shared_address(full));
   float sum[kVectors * 4] = {};
-  // Adds the stage at an offset in the ring to the sums. `width`: tiles of the strip.
-  auto multiply = [&](uint32_t stage, int width) {
-    uint4 words[kOperands];
+  struct Held {                  // of a stage, in registers
     uint32_t x[kColumns][2][4];  // 8 tokens × 32 inputs each
+    uint4 words[kOperands];
+    uint2 scales[kParts][kOperands];  // of two outputs, with their zero points
+  };
+  // `width`: tiles of the strip.
+  auto take = [&](Held& h, uint32_t stage, int width) {
 #pragma unroll
     for (int j = 0; j < kColumns; ++j)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) load_matrices(x[j][half], ((my_x + stage) ^ half * 64) + j * 1024);
+      for (int half = 0; half < 2; ++half) load_matrices(h.x[j][half], ((my_x + stage) ^ half * 64) + j * 1024);
 #pragma unroll
-    for (int t = 0; t < kOperands; ++t) words[t] = load_shared<uint4>(my_words + stage + t * 512);
+    for (int t = 0; t < kOperands; ++t) h.words[t] = load_shared<uint4>(my_words + stage + t * 512);
 #pragma unroll
-    for (int part = 0; part < (kHalfGroups ? 2 : 1); ++part) {  // groups
+    for (int part = 0; part < kParts; ++part)
+#pragma unroll
+      for (int t = 0; t < kOperands; ++t) {
+        const uint32_t scales = my_scales + stage + t * 16 * kPair + part * width * 64 * kPair;
+        if constexpr (kZeros) h.scales[part][t] = load_shared<uint2>(scales);
+        else h.scales[part][t].x = load_shared<uint32_t>(scales);
+      }
+  };
+  auto multiply = [&](const Held& h) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
       float off[kColumns][4] = {};
 #pragma unroll
       for (int half = part; half < (kHalfGroups ? part + 1 : 2); ++half)
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) {
-          Float16<T>::multiply(off[j], constant, x[j][half][0], x[j][half][1]);
-          Float16<T>::multiply(off[j], constant, x[j][half][2], x[j][half][3]);
+          Float16<T>::multiply(off[j], constant, h.x[j][half][0], h.x[j][half][1]);
+          Float16<T>::multiply(off[j], constant, h.x[j][half][2], h.x[j][half][3]);
         }
 #pragma unroll
       for (int t = 0; t < kOperands; ++t) {
-        const uint32_t scales = my_scales + stage + t * 16 * kPair + part * width * 64 * kPair;
-        float scale[2], d[kColumns][4];
-        float zeros[2] = {1, 1};
-        uint32_t both;
+        float scale[2], zeros[2] = {1, 1}, d[kColumns][4];
+        uint32_t both = h.scales[part][t].x;
         if constexpr (kZeros) {
-          const uint2 pair = load_shared<uint2>(scales);
+          const uint2 pair = h.scales[part][t];
           both = __byte_perm(pair.x, pair.y, 0x5410);
           zeros[0] = -kBase<T> - static_cast<float>(pair.x >> 16);
           zeros[1] = -kBase<T> - static_cast<float>(pair.y >> 16);
-        } else {
-          both = load_shared<uint32_t>(scales);
         }
         scales_of<T>(scale, both, p.fp16_scales);
 #pragma unroll
         for (int j = 0; j < kColumns; ++j)
 #pragma unroll
           for (int c = 0; c < 4; ++c) d[j][c] = kZeros ? zeros[c / 2] * off[j][c] : off[j][c];
-        const uint32_t each[4] = {words[t].x, words[t].y, words[t].z, words[t].w};
+        const uint32_t each[4] = {h.words[t].x, h.words[t].y, h.words[t].z, h.words[t].w};
 #pragma unroll
         for (int step = kHalfGroups ? 2 * part : 0; step < (kHalfGroups ? 2 * part + 2 : 4); ++step) {
           uint32_t a[4];
@@ -124,7 +135,7 @@ __global__ void __launch_bounds__(kFewThreads + 32, kTokens <= 16 ? 2 : 1)
             asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(a[i]) : "r"(each[step] >> 4 * i), "r"(magic));
 #pragma unroll
           for (int j = 0; j < kColumns; ++j)
-            Float16<T>::multiply(d[j], a, x[j][step / 2][step % 2 * 2], x[j][step / 2][step % 2 * 2 + 1]);
+            Float16<T>::multiply(d[j], a, h.x[j][step / 2][step % 2 * 2], h.x[j][step / 2][step % 2 * 2 + 1]);
         }
 #pragma unroll
         for (int j = 0; j < kColumns; ++j)
@@ -141,16 +152,28 @@ __global__ void __launch_bounds__(kFewThreads + 32, kTokens <= 16 ? 2 : 1)
   for (int left = share.count, depth = share.begin - unit * p.depth; left > 0; depth = 0, ++unit) {
     const int tile = unit / p.token_blocks * kFewTiles, token = unit % p.token_blocks * kTokens;
     const int here = min(left, p.depth - depth), width = min(kFewTiles, p.tiles64 - tile);
-    for (int i = 0; i < here; ++i) {
+    auto next = [&](Held& h) {
       wait(my_barrier + slot * 8, parity);
-      multiply(slot * Stage::kBytes, width);
+      take(h, slot * Stage::kBytes, width);
       __syncwarp();
       if ((lane & p.silent) == 0) arrive(my_barrier + (kStages + slot) * 8);
       if (++slot == kStages) slot = 0, parity ^= 1;
+    };
+    Held one, two;
+    next(one);
+    int rest = here - 1;
+    for (; rest >= 2; rest -= 2) {
+      next(two);
+      multiply(one);
+      next(one);
+      multiply(two);
     }
+    if (rest > 0) next(two);
+    multiply(one);
+    if (rest > 0) multiply(two);
     left -= here;
     if (p.sharers == 0) {
-      if (join<kFewThreads, kVectors>(p, unit, sum, &is_last)) {
+      if (join<kFewThreads, kVectors>(p, unit, sum, is_last)) {
 #pragma unroll
         for (int t = 0; t < kOperands; ++t) {
           const int output = tile * 64 + (warp * kOperands + t) * 16 + lane / 4 * 2;
@@ -177,7 +200,8 @@ __global__ void __launch_bounds__(kFewThreads + 32, kTokens <= 16 ? 2 : 1)
 template <class T, int kTokens, bool kHalfGroups, bool kZeros>
 void few(const Call& c) {
   static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
-  constexpr int kBytes = kFewStages<kTokens> * Fetch<kTokens, kFewTiles>::kBytes + kFewThreads * kTokens * 4;
+  // A ring, and room for the sums of the other blocks of a cluster.
+  constexpr int kBytes = kFewStages * Fetch<kTokens, kFewTiles>::kBytes + kFewTiles * 64 * kTokens * 4;
   launch(int4_few_sm90<T, kTokens, kHalfGroups, kZeros>, ready, kBytes, kFewThreads + 32, c);
 }
 
@@ -190,8 +214,7 @@ void few(const Call& c) {
 
 template <class T>
 void few(const Call& c) {
-  if (c.part.tokens == 8) few<T, 8>(c);
-  else c.part.tokens == 16 ? few<T, 16>(c) : few<T, 32>(c);
+  c.part.tokens == 8 ? few<T, 8>(c) : few<T, 16>(c);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // int4 weights times bf16 or fp16 activations on Hopper: which kernel multiplies, and in how many blocks.
 //
-//   up to 32 tokens  int4_few_sm90.cu: mma.m16n8k16 as on sm_80, sums scaled in fp32
+//   up to 16 tokens  int4_few_sm90.cu: mma.m16n8k16 as on sm_80, sums scaled in fp32
 //   more             int4_many_sm90.cu: wgmma, weights from registers, activations from shared memory
 //
 // A layer with much work is one line of stages, as in int4_linear.cu. In a small one each strip is shared by a cluster
@@ -39,6 +39,16 @@ CUtensorMap map_of(const Int4Arguments& p, int tokens, bool fp16) {
 
 }  // namespace
 
+namespace {
+
+// Tokens of a block: with 256, half as many conversions a product, if that adds few rows that nobody wants.
+int tokens_of(int m) {
+  if (m <= 128) return m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128;
+  const int blocks = (m + 127) / 128;
+  return blocks % 2 == 0 || blocks > 20 ? 256 : 128;
+}
+int outputs_of(int tokens) { return tokens == 256 ? 128 : 256; }
+
 // Strips that are each shared by a cluster of up to eight blocks, `wanted` in all. `room`: blocks that the GPU runs at
 // a time; a cluster's stand close together, so that a part of that stays empty.
 Partition clusters(int n, int k, int m, int tokens, int wanted, int room) {
@@ -52,12 +62,14 @@ Partition clusters(int n, int k, int m, int tokens, int wanted, int room) {
   return p;
 }
 
+}  // namespace
+
 Partition partition_sm90(int n, int k, int m, int multiprocessors) {
   constexpr int kMuch = 16;  // stages a block: worth it that all blocks have as many
-  const int tokens = m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : m <= 64 ? 64 : 128;
+  const int tokens = tokens_of(m);
   // With few tokens, two blocks on a multiprocessor hide each other's waits.
   const int room = tokens <= 16 ? 2 * multiprocessors : multiprocessors;
-  Partition line = cut(n, k, m, tokens, 256, room);
+  Partition line = cut(n, k, m, tokens, outputs_of(tokens), room);
   const bool much = line.share >= kMuch;
   const Partition cluster = clusters(n, k, m, std::min(tokens, 64), much ? room : multiprocessors, room);
   if (cluster.sharers > 1 && (!much || (tokens <= 64 && 5 * room <= 6 * cluster.blocks))) return cluster;
@@ -73,7 +85,7 @@ Partition partition_sm90(int n, int k, int m, int multiprocessors) {
 void run_sm90(Int4Arguments p, const Partition& part, bool fp16, int device, cudaStream_t stream) {
   const CUtensorMap map = map_of(p, part.tokens, fp16);
   const Call call{p, part, map, device, stream};
-  part.tokens <= 32 ? run_few_sm90(call, fp16) : run_many_sm90(call, fp16);
+  part.tokens <= 16 ? run_few_sm90(call, fp16) : run_many_sm90(call, fp16);
 }
 
 }  // namespace ktinject::int4

@@ -2,6 +2,8 @@
 //
 // wgmma's sums stay in flight, so scales go to the weights before: each value is rounded once to the activations' type,
 // which changes nothing for the scales that ktinject chooses itself (operators/int4_layout.py).
+#include <algorithm>
+
 #include "cuda/int4_sm90.cuh"
 
 namespace ktinject::int4 {
@@ -25,13 +27,15 @@ __device__ __forceinline__ void to_scaled_operand(uint32_t* a, uint32_t word, co
   }
 }
 
-// Stages of a ring for blocks of kTiles × kGroups × 64 outputs.
+// Blocks of that many tokens have kTiles × kGroups × 64 outputs. Beyond 64 tokens no clusters add up sums.
 template <int kTokens, int kGroups, int kTiles>
-constexpr int kManyStages = [] {
-  const int fit = (224 * 1024 - (kTokens == 64 ? kGroups * kTiles * 64 * kTokens * 4 : 0)) /
-                  Fetch<kTokens, kGroups * kTiles>::kBytes;
-  return fit < 12 ? fit : 12;
-}();
+struct Shape {
+  static constexpr int kOutputs = kGroups * kTiles * 64;
+  using Stage = Fetch<kTokens, kGroups * kTiles>;
+  static constexpr int kSumBytes = kTokens <= 64 ? kOutputs * kTokens * 4 : 0;
+  static constexpr int kStages = std::min(12, (224 * 1024 - kSumBytes) / Stage::kBytes);
+  static constexpr int kBytes = kStages * Stage::kBytes + kSumBytes;
+};
 
 // kGroups warpgroups multiply kTiles × 64 outputs each; one more fetches.
 template <class T, int kTokens, int kGroups, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed>
@@ -39,15 +43,15 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
     int4_many_sm90(const Int4Arguments p, const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) uint8_t ring[];
   constexpr int kThreads = kGroups * 128, kVectors = kTiles * kTokens / 8;
-  constexpr int kStages = kManyStages<kTokens, kGroups, kTiles>, kPair = kZeros ? 4 : 2;
+  constexpr int kStages = Shape<kTokens, kGroups, kTiles>::kStages, kPair = kZeros ? 4 : 2;
   constexpr int kStrip = kGroups * kTiles;
   static_assert(kStrip <= 4, "as they are packed");
-  using Stage = Fetch<kTokens, kGroups * kTiles>;
+  using Stage = typename Shape<kTokens, kGroups, kTiles>::Stage;
   __shared__ uint64_t full[2 * kStages];
   uint64_t* empty = full + kStages;
   using Sum = ClusterSum<kThreads, kVectors>;
   __shared__ uint64_t arrived;
-  __shared__ int is_last;
+  __shared__ int is_last[2];
   const Share share(p);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, arrivals(p, kThreads));
@@ -161,7 +165,7 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
       last(sum[1], a[1]);
     }
     if (p.sharers != 0) break;
-    if (join<kThreads, kVectors>(p, unit, all, &is_last)) {
+    if (join<kThreads, kVectors>(p, unit, all, is_last)) {
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         const int output = tile0 * 64 + (group * kTiles + t) * 64 + warp * 16 + lane / 4 * 2;
@@ -186,16 +190,22 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
 template <class T, int kTokens, int kGroups, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed>
 void many(const Call& c) {
   static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
-  constexpr int kBytes = kManyStages<kTokens, kGroups, kTiles> * Fetch<kTokens, kGroups * kTiles>::kBytes +
-                         (kTokens == 64 ? kGroups * kTiles * 64 * kTokens * 4 : 0);
-  launch(int4_many_sm90<T, kTokens, kGroups, kTiles, kHalfGroups, kZeros, kMixed>, ready, kBytes, kGroups * 128 + 128,
-         c);
+  launch(int4_many_sm90<T, kTokens, kGroups, kTiles, kHalfGroups, kZeros, kMixed>, ready,
+         Shape<kTokens, kGroups, kTiles>::kBytes, kGroups * 128 + 128, c);
 }
 
 template <class T, bool kHalfGroups, bool kZeros, bool kMixed>
 void many(const Call& c) {
-  c.part.tokens == 64 ? many<T, 64, 4, 1, kHalfGroups, kZeros, kMixed>(c)
-                      : many<T, 128, 2, 2, kHalfGroups, kZeros, kMixed>(c);
+  switch (c.part.tokens) {  // outputs are those of `outputs_of`
+    case 32:
+      return many<T, 32, 4, 1, kHalfGroups, kZeros, kMixed>(c);
+    case 64:
+      return many<T, 64, 4, 1, kHalfGroups, kZeros, kMixed>(c);
+    case 128:
+      return many<T, 128, 2, 2, kHalfGroups, kZeros, kMixed>(c);
+    default:
+      return many<T, 256, 2, 1, kHalfGroups, kZeros, kMixed>(c);
+  }
 }
 
 template <class T, bool kMixed>

@@ -172,39 +172,60 @@ __device__ __forceinline__ void add(float4& sum, const float4& v) {
 
 // Sums of a strip that blocks of the line share, kVectors float4 a thread: true for the block that has the whole sum.
 // A block has at most two such shares: where it begins (slot 0) and where it ends (1).
+//
+// The block with a strip's first stages comes to them last, after its share of another strip; so as a rule the others
+// are done, and it adds their sums to its own. Else the last to arrive adds up all, in the same order.
 template <int kThreads, int kVectors>
-__device__ __forceinline__ bool join(const Int4Arguments& p, int unit, float (&sum)[4 * kVectors], int* is_last) {
-  const int first = unit * p.depth / p.share, last = ((unit + 1) * p.depth - 1) / p.share;
+__device__ __forceinline__ bool join(const Int4Arguments& p, int unit, float (&sum)[4 * kVectors], int (&is_last)[2]) {
+  const int first = unit * p.depth / p.share, last = ((unit + 1) * p.depth - 1) / p.share, block = blockIdx.x;
   wait_for_previous();
   if (first == last) return true;
   constexpr size_t kPart = kThreads * kVectors;
-  float4* mine = p.partials + (2 * blockIdx.x + (blockIdx.x == first)) * kPart + threadIdx.x;
+  auto part = [&](int block) { return p.partials + (2 * block + (block == first)) * kPart + threadIdx.x; };
+  auto add_rest = [&] {
+#pragma unroll kVectors <= 2 ? 8 : kVectors <= 8 ? 2 : 1
+    for (int other = first + 1; other <= last; ++other) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const float4 v = __ldcg(part(other) + i * kThreads);
+        sum[4 * i] += v.x;
+        sum[4 * i + 1] += v.y;
+        sum[4 * i + 2] += v.z;
+        sum[4 * i + 3] += v.w;
+      }
+    }
+  };
+  if (block == first) {
+    if (threadIdx.x == 0) {
+      int arrived;
+      asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(arrived) : "l"(p.counters + unit) : "memory");
+      is_last[1] = arrived == last - first;
+      if (is_last[1]) p.counters[unit] = 0;
+    }
+    sync_consumers<kThreads>();
+    if (is_last[1]) {
+      add_rest();
+      return true;
+    }
+  }
 #pragma unroll
   for (int i = 0; i < kVectors; ++i)
-    __stcg(mine + i * kThreads, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
+    __stcg(part(block) + i * kThreads, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
   sync_consumers<kThreads>();
   if (threadIdx.x == 0) {  // releases what the barrier before has gathered, and acquires what the others released
     int arrived;
     asm volatile("atom.add.acq_rel.gpu.s32 %0, [%1], 1;" : "=r"(arrived) : "l"(p.counters + unit) : "memory");
-    *is_last = arrived == last - first;
-    if (*is_last) p.counters[unit] = 0;
+    is_last[0] = arrived == last - first;
+    if (is_last[0]) p.counters[unit] = 0;
   }
   sync_consumers<kThreads>();
-  if (!*is_last) return false;
+  if (!is_last[0]) return false;
 #pragma unroll
-  for (int i = 0; i < 4 * kVectors; ++i) sum[i] = 0;
-#pragma unroll kVectors <= 2 ? 8 : kVectors <= 8 ? 2 : 1
-  for (int block = first; block <= last; ++block) {
-    const float4* part = p.partials + (2 * block + (block == first)) * kPart + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const float4 v = __ldcg(part + i * kThreads);
-      sum[4 * i] += v.x;
-      sum[4 * i + 1] += v.y;
-      sum[4 * i + 2] += v.z;
-      sum[4 * i + 3] += v.w;
-    }
+  for (int i = 0; i < kVectors; ++i) {
+    const float4 v = __ldcg(part(first) + i * kThreads);
+    sum[4 * i] = v.x, sum[4 * i + 1] = v.y, sum[4 * i + 2] = v.z, sum[4 * i + 3] = v.w;
   }
+  add_rest();
   return true;
 }
 

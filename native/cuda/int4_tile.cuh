@@ -68,8 +68,17 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row)
   load_matrices(r, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
 }
 
+// What the tensor core multiplies, and how: `multiply` is d [16, 8] += a [16, 16] · b [16, 8].
 template <class T>
 struct Float16;
+
+#define KT_MMA(type)                                                                                                 \
+  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                              \
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                              \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                    \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                    \
+  }
 
 template <>
 struct Float16<__nv_bfloat16> {
@@ -87,13 +96,7 @@ struct Float16<__nv_bfloat16> {
   }
   static __device__ __forceinline__ Pair pair(float a, float b) { return __floats2bfloat162_rn(a, b); }
   static __device__ __forceinline__ __nv_bfloat16 one(float a) { return __float2bfloat16_rn(a); }
-  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
+  KT_MMA("bf16")
 };
 
 template <>
@@ -112,14 +115,10 @@ struct Float16<__half> {
   }
   static __device__ __forceinline__ Pair pair(float a, float b) { return __floats2half2_rn(a, b); }
   static __device__ __forceinline__ __half one(float a) { return __float2half_rn(a); }
-  static __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
+  KT_MMA("f16")
 };
+
+#undef KT_MMA
 
 // Two codes of a word, `shift` and `shift + 16` bits up, as floats above kMagic's base.
 template <class T>
