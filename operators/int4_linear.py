@@ -39,10 +39,8 @@ class _Adopted(Int4LinearConfig):
     names_groups: bool = False  # the checkpoint has a g_idx, which may put the inputs of a group anywhere
 
 
-# Beyond this many tokens it is faster to unpack the weight and let cuBLAS multiply: on Hopper, there in small layers,
-# and elsewhere.
-MANY_TOKENS, MANY_TOKENS_SMALL, MANY_TOKENS_SM80 = 1024, 512, 256
-_SMALL = 1 << 25  # weights
+# Beyond this many tokens it is faster to unpack the weight and let cuBLAS multiply: on Hopper, and elsewhere.
+MANY_TOKENS, MANY_TOKENS_SM80 = 4096, 256
 _TURNS = 4  # sets of counters that calls take in turns, so that calls on several streams do not share one
 
 
@@ -56,11 +54,11 @@ def _is_hopper(device: str) -> bool:
 class Int4Linear(GpuLinear):
     """An `nn.Linear` whose number of inputs is a multiple of 64, on a GPU of compute capability 8.0 or newer.
 
-    Weights are quantised when loaded, or taken exactly from a checkpoint that has them in int4. Up to 1024 tokens on
-    Hopper (512 in layers of less than 2²⁵ weights), 256 elsewhere, a kernel of our own multiplies; beyond that the
-    weight is unpacked and cuBLAS multiplies. Sums are fp32. Codes are exact, and so are scales, which go to sums, up
-    to 16 tokens on Hopper and 256 elsewhere. With more tokens each weight is rounded once to the activations' dtype;
-    our own quantisation chooses scales for which that rounding changes nothing.
+    Weights are quantised when loaded, or taken exactly from a checkpoint that has them in int4. Up to 4096 tokens on
+    Hopper, 256 elsewhere, a kernel of our own multiplies; beyond that the weight is unpacked and cuBLAS multiplies.
+    Sums are fp32. Codes are exact, and so are scales, which go to sums, up to 16 tokens on Hopper and 256 elsewhere.
+    With more tokens each weight is rounded once to the activations' dtype; our own quantisation chooses scales for
+    which that rounding changes nothing.
     """
 
     Config = Int4LinearConfig
@@ -79,8 +77,7 @@ class Int4Linear(GpuLinear):
         self._turn = 0
         hopper = _is_hopper(config.device)
         self._arch = "sm90" if hopper else "sm80"
-        small = self.in_features * self.out_features < _SMALL
-        self._many_tokens = (MANY_TOKENS_SMALL if small else MANY_TOKENS) if hopper else MANY_TOKENS_SM80
+        self._many_tokens = MANY_TOKENS if hopper else MANY_TOKENS_SM80
 
     @classmethod
     def adopt(cls, config: Any, source: Format) -> Any:

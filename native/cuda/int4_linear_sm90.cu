@@ -50,13 +50,13 @@ int tokens_of(int m) {
 int outputs_of(int tokens) { return tokens == 256 ? 128 : 256; }
 
 // Strips that are each shared by a cluster of up to eight blocks, `wanted` in all. `room`: blocks that the GPU runs at
-// a time; a cluster's stand close together, so that a part of that stays empty.
+// a time; a cluster's stand close together, so that with four or eight a part of that stays empty.
 Partition clusters(int n, int k, int m, int tokens, int wanted, int room) {
   Partition p = cut(n, k, m, tokens, 256, wanted);
   p.sharers = 1;
   for (int sharers = 2; sharers <= 8; sharers *= 2) {
     const int blocks = sharers * p.units;
-    if (blocks <= wanted && 20 * blocks <= (sharers == 8 ? 17 : 20) * room && sharers <= k / 64) p.sharers = sharers;
+    if (blocks <= wanted && 11 * blocks <= (sharers >= 4 ? 10 : 11) * room && sharers <= k / 64) p.sharers = sharers;
   }
   p.blocks = p.units * p.sharers;
   return p;
@@ -72,7 +72,7 @@ Partition partition_sm90(int n, int k, int m, int multiprocessors) {
   Partition line = cut(n, k, m, tokens, outputs_of(tokens), room);
   const bool much = line.share >= kMuch;
   const Partition cluster = clusters(n, k, m, std::min(tokens, 64), much ? room : multiprocessors, room);
-  if (cluster.sharers > 1 && (!much || (tokens <= 64 && 5 * room <= 6 * cluster.blocks))) return cluster;
+  if (cluster.sharers > 1 && (!much || (tokens <= 16 && 5 * room <= 6 * cluster.blocks))) return cluster;
   // Whole strips, where that keeps nearly all multiprocessors busy: nothing to add up.
   const int turns = (line.units + room - 1) / room;
   if (20 * turns * room <= 21 * line.units) {
