@@ -210,8 +210,11 @@ __global__ void __launch_bounds__(kMostThreads)
   if (threadIdx.x == 0) shared = take(slot, from.places != nullptr, timeout_ns);
   __syncthreads();
   const Taken taken = shared;
-  for (size_t i = threadIdx.x; taken.mine && i < (from.bytes + 15) / 16; i += blockDim.x)
-    reinterpret_cast<uint4*>(slot.out)[i] = uint4{~0u, ~0u, ~0u, ~0u};  // what no answer is, see wait_kernel
+  const bool copies = threadIdx.x >= routing_warps * kWarp;
+  const uint32_t thread = threadIdx.x - routing_warps * kWarp, threads = blockDim.x - routing_warps * kWarp;
+  if (taken.mine && copies)  // the threads that meet before the entry is written
+    for (size_t i = thread; i < (from.bytes + 15) / 16; i += threads)
+      reinterpret_cast<uint4*>(slot.out)[i] = uint4{~0u, ~0u, ~0u, ~0u};  // what no answer is, see wait_kernel
   await_previous();
   const size_t entries = static_cast<size_t>(from.tokens) * from.top_k;
   if (!taken.mine) {  // the experts here go by `chosen`, whatever happens to the others
@@ -219,12 +222,11 @@ __global__ void __launch_bounds__(kMostThreads)
       for (size_t i = threadIdx.x; i < entries; i += blockDim.x) from.chosen[i] = -1;
     return;
   }
-  if (threadIdx.x < routing_warps * kWarp) {
+  if (!copies) {
     choose(from, routing_warps,
            [&](size_t i, int64_t id, float weight) { send(slot, from, taken.count, i, id, weight); });
     return;
   }
-  const uint32_t thread = threadIdx.x - routing_warps * kWarp, threads = blockDim.x - routing_warps * kWarp;
   // A place in the ring is taken only now: whoever has one waits for nobody.
   uint32_t ticket = 0;
   if (thread == 0 && bell.ring != nullptr) ticket = atomicAdd(bell.ticket, 1u);
