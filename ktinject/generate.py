@@ -299,6 +299,8 @@ class _Swapped:
                     and not isinstance(plain, str)
                 ):
                     plain = "a static cache without graphs, which transformers may compile"
+                if not input_ids.shape[1]:
+                    plain = "the prompt is embeddings (inputs_embeds)"
                 if not isinstance(plain, str):
                     return _own(self, eager, plain, input_ids, generation_config, streamer, model_kwargs)
                 steps = "" if eager else "native, " if decoding.native is not None else "graph, "

@@ -214,14 +214,14 @@ def drop_quantization(config: PreTrainedConfig) -> None:
 
 
 def read_config(path: str | os.PathLike[str], checkpoint: Checkpoint | None = None) -> PreTrainedConfig:
-    """Read a model folder's config.json; of a GGUF file without one, its metadata. Never runs code from it.
+    """Read the config.json of a model folder or beside a file; of GGUF without one, its metadata. Never runs code.
 
     checkpoint   what `path` holds, open
     Raises       CheckpointError
     """
     folder = path if os.path.isdir(path) else Path(path).parent
     if checkpoint is None or not checkpoint.metadata:
-        return _config_in(path)
+        return _config_in(folder)
     if os.path.isfile(os.path.join(folder, "config.json")):
         config = _config_in(folder)
         drop_quantization(config)  # it speaks of other files

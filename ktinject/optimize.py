@@ -149,7 +149,7 @@ def load(
 ) -> PreTrainedModel:
     """Build the model of a folder on meta, then `optimize` it.
 
-    path    a model folder: config.json and safetensors or GGUF; or a .gguf file, best with its config.json beside it
+    path    a model folder: config.json and safetensors or GGUF; or a file of it; a .gguf file best with its config.json
     dtype   of everything that is not replaced; "auto": what the config says, else what the checkpoint mostly has
     others  as `optimize` takes them
     Returns the model, in evaluation mode; `model.ktinject` is the plan

@@ -232,6 +232,17 @@ def test_every_other_case_is_the_stock_loop_s(laned: PreTrainedModel, case: dict
         assert ours.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length()
 
 
+@pytest.mark.parametrize("with_tokens", [False, True])
+def test_a_prompt_of_embeddings(laned: PreTrainedModel, with_tokens: bool) -> None:
+    arguments = prompt(2)
+    embeddings = laned.get_input_embeddings()(arguments["input_ids"])
+    want = laned.generate(**arguments)
+    given = arguments if with_tokens else {name: v for name, v in arguments.items() if name != "input_ids"}
+    found = laned.generate(inputs_embeds=embeddings, **given)
+    assert torch.equal(found[:, -8:], want[:, -8:])
+    assert "inputs_embeds" in laned.ktinject_decoding.reason + laned.ktinject_decoding.last
+
+
 def test_a_static_cache_that_was_asked_for_is_taken_over(laned: PreTrainedModel) -> None:
     arguments = {**prompt(), "cache_implementation": "static"}
     assert torch.equal(laned.generate(**arguments), stock(laned, **arguments))

@@ -217,6 +217,12 @@ def test_load_with_automatic_rules_and_variables(tmp_path: Path) -> None:
     assert plan.to_dict()["modules"] == model.ktinject.to_dict()["modules"]
 
 
+def test_a_folder_may_be_given_as_the_file_in_it(tmp_path: Path) -> None:
+    folder = saved(models.tiny("qwen3_moe"), tmp_path)
+    model = ktinject.load(folder / "model.safetensors", [EXPERTS], progress=False)
+    assert_same(model, ktinject.load(folder, [EXPERTS], progress=False))
+
+
 def test_an_unknown_variable_is_refused(tmp_path: Path) -> None:
     folder = saved(models.tiny("qwen3_moe"), tmp_path)
     with pytest.raises(RuleError, match="expert"):
