@@ -139,8 +139,7 @@ def measure_cell(
     steps: dict[str, Step] = {"": ours}
     steps |= {name: functools.partial(theirs, peer) for name, peer in peers.items()}
     times = measure(steps, problem.sets, seconds)
-    many, few = layers[0].kernels
-    kernel = many if problem.tokens * problem.shape.top_k / problem.distinct >= 5 else few
+    kernel = layers[0].kernel_for(round(problem.tokens * problem.shape.top_k / problem.distinct))
     cell = Cell(problem, weights, asked, kernel, times.pop(""))
     if problem.torch_us is not None:
         cell.peers[f"torch {torch.__version__} bf16"] = problem.torch_us

@@ -134,6 +134,9 @@ void init_experts(nb::module_& m) {
             return std::make_tuple(std::string(self.kernels().many->name), std::string(self.kernels().few->name));
           },
           "(kernel for experts with many rows, kernel for few).")
+      .def(
+          "kernel_for", [](const Experts& self, int rows) { return std::string(self.kernels()(rows).name); },
+          nb::arg("rows"), "The kernel for an expert with so many rows.")
       .def_prop_ro(
           "shards",
           [](const Experts& self) {

@@ -202,7 +202,7 @@ void Linear::multiply(const Rows& rows, const Kernel& kernel, int first_panel, i
                       std::byte* own, std::byte* scratch) const {
   auto* c = reinterpret_cast<float*>(own);
   kernel.multiply(matrix_, data_.data() + static_cast<size_t>(first_panel) * matrix_.panel_bytes(), panels, rows, c,
-                  scratch);
+                  scratch, nullptr);
   const auto* bias = reinterpret_cast<const float*>(bias_.data());
   for (int p = first_panel; p < first_panel + panels; ++p) {
     const int column = p * kPanel, width = std::min(kPanel, config_.out_features - column);

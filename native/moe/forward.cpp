@@ -445,7 +445,7 @@ void Forward::gather(const Task& task) {
   }
 }
 
-// Calls use(first row of the expert, rows, first panel, panels, c) for the results of a task, piece by piece.
+// Calls use(first row of the expert, rows, panel, c) for the results of a task, c [rows, 32], piece by piece.
 template <class Use>
 void Forward::multiply(Projection projection, const Task& task, const Rows& all, int worker, Use&& use) {
   const Matrix& matrix = layer_.matrix_of(projection);
@@ -462,8 +462,18 @@ void Forward::multiply(Projection projection, const Task& task, const Rows& all,
                    all.group_sum == nullptr
                        ? nullptr
                        : all.group_sum + static_cast<size_t>(first) * static_cast<size_t>(matrix.groups())};
-      kernel.multiply(matrix, layer_.panel(projection, task.of, p), panels, x, c, kernel_scratch(worker));
-      use(first, m, p, panels, c);
+      auto take = [&](int panel, int row, int count, const float* results) {
+        use(first + row, count, p + panel, results);
+      };
+      const Sink sink{[](void* context, int panel, int row, int count, const float* results) {
+                        (*static_cast<decltype(take)*>(context))(panel, row, count, results);
+                      },
+                      &take};
+      kernel.multiply(matrix, layer_.panel(projection, task.of, p), panels, x, c, kernel_scratch(worker),
+                      kernel.feeds ? &sink : nullptr);
+      if (!kernel.feeds)
+        for (int panel = 0; panel < panels; ++panel)
+          take(panel, 0, m, c + static_cast<size_t>(panel) * static_cast<size_t>(m) * kPanel);
     }
 }
 
@@ -474,27 +484,27 @@ void Forward::compute_gate_up(const Task& task, int worker) {
   const size_t start = start_of(task.of);
   const int count = count_of(task.of);
   const Rows x = count == 1 ? input_.rows(static_cast<size_t>(routing_.token[start]), 1) : gathered_.rows(start, count);
-  multiply(Projection::up, task, x, worker, [&](int first, int m, int first_panel, int panels, const float* c) {
-    for (int p = first_panel; p < first_panel + panels; ++p, c += static_cast<size_t>(m) * kPanel) {
-      const auto panel = static_cast<size_t>(task.of) * static_cast<size_t>(gate_up_.panels) + static_cast<size_t>(p);
-      const float* bias = biases == nullptr ? nullptr : biases + panel * kPanel;
-      const int column = p * columns;
-      if (is_quantised_) {
-        uint16_t* h = hidden_ + (start + static_cast<size_t>(first)) * hidden_stride_ + static_cast<size_t>(column);
-        stages_.activate(config_.activation, c, bias, m, h, hidden_stride_);
-        continue;
-      }
-      const Rows to = inner_.rows(start, count);
-      for (int row = first; row < first + m; row += kTile) {
-        const int height = to.group_rows(row);
-        auto* h = reinterpret_cast<uint16_t*>(const_cast<std::byte*>(to.group(row)) +
-                                              static_cast<size_t>(column / 32 * height) * 64) +
-                  column % 32;
-        stages_.activate(config_.activation, c + (row - first) * kPanel, bias, height, h, 32);
-        // A half block at the end belongs to no panel. The weights there are zero, but zero times a stale NaN is not.
-        if (p + 1 == gate_up_.panels && column % 32 == 0 && columns == kTile)
-          for (int r = 0; r < height; ++r) std::fill(h + r * 32 + kTile, h + r * 32 + 32, uint16_t{0});
-      }
+  multiply(Projection::up, task, x, worker, [&](int first, int m, int p, const float* c) {
+    const auto panel = static_cast<size_t>(task.of) * static_cast<size_t>(gate_up_.panels) + static_cast<size_t>(p);
+    const float* bias = biases == nullptr ? nullptr : biases + panel * kPanel;
+    const int column = p * columns;
+    if (is_quantised_) {
+      uint16_t* h = hidden_ + (start + static_cast<size_t>(first)) * hidden_stride_ + static_cast<size_t>(column);
+      stages_.activate(config_.activation, c, bias, m, h, hidden_stride_);
+      return;
+    }
+    const Rows to = inner_.rows(start, count);
+    for (int row = first; row < first + m;) {
+      const int group = row / kTile * kTile, height = to.group_rows(group);
+      const int rows = std::min(group + height, first + m) - row;
+      auto* h = reinterpret_cast<uint16_t*>(const_cast<std::byte*>(to.group(group)) +
+                                            static_cast<size_t>(column / 32 * height + row - group) * 64) +
+                column % 32;
+      stages_.activate(config_.activation, c + (row - first) * kPanel, bias, rows, h, 32);
+      // A half block at the end belongs to no panel. The weights there are zero, but zero times a stale NaN is not.
+      if (p + 1 == gate_up_.panels && column % 32 == 0 && columns == kTile)
+        for (int r = 0; r < rows; ++r) std::fill(h + r * 32 + kTile, h + r * 32 + 32, uint16_t{0});
+      row += rows;
     }
   });
 }
@@ -514,17 +524,15 @@ void Forward::compute_down(const Task& task, int worker) {
   const size_t stride = static_cast<size_t>(part.panels) * kPanel;
   const size_t start = start_of(task.of);
   multiply(Projection::down, task, inner_.rows(start, count_of(task.of)), worker,
-           [&](int first, int m, int first_panel, int panels, const float* c) {
-             for (int p = first_panel; p < first_panel + panels; ++p) {
-               float* to = y_[shard] + (start + static_cast<size_t>(first)) * stride +
-                           static_cast<size_t>(p - part.first) * kPanel;
-               for (int row = 0; row < m; ++row, c += kPanel, to += stride) {
-                 if (is_passing_) stream_row(to, c);
-                 else std::memcpy(to, c, kPanel * sizeof(float));
-               }
+           [&](int first, int m, int p, const float* c) {
+             float* to = y_[shard] + (start + static_cast<size_t>(first)) * stride +
+                         static_cast<size_t>(p - part.first) * kPanel;
+             for (int row = 0; row < m; ++row, c += kPanel, to += stride) {
+               if (is_passing_) stream_row(to, c);
+               else std::memcpy(to, c, kPanel * sizeof(float));
              }
-             if (is_passing_) _mm_sfence();
            });
+  if (is_passing_) _mm_sfence();
 }
 
 void Forward::add_up(const Task& task) {

@@ -4,12 +4,16 @@
 //
 // With many rows and a long k, k is cut into stretches of 16 blocks: 32 KiB of a panel's weights stay in the L1 cache
 // while all rows pass by, with the hint that these are not worth keeping there, and the rows' share of a stretch stays
-// in the L2 cache while all panels of the call pass by. The accumulators wait in c.
+// in the L2 cache while all panels of the call pass by. The accumulators start from zero in every stretch, and go
+// through the L1 cache: loading sums that wait in the L2 cache would hold up the products; vector units add them in
+// between.
 //
 // int4 runs on the same int8 chains: q * scale becomes a whole number of the column's level (see moe/layout.hpp), which
 // rounds by at most half a level, 1/254 of the column's largest weight. fp8 and mxfp4 become bf16. A stretch of a panel
 // is expanded once for all rows; with some rows, between the tile products of the stretch before.
 #include <immintrin.h>
+
+#include <utility>
 
 #include "moe/kernels/decode.hpp"
 #include "moe/kernels/head.hpp"
@@ -30,13 +34,70 @@ constexpr int kInt4Uncut = 32, kDecodedUncut = 64;
 // expanding the next one hardly counts, and it only drives the rows out of the caches.
 constexpr int kWovenRows = 128;
 
+// Sums of up to 32 rows that have left the accumulators: they are added to those of the stretches before, and complete
+// ones become results (finish, in place), which the sink, if any, takes. A few rows at a time between tile products,
+// which leave the vector units idle.
+template <class Finish>
+class Leaving {
+ public:
+  Leaving(Finish finish, const Sink* sink) : finish_(finish), sink_(sink) {}
+
+  // Where to store the accumulators of rows whose sums belong at c: straight there, or in the L1 cache, in one of two
+  // places, as the other may not be empty yet.
+  float* place(float* c, bool is_first, bool is_last) {
+    at_ = is_first && (!is_last || sink_ == nullptr) ? c : places_[turn_++ & 1];
+    return at_;
+  }
+  // They were stored: rows `row` ... of panel `index`. There are `steps` tile products to hide the rest behind.
+  void start(const std::byte* panel, int index, int row, int count, float* c, bool is_first, bool is_last, int steps) {
+    if (is_first && !is_last) return;
+    rest();
+    panel_ = panel, index_ = index, row_ = row, left_ = count, is_last_ = is_last;
+    c_ = is_first ? at_ : c;
+    more_ = is_first ? nullptr : at_;
+    step_ = (count + steps - 1) / steps;
+  }
+  void some() {
+    if (left_ > 0) take(left_ < step_ ? left_ : step_);
+  }
+  void rest() {
+    if (left_ > 0) take(left_);
+  }
+
+ private:
+  void take(int count) {
+    if (more_ != nullptr) {
+      for (int i = 0; i < count * kPanel; i += kTile) {
+        if constexpr (Finish::kWhole)
+          _mm512_store_si512(c_ + i, _mm512_add_epi32(_mm512_load_si512(c_ + i), _mm512_load_si512(more_ + i)));
+        else _mm512_store_ps(c_ + i, _mm512_add_ps(_mm512_load_ps(c_ + i), _mm512_load_ps(more_ + i)));
+      }
+      more_ += count * kPanel;
+    }
+    if (is_last_) {
+      finish_(panel_, row_, count, c_);
+      if (sink_ != nullptr) sink_->take(sink_->context, index_, row_, count, c_);
+    }
+    row_ += count, left_ -= count, c_ += count * kPanel;
+  }
+
+  const Finish finish_;
+  const Sink* const sink_;
+  alignas(64) float places_[2][2 * kTile * kPanel];
+  int turn_ = 0;
+  const std::byte* panel_ = nullptr;
+  int index_ = 0, row_ = 0, left_ = 0, step_ = 0;
+  float *at_ = nullptr, *c_ = nullptr;
+  const float* more_ = nullptr;
+  bool is_last_ = false;
+};
+
 // c [count, m, 32], fp32 or int32 as the product accumulates. weights(panel, first, blocks) returns `blocks` blocks of
-// B tiles from block `first` on; finish(panel, row, count, c) gets the complete sums of up to 32 rows, still in the L1
-// cache.
+// B tiles from block `first` on; finish: see Leaving.
 template <class Tiles, class Weights, class Finish>
-void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, void* c, int stretch,
-            void (*product)(bool), Weights weights, Finish finish) {
-  auto* out = static_cast<float*>(c);
+void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, const Sink* sink,
+            int stretch, void (*product)(bool), Weights weights, Finish finish) {
+  Leaving<Finish> leaving(finish, sink);
   const int all = matrix.blocks();
   const size_t data_block = 2 * matrix.tile_bytes();
   int m0 = 0, m1 = 0;
@@ -61,10 +122,8 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows
           m1 = h1;
         }
         const bool two = h1 > 0;
-        float* target =
-            out + (static_cast<size_t>(p) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
-        if (first_block == 0) Tiles::zero(two);
-        else Tiles::load_c(target, two);
+        float* sums = c + (static_cast<size_t>(p) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
+        Tiles::zero(two);
         const std::byte* a0 = rows.group(row) + static_cast<size_t>(first_block) * static_cast<size_t>(h0) * 64;
         const std::byte* a1 = rows.group(row + kTile) + static_cast<size_t>(first_block) * static_cast<size_t>(h1) * 64;
         for (int block = 0; block < blocks; ++block) {
@@ -74,12 +133,15 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows
           product(two);
           for (size_t at = 0; at < ahead; at += 64) _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T1);
           next += ahead;
+          leaving.some();
         }
-        Tiles::store(target, two);
-        if (first_block + blocks == all) finish(panel, row, h0 + h1, target);
+        const bool is_first = first_block == 0, is_last = first_block + blocks == all;
+        Tiles::store(leaving.place(sums, is_first, is_last), two);
+        leaving.start(panel, p, row, h0 + h1, sums, is_first, is_last, blocks);
       }
     }
   }
+  leaving.rest();
   Tiles::release();
 }
 
@@ -88,14 +150,17 @@ int stretch_for(const Matrix& matrix, const Rows& rows) {
   return rows.m <= 2 * kTile || matrix.blocks() <= kUncut ? matrix.blocks() : kStretch;
 }
 
-// Sums that need nothing more.
-constexpr auto kDone = [](const std::byte*, int, int, float*) {};
+// What makes sums results. fp32 sums are results.
+struct Done {
+  static constexpr bool kWhole = false;
+  void operator()(const std::byte*, int, int, float*) const {}
+};
 
 template <class Tiles>
-void bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c) {
+void bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, const Sink* sink) {
   chains<Tiles>(
-      matrix, panels, count, rows, c, stretch_for(matrix, rows), Tiles::bf16,
-      [&](const std::byte* panel, int first, int) { return panel + static_cast<size_t>(first) * 2048; }, kDone);
+      matrix, panels, count, rows, c, sink, stretch_for(matrix, rows), Tiles::bf16,
+      [&](const std::byte* panel, int first, int) { return panel + static_cast<size_t>(first) * 2048; }, Done{});
 }
 
 // c [count, 32] = (sum - offset) * column scale * row scale, in place.
@@ -111,71 +176,103 @@ void scale_sums(const float* column_scale, const int32_t* offset, const float* r
   }
 }
 
+struct Int8Scales {
+  static constexpr bool kWhole = true;
+  const float* rows;
+  void operator()(const std::byte* panel, int row, int count, float* sums) const {
+    scale_sums(int8_head(panel).scale, int8_head(panel).offset, rows + row, count, sums);
+  }
+};
+struct Int4Scales {
+  static constexpr bool kWhole = true;
+  const float* rows;
+  void operator()(const std::byte* panel, int row, int count, float* sums) const {
+    scale_sums(int4_levels(panel), nullptr, rows + row, count, sums);
+  }
+};
+
 template <class Tiles>
-void int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c) {
+void int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, const Sink* sink) {
   const size_t head_bytes = matrix.head_bytes();
   chains<Tiles>(
-      matrix, panels, count, rows, c, stretch_for(matrix, rows), Tiles::unsigned_signed,
+      matrix, panels, count, rows, c, sink, stretch_for(matrix, rows), Tiles::unsigned_signed,
       [&](const std::byte* panel, int first, int) { return panel + head_bytes + static_cast<size_t>(first) * 2048; },
-      [&](const std::byte* panel, int row, int height, float* sums) {
-        scale_sums(int8_head(panel).scale, int8_head(panel).offset, rows.scale + row, height, sums);
-      });
+      Int8Scales{rows.scale});
 }
 
-// Expands the nibbles of one tile's row pair: bytes are (q - zero) * scale / level, rounded. `ratio` is scale / level *
-// 2048, twice in each 32-bit lane; nibbles and zero are brought to 16 times their value in 16 bits, so that the
-// rounding high multiply takes off exactly 2^15.
-inline __m512i scaled(__m512i even, __m512i odd, __m512i ratio, __m512i zero) {
-  const __m512i mask = _mm512_set1_epi16(0xf0);
-  even = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_and_si512(even, mask), zero), ratio);
-  odd = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_and_si512(odd, mask), zero), ratio);
-  return _mm512_or_si512(_mm512_and_si512(even, _mm512_set1_epi16(0xff)), _mm512_slli_epi16(odd, 8));
-}
+// Expands int4 blocks to int8 tiles: bytes are (q - zero) * scale / level, rounded. In 16 bits with eight of them after
+// the point, nibble * ratio + bias: the upper byte is the result, bias holds the zero point and what rounds.
+class Expand {
+ public:
+  explicit Expand(const Matrix& matrix) : matrix_(matrix), run_(matrix.group_size < 64 ? 4 : 8) {}
 
-// `inverse` is 2048 / level.
-inline __m512i ratio_of(const std::byte* panel, int group, int tile, __m512 inverse) {
-  const auto* scales = reinterpret_cast<const __m256i*>(int4_scales(panel) + group * kPanel + tile * kTile);
-  const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(scales)), 16));
-  const __m512i whole = _mm512_and_si512(_mm512_cvtps_epi32(_mm512_mul_ps(scale, inverse)), _mm512_set1_epi32(0xffff));
-  return _mm512_or_si512(whole, _mm512_slli_epi32(whole, 16));
-}
-
-inline __m512i zero_of(const Matrix& matrix, const std::byte* panel, int group, int tile) {
-  const uint8_t* zeros = int4_zeros(matrix, panel) + group * kPanel + tile * kTile;
-  const __m512i zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
-  return _mm512_slli_epi16(_mm512_or_si512(zero, _mm512_slli_epi32(zero, 16)), 4);
-}
-
-void expand(const Matrix& matrix, const std::byte* panel, int first, int blocks, std::byte* to) {
-  __m512 inverse[2];
-  for (int tile = 0; tile < 2; ++tile) {
-    const __m512 level = _mm512_loadu_ps(int4_levels(panel) + tile * kTile);
-    // Columns of zeros; and so small ones that the quotient might overflow count as such.
-    const __mmask16 used = _mm512_cmp_ps_mask(level, _mm512_set1_ps(0x1p-110f), _CMP_GT_OQ);
-    inverse[tile] = _mm512_maskz_div_ps(used, _mm512_set1_ps(2048.0f), level);
-  }
-  const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 1024;
-  const int run = matrix.group_size < 64 ? 4 : 8;  // rows of a block that share a scale
-  for (int block = first; block < first + blocks; ++block)
-    for (int tile = 0; tile < 2; ++tile)
-      for (int start = 0; start < 8; start += run) {
-        const int group = (block * 64 + start * 8) / matrix.group_size;
-        const __m512i ratio = ratio_of(panel, group, tile, inverse[tile]);
-        const __m512i zero = matrix.symmetric ? _mm512_set1_epi16(8 * 16) : zero_of(matrix, panel, group, tile);
-        for (int row = 0; row < run; ++row, from += 64, to += 128) {
-          const __m512i pair = _mm512_load_si512(from);
-          _mm512_store_si512(to, scaled(_mm512_slli_epi16(pair, 4), _mm512_srli_epi16(pair, 4), ratio, zero));
-          _mm512_store_si512(to + 64, scaled(pair, _mm512_srli_epi16(pair, 8), ratio, zero));
+  // `streamed`: what lies kDecodeAhead bytes further on is prefetched.
+  template <bool streamed>
+  void run(const std::byte* panel, int first, int blocks, std::byte* to) {
+    if (panel != panel_) begin(panel);
+    const __m512i nibble = _mm512_set1_epi16(15), upper = _mm512_set1_epi16(static_cast<short>(0xff00));
+    const std::byte* from = panel + matrix_.head_bytes() + static_cast<size_t>(first) * 1024;
+    for (int block = first; block < first + blocks; ++block)
+      for (int tile = 0; tile < 2; ++tile)
+        for (int start = 0; start < 8; start += run_) {
+          const int group = (block * 64 + start * 8) / matrix_.group_size;
+          const __m512i ratio = ratio_of(group, tile), bias = bias_of(group, tile, ratio);
+          auto scaled = [&](__m512i q) { return _mm512_add_epi16(_mm512_mullo_epi16(q, ratio), bias); };
+          auto merged = [&](__m512i even, __m512i odd) {
+            constexpr int kFirstOrBoth = 0xf8;  // a | (b & c)
+            return _mm512_ternarylogic_epi32(_mm512_srli_epi16(even, 8), odd, upper, kFirstOrBoth);
+          };
+          for (int row = 0; row < run_; ++row, from += 64, to += 128) {
+            if constexpr (streamed) _mm_prefetch(reinterpret_cast<const char*>(from + kDecodeAhead), _MM_HINT_T0);
+            const __m512i pair = _mm512_load_si512(from);
+            const __m512i even0 = scaled(_mm512_and_si512(pair, nibble));
+            const __m512i odd0 = scaled(_mm512_and_si512(_mm512_srli_epi16(pair, 8), nibble));
+            const __m512i even1 = scaled(_mm512_and_si512(_mm512_srli_epi16(pair, 4), nibble));
+            const __m512i odd1 = scaled(_mm512_srli_epi16(pair, 12));
+            _mm512_store_si512(to, merged(even0, odd0));
+            _mm512_store_si512(to + 64, merged(even1, odd1));
+          }
         }
-      }
-}
+  }
+
+ private:
+  void begin(const std::byte* panel) {
+    panel_ = panel;
+    for (int tile = 0; tile < 2; ++tile) {
+      const __m512 level = _mm512_loadu_ps(int4_levels(panel) + tile * kTile);
+      // Columns of zeros; and so small ones that the quotient might overflow count as such.
+      const __mmask16 used = _mm512_cmp_ps_mask(level, _mm512_set1_ps(0x1p-110f), _CMP_GT_OQ);
+      inverse_[tile] = _mm512_maskz_div_ps(used, _mm512_set1_ps(256.0f), level);
+    }
+  }
+  // scale / level * 256, twice in each 32-bit lane, as everything here.
+  __m512i ratio_of(int group, int tile) const {
+    const auto* scales = reinterpret_cast<const __m256i*>(int4_scales(panel_) + group * kPanel + tile * kTile);
+    const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(scales)), 16));
+    return twice(_mm512_and_si512(_mm512_cvtps_epi32(_mm512_mul_ps(scale, inverse_[tile])), _mm512_set1_epi32(0xffff)));
+  }
+  __m512i bias_of(int group, int tile, __m512i ratio) const {
+    constexpr int kHalf = 128;
+    if (matrix_.symmetric) return _mm512_sub_epi16(_mm512_set1_epi16(kHalf), _mm512_slli_epi16(ratio, 3));
+    const uint8_t* zeros = int4_zeros(matrix_, panel_) + group * kPanel + tile * kTile;
+    const __m512i zero = twice(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros))));
+    return _mm512_sub_epi16(_mm512_set1_epi16(kHalf), _mm512_mullo_epi16(ratio, zero));
+  }
+  static __m512i twice(__m512i low) { return _mm512_or_si512(low, _mm512_slli_epi32(low, 16)); }
+
+  const Matrix& matrix_;
+  const int run_;  // rows of a block that share a scale
+  const std::byte* panel_ = nullptr;
+  __m512 inverse_[2];
+};
 
 // chains() for weights that make(panel, first, blocks, to) expands to B tiles: the stretch that comes next is expanded
 // a block at a time between the tile products of this one, which leave the vector units idle; the one after that is on
 // its way from memory.
 template <class Tiles, class Make, class Finish>
 void woven(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-           int stretch, void (*product)(bool), Make make, Finish finish) {
+           const Sink* sink, int stretch, void (*product)(bool), Make make, Finish finish) {
+  Leaving<Finish> leaving(finish, sink);
   const int all = matrix.blocks(), pairs = (rows.m + 2 * kTile - 1) / (2 * kTile);
   const size_t data_block = 2 * matrix.tile_bytes();
   const size_t ahead = (data_block / 64 + static_cast<size_t>(pairs) - 1) / static_cast<size_t>(pairs) * 64;
@@ -205,10 +302,9 @@ void woven(const Matrix& matrix, const std::byte* panels, int count, const Rows&
         m1 = h1;
       }
       const bool two = h1 > 0;
-      float* target =
+      float* sums =
           c + (static_cast<size_t>(place % count) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
-      if (first == 0) Tiles::zero(two);
-      else Tiles::load_c(target, two);
+      Tiles::zero(two);
       const std::byte* a0 = rows.group(row) + static_cast<size_t>(first) * static_cast<size_t>(h0) * 64;
       const std::byte* a1 = rows.group(row + kTile) + static_cast<size_t>(first) * static_cast<size_t>(h1) * 64;
       for (int block = 0; block < blocks; ++block) {
@@ -221,23 +317,26 @@ void woven(const Matrix& matrix, const std::byte* panels, int count, const Rows&
         due += next_blocks;
         for (; due >= pairs * blocks; due -= pairs * blocks, ++made)
           make(panel_of(place + 1), first_of(place + 1) + made, 1, to + made * 2048);
+        leaving.some();
       }
-      Tiles::store(target, two);
-      if (first + blocks == all) finish(panel_of(place), row, h0 + h1, target);
+      const bool is_first = first == 0, is_last = first + blocks == all;
+      Tiles::store(leaving.place(sums, is_first, is_last), two);
+      leaving.start(panel_of(place), place % count, row, h0 + h1, sums, is_first, is_last, blocks);
     }
   }
+  leaving.rest();
   Tiles::release();
 }
 
 // Either of the two.
 template <class Tiles, class Make, class Finish>
 void expanded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-              int uncut, void (*product)(bool), Make make, Finish finish) {
+              const Sink* sink, int uncut, void (*product)(bool), Make make, Finish finish) {
   const int stretch = matrix.blocks() <= uncut ? matrix.blocks() : kStretch;
   if (rows.m <= kWovenRows)
-    return woven<Tiles>(matrix, panels, count, rows, c, scratch, stretch, product, make, finish);
+    return woven<Tiles>(matrix, panels, count, rows, c, scratch, sink, stretch, product, make, finish);
   chains<Tiles>(
-      matrix, panels, count, rows, c, stretch, product,
+      matrix, panels, count, rows, c, sink, stretch, product,
       [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
         make(panel, first, blocks, scratch);
         return scratch;
@@ -245,92 +344,123 @@ void expanded(const Matrix& matrix, const std::byte* panels, int count, const Ro
       finish);
 }
 
-template <class Tiles>
-void int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch) {
-  expanded<Tiles>(
-      matrix, panels, count, rows, c, scratch, kInt4Uncut, Tiles::signed_signed,
-      [&](const std::byte* panel, int first, int blocks, std::byte* to) { expand(matrix, panel, first, blocks, to); },
-      [&](const std::byte* panel, int row, int height, float* sums) {
-        scale_sums(int4_levels(panel), nullptr, rows.scale + row, height, sums);
-      });
-}
-
-// Up to 32 rows: a panel is read from end to end, and its sums never leave the accumulators.
-template <class Tiles>
-void decoded_few(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                 std::byte* scratch, Decode decode) {
-  const int h0 = rows.group_rows(0), h1 = rows.m > kTile ? rows.group_rows(kTile) : 0;
+// Up to 32 rows: a panel is read from end to end, and its sums never leave the accumulators. What is expanded between
+// the tile products is a few blocks, which come from the L1 cache right away.
+template <class Tiles, class Make, class Finish>
+void few(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
+         const Sink* sink, void (*product)(bool), Make make, Finish finish) {
+  Leaving<Finish> leaving(finish, sink);
+  const int all = matrix.blocks(), h0 = rows.group_rows(0), h1 = rows.m > kTile ? rows.group_rows(kTile) : 0;
   const bool two = h1 > 0;
+  std::byte *w = scratch, *to = scratch + kDecodedBlocks * 2048;
+  auto blocks_at = [&](int first) { return all - first < kDecodedBlocks ? all - first : kDecodedBlocks; };
   Tiles::configure(TileShapes(h0, h1));
-  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel) {
+  make(panels, 0, blocks_at(0), w);
+  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes()) {
     Tiles::zero(two);
     const std::byte *a0 = rows.group(0), *a1 = rows.group(kTile);
-    for (int first = 0; first < matrix.blocks(); first += kDecodedBlocks) {
-      const int blocks = matrix.blocks() - first < kDecodedBlocks ? matrix.blocks() - first : kDecodedBlocks;
-      decode(matrix, panels, first, blocks, kDecodeAhead, scratch);
-      for (int block = 0; block < blocks; ++block, a0 += h0 * 64, a1 += h1 * 64) {
+    for (int first = 0; first < all; first += kDecodedBlocks) {
+      const int blocks = blocks_at(first);
+      const bool is_last = first + blocks == all;
+      const std::byte* panel = is_last ? panels + matrix.panel_bytes() : panels;
+      const int next = is_last ? 0 : first + blocks, next_blocks = is_last && p + 1 == count ? 0 : blocks_at(next);
+      for (int block = 0, made = 0; block < blocks; ++block, a0 += h0 * 64, a1 += h1 * 64) {
         Tiles::load_a0(a0);
         if (two) Tiles::load_a1(a1);
-        Tiles::load_b(scratch + block * 2048, scratch + block * 2048 + 1024);
-        Tiles::bf16(two);
+        Tiles::load_b(w + block * 2048, w + block * 2048 + 1024);
+        product(two);
+        for (; made < (block + 1) * next_blocks / blocks; ++made) make(panel, next + made, 1, to + made * 2048);
+        leaving.some();
       }
+      std::swap(w, to);
     }
-    Tiles::store(c, two);
+    float* sums = c + static_cast<size_t>(p) * static_cast<size_t>(rows.m) * kPanel;
+    Tiles::store(leaving.place(sums, true, true), two);
+    leaving.start(panels, p, 0, rows.m, sums, true, true, all);
   }
+  leaving.rest();
   Tiles::release();
 }
 
 template <class Tiles>
-void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-             Decode decode) {
-  if (rows.m <= 2 * kTile) return decoded_few<Tiles>(matrix, panels, count, rows, c, scratch, decode);
+void int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
+          const Sink* sink) {
+  Expand expand(matrix);
+  if (rows.m <= 2 * kTile)
+    return few<Tiles>(
+        matrix, panels, count, rows, c, scratch, sink, Tiles::signed_signed,
+        [&](const std::byte* panel, int first, int blocks, std::byte* to) {
+          expand.run<true>(panel, first, blocks, to);
+        },
+        Int4Scales{rows.scale});
   expanded<Tiles>(
-      matrix, panels, count, rows, c, scratch, kDecodedUncut, Tiles::bf16,
+      matrix, panels, count, rows, c, scratch, sink, kInt4Uncut, Tiles::signed_signed,
+      [&](const std::byte* panel, int first, int blocks, std::byte* to) {
+        expand.run<false>(panel, first, blocks, to);
+      },
+      Int4Scales{rows.scale});
+}
+
+template <class Tiles>
+void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
+             const Sink* sink, Decode decode) {
+  if (rows.m <= 2 * kTile)
+    return few<Tiles>(
+        matrix, panels, count, rows, c, scratch, sink, Tiles::bf16,
+        [&](const std::byte* panel, int first, int blocks, std::byte* to) {
+          decode(matrix, panel, first, blocks, kDecodeAhead, to);
+        },
+        Done{});
+  expanded<Tiles>(
+      matrix, panels, count, rows, c, scratch, sink, kDecodedUncut, Tiles::bf16,
       [&](const std::byte* panel, int first, int blocks, std::byte* to) {
         decode(matrix, panel, first, blocks, 0, to);
       },
-      kDone);
+      Done{});
 }
 
 }  // namespace
 
-void amx_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
-  bf16<HardwareTiles>(matrix, panels, count, rows, c);
+void amx_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+              const Sink* sink) {
+  bf16<HardwareTiles>(matrix, panels, count, rows, c, sink);
 }
-void amx_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
-  int8<HardwareTiles>(matrix, panels, count, rows, c);
+void amx_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+              const Sink* sink) {
+  int8<HardwareTiles>(matrix, panels, count, rows, c, sink);
 }
-void amx_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-              std::byte* scratch) {
-  int4<HardwareTiles>(matrix, panels, count, rows, c, scratch);
+void amx_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
+              const Sink* sink) {
+  int4<HardwareTiles>(matrix, panels, count, rows, c, scratch, sink);
 }
-void modelled_amx_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                       std::byte*) {
-  bf16<ModelTiles>(matrix, panels, count, rows, c);
+void modelled_amx_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+                       const Sink* sink) {
+  bf16<ModelTiles>(matrix, panels, count, rows, c, sink);
 }
-void modelled_amx_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                       std::byte*) {
-  int8<ModelTiles>(matrix, panels, count, rows, c);
+void modelled_amx_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+                       const Sink* sink) {
+  int8<ModelTiles>(matrix, panels, count, rows, c, sink);
 }
 void modelled_amx_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                       std::byte* scratch) {
-  int4<ModelTiles>(matrix, panels, count, rows, c, scratch);
+                       std::byte* scratch, const Sink* sink) {
+  int4<ModelTiles>(matrix, panels, count, rows, c, scratch, sink);
 }
 
-void amx_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch) {
-  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, avx512_decode_fp8);
+void amx_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
+             const Sink* sink) {
+  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, sink, avx512_decode_fp8);
 }
-void amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-               std::byte* scratch) {
-  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, avx512_decode_mxfp4);
+void amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
+               const Sink* sink) {
+  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, sink, avx512_decode_mxfp4);
 }
 void modelled_amx_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                      std::byte* scratch) {
-  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, avx512_decode_fp8);
+                      std::byte* scratch, const Sink* sink) {
+  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, sink, avx512_decode_fp8);
 }
 void modelled_amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                        std::byte* scratch) {
-  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, avx512_decode_mxfp4);
+                        std::byte* scratch, const Sink* sink) {
+  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, sink, avx512_decode_mxfp4);
 }
 
 }  // namespace ktinject

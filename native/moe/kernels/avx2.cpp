@@ -174,7 +174,8 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Row
 
 }  // namespace
 
-void avx2_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void avx2_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+               const Sink*) {
   for_runs<2>(matrix, panels, count, rows, c,
               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int, int take, float* out) {
                 if (take == 2) bf16_rows<2, true>(matrix.blocks(), panel, x, block_stride, false, out);
@@ -182,24 +183,26 @@ void avx2_bf16(const Matrix& matrix, const std::byte* panels, int count, const R
               });
 }
 
-void avx2_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-              std::byte* scratch) {
+void avx2_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
+              const Sink*) {
   decoded(matrix, panels, count, rows, c, scratch, avx2_decode_fp8);
 }
 
 void avx2_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                std::byte* scratch) {
+                std::byte* scratch, const Sink*) {
   decoded(matrix, panels, count, rows, c, scratch, avx2_decode_mxfp4);
 }
 
-void avx2_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void avx2_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+               const Sink*) {
   for_runs<1>(matrix, panels, count, rows, c,
               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int row, int, float* out) {
                 int8_row(matrix, panel, x, block_stride, rows.scale[row], out);
               });
 }
 
-void avx2_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void avx2_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+               const Sink*) {
   const auto groups = static_cast<size_t>(matrix.groups());
   for_runs<1>(matrix, panels, count, rows, c,
               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int row, int, float* out) {

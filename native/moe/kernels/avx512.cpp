@@ -116,28 +116,30 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
   const int groups = matrix.groups();
   const uint16_t* scales = int4_scales(panel);
   const uint8_t* zeros = int4_zeros(matrix, panel);
-  const std::byte* data = panel + matrix.head_bytes();
   const __m512i low_nibbles = _mm512_set1_epi8(15);
   __m512 total[M][2];
   for (auto& row : total) row[0] = row[1] = _mm512_setzero_ps();
-  const int group_rows = matrix.group_size / 8;  // 64-byte rows of packed weights in a group of one tile
-  const int all_rows = matrix.blocks() * 8;
-  auto sum_of = [&](int row, int g) {
-    return group_sum[static_cast<size_t>(row) * static_cast<size_t>(groups) + static_cast<size_t>(g)];
-  };
-  for (int g = 0; g < groups; ++g) {
+  const std::byte *w = panel + matrix.head_bytes(), *const end = panel + matrix.panel_bytes();
+  const int halves = matrix.group_size / 32;  // half blocks: four 64-byte rows of both tiles
+  int left = matrix.blocks() * 2;
+  bool is_second = false;
+  for (int g = 0; g < groups; ++g, scales += kPanel, zeros += kPanel, ++group_sum) {
     __m512i sum[M][2];
 #pragma GCC unroll 16
-    for (int row = 0; row < M; ++row)
-      sum[row][0] = sum[row][1] = _mm512_set1_epi32(symmetric ? -8 * sum_of(row, g) : 0);
-    const int end = (g + 1) * group_rows < all_rows ? (g + 1) * group_rows : all_rows;
-    for (int at = g * group_rows; at < end; at += 4) {
-      const std::byte* w = data + static_cast<size_t>(at / 8) * 1024 + static_cast<size_t>(at % 8) * 64;
-      const std::byte* inputs = x + static_cast<size_t>(at / 8) * block_stride + static_cast<size_t>(at % 8) * 8;
+    for (int row = 0; row < M; ++row) {
+      const int32_t inputs = symmetric ? group_sum[static_cast<size_t>(row) * static_cast<size_t>(groups)] : 0;
+      sum[row][0] = sum[row][1] = _mm512_set1_epi32(-8 * inputs);
+    }
+    // Of the next panel: the head a line a group, so that the weights are always the same stretch ahead.
+    prefetch(reinterpret_cast<const std::byte*>(scales) + matrix.panel_bytes());
+    if constexpr (!symmetric) prefetch(reinterpret_cast<const std::byte*>(zeros) + matrix.panel_bytes());
+    for (int half = halves < left ? halves : left; half > 0; --half, --left) {
+      const std::byte* ahead = w + prefetch_bytes(2 * M);  // twice as much to do as for int8
+      if (ahead >= end) ahead += matrix.head_bytes();
 #pragma GCC unroll 4
       for (int r = 0; r < 4; ++r) {
-        prefetch(w + prefetch_bytes(M) + r * 64);
-        prefetch(w + prefetch_bytes(M) + 512 + r * 64);
+        prefetch(ahead + r * 64);
+        prefetch(ahead + 512 + r * 64);
         const __m512i pair0 = load(w + r * 64), pair1 = load(w + 512 + r * 64);
         const __m512i low0 = _mm512_and_si512(pair0, low_nibbles);
         const __m512i low1 = _mm512_and_si512(pair1, low_nibbles);
@@ -145,7 +147,7 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
         const __m512i high1 = _mm512_and_si512(_mm512_srli_epi16(pair1, 4), low_nibbles);
 #pragma GCC unroll 16
         for (int row = 0; row < M; ++row) {
-          const std::byte* a = inputs + row * 64 + r * 8;
+          const std::byte* a = x + row * 64 + r * 8;
           const __m512i a0 = broadcast(a), a1 = broadcast(a + 4);
           sum[row][0] = _mm512_dpbusd_epi32(sum[row][0], low0, a0);
           sum[row][1] = _mm512_dpbusd_epi32(sum[row][1], low1, a0);
@@ -153,19 +155,23 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
           sum[row][1] = _mm512_dpbusd_epi32(sum[row][1], high1, a1);
         }
       }
+      w += is_second ? 768 : 256;
+      x += is_second ? block_stride - 32 : 32;
+      is_second = !is_second;
     }
-    const __m512 scale0 = widen_scale(scales + g * kPanel), scale1 = widen_scale(scales + g * kPanel + kTile);
+    const __m512 scale0 = widen_scale(scales), scale1 = widen_scale(scales + kTile);
 #pragma GCC unroll 16
     for (int row = 0; row < M; ++row) {
       total[row][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[row][0]), scale0, total[row][0]);
       total[row][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[row][1]), scale1, total[row][1]);
     }
     if constexpr (!symmetric) {
-      const __m512 zero0 = _mm512_mul_ps(widen_zero(zeros + g * kPanel), scale0);
-      const __m512 zero1 = _mm512_mul_ps(widen_zero(zeros + g * kPanel + kTile), scale1);
+      const __m512 zero0 = _mm512_mul_ps(widen_zero(zeros), scale0);
+      const __m512 zero1 = _mm512_mul_ps(widen_zero(zeros + kTile), scale1);
 #pragma GCC unroll 16
       for (int row = 0; row < M; ++row) {
-        const __m512 inputs = _mm512_set1_ps(static_cast<float>(sum_of(row, g)));
+        const __m512 inputs =
+            _mm512_set1_ps(static_cast<float>(group_sum[static_cast<size_t>(row) * static_cast<size_t>(groups)]));
         total[row][0] = _mm512_fnmadd_ps(inputs, zero0, total[row][0]);
         total[row][1] = _mm512_fnmadd_ps(inputs, zero1, total[row][1]);
       }
@@ -174,6 +180,85 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
   for (int row = 0; row < M; ++row)
     for (int t = 0; t < 2; ++t)
       _mm512_storeu_ps(c + row * kPanel + t * kTile, _mm512_mul_ps(total[row][t], _mm512_set1_ps(scale[row])));
+}
+
+// One row or two, tile by tile: the weights come in the order in which they lie in memory, which the processor's
+// prefetchers follow. The products of the high nibbles have sums of their own, and are 16 times too large until the
+// group ends: that spares their shift and covers the latency of the dot product.
+template <int M, bool symmetric>
+void int4_few(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride, const float* scale,
+              const int32_t* group_sum, float* c) {
+  const int groups = matrix.groups(), blocks = matrix.blocks();
+  const uint16_t* scales = int4_scales(panel);
+  const uint8_t* zeros = int4_zeros(matrix, panel);
+  const __m512i low_nibbles = _mm512_set1_epi8(15), high_nibbles = _mm512_set1_epi8(static_cast<char>(0xf0));
+  const std::byte *w = panel + matrix.head_bytes(), *const panel_end = panel + matrix.panel_bytes();
+  __m512 total[M][2];
+  for (auto& row : total) row[0] = row[1] = _mm512_setzero_ps();
+  __m512i low[M][2], high[M][2];
+  auto sum_of = [&](int row, int g) { return group_sum[row * groups + g]; };
+  auto begin = [&](int t, int g) {
+    if (t == 0) prefetch(reinterpret_cast<const std::byte*>(scales + g * kPanel) + matrix.panel_bytes());
+    for (int row = 0; row < M; ++row) {
+      low[row][t] = _mm512_set1_epi32(symmetric ? -8 * sum_of(row, g) : 0);
+      high[row][t] = _mm512_setzero_si512();
+    }
+  };
+  // 64-byte rows `first` ... of tile t of a block.
+  auto add = [&](int t, int first, int count) {
+    const std::byte* ahead = w + prefetch_bytes(2 * M);
+    if (ahead >= panel_end) ahead += matrix.head_bytes();
+#pragma GCC unroll 8
+    for (int r = first; r < first + count; ++r, w += 64, ahead += 64) {
+      prefetch(ahead);
+      const __m512i pair = load(w);
+      const __m512i q0 = _mm512_and_si512(pair, low_nibbles), q1 = _mm512_and_si512(pair, high_nibbles);
+      for (int row = 0; row < M; ++row) {
+        low[row][t] = _mm512_dpbusd_epi32(low[row][t], q0, broadcast(x + row * 64 + r * 8));
+        high[row][t] = _mm512_dpbusd_epi32(high[row][t], q1, broadcast(x + row * 64 + r * 8 + 4));
+      }
+    }
+  };
+  auto end = [&](int t, int g) {
+    const __m512 by = widen_scale(scales + g * kPanel + t * kTile);
+    for (int row = 0; row < M; ++row) {
+      const __m512i sum = _mm512_add_epi32(low[row][t], _mm512_srai_epi32(high[row][t], 4));
+      total[row][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), by, total[row][t]);
+      if constexpr (!symmetric)
+        total[row][t] = _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(sum_of(row, g))),
+                                         _mm512_mul_ps(widen_zero(zeros + g * kPanel + t * kTile), by), total[row][t]);
+    }
+  };
+  if (matrix.group_size < 64) {
+    for (int block = 0; block < blocks; ++block, x += block_stride)
+#pragma GCC unroll 4
+      for (int part = 0; part < 4; ++part) {
+        const int t = part / 2, half = part % 2;
+        begin(t, 2 * block + half);
+        add(t, half * 4, 4);
+        end(t, 2 * block + half);
+      }
+  } else {
+    const int run = matrix.group_size / 64;
+    for (int g = 0, block = 0; block < blocks; ++g) {
+      begin(0, g), begin(1, g);
+      for (const int last = block + run < blocks ? block + run : blocks; block < last; ++block, x += block_stride) {
+        add(0, 0, 8);
+        add(1, 0, 8);
+      }
+      end(0, g), end(1, g);
+    }
+  }
+  for (int row = 0; row < M; ++row)
+    for (int t = 0; t < 2; ++t)
+      _mm512_storeu_ps(c + row * kPanel + t * kTile, _mm512_mul_ps(total[row][t], _mm512_set1_ps(scale[row])));
+}
+
+template <int M, bool symmetric>
+void int4_run(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride, const float* scale,
+              const int32_t* group_sum, float* c) {
+  if constexpr (M <= 2) int4_few<M, symmetric>(matrix, panel, x, block_stride, scale, group_sum, c);
+  else int4_rows<M, symmetric>(matrix, panel, x, block_stride, scale, group_sum, c);
 }
 
 // Calls run(panel, x, block_stride, first, take, c) for runs of at most Most rows that lie in one group, each of a
@@ -249,7 +334,8 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Row
 
 }  // namespace
 
-void avx512_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void avx512_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+                 const Sink*) {
   for_runs<12>(matrix, panels, count, rows, c,
                [&](const std::byte* panel, const std::byte* x, size_t block_stride, int, int take, float* out) {
 #define CALL(M) return bf16_rows<M, true>(matrix.blocks(), panel, x, block_stride, false, out)
@@ -259,7 +345,8 @@ void avx512_bf16(const Matrix& matrix, const std::byte* panels, int count, const
                });
 }
 
-void avx512_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void avx512_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+                 const Sink*) {
   for_runs<12>(matrix, panels, count, rows, c,
                [&](const std::byte* panel, const std::byte* x, size_t block_stride, int first, int take, float* out) {
 #define CALL(M) return int8_rows<M>(matrix, panel, x, block_stride, rows.scale + first, out)
@@ -269,17 +356,18 @@ void avx512_int8(const Matrix& matrix, const std::byte* panels, int count, const
                });
 }
 
-void avx512_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void avx512_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+                 const Sink*) {
   const auto groups = static_cast<size_t>(matrix.groups());
   for_runs<6>(matrix, panels, count, rows, c,
               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int first, int take, float* out) {
                 const int32_t* sums = rows.group_sum + static_cast<size_t>(first) * groups;
                 if (matrix.symmetric) {
-#define CALL(M) return int4_rows<M, true>(matrix, panel, x, block_stride, rows.scale + first, sums, out)
+#define CALL(M) return int4_run<M, true>(matrix, panel, x, block_stride, rows.scale + first, sums, out)
                   KTINJECT_ROWS(CALL)
 #undef CALL
                 } else {
-#define CALL(M) return int4_rows<M, false>(matrix, panel, x, block_stride, rows.scale + first, sums, out)
+#define CALL(M) return int4_run<M, false>(matrix, panel, x, block_stride, rows.scale + first, sums, out)
                   KTINJECT_ROWS(CALL)
 #undef CALL
                 }
@@ -287,12 +375,12 @@ void avx512_int4(const Matrix& matrix, const std::byte* panels, int count, const
 }
 
 void avx512_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                std::byte* scratch) {
+                std::byte* scratch, const Sink*) {
   decoded(matrix, panels, count, rows, c, scratch, avx512_decode_fp8);
 }
 
 void avx512_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                  std::byte* scratch) {
+                  std::byte* scratch, const Sink*) {
   decoded(matrix, panels, count, rows, c, scratch, avx512_decode_mxfp4);
 }
 

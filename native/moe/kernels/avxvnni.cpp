@@ -121,7 +121,8 @@ void for_pairs(const Matrix& matrix, const std::byte* panels, int count, const R
 
 }  // namespace
 
-void avxvnni_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void avxvnni_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+                  const Sink*) {
   for_pairs(matrix, panels, count, rows, c,
             [&](const std::byte* panel, const std::byte* x, size_t block_stride, int first, int take, float* out) {
               if (take == 2) int8_rows<2>(matrix, panel, x, block_stride, rows.scale + first, out);
@@ -129,7 +130,8 @@ void avxvnni_int8(const Matrix& matrix, const std::byte* panels, int count, cons
             });
 }
 
-void avxvnni_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void avxvnni_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+                  const Sink*) {
   const auto groups = static_cast<size_t>(matrix.groups());
   for_pairs(matrix, panels, count, rows, c,
             [&](const std::byte* panel, const std::byte* x, size_t block_stride, int first, int take, float* out) {

@@ -29,7 +29,8 @@ void for_each(const Matrix& matrix, const std::byte* panels, int count, const Ro
 
 }  // namespace
 
-void reference_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void reference_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+                    const Sink*) {
   for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
     float sum = 0;
     for (int k = 0; k < matrix.padded_k(); ++k) {
@@ -43,7 +44,8 @@ void reference_bf16(const Matrix& matrix, const std::byte* panels, int count, co
   });
 }
 
-void reference_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void reference_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+                    const Sink*) {
   for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
     const Int8Head& head = int8_head(panel);
     int32_t sum = -head.offset[j];
@@ -57,7 +59,8 @@ void reference_int8(const Matrix& matrix, const std::byte* panels, int count, co
   });
 }
 
-void reference_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void reference_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+                    const Sink*) {
   for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
     float sum = 0;
     for (int g = 0; g < matrix.groups(); ++g) {
@@ -102,14 +105,16 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Row
 
 }  // namespace
 
-void reference_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void reference_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+                   const Sink*) {
   decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
     const auto code = static_cast<uint8_t>(lane_of(matrix, panel, k, j, 2));
     return Fp8::value(code) * fp8_scale(panel, k / kFp8Block, j / kTile);
   });
 }
 
-void reference_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*) {
+void reference_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
+                     const Sink*) {
   decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
     const uint8_t scale = mxfp4_scales(panel)[k / kMxfp4Group * kPanel + j];
     return Mxfp4::value(static_cast<int>(lane_of(matrix, panel, k, j, 4) & 15)) * Mxfp4::scale(scale);
