@@ -4,16 +4,12 @@
 //
 // With many rows and a long k, k is cut into stretches of 16 blocks: 32 KiB of a panel's weights stay in the L1 cache
 // while all rows pass by, with the hint that these are not worth keeping there, and the rows' share of a stretch stays
-// in the L2 cache while all panels of the call pass by. The accumulators start from zero in every stretch, and go
-// through the L1 cache: loading sums that wait in the L2 cache would hold up the products; vector units add them in
-// between.
+// in the L2 cache while all panels of the call pass by. The accumulators wait in c.
 //
 // int4 runs on the same int8 chains: q * scale becomes a whole number of the column's level (see moe/layout.hpp), which
 // rounds by at most half a level, 1/254 of the column's largest weight. fp8 and mxfp4 become bf16. A stretch of a panel
 // is expanded once for all rows; with some rows, between the tile products of the stretch before.
 #include <immintrin.h>
-
-#include <utility>
 
 #include "moe/kernels/decode.hpp"
 #include "moe/kernels/head.hpp"
@@ -34,50 +30,42 @@ constexpr int kInt4Uncut = 32, kDecodedUncut = 64;
 // expanding the next one hardly counts, and it only drives the rows out of the caches.
 constexpr int kWovenRows = 128;
 
-// Sums of up to 32 rows that have left the accumulators: they are added to those of the stretches before, and complete
-// ones become results (finish, in place), which the sink, if any, takes. A few rows at a time between tile products,
-// which leave the vector units idle.
+// Complete sums of up to 32 rows: `finish` makes them results, in place, which the sink, if any, takes. A few rows at a
+// time between tile products, which leave the vector units idle.
 template <class Finish>
 class Leaving {
  public:
   Leaving(Finish finish, const Sink* sink) : finish_(finish), sink_(sink) {}
 
-  // Where to store the accumulators of rows whose sums belong at c: straight there, or in the L1 cache, in one of two
-  // places, as the other may not be empty yet.
-  float* place(float* c, bool is_first, bool is_last) {
-    at_ = is_first && (!is_last || sink_ == nullptr) ? c : places_[turn_++ & 1];
-    return at_;
-  }
-  // They were stored: rows `row` ... of panel `index`. There are `steps` tile products to hide the rest behind.
-  void start(const std::byte* panel, int index, int row, int count, float* c, bool is_first, bool is_last, int steps) {
-    if (is_first && !is_last) return;
+  // Where to store sums that belong at c and are complete at once: there, or if they only pass by, in the L1 cache, in
+  // one of two places, as the other may not be empty yet.
+  float* place(float* c) { return sink_ == nullptr ? c : places_[turn_++ & 1]; }
+  // The sums [count, 32] at c are of panel `index`, rows `row` ...; there are `steps` tile products to hide them
+  // behind.
+  void start(const std::byte* panel, int index, int row, int count, float* c, int steps) {
     rest();
-    panel_ = panel, index_ = index, row_ = row, left_ = count, is_last_ = is_last;
-    c_ = is_first ? at_ : c;
-    more_ = is_first ? nullptr : at_;
+    panel_ = panel, index_ = index, row_ = row, left_ = count, c_ = c;
     step_ = (count + steps - 1) / steps;
+    if (step_ < kAtOnce) step_ = kAtOnce;
+    const int turns = (count + step_ - 1) / step_;
+    period_ = waits_ = steps > turns ? steps / turns : 1;
   }
   void some() {
-    if (left_ > 0) take(left_ < step_ ? left_ : step_);
+    if (left_ == 0 || --waits_ > 0) return;
+    waits_ = period_;
+    take(left_ < step_ ? left_ : step_);
   }
   void rest() {
     if (left_ > 0) take(left_);
   }
 
  private:
+  // One row alone would be a long chain of operations with nothing beside it.
+  static constexpr int kAtOnce = 4;
+
   void take(int count) {
-    if (more_ != nullptr) {
-      for (int i = 0; i < count * kPanel; i += kTile) {
-        if constexpr (Finish::kWhole)
-          _mm512_store_si512(c_ + i, _mm512_add_epi32(_mm512_load_si512(c_ + i), _mm512_load_si512(more_ + i)));
-        else _mm512_store_ps(c_ + i, _mm512_add_ps(_mm512_load_ps(c_ + i), _mm512_load_ps(more_ + i)));
-      }
-      more_ += count * kPanel;
-    }
-    if (is_last_) {
-      finish_(panel_, row_, count, c_);
-      if (sink_ != nullptr) sink_->take(sink_->context, index_, row_, count, c_);
-    }
+    finish_(panel_, row_, count, c_);
+    if (sink_ != nullptr) sink_->take(sink_->context, index_, row_, count, c_);
     row_ += count, left_ -= count, c_ += count * kPanel;
   }
 
@@ -86,10 +74,8 @@ class Leaving {
   alignas(64) float places_[2][2 * kTile * kPanel];
   int turn_ = 0;
   const std::byte* panel_ = nullptr;
-  int index_ = 0, row_ = 0, left_ = 0, step_ = 0;
-  float *at_ = nullptr, *c_ = nullptr;
-  const float* more_ = nullptr;
-  bool is_last_ = false;
+  int index_ = 0, row_ = 0, left_ = 0, step_ = 0, period_ = 0, waits_ = 0;
+  float* c_ = nullptr;
 };
 
 // c [count, m, 32], fp32 or int32 as the product accumulates. weights(panel, first, blocks) returns `blocks` blocks of
@@ -123,7 +109,8 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows
         }
         const bool two = h1 > 0;
         float* sums = c + (static_cast<size_t>(p) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
-        Tiles::zero(two);
+        if (first_block == 0) Tiles::zero(two);
+        else Tiles::load_c(sums, two);
         const std::byte* a0 = rows.group(row) + static_cast<size_t>(first_block) * static_cast<size_t>(h0) * 64;
         const std::byte* a1 = rows.group(row + kTile) + static_cast<size_t>(first_block) * static_cast<size_t>(h1) * 64;
         for (int block = 0; block < blocks; ++block) {
@@ -135,9 +122,9 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows
           next += ahead;
           leaving.some();
         }
-        const bool is_first = first_block == 0, is_last = first_block + blocks == all;
-        Tiles::store(leaving.place(sums, is_first, is_last), two);
-        leaving.start(panel, p, row, h0 + h1, sums, is_first, is_last, blocks);
+        if (blocks == all) sums = leaving.place(sums);
+        Tiles::store(sums, two);
+        if (first_block + blocks == all) leaving.start(panel, p, row, h0 + h1, sums, blocks);
       }
     }
   }
@@ -150,17 +137,14 @@ int stretch_for(const Matrix& matrix, const Rows& rows) {
   return rows.m <= 2 * kTile || matrix.blocks() <= kUncut ? matrix.blocks() : kStretch;
 }
 
-// What makes sums results. fp32 sums are results.
-struct Done {
-  static constexpr bool kWhole = false;
-  void operator()(const std::byte*, int, int, float*) const {}
-};
+// Sums that need nothing more.
+constexpr auto kDone = [](const std::byte*, int, int, float*) {};
 
 template <class Tiles>
 void bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, const Sink* sink) {
   chains<Tiles>(
       matrix, panels, count, rows, c, sink, stretch_for(matrix, rows), Tiles::bf16,
-      [&](const std::byte* panel, int first, int) { return panel + static_cast<size_t>(first) * 2048; }, Done{});
+      [&](const std::byte* panel, int first, int) { return panel + static_cast<size_t>(first) * 2048; }, kDone);
 }
 
 // c [count, 32] = (sum - offset) * column scale * row scale, in place.
@@ -177,14 +161,12 @@ void scale_sums(const float* column_scale, const int32_t* offset, const float* r
 }
 
 struct Int8Scales {
-  static constexpr bool kWhole = true;
   const float* rows;
   void operator()(const std::byte* panel, int row, int count, float* sums) const {
     scale_sums(int8_head(panel).scale, int8_head(panel).offset, rows + row, count, sums);
   }
 };
 struct Int4Scales {
-  static constexpr bool kWhole = true;
   const float* rows;
   void operator()(const std::byte* panel, int row, int count, float* sums) const {
     scale_sums(int4_levels(panel), nullptr, rows + row, count, sums);
@@ -304,7 +286,8 @@ void woven(const Matrix& matrix, const std::byte* panels, int count, const Rows&
       const bool two = h1 > 0;
       float* sums =
           c + (static_cast<size_t>(place % count) * static_cast<size_t>(rows.m) + static_cast<size_t>(row)) * kPanel;
-      Tiles::zero(two);
+      if (first == 0) Tiles::zero(two);
+      else Tiles::load_c(sums, two);
       const std::byte* a0 = rows.group(row) + static_cast<size_t>(first) * static_cast<size_t>(h0) * 64;
       const std::byte* a1 = rows.group(row + kTile) + static_cast<size_t>(first) * static_cast<size_t>(h1) * 64;
       for (int block = 0; block < blocks; ++block) {
@@ -319,9 +302,9 @@ void woven(const Matrix& matrix, const std::byte* panels, int count, const Rows&
           make(panel_of(place + 1), first_of(place + 1) + made, 1, to + made * 2048);
         leaving.some();
       }
-      const bool is_first = first == 0, is_last = first + blocks == all;
-      Tiles::store(leaving.place(sums, is_first, is_last), two);
-      leaving.start(panel_of(place), place % count, row, h0 + h1, sums, is_first, is_last, blocks);
+      if (blocks == all) sums = leaving.place(sums);
+      Tiles::store(sums, two);
+      if (first + blocks == all) leaving.start(panel_of(place), place % count, row, h0 + h1, sums, blocks);
     }
   }
   leaving.rest();
@@ -372,11 +355,13 @@ void few(const Matrix& matrix, const std::byte* panels, int count, const Rows& r
         for (; made < (block + 1) * next_blocks / blocks; ++made) make(panel, next + made, 1, to + made * 2048);
         leaving.some();
       }
-      std::swap(w, to);
+      std::byte* const used = w;
+      w = to;
+      to = used;
     }
-    float* sums = c + static_cast<size_t>(p) * static_cast<size_t>(rows.m) * kPanel;
-    Tiles::store(leaving.place(sums, true, true), two);
-    leaving.start(panels, p, 0, rows.m, sums, true, true, all);
+    float* sums = leaving.place(c + static_cast<size_t>(p) * static_cast<size_t>(rows.m) * kPanel);
+    Tiles::store(sums, two);
+    leaving.start(panels, p, 0, rows.m, sums, all);
   }
   leaving.rest();
   Tiles::release();
@@ -410,13 +395,13 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Row
         [&](const std::byte* panel, int first, int blocks, std::byte* to) {
           decode(matrix, panel, first, blocks, kDecodeAhead, to);
         },
-        Done{});
+        kDone);
   expanded<Tiles>(
       matrix, panels, count, rows, c, scratch, sink, kDecodedUncut, Tiles::bf16,
       [&](const std::byte* panel, int first, int blocks, std::byte* to) {
         decode(matrix, panel, first, blocks, 0, to);
       },
-      Done{});
+      kDone);
 }
 
 }  // namespace

@@ -74,6 +74,15 @@ struct HardwareTiles {
     }
   }
   // c: 32 rows of 32 four-byte values; only the configured rows are touched.
+  static void load_c(const void* c, bool two) {
+    const auto* bytes = static_cast<const char*>(c);
+    load<0>(bytes, 128);
+    load<1>(bytes + 64, 128);
+    if (two) {
+      load<2>(bytes + 16 * 128, 128);
+      load<3>(bytes + 16 * 128 + 64, 128);
+    }
+  }
   static void store(void* c, bool two) {
     auto* bytes = static_cast<char*>(c);
     store_tile<0>(bytes);
@@ -144,6 +153,10 @@ struct ModelTiles {
   static void zero(bool two) {
     check(state().configured, "tile zero without a configuration");
     std::memset(state().data, 0, sizeof(State::data[0]) * (two ? 4 : 2));
+  }
+  static void load_c(const void* c, bool two) {
+    for (int tile = 0; tile < (two ? 4 : 2); ++tile)
+      load(tile, static_cast<const char*>(c) + tile / 2 * 16 * 128 + tile % 2 * 64, 128);
   }
   static void store(void* c, bool two) {
     State& s = state();
