@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(kMostThreads)
       }
       states[round % 2] = lost ? kLost : found;
     }
-    if (__syncthreads_and(is_one_each && (!has_piece || is_complete<T>(raw)))) break;
+    if (__syncthreads_and(!lost && is_one_each && (!has_piece || is_complete<T>(raw)))) break;
     state = states[round % 2];
   }
   // Without an answer NaN in all dtypes: nobody takes it for a result.
