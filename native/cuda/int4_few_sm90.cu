@@ -81,26 +81,34 @@ __global__ void __launch_bounds__(kFewThreads + 32, 2)
   struct Held {                  // of a stage, in registers
     uint32_t x[kColumns][2][4];  // 8 tokens × 32 inputs each
     uint4 words[kOperands];
-    uint2 scales[kParts][kOperands];  // of two outputs, with their zero points
+    int slot;
   };
-  // `width`: tiles of the strip.
-  auto take = [&](Held& h, uint32_t stage, int width) {
+  int slot = 0, parity = 0;
+  auto take = [&](Held& h) {
+    wait(my_barrier + slot * 8, parity);
+    const uint32_t stage = slot * Stage::kBytes;
 #pragma unroll
     for (int j = 0; j < kColumns; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half) load_matrices(h.x[j][half], ((my_x + stage) ^ half * 64) + j * 1024);
 #pragma unroll
     for (int t = 0; t < kOperands; ++t) h.words[t] = load_shared<uint4>(my_words + stage + t * 512);
+    h.slot = slot;
+    if (++slot == kStages) slot = 0, parity ^= 1;
+  };
+  // `width`: tiles of the strip.
+  auto multiply = [&](const Held& h, int width) {
+    uint2 pairs[kParts][kOperands];  // scales of two outputs, with their zero points
 #pragma unroll
     for (int part = 0; part < kParts; ++part)
 #pragma unroll
       for (int t = 0; t < kOperands; ++t) {
-        const uint32_t scales = my_scales + stage + t * 16 * kPair + part * width * 64 * kPair;
-        if constexpr (kZeros) h.scales[part][t] = load_shared<uint2>(scales);
-        else h.scales[part][t].x = load_shared<uint32_t>(scales);
+        const uint32_t scales = my_scales + h.slot * Stage::kBytes + t * 16 * kPair + part * width * 64 * kPair;
+        if constexpr (kZeros) pairs[part][t] = load_shared<uint2>(scales);
+        else pairs[part][t].x = load_shared<uint32_t>(scales);
       }
-  };
-  auto multiply = [&](const Held& h) {
+    __syncwarp();
+    if ((lane & p.silent) == 0) arrive(my_barrier + (kStages + h.slot) * 8);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       float off[kColumns][4] = {};
@@ -114,9 +122,9 @@ __global__ void __launch_bounds__(kFewThreads + 32, 2)
 #pragma unroll
       for (int t = 0; t < kOperands; ++t) {
         float scale[2], zeros[2] = {1, 1}, d[kColumns][4];
-        uint32_t both = h.scales[part][t].x;
+        uint32_t both = pairs[part][t].x;
         if constexpr (kZeros) {
-          const uint2 pair = h.scales[part][t];
+          const uint2 pair = pairs[part][t];
           both = __byte_perm(pair.x, pair.y, 0x5410);
           zeros[0] = -kBase<T> - static_cast<float>(pair.x >> 16);
           zeros[1] = -kBase<T> - static_cast<float>(pair.y >> 16);
@@ -148,29 +156,22 @@ __global__ void __launch_bounds__(kFewThreads + 32, 2)
     }
   };
 
-  int unit = share.begin / p.depth, slot = 0, parity = 0;
+  int unit = share.begin / p.depth;
   for (int left = share.count, depth = share.begin - unit * p.depth; left > 0; depth = 0, ++unit) {
     const int tile = unit / p.token_blocks * kFewTiles, token = unit % p.token_blocks * kTokens;
     const int here = min(left, p.depth - depth), width = min(kFewTiles, p.tiles64 - tile);
-    auto next = [&](Held& h) {
-      wait(my_barrier + slot * 8, parity);
-      take(h, slot * Stage::kBytes, width);
-      __syncwarp();
-      if ((lane & p.silent) == 0) arrive(my_barrier + (kStages + slot) * 8);
-      if (++slot == kStages) slot = 0, parity ^= 1;
-    };
     Held one, two;
-    next(one);
+    take(one);
     int rest = here - 1;
     for (; rest >= 2; rest -= 2) {
-      next(two);
-      multiply(one);
-      next(one);
-      multiply(two);
+      take(two);
+      multiply(one, width);
+      take(one);
+      multiply(two, width);
     }
-    if (rest > 0) next(two);
-    multiply(one);
-    if (rest > 0) multiply(two);
+    if (rest > 0) take(two);
+    multiply(one, width);
+    if (rest > 0) multiply(two, width);
     left -= here;
     if (p.sharers == 0) {
       if (join<kFewThreads, kVectors>(p, unit, sum, is_last)) {
