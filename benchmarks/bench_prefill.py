@@ -95,7 +95,10 @@ def main() -> None:
             for way in arguments.ways:
                 choose(model, way)
                 result = benchmark.prefill(model, tokens, arguments.repetitions)
-                lines.append(of_model(shown, result, kernel=f"prefill {way}"))
+                how = f"prefill {way}"
+                if way == "auto":
+                    how += f", {parts[tokens]} of {operator.num_experts} experts streamed"
+                lines.append(of_model(shown, result, kernel=how))
                 print(
                     f"{weights:5} {result.test:7} {way:4} {result.mean:9.1f} ± {result.deviation:.1f} t/s",
                     flush=True,
