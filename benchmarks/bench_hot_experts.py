@@ -130,7 +130,7 @@ def main() -> None:
                     if operator.on_gpu:
                         operator.on_gpu.traffic.zero_()
                 result = benchmark.decode(model, arguments.write, arguments.repetitions)
-                where = benchmark.profile(model)
+                where = benchmark.profile(model, steps=16)
                 part = traffic(model)
                 us = 1e6 / result.mean
                 # The first share is 0 by default. The CPU's bytes go down with the traffic, and what else a step takes
