@@ -130,12 +130,17 @@ def main() -> None:
                     if operator.on_gpu:
                         operator.on_gpu.traffic.zero_()
                 result = benchmark.decode(model, arguments.write, arguments.repetitions)
-                where = benchmark.profile(model, steps=16)
                 part = traffic(model)
                 us = 1e6 / result.mean
-                # The first share is 0 by default. The CPU's bytes go down with the traffic, and what else a step takes
-                # stays: that is the bound.
-                none_us, cpu_us = base.setdefault((weights, exponent), (us, where.cpu))
+                if (weights, exponent) not in base:  # the first share, 0 by default
+                    where = benchmark.profile(model, steps=16)
+                    base[weights, exponent] = us, where.cpu
+                    print(
+                        f"{weights:5} skew {exponent}: a step of {where.step:.0f} µs: GPU {where.gpu:.0f}, experts "
+                        f"{where.cpu:.0f}, handoff {where.handoff:.0f}, neither {where.idle:.0f}"
+                    )
+                # The CPU's bytes go down with the traffic, and what else a step takes stays: that is the bound.
+                none_us, cpu_us = base[weights, exponent]
                 bound_us = none_us - part * cpu_us
                 lines.append(
                     of_model(
@@ -155,8 +160,7 @@ def main() -> None:
                 print(
                     f"{weights:5} skew {exponent}: {share:4.0%} on the GPU take {part:.2f} of the traffic, "
                     f"{result.mean:7.1f} ± {result.deviation:.1f} t/s, {none_us / us:.2f} times none (the CPU's bytes "
-                    f"allow {none_us / bound_us:.2f}); a step of {where.step:.0f} µs: GPU {where.gpu:.0f}, experts "
-                    f"{where.cpu:.0f}, handoff {where.handoff:.0f}, neither {where.idle:.0f}",
+                    f"allow {none_us / bound_us:.2f})",
                     flush=True,
                 )
             del model
