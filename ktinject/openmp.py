@@ -12,11 +12,13 @@ one thread, as in DataLoader's workers.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -62,16 +64,19 @@ def one_thread() -> Iterator[None]:
     """Within, torch computes on the calling thread: to wake others takes longer than a small operation, and on a busy
     machine five times as long. Other threads of Python keep as many as they have."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    _tell_new_threads(threads)
+    _set_threads_here(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        _set_threads_here(threads)
 
 
-def _tell_new_threads(threads: int) -> None:
-    """A thread that uses torch for the first time takes, for good, the number that any thread has set last."""
-    teller = threading.Thread(target=torch.set_num_threads, args=(threads,))
-    teller.start()
-    teller.join()
+def _set_threads_here(threads: int) -> None:
+    """OpenMP's own setting is the calling thread's; torch's is kept by all threads that first use torch meanwhile."""
+    _openmp_setter()(threads)
+
+
+@functools.cache
+def _openmp_setter() -> Any:
+    # torch loads its OpenMP for all; one that is hidden leaves torch's own way.
+    return getattr(ctypes.CDLL(None), "omp_set_num_threads", torch.set_num_threads)

@@ -210,7 +210,7 @@ def test_a_scale_that_is_not_a_number_is_always_refused(
 def test_load_with_automatic_rules_and_variables(tmp_path: Path) -> None:
     folder = saved(models.tiny("qwen3_moe"), tmp_path)
     model = ktinject.load(folder, variables={"experts": "int8"}, progress=False)
-    assert {entry.runs["weights"] for entry in model.ktinject.entries} == {"int8"}
+    assert {entry.runs["weights"] for entry in model.ktinject.entries} == {"int8", "kept"}  # kept: norms
     with torch.no_grad():
         assert model.generate(IDS, max_new_tokens=4).shape == (2, 16)
     plan = ktinject.plan(on_meta(folder), "auto", variables={"experts": "int8"})
