@@ -8,8 +8,8 @@ Several submits may be under way; they are computed in the order in which they w
 calls only put kernels into the current stream, so both can be captured in a graph, and each replay is a new submit and
 a new wait. On the CPU a thread of the native core computes while the caller goes on.
 
-A failure in the experts never hangs the GPU: it gets NaN. On a CUDA device `wait` returns before the answer is there, so
-either it or the next submit, wait or check raises OperatorError; once, in one thread.
+A failure in the experts never hangs the GPU: it gets NaN. On a CUDA device `wait` returns before the answer is there,
+so either it or the next submit, wait or check raises OperatorError; once, in one thread.
 Whoever replays a graph calls `wake()` before, since a GPU cannot wake a sleeping thread, and `check()` of the operators
 after it has looked at the result.
 """

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from ktinject.operators import routed_experts
 
@@ -63,13 +65,18 @@ def describe(block: nn.Module) -> BlockSpec | str:
 
 
 def _key(block: nn.Module) -> tuple[Any, ...]:
-    """All that the answer can depend on: classes, shapes, and plain attributes."""
-    modules = [
-        (name, type(module), *((k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str))))
-        for name, module in block.named_modules()
-    ]
+    """All that the answer can depend on: classes, shapes, and plain attributes, also of a config."""
+    modules = [(name, type(module), *_plain(module)) for name, module in block.named_modules()]
     tensors = [*block.named_parameters(), *block.named_buffers()]
     return (*modules, *((name, tensor.shape, tensor.dtype) for name, tensor in tensors))
+
+
+def _plain(holder: object) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(holder).items():
+        if isinstance(value, PreTrainedConfig):
+            yield name, tuple(_plain(value))
+        elif isinstance(value, (int, float, str)):
+            yield name, value
 
 
 def _describe(block: nn.Module) -> BlockSpec | str:

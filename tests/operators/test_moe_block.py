@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import models
@@ -66,3 +67,25 @@ def test_blocks_that_are_no_sum() -> None:
     assert "add to it" in str(moe_block.describe(Wrapped(block, twice=False)))
     assert "calls its experts 2 times" in str(moe_block.describe(Wrapped(block, twice=True)))
     assert "one child that computes routed experts; found: none" in str(moe_block.describe(block.gate))
+
+
+class Configured(torch.nn.Module):
+    """A block that asks its config in its forward."""
+
+    def __init__(self, block: Any, config: Any) -> None:
+        super().__init__()
+        self.gate, self.experts, self.config = block.gate, block.experts, config
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, x.shape[-1])
+        weights, index = self.gate(flat)[0].topk(self.config.num_experts_per_tok)
+        return self.experts(flat, index, weights).view_as(x)
+
+
+def test_blocks_that_differ_in_their_config() -> None:
+    """Classes, shapes and attributes are the same; what was found out about one is not taken for the other."""
+    model = qwen()
+    for top_k in (2, 3):
+        config = copy.deepcopy(model.config)
+        config.num_experts_per_tok = top_k
+        assert moe_block.describe(Configured(blocks(model)[0], config)).top_k == top_k
