@@ -106,6 +106,31 @@ def test_tokens(family_name: str, name: str, kernel: str, tokens: int) -> None:
         assert_close(out, wanted(family_name, name, tokens), name, operator)
 
 
+def test_tasks_that_were_planned_for_another_layer_or_token_are_not_taken() -> None:
+    """Tokens one at a time through layers in turn: what the tasks depend on changes, and comes back."""
+    layers = [
+        filled(gaussian(hidden, inner, experts), name)
+        for hidden, inner, experts, name in [
+            (160, 96, 4, "bf16"), (160, 96, 9, "int4_g32"), (160, 96, 4, "int8"), (96, 160, 9, "int4_g32"),
+        ]
+    ]  # fmt: skip
+    calls = []
+    for turn in range(3):
+        for layer in layers:
+            x, ids, weights = inputs(layer.spec, 1 + turn % 2 * 2, top_k=3, seed=turn)
+            if turn == 2:
+                ids[0, 1] = -1
+            calls.append((layer, (x, ids, weights)))
+    for _ in range(2):
+        for layer, arguments in calls:
+            alone = torch.cat(
+                [layer(*(part[i : i + 1] for part in arguments)) for i in range(len(arguments[0]))]
+            )
+            assert reference.relative_error(layer(*arguments), alone) < 5e-3  # sums in another order
+            want = reference.experts(*arguments, multiplied(layer), layer.spec)
+            assert reference.relative_error(alone, want) < 0.1
+
+
 # hidden, intermediate: one short of and one past a tile, a panel, a group; less than any of them; groups that
 # end in the middle.
 SIZES = [(1, 1), (7, 5), (15, 33), (33, 17), (40, 24), (64, 32), (127, 129), (160, 96), (200, 320)]
