@@ -2,9 +2,9 @@
 // other thread.
 //
 //   stream                        mapped host memory                leader
-//   submit kernel   ── x, ids, weights, then an entry ──►   finds the entry, computes
+//   submit kernel   ── x, then an entry; ids, weights ──►   finds the entry, then ids and weights, computes
 //   (other work)                                            writes the output, raises `answer`
-//   wait kernel     ◄── spins on `answer`, copies ──        (next entry)
+//   wait kernel     ◄── watches both, takes the output ──   (next entry)
 //
 // Counts live in device memory and are advanced by the kernels themselves, so every replay of a captured graph is a new
 // submit. A slot that is still in use by another stream is waited for on the device.
