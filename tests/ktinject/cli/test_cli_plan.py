@@ -25,7 +25,8 @@ def test_as_json(as_json, tiny_deepseek_v3):
 
 def test_variables(as_json, tiny_qwen3_moe):
     plan = as_json("plan", tiny_qwen3_moe, "--set", "experts=int4", "--set", "group_size=32")
-    assert {module["runs"]["weights"] for module in plan["modules"]} == {"int4 group 32"}
+    experts = [module for module in plan["modules"] if module["operator"] == "hybrid_experts"]
+    assert {module["runs"]["weights"] for module in experts} == {"int4 group 32"}
 
 
 def test_rules_of_ones_own(as_json, tiny_qwen3_moe, tmp_path):
