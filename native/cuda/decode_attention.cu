@@ -131,11 +131,10 @@ __global__ void __launch_bounds__(kWarpsFor<kSize>* kWarp) attention_kernel(cons
   read_part<T, kSize>(cos, t, true, c);
   read_part<T, kSize>(sin, t, true, s);
   const int share = share_of(now), first = split * share, end = min(now + 1, first + share);
-  // The warp that has the new place, and the one that prepares its key meanwhile.
+  // The new key is prepared by another warp than the one that has its place, which has nothing else to do if places are
+  // few.
   const bool has_new = first <= now && now < end;
-  const int owner = (now - first) / kPlaces % kWarps, helper = (owner + kWarps / 2) % kWarps;
-  auto meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(2 * kWarp) : "memory"); };
-  if (has_new && warp == helper) {
+  if (has_new && warp == ((now - first) / kPlaces + kWarps / 2) % kWarps) {
     prepare<T, kSize>(fresh, p.k_weight != nullptr, k_weight, c, s, p.eps, t);
     auto* cached = reinterpret_cast<uint4*>(keys + static_cast<size_t>(now) * kSize);
     if (g == 0)
@@ -144,11 +143,10 @@ __global__ void __launch_bounds__(kWarpsFor<kSize>* kWarp) attention_kernel(cons
     for (int i = lane; i < kSize / 8; i += kWarp)
       reinterpret_cast<uint4*>(values + static_cast<size_t>(now) * kSize)[i] =
           __ldcg(reinterpret_cast<const uint4*>(v) + i);
-    meet();
   }
   if (first + warp * kPlaces < end)  // else it finds nothing
     prepare<T, kSize>(query, p.q_weight != nullptr, q_weight, c, s, p.eps, t);
-  if (has_new && warp == owner) meet();
+  if (has_new) __syncthreads();
 
   float most = -INFINITY, sum = 0, found[kHalves][kRun][2] = {};
   for (int base = first + warp * kPlaces; base < end; base += kWarps * kPlaces) {
