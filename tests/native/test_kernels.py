@@ -149,3 +149,36 @@ def test_tiles_with_inputs_that_are_cut(row, tokens):
     case = dataclasses.replace(drawn, spec=spec, tokens=tokens, top_k=1, dtype=torch.bfloat16)
     error, allowed = differential.run(case)
     assert error <= allowed
+
+
+def one_expert(kernel: str, weights: str = "bf16", size: int = 64) -> _native.Experts:
+    experts = _native.Experts(
+        experts=1, hidden_size=size, intermediate_size=size, weights=weights,
+        group_size=32 if weights == "int4" else 0, has_gate=True, has_bias=False, activation="silu", alpha=1.0,
+        gate_max=math.inf, up_limit=math.inf, up_offset=0.0, kernel=kernel,
+    )  # fmt: skip
+    experts.allocate()
+    return experts
+
+
+@pytest.mark.parametrize("kernel", [r["name"] for r in TABLE if r["weights"] == "bf16" and r["available"]])
+def test_the_activation_far_from_zero(kernel):
+    """Gates where the exponential is cut off, infinite ones, and NaN, which stays in its token."""
+    experts = one_expert(kernel)
+    for projection in ("gate", "up", "down"):
+        experts.load(projection, 0, torch.eye(64))
+    gates = torch.tensor([-1e6, -1e4, -100, -88, -87, -20, -1, -0.0, 1, 20, 87, 88, 100, 1e4, 1e15, math.nan])
+    x = gates.bfloat16()[:, None].expand(16, 64).contiguous()
+    out = torch.full((16, 64), 7, dtype=torch.bfloat16)
+    experts.forward(x, torch.zeros(16, 1, dtype=torch.int64), torch.ones(16, 1), out)
+    gate = x.double()
+    want = gate / (1 + torch.exp(-gate)) * gate
+    assert out[15].isnan().all()
+    torch.testing.assert_close(out[:15].double(), want[:15], rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+def test_the_kernel_for_so_many_rows(weights):
+    experts = one_expert("auto", weights)
+    many, few = experts.kernels
+    assert (experts.kernel_for(1), experts.kernel_for(4096)) == (few, many)
