@@ -12,8 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import ktinject
 from ktinject import RuleError, rules
 from ktinject.cli import app
 from ktinject.operators import REGISTRY
@@ -89,6 +92,23 @@ def test_the_layout_names_every_file_of_the_engine():
     text = (ROOT / "ARCHITECTURE.md").read_text()
     files = [path.name for path in (ROOT / "ktinject").glob("*.py") if path.name != "__init__.py"]
     assert not [name for name in files if name not in text]
+
+
+def test_the_plan_of_the_tutorial_is_the_one_that_comes():
+    """Rules, modules and operators; kernels and bytes free are the machine's."""
+
+    def columns(text):
+        lines = (
+            re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if re.search(r"\d+ × ", line)
+        )
+        return [line[:3] for line in lines]
+
+    folder = ROOT / "examples/models/tiny-deepseek-v3"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    found = columns(str(ktinject.plan(model, "auto", devices=["cpu"])))
+    shown = columns(blocks(ROOT / "docs/tutorial.md", "")[2])
+    assert len(found) > 5 and found == shown
 
 
 def test_the_refusal_of_the_tutorial_is_the_one_that_comes():
