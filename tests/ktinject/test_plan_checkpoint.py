@@ -202,6 +202,7 @@ print(json.dumps([seconds, peak, len(plan.entries), plan.bytes]))
     assert done.returncode == 0, done.stderr
     seconds, peak, entries, sizes = json.loads(done.stdout.splitlines()[-1])
     print(f"{seconds:.1f} s, {peak / 2**20:.0f} MiB\n{done.stdout}")
-    # 58 layers of experts, routers and shared experts, 61 of attention with four linears, 3 dense layers, the head; norms.
+    # 58 layers of experts, routers and shared experts, 61 of attention with four linears, 3 dense layers, the head;
+    # norms.
     assert entries == 58 * 5 + 61 * 5 + 3 * 3 + 1 + (61 * 4 + 1) and sum(sizes.values()) > 6e11 / 2
     assert seconds < 10 and peak < 4 * 2**30
