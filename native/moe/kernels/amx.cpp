@@ -182,8 +182,9 @@ void int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& 
       Int8Scales{rows.scale});
 }
 
-// Expands int4 blocks to int8 tiles: bytes are (q - zero) * scale / level, rounded. In 16 bits with eight of them after
-// the point, nibble * ratio + bias: the upper byte is the result, bias holds the zero point and what rounds.
+// Expands int4 blocks to int8 tiles: bytes are (q - zero) * scale / level, rounded. The ratio is scale / level * 2048,
+// twice in each 32-bit lane; nibbles and zero are brought to 16 times their value in 16 bits, so that the rounding high
+// multiply takes off exactly 2^15.
 class Expand {
  public:
   explicit Expand(const Matrix& matrix) : matrix_(matrix), run_(matrix.group_size < 64 ? 4 : 8) {}
@@ -192,27 +193,25 @@ class Expand {
   template <bool streamed>
   void run(const std::byte* panel, int first, int blocks, std::byte* to) {
     if (panel != panel_) begin(panel);
-    const __m512i nibble = _mm512_set1_epi16(15), upper = _mm512_set1_epi16(static_cast<short>(0xff00));
+    const __m512i nibble = _mm512_set1_epi16(0xf0), lower = _mm512_set1_epi16(0xff);
     const std::byte* from = panel + matrix_.head_bytes() + static_cast<size_t>(first) * 1024;
     for (int block = first; block < first + blocks; ++block)
       for (int tile = 0; tile < 2; ++tile)
         for (int start = 0; start < 8; start += run_) {
           const int group = (block * 64 + start * 8) / matrix_.group_size;
-          const __m512i ratio = ratio_of(group, tile), bias = bias_of(group, tile, ratio);
-          auto scaled = [&](__m512i q) { return _mm512_add_epi16(_mm512_mullo_epi16(q, ratio), bias); };
+          const __m512i ratio = ratio_of(group, tile), zero = zero_of(group, tile);
+          auto scaled = [&](__m512i q) {
+            return _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_and_si512(q, nibble), zero), ratio);
+          };
           auto merged = [&](__m512i even, __m512i odd) {
-            constexpr int kFirstOrBoth = 0xf8;  // a | (b & c)
-            return _mm512_ternarylogic_epi32(_mm512_srli_epi16(even, 8), odd, upper, kFirstOrBoth);
+            constexpr int kThirdChooses = 0xe4;  // c ? a : b, bit by bit
+            return _mm512_ternarylogic_epi32(even, _mm512_slli_epi16(odd, 8), lower, kThirdChooses);
           };
           for (int row = 0; row < run_; ++row, from += 64, to += 128) {
             if constexpr (streamed) _mm_prefetch(reinterpret_cast<const char*>(from + kDecodeAhead), _MM_HINT_T0);
             const __m512i pair = _mm512_load_si512(from);
-            const __m512i even0 = scaled(_mm512_and_si512(pair, nibble));
-            const __m512i odd0 = scaled(_mm512_and_si512(_mm512_srli_epi16(pair, 8), nibble));
-            const __m512i even1 = scaled(_mm512_and_si512(_mm512_srli_epi16(pair, 4), nibble));
-            const __m512i odd1 = scaled(_mm512_srli_epi16(pair, 12));
-            _mm512_store_si512(to, merged(even0, odd0));
-            _mm512_store_si512(to + 64, merged(even1, odd1));
+            _mm512_store_si512(to, merged(scaled(_mm512_slli_epi16(pair, 4)), scaled(_mm512_srli_epi16(pair, 4))));
+            _mm512_store_si512(to + 64, merged(scaled(pair), scaled(_mm512_srli_epi16(pair, 8))));
           }
         }
   }
@@ -224,21 +223,19 @@ class Expand {
       const __m512 level = _mm512_loadu_ps(int4_levels(panel) + tile * kTile);
       // Columns of zeros; and so small ones that the quotient might overflow count as such.
       const __mmask16 used = _mm512_cmp_ps_mask(level, _mm512_set1_ps(0x1p-110f), _CMP_GT_OQ);
-      inverse_[tile] = _mm512_maskz_div_ps(used, _mm512_set1_ps(256.0f), level);
+      inverse_[tile] = _mm512_maskz_div_ps(used, _mm512_set1_ps(2048.0f), level);
     }
   }
-  // scale / level * 256, twice in each 32-bit lane, as everything here.
   __m512i ratio_of(int group, int tile) const {
     const auto* scales = reinterpret_cast<const __m256i*>(int4_scales(panel_) + group * kPanel + tile * kTile);
     const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(scales)), 16));
     return twice(_mm512_and_si512(_mm512_cvtps_epi32(_mm512_mul_ps(scale, inverse_[tile])), _mm512_set1_epi32(0xffff)));
   }
-  __m512i bias_of(int group, int tile, __m512i ratio) const {
-    constexpr int kHalf = 128;
-    if (matrix_.symmetric) return _mm512_sub_epi16(_mm512_set1_epi16(kHalf), _mm512_slli_epi16(ratio, 3));
+  __m512i zero_of(int group, int tile) const {
+    if (matrix_.symmetric) return _mm512_set1_epi16(8 * 16);
     const uint8_t* zeros = int4_zeros(matrix_, panel_) + group * kPanel + tile * kTile;
-    const __m512i zero = twice(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros))));
-    return _mm512_sub_epi16(_mm512_set1_epi16(kHalf), _mm512_mullo_epi16(ratio, zero));
+    const __m512i zero = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros)));
+    return _mm512_slli_epi16(twice(zero), 4);
   }
   static __m512i twice(__m512i low) { return _mm512_or_si512(low, _mm512_slli_epi32(low, 16)); }
 
