@@ -63,13 +63,14 @@ def of_model(
     run: Mapping[str, Any],
     result: benchmark.Result,
     on_gpu: bool = True,
-    bound: tuple[float, float] | None = None,
+    reads: tuple[float, float] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """A line: µs a token for decode, of the whole prompt for prefill.
 
     run    `about`
-    bound  of decode: what the CPU reads for a token, and bytes a second that it can read
+    reads  of decode: what the CPU reads for a token, and bytes a second that it can read
+    more   other columns
     """
     is_decode = result.test.startswith("tg")
     scale = 1.0 if is_decode else result.tokens
@@ -83,8 +84,8 @@ def of_model(
         "us_p90": round(us[-1], 1),
         **more,
     }
-    if bound is not None and is_decode:
-        read, rate = bound
+    if reads is not None and is_decode:
+        read, rate = reads
         roofline = read / rate * 1e6
         line |= {"gb_s": round(read * result.mean / 1e9, 2), "roofline_us": round(roofline, 1)}
         line |= {"share": round(roofline * result.mean / 1e6, 3), "bound": "memory"}
