@@ -40,8 +40,9 @@ ANSWER_BYTES = 1 << 30
 # What a layer costs beside bus and CPU, seen on the reference box. Streamed: sorting, launches, one look at the counts;
 # computed: attention, and what the host does between layers; both: the same, launched by a thread that shares its CPU.
 _STREAMED_S, _COMPUTED_S, _BOTH_S = 0.6e-3, 1.5e-3, 2.7e-3
-# Bus and CPU read the same memory: each takes so much longer beside the other. Not worth it for less than a tenth.
-_SLOWED, _WORTH = 1.1, 0.9
+# Bus and CPU read the same memory: each takes so much longer beside the other. Not worth it for less than a tenth, or a
+# fifth where the bus alone would do: its time is known, and the CPU's has been seen to be half as long again.
+_SLOWED, _WORTH, _WORTH_BESIDE_BUS = 1.1, 0.9, 0.8
 # Never streamed below: the rates are measured with many tokens, and decoding is not to depend on them.
 FEWEST_TOKENS = 128
 _MOST_SAMPLE_TOKENS = 8192
@@ -361,7 +362,7 @@ class Rates:
         cpu_s, bus_s = _SLOWED * (computed_s - _COMPUTED_S - tokens * self.token_s), _SLOWED * self.bus_s
         share = cpu_s / (cpu_s + bus_s)
         both_s = share * bus_s + tokens * self.token_s + _BOTH_S
-        if both_s < _WORTH * min(computed_s, streamed_s):
+        if both_s < min(_WORTH * computed_s, _WORTH_BESIDE_BUS * streamed_s):
             return min(max(1, round(share * experts)), experts - 1)
         return experts if streamed_s < computed_s else 0
 
