@@ -176,8 +176,7 @@ def test_saved_again_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["tiny-deepseek-v3", "tiny-qwen3-moe"])
-# int4, seen: 0.0497 with AVX-512, 0.0501 with AMX.
-@pytest.mark.parametrize("weights,limit", [("bf16", 1e-3), ("int8", 5e-3), ("int4", 0.06)])
+@pytest.mark.parametrize("weights,limit", [("bf16", 1e-3), ("int8", 5e-3), ("int4", 0.05)])
 def test_trained_models_on_the_cpu_alone(folder: str, weights: str, limit: float) -> None:
     """Mean KL divergence, in nats, of the model with every linear and expert swapped from the one in fp32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
