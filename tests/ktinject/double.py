@@ -7,6 +7,7 @@ difference to the original is the engine's doing.
 from __future__ import annotations
 
 import copy
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -115,4 +116,11 @@ def machine(memory: int = 2**40, gpus: int = 0, gpu_memory: int = 2**34) -> Mach
     return replace(detect(), memory_available_bytes=memory, gpus=made_up, no_gpu="" if gpus else "none here")
 
 
-__all__ = ["EXPERTS", "REGISTRY", "HeldExperts", "machine", "on_meta", "saved"]
+def memory_in_use() -> tuple[int, int]:
+    """Bytes that are in use on the current GPU, and bytes that torch keeps there."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+__all__ = ["EXPERTS", "REGISTRY", "HeldExperts", "machine", "memory_in_use", "on_meta", "saved"]

@@ -10,13 +10,12 @@ import models
 import pytest
 import torch
 from double import EXPERTS, saved
-from test_chain import At
+from test_chain import assert_a_failure_crosses
 from test_generate import GatheredExperts, prompt
 from torch import Tensor, nn
 
 import ktinject
 from ktinject import borders
-from ktinject.errors import OperatorError
 from ktinject.operators.hybrid_experts import HybridExperts
 
 
@@ -139,16 +138,4 @@ def test_a_failure_in_a_worker_on_two_gpus(fails_on: int, tmp_path: Path) -> Non
         saved(original, tmp_path), rules, devices=["cuda:0", "cuda:1"], dtype=torch.float32, progress=False
     )
     experts: Any = [module for module in model.modules() if isinstance(module, HybridExperts)][-fails_on]
-    model.ktinject_decoding.fused = None  # its submit routes by itself
-    wrong = torch.zeros(1, dtype=torch.int64, device=f"cuda:{fails_on}")
-    start = experts.start
-    experts.start = lambda x, ids, *rest: start(x, ids + wrong, *rest)
-    arguments = {**prompt(device="cuda"), "eos_token_id": None}
-    wanted = model.generate(**arguments)
-    for _ in range(2):
-        assert model.ktinject_decoding.last == "graph loop", model.ktinject_decoding.reason
-        late = At(3, lambda: wrong.fill_(experts.num_experts + 1))
-        with pytest.raises(OperatorError, match="routed to expert"):
-            model.generate(**{**arguments, "max_new_tokens": 200}, streamer=late)
-        wrong.zero_()
-        assert torch.equal(model.generate(**arguments), wanted)
+    assert_a_failure_crosses(model, experts, f"cuda:{fails_on}")

@@ -11,7 +11,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from double import EXPERTS
+from double import EXPERTS, memory_in_use
 from test_generate import PLAIN, name_of, prompt, stock, swapped
 from transformers import PreTrainedModel
 
@@ -51,6 +51,23 @@ class At:
 
     def end(self) -> None:
         pass
+
+
+def assert_a_failure_crosses(model: PreTrainedModel, experts: Any, device: str) -> None:
+    """Routed to an expert that is not there, in the middle of a request, these raise; the next request is right."""
+    model.ktinject_decoding.fused = None  # its submit routes by itself
+    wrong = torch.zeros(1, dtype=torch.int64, device=device)
+    start = experts.start
+    experts.start = lambda x, ids, *rest: start(x, ids + wrong, *rest)
+    arguments = {**prompt(device="cuda"), "eos_token_id": None}
+    wanted = model.generate(**arguments)
+    for _ in range(2):
+        assert model.ktinject_decoding.last == "graph loop", model.ktinject_decoding.reason
+        late = At(3, lambda: wrong.fill_(experts.num_experts + 1))
+        with pytest.raises(OperatorError, match="routed to expert"):
+            model.generate(**{**arguments, "max_new_tokens": 200}, streamer=late)
+        wrong.zero_()
+        assert torch.equal(model.generate(**arguments), wanted)
 
 
 def test_what_crosses_is_packed_where_its_dtype_may_stand() -> None:
@@ -130,17 +147,12 @@ def test_a_long_answer_goes_on_in_other_graphs(model: PreTrainedModel) -> None:
 def test_requests_take_no_more_memory(model: PreTrainedModel) -> None:
     arguments = {**prompt(2, device="cuda"), "max_new_tokens": 6}
 
-    def used() -> tuple[int, int]:
-        gc.collect()
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-
     for i in range(10):
         model.generate(**arguments, do_sample=bool(i % 2))
-    before = used()
+    before = memory_in_use()
     for i in range(60):
         model.generate(**arguments, do_sample=bool(i % 2))
-    after = used()
+    after = memory_in_use()
     assert after[0] <= before[0] and after[1] <= before[1] + 2**21, (before, after)
 
 
@@ -216,16 +228,4 @@ def test_experts_on_the_cpu_in_several_graphs(hybrid: PreTrainedModel, batch: in
 def test_a_failure_in_a_worker_behind_a_border() -> None:
     model = cut(of_hybrid_experts(0))
     experts: Any = [module for module in model.modules() if isinstance(module, HybridExperts)][-1]
-    model.ktinject_decoding.fused = None  # its submit routes by itself
-    wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
-    start = experts.start
-    experts.start = lambda x, ids, *rest: start(x, ids + wrong, *rest)
-    arguments = {**prompt(device="cuda"), "eos_token_id": None}
-    wanted = model.generate(**arguments)
-    for _ in range(2):
-        assert model.ktinject_decoding.last == "graph loop", model.ktinject_decoding.reason
-        late = At(3, lambda: wrong.fill_(experts.num_experts + 1))
-        with pytest.raises(OperatorError, match="routed to expert"):
-            model.generate(**{**arguments, "max_new_tokens": 200}, streamer=late)
-        wrong.zero_()
-        assert torch.equal(model.generate(**arguments), wanted)
+    assert_a_failure_crosses(model, experts, "cuda")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from double import memory_in_use
 from test_generate import PLAIN, STOCK, name_of, prompt, stock, swapped
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, PreTrainedModel
 
@@ -77,17 +78,12 @@ def test_a_long_answer_moves_to_longer_stretches(model: PreTrainedModel) -> None
 def test_a_thousand_requests_take_no_more_memory(model: PreTrainedModel) -> None:
     arguments = {**prompt(2, device="cuda"), "max_new_tokens": 6}
 
-    def used() -> tuple[int, int]:
-        gc.collect()
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-
     for i in range(60):
         model.generate(**arguments, do_sample=True, temperature=0.5 + i % 40 / 100)
-    before = used()
+    before = memory_in_use()
     for i in range(1000):
         model.generate(**arguments, do_sample=bool(i % 2), temperature=0.5 + i % 40 / 100)
-    after = used()
+    after = memory_in_use()
     assert after[0] <= before[0] and after[1] <= before[1] + 2**21, (before, after)
 
 
