@@ -1,15 +1,17 @@
 # make demo | dev | check | test | bench | clean
 #
-# A machine with python3 >= 3.11 (with venv), g++ >= 11 and make needs nothing else. All goes into .venv.
+# A machine with python3 >= 3.11 (with venv and headers), g++ >= 11 and make needs nothing else. All goes into .venv.
 #
-#   PYTHON=python3.12    the interpreter that .venv is made from
-#   TORCH="torch==2.12"  what pip is asked for if PYTHON has no torch >= 2.11 of its own
+#   PYTHON=python3.12      the interpreter that .venv is made from
+#   TORCH="torch==2.12.0"  what pip is asked for; without it PYTHON's own torch is used if it has one that is new enough
 #   PIP_ARGS="--no-index --find-links wheels"  for every call of pip
 
 PYTHON ?= python3
 # Found now: once .venv is there, its own python3 comes first in PATH.
-THEIRS := $(shell command -v $(PYTHON))
+THEIRS := $(shell command -v "$(PYTHON)")
 TORCH ?=
+TORCH_VERSION := 2.13.0
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP_ARGS ?=
 
 VENV := .venv
@@ -34,14 +36,15 @@ test: export OMP_WAIT_POLICY := PASSIVE
 test: $(VENV)/dev
 	python -m pytest -q --junitxml=build/test-results.xml
 
-# mypy gets the package as it is installed: three folders as one.
+# mypy gets the package as it is installed: three folders as one. As modules, since what PYTHON already had is not in
+# .venv/bin.
 check: $(VENV)/dev
-	ruff check .
-	ruff format --check .
+	python -m ruff check .
+	python -m ruff format --check .
 	mkdir -p build/typed/ktinject
-	ln -sfn $(CURDIR)/operators $(CURDIR)/optimize_rules $(wildcard $(CURDIR)/ktinject/*) build/typed/ktinject/
+	ln -sfn $(addprefix ../../../,operators optimize_rules $(wildcard ktinject/*)) build/typed/ktinject/
 	cd build/typed && python -m mypy --config-file ../../pyproject.toml
-	clang-format --dry-run -Werror $(filter %.cpp %.hpp %.inl %.cu %.cuh,$(NATIVE))
+	python -c 'import clang_format; clang_format.clang_format()' --dry-run -Werror $(filter %.cpp %.hpp %.inl %.cu %.cuh,$(NATIVE))
 
 bench: $(VENV)/installed
 	python benchmarks/bench_moe.py
@@ -61,26 +64,76 @@ clean:
 	rm -rf $(VENV) build
 	rm -f ktinject/_native*.so
 
-# A torch that is there is used, not replaced: on a GPU machine it is the one that fits the driver. Where PYTHON is
-# itself a virtual environment's, --system-site-packages does not reach its packages; a .pth file does. The old
+# What is missing is said before anything is downloaded, in Python that old interpreters understand.
+define CHECK
+import os, shutil, subprocess, sys, sysconfig
+def missing():
+    if sys.version_info < (3, 11):
+        yield "%s is Python %d.%d; 3.11 or newer is needed: make PYTHON=..." % ((sys.executable,) + sys.version_info[:2])
+        return
+    from importlib.util import find_spec
+    if not all(find_spec(name) and find_spec(name + ".__main__") for name in ("venv", "ensurepip")):
+        yield "%s has no venv. Debian and Ubuntu: apt-get install python3-venv" % sys.executable
+    if not os.path.exists(os.path.join(sysconfig.get_config_var("INCLUDEPY"), "Python.h")):
+        yield "%s has no headers. Debian and Ubuntu: apt-get install python3-dev" % sys.executable
+    compiler = next(filter(shutil.which, [os.environ.get("CXX", "").split(" ")[0], "c++", "g++", "clang++"]), None)
+    if compiler is None:
+        yield "there is no C++ compiler. Debian and Ubuntu: apt-get install g++"
+        return
+    asked = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True)  # clang knows no such option
+    if asked.returncode == 0 and int(asked.stdout.split(".")[0]) < 11:
+        yield "%s is g++ %s; 11 or newer is needed: make CXX=..." % (compiler, asked.stdout.strip())
+sys.exit("\n".join(missing()) or 0)
+endef
+export CHECK
+
+# A torch that python3 has is used, not replaced: on a GPU machine it is the one that fits the driver. Pip says whether it
+# is new enough. Where python3 is itself a virtual environment's, --system-site-packages does not reach its packages; a
+# .pth file does, with the folders of the package and of its metadata, which differ in an editable install. The old
 # setuptools that venv brings would hide theirs.
+#
+# Later calls of pip must keep this torch. They get its version as a constraint, and as pip knows it: from the metadata of
+# the distribution. torch.__version__ may say more, such as 2.13.0+cu130 where the distribution is called 2.13.0, and pip
+# would look for a distribution of that name.
+#
+# A pip that Ctrl-C ends exits as one that fails: without the trap, some shells would go on with the next alternative.
+REQUIRED_TORCH = $(call LISTED,project/dependencies) | grep '^torch'
+VERSION_OF_TORCH = $(BIN)/python -c 'from importlib.metadata import version; print(version("torch"))'
+FOLDERS_OF_TORCH := import importlib.metadata as m, torch; \
+  print(*{str(m.distribution("torch").locate_file("")), torch.__path__[0].rpartition("/")[0]}, sep="\n")
+
 $(VENV)/torch:
-	rm -rf $(VENV)
-	if $(THEIRS) -c 'import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; then \
-	  $(THEIRS) -m venv --system-site-packages $(VENV); \
-  $(BIN)/python -m pip uninstall -qq --yes setuptools; \
-	  $(THEIRS) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
-	    > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/theirs.pth"; \
-	else \
-	  $(THEIRS) -m venv $(VENV); \
-	  if [ -n '$(TORCH)' ]; then $(PIP) $(TORCH); \
-	  elif command -v nvidia-smi >/dev/null; then $(PIP) 'torch>=2.11'; \
-	  else $(PIP) torch==2.13.0+cpu 2>/dev/null \
-	    || $(PIP) --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 2>/dev/null \
-	    || $(PIP) torch==2.13.0; \
-	  fi; \
+	@[ -n "$(THEIRS)" ] || { echo 'There is no $(PYTHON). Name another interpreter: make PYTHON=...' >&2; exit 1; }
+	@"$(THEIRS)" -c "$$CHECK"
+	@trap 'exit 130' INT; \
+	rm -rf $(VENV); \
+	if [ -z '$(TORCH)' ] && "$(THEIRS)" -c 'import torch' 2>/dev/null; then \
+	  "$(THEIRS)" -m venv --system-site-packages $(VENV) \
+	  && "$(THEIRS)" -c '$(FOLDERS_OF_TORCH)' \
+	    > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/theirs.pth" \
+	  && $(BIN)/python -m pip uninstall -qq --yes setuptools \
+	  && PIP_CONFIG_FILE=/dev/null $(BIN)/python -m pip --isolated install -qq --no-index --no-deps "$$($(REQUIRED_TORCH))" \
+	    2>/dev/null \
+	  && echo "Using torch $$($(VERSION_OF_TORCH)) of $(THEIRS)." \
+	  || { echo "The torch of $(THEIRS) is not $$($(REQUIRED_TORCH)) for pip; another one is installed."; rm -rf $(VENV); }; \
 	fi
-	$(BIN)/python -W ignore -c 'import torch; print(f"torch=={torch.__version__}")' > $@
+	@trap 'exit 130' INT; \
+	[ -e $(VENV) ] || { \
+	  "$(THEIRS)" -m venv $(VENV) || exit; \
+	  if [ -n '$(TORCH)' ]; then echo 'Installing $(TORCH).'; $(PIP) $(TORCH); \
+	  elif command -v nvidia-smi >/dev/null; then \
+	    echo 'Installing torch $(TORCH_VERSION) with CUDA, several GB, for the NVIDIA driver that is here.'; \
+	    $(PIP) torch==$(TORCH_VERSION); \
+	  else \
+	    echo 'Installing torch $(TORCH_VERSION), its CPU build.'; \
+	    $(PIP) torch==$(TORCH_VERSION)+cpu 2>/dev/null \
+	    || $(PIP) --index-url $(TORCH_CPU_INDEX) torch==$(TORCH_VERSION) 2>/dev/null \
+	    || { echo 'No CPU build is found. Installing the one of the package index, which may bring CUDA, several GB.'; \
+	      $(PIP) torch==$(TORCH_VERSION); }; \
+	  fi; \
+	}
+	@version=$$($(VERSION_OF_TORCH)) && echo "torch==$$version" > $@.part
+	@mv $@.part $@
 
 $(VENV)/build-requirements: $(VENV)/torch pyproject.toml
 	$(call LISTED,build-system/requires) > $@.txt
