@@ -48,9 +48,11 @@ class FusedRMSNorm(Operator):
         return F.rms_norm(hidden_states, self.shape, self.weight, self.eps)
 
 
-rules = [
+RULES = [
     {"name": "norms", "match": {"class": "DeepseekV3RMSNorm"}, "replace": {"operator": "fused_rms_norm"}},
     {"name": "experts", "match": {"class": "DeepseekV3Experts"}, "replace": {"operator": "cpu_experts"}},
 ]
-model = ktinject.load(Path(__file__).parent / "models" / "tiny-deepseek-v3", rules)
-print(model.ktinject)
+
+if __name__ == "__main__":
+    model = ktinject.load(Path(__file__).parent / "models" / "tiny-deepseek-v3", RULES)
+    print(model.ktinject)

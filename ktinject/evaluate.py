@@ -137,13 +137,7 @@ def greedy(
     streamer    is given each token as it comes
     Raises      PlanError if prompt and continuation do not fit the model
     """
-    longest = _longest(model)
-    if not 1 <= len(prompt) <= longest - new_tokens:
-        raise PlanError(
-            f"a prompt of {len(prompt)} tokens and {new_tokens} new ones: the prompt must have at least 1, "
-            f"both together at most {longest}, what the model was made for."
-        )
-    _check_ids(model, prompt)
+    check_prompt(model, prompt, new_tokens)
     ids = prompt.to(model.device)[None]
     # Sampling settings of the checkpoint would only draw a warning: greedy search reads none of them.
     written = model.generate(
@@ -158,6 +152,17 @@ def greedy(
         streamer=streamer,
     )
     return written[0, len(prompt) :].tolist()
+
+
+def check_prompt(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> None:
+    """Raises PlanError if a prompt, [T] token ids, and so many new tokens do not fit a model, on meta or not."""
+    longest = _longest(model)
+    if not 1 <= len(prompt) <= longest - new_tokens:
+        raise PlanError(
+            f"a prompt of {len(prompt)} tokens and {new_tokens} new ones: the prompt must have at least 1, "
+            f"both together at most {longest}, what the model was made for. Change one of them."
+        )
+    _check_ids(model, prompt)
 
 
 def greedy_agreement(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> Agreement:
@@ -186,8 +191,8 @@ def _check_ids(model: PreTrainedModel, ids: Tensor) -> None:
         )
 
 
-def _windows(model: PreTrainedModel, ids: Tensor, window: int) -> Iterator[Tensor]:
-    """The text in windows, [≤ window] each; a last window of one token predicts nothing and is left out."""
+def check_text(model: PreTrainedModel, ids: Tensor, window: int) -> None:
+    """Raises PlanError if a text, [T] token ids, or such windows do not fit a model, on meta or not."""
     if ids.dim() != 1 or len(ids) < 2:
         raise PlanError(
             f"text of shape {tuple(ids.shape)}: at least 2 token ids in one dimension are needed."
@@ -196,6 +201,11 @@ def _windows(model: PreTrainedModel, ids: Tensor, window: int) -> Iterator[Tenso
     if not 2 <= window <= longest:
         raise PlanError(f"window of {window} tokens: allowed is 2 to {longest}, what the model was made for.")
     _check_ids(model, ids)
+
+
+def _windows(model: PreTrainedModel, ids: Tensor, window: int) -> Iterator[Tensor]:
+    """The text in windows, [≤ window] each; a last window of one token predicts nothing and is left out."""
+    check_text(model, ids, window)
     for piece in ids.split(window):
         if len(piece) > 1:
             yield piece

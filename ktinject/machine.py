@@ -150,6 +150,14 @@ def detect(root: Path | str = "/", *, affinity: Collection[int] | None = None) -
     )
 
 
+def has_gpu(device: str) -> bool:
+    """Whether a CUDA device is here to be asked; a plan may be for a machine that has more of them."""
+    import torch
+
+    kind, _, index = device.partition(":")
+    return kind == "cuda" and torch.cuda.is_available() and int(index or 0) < torch.cuda.device_count()
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")

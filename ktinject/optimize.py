@@ -21,6 +21,7 @@ from ktinject import borders, generate, hf, inject, machine, shards
 from ktinject import rules as language
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.machine import Machine
+from ktinject.placement import suppose
 from ktinject.plan import Plan, check_class, make
 from ktinject.rules import RuleSet
 from ktinject.team import Team
@@ -41,17 +42,28 @@ def plan(
     budget: Mapping[str, int | str] | None = None,
     variables: Mapping[str, Any] | None = None,
     tp: bool = False,
+    machine: Mapping[str, int | str] | None = None,
 ) -> Plan:
     """What `optimize` with the same arguments would do; nothing is done.
 
+    machine  plan for another machine, with this memory, such as {"cpu": "512GiB", "cuda:0": "24GiB"}, and no other
+             GPUs; without "cpu" it has this machine's memory. Its CPU is this one's, as are GPUs of the same number
     Returns  the plan; `plan.problems` says what does not fit into memory or budget
     Raises   as `optimize`, except for that
     """
     ruleset = _read_rules(model, rules, variables)
-    found = machine.detect()
+    if machine is not None and tp:
+        raise PlanError("machine: the processes of tp are on this machine. Leave one of the two out.")
+    found = _machine(machine)
     team = Team.join(found, devices) if tp else None
     with _together(team), _open(model, checkpoint) or nullcontext() as source:
-        return make(model, ruleset, source, found, devices, budget, team)
+        decided = make(model, ruleset, source, found, devices, budget, team)
+    if machine is not None:
+        decided.notes.append(
+            "planned for another machine; its CPU is taken for this one's, and a GPU that is not here for one of "
+            "compute capability 8.0"
+        )
+    return decided
 
 
 def optimize(
@@ -84,10 +96,15 @@ def optimize(
                    one process raises is raised in all
     """
     ruleset = _read_rules(model, rules, variables)
-    found = machine.detect()
+    found = _machine()
     team = Team.join(found, devices) if tp else None
     with _together(team):
         return _optimize(model, ruleset, checkpoint, found, devices, budget, progress, check_tensors, team)
+
+
+def _machine(memory: Mapping[str, int | str] | None = None) -> Machine:
+    found = machine.detect()
+    return found if memory is None else suppose(found, memory)
 
 
 def _together(team: Team | None) -> AbstractContextManager[None]:
@@ -209,8 +226,7 @@ def _check_ready(model: PreTrainedModel, decided: Plan, source: Checkpoint | Non
         )
     if source is not None and not source.complete:
         raise CheckpointError(f"{source.path}: only the index is there. Download the shards that it names.")
-    if decided.problems:
-        raise PlanError("the plan does not fit:\n  " + "\n  ".join(decided.problems))
+    decided.check()
 
 
 def _fill_from_model(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ktinject.errors import PlanError
-from ktinject.machine import Machine
+from ktinject.machine import Gpu, Machine
 from ktinject.rules import Rule
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(" + "|".join(_UNITS) + r")\s*")
+_SIZE = re.compile(r"\s*(\d{1,18})\s*B?\s*|\s*(\d{1,9}(?:\.\d{1,9})?)\s*(" + "|".join(_UNITS) + r")\s*")
+# Of a GPU that is planned for and not here.
+_SUPPOSED_CAPABILITY = (8, 0)
 
 
 def show_bytes(count: int) -> str:
@@ -25,7 +28,7 @@ def show_bytes(count: int) -> str:
 
 
 def parse_bytes(size: object, what: str) -> int:
-    """A size as a whole number of bytes or as text with a unit. Raises PlanError."""
+    """A size as a whole number of bytes, or as text of one or with a unit. Raises PlanError."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     found = _SIZE.fullmatch(size) if isinstance(size, str) else None
@@ -34,7 +37,49 @@ def parse_bytes(size: object, what: str) -> int:
             f"{what}: found {size!r}; a size is a number of bytes or text like '24GiB' "
             f"(units {', '.join(_UNITS)}). Write one of these."
         )
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(found[1]) if found[1] else int(float(found[2]) * _UNITS[found[3]])
+
+
+def suppose(machine: Machine, memory: Mapping[str, int | str]) -> Machine:
+    """`machine` with other memory: to plan for one that is not there.
+
+    memory  device → bytes, all free. It has the GPUs that are named, and no others; "cpu" may be left out
+    Raises  PlanError for what is not such a mapping
+    """
+    if not isinstance(memory, Mapping) or not memory:
+        raise PlanError(
+            f"machine: found {memory!r}; it maps devices to sizes. "
+            'Write {"cpu": "512GiB", "cuda:0": "24GiB"}, for example.'
+        )
+    sizes = {_canonical(str(name)): parse_bytes(size, f"machine[{name!r}]") for name, size in memory.items()}
+    cpu = sizes.pop("cpu", machine.memory_available_bytes)
+    here = {f"cuda:{gpu.index}": gpu for gpu in machine.gpus}
+    for number, name in enumerate(sorted(sizes)):
+        if f"cuda:{number}" not in sizes:
+            raise PlanError(
+                f"machine: found {name!r}; devices are cpu and GPUs that are counted from cuda:0 without a gap. "
+                "Name these."
+            )
+    gpus = [
+        dataclasses.replace(
+            here.get(name) or Gpu(0, "a GPU that is not here", 0, 0, _SUPPOSED_CAPABILITY),
+            index=number,
+            memory_bytes=size,
+            free_bytes=size,
+        )
+        for number, (name, size) in enumerate(
+            (f"cuda:{index}", sizes[f"cuda:{index}"]) for index in range(len(sizes))
+        )
+    ]
+    return dataclasses.replace(
+        machine,
+        memory_bytes=cpu,
+        memory_available_bytes=cpu,
+        memory_limit_bytes=None,
+        gpus=tuple(gpus),
+        no_gpu="" if gpus else "the machine that is planned for has none",
+        cuda_built=True if gpus else machine.cuda_built,
+    )
 
 
 @dataclass(frozen=True)
@@ -45,12 +90,14 @@ class Devices:
     limits      the same, or the budget where that is less
     allowed     what the plan may use; the CPU always
     candidates  where everything that is not swapped may stand, best first: on one device, or layer by layer on GPUs
+    notes       what the plan should say of this
     """
 
     free: dict[str, int]
     limits: dict[str, int]
     allowed: tuple[str, ...]
     candidates: tuple[tuple[str, ...], ...]
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def choose(
@@ -66,24 +113,37 @@ class Devices:
         free = {"cpu": machine.memory_available_bytes}
         free |= {f"cuda:{gpu.index}": gpu.free_bytes for gpu in machine.gpus}
         limits = dict(free)
+        notes: list[str] = []
         if not isinstance(budget, Mapping | None):
             raise PlanError(
                 f'budget: found {budget!r}; it maps devices to sizes. Write {{"cuda:0": "24GiB"}}, for example.'
             )
         for name, size in (budget or {}).items():
             device = named(name, free, "budget", machine)
-            limits[device] = min(free[device], parse_bytes(size, f"budget[{name!r}]"))
+            wanted = parse_bytes(size, f"budget[{name!r}]")
+            limits[device] = min(free[device], wanted)
+            if wanted > free[device]:
+                notes.append(
+                    f"{device}: the budget is {show_bytes(wanted)}, and {show_bytes(free[device])} are free; "
+                    "`ktinject plan --machine` plans for a larger machine"
+                )
         if devices is None:
             gpus = [device for device in free if device != "cpu"]
+            if gpus and not machine.cuda_built:
+                notes.append(
+                    f"not used: {', '.join(gpus)}; this build of ktinject has no CUDA parts. Install the CUDA toolkit "
+                    "and build again; torch's own kernels run there where you name them as devices"
+                )
+                gpus = []
             groups = [gpus[:1], gpus][: len(gpus)]
-            return cls(free, limits, tuple(free), (*map(tuple, groups), ("cpu",)))
+            return cls(free, limits, ("cpu", *gpus), (*map(tuple, groups), ("cpu",)), notes)
         listed = [devices] if isinstance(devices, str) or not isinstance(devices, Sequence) else devices
         chosen = list(dict.fromkeys(named(device, free, "devices", machine) for device in listed))
         gpus = [device for device in chosen if device != "cpu"]
         if not chosen:
             raise PlanError("devices: found an empty list; name at least one device, or leave it out.")
         groups = [group for group in (gpus, [device for device in chosen if device == "cpu"]) if group]
-        return cls(free, limits, (*gpus, "cpu"), tuple(map(tuple, groups)))
+        return cls(free, limits, (*gpus, "cpu"), tuple(map(tuple, groups)), notes)
 
     def for_operator(self, rule: Rule, wanted: str, types: Sequence[str], standing: str) -> str:
         """The device of an operator. Raises PlanError at the rule's line.

@@ -78,6 +78,11 @@ class Plan:
         """Those that another process takes."""
         return {f"{entry.path}.{name}" for entry in self.entries if entry.elsewhere for name in entry.wants}
 
+    def check(self) -> None:
+        """Raises PlanError if something does not fit."""
+        if self.problems:
+            raise PlanError("the plan does not fit:\n  " + "\n  ".join(self.problems))
+
     def to_dict(self) -> dict[str, Any]:
         """Lists, dicts, numbers and strings only."""
         fields = [f.name for f in dataclasses.fields(Entry) if f.repr]
@@ -185,12 +190,13 @@ def make(
         cuts=cuts,
     )
     _check_shared(plan, model)
+    plan.notes += where.notes
     wanted, standing = standings[0], tuple(dict.fromkeys(device_map.values()))
     if standing != wanted and len(standing) > 1:
         plan.notes.append(f"decoder layers stand on {', '.join(standing)}: they do not fit on {wanted[0]}")
     elif standing[0] not in wanted:
         plan.notes.append(f"everything else stands on {standing[0]}: it does not fit on {', '.join(wanted)}")
-    unused = [device for device in where.free if device not in (*plan.bytes, "cpu")]
+    unused = [device for device in where.allowed if device not in (*plan.bytes, "cpu")]
     if unused and devices is None and not has_weights and team is None:
         plan.notes.append(f"not used: {', '.join(unused)}; name several GPUs to spread the layers over them")
     if team is not None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ktinject import env
+from ktinject.grid import Grid
 from ktinject.machine import Gpu, Kernel, Machine, detect
 
 
@@ -29,24 +29,12 @@ class Report:
     machine: Machine
     findings: tuple[Finding, ...]
 
-    def __rich__(self) -> Any:
-        from rich import box
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("", no_wrap=True, style="bold")
-        for title in ("this machine has", "ktinject uses", "because"):
-            table.add_column(title, overflow="fold")
-        for finding in self.findings:
-            table.add_row(finding.subject, finding.has, finding.uses, finding.reason)
-        return table
+    def __rich__(self) -> Grid:
+        titles = ("", "this machine has", "ktinject uses", "because")
+        return Grid(titles, [(f.subject, f.has, f.uses, f.reason) for f in self.findings])
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        text = io.StringIO()
-        Console(file=text, width=120, color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
+        return "\n".join(self.__rich__().lines(120))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dicts, numbers and strings, ready for JSON."""
@@ -236,7 +224,7 @@ def _explain_gpus(machine: Machine) -> Iterator[Finding]:
     )
     if not machine.cuda_built:
         reason = "the native core was built without nvcc; install the CUDA toolkit and build again"
-        yield Finding("GPU", has, "torch's kernels alone", reason)
+        yield Finding("GPU", has, "nothing; torch's kernels alone where you name it as a device", reason)
         return
     yield Finding("GPU", has, "our kernels and torch's")
     for subject, alternatives in _GPU_KERNELS.items():

@@ -80,8 +80,7 @@ def build(
     found = machine.detect()
     team = Team.join(found, devices) if tp else None
     plan = make(model, rules.read(source, variables=variables), None, found, devices, budget, team)
-    if plan.problems:
-        raise PlanError("the plan does not fit:\n  " + "\n  ".join(plan.problems))
+    plan.check()
     if team is not None:
         shards.apply(model, plan.styles, team.size)
     operators = inject.build(plan, model)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import html
-import io
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ktinject.grid import Grid, Lines
 from ktinject.placement import show_bytes
 from ktinject.rules import KEEP
 
@@ -58,29 +58,27 @@ def remarks(plan: Plan) -> list[str]:
     return lines + plan.notes + [f"does not fit: {problem}" for problem in plan.problems]
 
 
+def grid(plan: Plan) -> Grid:
+    """The table; on a narrow terminal, kernel and device stand below operator and weights."""
+    found = rows(plan)
+    narrow = [
+        (rule, modules, f"{operator}\n{kernel}".strip(), f"{weights}\n{device}".strip(), size)
+        for rule, modules, operator, kernel, weights, device, size in found
+    ]
+    titles = ("rule", "modules", "operator, kernel", "weights, device", "bytes")
+    return Grid(TITLES, found, ["bytes"], Grid(titles, narrow, ["bytes"]))
+
+
 def rich(plan: Plan) -> Any:
     """Something that a rich console prints."""
-    from rich import box
     from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in TITLES[:-1]:
-        table.add_column(title, overflow="fold")
-    table.add_column(TITLES[-1], justify="right", no_wrap=True)
-    for row in rows(plan):
-        table.add_row(*map(Text, row))
-    return Group(table, *map(Text, remarks(plan)))
+    return Group(grid(plan), Lines(remarks(plan)))
 
 
 def text(plan: Plan) -> str:
     """Plain text, as wide as its content needs."""
-    from rich.console import Console
-
-    out = io.StringIO()
-    Console(file=out, width=200, color_system=None).print(rich(plan))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
+    return "\n".join([str(grid(plan)), "", *remarks(plan)])
 
 
 def as_html(plan: Plan) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ktinject import _native
+from ktinject.machine import has_gpu
 from ktinject.operators.moe_block import BlockSpec
 
 # Of a token's experts: deferring more moved the next-token distribution of a trained model of ours by more than
@@ -28,6 +29,8 @@ BOUND_SHARE, BOUND_NATS = 0.25, 0.02
 OVERHEAD_US = 6.0
 MODULE_US = 6.0
 REACHED = 0.6
+# Bytes a second, of a GPU that does not say, or is not here.
+_USUAL_BANDWIDTH = 1e12
 
 
 def depth(
@@ -130,7 +133,9 @@ def cpu_bandwidth() -> float:
 @functools.cache
 def gpu_bandwidth(device: str) -> float:
     """Bytes a second that a GPU reads, from its clock and bus; four fifths of them are reached."""
+    if not has_gpu(device):
+        return _USUAL_BANDWIDTH
     properties: Any = torch.cuda.get_device_properties(device)
     rate = getattr(properties, "memory_clock_rate", 0)  # kHz
     bits = getattr(properties, "memory_bus_width", 0)
-    return 0.8 * 2 * rate * 1e3 * bits / 8 or 1e12
+    return 0.8 * 2 * rate * 1e3 * bits / 8 or _USUAL_BANDWIDTH

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ktinject import _native
 from ktinject.errors import OperatorError
+from ktinject.machine import has_gpu
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.gpu_linear import GpuLinear
 from ktinject.weights.stored import Fp8Blocks
@@ -86,7 +87,7 @@ def dequantise_blocks(values: Tensor, scales: Tensor) -> Tensor:
 
 def has_scaled_product(device: str) -> bool:
     """Whether torch multiplies fp8 with 1 × 128 and 128 × 128 scales there: cuBLAS 12.9 on compute capability 9.0."""
-    if not device.startswith("cuda") or not torch.cuda.is_available() or not _native.cuda_built():
+    if not has_gpu(device) or not _native.cuda_built():
         return False
     version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ktinject import _native
 from ktinject.errors import OperatorError
+from ktinject.machine import has_gpu
 
 Mode = Literal["auto", "flags", "host_func"]
 
@@ -329,6 +330,8 @@ class Handoff:
         """How a CUDA device would tell the CPU, and why, for the plan."""
         if self._mode != "auto":
             return self._mode
+        if not has_gpu(str(device)) or not _native.cuda_built():
+            return "flags"  # what a GPU that is planned for, but cannot be asked, most likely has
         reason = _native.why_no_flags(device.index)
         return f"host_func, since mapped flags do not work here: {reason}" if reason else "flags"
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators import gpu_experts, routed_experts, streaming
 from ktinject.operators.base import register_operator
@@ -153,6 +152,11 @@ class HybridExperts(CpuExperts):
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
+        if config.device != "cpu" and not machine.cuda_built:
+            return (
+                "beside a GPU it needs ktinject's CUDA parts, and this build has none; install the CUDA toolkit and "
+                "build again, or use the CPU alone"
+            )
         return cls._unsupported(module, config)
 
     def describe(self) -> dict[str, Any]:
@@ -390,8 +394,6 @@ def _place(modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, in
                 )
     if config.device == "cpu":
         return dict.fromkeys(modules, config) | placed
-    if not _native.cuda_built():
-        return dict.fromkeys(modules, "experts on a GPU need ktinject's CUDA parts, and this build has none")
 
     if isinstance(config.gpu_experts, str):
         sizes = {

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ktinject import _native
 from ktinject.errors import OperatorError
+from ktinject.machine import has_gpu
 from ktinject.operators import int4_layout
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.gpu_linear import GpuLinear
@@ -45,9 +46,7 @@ _TURNS = 4  # sets of counters that calls take in turns, so that calls on severa
 
 
 def _is_hopper(device: str) -> bool:
-    if not device.startswith("cuda") or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return has_gpu(device) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @register_operator("int4_linear")

@@ -34,6 +34,9 @@ def table(*rows: tuple[str, ...]) -> Iterator[str]:
 def cli() -> Iterator[str]:
     yield "# Command line\n"
     yield "Exit codes: 0 done, 1 failed, 2 refused or wrong usage (the message is on stderr), 130 interrupted."
+    yield 'With `--json`, what goes wrong is on stdout, too: `{"ok": false, "problems": ["…"]}`.'
+    yield "`-h` is `--help`, and `python -m ktinject` is `ktinject`. `ktinject --install-completion` lets your shell"
+    yield "complete commands, options and the names of bundled rules."
     yield "Variables of the environment: [environment.md](environment.md).\n"
     yield from _command(typer.main.get_command(app), "ktinject")
 
@@ -63,7 +66,9 @@ def _parameter(parameter: Any) -> tuple[str, str, str]:
 
 
 def _value(parameter: Any) -> str:
-    return parameter.metavar or parameter.name.upper()
+    value = parameter.metavar or parameter.name.upper()
+    is_optional = parameter.param_type_name == "argument" and not parameter.required
+    return f"[{value}]" if is_optional else value
 
 
 def operators() -> Iterator[str]:

@@ -42,7 +42,7 @@ app = typer.Typer(
     cls=_Group,
     help="Run Mixture-of-Experts models on stock transformers, their experts on our CPU kernels.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 def command(
     model: Annotated[
         Path | None,
-        typer.Argument(metavar="[MODEL]", exists=True, help="A model folder or .gguf file; or give --shape."),
+        typer.Argument(
+            metavar="MODEL",
+            exists=True,
+            help="A model folder or .gguf file; or give --shape.",
+            autocompletion=options.files,
+        ),
     ] = None,
     shape: Annotated[
         str | None, typer.Option("--shape", metavar="SHAPE", help="Random weights of a known shape instead.")
@@ -41,12 +46,19 @@ def command(
     device: options.Device = None,
     budget: options.Budget = None,
     prompt: Annotated[
-        list[int] | None,
-        typer.Option("-p", "--prompt", metavar="N", min=1, help="Read N tokens; may be repeated."),
+        list[str] | None,
+        typer.Option(
+            "-p", "--prompt", metavar="N,…", help="Read N tokens: 512,2048 or 64-512*2; may be repeated."
+        ),
     ] = None,
     write: Annotated[
-        list[int] | None,
-        typer.Option("-n", "--write", metavar="N", min=1, help="Write N tokens; may be repeated."),
+        list[str] | None,
+        typer.Option(
+            "-n",
+            "--write",
+            metavar="N,…",
+            help="Write N tokens, lists and ranges as for -p; may be repeated.",
+        ),
     ] = None,
     repetitions: Annotated[
         int, typer.Option("-r", "--repetitions", metavar="N", min=1, help="Measure each test N times.")
@@ -62,50 +74,79 @@ def command(
     trace: Annotated[
         Path | None,
         typer.Option(
-            "--trace", metavar="FILE", dir_okay=False, help="Write a Chrome trace of some decode steps."
+            "--trace",
+            metavar="FILE",
+            dir_okay=False,
+            help="Write a Chrome trace of some decode steps.",
+            autocompletion=options.files,
         ),
     ] = None,
     llama_bench: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", exists=True, dir_okay=False, help="Run this llama-bench beside it, on --gguf."
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Run this llama-bench beside it, on --gguf.",
+            autocompletion=options.files,
         ),
     ] = None,
     gguf: Annotated[
-        Path | None, typer.Option(metavar="FILE", exists=True, dir_okay=False, help="What llama-bench runs.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="What llama-bench runs.",
+            autocompletion=options.files,
+        ),
     ] = None,
     tp: options.Tp = False,
+    plugins: options.Plugins = None,
 ) -> None:
     """Measure how fast a model reads prompts and writes tokens.
 
-    Default: pp512, pp2048 and tg128, five times each, as mean ± standard deviation in tokens a second.
+    Default: pp512, pp2048 and tg128, five times each, as mean ± standard deviation in tokens a second. As in
+    llama-bench, a list or a range of numbers is several tests, and 0 is none.
     """
-    if (model is None) == (shape is None):
-        raise PlanError(
-            f"found {'neither MODEL nor' if model is None else 'both MODEL and'} --shape; give one of them."
-        )
-    if (llama_bench is None) != (gguf is None):
-        raise PlanError("--llama-bench and --gguf go together: the program, and the model that it runs.")
-    from ktinject import benchmark
+    with options.answers(output == "json"):
+        if (model is None) == (shape is None):
+            raise PlanError(
+                f"found {'neither MODEL nor' if model is None else 'both MODEL and'} --shape; give one of them."
+            )
+        if (llama_bench is None) != (gguf is None):
+            raise PlanError("--llama-bench and --gguf go together: the program, and the model that it runs.")
+        if llama_bench is not None and not os.access(llama_bench, os.X_OK):
+            raise PlanError(f"--llama-bench {llama_bench}: this is no program. Name llama.cpp's llama-bench.")
+        if breakdown and output == "csv":
+            raise PlanError("--breakdown is a second table, and -o csv prints one. Use -o md or -o json.")
+        if trace is not None:
+            options.check_writable(trace, "--trace")
+        prompts, writes = options.parse_counts(prompt, "-p"), options.parse_counts(write, "-n")
+        if prompts is None and writes is None:
+            prompts, writes = [512, 2048], [128]
+        if not (prompts or writes or breakdown or trace):
+            raise PlanError("-p and -n: no test is left. Give one of them a number other than 0.")
+        options.load_plugins(plugins)
+        from ktinject import benchmark
 
-    prompts, writes = (prompt or [], write or []) if prompt or write else ([512, 2048], [128])
-    with options.one_voice(tp) as first:
-        title, swapped = _load(model, shape, layers, rules, variables, device, budget, tp)
-        found = benchmark.run(swapped, prompts, writes, repetitions, batch)
-        where = (
-            benchmark.profile(swapped, batch=batch, trace=trace if first else None)
-            if breakdown or trace
-            else None
-        )
-        rows = [_row(title, swapped, result) for result in found]
-        on_gpu = swapped.device.type == "cuda"
-    if not first:
-        return
-    if llama_bench is not None:
-        del swapped
-        assert gguf is not None
-        rows += llama_rows(llama_bench, gguf, prompts, writes, repetitions, on_gpu)
-    _show(rows, where if breakdown else None, output)
+        with options.one_voice(tp) as first:
+            title, swapped = _load(model, shape, layers, rules, variables, device, budget, tp)
+            found = benchmark.run(swapped, prompts or [], writes or [], repetitions, batch)
+            where = (
+                benchmark.profile(swapped, batch=batch, trace=trace if first else None)
+                if breakdown or trace
+                else None
+            )
+            rows = [_row(title, swapped, result) for result in found]
+            on_gpu = swapped.device.type == "cuda"
+        if not first:
+            return
+        if llama_bench is not None:
+            del swapped
+            assert gguf is not None
+            rows += llama_rows(llama_bench, gguf, prompts or [], writes or [], repetitions, on_gpu)
+        _show(rows, where if breakdown else None, output)
 
 
 def _load(
@@ -125,7 +166,7 @@ def _load(
 
     kwargs: dict[str, Any] = {
         "devices": device,
-        "budget": options.parse_budget(budget),
+        "budget": options.parse_sizes(budget, "--budget"),
         "variables": parse_overrides(variables or []),
         "tp": tp,
     }

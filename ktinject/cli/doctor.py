@@ -9,7 +9,8 @@ def command(as_json: options.AsJson = False) -> None:
     """Show what this machine has, what ktinject uses of it, and why not all."""
     from ktinject.report import doctor
 
-    report = doctor()
+    with options.answers(as_json):
+        report = doctor()
     if as_json:
         options.show_json(report.to_dict())
     else:

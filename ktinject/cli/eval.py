@@ -11,10 +11,10 @@ import typer
 
 from ktinject.cli import options
 from ktinject.errors import CheckpointError, PlanError
+from ktinject.grid import Grid
 from ktinject.rules import parse_overrides
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from transformers import PreTrainedModel
 
     from ktinject.evaluate import Agreement, Divergence
@@ -31,12 +31,19 @@ Variants = Annotated[
 ]
 Against = Annotated[
     str,
-    typer.Option(metavar="RULES", help="Compare with the model under these rules, not with it unswapped."),
+    typer.Option(
+        metavar="RULES",
+        help="Compare with the model under these rules, not with it unswapped.",
+        autocompletion=options.bundled_names,
+    ),
 ]
 TextFile = Annotated[
     Path | None,
     typer.Option(
-        "--text", metavar="FILE", help="Text to measure on; default: heldout.txt, in MODEL or beside it."
+        "--text",
+        metavar="FILE",
+        help="Text to measure on; default: heldout.txt, in MODEL or beside it.",
+        autocompletion=options.files,
     ),
 ]
 PromptFile = Annotated[
@@ -45,6 +52,7 @@ PromptFile = Annotated[
         "--prompts",
         metavar="FILE",
         help='Lines of {"prompt": "…"} to continue; default: prompts.jsonl, in MODEL or beside it.',
+        autocompletion=options.files,
     ),
 ]
 Tokens = Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Read N tokens of the text.")]
@@ -85,64 +93,78 @@ def command(
     device: options.Device = None,
     budget: options.Budget = None,
     dtype: options.RestDtype = "float32",
+    plugins: options.Plugins = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure perplexity, KL divergence and greedy agreement against the unswapped model in float32."""
     # Spinning OpenMP threads gain a little speed on idle cores and lose nearly all of it on shared ones. Speed is
     # not measured here; `run` measures it and leaves this alone.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    import torch
-    from rich.console import Console
+    with options.answers(as_json):
+        options.load_plugins(plugins)
+        import torch
+        from rich.console import Console
 
-    import ktinject
-    from ktinject import evaluate
+        import ktinject
+        from ktinject import evaluate
 
-    chosen = _variants(variables or [], variants or [])
-    text_file = text or _beside(model, "heldout.txt")
-    if text_file is None:
-        raise PlanError(f"{model}: there is no heldout.txt in it or beside it. Name a text: --text FILE.")
-    prompt_file = prompts or _beside(model, "prompts.jsonl")
-    tokenizer = options.load_tokenizer(model)
-    ids = torch.tensor(
-        tokenizer(options.read_text(text_file), add_special_tokens=False)["input_ids"][:tokens]
-    )
-    starts = [] if prompt_file is None else options.read_prompts(tokenizer, prompt_file)
-    places: dict[str, Any] = {"devices": device, "budget": options.parse_budget(budget), "progress": False}
+        chosen = _variants(variables or [], variants or [])
+        text_file = text or _beside(model, "heldout.txt")
+        if text_file is None:
+            raise PlanError(f"{model}: there is no heldout.txt in it or beside it. Name a text: --text FILE.")
+        prompt_file = prompts or _beside(model, "prompts.jsonl")
+        tokenizer = options.load_tokenizer(model)
+        ids = torch.tensor(
+            tokenizer(options.read_text(text_file), add_special_tokens=False)["input_ids"][:tokens]
+        )
+        places: dict[str, Any] = {"devices": device, "budget": options.parse_sizes(budget, "--budget")}
 
-    with Console(stderr=True).status(f"{against}: loading") as status:
-        if against == UNSWAPPED:
-            reference = _load_unswapped(model, device)
-        else:
-            reference = ktinject.load(model, against, dtype=dtype, **places)
-        status.update(f"{against}: writing")
-        expected = [evaluate.greedy(reference, start, new_tokens) for start in starts]
-        results = []
-        for name, values in chosen.items():
-            status.update(f"{name}: loading")
-            swapped = ktinject.load(model, rules, dtype=dtype, variables=values, **places)
-            status.update(f"{name}: reading the text")
-            steps = _defers(reference) or _defers(swapped) if decode is None else decode
-            divergence = evaluate.divergence(reference, swapped, ids, window=window, decode=steps)
-            status.update(f"{name}: writing")
-            written = [evaluate.greedy(swapped, start, new_tokens) for start in starts]
-            agreement = evaluate.greedy_agreement(expected, written) if starts else None
-            results.append(Result(name, values, steps, divergence, agreement))
-            del swapped
-    if as_json:
-        about = {
-            "model": str(model),
-            "rules": rules,
-            "against": against,
-            "dtype": dtype,
-            "text": str(text_file),
-        }
-        options.show_json({**about, "window": window, "results": [asdict(result) for result in results]})
-        return
-    options.show(_table(against, results))
-    counted = f"{results[0].divergence.tokens:,} predictions on {text_file}, in windows of {window} tokens"
-    typer.echo(f"{counted}; {len(starts)} prompts, at most {new_tokens} new tokens each")
-    if stepped := [result.variant for result in results if result.decode]:
-        typer.echo(f"the text was read token by token for {', '.join(stepped)}")
+        # All that can be refused, before the first model is loaded.
+        on_meta = options.build_on_meta(model, dtype)
+        evaluate.check_text(on_meta, ids, window)
+        starts = (
+            [] if prompt_file is None else options.read_prompts(tokenizer, prompt_file, on_meta, new_tokens)
+        )
+        wanted: list[tuple[str, dict[str, Any]]] = [(rules, values) for values in chosen.values()]
+        for file, values in [*wanted, *([] if against == UNSWAPPED else [(against, {})])]:
+            ktinject.plan(on_meta, file, checkpoint=model, variables=values, **places).check()
+
+        with Console(stderr=True).status(f"{against}: loading") as status:
+            if against == UNSWAPPED:
+                reference = _load_unswapped(model, device)
+            else:
+                reference = ktinject.load(model, against, dtype=dtype, progress=False, **places)
+            status.update(f"{against}: writing")
+            expected = [evaluate.greedy(reference, start, new_tokens) for start in starts]
+            results = []
+            for name, values in chosen.items():
+                status.update(f"{name}: loading")
+                swapped = ktinject.load(model, rules, dtype=dtype, variables=values, progress=False, **places)
+                status.update(f"{name}: reading the text")
+                steps = _defers(reference) or _defers(swapped) if decode is None else decode
+                divergence = evaluate.divergence(reference, swapped, ids, window=window, decode=steps)
+                status.update(f"{name}: writing")
+                written = [evaluate.greedy(swapped, start, new_tokens) for start in starts]
+                agreement = evaluate.greedy_agreement(expected, written) if starts else None
+                results.append(Result(name, values, steps, divergence, agreement))
+                del swapped
+        if as_json:
+            about = {
+                "model": str(model),
+                "rules": rules,
+                "against": against,
+                "dtype": dtype,
+                "text": str(text_file),
+            }
+            options.show_json({**about, "window": window, "results": [asdict(result) for result in results]})
+            return
+        options.show(_table(against, results))
+        counted = (
+            f"{results[0].divergence.tokens:,} predictions on {text_file}, in windows of {window} tokens"
+        )
+        options.say(f"{counted}; {len(starts)} prompts, at most {new_tokens} new tokens each")
+        if stepped := [result.variant for result in results if result.decode]:
+            options.say(f"the text was read token by token for {', '.join(stepped)}")
 
 
 def _defers(model: PreTrainedModel) -> bool:
@@ -181,25 +203,21 @@ def _load_unswapped(folder: Path, device: list[str] | None) -> PreTrainedModel:
     return model.to(device[0] if device else "cpu").eval()
 
 
-def _table(against: str, results: list[Result]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for title in ("perplexity", "change", "mean KL", "p99 KL", "same top-1", "same prompts", "same tokens"):
-        table.add_column(title, justify="right")
-    table.add_row(against, f"{results[0].divergence.perplexity_a:.4f}", *["–"] * 6)
+def _table(against: str, results: list[Result]) -> Grid:
+    titles = ("perplexity", "change", "mean KL", "p99 KL", "same top-1", "same prompts", "same tokens")
+    rows = [(against, f"{results[0].divergence.perplexity_a:.4f}", *["–"] * 6)]
     for result in results:
         d, a = result.divergence, result.agreement
-        table.add_row(
-            result.variant,
-            f"{d.perplexity_b:.4f}",
-            f"{d.perplexity_b / d.perplexity_a - 1:+.3%}",
-            f"{d.mean_nats:.2e}",
-            f"{d.p99_nats:.2e}",
-            f"{d.top1:.2%}",
-            f"{a.identical} of {a.prompts}" if a else "–",
-            f"{a.same / a.tokens:.1%}" if a and a.tokens else "–",
+        rows.append(
+            (
+                result.variant,
+                f"{d.perplexity_b:.4f}",
+                f"{d.perplexity_b / d.perplexity_a - 1:+.3%}",
+                f"{d.mean_nats:.2e}",
+                f"{d.p99_nats:.2e}",
+                f"{d.top1:.2%}",
+                f"{a.identical} of {a.prompts}" if a else "–",
+                f"{a.same / a.tokens:.1%}" if a and a.tokens else "–",
+            )
         )
-    return table
+    return Grid(("", *titles), rows, titles)

@@ -65,7 +65,7 @@ def measure(model: PreTrainedModel, prompt: list[int], new_tokens: int, before_b
 def measure_unswapped(
     folder: Path, prompt: list[int], new_tokens: int, *, dtype: str, device_map: str | None
 ) -> Measurement | str:
-    """The same for the model as transformers alone loads and runs it, in a fresh process.
+    """The same for the model as transformers alone loads and runs it, in a fresh process; on the CPU the better of two.
 
     device_map  as transformers takes it; None is the CPU
     Returns     the measurement, or why there is none
@@ -95,14 +95,21 @@ def _answer() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ktinject import evaluate
+    from ktinject import evaluate, openmp
 
     before_bytes = resident_bytes()
     model = AutoModelForCausalLM.from_pretrained(
         request["folder"], dtype=request["dtype"], device_map=request["device_map"], trust_remote_code=False
     ).eval()
-    evaluate.greedy(model, torch.tensor(request["prompt"]), request["new_tokens"])
-    json.dump(asdict(measure(model, request["prompt"], request["new_tokens"], before_bytes)), sys.stdout)
+    prompt, new_tokens = request["prompt"], request["new_tokens"]
+    evaluate.greedy(model, torch.tensor(prompt), new_tokens)
+    found = measure(model, prompt, new_tokens, before_bytes)
+    # Between operations torch's threads spin, which is faster on idle cores and several times slower on shared ones. A
+    # swapped model lets them sleep; the unswapped one gets the better of both.
+    if request["device_map"] is None and openmp.let_threads_sleep():
+        again = measure(model, prompt, new_tokens, before_bytes)
+        found = min(found, again, key=lambda each: each.seconds)
+    json.dump(asdict(found), sys.stdout)
 
 
 if __name__ == "__main__":

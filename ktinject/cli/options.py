@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -12,21 +15,51 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ktinject.errors import CheckpointError, PlanError
+from ktinject import rules
+from ktinject.errors import CheckpointError, KTInjectError, PlanError
+from ktinject.grid import Lines
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+
+def files(incomplete: str) -> list[str]:
+    """What completes a path: nothing here, so that the shell's own completion does."""
+    return []
+
+
+def bundled_names(incomplete: str) -> list[str]:
+    """What completes a name of rules; where nothing does, the shell goes on with files."""
+    return [name for name in rules.bundled() if name.startswith(incomplete)]
+
+
 Model = Annotated[
     Path,
     typer.Argument(
-        metavar="MODEL", exists=True, help="A model folder: config.json and weights; or a .gguf file in one."
+        metavar="MODEL",
+        exists=True,
+        help="A model folder: config.json and weights; or a .gguf file in one.",
+        autocompletion=files,
     ),
 ]
 Rules = Annotated[
     str,
-    typer.Option("--rules", metavar="RULES", help="A bundled name, a file, or auto: what suits the model."),
+    typer.Option(
+        "--rules",
+        metavar="RULES",
+        help="A bundled name, a file, or auto: what suits the model.",
+        autocompletion=bundled_names,
+    ),
+]
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        metavar="MODULE",
+        help="Import a module or a .py file that registers operators; may be repeated.",
+        autocompletion=files,
+    ),
 ]
 Set = Annotated[
     list[str] | None,
@@ -41,7 +74,9 @@ Device = Annotated[
 Budget = Annotated[
     list[str] | None,
     typer.Option(
-        "--budget", metavar="DEVICE=SIZE", help="Use at most so much, such as cuda:0=24GiB; may be repeated."
+        "--budget",
+        metavar="DEVICE=SIZE,…",
+        help="Use at most so much, such as cpu=64GiB,cuda:0=24GiB; may be repeated.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -61,17 +96,97 @@ RestDtype = Annotated[
 ]
 
 
-def parse_budget(texts: list[str] | None) -> dict[str, int | str] | None:
-    """`["cuda:0=24GiB"]` as `{"cuda:0": "24GiB"}`; the sizes are the planner's to read. Raises PlanError."""
-    budget: dict[str, int | str] = {}
-    for text in texts or []:
+def parse_sizes(texts: list[str] | None, option: str) -> dict[str, int | str] | None:
+    """`["cpu=1GiB,cuda:0=24GiB"]` as `{"cpu": "1GiB", "cuda:0": "24GiB"}`; the sizes are the planner's to read.
+
+    Raises  PlanError naming the option
+    """
+    sizes: dict[str, int | str] = {}
+    for text in (part for texts in texts or [] for part in texts.split(",")):
         device, equals, size = text.partition("=")
         if not (device and equals and size):
-            raise PlanError(f"--budget {text!r}: allowed is DEVICE=SIZE, such as cuda:0=24GiB.")
-        if device in budget:
-            raise PlanError(f"--budget: {device!r} is given twice. Give each device once.")
-        budget[device] = size
-    return budget or None
+            raise PlanError(f"{option} {text!r}: allowed is DEVICE=SIZE, such as cuda:0=24GiB.")
+        if device in sizes:
+            raise PlanError(f"{option}: {device!r} is given twice. Give each device once.")
+        sizes[device] = size
+    return sizes or None
+
+
+_COUNT = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?")
+_MOST_COUNTS = 1000
+
+
+def parse_counts(texts: list[str] | None, option: str) -> list[int] | None:
+    """Numbers as llama-bench takes them: `["32,64", "1-8*2"]` is 32, 64, 1, 2, 4, 8; a 0 stands for no test.
+
+    Raises  PlanError naming the option
+    """
+    if texts is None:
+        return None
+    counts: list[int] = []
+    for text in (part for texts in texts for part in texts.split(",")):
+        found = _COUNT.fullmatch(text.strip())
+        if found is None:
+            raise PlanError(
+                f"{option} {text!r}: allowed are whole numbers such as 32,64, and ranges: 1-4, 8-32+8, 8-64*2."
+            )
+        at, last = int(found[1]), int(found[2] or found[1])
+        times, plus = (int(found[4]), 0) if found[3] == "*" else (1, int(found[4] or 1))
+        if at > last or (found[2] and at * times + plus <= at):
+            raise PlanError(
+                f"{option} {text!r}: this range does not rise. Write one that does, such as 8-64*2."
+            )
+        while at <= last and len(counts) <= _MOST_COUNTS:
+            counts.append(at)
+            at = at * times + plus
+    if len(counts) > _MOST_COUNTS:
+        raise PlanError(
+            f"{option}: these are more than {_MOST_COUNTS} tests. Name fewer, or take wider steps."
+        )
+    return [count for count in counts if count]
+
+
+def load_plugins(names: list[str] | None) -> None:
+    """Import what registers operators: modules by name, as from the current folder, and .py files by path.
+
+    Raises  PlanError for what is not there or fails; KTInjectError as it raises
+    """
+    for name in dict.fromkeys(names or []):
+        try:
+            if name.endswith(".py"):
+                _import_file(Path(name).resolve())
+            else:
+                _find_in("")
+                importlib.import_module(name)
+        except KTInjectError:
+            raise
+        except Exception as error:
+            raise PlanError(
+                f"--plugin {name}: importing it failed: {type(error).__name__}: {error}. Name a module that Python "
+                "finds, or the path of a .py file."
+            ) from error
+
+
+def _find_in(folder: str) -> None:
+    """Let imports find what is in a folder, last: what is installed must not be hidden. "" is the current one."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def _import_file(file: Path) -> None:
+    name = f"ktinject_plugin_{file.stem}"
+    if name in sys.modules and sys.modules[name].__file__ == str(file):
+        return
+    _find_in(str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look annotations up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
 def build_on_meta(folder: Path, dtype: str = "auto") -> PreTrainedModel:
@@ -111,9 +226,17 @@ def read_text(file: Path) -> str:
         raise PlanError(f"{file}: it cannot be read as text: {error}. Name a file in UTF-8.") from error
 
 
-def read_prompts(tokenizer: PreTrainedTokenizerBase, file: Path) -> list[Tensor]:
-    """The prompts of a JSON-lines file as token ids, as a base model gets them."""
+def read_prompts(
+    tokenizer: PreTrainedTokenizerBase, file: Path, model: PreTrainedModel, new_tokens: int
+) -> list[Tensor]:
+    """The prompts of a JSON-lines file as token ids, as a base model gets them.
+
+    model   on meta, too: each prompt and so many new tokens must fit it
+    Raises  PlanError naming the line
+    """
     import torch
+
+    from ktinject import evaluate
 
     prompts = []
     for number, line in enumerate(read_text(file).splitlines(), 1):
@@ -124,8 +247,32 @@ def read_prompts(tokenizer: PreTrainedTokenizerBase, file: Path) -> list[Tensor]
                 prompt = None
             if not isinstance(prompt, str):
                 raise PlanError(f'{file}:{number}: found {line[:60]!r}; allowed is {{"prompt": "…"}}.')
-            prompts.append(torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long))
+            ids = torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long)
+            try:
+                evaluate.check_prompt(model, ids, new_tokens)
+            except PlanError as error:
+                raise PlanError(f"{file}:{number}: {error}") from error
+            prompts.append(ids)
     return prompts
+
+
+def check_writable(file: Path, option: str) -> None:
+    """Before the work, which may take an hour. Raises PlanError."""
+    able = os.access(file.parent, os.W_OK | os.X_OK) and (not file.exists() or os.access(file, os.W_OK))
+    if file.is_dir() or not able:
+        raise PlanError(f"{option} {file}: no file can be written there. Name another place.")
+
+
+@contextmanager
+def answers(as_json: bool) -> Iterator[None]:
+    """With --json, what goes wrong within is on stdout, too, as JSON: {"ok": false, "problems": […]}."""
+    try:
+        yield
+    except Exception as error:
+        if as_json:
+            said = str(error) if isinstance(error, KTInjectError) else f"{type(error).__name__}: {error}"
+            show_json({"ok": False, "problems": said.splitlines()})
+        raise
 
 
 @contextmanager
@@ -141,7 +288,7 @@ def one_voice(tp: bool) -> Iterator[bool]:
 
 
 def show(thing: Any) -> None:
-    """Print something that rich can: in colour and to the width of a terminal, else plain and unfolded."""
+    """Print something that rich can: in colour and to the width of a terminal; else plain, at most 200 columns wide."""
     from rich.console import Console
 
     if sys.stdout.isatty():
@@ -151,6 +298,11 @@ def show(thing: Any) -> None:
     with console.capture() as capture:
         console.print(thing)
     typer.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def say(*lines: str) -> None:
+    """Print lines, which a terminal does not break within a word."""
+    show(Lines(lines))
 
 
 def show_json(value: object) -> None:

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from ktinject.cli import options
 from ktinject.rules import parse_overrides
+
+Machine = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--machine",
+        metavar="DEVICE=SIZE,…",
+        help="Plan for a machine with this memory, such as cpu=512GiB,cuda:0=24GiB, not for this one.",
+    ),
+]
 
 
 def command(
@@ -12,20 +25,30 @@ def command(
     variables: options.Set = None,
     device: options.Device = None,
     budget: options.Budget = None,
+    machine: Machine = None,
+    dtype: options.RestDtype = "auto",
+    plugins: options.Plugins = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show what would replace what, where, and in how many bytes. Reads headers only; loads nothing."""
+    """Show what would replace what, where, and in how many bytes. Reads headers only; loads nothing.
+
+    A plan that does not fit into memory is shown, and the exit code is 2.
+    """
     import ktinject
 
-    plan = ktinject.plan(
-        options.build_on_meta(model),
-        rules,
-        checkpoint=model,
-        devices=device,
-        budget=options.parse_budget(budget),
-        variables=parse_overrides(variables or []),
-    )
+    with options.answers(as_json):
+        options.load_plugins(plugins)
+        plan = ktinject.plan(
+            options.build_on_meta(model, dtype),
+            rules,
+            checkpoint=model,
+            devices=device,
+            budget=options.parse_sizes(budget, "--budget"),
+            variables=parse_overrides(variables or []),
+            machine=options.parse_sizes(machine, "--machine"),
+        )
     if as_json:
         options.show_json(plan.to_dict())
     else:
         options.show(plan)
+    plan.check()

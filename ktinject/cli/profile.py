@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,10 +20,21 @@ SHARES = (0.05, 0.1, 0.25, 0.5)
 
 Prompts = Annotated[
     Path,
-    typer.Option("--prompts", metavar="FILE", help='Lines of {"prompt": "…"} that show what you use it for.'),
+    typer.Option(
+        "--prompts",
+        metavar="FILE",
+        autocompletion=options.files,
+        help='Lines of {"prompt": "…"} that show what you use it for.',
+    ),
 ]
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Write here; default: profile.json in MODEL.")
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="FILE",
+        autocompletion=options.files,
+        help="Write here; default: profile.json in MODEL.",
+    ),
 ]
 
 
@@ -38,59 +48,61 @@ def command(
     device: options.Device = None,
     budget: options.Budget = None,
     dtype: options.RestDtype = "auto",
+    plugins: options.Plugins = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Count how often each expert is chosen on your prompts and their greedy continuations.
 
     The file goes to a rule of hybrid_experts: `gpu_experts: FILE`, or `profile: FILE` beside a number or a share.
     """
-    from rich.console import Console
+    with options.answers(as_json):
+        options.load_plugins(plugins)
+        from rich.console import Console
 
-    import ktinject
+        import ktinject
+        from ktinject.operators import REGISTRY
 
-    target = out or (model if model.is_dir() else model.parent) / "profile.json"
-    if target.suffix != ".json":
-        raise PlanError(f"--out {target}: rules know a profile by its name. Let it end in .json.")
-    # Before the model is loaded and the prompts are read, which may take an hour.
-    if not os.access(target.parent, os.W_OK | os.X_OK) or target.is_dir():
-        raise PlanError(f"{target}: no file can be written there. Give --out another place.")
-    starts = options.read_prompts(options.load_tokenizer(model), prompts)
-    if not starts:
-        raise PlanError(f'{prompts}: there is no prompt in it. Write lines of {{"prompt": "…"}}.')
-    swapped = ktinject.load(
-        model,
-        rules,
-        devices=device,
-        budget=options.parse_budget(budget),
-        dtype=dtype,
-        variables=parse_overrides(variables or []),
-        progress=False,
-    )
-    counts: dict[str, Tensor] = {}
-    _count(swapped, counts)
-    if not counts:
-        raise PlanError(
-            f"{rules}: no rule of it gives routed experts to an operator; there is nothing to count."
+        target = out or (model if model.is_dir() else model.parent) / "profile.json"
+        if target.suffix != ".json":
+            raise PlanError(f"--out {target}: rules know a profile by its name. Let it end in .json.")
+        options.check_writable(target, "--out")
+        on_meta = options.build_on_meta(model, dtype)
+        starts = options.read_prompts(options.load_tokenizer(model), prompts, on_meta, new_tokens)
+        if not starts:
+            raise PlanError(f'{prompts}: there is no prompt in it. Write lines of {{"prompt": "…"}}.')
+        arguments: dict[str, Any] = {
+            "devices": device,
+            "budget": options.parse_sizes(budget, "--budget"),
+            "variables": parse_overrides(variables or []),
+        }
+        nothing = f"{rules}: no rule of it gives routed experts to an operator; there is nothing to count."
+        plan = ktinject.plan(on_meta, rules, checkpoint=model, **arguments)
+        if not any(REGISTRY[entry.operator].per_expert for entry in plan.entries):
+            raise PlanError(nothing)
+        swapped = ktinject.load(model, rules, dtype=dtype, progress=False, **arguments)
+        counts: dict[str, Tensor] = {}
+        _count(swapped, counts)
+        if not counts:
+            raise PlanError(nothing)
+        tokens = 0
+        with Console(stderr=True).status("counting") as status:
+            for number, start in enumerate(starts, 1):
+                status.update(f"prompt {number} of {len(starts)}")
+                tokens += _run(swapped, start, new_tokens)
+        experts = {path: count.tolist() for path, count in counts.items()}
+        _write(
+            target,
+            {"version": 1, "model": str(model), "prompts": len(starts), "tokens": tokens, "experts": experts},
         )
-    tokens = 0
-    with Console(stderr=True).status("counting") as status:
-        for number, start in enumerate(starts, 1):
-            status.update(f"prompt {number} of {len(starts)}")
-            tokens += _run(swapped, start, new_tokens)
-    experts = {path: count.tolist() for path, count in counts.items()}
-    _write(
-        target,
-        {"version": 1, "model": str(model), "prompts": len(starts), "tokens": tokens, "experts": experts},
-    )
-    covered = {share: coverage(experts, share) for share in SHARES}
-    if as_json:
-        options.show_json(
-            {"file": str(target), "tokens": tokens, "covered": {str(s): c for s, c in covered.items()}}
-        )
-        return
-    typer.echo(f"{target}: {tokens:,} tokens of {len(starts)} prompts, {len(experts)} layers")
-    for share, value in covered.items():
-        typer.echo(f"the most used {share:4.0%} of each layer's experts take {value:.1%} of the routing")
+        covered = {share: coverage(experts, share) for share in SHARES}
+        if as_json:
+            options.show_json(
+                {"file": str(target), "tokens": tokens, "covered": {str(s): c for s, c in covered.items()}}
+            )
+            return
+        options.say(f"{target}: {tokens:,} tokens of {len(starts)} prompts, {len(experts)} layers")
+        for share, value in covered.items():
+            options.say(f"the most used {share:4.0%} of each layer's experts take {value:.1%} of the routing")
 
 
 def coverage(experts: dict[str, list[int]], share: float) -> float:

@@ -3,80 +3,77 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
 from ktinject import rules
+from ktinject.cli import options
 from ktinject.errors import RuleError
+from ktinject.grid import Grid
 
 app = typer.Typer(help="List, show and check rule files.", no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Set a variable.")]
+File = Annotated[str, typer.Argument(help="A bundled name or a path.", autocompletion=options.bundled_names)]
 
 
 @app.command("list")
-def list_bundled(as_json: AsJson = False) -> None:
+def list_bundled(as_json: options.AsJson = False) -> None:
     """The bundled rule files and the models they serve."""
     sets = {name: rules.read(name) for name in rules.bundled()}
     if as_json:
-        _print_json({name: _summary(found) for name, found in sets.items()})
+        options.show_json({name: _summary(found) for name, found in sets.items()})
         return
-    table = Table("name", "model types", "variables")
-    for name, found in sets.items():
-        table.add_row(name, ", ".join(found.model_types) or "any", Text(_assignments(found.variables)))
-    Console().print(table)
+    rows = [
+        (name, ", ".join(found.model_types) or "any", _assignments(found.variables))
+        for name, found in sets.items()
+    ]
+    options.show(Grid(("name", "model types", "variables"), rows))
 
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="A bundled name or a path.")],
-    as_json: AsJson = False,
+    name: File,
+    as_json: options.AsJson = False,
 ) -> None:
     """A rule file as it is written, or with --json as it is understood."""
-    with _refusals(as_json):
+    with options.answers(as_json):
         found = rules.read(name)
         if as_json:
-            _print_json({**_summary(found), "rules": [_rule(rule) for rule in found.rules]})
+            options.show_json({**_summary(found), "rules": [_rule(rule) for rule in found.rules]})
         else:
             typer.echo(rules.locate(name)[0].read_text("utf-8-sig"), nl=False)
 
 
 @app.command()
 def check(
-    file: Annotated[str, typer.Argument(help="A path or a bundled name.")],
-    overrides: Overrides = None,
-    as_json: AsJson = False,
+    file: File,
+    overrides: options.Set = None,
+    plugins: options.Plugins = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Read a rule file and type its arguments; what needs a model is checked by `ktinject plan`."""
-    with _refusals(as_json):
+    with options.answers(as_json):
+        options.load_plugins(plugins)
         found = rules.read(file, variables=rules.parse_overrides(overrides or []))
         configs = _operator_configs()
         problems = [problem for rule in found.rules if (problem := _problem(rule, configs))]
         if problems:
             raise RuleError("\n".join(problems))
         if as_json:
-            _print_json({"ok": True, **_summary(found), "rules": [_rule(rule) for rule in found.rules]})
+            options.show_json({"ok": True, **_summary(found), "rules": [_rule(rule) for rule in found.rules]})
             return
-        table = Table(*(Column(title, overflow="fold") for title in ("rule", "match", "replace", "at")))
-        for rule in found.rules:
-            cells = (rule.name, _conditions(rule.match), _replacement(rule), rule.where)
-            table.add_row(*map(Text, cells))
-        Console().print(table)
+        rows = [(rule.name, _conditions(rule.match), _replacement(rule), rule.where) for rule in found.rules]
+        options.show(Grid(("rule", "match", "replace", "at"), rows))
         served = ", ".join(found.model_types) or "any model"
-        typer.echo(f"{found.source}: {len(found.rules)} rules for {served}; no problem found")
+        options.say(f"{found.source}: {len(found.rules)} rules for {served}; no problem found")
 
 
 @app.command()
-def schema() -> None:
+def schema(plugins: options.Plugins = None) -> None:
     """The JSON Schema (draft-07) of rule files, for editors."""
-    _print_json(rules.schema(_operator_configs()))
+    options.load_plugins(plugins)
+    options.show_json(rules.schema(_operator_configs()))
 
 
 def _operator_configs() -> dict[str, type]:
@@ -95,19 +92,6 @@ def _problem(rule: rules.Rule, configs: dict[str, type]) -> str | None:
     except RuleError as error:
         return str(error)
     return None
-
-
-@contextmanager
-def _refusals(as_json: bool) -> Iterator[None]:
-    """A refusal goes to stderr, or to stdout as JSON, and the exit code is 2."""
-    try:
-        yield
-    except RuleError as error:
-        if as_json:
-            _print_json({"ok": False, "problems": str(error).splitlines()})
-        else:
-            typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
 
 
 def _summary(found: rules.RuleSet) -> dict[str, Any]:
@@ -153,7 +137,3 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number])
     return ", ".join("-".join(map(str, run)) for run in runs)
-
-
-def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))

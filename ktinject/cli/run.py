@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ktinject.cli import options
 from ktinject.cli.measure import Measurement, measure, measure_unswapped, resident_bytes
+from ktinject.grid import Grid
 from ktinject.rules import parse_overrides
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from transformers import PreTrainedTokenizerBase
 
 PROMPT = "import unittest\n\n\nclass QueueTest(unittest.TestCase):\n    def setUp(self):\n"
@@ -38,6 +39,7 @@ def command(
     dtype: options.RestDtype = "auto",
     check_tensors: CheckTensors = False,
     tp: options.Tp = False,
+    plugins: options.Plugins = None,
 ) -> None:
     """Show the plan, load the model, write greedily, and compare with the unswapped model."""
     import torch
@@ -46,18 +48,20 @@ def command(
     import ktinject
     from ktinject import evaluate
 
+    options.load_plugins(plugins)
     tokenizer = options.load_tokenizer(model)
     text, ids = _encode(tokenizer, prompt)
     arguments: dict[str, Any] = {
         "checkpoint": model,
         "devices": device,
-        "budget": options.parse_budget(budget),
+        "budget": options.parse_sizes(budget, "--budget"),
         "variables": parse_overrides(variables or []),
         "tp": tp,
     }
     with options.one_voice(tp) as first:
         before_bytes = resident_bytes()
         swapped = options.build_on_meta(model, dtype)
+        evaluate.check_prompt(swapped, torch.tensor(ids), new_tokens)
         plan = ktinject.plan(swapped, rules, **arguments)
         options.show(plan)
         ktinject.optimize(swapped, rules, **arguments, check_tensors=check_tensors)
@@ -75,6 +79,9 @@ def command(
             theirs = measure_unswapped(model, ids, new_tokens, dtype=dtype, device_map=device_map)
             columns = {"unswapped": theirs, "swapped": ours}
         options.show(_table(columns))
+        for title, value in columns.items():
+            if isinstance(value, str):
+                options.say(f"{title}: not measured: {value}")
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[str, list[int]]:
@@ -87,33 +94,24 @@ def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> tuple[str, list[
     return text, tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _table(columns: dict[str, Measurement | str]) -> Table:
-    """A column for each measurement, or for why there is none."""
-    from rich import box
-    from rich.table import Table
+def _table(columns: dict[str, Measurement | str]) -> Grid:
+    """A column for each measurement, or for what has none."""
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for title in columns:
-        table.add_column(title, justify="right")
+    def row(title: str, show: Callable[[Measurement], str]) -> tuple[str, ...]:
+        cells = (show(value) if isinstance(value, Measurement) else "–" for value in columns.values())
+        return title, *cells
 
-    def row(title: str, show: Any) -> None:
-        cells = [show(value) if isinstance(value, Measurement) else "–" for value in columns.values()]
-        table.add_row(title, *cells)
-
-    row("tokens/s", lambda m: f"{len(m.tokens) / m.seconds:.1f}")
-    row("resident memory", lambda m: f"{m.resident_bytes / 2**20:,.0f} MiB")
-    row("of that, the model", lambda m: f"{m.model_bytes / 2**20:,.0f} MiB")
+    rows = [
+        row("tokens/s", lambda m: f"{len(m.tokens) / m.seconds:.1f}"),
+        row("resident memory", lambda m: f"{m.resident_bytes / 2**20:,.0f} MiB"),
+        row("of that, the model", lambda m: f"{m.model_bytes / 2**20:,.0f} MiB"),
+    ]
     if any(isinstance(m, Measurement) and m.gpu_bytes for m in columns.values()):
-        row("GPU memory", lambda m: f"{m.gpu_bytes / 2**20:,.0f} MiB")
+        rows.append(row("GPU memory", lambda m: f"{m.gpu_bytes / 2**20:,.0f} MiB"))
     reference = columns.get("unswapped")
     if isinstance(reference, Measurement):
-        row("identical greedy tokens", lambda m: _share(m.tokens, reference.tokens))
-    failures = [
-        f"{title}: not measured: {value}" for title, value in columns.items() if isinstance(value, str)
-    ]
-    table.caption = "\n".join(failures) or None
-    return table
+        rows.append(row("identical greedy tokens", lambda m: _share(m.tokens, reference.tokens)))
+    return Grid(("", *columns), rows, columns)
 
 
 def _share(tokens: list[int], reference: list[int]) -> str:

@@ -113,7 +113,8 @@ def machine(memory: int = 2**40, gpus: int = 0, gpu_memory: int = 2**34) -> Mach
     from dataclasses import replace
 
     made_up = tuple(Gpu(i, "made-up", gpu_memory, gpu_memory, (9, 0)) for i in range(gpus))
-    return replace(detect(), memory_available_bytes=memory, gpus=made_up, no_gpu="" if gpus else "none here")
+    no_gpu = "" if gpus else "none here"
+    return replace(detect(), memory_available_bytes=memory, gpus=made_up, no_gpu=no_gpu, cuda_built=True)
 
 
 def memory_in_use() -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,16 @@ def test_layers_are_spread_over_gpus_by_their_limits(model: PreTrainedModel) -> 
     assert plan.notes == ["decoder layers stand on cuda:0, cuda:1: they do not fit on cuda:0"]
     tiny = machine(gpus=2, gpu_memory=2**10)
     assert planned(model, machine=tiny).device_map == {"": "cpu"}
+
+
+def test_a_gpu_is_left_alone_by_a_build_without_cuda_parts(model: PreTrainedModel) -> None:
+    """What runs by itself on a machine with a driver and without the CUDA toolkit."""
+    without = replace(machine(gpus=2), cuda_built=False)
+    plan = planned(model, machine=without)
+    assert plan.device_map == {"": "cpu"} and list(plan.bytes) == ["cpu"]
+    (note,) = plan.notes
+    assert note.startswith("not used: cuda:0, cuda:1; this build of ktinject has no CUDA parts.")
+    assert planned(model, machine=without, devices="cuda:1").device_map == {"": "cuda:1"}
 
 
 def test_shares_of_layers() -> None:
@@ -149,6 +160,9 @@ def test_what_does_not_fit_is_a_problem_of_the_plan(model: PreTrainedModel) -> N
         ({"cpu": 1.5}, "found 1.5"),
         ({"cpu": math.inf}, "found inf"),
         ({"cpu": "1e3GiB"}, "found '1e3GiB'"),
+        ({"cpu": "1.5"}, "found '1.5'"),
+        ({"cpu": "9" * 400 + "GiB"}, "a size is"),
+        ({"cpu": "9" * 400}, "a size is"),
         ({"cpu": None}, "found None"),
         ("24GiB", "found '24GiB'; it maps devices to sizes"),
     ],
@@ -159,7 +173,16 @@ def test_budgets_are_read_strictly(budget: Any, found: str, model: PreTrainedMod
 
 @pytest.mark.parametrize(
     "size, count",
-    [(0, 0), ("0B", 0), ("24GiB", 24 * 2**30), (" 1.5 MiB ", 3 * 2**19), ("2TB", 2 * 10**12), ("7 KB", 7000)],
+    [
+        (0, 0),
+        ("0B", 0),
+        ("5000000000", 5 * 10**9),
+        ("9007199254740993", 2**53 + 1),
+        ("24GiB", 24 * 2**30),
+        (" 1.5 MiB ", 3 * 2**19),
+        ("2TB", 2 * 10**12),
+        ("7 KB", 7000),
+    ],
 )
 def test_sizes(size: int | str, count: int) -> None:
     assert parse_bytes(size, "size") == count

@@ -215,6 +215,24 @@ def test_what_cannot_be_placed_is_refused(tmp_path: Path, profile: str, device: 
             placed(gpu_experts=1, profile=str(file), device=device)
 
 
+def test_a_build_without_cuda_parts_refuses_a_gpu(
+    tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the plan, not when the weights are there; whether experts go to the GPU or not."""
+    gpu = machine.Gpu(0, "made up", 1 << 34, 1 << 34, (9, 0))
+    here = dataclasses.replace(machine.detect(), gpus=(gpu,), no_gpu="", cuda_built=False)
+    monkeypatch.setattr(machine, "detect", lambda: here)
+    config = transformers.AutoConfig.from_pretrained(tiny_qwen3_moe)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert {entry.device for entry in ktinject.plan(model, "auto").entries} == {"cpu"}
+    for value in (0, 2):
+        with pytest.raises(
+            ktinject.PlanError, match="it needs ktinject's CUDA parts, and this build has none"
+        ):
+            ktinject.plan(model, "auto", devices="cuda:0", variables={"gpu_experts": value})
+
+
 # --- on a GPU ---
 
 

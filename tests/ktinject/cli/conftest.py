@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,32 @@ def ktinject() -> Callable[..., Result]:
         return result
 
     return call
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Callable[[str, str], Path]:
+    """Write a program in Python. Its first line cannot name the interpreter, whose path may have spaces."""
+
+    def write(name: str, code: str) -> Path:
+        script, file = tmp_path / "scripts" / name, tmp_path / name
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(code)
+        file.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{script}' \"$@\"\n")
+        file.chmod(0o755)
+        return file
+
+    return write
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that reads a weight fails, with exit code 1."""
+
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("ktinject.weights.fill.from_checkpoint", loaded)
+    monkeypatch.setattr("ktinject.cli.eval._load_unswapped", loaded)
 
 
 @pytest.fixture

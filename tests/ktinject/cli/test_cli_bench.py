@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from ktinject.cli import options
 from ktinject.cli.bench import llama_rows
 from ktinject.errors import PlanError
 
@@ -48,6 +49,63 @@ def test_the_trace_holds_the_experts(ktinject, tiny_qwen3_moe, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "texts, counts",
+    [
+        (["32,64"], [32, 64]),
+        (["512", "8, 16"], [512, 8, 16]),
+        (["1-4"], [1, 2, 3, 4]),
+        (["8-32+8,64-512*2"], [8, 16, 24, 32, 64, 128, 256, 512]),
+        (["8-8"], [8]),
+        (["0"], []),
+        (None, None),
+    ],
+)
+def test_numbers_as_llama_bench_takes_them(texts, counts):
+    assert options.parse_counts(texts, "-p") == counts
+
+
+@pytest.mark.parametrize(
+    "text", ["-3", "", "8,", "many", "4-1", "8-64*1", "8-64*0", "0-8*2", "1-8+0", "1.5", "1-1001", "9" * 30]
+)
+def test_numbers_that_are_none(ktinject, tiny_qwen3_moe, text):
+    found = ktinject("bench", tiny_qwen3_moe, "-p", text, exit_code=2)
+    assert found.stderr.startswith("ktinject: -p") and not found.stdout
+
+
+def test_lists_are_several_tests(ktinject, tiny_qwen3_moe):
+    rows = json.loads(
+        ktinject("bench", tiny_qwen3_moe, "-p", "4-8*2", "-n", "2,3", "-r", 1, "-o", "json").stdout
+    )
+    assert [row["test"] for row in rows["results"]] == ["pp4", "pp8", "tg2", "tg3"]
+    rows = json.loads(ktinject("bench", tiny_qwen3_moe, "-p", "4", "-n", "0", "-r", 1, "-o", "json").stdout)
+    assert [row["test"] for row in rows["results"]] == ["pp4"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("-p", 0, "-n", "0"), "no test is left"),
+        (("--breakdown", "-o", "csv"), "-o csv prints one"),
+        (
+            ("--trace", "no/such/folder/trace.json"),
+            "--trace no/such/folder/trace.json: no file can be written",
+        ),
+        (("--llama-bench", "FILE", "--gguf", "FILE"), "this is no program"),
+        (("--plugin", "no_such_module"), "--plugin no_such_module"),
+        (("--rules", "nope"), "nope"),
+    ],
+)
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_refused_before_loading(ktinject, tiny_qwen3_moe, arguments, message):
+    arguments = [tiny_qwen3_moe / "config.json" if word == "FILE" else word for word in arguments]
+    found = ktinject("bench", tiny_qwen3_moe, *arguments, exit_code=2)
+    assert message in found.stderr and not found.stdout
+    if "-o" not in arguments:
+        answer = json.loads(ktinject("bench", tiny_qwen3_moe, *arguments, "-o", "json", exit_code=2).stdout)
+        assert message in answer["problems"][0]
+
+
+@pytest.mark.parametrize(
     "arguments, message",
     [
         ((), "found neither MODEL nor --shape"),
@@ -63,29 +121,28 @@ def test_layers_belong_to_a_shape(ktinject, tiny_qwen3_moe):
     assert "--layers is for --shape" in ktinject("bench", tiny_qwen3_moe, "--layers", 2, exit_code=2).stderr
 
 
-def test_llama_bench_is_run_and_read(tmp_path, monkeypatch):
+def test_llama_bench_is_run_and_read(tmp_path, monkeypatch, program):
     """A program that answers as llama-bench does, and one that fails."""
-    program = tmp_path / "llama-bench"
     row = {
         "model_type": "qwen3moe", "build_commit": "abc", "backends": "CUDA", "model_size": 7, "n_threads": 16,
         "n_ubatch": 512, "n_prompt": 0, "n_gen": 128, "avg_ts": 134.0, "stddev_ts": 1.5, "samples_ts": [132.5, 135.5],
     }  # fmt: skip
-    program.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
+    llama_bench = program(
+        "llama-bench",
+        "import json, os, sys\n"
         "assert ('-ncmoe' in sys.argv) == (os.environ.get('CUDA_VISIBLE_DEVICES') != '')\n"
         f"slower = {{**{row!r}, 'avg_ts': 120.0, 'n_threads': 15}}\n"
-        f"print(json.dumps([{row!r}, slower, {{**{row!r}, 'n_prompt': 512, 'n_gen': 0, 'avg_ts': 900.0}}]))\n"
+        f"print(json.dumps([{row!r}, slower, {{**{row!r}, 'n_prompt': 512, 'n_gen': 0, 'avg_ts': 900.0}}]))\n",
     )
-    program.chmod(0o755)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     for on_gpu, backend in ((True, "CUDA"), (False, "CPU")):
-        rows = llama_rows(program, tmp_path / "a.gguf", [512], [128], 2, on_gpu, ["-t", "15,16"])
+        rows = llama_rows(llama_bench, tmp_path / "a.gguf", [512], [128], 2, on_gpu, ["-t", "15,16"])
         assert [found["test"] for found in rows] == ["tg128", "pp512"]
         assert rows[0]["tokens_per_second"] == 134.0, "the better of two"
         assert rows[0]["backend"] == f"llama.cpp abc, {backend}" and "16 threads" in rows[0]["how"]
-    program.write_text(f"#!{sys.executable}\nprint('usage: …')\n")
+    program("llama-bench", "print('usage: …')\n")
     with pytest.raises(PlanError, match=r"wrote 'usage: .*' where llama-bench writes JSON"):
-        llama_rows(program, tmp_path / "a.gguf", [512], [128], 2)
-    program.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no such model')\n")
+        llama_rows(llama_bench, tmp_path / "a.gguf", [512], [128], 2)
+    program("llama-bench", "import sys\nsys.exit('no such model')\n")
     with pytest.raises(PlanError, match="ended with code 1: no such model"):
-        llama_rows(program, tmp_path / "a.gguf", [512], [128], 2)
+        llama_rows(llama_bench, tmp_path / "a.gguf", [512], [128], 2)

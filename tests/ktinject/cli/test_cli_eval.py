@@ -97,6 +97,13 @@ def test_files_at_the_model_and_beside_it(tmp_path):
     ("arguments", "says"),
     [
         ([], "--text FILE"),
+        (["--text", "TEXT", "--rules", "nothing"], "nothing"),
+        (["--text", "TEXT", "--variant", "experts=bf16", "--variant", "experts=int9"], "'int9'"),
+        (["--text", "TEXT", "--budget", "cpu=1KiB"], "does not fit"),
+        (
+            ["--text", "TEXT", "--max-new-tokens", 510, "--prompts", "PROMPTS"],
+            "prompts.jsonl:1: a prompt of 6 tokens",
+        ),
         (["--text", "/no/such/file"], "cannot be read"),
         (["--text", "TEXT", "--window", 600], "2 to 512"),
         (["--text", "TEXT", "--variant", "experts"], "name=value"),
@@ -105,8 +112,9 @@ def test_files_at_the_model_and_beside_it(tmp_path):
         (["--text", "TEXT", "--prompts", "TEXT"], "text.txt:1: found 'import os'"),
     ],
 )
-def test_refused(ktinject, tiny_qwen3_moe, text, arguments, says):
-    arguments = [text if argument == "TEXT" else argument for argument in arguments]
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_refused(ktinject, tiny_qwen3_moe, text, prompts, arguments, says):
+    arguments = [{"TEXT": text, "PROMPTS": prompts}.get(argument, argument) for argument in arguments]
     assert says in ktinject("eval", tiny_qwen3_moe, *arguments, exit_code=2).stderr
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
@@ -26,6 +28,46 @@ def test_help_names_every_command(ktinject):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command(ktinject, command):
     assert f"ktinject {command}" in ktinject(command, "--help").stdout
+    assert ktinject(command, "-h").stdout == ktinject(command, "--help").stdout
+
+
+@pytest.mark.parametrize("module", ["ktinject", "ktinject.cli"])
+def test_as_a_module(module):
+    command = [sys.executable, "-m", module, "rules", "list", "--json"]
+    assert "mixtral" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+COMPLETED = {
+    "ktinject pl": ["plan"],
+    "ktinject plan --rules deepseek": ["deepseek-v2", "deepseek-v3"],
+    "ktinject rules check mi": ["mixtral"],
+    "ktinject eval x --against mi": ["mixtral"],
+    "ktinject run x --dtype b": ["bfloat16"],
+    # Nothing, where bash then completes files by itself.
+    "ktinject plan exampl": [],
+    "ktinject plan x --rules ./mi": [],
+    "ktinject plan x --plugin ./mi": [],
+    "ktinject eval x --text ./mi": [],
+}
+BASH = """
+source <(ktinject --show-completion)
+while read -ra COMP_WORDS; do
+  COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+  _ktinject_completion ktinject
+  echo "${COMPREPLY[@]}"
+done
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_completion_in_bash(tmp_path, program):
+    program("ktinject", "from ktinject.cli import main\n\nmain()\n")
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    lines = "".join(f"{line}\n" for line in COMPLETED)
+    found = subprocess.run(
+        ["bash", "-c", BASH], input=lines, env=environ, check=True, capture_output=True, text=True
+    )
+    assert dict(zip(COMPLETED, map(str.split, found.stdout.splitlines()), strict=True)) == COMPLETED
 
 
 @pytest.fixture

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+TRAINED = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
 EXPERTS = [f"model.layers.{layer}.mlp.experts" for layer in (1, 2)]
 
 
@@ -59,9 +63,134 @@ def test_index_alone(as_json, tiny_deepseek_v3, tmp_path):
     assert any("index" in note for note in plan["notes"])
 
 
-def test_budget_too_small_is_part_of_the_plan(as_json, tiny_deepseek_v3):
-    plan = as_json("plan", tiny_deepseek_v3, "--budget", "cpu=1KiB")
-    assert "the budget is 1.0 KiB" in plan["problems"][0]
+def test_a_plan_that_does_not_fit_is_shown_and_refused(ktinject, tiny_deepseek_v3):
+    for option, read in (((), str), (("--json",), lambda text: json.loads(text)["problems"][0])):
+        result = ktinject("plan", tiny_deepseek_v3, "--budget", "cpu=1KiB", *option, exit_code=2)
+        assert "but the budget is 1.0 KiB" in read(result.stdout)
+        assert result.stderr.startswith("ktinject: the plan does not fit:\n  cpu needs ")
+
+
+def test_budgets_in_bytes_and_in_one_list(as_json, tiny_deepseek_v3):
+    assert as_json("plan", tiny_deepseek_v3, "--budget", "cpu=500000000")["limits"] == {"cpu": 500_000_000}
+    listed = as_json(
+        "plan", tiny_deepseek_v3, "--machine", "cpu=3GB,cuda:0=2GB", "--budget", "cpu=1GB,cuda:0=1000"
+    )
+    assert listed["limits"] == {"cpu": 10**9, "cuda:0": 1000}
+
+
+def test_a_budget_above_what_is_free_is_said(as_json, tiny_deepseek_v3):
+    plan = as_json("plan", tiny_deepseek_v3, "--budget", "cpu=512TiB")
+    (note,) = (note for note in plan["notes"] if "budget" in note)
+    assert note.startswith("cpu: the budget is 512.0 TiB, and ") and "--machine" in note
+
+
+def test_the_dtype_of_the_rest(as_json, tiny_deepseek_v3):
+    sizes = [
+        as_json("plan", tiny_deepseek_v3, "--dtype", dtype)["rest"]["bytes"]["cpu"]
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert sizes[1] < sizes[0]
+
+
+def test_for_a_machine_that_is_not_here(ktinject, as_json, tiny_deepseek_v3):
+    """More memory than this one has, and GPUs, which this one has not."""
+    machine = ("--machine", "cpu=512GiB,cuda:0=24GiB,cuda:1=10GiB")
+    plan = as_json("plan", tiny_deepseek_v3, *machine)
+    assert plan["limits"] == {"cpu": 512 * 2**30, "cuda:0": 24 * 2**30, "cuda:1": 10 * 2**30}
+    assert {module["device"] for module in plan["modules"]} == {"cuda:0"} and plan["problems"] == []
+    assert any("planned for another machine" in note for note in plan["notes"])
+    spread = as_json("plan", tiny_deepseek_v3, *machine, "--device", "cuda:0", "--device", "cuda:1")
+    assert {module["device"] for module in spread["modules"]} == {"cuda:0", "cuda:1"}
+    for values in (
+        ("dense=int4", "gpu_experts=0.5", "experts=int4", "group_size=32"),
+        ("dense=fp8", "gpu_experts=auto"),
+    ):
+        variables = [word for value in values for word in ("--set", value)]
+        plan = as_json("plan", TRAINED, *machine, *variables)
+        assert {"int4_linear", "fp8_linear"} & {module["operator"] for module in plan["modules"]}
+    small = ktinject("plan", tiny_deepseek_v3, "--machine", "cpu=1KiB", exit_code=2)
+    assert "cpu needs" in small.stderr and "cuda" not in small.stdout
+
+
+@pytest.mark.gpu
+def test_for_more_gpus_than_are_here(as_json):
+    """What a GPU can is not asked of one that is not there."""
+    count = torch.cuda.device_count() + 1
+    machine = "cpu=512GiB," + ",".join(f"cuda:{index}=24GiB" for index in range(count))
+    devices = [word for index in range(count) for word in ("--device", f"cuda:{index}")]
+    for values in (("dense=int4", "group_size=64"), ("dense=fp8", "gpu_experts=auto"), ("gpu_experts=0.5",)):
+        variables = [word for value in values for word in ("--set", value)]
+        plan = as_json("plan", TRAINED, "--machine", machine, *devices, *variables)
+        assert f"cuda:{count - 1}" in plan["bytes"]
+
+
+OWN = """
+import ktinject
+from ktinject.operators import cpu_experts
+
+
+@ktinject.register_operator("{name}")
+class Own(cpu_experts.CpuExperts):
+    pass
+"""
+RULES = (
+    "version: 1\nrules:\n  - {{name: e, match: {{class: Qwen3MoeExperts}}, replace: {{operator: {name}}}}}\n"
+)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Rules that name operators of one's own, and what registers these: a file, and a module of the current folder."""
+    from ktinject.operators import REGISTRY
+
+    before, modules = dict(REGISTRY), set(sys.modules)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, file in (("own_by_file", "plugin.py"), ("own_by_name", "plugged.py")):
+        (tmp_path / file).write_text(OWN.format(name=name))
+        (tmp_path / f"{name}.yaml").write_text(RULES.format(name=name))
+    yield
+    REGISTRY.clear()
+    REGISTRY.update(before)
+    for name in {*sys.modules} - modules:
+        if "plug" in name:
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("own")
+def test_operators_of_ones_own(ktinject, as_json, tiny_qwen3_moe):
+    for rules, plugin in (("own_by_file", "./plugin.py"), ("own_by_name", "plugged")):
+        assert (
+            f"'{rules}'" in ktinject("plan", tiny_qwen3_moe, "--rules", f"{rules}.yaml", exit_code=2).stderr
+        )
+        plan = as_json("plan", tiny_qwen3_moe, "--rules", f"{rules}.yaml", "--plugin", plugin)
+        assert {module["operator"] for module in plan["modules"]} == {rules}
+        assert rules in ktinject("rules", "check", f"{rules}.yaml", "--plugin", plugin).stdout
+    # Once more in one process: the file is not executed again, which would register its operator twice.
+    ktinject("rules", "check", "own_by_file.yaml", "--plugin", "plugin.py")
+    assert "own_by_name" in ktinject("rules", "schema", "--plugin", "plugged").stdout
+    run = ("--rules", "own_by_file.yaml", "--plugin", "plugin.py", "--no-compare", "--max-new-tokens", 2)
+    assert "own_by_file" in ktinject("run", tiny_qwen3_moe, *run).stdout
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    "plugin, says",
+    [
+        ("no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("no_such_file.py", "FileNotFoundError"),
+        ("./broken.py", "ZeroDivisionError"),
+        ("a/b", "ModuleNotFoundError"),
+    ],
+)
+def test_plugins_that_cannot_be_imported(ktinject, tmp_path, tiny_qwen3_moe, plugin, says):
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    for command in (("plan", tiny_qwen3_moe), ("rules", "check", "mixtral")):
+        result = ktinject(*command, "--plugin", plugin, exit_code=2)
+        assert (
+            result.stderr.startswith(f"ktinject: --plugin {plugin}: importing it failed: ")
+            and says in result.stderr
+        )
 
 
 @pytest.mark.parametrize(
@@ -75,11 +204,18 @@ def test_budget_too_small_is_part_of_the_plan(as_json, tiny_deepseek_v3):
         (["--budget", "24GiB"], "DEVICE=SIZE"),
         (["--budget", "cpu=1GiB", "--budget", "cpu=2GiB"], "twice"),
         (["--budget", "cpu=much"], "much"),
+        (["--machine", "512GiB"], "--machine '512GiB': allowed is DEVICE=SIZE"),
+        (["--machine", "cpu=1GiB,cuda:1=1GiB"], "counted from cuda:0"),
+        (["--machine", "gpu=1GiB"], "found 'gpu'"),
+        (["--machine", "cpu=1GiB", "--device", "cuda:0"], "the machine that is planned for has none"),
     ],
 )
 def test_refused(ktinject, tiny_deepseek_v3, arguments, says):
     result = ktinject("plan", tiny_deepseek_v3, *arguments, exit_code=2)
     assert says in result.stderr and result.stderr.startswith("ktinject: ") and not result.stdout
+    result = ktinject("plan", tiny_deepseek_v3, *arguments, "--json", exit_code=2)
+    answer = json.loads(result.stdout)
+    assert answer["ok"] is False and says in "\n".join(answer["problems"])
 
 
 def test_no_model_in_the_folder(ktinject, tmp_path):

@@ -81,13 +81,23 @@ def test_coverage():
     assert coverage(experts, 1.0) == 1
 
 
+@pytest.mark.usefixtures("nothing_is_loaded")
 def test_refusals(ktinject, tiny_qwen3_moe, tmp_path, prompts):
+    norms = tmp_path / "norms.yaml"
+    norms.write_text(
+        "version: 1\nrules: [{name: n, match: {class: Qwen3MoeRMSNorm}, replace: {operator: rms_norm}}]\n"
+    )
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     for arguments, match in [
         (["--prompts", empty], "there is no prompt in it"),
+        (["--prompts", prompts, "--rules", norms], "there is nothing to count"),
         (["--prompts", tmp_path / "absent.jsonl"], "cannot be read"),
         (["--prompts", prompts, "--out", tmp_path / "profile.txt"], "end in .json"),
+        (
+            ["--prompts", prompts, "--max-new-tokens", 505],
+            "prompts.jsonl:2: a prompt of 9 tokens and 505 new ones",
+        ),
         (["--prompts", prompts, "--out", tmp_path / "no" / "profile.json"], "no file can be written there"),
     ]:
         answer = ktinject("profile", tiny_qwen3_moe, *arguments, "--device", "cpu", exit_code=2)

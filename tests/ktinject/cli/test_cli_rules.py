@@ -15,9 +15,9 @@ from ktinject.rules import document
 
 
 def cli(*arguments: str) -> tuple[int, str, str]:
-    from ktinject.cli.rules import app
+    from ktinject.cli import app
 
-    found = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    found = CliRunner().invoke(app, ["rules", *arguments])
     return found.exit_code, found.stdout, found.stderr
 
 
@@ -72,7 +72,7 @@ def test_cli_check(tmp_path: Path) -> None:
     )
     assert f"{file}:9: rule 'b': cpu_experts has no argument 'x'" in err
     code, out, err = cli("check", str(file), "--json")
-    assert (code, err) == (2, "") and len(json.loads(out)["problems"]) == 2
+    assert code == 2 and len(json.loads(out)["problems"]) == 2 and err.startswith("ktinject: ")
 
 
 @pytest.mark.usefixtures("registry")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import re
 import signal
 import subprocess
@@ -12,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ktinject.cli import run
+from ktinject.cli import measure, run
 from ktinject.cli.measure import Measurement, measure_unswapped
 
 
@@ -49,12 +52,17 @@ def test_chat_template(tiny_qwen3_moe):
     assert text == "<user>hi<answer>" == tokenizer.decode(ids)
 
 
-def test_the_table_says_why_there_is_no_measurement():
+def test_the_table_has_a_dash_where_there_is_no_measurement():
     table = run._table({"unswapped": "MemoryError", "swapped": Measurement([1, 2], 0.5, 2**30, 2**20, 2**21)})
-    assert table.caption == "unswapped: not measured: MemoryError"
-    rows = {column.header: list(column.cells) for column in table.columns}
-    assert rows["unswapped"] == ["–"] * 4
-    assert rows["swapped"] == ["4.0", "1,024 MiB", "1 MiB", "2 MiB"]
+    columns = dict(zip(table.titles, zip(*table.rows)))
+    assert columns["unswapped"] == ("–",) * 4
+    assert columns["swapped"] == ("4.0", "1,024 MiB", "1 MiB", "2 MiB")
+
+
+def test_the_output_says_why_there_is_no_measurement(ktinject, tiny_qwen3_moe, monkeypatch):
+    monkeypatch.setattr(run, "measure_unswapped", lambda *_, **__: "MemoryError")
+    text = ktinject("run", tiny_qwen3_moe, "--max-new-tokens", 2).stdout
+    assert text.endswith("unswapped: not measured: MemoryError\n")
 
 
 def test_unswapped_in_its_own_process(tiny_qwen3_moe):
@@ -66,6 +74,65 @@ def test_unswapped_in_its_own_process(tiny_qwen3_moe):
     assert 0 < found.model_bytes < found.resident_bytes
 
 
+UNSWAPPED = """
+import io, json, sys, time
+import torch
+from ktinject.cli import measure
+
+torch.set_num_threads(2)
+sys.stdin = io.StringIO(sys.argv[1])
+measure._answer()
+used = []
+for _ in range(30):
+    torch.zeros(1 << 20).add_(1)
+    before = time.process_time()
+    time.sleep(0.01)
+    used.append(time.process_time() - before)
+print("", sorted(used)[15], sep="\\n")
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) != 2, reason="needs as many CPUs as the script has threads")
+def test_torch_s_threads_sleep_for_the_unswapped_model_too(tiny_qwen3_moe):
+    """Else they spin through all the time between two operations, which on shared cores handicaps the model."""
+    request = {
+        "folder": str(tiny_qwen3_moe),
+        "prompt": [1, 2],
+        "new_tokens": 2,
+        "dtype": "auto",
+        "device_map": None,
+    }
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", UNSWAPPED, json.dumps(request)],
+        env=environ,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert float(done.stdout.split()[-1]) < 0.5e-3
+
+
+@pytest.mark.parametrize("teams, seconds", [(1, [2.0, 1.0]), (1, [1.0, 2.0]), (0, [1.0])])
+def test_unswapped_has_the_better_of_both(tiny_qwen3_moe, monkeypatch, teams, seconds):
+    """Threads that spin are faster on idle cores, threads that sleep on shared ones."""
+    request = {
+        "folder": str(tiny_qwen3_moe),
+        "prompt": [1],
+        "new_tokens": 1,
+        "dtype": "auto",
+        "device_map": None,
+    }
+    monkeypatch.setattr(measure.sys, "stdin", io.StringIO(json.dumps(request)))
+    monkeypatch.setattr(measure.sys, "stdout", io.StringIO())
+    monkeypatch.setattr("ktinject.openmp.let_threads_sleep", lambda: teams)
+    taken = iter(seconds)
+    monkeypatch.setattr(measure, "measure", lambda *_: Measurement([7], next(taken), 0, 0, 0))
+    measure._answer()
+    assert Measurement(**json.loads(sys.stdout.getvalue())).seconds == 1.0
+    assert next(taken, None) is None
+
+
 def test_unswapped_that_fails(tmp_path):
     found = measure_unswapped(tmp_path, [1], 1, dtype="auto", device_map=None)
     assert isinstance(found, str) and "config.json" in found
@@ -75,13 +142,21 @@ def test_unswapped_that_fails(tmp_path):
     ("arguments", "says"),
     [
         (["--max-new-tokens", 600], "at most 512"),
+        (["--prompt", "x" * 500], "a prompt of 500 tokens and 64 new ones"),
+        (["--max-new-tokens", -1], "--max-new-tokens"),
         (["--prompt", ""], "at least 1"),
         (["--budget", "cpu=1KiB"], "does not fit"),
         (["--rules", "nothing.yaml"], "nothing.yaml"),
     ],
 )
+@pytest.mark.usefixtures("nothing_is_loaded")
 def test_refused(ktinject, tiny_qwen3_moe, arguments, says):
     assert says in ktinject("run", tiny_qwen3_moe, *arguments, exit_code=2).stderr
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_a_machine_is_not_for_running(ktinject, tiny_qwen3_moe):
+    assert "--machine" in ktinject("run", tiny_qwen3_moe, "--machine", "cpu=1TiB", exit_code=2).stderr
 
 
 def test_no_tokenizer(ktinject, tiny_qwen3_moe, tmp_path):
