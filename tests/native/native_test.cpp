@@ -187,8 +187,7 @@ struct Fault : std::runtime_error {
 // A call on the shared pool, as `layer` and `forward` make them.
 template <class Task>
 void call(int tasks, Task&& task) {
-  const auto workers = pool();
-  const auto session = workers->session();
+  const Session workers;
   workers->parallel_for(tasks, task);
 }
 
@@ -223,8 +222,7 @@ void test_pool(bool forks) {
     // Every task waits for all of the stage before, in lists for two nodes of which a worker may see but one.
     for (int i = 0; i < 50; ++i) {
       set_nodes(2);
-      const auto workers = pool();
-      const auto session = workers->session();
+      const Session workers;
       std::atomic<int> left{64}, wrong{0};
       const int lists[] = {64, 64}, limits[] = {32, 32};
       workers->parallel_lists(lists, [&](int, int index, int worker) {
@@ -369,8 +367,7 @@ void check_placement(const char* title, const Problem& problem, const std::vecto
                   down ? "down" : "gate and up", ids[i], part.panels, here, all);
       check(all == 1000 && here == all, std::string(title) + ": all pages of a shard on its node");
     }
-  const auto workers = pool();
-  const auto session = workers->session();
+  const Session workers;
   std::mutex mutex;
   std::set<int> seen;
   for (int round = 0; round < 20; ++round) {
