@@ -65,7 +65,10 @@ class Operator(nn.Module, ABC):
     across: ClassVar[Literal["each", "first", "none"]] = "each"
     # forward, given CUDA tensors, only enqueues work: no host synchronisation, and nothing on the host that a replay
     # of a CUDA graph would miss. Decode is captured only if all operators of a model say so.
+    # Derived classes that override something must say so themselves.
     capturable: bool = False
+    # Attributes that the operator changes itself after it is finished, and whose change a recorded step may miss.
+    changing: ClassVar[frozenset[str]] = frozenset()
     hands_on: HandsOn | None = (
         None  # one for all operators that hand on to each other; crosses from GPU to GPU
     )
