@@ -1,6 +1,5 @@
 #include "decode/decoder.hpp"
 
-#include <deque>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -11,7 +10,7 @@ namespace ktinject {
 namespace {
 
 // Of a thread: what is borrowed at each depth of calls.
-thread_local std::deque<std::vector<float>> memory_at;
+thread_local std::vector<std::vector<float>> memory_at;
 thread_local size_t depth = 0;
 
 }  // namespace
