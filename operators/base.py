@@ -157,6 +157,14 @@ class Operator(nn.Module, ABC):
         """As `load`, with a weight as the checkpoint stores it; called for the formats of `takes` only."""
         raise NotImplementedError
 
+    def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
+        """Why `load_stored` would not take a piece of the parameter `name`, as `supports` words it; for the plan.
+
+        source   how the checkpoint stores it: one of the formats of `takes`
+        part     as `load_stored` would get it
+        """
+        return None
+
     def finish(self) -> None:
         """Called after the last `load`. Raises OperatorError if something is absent."""
 
