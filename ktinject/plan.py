@@ -71,9 +71,11 @@ class Plan:
         return table.total([*(entry.bytes for entry in self.entries), self.rest_bytes])
 
     @property
-    def swapped(self) -> set[str]:
-        """Full names of the parameters that operators take."""
-        return {f"{entry.path}.{name}" for entry in self.entries for name in entry.wants}
+    def swapped(self) -> dict[str, tuple[int, ...]]:
+        """Full name → shape of the parameters that operators take."""
+        return {
+            f"{entry.path}.{name}": shape for entry in self.entries for name, shape in entry.wants.items()
+        }
 
     @property
     def elsewhere(self) -> set[str]:

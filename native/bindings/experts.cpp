@@ -7,8 +7,8 @@
 
 #include "bindings/arrays.hpp"
 #include "bindings/subjects.hpp"
+#include "bindings/waiting.hpp"
 #include "moe/experts.hpp"
-#include "runtime/thread_pool.hpp"
 
 namespace ktinject {
 namespace {
@@ -51,10 +51,7 @@ ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, c
 }
 
 void load(Experts& self, const std::string& projection, int expert, Weight weight) {
-  const Source source = source_of(weight);
-  const Projection which = projection_of(projection);
-  nb::gil_scoped_release release;
-  self.load(which, expert, source);
+  self.load(projection_of(projection), expert, source_of(weight));
 }
 
 void load_fp8(Experts& self, const std::string& projection, int expert, Codes codes, Scales scales) {
@@ -66,19 +63,11 @@ void load_fp8(Experts& self, const std::string& projection, int expert, Codes co
                          scales.data(),
                          static_cast<int>(scales.shape(0)),
                          static_cast<int>(scales.shape(1))};
-  const Projection which = projection_of(projection);
-  nb::gil_scoped_release release;
-  self.load_fp8(which, expert, source);
+  self.load_fp8(projection_of(projection), expert, source);
 }
 
 void load_bias(Experts& self, const std::string& projection, int expert, Bias bias) {
   self.load_bias(projection_of(projection), expert, source_of(bias));
-}
-
-// Ctrl-C while the native core works: Python's handler runs, and what it raises ends the call.
-void raise_pending_signal() {
-  nb::gil_scoped_acquire acquire;
-  if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
 void forward(const Experts& self, Input x, Input ids, RoutingWeights weights, Output out) {
@@ -97,8 +86,6 @@ void forward(const Experts& self, Input x, Input ids, RoutingWeights weights, Ou
   if (!is_int || (ids.dtype().bits != 64 && ids.dtype().bits != 32))
     refuse("top_k_index: dtype must be int64 or int32");
   const auto tokens = static_cast<int>(x.shape(0)), top_k = static_cast<int>(ids.shape(1));
-  nb::gil_scoped_release release;
-  const Interruptible interruptible(raise_pending_signal);
   if (ids.dtype().bits == 64)
     self.forward(x.data(), dtype, static_cast<const int64_t*>(ids.data()), weights.data(), tokens, top_k, out.data());
   else
@@ -145,18 +132,22 @@ void init_experts(nb::module_& m) {
             return panels;
           },
           "Of each node: (panels of gate and up, panels of down) of an expert.")
-      .def_prop_ro("not_placed", &Experts::not_placed,
+      .def_prop_ro("not_placed", &Experts::not_placed, nb::call_guard<WithoutGil>(),
                    "After allocate(): why the system would not place the shards on their nodes; empty if it did.")
-      .def("allocate", &Experts::allocate, "Reserve the packed weights, zeroed. Raises MemoryError.")
-      .def("load", &load, nb::arg("projection"), nb::arg("expert"), nb::arg("weight"),
+      .def("allocate", &Experts::allocate, nb::call_guard<WithoutGil>(),
+           "Reserve the packed weights, zeroed; once. Raises MemoryError.")
+      .def("load", &load, nb::arg("projection"), nb::arg("expert"), nb::arg("weight"), nb::call_guard<WithoutGil>(),
            "Pack weight [n, k], any strides, of projection 'gate', 'up' or 'down'.")
       .def("load_fp8", &load_fp8, nb::arg("projection"), nb::arg("expert"), nb::arg("codes"), nb::arg("scales"),
+           nb::call_guard<WithoutGil>(),
            "Keep e4m3 codes uint8 [n, k], any strides, with scales fp32 [ceil(n / 128), ceil(k / 128)]; for fp8 "
            "weights.")
-      .def("load_bias", &load_bias, nb::arg("projection"), nb::arg("expert"), nb::arg("bias"), "Take bias [n].")
-      .def("repeat", &Experts::repeat, nb::arg("expert"), nb::call_guard<nb::gil_scoped_release>(),
+      .def("load_bias", &load_bias, nb::arg("projection"), nb::arg("expert"), nb::arg("bias"),
+           nb::call_guard<WithoutGil>(), "Take bias [n].")
+      .def("repeat", &Experts::repeat, nb::arg("expert"), nb::call_guard<WithoutGil>(),
            "Make every expert a copy of this one, for benchmarks.")
-      .def("absent", &Experts::absent, nb::arg("limit"), "Up to `limit` weights and biases that were not loaded.")
+      .def("absent", &Experts::absent, nb::arg("limit"), nb::call_guard<WithoutGil>(),
+           "Up to `limit` weights and biases that were not loaded.")
       .def(
           "unpack",
           [](const Experts& self, const std::string& projection, int expert, Float2d out) {
@@ -167,7 +158,8 @@ void init_experts(nb::module_& m) {
               throw std::invalid_argument("unpack: the output has the wrong shape");
             self.unpack(projection_of(projection), expert, out.data());
           },
-          nb::arg("projection"), nb::arg("expert"), nb::arg("out"), "Write the dequantised weight to out [n, k] fp32.")
+          nb::arg("projection"), nb::arg("expert"), nb::arg("out"), nb::call_guard<WithoutGil>(),
+          "Write the dequantised weight to out [n, k] fp32.")
       .def(
           "unpack_bias",
           [](const Experts& self, const std::string& projection, int expert, Float1d out) {
@@ -176,9 +168,10 @@ void init_experts(nb::module_& m) {
               throw std::invalid_argument("unpack_bias: the output has the wrong shape");
             self.unpack_bias(projection_of(projection), expert, out.data());
           },
-          nb::arg("projection"), nb::arg("expert"), nb::arg("out"), "Write the bias to out [n] fp32.")
+          nb::arg("projection"), nb::arg("expert"), nb::arg("out"), nb::call_guard<WithoutGil>(),
+          "Write the bias to out [n] fp32.")
       .def("forward", &forward, nb::arg("hidden_states"), nb::arg("top_k_index"), nb::arg("top_k_weights"),
-           nb::arg("out"),
+           nb::arg("out"), nb::call_guard<WithoutGil>(),
            "out [m, hidden] = weighted sum of the experts of hidden_states [m, hidden]; top_k_index [m, t] int64 or "
            "int32,\n"
            "top_k_weights [m, t]. Raises IndexError for an id that is no expert.");
