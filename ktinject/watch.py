@@ -170,10 +170,11 @@ def undeclared(module: nn.Module) -> str:
         if name in vars(module):
             return f"has a {name} of its own"
     for base in type(module).__mro__:
+        why = _strange_part(base)
+        if why and ("capturable" not in vars(base) or is_trusted(base.__module__)):
+            return f"is a {type(module).__qualname__}, {why}; capturable = True says that a replay misses nothing"
         if "capturable" in vars(base):
             return ""
-        if why := _strange_part(base):
-            return f"is a {type(module).__qualname__}, {why}; capturable = True says that a replay misses nothing"
     return ""
 
 
