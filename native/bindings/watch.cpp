@@ -93,13 +93,20 @@ bool is_same(PyObject* entry, PyObject* root) {
   if (holder == Py_None) holder = root;
   PyObject* noted = PyTuple_GET_ITEM(entry, 2);
   switch (PyLong_AsLong(PyTuple_GET_ITEM(entry, 0))) {
-    case kAttributes: return same_attributes(holder, entry);
-    case kItems: return same_dict(holder, noted, nullptr);
-    case kElements: return same_elements(holder, noted);
-    case kLookups: return same_lookups(holder, noted);
-    case kClass: return same_class(holder, noted);
-    case kTensor: return same_tensor(holder, noted);
-    default: throw nb::value_error("watch: an entry of another kind");
+    case kAttributes:
+      return same_attributes(holder, entry);
+    case kItems:
+      return same_dict(holder, noted, nullptr);
+    case kElements:
+      return same_elements(holder, noted);
+    case kLookups:
+      return same_lookups(holder, noted);
+    case kClass:
+      return same_class(holder, noted);
+    case kTensor:
+      return same_tensor(holder, noted);
+    default:
+      throw nb::value_error("watch: an entry of another kind");
   }
 }
 
