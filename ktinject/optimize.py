@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ktinject import borders, generate, hf, inject, machine, shards, swapped
+from ktinject import borders, ending, generate, hf, inject, machine, shards, swapped
 from ktinject import rules as language
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.machine import Machine
@@ -122,6 +122,7 @@ def _optimize(
     check_tensors: bool,
     team: Team | None,
 ) -> PreTrainedModel:
+    ending.install()
     operators: dict[str, Any] = {}
     # Open until the very end: an interrupt may come between the last step and the return.
     transaction = inject.Transaction(model)
