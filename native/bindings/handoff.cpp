@@ -150,6 +150,9 @@ void init_handoff(nb::module_& m) {
   m.def(
       "handoff_pause", [](bool paused) { leader().pause(paused); }, nb::arg("paused"), "For tests: let nobody answer.");
   m.def(
+      "handoff_naps", [] { return leader().naps(); },
+      "For tests: whether the leader naps where it would else sleep, since submits are under way or were captured.");
+  m.def(
       "rms_norm",
       [](uintptr_t x, uintptr_t weight, uintptr_t out, int dtype, int64_t rows, int n, float epsilon, Stream stream) {
         rms_norm(pointer<const void>(x), pointer<const void>(weight), pointer<void>(out), dtype_of(dtype), rows, n,

@@ -260,7 +260,8 @@ void ThreadPool::look_for_interrupt() {
     if (forks() != forks_)
       throw std::runtime_error("this process was forked off within a computation, whose threads it does not have");
   } catch (...) {
-    fail();
+    interrupted_ = std::current_exception();
+    failed_.store(true);
   }
 }
 
@@ -371,8 +372,9 @@ void ThreadPool::run(std::span<const int> tasks, Function function, void* contex
     look_for_interrupt();
   }
   if (failed_.load()) {
-    std::exception_ptr failure;
-    std::swap(failure, failure_);
+    // Ctrl-C comes first: nobody sends it again.
+    std::exception_ptr failure = std::exchange(failure_, nullptr);
+    if (interrupted_ != nullptr) failure = std::exchange(interrupted_, nullptr);
     std::rethrow_exception(failure);
   }
   if (cancelled_.load()) throw Cancelled();
