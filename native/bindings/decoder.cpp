@@ -15,10 +15,10 @@
 namespace ktinject {
 namespace {
 
-using Vector = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using FloatVector = nb::ndarray<nb::pytorch, const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Cached = nb::ndarray<nb::pytorch, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
-using Mask = nb::ndarray<nb::pytorch, const bool, nb::ndim<2>, nb::device::cpu>;
+using Vector = Array<nb::ro, nb::ndim<1>, nb::c_contig>;
+using FloatVector = Array<const float, nb::ndim<1>, nb::c_contig>;
+using Cached = Array<nb::ndim<4>, nb::c_contig>;
+using Mask = Array<const bool, nb::ndim<2>>;
 
 // A norm and the tensor that it points to.
 struct HeldNorm {
@@ -77,6 +77,8 @@ void forward(Decoder& self, Input x, std::optional<Input> cos, std::optional<Inp
   if (place < 0 || place >= cache.capacity)
     refuse("place " + std::to_string(place) + " of a cache of " + std::to_string(cache.capacity));
   if (first < 0 || last > self.layers() || first > last) refuse("there are no such layers");
+  if (final_norm != nullptr && (final_norm->weight.dtype() != x.dtype() || final_norm->norm.size != self.hidden()))
+    refuse("the final norm must be one of " + std::to_string(self.hidden()) + " values of the model's dtype");
   if (cos.has_value() != sin.has_value()) refuse("cos and sin belong together");
   if (cos) {
     for (const Input* table : {&*cos, &*sin})
@@ -98,9 +100,9 @@ void forward(Decoder& self, Input x, std::optional<Input> cos, std::optional<Inp
   self.forward(x.data(), step, cache.layers, first, last, norm_of(final_norm), out.data());
 }
 
-using Logits = nb::ndarray<nb::pytorch, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Tokens = nb::ndarray<nb::pytorch, int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Generator = nb::ndarray<nb::pytorch, uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Logits = Array<const float, nb::ndim<2>, nb::c_contig>;
+using Tokens = Array<int64_t, nb::ndim<1>, nb::c_contig>;
+using Generator = Array<uint8_t, nb::ndim<1>, nb::c_contig>;
 
 void choose(Logits scores, std::optional<Generator> generator, Tokens tokens) {
   const auto rows = static_cast<int>(scores.shape(0)), n = static_cast<int>(scores.shape(1));
@@ -237,7 +239,12 @@ void init_decoder(nb::module_& m) {
       .def(
           "add",
           [](Decoder& self, const HeldNorm& before_attention, Attention& attention, const HeldNorm& before_feed_forward,
-             FeedForward& unit) { self.add(before_attention.norm, attention, before_feed_forward.norm, unit); },
+             FeedForward& unit) {
+            for (const HeldNorm* held : {&before_attention, &before_feed_forward})
+              if (dtype_of(held->weight.dtype(), "norm") != self.dtype())
+                throw std::invalid_argument("a layer's norm must be of the model's dtype");
+            self.add(before_attention.norm, attention, before_feed_forward.norm, unit);
+          },
           nb::arg("before_attention"), nb::arg("attention"), nb::arg("before_feed_forward"), nb::arg("feed_forward"),
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
           "Add a layer.")

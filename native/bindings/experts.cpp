@@ -13,9 +13,10 @@
 namespace ktinject {
 namespace {
 
-using Codes = nb::ndarray<nb::pytorch, const uint8_t, nb::ndim<2>, nb::device::cpu>;
-using Scales = nb::ndarray<nb::pytorch, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using RoutingWeights = nb::ndarray<nb::pytorch, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Codes = Array<const uint8_t, nb::ndim<2>>;
+using Scales = Array<const float, nb::ndim<2>, nb::c_contig>;
+using RoutingWeights = Array<const float, nb::ndim<2>, nb::c_contig>;
+
 Projection projection_of(const std::string& name) {
   return one_of<Projection>(name, "projection",
                             {{"gate", Projection::gate}, {"up", Projection::up}, {"down", Projection::down}});

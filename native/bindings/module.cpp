@@ -1,6 +1,28 @@
 #include <nanobind/nanobind.h>
 
+#include "bindings/arrays.hpp"
 #include "bindings/subjects.hpp"
+
+namespace ktinject {
+
+nb::object exported(nb::handle source) noexcept {
+  static PyObject *tensor = nullptr, *to_dlpack = nullptr;  // with the GIL; they live as long as the process
+  if (tensor == nullptr) {
+    const auto torch = nb::steal(PyImport_GetModule(nb::str("torch").ptr()));
+    if (!torch.is_valid()) return nb::borrow(source);  // nobody has imported it, so this is no tensor
+    const auto core = nb::steal(PyObject_GetAttrString(torch.ptr(), "_C"));
+    if (core.is_valid()) to_dlpack = PyObject_GetAttrString(core.ptr(), "_to_dlpack");
+    if (to_dlpack != nullptr) tensor = PyObject_GetAttrString(torch.ptr(), "Tensor");
+    PyErr_Clear();
+  }
+  if (tensor == nullptr || !PyObject_TypeCheck(source.ptr(), reinterpret_cast<PyTypeObject*>(tensor)))
+    return nb::borrow(source);
+  auto capsule = nb::steal(PyObject_CallOneArg(to_dlpack, source.ptr()));
+  if (!capsule.is_valid()) PyErr_Clear();
+  return capsule;
+}
+
+}  // namespace ktinject
 
 NB_MODULE(_native, m) {
   // A model that lives until the interpreter ends, as in any script, is no leak.
