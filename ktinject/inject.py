@@ -116,6 +116,12 @@ def _save_pretrained(
     type(model).save_pretrained(model, save_directory, *args, **kwargs)
 
 
+def _with_weights(operator: Operator) -> str:
+    """Its name and, if it says so, what its weights are."""
+    weights = operator.describe().get("weights")
+    return operator.name + (f" ({weights})" if weights else "")
+
+
 def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
     plan: Plan = model.ktinject
     if plan.styles:
@@ -124,9 +130,7 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
             f"{f' ({plan.checkpoint})' if plan.checkpoint else ''} instead."
         )
     operators = {entry.path: model.get_submodule(entry.path) for entry in plan.entries}
-    lossy = sorted(
-        {f"{o.name} ({o.describe()['weights']})" for o in operators.values() if not o.is_lossless()}
-    )
+    lossy = sorted({_with_weights(o) for o in operators.values() if not o.is_lossless()})
     source = f" ({plan.checkpoint})" if plan.checkpoint else ""
     if lossy:
         raise OperatorError(
