@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +63,7 @@ class Found:
     """A module that a rule replaces.
 
     source   how the checkpoint stores its weight, if it has one
+    sources  the ways in which it stores what fills the module: parameter, format, part of it
     """
 
     path: str
@@ -70,6 +72,7 @@ class Found:
     operator: type[Operator]
     config: Any
     source: Format | None = None
+    sources: Callable[[], Collection[tuple[str, Format, int | None]]] = field(default=tuple, compare=False)
 
     def adopt(self, operator: type[Operator], config: Any) -> Any:
         """The arguments that fit the checkpoint, if the operator takes its format as it is."""
@@ -99,12 +102,20 @@ def find_modules(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[Found],
 
 def adopt_format(item: Found, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap) -> Found:
     """With what the checkpoint has, and the arguments that fit it."""
+    quantization = hf.quantization(model.config)
+
+    @functools.cache
+    def sources() -> Collection[tuple[str, Format, int | None]]:
+        names = [name for name, parameter in item.module.named_parameters() if parameter.is_floating_point()]
+        pieces = ((name, piece) for name in names for piece in mapping.targets.get(f"{item.path}.{name}", ()))
+        found = ((name, formats.detect(checkpoint, p.key, quantization), p.part) for name, p in pieces)
+        return {(name, dataclasses.replace(form, companions=()), part): None for name, form, part in found}
+
+    item = dataclasses.replace(item, sources=sources)
     keys = [piece.key for piece in mapping.targets.get(f"{item.path}.weight", ())]
     if not keys:
         return item
-    item = dataclasses.replace(
-        item, source=formats.detect(checkpoint, keys[0], hf.quantization(model.config))
-    )
+    item = dataclasses.replace(item, source=formats.detect(checkpoint, keys[0], quantization))
     return dataclasses.replace(item, config=item.adopt(item.operator, item.config))
 
 
@@ -132,14 +143,16 @@ def find_entries(
                 chosen = chosen[0], item.adopt(*chosen)
             operator, config = chosen
             reason = operator.supports(item.module, config, machine)
+        if reason is None:
+            try:
+                built = operator.build(item.module, config)
+            except OperatorError as error:
+                raise OperatorError(str(rule.place().refusal(f"{item.path}: {error}"))) from error
+            reason = _misfit(built, item)
         if reason is not None:
             text = f"{operator.name} cannot replace a {type(item.module).__name__}: {reason}"
             refused.setdefault((rule.name, text), []).append(item.path)
             continue
-        try:
-            built = operator.build(item.module, config)
-        except OperatorError as error:
-            raise OperatorError(str(rule.place().refusal(f"{item.path}: {error}"))) from error
         inner = [other.path for other in found if other.path.startswith(f"{item.path}.")]
         _check_contract(item, built, inner, {*where.allowed})
         elsewhere = team is not None and team.rank > 0 and operator.across == "first"
@@ -188,6 +201,13 @@ def _arrange(
     for operator, theirs in modules.items():
         arranged |= operator.arrange(stack, theirs, spare)
     return arranged
+
+
+def _misfit(built: Operator, item: Found) -> str | None:
+    """Why an operator cannot take what the checkpoint has in a format that it takes undecoded."""
+    sources = item.sources() if built.takes else ()
+    reasons = (built.misfit_of(*source) for source in sources if source[1].name in built.takes)
+    return next((reason for reason in reasons if reason), None)
 
 
 def _check_contract(item: Found, built: Operator, inner: list[str], devices: set[str]) -> None:

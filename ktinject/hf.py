@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -116,7 +117,8 @@ def load_rest(
         if faults:
             lines = "\n  ".join(sorted(faults))
             raise CheckpointError(f"{where}: transformers could not load it:\n  {lines}")
-        type(model)._finalize_model_loading(model, config, info)
+        with _stand_ins(model):
+            type(model)._finalize_model_loading(model, config, info)
     model.eval()
     # Only what this checkpoint used is undone by `save_pretrained`; the keys of swapped modules count, too.
     model._weight_conversions = [entry for entry in mapping.transforms if entry.was_used()]
@@ -147,8 +149,42 @@ def random_rest(model: PreTrainedModel, device_map: Mapping[str, str]) -> None:
             parts = path.split(".")
             owners = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1)]
             module._is_hf_initialized = False
-            next(owner for owner in owners if isinstance(owner, PreTrainedModel))._init_weights(module)
+            with _stand_ins(model):
+                next(owner for owner in owners if isinstance(owner, PreTrainedModel))._init_weights(module)
     model.tie_weights()
+
+
+@contextmanager
+def _stand_ins(model: PreTrainedModel) -> Iterator[None]:
+    """Let `_init_weights` of a parent module reach for parameters that operators have taken.
+
+    What it finds is on meta and marked as initialised, so nothing is computed.
+    """
+    plan = getattr(model, "ktinject", None)
+    added: list[tuple[Any, str]] = []
+
+    def add(owner: Any, name: str, value: Any) -> None:
+        # Past properties, which unpack weights, and past nn.Module, which would look at what it is given.
+        if name not in vars(owner) and not hasattr(type(owner), name):
+            vars(owner)[name] = value
+            added.append((owner, name))
+
+    try:
+        for entry in plan.entries if plan else ():
+            for name, shape in entry.wants.items():
+                owner: Any = model.get_submodule(entry.path)
+                *parents, last = name.split(".")
+                for parent in parents:
+                    if not hasattr(owner, parent):
+                        add(owner, parent, SimpleNamespace())
+                    owner = getattr(owner, parent)
+                tensor: Any = torch.empty(shape, device="meta")
+                tensor._is_hf_initialized = True
+                add(owner, last, tensor)
+        yield
+    finally:
+        for owner, name in added:
+            del vars(owner)[name]
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class Conversion:
     """Tensors that only transformers' own converter can turn into parameters, whole and all at once.
 
     name      the parameter by which transformers knows the result; first of `targets`
-    sources   source pattern of the converter → checkpoint keys
+    sources   source pattern of the converter → checkpoint keys, numbers in them rising
     """
 
     name: str
@@ -114,7 +114,8 @@ def key_map(
     renamer = _Renamer(model, mapping.transforms)
 
     together: dict[str, list[tuple[int | None, str]]] = {}
-    for key in sorted(names):
+    # transformers' converters take tensors in the order they come in: expert 2 before expert 10.
+    for key in sorted(names, key=_natural):
         number = _EXPERT.search(key)
         canonical = key[: number.start()] + "0" + key[number.end() :] if number else key
         together.setdefault(canonical, []).append((int(number[0]) if number else None, key))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ktinject import borders, generate, hf, inject, machine, shards
+from ktinject import borders, generate, hf, inject, machine, shards, swapped
 from ktinject import rules as language
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.machine import Machine
@@ -141,6 +141,8 @@ def _optimize(
             shards.install(model, decided.styles, team)
         borders.install(model, hf.Layers(model).paths, decided.device_map)
         generate.install(model, team)
+        if operators:
+            swapped.install(model)
         logger.info("swapped %d modules of %s", len(decided.entries), decided.model)
         if found.huge_pages not in ("always", "madvise"):
             logger.info("packed weights lie in pages of 4 KiB; `ktinject doctor` says why not in huge ones")

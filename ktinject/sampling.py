@@ -125,7 +125,8 @@ class Sampler:
         self._length = torch.zeros(1, dtype=torch.int64, device=device)
         self._min_length = torch.zeros(1, dtype=torch.int64, device=device)
         self._ends = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self._ends[[end for end in sampling.ends if end < vocab_size]] = True
+        # -1, that no text ends, would be the last token.
+        self._ends[[end for end in sampling.ends if 0 <= end < vocab_size]] = True
         seen = (
             vocab_size + 1 if sampling.has_penalty else 0
         )  # one more, for ids the model's head does not have

@@ -65,7 +65,10 @@ class Operator(nn.Module, ABC):
     across: ClassVar[Literal["each", "first", "none"]] = "each"
     # forward, given CUDA tensors, only enqueues work: no host synchronisation, and nothing on the host that a replay
     # of a CUDA graph would miss. Decode is captured only if all operators of a model say so.
+    # Derived classes that override something must say so themselves.
     capturable: bool = False
+    # Attributes that the operator changes itself after it is finished, and whose change a recorded step may miss.
+    changing: ClassVar[frozenset[str]] = frozenset()
     hands_on: HandsOn | None = (
         None  # one for all operators that hand on to each other; crosses from GPU to GPU
     )
@@ -153,6 +156,14 @@ class Operator(nn.Module, ABC):
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
         """As `load`, with a weight as the checkpoint stores it; called for the formats of `takes` only."""
         raise NotImplementedError
+
+    def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
+        """Why `load_stored` would not take a piece of the parameter `name`, as `supports` words it; for the plan.
+
+        source   how the checkpoint stores it: one of the formats of `takes`
+        part     as `load_stored` would get it
+        """
+        return None
 
     def finish(self) -> None:
         """Called after the last `load`. Raises OperatorError if something is absent."""

@@ -22,6 +22,7 @@ from ktinject.weights.stored import Fp8Blocks
 if TYPE_CHECKING:
     from ktinject.machine import Machine
     from ktinject.weights.fill import Stored
+    from ktinject.weights.stored import Format
 
 
 @dataclass(frozen=True)
@@ -185,20 +186,25 @@ class CpuExperts(Operator):
             except ValueError as error:
                 raise OperatorError(f"cpu_experts: {name}: {error}.") from None
 
+    def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
+        return self._misfit(name, source.block, part)
+
+    def _misfit(self, name: str, block: tuple[int, int] | None, part: int | None) -> str | None:
+        spec, side = self.spec, _FP8_BLOCK
+        advice = "choose other weights, for which the checkpoint is decoded"
+        if block is not None and block != (side, side):
+            found = f"the checkpoint has blocks of {block[0]} × {block[1]}"
+            return f"{name}: {found}; weights: fp8 keeps {side} × {side}; {advice}"
+        together = name == "gate_up_proj" and part is None
+        if together and (not spec.is_concatenated or spec.intermediate_size % side):
+            return f"{name}: gate and up share blocks of {side} × {side}; weights: fp8 keeps blocks of one of them; {advice}"
+        return None
+
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
         assert isinstance(stored, Fp8Blocks), "only fp8 weights are taken"
         spec, side = self.spec, _FP8_BLOCK
-        if stored.block != (side, side):
-            raise OperatorError(
-                f"cpu_experts: {name}: the checkpoint has blocks of {stored.block[0]} × {stored.block[1]}; "
-                f"weights: fp8 keeps {side} × {side}. Choose other weights, for which the checkpoint is decoded."
-            )
-        together = name == "gate_up_proj" and part is None
-        if together and (not spec.is_concatenated or spec.intermediate_size % side):
-            raise OperatorError(
-                f"cpu_experts: {name}: gate and up share blocks of {side} × {side}; weights: fp8 keeps blocks of "
-                "one of them. Choose other weights, for which the checkpoint is decoded."
-            )
+        if misfit := self._misfit(name, stored.block, part):
+            raise OperatorError(f"cpu_experts: {misfit}.")
         grid = dataclasses.replace(
             spec,
             hidden_size=-(-spec.hidden_size // side),

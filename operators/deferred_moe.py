@@ -46,6 +46,7 @@ from ktinject.operators.moe_block import BlockSpec
 if TYPE_CHECKING:
     from ktinject.machine import Machine
     from ktinject.weights.fill import Stored
+    from ktinject.weights.stored import Format
 
 
 @dataclass(frozen=True)
@@ -295,6 +296,9 @@ class DeferredMoe(Operator):
 
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
         self._experts.load(self._inner(name), tensor, expert, part)
+
+    def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
+        return self._experts.misfit_of(self._inner(name), source, part)
 
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
         self._experts.load_stored(self._inner(name), stored, expert, part)

@@ -160,6 +160,17 @@ class Fp8Linear(GpuLinear):
     def adopt(cls, config: Any, source: Format) -> Any:
         return config
 
+    def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
+        return self._misfit(source.block)
+
+    def _misfit(self, block: tuple[int, int] | None) -> str | None:
+        if block is None or block == (BLOCK, BLOCK):
+            return None
+        return (
+            f"weight: the checkpoint has blocks of {block[0]} × {block[1]}; served are {BLOCK} × {BLOCK}; "
+            "keep these modules, or use another operator, which decodes them"
+        )
+
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
         assert isinstance(stored, Fp8Blocks) and name == "weight", "only fp8 weights are taken"
         shape = (self.out_features, self.in_features)
@@ -167,11 +178,8 @@ class Fp8Linear(GpuLinear):
             raise OperatorError(
                 f"fp8_linear: weight: found {list(stored.values.shape)}; expected {list(shape)}."
             )
-        if stored.block != (BLOCK, BLOCK):
-            raise OperatorError(
-                f"fp8_linear: weight: the checkpoint has blocks of {stored.block[0]} × {stored.block[1]}; served are "
-                f"{BLOCK} × {BLOCK}. Keep these modules, or use another operator, which decodes them."
-            )
+        if misfit := self._misfit(stored.block):
+            raise OperatorError(f"fp8_linear: {misfit}.")
         device = self.config.device
         self._take(Fp8Blocks(stored.values.to(device), stored.scales.to(device), stored.block))
         self._loaded.add(name)

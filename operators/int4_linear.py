@@ -61,6 +61,7 @@ class Int4Linear(GpuLinear):
     """
 
     Config = Int4LinearConfig
+    changing = frozenset({"_turn"})
     takes = ("gptq", "awq", "packed", "q4_0")
     sm80_only = False  # for tests: leave sm_90's own kernels out
     every_lane = False  # for racecheck, which does not see that __syncwarp orders what a warp has read

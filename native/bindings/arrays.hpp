@@ -19,7 +19,8 @@ namespace nb = nanobind;
 
 // A tensor in host memory as it is. One of another dtype, rank or order, on another device, or read-only where it is
 // written to, is a TypeError. nanobind would hand over a converted copy: what is written there is lost, and what points
-// there outlives it.
+// there outlives it. Bindings without the GIL take it by reference: a value would end before they have the GIL again,
+// and each one asks for it.
 template <class... Args>
 struct Array : nb::ndarray<nb::pytorch, Args..., nb::device::cpu> {
   using Base = nb::ndarray<nb::pytorch, Args..., nb::device::cpu>;

@@ -9,6 +9,7 @@
 
 #include "bindings/arrays.hpp"
 #include "bindings/subjects.hpp"
+#include "bindings/waiting.hpp"
 #include "decode/choose.hpp"
 #include "decode/norm.hpp"
 
@@ -58,8 +59,9 @@ HeldCache make_cache(std::vector<Cached> keys, std::vector<Cached> values) {
   return cache;
 }
 
-void forward(Decoder& self, Input x, std::optional<Input> cos, std::optional<Input> sin, std::optional<Mask> mask,
-             int place, const HeldCache& cache, int first, int last, const HeldNorm* final_norm, Output out) {
+void forward(const Decoder& self, const Input& x, const std::optional<Input>& cos, const std::optional<Input>& sin,
+             const std::optional<Mask>& mask, int place, const HeldCache& cache, int first, int last,
+             const HeldNorm* final_norm, const Output& out) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("decoder: " + what); };
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto batch = x.shape(0);
@@ -72,11 +74,9 @@ void forward(Decoder& self, Input x, std::optional<Input> cos, std::optional<Inp
     refuse("hidden states must be [batch, " + std::to_string(self.hidden()) + "] of the model's dtype");
   if (out.shape(0) != batch || out.shape(1) != x.shape(1) || out.dtype() != x.dtype())
     refuse("output: shape and dtype must be those of the hidden states");
-  if (cache.dtype != dtype || cache.batch != step.batch || cache.layers.size() != static_cast<size_t>(self.layers()))
-    refuse("the cache has another dtype, batch size or number of layers");
+  if (cache.dtype != dtype || cache.batch != step.batch) refuse("the cache has another dtype or batch size");
   if (place < 0 || place >= cache.capacity)
     refuse("place " + std::to_string(place) + " of a cache of " + std::to_string(cache.capacity));
-  if (first < 0 || last > self.layers() || first > last) refuse("there are no such layers");
   if (final_norm != nullptr && (final_norm->weight.dtype() != x.dtype() || final_norm->norm.size != self.hidden()))
     refuse("the final norm must be one of " + std::to_string(self.hidden()) + " values of the model's dtype");
   if (cos.has_value() != sin.has_value()) refuse("cos and sin belong together");
@@ -96,7 +96,6 @@ void forward(Decoder& self, Input x, std::optional<Input> cos, std::optional<Inp
     step.mask = reinterpret_cast<const uint8_t*>(mask->data());
     step.mask_stride = static_cast<size_t>(mask->stride(0));
   }
-  nb::gil_scoped_release release;
   self.forward(x.data(), step, cache.layers, first, last, norm_of(final_norm), out.data());
 }
 
@@ -104,24 +103,22 @@ using Logits = Array<const float, nb::ndim<2>, nb::c_contig>;
 using Tokens = Array<int64_t, nb::ndim<1>, nb::c_contig>;
 using Generator = Array<uint8_t, nb::ndim<1>, nb::c_contig>;
 
-void choose(Logits scores, std::optional<Generator> generator, Tokens tokens) {
+void choose(const Logits& scores, const std::optional<Generator>& generator, const Tokens& tokens) {
   const auto rows = static_cast<int>(scores.shape(0)), n = static_cast<int>(scores.shape(1));
   if (n < 1 || scores.shape(1) > (1u << 28) || tokens.shape(0) != scores.shape(0))
     throw std::invalid_argument("choose: expected scores [b, v], v at least 1, and tokens [b]");
   if (generator && generator->shape(0) != kGeneratorBytes)
     throw std::invalid_argument("choose: the generator's state must have " + std::to_string(kGeneratorBytes) +
                                 " bytes");
-  // With the GIL, so that no other thread of Python draws from the generator meanwhile.
   if (generator) draw(scores.data(), rows, n, reinterpret_cast<std::byte*>(generator->data()), tokens.data());
   else choose_greatest(scores.data(), rows, n, tokens.data());
 }
 
-void normalise(Input x, Vector weight, float epsilon, Output out) {
+void normalise(const Input& x, const Vector& weight, float epsilon, const Output& out) {
   const DType dtype = dtype_of(x.dtype(), "norm");
   if (weight.dtype() != x.dtype() || out.dtype() != x.dtype() || weight.shape(0) != x.shape(1) || x.shape(1) == 0 ||
       x.shape(1) > (1u << 24) || out.shape(0) != x.shape(0) || out.shape(1) != x.shape(1))
     throw std::invalid_argument("norm: expected x and out [rows, n] and weight [n] of one dtype, n at least 1");
-  nb::gil_scoped_release release;
   norm_rows(x.data(), dtype, x.shape(0), static_cast<int>(x.shape(1)), weight.data(), epsilon, out.data());
 }
 
@@ -129,8 +126,9 @@ void normalise(Input x, Vector weight, float epsilon, Output out) {
 
 void init_decoder(nb::module_& m) {
   m.def("norm_rows", &normalise, nb::kw_only(), nb::arg("x"), nb::arg("weight"), nb::arg("epsilon"), nb::arg("out"),
-        "out [rows, n] = weight * round(x / sqrt(mean(x²) + epsilon)), on the CPU.");
+        nb::call_guard<WithoutGil>(), "out [rows, n] = weight * round(x / sqrt(mean(x²) + epsilon)), on the CPU.");
   m.def("choose", &choose, nb::kw_only(), nb::arg("scores"), nb::arg("generator").none(), nb::arg("tokens"),
+        nb::call_guard<WithoutGil>(),
         "tokens [b] of scores [b, v]: the greatest; or, with the state of torch's generator on the CPU, one drawn from "
         "their softmax, as torch.multinomial draws it.");
   nb::class_<HeldNorm>(m, "Norm", "An RMS norm: weight [n] of the model's dtype.")
@@ -149,8 +147,8 @@ void init_decoder(nb::module_& m) {
           },
           nb::arg("keys"), nb::arg("values"));
 
-  nb::class_<Attention>(m, "DecoderAttention", "Attention of one token a row.");
-  nb::class_<GroupedAttention, Attention>(m, "GroupedAttention", "Heads in groups that share keys and values.")
+  nb::class_<DecoderAttention>(m, "DecoderAttention", "Attention of one token a row.");
+  nb::class_<GroupedAttention, DecoderAttention>(m, "GroupedAttention", "Heads in groups that share keys and values.")
       .def(
           "__init__",
           [](GroupedAttention* self, const Linear& q, const Linear& k, const Linear& v, const Linear& o,
@@ -161,7 +159,7 @@ void init_decoder(nb::module_& m) {
           nb::arg("k_norm").none(), nb::arg("heads"), nb::arg("groups"), nb::arg("size"), nb::arg("scale"),
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>());
-  nb::class_<LatentAttention, Attention>(m, "LatentAttention", "Latent attention, absorbed.")
+  nb::class_<LatentAttention, DecoderAttention>(m, "LatentAttention", "Latent attention, absorbed.")
       .def(
           "__init__",
           [](LatentAttention* self, const Linear* q, const Linear* q_a, const HeldNorm* q_norm, const Linear* q_b,
@@ -238,8 +236,8 @@ void init_decoder(nb::module_& m) {
           nb::arg("hidden"), nb::arg("dtype"))
       .def(
           "add",
-          [](Decoder& self, const HeldNorm& before_attention, Attention& attention, const HeldNorm& before_feed_forward,
-             FeedForward& unit) {
+          [](Decoder& self, const HeldNorm& before_attention, DecoderAttention& attention,
+             const HeldNorm& before_feed_forward, FeedForward& unit) {
             for (const HeldNorm* held : {&before_attention, &before_feed_forward})
               if (dtype_of(held->weight.dtype(), "norm") != self.dtype())
                 throw std::invalid_argument("a layer's norm must be of the model's dtype");
@@ -247,11 +245,11 @@ void init_decoder(nb::module_& m) {
           },
           nb::arg("before_attention"), nb::arg("attention"), nb::arg("before_feed_forward"), nb::arg("feed_forward"),
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-          "Add a layer.")
+          nb::call_guard<WithoutGil>(), "Add a layer.")
       .def(
           "forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
           nb::arg("mask").none(), nb::arg("place"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
-          nb::arg("final_norm").none(), nb::arg("out"),
+          nb::arg("final_norm").none(), nb::arg("out"), nb::call_guard<WithoutGil>(),
           "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. Keys and "
           "values are written to `place` of the cache; places up to it are attended to where mask [batch, n] is true.");
 }

@@ -9,6 +9,7 @@
 
 #include "bindings/stream.hpp"
 #include "bindings/subjects.hpp"
+#include "bindings/waiting.hpp"
 #include "cuda/resident.hpp"
 #include "cuda/rms_norm.hpp"
 #include "moe/leader.hpp"
@@ -32,14 +33,15 @@ T* pointer(uintptr_t address) {
 }  // namespace
 
 void init_handoff(nb::module_& m) {
-  nb::class_<Task>(m, "Task", "One request in host memory, run by the leader while the caller goes on.")
+  using HeldTask = EndsWithoutGil<Task>;
+  nb::class_<HeldTask>(m, "Task", "One request in host memory, run by the leader while the caller goes on.")
       .def(
           "__init__",
-          [](Task* self, const Experts& experts, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit,
+          [](HeldTask* self, const Experts& experts, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit,
              uintptr_t weights, uintptr_t out, int tokens, int top_k) {
-            new (self) Task(experts,
-                            Request{pointer<const void>(x), pointer<const void>(ids), ids_are_64_bit,
-                                    pointer<const float>(weights), pointer<void>(out), dtype_of(dtype), tokens, top_k});
+            new (self) HeldTask(
+                experts, Request{pointer<const void>(x), pointer<const void>(ids), ids_are_64_bit,
+                                 pointer<const float>(weights), pointer<void>(out), dtype_of(dtype), tokens, top_k});
           },
           nb::arg("experts"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
           nb::arg("weights"), nb::arg("out"), nb::arg("tokens"), nb::arg("top_k"), nb::keep_alive<1, 2>(),
@@ -49,14 +51,15 @@ void init_handoff(nb::module_& m) {
            "Return when it is computed. Raises what the computation raised, or RuntimeError if nobody answers.")
       .def_prop_ro("done", &Task::done, "Whether it is computed.");
 
-  nb::class_<Channel>(m, "Channel", "The slots of one layer on one CUDA device.")
+  using HeldChannel = EndsWithoutGil<Channel>;
+  nb::class_<HeldChannel>(m, "Channel", "The slots of one layer on one CUDA device.")
       .def(
           "__init__",
-          [](Channel* self, const Experts& experts, int device, int slots, int tokens, int value_bytes,
+          [](HeldChannel* self, const Experts& experts, int device, int slots, int tokens, int value_bytes,
              bool host_func) {
             nb::gil_scoped_release release;
-            new (self) Channel(experts, device, slots, tokens, value_bytes,
-                               host_func ? HandoffMode::host_func : HandoffMode::flags);
+            new (self) HeldChannel(experts, device, slots, tokens, value_bytes,
+                                   host_func ? HandoffMode::host_func : HandoffMode::flags);
           },
           nb::kw_only(), nb::arg("experts"), nb::arg("device"), nb::arg("slots"), nb::arg("tokens"),
           nb::arg("value_bytes"), nb::arg("host_func"), nb::keep_alive<1, 2>())

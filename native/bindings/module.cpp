@@ -1,7 +1,38 @@
 #include <nanobind/nanobind.h>
 
+#include <stdexcept>
+
 #include "bindings/arrays.hpp"
 #include "bindings/subjects.hpp"
+#include "bindings/waiting.hpp"
+
+namespace ktinject {
+namespace {
+
+bool holds_gil() {
+  const PyThreadState* const mine = PyGILState_GetThisThreadState();
+#if PY_VERSION_HEX >= 0x030d0000
+  return mine != nullptr && mine == PyThreadState_GetUnchecked();
+#else
+  return mine != nullptr && mine == _PyThreadState_UncheckedGet();
+#endif
+}
+
+void refuse_with_gil() {
+  if (holds_gil())
+    throw std::logic_error(
+        "a call waited for its turn with the GIL, which whoever has the turn may need: a binding "
+        "lacks its call guard, WithoutGil");
+}
+
+}  // namespace
+
+void raise_pending_signal() {
+  nanobind::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
+}
+
+}  // namespace ktinject
 
 namespace ktinject {
 
@@ -25,6 +56,7 @@ nb::object exported(nb::handle source) noexcept {
 }  // namespace ktinject
 
 NB_MODULE(_native, m) {
+  ktinject::set_wait_guard(ktinject::refuse_with_gil);
   // A model that lives until the interpreter ends, as in any script, is no leak.
   nanobind::set_leak_warnings(false);
   m.doc() = "Native core of ktinject.";
@@ -35,5 +67,6 @@ NB_MODULE(_native, m) {
   ktinject::init_int4_linear(m);
   ktinject::init_decode_ops(m);
   ktinject::init_decoder(m);
+  ktinject::init_watch(m);
   ktinject::init_streamed(m);
 }

@@ -5,13 +5,14 @@
 
 #include "bindings/stream.hpp"
 #include "bindings/subjects.hpp"
+#include "bindings/waiting.hpp"
 
 namespace nb = nanobind;
 
 namespace ktinject {
 
 void init_streamed(nb::module_& m) {
-  nb::class_<Streamed>(m, "Streamed", "A layer's packed experts, page-locked, to be copied to GPUs.")
+  nb::class_<EndsWithoutGil<Streamed>>(m, "Streamed", "A layer's packed experts, page-locked, to be copied to GPUs.")
       .def(nb::init<const Experts&>(), nb::arg("experts"), nb::keep_alive<1, 2>(),
            nb::call_guard<nb::gil_scoped_release>(), "Raises RuntimeError where memory cannot be page-locked.")
       .def("packed_bytes", &Streamed::packed_bytes, nb::arg("count"), "What copy() moves for `count` experts.")

@@ -213,7 +213,7 @@ void Leader::run(Work* work) {
 
 Task::~Task() {
   // The buffers belong to the task until it has run, even if nobody waits for it.
-  while (submitted_ && !done()) sched_yield();
+  while (submitted_ && !done() && !is_lost()) sched_yield();
 }
 
 void Task::submit() {
@@ -234,6 +234,9 @@ void Task::wait() {
   const auto limit = std::chrono::duration<double>(answer_timeout());
   const auto start = Clock::now();
   for (int spins = 0; !done();) {
+    if (is_lost())
+      throw std::runtime_error(
+          "this process was forked off while its parent computed the answer; submit it again here");
     _mm_pause();
     if (++spins < 4096) continue;
     spins = 0;

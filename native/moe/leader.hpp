@@ -19,6 +19,7 @@
 #include <string>
 
 #include "moe/experts.hpp"
+#include "runtime/waiting.hpp"
 
 namespace ktinject {
 
@@ -117,7 +118,7 @@ class Leader {
 Leader& leader();
 
 // A request from the host, run by the leader while the caller goes on.
-class Task final : public Work {
+class Task : public Work {
  public:
   Task(const Experts& experts, const Request& request) : experts_(experts), request_(request) {}
   ~Task() override;
@@ -130,7 +131,10 @@ class Task final : public Work {
  private:
   const Experts& experts_;
   const Request request_;
+  bool is_lost() const { return forks_ != forks(); }  // its leader is the parent's
+
   bool submitted_ = false;
+  const int forks_ = forks();
   std::atomic<bool> done_{false};
   std::exception_ptr failure_;
 };

@@ -49,6 +49,8 @@ class GatheredExperts(HeldExperts):
 class LookingExperts(GatheredExperts):
     """Says that it can be captured, and then waits for the device."""
 
+    capturable = True
+
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         assert index.max().item() >= 0
         return super().forward(hidden, index, weights)

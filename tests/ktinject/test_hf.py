@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -12,8 +13,18 @@ import models
 import pytest
 import torch
 from double import on_meta, saved
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Ernie4_5_VLMoeConfig,
+    Ernie4_5_VLMoeForConditionalGeneration,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3MoeForCausalLM,
+    initialization as init,
+)
+from transformers.core_model_loading import dot_natural_key
 
+import ktinject
 from ktinject import hf
 from ktinject.errors import CheckpointError, KTInjectError, PlanError
 from ktinject.keys import KeyMap, Piece, key_map
@@ -55,6 +66,41 @@ def test_experts_of_a_checkpoint_become_pieces(name: str, tmp_path: Path) -> Non
                     part = part.chunk(mapping.parts[f"{path}.{parameter}"])[piece.part]
                 part.copy_(checkpoint.read(piece.key))
             assert torch.equal(whole, getattr(leaf, parameter))
+
+
+def ernie_vl() -> PreTrainedModel:
+    """Two groups of twelve experts that one list in the checkpoint holds."""
+    text = {
+        **models.COMMON,
+        "moe_intermediate_size": [24, 24],
+        "moe_num_experts": 12,
+        "moe_k": 2,
+        "mlp_layer_types": ["dense", "sparse"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 2]},
+    }
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 32, "patch_size": 4}
+    torch.manual_seed(0)
+    config = Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision)
+    return Ernie4_5_VLMoeForConditionalGeneration(config).eval()
+
+
+def test_transformers_converter_gets_experts_by_number(tmp_path: Path) -> None:
+    """It splits the list where it is told to: experts in the order 0, 1, 10, 11, 2 … would be exchanged in silence."""
+    model = ernie_vl()
+    saved(model, tmp_path)
+    with torch.device("meta"):
+        new = type(model)(copy.deepcopy(model.config))
+    rule = {"name": "experts", "match": {"path": r".*\.experts"}, "replace": {"operator": "held_experts"}}
+    ktinject.optimize(new, [rule], checkpoint=tmp_path, progress=False)
+    assert len(new.ktinject.entries) == 2
+    for entry in new.ktinject.entries:
+        for name in entry.wants:
+            found = new.get_submodule(entry.path).unpack(name)
+            assert torch.equal(found, model.get_parameter(f"{entry.path}.{name}"))
+    mapping = new.ktinject.mapping
+    assert mapping is not None and mapping.conversions
+    for conversion in mapping.conversions.values():
+        assert all(list(keys) == sorted(keys, key=dot_natural_key) for keys in conversion.sources.values())
 
 
 def test_fused_names_stay_whole(tmp_path: Path) -> None:
@@ -198,6 +244,38 @@ def test_transformers_loads_a_model_through_us_bit_by_bit(name: str, tmp_path: P
 
 def everything(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
+
+
+class Reaching(Qwen3MoeForCausalLM):
+    """Initialises experts from the block and from the layer above, as Qwen3-Omni does from the block."""
+
+    @torch.no_grad()
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        super()._init_weights(module)
+        block = getattr(module, "mlp", module)
+        if "experts" in dir(block):
+            init.normal_(block.experts.gate_up_proj)
+            init.zeros_(block.experts.down_proj)
+            assert block.experts.down_proj.shape[0] == self.config.num_experts
+
+
+@pytest.mark.parametrize(
+    "operator, path",
+    [("held_experts", r".*\.experts"), ("cpu_experts", r".*\.experts"), ("deferred_moe", r".*\.1\.mlp")],
+)
+def test_a_parent_may_initialise_what_an_operator_has_taken(operator: str, path: str, tmp_path: Path) -> None:
+    model = Reaching(models.config("qwen3_moe")).eval()
+    saved(model, tmp_path)
+    with torch.device("meta"):
+        new = Reaching(copy.deepcopy(model.config))
+    rule = {"name": "experts", "match": {"path": path}, "replace": {"operator": operator}}
+    ktinject.optimize(new, [rule], checkpoint=tmp_path, progress=False)
+    left = [
+        name for module in new.modules() for name in vars(module) if name in ("gate_up_proj", "down_proj")
+    ]
+    assert not left, "stand-ins stay no longer than they are needed"
+    with torch.no_grad():
+        assert torch.allclose(new(IDS).logits, model(IDS).logits, atol=1e-2)
 
 
 def test_a_parameter_that_is_not_filled_is_fatal(tmp_path: Path) -> None:

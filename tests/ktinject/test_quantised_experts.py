@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import ktinject
-from ktinject.errors import OperatorError
+from ktinject.errors import OperatorError, PlanError
 from ktinject.weights import formats
 from ktinject.weights.checkpoint import Checkpoint
 
@@ -137,13 +137,12 @@ def test_what_is_not_swapped_is_decoded(tmp_path: Path) -> None:
     assert torch.equal(experts.gate_up_proj.float(), want)
 
 
-def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("operator", ["cpu_experts", "hybrid_experts", "deferred_moe"])
+def test_blocks_of_another_size_are_refused_by_the_plan(operator: str, tmp_path: Path) -> None:
     folder = fp8_checkpoint(tmp_path, side=64)
-    with pytest.raises(
-        OperatorError, match=r"blocks of 64 × 64; weights: fp8 keeps 128 × 128\. Choose other"
-    ):
-        ktinject.load(folder, experts_as("fp8"), progress=False)
-    assert ktinject.load(folder, experts_as("int8"), progress=False).ktinject.entries
+    with pytest.raises(PlanError, match=r"blocks of 64 × 64; weights: fp8 keeps 128 × 128; choose other"):
+        ktinject.plan(on_meta(folder), experts_as("fp8", operator), checkpoint=folder)
+    assert ktinject.load(folder, experts_as("int8", operator), progress=False).ktinject.entries
 
 
 @pytest.mark.parametrize("value", [0x7F, 0xFF])

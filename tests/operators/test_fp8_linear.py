@@ -15,7 +15,7 @@ from ktinject.errors import OperatorError
 from ktinject.machine import Gpu
 from ktinject.operators import fp8_linear
 from ktinject.operators.fp8_linear import Fp8Linear, Fp8LinearConfig
-from ktinject.weights.stored import Fp8Blocks
+from ktinject.weights.stored import Format, Fp8Blocks
 
 
 def linear(k: int, n: int, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
@@ -113,6 +113,9 @@ def test_loads_and_inputs_that_are_refused() -> None:
     ]:
         with pytest.raises(OperatorError, match=words):
             operator.load_stored("weight", bad, None, None)
+    assert operator.misfit_of("weight", Format("fp8_blocks", block=(128, 128)), None) is None
+    found = operator.misfit_of("weight", Format("fp8_blocks", block=(64, 64)), None) or ""
+    assert "has blocks of 64 × 64; served are 128 × 128" in found, "the plan says so, too"
     with pytest.raises(OperatorError, match="a value is not finite"):
         operator.load("weight", torch.full((8, 128), float("inf")), None, None)
     operator = filled(linear(128, 8))
