@@ -210,10 +210,13 @@ def _drawn(scores: Tensor) -> Tensor:
     """A token for each row of scores [b, v], as torch.multinomial draws it, which looks at its input."""
     if not scores.is_cpu or not _draws_as_torch():
         return _drawn_by_torch(scores, None)
-    state = torch.get_rng_state()
-    tokens = _native_choice(scores, state)
-    torch.set_rng_state(state)
-    return tokens
+    while True:
+        state = torch.default_generator.get_state()
+        drawn = state.clone()
+        tokens = _native_choice(scores, drawn)
+        # Where another thread has drawn from the generator meanwhile, these numbers are his.
+        if _native.exchange_state(torch.default_generator, state, drawn):
+            return tokens
 
 
 def _drawn_by_torch(scores: Tensor, generator: torch.Generator | None) -> Tensor:

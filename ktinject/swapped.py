@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
+from ktinject import ending
 from ktinject.errors import OperatorError
 from ktinject.operators import Operator
 
@@ -25,6 +26,7 @@ logger = logging.getLogger("ktinject")
 
 def install(model: PreTrainedModel) -> None:
     """Give a model with operators the methods of `_Swapped`."""
+    ending.install()
     model.__class__ = _class_of(cast(Any, type(model)))
 
 

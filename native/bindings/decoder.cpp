@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <optional>
 
 #include "bindings/arrays.hpp"
@@ -114,6 +115,26 @@ void choose(const Logits& scores, const std::optional<Generator>& generator, con
   else choose_greatest(scores.data(), rows, n, tokens.data());
 }
 
+std::byte* bytes_of(const nb::object& state) {
+  return reinterpret_cast<std::byte*>(
+      nb::cast<uintptr_t>(state.attr("data_ptr")()));  // NOLINT: torch gives addresses so
+}
+
+// torch's generator is asked and set by functions of its own in C++, which keep the GIL: no other thread of Python
+// comes between.
+bool exchange_state(nb::object generator, nb::object expected, nb::object desired) {
+  for (const nb::object& state : {expected, desired})
+    if (nb::cast<size_t>(state.attr("nbytes")) != kGeneratorBytes || !nb::cast<bool>(state.attr("is_cpu")))
+      throw std::invalid_argument("exchange_state: expected the states of torch's generator on the CPU");
+  const std::byte *before = bytes_of(expected), *now = nullptr;
+  nb::object set = generator.attr("set_state"), get = generator.attr("get_state");
+  nb::object found = get();
+  now = bytes_of(found);
+  if (std::memcmp(before, now, kGeneratorBytes) != 0) return false;
+  set(desired);
+  return true;
+}
+
 void normalise(const Input& x, const Vector& weight, float epsilon, const Output& out) {
   const DType dtype = dtype_of(x.dtype(), "norm");
   if (weight.dtype() != x.dtype() || out.dtype() != x.dtype() || weight.shape(0) != x.shape(1) || x.shape(1) == 0 ||
@@ -131,6 +152,8 @@ void init_decoder(nb::module_& m) {
         nb::call_guard<WithoutGil>(),
         "tokens [b] of scores [b, v]: the greatest; or, with the state of torch's generator on the CPU, one drawn from "
         "their softmax, as torch.multinomial draws it.");
+  m.def("exchange_state", &exchange_state, nb::arg("generator"), nb::arg("expected"), nb::arg("desired"),
+        "Set the state of torch's generator on the CPU if it is still the expected one; whether it was.");
   nb::class_<HeldNorm>(m, "Norm", "An RMS norm: weight [n] of the model's dtype.")
       .def(
           "__init__",
