@@ -66,7 +66,8 @@ def test_every_allocation_of_a_request_may_fail(shim: Path) -> None:
         model = ktinject.load(PATH, devices=["cpu"], progress=False)
         ids = torch.arange(5, 25)[None]
         def generate():
-            return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, pad_token_id=0)
+            mask = torch.ones_like(ids)
+            return model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
         want = [generate() for _ in range(3)][-1]
         n = raised = 0
         while True:
