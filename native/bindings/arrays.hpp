@@ -17,12 +17,28 @@ namespace ktinject {
 
 namespace nb = nanobind;
 
-using Weight = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<2>, nb::device::cpu>;
-using Bias = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<1>, nb::device::cpu>;
-using Input = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Output = nb::ndarray<nb::pytorch, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Float2d = nb::ndarray<nb::pytorch, float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Float1d = nb::ndarray<nb::pytorch, float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+// A tensor in host memory as it is. One of another dtype, rank or order, on another device, or read-only where it is
+// written to, is a TypeError. nanobind would hand over a converted copy: what is written there is lost, and what points
+// there outlives it. Bindings without the GIL take it by reference: a value would end before they have the GIL again,
+// and each one asks for it.
+template <class... Args>
+struct Array : nb::ndarray<nb::pytorch, Args..., nb::device::cpu> {
+  using Base = nb::ndarray<nb::pytorch, Args..., nb::device::cpu>;
+  using Base::Base;
+  explicit Array(Base base) : Base(std::move(base)) {}
+};
+
+// What nanobind is to look at: of a tensor the capsule that torch makes of it, nothing where torch refuses, and any
+// other object itself. All in C: Tensor.__dlpack__ is Python, where a Ctrl-C may be raised, and nanobind drops what is
+// raised there.
+nb::object exported(nb::handle source) noexcept;
+
+using Weight = Array<nb::ro, nb::ndim<2>>;
+using Bias = Array<nb::ro, nb::ndim<1>>;
+using Input = Array<nb::ro, nb::ndim<2>, nb::c_contig>;
+using Output = Array<nb::ndim<2>, nb::c_contig>;
+using Float2d = Array<float, nb::ndim<2>, nb::c_contig>;
+using Float1d = Array<float, nb::ndim<1>, nb::c_contig>;
 
 inline DType dtype_of(nb::dlpack::dtype dtype, const char* what) {
   if (dtype.lanes == 1) {
@@ -68,3 +84,21 @@ inline Source source_of(const Bias& bias) {
 }
 
 }  // namespace ktinject
+
+namespace nanobind::detail {
+
+template <class... Args>
+struct type_caster<ktinject::Array<Args...>> {
+  using Given = make_caster<typename ktinject::Array<Args...>::Base>;
+  NB_TYPE_CASTER(ktinject::Array<Args...>, Given::Name)
+
+  bool from_python(handle source, uint32_t flags, cleanup_list* cleanup) noexcept {
+    const object array = ktinject::exported(source);
+    Given given;
+    if (!array.is_valid() || !given.from_python(array, flags & ~uint32_t{cast_flags::convert}, cleanup)) return false;
+    value = ktinject::Array<Args...>(std::move(given.value));
+    return true;
+  }
+};
+
+}  // namespace nanobind::detail
