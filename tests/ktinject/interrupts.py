@@ -44,8 +44,10 @@ def run(folder: Path, counts: dict[str, int], seed: int = 0) -> dict[str, dict[s
     chance.shuffle(stages)
     if stages:
         with _other(folder) as ask:
-            for stage in stages:
+            for number, stage in enumerate(stages):
                 _note(found[stage], *ask(stage, chance))
+                if number % 50 == 49:
+                    print(f"{number + 1} of {len(stages)}", file=sys.stderr, flush=True)
     return found
 
 
