@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from ktinject.graph import MAX_BATCH, Lane, power_of_two
 from ktinject.operators import Operator
 from ktinject.operators.handoff import Handoff, wake
 from ktinject.sampling import Request, Sampler, Sampling
+from ktinject.swapped import own_class, put_before
 from ktinject.team import Team
 from ktinject.watch import Watch, active_mode, replaced_method, undeclared
 
@@ -196,6 +197,8 @@ class Decoding:
             self.release()
             self._fused_is_stale = self._watch is not None
             self._watch, self._unrecordable = Watch(model), _unrecordable(model)
+            if self.team is not None:
+                self._unrecordable = next((why for why in self.team.tell(self._unrecordable) if why), "")
         if self._unrecordable or not self.graphs:
             if self._fused_is_stale and not self._unrecordable and self.fused is not None:
                 self.fused, self._fused_is_stale = Fused(model, self.team), False
@@ -250,19 +253,7 @@ def install(model: PreTrainedModel, team: Team | None = None) -> None:
     if not isinstance(model, GenerationMixin) or type(model)._sample is not GenerationMixin._sample:
         return
     model.ktinject_decoding = Decoding(model, team)
-    model.__class__ = _swapped_class(_Swapped if team is None else _Shared, cast(Any, type(model)))
-
-
-def _class_before(model: Any) -> Any:
-    """The class that a model had, and whose methods those below stand before."""
-    classes = type(model).__mro__
-    return classes[classes.index(_Swapped) + 1]
-
-
-@cast(Any, functools.cache)
-def _swapped_class(ours: Any, base: Any) -> Any:
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (ours, base), names)
+    put_before(model, _Swapped if team is None else _Shared)
 
 
 class _Swapped:
@@ -272,25 +263,25 @@ class _Swapped:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is of the model's own class: operators refuse to be copied, but there may be none."""
-        base = _class_before(self)
+        base = own_class(self)
         _, _, state, *rest = base.__reduce_ex__(self, protocol)
         state = {name: value for name, value in state.items() if name != "ktinject_decoding"}
         return object.__new__, (base,), state, *rest
 
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
-        return self.ktinject_decoding.replay or _class_before(self).get_compiled_call(self, compile_config)
+        return self.ktinject_decoding.replay or own_class(self).get_compiled_call(self, compile_config)
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         replays = self.ktinject_decoding.replay is not None
-        return replays or _class_before(self)._valid_auto_compile_criteria(self, *args, **kwargs)
+        return replays or own_class(self)._valid_auto_compile_criteria(self, *args, **kwargs)
 
     def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.ktinject_decoding.note("stock loop: beam search", "beam search")
-        return _class_before(self)._beam_search(self, *args, **kwargs)
+        return own_class(self)._beam_search(self, *args, **kwargs)
 
     def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.ktinject_decoding.note("stock loop: assisted decoding", "assisted decoding")
-        return _class_before(self)._assisted_decoding(self, *args, **kwargs)
+        return own_class(self)._assisted_decoding(self, *args, **kwargs)
 
     def _sample(
         self: Any,
@@ -322,7 +313,7 @@ class _Swapped:
                 decoding.note(f"{steps}stock loop: {plain}", eager)
                 replay = None if eager else _Replay(self, stopping_criteria.max_length or 0)
                 decoding.replay = replay
-                found = _class_before(self)._sample(
+                found = own_class(self)._sample(
                     self,
                     input_ids,
                     logits_processor=logits_processor,
@@ -357,7 +348,7 @@ class _Shared(_Swapped):
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.ktinject_decoding.team.agree(args, kwargs)
-        return _class_before(self).generate(self, *args, **kwargs)
+        return own_class(self).generate(self, *args, **kwargs)
 
     def _get_static_cache_init_shape(self) -> None:
         """A process has its part of the heads: each layer's cache is made for the keys that come."""
@@ -619,18 +610,19 @@ def _forward(
     positions: Tensor,
     cache: Any,
 ) -> Tensor:
-    """The model on one token a row, [b, v]; weak, for a lane must not keep its model alive."""
-    model = reference()
+    """The model, or its twin, on one token a row, [b, v]; weak, for a lane must not keep its model alive."""
+    model: Any = fused if fused is not None else reference()
     assert model is not None
-    with fused.applied() if fused is not None else nullcontext():
-        return model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-        ).logits[:, -1]
+    outputs = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+    )
+    logits: Tensor = outputs.logits[:, -1]
+    return logits
 
 
 def _unrecordable(model: PreTrainedModel) -> str:

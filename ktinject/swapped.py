@@ -1,6 +1,6 @@
 """A swapped model's own methods, where transformers' look at parameters only: the weights of operators are none.
 
-`install` makes the model an instance of a subclass of its class with these methods.
+A model gets them by `put_before`, the one way in which a swapped model's class is changed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from ktinject import ending
 from ktinject.errors import OperatorError
 from ktinject.operators import Operator
 
@@ -26,14 +25,31 @@ logger = logging.getLogger("ktinject")
 
 def install(model: PreTrainedModel) -> None:
     """Give a model with operators the methods of `_Swapped`."""
-    ending.install()
-    model.__class__ = _class_of(cast(Any, type(model)))
+    put_before(model, _Swapped)
+
+
+def put_before(model: Any, methods: type) -> None:
+    """Make a model an instance of a subclass of its class, of the same name, where those methods come first."""
+    ours, own = _MADE.get(type(model), ((), type(model)))
+    model.__class__ = _class_of(methods, *ours, own)
+
+
+def own_class(model: Any) -> Any:
+    """The class that a model had before `put_before`."""
+    return next((_MADE[kind][1] for kind in type(model).__mro__ if kind in _MADE), type(model))
+
+
+# A class that `put_before` made → the classes whose methods come first, and the model's own.
+_MADE: dict[type, tuple[tuple[type, ...], Any]] = {}
 
 
 @cast(Any, functools.cache)
-def _class_of(base: Any) -> Any:
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (_Swapped, base), names)
+def _class_of(*bases: Any) -> Any:
+    *ours, own = bases
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    made = type(own.__name__, bases, names)
+    _MADE[made] = tuple(ours), own
+    return made
 
 
 _Base: Any = object  # at run time it stands before a PreTrainedModel
@@ -48,8 +64,7 @@ class _Swapped(_Base):
         """A shallow copy is of the model's own class; operators refuse a deep one."""
         make, arguments, *rest = super().__reduce_ex__(protocol)
         if make is not object.__new__:
-            classes = type(self).__mro__
-            arguments = (classes[classes.index(_Swapped) + 1],)
+            arguments = (own_class(self),)
         return object.__new__, arguments, *rest
 
     def train(self, mode: bool = True) -> Any:

@@ -5,6 +5,7 @@
 #include <nanobind/ndarray.h>
 
 #include <initializer_list>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -70,17 +71,26 @@ inline Format format_of(const std::string& weights) {
   throw std::invalid_argument("weights: found '" + weights + "'; allowed: " + allowed);
 }
 
+// The native core counts rows, places and features in int.
+inline int size_of(size_t size, const char* what) {
+  constexpr size_t kMost = std::numeric_limits<int>::max();
+  if (size > kMost)
+    throw std::invalid_argument(std::string(what) + ": found " + std::to_string(size) + "; allowed: up to " +
+                                std::to_string(kMost) + "; split the tensor");
+  return static_cast<int>(size);
+}
+
 inline Source source_of(const Weight& weight) {
   return {weight.data(),
           dtype_of(weight.dtype(), "weight"),
-          static_cast<int>(weight.shape(0)),
-          static_cast<int>(weight.shape(1)),
+          size_of(weight.shape(0), "weight"),
+          size_of(weight.shape(1), "weight"),
           weight.stride(0),
           weight.stride(1)};
 }
 
 inline Source source_of(const Bias& bias) {
-  return {bias.data(), dtype_of(bias.dtype(), "bias"), static_cast<int>(bias.shape(0)), 1, bias.stride(0), 1};
+  return {bias.data(), dtype_of(bias.dtype(), "bias"), size_of(bias.shape(0), "bias"), 1, bias.stride(0), 1};
 }
 
 }  // namespace ktinject

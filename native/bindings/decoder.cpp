@@ -44,16 +44,16 @@ HeldCache make_cache(std::vector<Cached> keys, std::vector<Cached> values) {
                                 std::to_string(values.size()) + " values; expected one of each a layer");
   HeldCache cache;
   cache.dtype = dtype_of(keys[0].dtype(), "cache");
-  cache.batch = static_cast<int>(keys[0].shape(0));
-  cache.capacity = static_cast<int>(keys[0].shape(2));
+  cache.batch = size_of(keys[0].shape(0), "cache");
+  cache.capacity = size_of(keys[0].shape(2), "cache");
   for (size_t i = 0; i < keys.size(); ++i) {
     for (const Cached* one : {&keys[i], &values[i]})
       if (one->dtype() != keys[0].dtype() || one->shape(0) != keys[0].shape(0) || one->shape(2) != keys[0].shape(2))
         throw std::invalid_argument("cache: all layers must have one dtype, batch size and capacity");
     if (keys[i].shape(1) != values[i].shape(1))
       throw std::invalid_argument("cache: keys and values must have one number of heads");
-    cache.layers.push_back({keys[i].data(), values[i].data(), static_cast<int>(keys[i].shape(1)),
-                            static_cast<int>(keys[i].shape(3)), static_cast<int>(values[i].shape(3))});
+    cache.layers.push_back({keys[i].data(), values[i].data(), size_of(keys[i].shape(1), "cache"),
+                            size_of(keys[i].shape(3), "cache"), size_of(values[i].shape(3), "cache")});
   }
   cache.held = std::move(keys);
   cache.held.insert(cache.held.end(), values.begin(), values.end());
@@ -68,7 +68,7 @@ void forward(const Decoder& self, const Input& x, const std::optional<Input>& co
   const auto batch = x.shape(0);
   Step step;
   step.dtype = dtype;
-  step.batch = static_cast<int>(batch);
+  step.batch = size_of(batch, "batch");
   step.place = place;
   step.capacity = cache.capacity;
   if (dtype != self.dtype() || x.shape(1) != static_cast<size_t>(self.hidden()) || batch == 0)
@@ -88,7 +88,7 @@ void forward(const Decoder& self, const Input& x, const std::optional<Input>& co
         refuse("cos and sin must be [batch or 1, rotary] of the model's dtype");
     step.cos = cos->data();
     step.sin = sin->data();
-    step.rotary = static_cast<int>(cos->shape(1));
+    step.rotary = size_of(cos->shape(1), "cos");
     step.shared_rotation = cos->shape(0) == 1;
   }
   if (mask) {
@@ -105,7 +105,7 @@ using Tokens = Array<int64_t, nb::ndim<1>, nb::c_contig>;
 using Generator = Array<uint8_t, nb::ndim<1>, nb::c_contig>;
 
 void choose(const Logits& scores, const std::optional<Generator>& generator, const Tokens& tokens) {
-  const auto rows = static_cast<int>(scores.shape(0)), n = static_cast<int>(scores.shape(1));
+  const int rows = size_of(scores.shape(0), "scores"), n = size_of(scores.shape(1), "scores");
   if (n < 1 || scores.shape(1) > (1u << 28) || tokens.shape(0) != scores.shape(0))
     throw std::invalid_argument("choose: expected scores [b, v], v at least 1, and tokens [b]");
   if (generator && generator->shape(0) != kGeneratorBytes)
@@ -158,7 +158,7 @@ void init_decoder(nb::module_& m) {
       .def(
           "__init__",
           [](HeldNorm* self, Vector weight, float epsilon) {
-            const Norm norm{weight.data(), static_cast<int>(weight.shape(0)), epsilon};
+            const Norm norm{weight.data(), size_of(weight.shape(0), "norm"), epsilon};
             new (self) HeldNorm{std::move(weight), norm};
           },
           nb::arg("weight"), nb::arg("epsilon"));

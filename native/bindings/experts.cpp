@@ -57,13 +57,13 @@ void load(Experts& self, const std::string& projection, int expert, const Weight
 
 void load_fp8(Experts& self, const std::string& projection, int expert, const Codes& codes, const Scales& scales) {
   const Fp8Source source{codes.data(),
-                         static_cast<int>(codes.shape(0)),
-                         static_cast<int>(codes.shape(1)),
+                         size_of(codes.shape(0), "codes"),
+                         size_of(codes.shape(1), "codes"),
                          codes.stride(0),
                          codes.stride(1),
                          scales.data(),
-                         static_cast<int>(scales.shape(0)),
-                         static_cast<int>(scales.shape(1))};
+                         size_of(scales.shape(0), "scales"),
+                         size_of(scales.shape(1), "scales")};
   self.load_fp8(projection_of(projection), expert, source);
 }
 
@@ -86,7 +86,7 @@ void forward(const Experts& self, const Input& x, const Input& ids, const Routin
   const bool is_int = ids.dtype().code == static_cast<uint8_t>(nb::dlpack::dtype_code::Int) && ids.dtype().lanes == 1;
   if (!is_int || (ids.dtype().bits != 64 && ids.dtype().bits != 32))
     refuse("top_k_index: dtype must be int64 or int32");
-  const auto tokens = static_cast<int>(x.shape(0)), top_k = static_cast<int>(ids.shape(1));
+  const int tokens = size_of(x.shape(0), "tokens"), top_k = size_of(ids.shape(1), "top_k_index");
   if (ids.dtype().bits == 64)
     self.forward(x.data(), dtype, static_cast<const int64_t*>(ids.data()), weights.data(), tokens, top_k, out.data());
   else

@@ -21,7 +21,7 @@ void forward(const Linear& self, const Input& x, const Output& out) {
     refuse("input: found " + std::to_string(x.shape(1)) + " features; expected " + std::to_string(in));
   if (out.shape(0) != x.shape(0) || out.shape(1) != n || out.dtype() != x.dtype())
     refuse("output: must be [" + std::to_string(x.shape(0)) + ", " + std::to_string(n) + "] of the input's dtype");
-  const auto rows = static_cast<int>(x.shape(0));
+  const int rows = size_of(x.shape(0), "rows");
   self.forward(x.data(), dtype, rows, out.data());
 }
 

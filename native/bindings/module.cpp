@@ -1,3 +1,4 @@
+#include <nanobind/eval.h>
 #include <nanobind/nanobind.h>
 
 #include <stdexcept>
@@ -30,6 +31,11 @@ void refuse_with_gil() {
 void raise_pending_signal() {
   nanobind::gil_scoped_acquire acquire;
   if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
+  // An exception that another thread sends this one (ktinject/ending.py) is raised by whatever code of Python runs
+  // next.
+  static PyObject* const nothing = nanobind::eval("lambda: None", nanobind::dict()).release().ptr();
+  nanobind::steal(PyObject_CallNoArgs(nothing));
+  if (PyErr_Occurred() != nullptr) throw nanobind::python_error();
 }
 
 }  // namespace ktinject

@@ -304,7 +304,9 @@ class TestRefusals:
             q_norm=None, k_norm=None, heads=4, groups=2, size=16, scale=1.0,
         )  # fmt: skip
         unit = _native.GatedUnit(linear(32, HIDDEN)[0], linear(32, HIDDEN)[0], linear(HIDDEN, 32)[0])
-        right, wrong = (_native.Norm(torch.ones(HIDDEN, dtype=d), 1e-6) for d in (torch.float32, torch.bfloat16))
+        right, wrong = (
+            _native.Norm(torch.ones(HIDDEN, dtype=d), 1e-6) for d in (torch.float32, torch.bfloat16)
+        )
         for norms in ((wrong, right), (right, wrong)):
             with pytest.raises(ValueError, match="norm must be of the model's dtype"):
                 _native.Decoder(HIDDEN, "float32").add(norms[0], attention, norms[1], unit)
