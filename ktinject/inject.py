@@ -22,12 +22,12 @@ from ktinject.team import Team
 
 def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
     """The operators of a plan by module path, not filled, not allocated and not yet in the model."""
-    return {
-        entry.path: (Elsewhere if entry.elsewhere else REGISTRY[entry.operator]).build(
-            model.get_submodule(entry.path), entry.config
-        )
-        for entry in plan.entries
-    }
+    operators: dict[str, Operator] = {}
+    for entry in plan.entries:
+        kind = Elsewhere if entry.elsewhere else REGISTRY[entry.operator]
+        with plan.blaming(entry.path):
+            operators[entry.path] = kind.build(model.get_submodule(entry.path), entry.config)
+    return operators
 
 
 def apply(
@@ -46,7 +46,9 @@ def apply(
     stack = hf.Layers(model).stack
     kinds: dict[type[Operator], None] = dict.fromkeys(type(operator) for operator in operators.values())
     for kind in kinds:
-        kind.connect(stack, [operator for operator in operators.values() if type(operator) is kind])
+        theirs = {path: operator for path, operator in operators.items() if type(operator) is kind}
+        with plan.blaming(*theirs):
+            kind.connect(stack, [*theirs.values()])
     if team is not None:
         for path, operator in operators.items():
             if isinstance(operator, Elsewhere):

@@ -93,7 +93,7 @@ class Int4Linear(GpuLinear):
         if group_size != 32 and group_size % TILE:
             return f"the checkpoint has groups of {group_size} inputs; served are 32 and multiples of {TILE}"
         if k % group_size:
-            return f"its {k} inputs are no multiple of group_size {group_size}; choose a smaller one, or -1"
+            return f"group_size {group_size} does not divide its {k} inputs; choose a smaller one, or -1"
         return None
 
     def describe(self) -> dict[str, Any]:
