@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import ktinject
+from ktinject import OperatorError
 from ktinject.fused import Fused
 from ktinject.operators import register_operator
 from ktinject.operators.cpu_experts import CpuExperts
@@ -245,6 +246,15 @@ def test_a_change_of_another_thread_counts_from_the_next_step_on(model: PreTrain
     model.generate(**prompt(1, padding=0), eos_token_id=None, streamer=At(6, pause))
     thread.join()
     assert layer.forward.count == STEPS - 5
+
+
+def test_another_attention_within_a_request_is_refused(model: PreTrainedModel) -> None:
+    other = At(6, lambda: model.set_attn_implementation("eager"))
+    with pytest.raises(OperatorError, match=r"attention runs as .eager.*Change it between requests"):
+        model.generate(**prompt(1, padding=0), eos_token_id=None, streamer=other)
+    arguments = {**prompt(), "eos_token_id": None}
+    assert torch.equal(model.generate(**arguments), stock(model, **arguments))
+    assert model.ktinject_decoding.reason == "attention runs as 'eager'; known is 'sdpa'"
 
 
 def test_the_stock_loop_s_replays_see_it_too(model: PreTrainedModel) -> None:
