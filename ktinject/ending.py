@@ -1,9 +1,9 @@
 """The interpreter's end while daemon threads still compute.
 
-Python 3.11 to 3.13 end a daemon thread when it next asks for the GIL, by pthread_exit. Code in C++ that has released the
-GIL cannot be left in that way: the process aborts, with "terminate called without an active exception". Nearly all of
-torch's operations release it, so a daemon thread that runs any model makes a script end like that. With a swapped model
-it does not: before the interpreter ends, such threads get a SystemExit, which ends them between two operations.
+Python 3.11 to 3.13 end a daemon thread when it next asks for the GIL, by pthread_exit. Code in C++ that has released
+the GIL cannot be left in that way: the process aborts, with "terminate called without an active exception". Nearly all
+of torch's operations release it, so a daemon thread that runs any model makes a script end like that. With a swapped
+model it does not: before the interpreter ends, such threads get a SystemExit, which ends them between two operations.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 # Of a thread that gets no SystemExit, because it waits for something else, nothing has to be feared.
 _LIMIT_SECONDS = 3.0
 _AGAIN_SECONDS = 0.5  # code of C++ that calls Python may lose an exception
+_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 @functools.cache
@@ -39,9 +40,12 @@ def _end_threads() -> None:
         for thread in busy:
             if now - told.get(thread, -1.0) >= _AGAIN_SECONDS:
                 told[thread] = now
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+                _tell(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
         quiet = 0 if busy else quiet + 1
         time.sleep(0.001)
+
+
+_tell = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
 
 def _computes(thread: int, frame: FrameType | None) -> bool:
@@ -52,7 +56,7 @@ def _computes(thread: int, frame: FrameType | None) -> bool:
         name = frame.f_globals.get("__name__", "")
         if name.startswith("ktinject.") and name != "ktinject.openmp":  # whose threads only wait
             return True
-        if frame.f_code is nn.Module._wrapped_call_impl.__code__ and hasattr(frame.f_locals.get("self"), "ktinject"):
+        if frame.f_code is _CALL and hasattr(frame.f_locals.get("self"), "ktinject"):
             return True
         frame = frame.f_back
     return False

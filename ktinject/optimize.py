@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ktinject import borders, generate, hf, inject, machine, shards, swapped
+from ktinject import borders, ending, generate, hf, inject, machine, shards, swapped
 from ktinject import rules as language
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.machine import Machine
 from ktinject.placement import suppose
-from ktinject.plan import Plan, check_class, make
+from ktinject.plan import Plan, auto_rules, check_class, make
 from ktinject.rules import RuleSet
 from ktinject.team import Team
 from ktinject.weights import fill
@@ -122,6 +122,7 @@ def _optimize(
     check_tensors: bool,
     team: Team | None,
 ) -> PreTrainedModel:
+    ending.install()
     operators: dict[str, Any] = {}
     # Open until the very end: an interrupt may come between the last step and the return.
     transaction = inject.Transaction(model)
@@ -193,7 +194,7 @@ def load(
 def _read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any] | None) -> RuleSet:
     check_class(model)
     if isinstance(rules, str) and rules == "auto":
-        rules = language.choose(model.config.model_type)
+        rules = auto_rules(model)
     return language.read(rules, variables=variables)
 
 

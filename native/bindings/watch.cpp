@@ -84,7 +84,10 @@ bool same_lookups(PyObject* dict, PyObject* pairs) {
 bool same_class(PyObject* type, PyObject* pairs) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pairs); i += 2) {
     nb::object value = nb::steal(PyObject_GetAttr(type, PyTuple_GET_ITEM(pairs, i)));
-    if (!value.is_valid()) PyErr_Clear();
+    if (!value.is_valid()) {
+      if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw nb::python_error();  // Ctrl-C in a metaclass's code
+      PyErr_Clear();
+    }
     if (value.ptr() != PyTuple_GET_ITEM(pairs, i + 1)) return false;
   }
   return true;

@@ -13,6 +13,7 @@
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include "runtime/cpu_features.hpp"
 
@@ -160,10 +161,13 @@ ThreadPool::ThreadPool(int threads, std::vector<Node> nodes) : threads_(threads)
   try {
     for (int worker = 1; worker < threads; ++worker) workers_.emplace_back([this, worker] { work(worker); });
     for (int worker = 1; worker < threads; ++worker) pin(worker);
-  } catch (...) {
+  } catch (const std::system_error&) {
     join_all();
     throw std::runtime_error("could not start " + std::to_string(threads) +
                              " worker threads; set KTINJECT_THREADS lower");
+  } catch (...) {
+    join_all();
+    throw;
   }
 }
 
@@ -256,7 +260,8 @@ void ThreadPool::look_for_interrupt() {
     if (forks() != forks_)
       throw std::runtime_error("this process was forked off within a computation, whose threads it does not have");
   } catch (...) {
-    fail();
+    interrupted_ = std::current_exception();
+    failed_.store(true);
   }
 }
 
@@ -367,8 +372,9 @@ void ThreadPool::run(std::span<const int> tasks, Function function, void* contex
     look_for_interrupt();
   }
   if (failed_.load()) {
-    std::exception_ptr failure;
-    std::swap(failure, failure_);
+    // Ctrl-C comes first: nobody sends it again.
+    std::exception_ptr failure = std::exchange(failure_, nullptr);
+    if (interrupted_ != nullptr) failure = std::exchange(interrupted_, nullptr);
     std::rethrow_exception(failure);
   }
   if (cancelled_.load()) throw Cancelled();

@@ -154,7 +154,8 @@ class ThreadPool {
   // Written by the caller before it publishes a generation, read by a worker only after a successful claim from it.
   Function function_ = nullptr;
   void* context_ = nullptr;
-  std::exception_ptr failure_;
+  std::exception_ptr failure_;      // of the first task that failed
+  std::exception_ptr interrupted_;  // what the caller's check threw
 };
 
 // How long idle workers watch for another call after one that this thread makes, before they sleep; 50 until it is
