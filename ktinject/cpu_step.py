@@ -130,8 +130,8 @@ class CpuStep:
         out = torch.empty_like(x)
         self._layers.decoder.forward(
             x=x,
-            cos=cos[:, 0],
-            sin=sin[:, 0],
+            cos=cos[:, 0].contiguous(),
+            sin=sin[:, 0].contiguous(),
             mask=call.mask[:, 0, 0],
             place=call.place,
             cache=self._caches[call.cache],
@@ -278,7 +278,8 @@ def _norm(module: nn.Module, dtype: torch.dtype) -> Any:
     names = ("variance_epsilon", "eps", "epsilon")
     epsilon = next((e for n in names if isinstance(e := getattr(module, n, None), float)), None)
     weight = getattr(module, "weight", None)
-    if epsilon is None or not isinstance(weight, Tensor) or weight.dim() != 1 or weight.dtype != dtype:
+    is_plain = isinstance(weight, Tensor) and weight.dim() == 1 and weight.is_contiguous()
+    if epsilon is None or not is_plain or weight.dtype != dtype:
         raise _Unknown(f"a {type(module).__name__} is no RMS norm of the model's dtype")
     return _native.Norm(weight.detach(), epsilon)
 
@@ -326,6 +327,8 @@ def _latent(module: AbsorbedMla, dtype: torch.dtype) -> Any:
     spec = module.spec
     if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.weight.dtype != dtype:
         raise _Unknown(f"its kv_b_proj is a {type(module.kv_b_proj).__name__} of another dtype")
+    if not module.kv_b_proj.weight.is_contiguous():
+        raise _Unknown("the weight of its kv_b_proj is not contiguous")
     if spec.rope not in ("halves", "neighbours"):
         raise _Unknown(f"it rotates by {spec.rope}")
     low = module.q_a_proj is not None
@@ -383,7 +386,8 @@ def _wide(tensor: Tensor, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 def _gate(module: Any, dtype: torch.dtype) -> Tensor:
     """The weight [1, hidden] of the factor that a shared expert has."""
-    if type(module) is not nn.Linear or module.bias is not None or module.weight.dtype != dtype:
+    is_plain = type(module) is nn.Linear and module.bias is None and module.weight.is_contiguous()
+    if not is_plain or module.weight.dtype != dtype:
         raise _Unknown(f"its shared expert's gate is a {type(module).__name__} that is not known")
     return module.weight.detach()
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktinject import hf, rules
-from ktinject.errors import OperatorError, PlanError
+from ktinject.errors import OperatorError, PlanError, RuleError, few
 from ktinject.keys import KeyMap
 from ktinject.machine import Machine
 from ktinject.operators import REGISTRY, Operator
@@ -91,13 +91,23 @@ def find_modules(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[Found],
     layers, modules = hf.Layers(model), dict(model.named_modules())
     described = [(path, hf.class_names(module), layers.of(path)) for path, module in modules.items()]
     keeps = {name: operator.keeps for name, operator in REGISTRY.items()}
-    assignment = rules.assign(ruleset, described, keeps=keeps)
+    try:
+        assignment = rules.assign(ruleset, described, keeps=keeps)
+    except RuleError as error:
+        if "matches nothing" not in str(error) or hf.has_routed_experts(model):
+            raise
+        raise RuleError(f"{error}\n{without_experts(model)}, which may be why.") from error
     found = [
         Found(path, modules[path], rule, REGISTRY[rule.operator], configs[rule.name])
         for path, rule in assignment.rules.items()
         if REGISTRY[rule.operator].replaces
     ]
     return found, assignment.matched
+
+
+def without_experts(model: PreTrainedModel) -> str:
+    """Says that a model is none of those that all this is about."""
+    return f"{type(model).__name__} (model type {model.config.model_type!r}) has no routed experts"
 
 
 def adopt_format(item: Found, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap) -> Found:
@@ -179,7 +189,7 @@ def find_entries(
             str(places[rule].refusal(f"{text}; matched {some(paths)}. Narrow the match, or replace: keep."))
             for (rule, text), paths in refused.items()
         ]
-        raise PlanError("\n".join(lines))
+        raise PlanError("\n".join(few(lines)))
     return tuple(entries)
 
 
@@ -235,7 +245,7 @@ def _check_contract(item: Found, built: Operator, inner: list[str], devices: set
     lost = [name for name in item.module.state_dict() if name not in wants and name not in kept]
     lost = [name for name in lost if not name.startswith(prefixes)]
     if lost:
-        raise refuse(f"it neither loads nor keeps {', '.join(lost)}")
+        raise refuse(f"it neither loads nor keeps {', '.join(few(lost))}")
 
 
 def some(paths: Sequence[str]) -> str:

@@ -5,6 +5,10 @@ A message says where, what was found, what is allowed and what to do, in that or
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+LISTED, _LONG = 20, 1000
+
 
 class KTInjectError(ValueError):
     """Base of all refusals. The model is untouched and the process usable when one is raised."""
@@ -24,3 +28,19 @@ class CheckpointError(KTInjectError):
 
 class OperatorError(KTInjectError):
     """An operator asked for work it cannot do."""
+
+
+def few(items: Iterable[str]) -> list[str]:
+    """What a refusal lists: the first 20, and how many more there are. Every list of problems goes through here.
+
+    Names are whatever a file says: one that a terminal would act on is shown with escapes, and of a long one a part.
+    """
+    found = list(items)
+    shown = [item if item.isprintable() else repr(item) for item in found[:LISTED]]
+    more = [f"and {len(found) - LISTED:,} more"] if len(found) > LISTED else []
+    return [item if len(item) <= _LONG else f"{item[:_LONG]}…" for item in shown] + more
+
+
+def listed(items: Iterable[str]) -> str:
+    """`few` items as lines below a title."""
+    return "".join(f"\n  {line}" for line in few(items))

@@ -197,6 +197,8 @@ class Decoding:
             self.release()
             self._fused_is_stale = self._watch is not None
             self._watch, self._unrecordable = Watch(model), _unrecordable(model)
+            if self.team is not None:
+                self._unrecordable = next((why for why in self.team.tell(self._unrecordable) if why), "")
         if self._unrecordable or not self.graphs:
             if self._fused_is_stale and not self._unrecordable and self.fused is not None:
                 self.fused, self._fused_is_stale = Fused(model, self.team), False
@@ -608,18 +610,19 @@ def _forward(
     positions: Tensor,
     cache: Any,
 ) -> Tensor:
-    """The model on one token a row, [b, v]; weak, for a lane must not keep its model alive."""
-    model = reference()
+    """The model, or its twin, on one token a row, [b, v]; weak, for a lane must not keep its model alive."""
+    model: Any = fused if fused is not None else reference()
     assert model is not None
-    with fused.applied() if fused is not None else nullcontext():
-        return model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-        ).logits[:, -1]
+    outputs = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+    )
+    logits: Tensor = outputs.logits[:, -1]
+    return logits
 
 
 def _unrecordable(model: PreTrainedModel) -> str:

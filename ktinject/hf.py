@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,12 +37,14 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from ktinject.errors import CheckpointError, PlanError
+from ktinject.errors import CheckpointError, PlanError, listed
 from ktinject.keys import KeyMap, matches
 from ktinject.kimi_k2 import KimiK2Config
 from ktinject.placement import device_of
-from ktinject.weights import gguf_names
+from ktinject.weights import beside, gguf_names
 from ktinject.weights.checkpoint import Checkpoint
+
+MAX_MODULES = 50_000  # DeepSeek-V3 has some 2,000
 
 
 class KimiK2ForCausalLM(DeepseekV3ForCausalLM):
@@ -104,7 +108,15 @@ def load_rest(
         weight_mapping=mapping.transforms,
     )
     with _quiet():
-        info, _ = type(model)._load_pretrained_model(model, state, None, config)
+        try:
+            info, _ = type(model)._load_pretrained_model(model, state, None, config)
+        except RuntimeError as error:
+            if "can't start new thread" not in str(error):
+                raise
+            raise CheckpointError(
+                f"{where}: there is no room for the threads that read it. Free memory, or raise the limits of memory "
+                "(ulimit -v) and of threads (ulimit -u)."
+            ) from error
         # Of two tied parameters one is enough, whichever it is.
         tied = [{*pair} for pair in model.all_tied_weights_keys.items()]
         filled = {name for pair in tied if pair - info.missing_keys for name in pair}
@@ -115,8 +127,7 @@ def load_rest(
         faults += [f"{name}: found {list(a)}, expected {list(b)}" for name, a, b in info.mismatched_keys]
         faults += [f"{name}: {text.splitlines()[-1]}" for name, text in info.conversion_errors.items()]
         if faults:
-            lines = "\n  ".join(sorted(faults))
-            raise CheckpointError(f"{where}: transformers could not load it:\n  {lines}")
+            raise CheckpointError(f"{where}: transformers could not load it:{listed(sorted(faults))}")
         with _stand_ins(model):
             type(model)._finalize_model_loading(model, config, info)
     model.eval()
@@ -226,6 +237,7 @@ def generation_config(model: PreTrainedModel, folder: Path) -> GenerationConfig 
         return None
     if model.generation_config != GenerationConfig.from_model_config(model.config):
         return None
+    beside.check_config(folder / "generation_config.json")
     try:
         return GenerationConfig.from_pretrained(folder)
     except Exception as error:  # transformers' own code on somebody's file
@@ -263,12 +275,16 @@ def read_config(path: str | os.PathLike[str], checkpoint: Checkpoint | None = No
         drop_quantization(config)  # it speaks of other files
     else:
         values = gguf_names.config_values(checkpoint.metadata, checkpoint.tensors, os.fspath(path))
+        beside.check_counts(values, os.fspath(path))
         config = AutoConfig.for_model(**values)
     config.name_or_path = os.fspath(path)
     return config
 
 
 def _config_in(folder: str | os.PathLike[str]) -> PreTrainedConfig:
+    file = Path(folder) / "config.json"
+    if os.path.lexists(file):
+        beside.check_config(file)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' own code on somebody's file
@@ -294,10 +310,28 @@ def meta_model(
     if not (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
         raise PlanError(f"dtype: found {dtype!r}; use auto, bfloat16, float16 or float32.")
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _few_modules():
             return AutoModelForCausalLM.from_config(config, dtype=found, trust_remote_code=False)
     except Exception as error:  # transformers' own code on somebody's values
         raise PlanError(f"model type {config.model_type!r}: the config makes no model: {error}") from error
+
+
+@contextmanager
+def _few_modules() -> Iterator[None]:
+    """Stop a config that makes more modules than any model has, whatever the number is called that says so."""
+    thread, count = threading.get_ident(), 0
+
+    def registered(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        nonlocal count
+        count += threading.get_ident() == thread
+        if count > MAX_MODULES:
+            raise ValueError(f"it has more than {MAX_MODULES:,} modules")
+
+    hook = register_module_module_registration_hook(registered)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _usual_dtype(checkpoint: Checkpoint | None) -> torch.dtype:
@@ -352,6 +386,11 @@ class Layers:
         inside = path.removeprefix(f"{prefix}.")
         number = inside.partition(".")[0]
         return int(number) if count and inside != path and number.isdigit() else None
+
+
+def has_routed_experts(model: PreTrainedModel) -> bool:
+    """Whether a module of the model goes by the name that transformers gives routed experts in every family."""
+    return any(path.rpartition(".")[2] == "experts" for path, _ in model.named_modules())
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:

@@ -132,6 +132,12 @@ def _operators(model: PreTrainedModel, plan: Plan) -> dict[str, Operator]:
     return found
 
 
+def _with_weights(operator: Operator) -> str:
+    """Its name and, if it says so, what its weights are."""
+    weights = operator.describe().get("weights")
+    return operator.name + (f" ({weights})" if weights else "")
+
+
 def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
     plan: Plan = model.ktinject
     if plan.styles:
@@ -152,13 +158,8 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
             or not copies.issuperset(f"{entry.path}.{n}" for n in entry.wants)
         )
     ]
-    lossy = sorted(
-        {
-            f"{o.name} ({o.describe()['weights']})"
-            for o in (operators[entry.path] for entry in entries)
-            if not o.is_lossless()
-        }
-    )
+    held = [operators[entry.path] for entry in entries]
+    lossy = sorted({_with_weights(operator) for operator in held if not operator.is_lossless()})
     source = f" ({plan.checkpoint})" if plan.checkpoint else ""
     if lossy:
         raise OperatorError(

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +26,8 @@ from transformers.core_model_loading import (
 
 # An expert's number in a checkpoint key. Keys that differ in nothing else are renamed once, all together.
 _EXPERT = re.compile(r"(?<=\.experts\.)(?:0|[1-9][0-9]{0,5})(?=\.)")
+
+_MOST_MISSING = 100_000  # more are not named
 
 _STACK = ("MergeModulelist", 0)  # [experts] × [n, k] → [experts, n, k]
 _CONCATENATE = ("Concatenate", 1)  # parts × [experts, n, k] → [experts, parts · n, k]
@@ -114,18 +117,18 @@ def key_map(
     renamer = _Renamer(model, mapping.transforms)
 
     together: dict[str, list[tuple[int | None, str]]] = {}
-    # transformers' converters take tensors in the order they come in: expert 2 before expert 10.
-    for key in sorted(names, key=_natural):
+    for key in names:
         number = _EXPERT.search(key)
         canonical = key[: number.start()] + "0" + key[number.end() :] if number else key
         together.setdefault(canonical, []).append((int(number[0]) if number else None, key))
-    # Sorted as transformers' loader does it: some renamings switch others on.
+    # Sorted as transformers' loader does it: some renamings switch others on, and its converters take tensors in the
+    # order they come in. Within a group, keys differ in the expert's number only.
     found: dict[str, _ByPattern] = {}
     for canonical in sorted(together, key=_natural):
         target, pattern = renamer.rename(canonical)
         # Without a converter, or with the number still in the name, each expert is a parameter of its own.
         each = pattern is None or _EXPERT.search(target)
-        for expert, key in together[canonical]:
+        for expert, key in sorted(together[canonical]):
             if each and key != canonical:
                 target, pattern = renamer.rename(key)
             found.setdefault(target, {}).setdefault(pattern, []).append((expert, key))
@@ -192,7 +195,8 @@ def _assemble(mapping: KeyMap, renamer: _Renamer, target: str, by_pattern: _ByPa
     if len(patterns) > 1:
         mapping.parts[target] = len(patterns)
     wanted = ((expert, part) for expert in experts for part in range(len(patterns)) if pieces)
-    mapping.missing += [_spell(pieces, patterns, target, *place) for place in wanted if place not in pieces]
+    absent = (_spell(pieces, patterns, target, *place) for place in wanted if place not in pieces)
+    mapping.missing += islice(absent, max(1, _MOST_MISSING - len(mapping.missing)))
     return left
 
 

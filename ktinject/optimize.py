@@ -22,7 +22,7 @@ from ktinject import rules as language
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.machine import Machine
 from ktinject.placement import suppose
-from ktinject.plan import Plan, check_class, make
+from ktinject.plan import Plan, auto_rules, check_class, make
 from ktinject.rules import RuleSet
 from ktinject.team import Team
 from ktinject.weights import fill
@@ -194,7 +194,7 @@ def load(
 def _read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any] | None) -> RuleSet:
     check_class(model)
     if isinstance(rules, str) and rules == "auto":
-        rules = language.choose(model.config.model_type)
+        rules = auto_rules(model)
     return language.read(rules, variables=variables)
 
 

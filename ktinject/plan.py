@@ -14,9 +14,17 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktinject import hf, openmp, shards, table, working
-from ktinject.entries import Entry, Found, adopt_format, find_entries, find_modules, some
-from ktinject.errors import PlanError
+from ktinject import hf, openmp, rules, shards, table, working
+from ktinject.entries import (
+    Entry,
+    Found,
+    adopt_format,
+    find_entries,
+    find_modules,
+    some,
+    without_experts,
+)
+from ktinject.errors import PlanError, listed
 from ktinject.keys import KeyMap, key_map
 from ktinject.machine import Machine
 from ktinject.placement import Devices, device_of, show_bytes, spread
@@ -85,7 +93,7 @@ class Plan:
     def check(self) -> None:
         """Raises PlanError if something does not fit."""
         if self.problems:
-            raise PlanError("the plan does not fit:\n  " + "\n  ".join(self.problems))
+            raise PlanError(f"the plan does not fit:{listed(self.problems)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Lists, dicts, numbers and strings only."""
@@ -203,6 +211,8 @@ def make(
     unused = [device for device in where.allowed if device not in (*plan.bytes, "cpu")]
     if unused and devices is None and not has_weights and team is None:
         plan.notes.append(f"not used: {', '.join(unused)}; name several GPUs to spread the layers over them")
+    if not hf.has_routed_experts(model):
+        plan.notes.append(f"{without_experts(model)}: what is swapped are its other modules alone")
     if team is not None:
         plan.notes.append(
             f"process {team.rank} of {team.size}: has its part of {len(styles)} linear layers, and all of the others"
@@ -242,6 +252,17 @@ def check_class(model: object) -> None:
             f"found a {type(model).__name__}; models of transformers are served. "
             "Build one with AutoModelForCausalLM.from_config, or give its folder to ktinject.load."
         )
+
+
+def auto_rules(model: PreTrainedModel) -> str:
+    """The bundled rules for a model. Raises PlanError for one that bundled rules have nothing for."""
+    check_class(model)
+    if not hf.has_routed_experts(model):
+        raise PlanError(
+            f"{without_experts(model)}: it is a dense model, and the bundled rules put routed experts on the CPU. "
+            "Run it with transformers as it is, or write rules for its other modules, with dense_linear for example."
+        )
+    return rules.choose(model.config.model_type)
 
 
 def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ktinject import borders, generate, hf, inject, machine, rules, shards
 from ktinject.errors import PlanError
 from ktinject.operators import Operator
-from ktinject.plan import Plan, make
+from ktinject.plan import Plan, auto_rules, make
 from ktinject.team import Team
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -76,7 +76,7 @@ def build(
     Raises   as `optimize`
     """
     model = hf.meta_model(config, dtype)
-    source = rules.choose(config.model_type) if ruleset == "auto" else ruleset
+    source = auto_rules(model) if ruleset == "auto" else ruleset
     found = machine.detect()
     team = Team.join(found, devices) if tp else None
     plan = make(model, rules.read(source, variables=variables), None, found, devices, budget, team)

@@ -29,7 +29,7 @@ def install(model: PreTrainedModel) -> None:
 
 
 def put_before(model: Any, methods: type) -> None:
-    """Make a model an instance of a subclass of its class, of the same name, where the methods of `methods` come first."""
+    """Make a model an instance of a subclass of its class, of the same name, where those methods come first."""
     ours, own = _MADE.get(type(model), ((), type(model)))
     model.__class__ = _class_of(methods, *ours, own)
 

@@ -57,6 +57,7 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
+        self._found = _native.Seen()
         self._entries: list[tuple[Any, ...]] = []
         self._names: list[str] = []
         self._seen: set[int] = set()
@@ -73,7 +74,7 @@ class Watch:
     def change(self) -> str:
         """What is no more as it was, as the beginning of a sentence; "" if all is."""
         model = self._model()
-        at = _native.first_change(self._entries, model)
+        at = self._found.first_change(self._entries, model)
         return "" if at < 0 else self._name(at, model)
 
     def _name(self, at: int, model: Any) -> str:
@@ -170,10 +171,11 @@ def undeclared(module: nn.Module) -> str:
         if name in vars(module):
             return f"has a {name} of its own"
     for base in type(module).__mro__:
+        why = _strange_part(base)
+        if why and ("capturable" not in vars(base) or is_trusted(base.__module__)):
+            return f"is a {type(module).__qualname__}, {why}; capturable = True says that a replay misses nothing"
         if "capturable" in vars(base):
             return ""
-        if why := _strange_part(base):
-            return f"is a {type(module).__qualname__}, {why}; capturable = True says that a replay misses nothing"
     return ""
 
 

@@ -227,8 +227,14 @@ AnyOperator = TypeVar("AnyOperator", bound=type[Operator])
 def register_operator(name: str) -> Callable[[AnyOperator], AnyOperator]:
     """Class decorator: make an operator known to rules as `operator: <name>`.
 
-    Raises OperatorError if the name is taken or odd, or the class does not keep the contract
+    Raises OperatorError if the name is missing, taken or odd, or the class does not keep the contract
     """
+    if not isinstance(name, str):
+        given = name.__name__ if isinstance(name, type) else repr(name)
+        raise OperatorError(
+            f"register_operator: found {given} in place of a name; rules name operators. "
+            'Write @register_operator("my_operator") above the class.'
+        )
 
     def register(cls: AnyOperator) -> AnyOperator:
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):

@@ -197,7 +197,8 @@ class CpuExperts(Operator):
             return f"{name}: {found}; weights: fp8 keeps {side} × {side}; {advice}"
         together = name == "gate_up_proj" and part is None
         if together and (not spec.is_concatenated or spec.intermediate_size % side):
-            return f"{name}: gate and up share blocks of {side} × {side}; weights: fp8 keeps blocks of one of them; {advice}"
+            shared = f"gate and up share blocks of {side} × {side}"
+            return f"{name}: {shared}; weights: fp8 keeps blocks of one of them; {advice}"
         return None
 
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:

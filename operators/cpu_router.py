@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ktinject.errors import OperatorError
+from ktinject.errors import OperatorError, few
 from ktinject.operators.base import Operator, register_operator
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
 
@@ -68,9 +68,7 @@ class CpuRouter(Operator):
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
         names = [name for name, _ in module.named_parameters()]
         if names != ["weight"] or module.get_parameter("weight").dim() != 2 or list(module.children()):
-            return (
-                f"its parameters are {', '.join(names) or 'none'}; a weight [experts, hidden] alone is needed"
-            )
+            return f"its parameters are {', '.join(few(names)) or 'none'}; a weight [experts, hidden] alone is needed"
         return _tried(_Once(module))
 
     @classmethod

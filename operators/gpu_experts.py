@@ -6,7 +6,6 @@ that placing one is a copy of bytes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,13 +13,17 @@ import torch
 from torch import Tensor
 
 from ktinject import _native
-from ktinject.errors import OperatorError
+from ktinject.errors import CheckpointError, OperatorError
 from ktinject.operators.handoff import CODES, OnGpu, stream_of
+from ktinject.weights.beside import read
+from ktinject.weights.safetensors_header import parse_json
 
 # Of a GPU's memory, what `auto` leaves for the cache of keys and values and for what layers compute in.
 RESERVE_SHARE, RESERVE_BYTES = 0.15, 2**30
 # (token, slot) pairs that one launch takes: a dimension of a CUDA grid.
 MOST_PAIRS = 65535
+_PROFILE_BYTES = 16 << 20  # of 61 layers with 256 experts: 100 KB
+_AGAIN = "Make one with `ktinject profile MODEL --prompts FILE`."
 
 
 def read_profile(path: str) -> dict[str, list[int]]:
@@ -29,18 +32,17 @@ def read_profile(path: str) -> dict[str, list[int]]:
     Raises   OperatorError
     """
     try:
-        found = json.loads(Path(path).read_text("utf-8"))["experts"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OperatorError(
-            f"profile {path!r} cannot be read: {error!r}. Make one with `ktinject profile MODEL --prompts FILE`."
-        ) from None
+        found = parse_json(read(Path(path), _PROFILE_BYTES), path, _AGAIN)["experts"]
+    except CheckpointError as error:
+        raise OperatorError(f"profile {error}") from None
+    except KeyError:
+        raise OperatorError(f"profile {path!r}: it has no experts. {_AGAIN}") from None
     if not isinstance(found, dict) or not all(
         isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
         for counts in found.values()
     ):
         raise OperatorError(
-            f"profile {path!r}: its experts must be lists of counts, one list a layer. "
-            "Make it with `ktinject profile MODEL --prompts FILE`."
+            f"profile {path!r}: its experts must be lists of counts, one list a layer. {_AGAIN}"
         )
     return found
 

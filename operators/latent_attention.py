@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from ktinject.errors import few
+
 # Sizes of the small copy; no two are equal, so that an exchange of them shows.
 _SMALL = {
     "hidden_size": 40,
@@ -146,7 +148,7 @@ def _layout(module: nn.Module) -> LatentSpec | str:
         name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     ]
     if extra:
-        return f"it also holds {', '.join(extra)}, which absorbed_mla would lose"
+        return f"it also holds {', '.join(few(extra))}, which absorbed_mla would lose"
     config = getattr(module, "config", None)
     sizes: dict[str, Any] = {
         name: getattr(module, name, None) for name in ("num_heads", *list(_SMALL)[4:7], "v_head_dim")

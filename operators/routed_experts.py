@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ktinject.errors import OperatorError
+from ktinject.errors import OperatorError, few
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
 
@@ -217,7 +217,7 @@ def _layout(module: nn.Module) -> ExpertsSpec | str:
             )
     extra = [name for name in [*parameters, *dict(module.named_buffers())] if name not in shapes]
     if extra:
-        return f"it also holds {', '.join(extra)}, which no kernel applies"
+        return f"it also holds {', '.join(few(extra))}, which no kernel applies"
     stated = getattr(module, "num_experts", spec.num_experts)
     if stated != spec.num_experts or 0 in up_shape or 0 in down_shape:
         return f"it says it has {stated} experts, and {up_name} is {list(up_shape)}"

@@ -202,10 +202,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a model folder, or beside a file. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
+    from ktinject.weights import beside
+
     folder = folder if folder.is_dir() else folder.parent
+    beside.check_tokenizer(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers' own code on somebody's files
         raise CheckpointError(
             f"{folder}: its tokenizer cannot be used: {str(error).rstrip('. ')}. "
             "Put the model's tokenizer files into the folder."
@@ -243,7 +246,7 @@ def read_prompts(
         if line.strip():
             try:
                 prompt = json.loads(line)["prompt"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 prompt = None
             if not isinstance(prompt, str):
                 raise PlanError(f'{file}:{number}: found {line[:60]!r}; allowed is {{"prompt": "…"}}.')

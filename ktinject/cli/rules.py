@@ -9,8 +9,9 @@ import typer
 
 from ktinject import rules
 from ktinject.cli import options
-from ktinject.errors import RuleError
+from ktinject.errors import RuleError, few
 from ktinject.grid import Grid
+from ktinject.rules.wording import ranges
 
 app = typer.Typer(help="List, show and check rule files.", no_args_is_help=True)
 
@@ -59,7 +60,7 @@ def check(
         configs = _operator_configs()
         problems = [problem for rule in found.rules if (problem := _problem(rule, configs))]
         if problems:
-            raise RuleError("\n".join(problems))
+            raise RuleError("\n".join(few(problems)))
         if as_json:
             options.show_json({"ok": True, **_summary(found), "rules": [_rule(rule) for rule in found.rules]})
             return
@@ -114,7 +115,7 @@ def _rule(rule: rules.Rule) -> dict[str, Any]:
 def _conditions(match: rules.Match) -> str:
     lines = [match.path, match.class_name and f"class {match.class_name}"]
     if match.layers is not None:
-        lines.append(f"layers {_ranges(sorted(match.layers))}")
+        lines.append(f"layers {ranges(match.layers)}")
     return "\n".join(line for line in lines if line)
 
 
@@ -126,14 +127,3 @@ def _assignments(values: dict[str, Any]) -> str:
     return ", ".join(
         f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()
     )
-
-
-def _ranges(numbers: list[int]) -> str:
-    """3, 4, 5, 9 → 3-5, 9."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)

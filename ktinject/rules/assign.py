@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import regex
 
-from ktinject.errors import RuleError
+from ktinject.errors import LISTED, RuleError, few
 from ktinject.rules.language import KEEP, Match, Rule, RuleSet
-from ktinject.rules.wording import closest, listing, show
+from ktinject.rules.wording import closest, listing, ranges, show
 
 Module = tuple[str, Sequence[str], int | None]
 """A module's dotted path, the names of its class and the class's bases, and its decoder layer."""
 
-_RULE_SECONDS = 2.0
+_RULE_SECONDS, _ALL_SECONDS = 2.0, 5.0  # of this thread's CPU time
 _DIGITS = regex.compile(r"\d+")
 
 
@@ -43,21 +43,28 @@ def assign(
     known = [module for module in modules if module[0]]
     rules: dict[str, Rule] = {}
     problems: list[str] = []
+    layers = {layer for _, _, layer in known if layer is not None}
+    end = time.thread_time() + _ALL_SECONDS
     for rule in ruleset.rules:
         try:
-            hits = _hits(rule, rule.match, known)
+            hits = _hits(rule, rule.match, known, end)
         except RuleError as error:
             problems.append(str(error))
             break  # the next one could take as long
+        if hits and not rule.optional and (beyond := (rule.match.layers or frozenset()) - layers):
+            problems.append(str(rule.place().refusal(_beyond(beyond, layers))))
         free = [path for path in hits if path not in rules]
         rules.update((path, rule) for path in free)
         if free or rule.optional:
             continue
-        reason = _shadowed(hits, rules) if hits else _why_nothing(rule, known)
+        # Reasons take time to find, and no more are shown.
+        reason = "it matches nothing"
+        if len(problems) < LISTED:
+            reason = _shadowed(hits, rules) if hits else _why_nothing(rule, known, layers, end)
         problems.append(str(rule.place().refusal(reason)))
     problems += _vanishing(rules, keeps or {})
     if problems:
-        raise RuleError("\n".join(problems))
+        raise RuleError("\n".join(few(problems)))
     ordered = {path: rules[path] for path, _, _ in known if path in rules}
     matched: dict[str, list[str]] = {rule.name: [] for rule in ruleset.rules}
     for path, rule in ordered.items():
@@ -65,19 +72,21 @@ def assign(
     return Assignment(ordered, {name: tuple(paths) for name, paths in matched.items()})
 
 
-def _hits(rule: Rule, match: Match, modules: Sequence[Module]) -> list[str]:
+def _hits(rule: Rule, match: Match, modules: Sequence[Module], all_end: float) -> list[str]:
+    """The paths that match. Raises RuleError if that takes too long, for this rule or from the first one on."""
     hits: list[str] = []
-    end = time.monotonic() + _RULE_SECONDS
+    end = min(time.thread_time() + _RULE_SECONDS, all_end)
     for path, class_names, layer in modules:
         try:
             if match.matches(path, class_names, layer):
                 hits.append(path)
-            late = time.monotonic() > end
+            late = time.thread_time() > end
         except TimeoutError:
             late = True
         if late:
+            together = ", with all rules before it" if end == all_end else ""
             raise rule.place().refusal(
-                f"the pattern {show(match.path)} takes too long at {show(path)}; backtracking is limited. "
+                f"the pattern {show(match.path)} takes too long at {show(path)}{together}; backtracking is limited. "
                 "Write it without a repeat inside a repeat."
             )
     return hits
@@ -92,21 +101,24 @@ def _shadowed(hits: Sequence[str], rules: Mapping[str, Rule]) -> str:
     )
 
 
-def _why_nothing(rule: Rule, modules: Sequence[Module]) -> str:
+def _beyond(beyond: Collection[int], layers: Collection[int]) -> str:
+    return (
+        f"layers names {ranges(beyond)}, which the model has not; its decoder layers are {ranges(layers)}. "
+        "Correct the range, or mark the rule optional: true."
+    )
+
+
+def _why_nothing(rule: Rule, modules: Sequence[Module], layers: Collection[int], end: float) -> str:
     """Name the condition that fails, with what comes closest to it."""
     match, reasons = rule.match, []
-    if match.path is not None and not _hits(rule, Match(path=match.path), modules):
+    if match.path is not None and not _hits(rule, Match(path=match.path), modules, end):
         reasons.append(f"no path matches {show(match.path)}{_near_paths(match.path, modules)}")
     if match.class_name is not None and not any(match.class_name in names for _, names, _ in modules):
         near = closest(match.class_name, {name for _, names, _ in modules for name in names}, 3)
         hint = f" (closest: {listing(near)})" if near else ""
         reasons.append(f"no module is a {match.class_name}{hint}")
-    if match.layers is not None:
-        layers = {layer for _, _, layer in modules if layer is not None}
-        if not layers & match.layers:
-            reasons.append(
-                f"the decoder layers are {min(layers)}-{max(layers)}" if layers else "no layers are numbered"
-            )
+    if match.layers is not None and match.layers.isdisjoint(layers):
+        reasons.append(f"the decoder layers are {ranges(layers)}" if layers else "no layers are numbered")
     found = "; ".join(reasons) or "each condition is met, but by no module all of them"
     return f"it matches nothing: {found}; every rule must match. Correct it, or mark it optional: true."
 

@@ -6,10 +6,9 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ktinject.errors import RuleError
+from ktinject.errors import LISTED, RuleError
 
 _SHOWN = 80
-_LISTED = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +46,20 @@ def listing(words: Iterable[object], last: str = "or") -> str:
     texts = [str(word) for word in words]
     if len(texts) < 2:
         return "".join(texts)
-    if len(texts) > _LISTED:
-        return f"{', '.join(texts[:_LISTED])}, … ({len(texts)} in all)"
+    if len(texts) > LISTED:
+        return f"{', '.join(texts[:LISTED])}, … ({len(texts)} in all)"
     return f"{', '.join(texts[:-1])} {last} {texts[-1]}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """3, 4, 5, 9 → 3-5, 9."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def closest(word: str, known: Iterable[str], count: int = 1) -> list[str]:

@@ -19,10 +19,10 @@ from typing import Any, Self
 
 import torch
 
-from ktinject.errors import CheckpointError
+from ktinject.errors import CheckpointError, few, listed
 from ktinject.weights import gguf_blocks, gguf_header, gguf_names, safetensors_header
-from ktinject.weights.files import check_inside, find, listed, read_index
-from ktinject.weights.safetensors_header import Entry, open_file, shown
+from ktinject.weights.files import check_inside, find, read_index
+from ktinject.weights.safetensors_header import DOWNLOAD_AGAIN, MAX_TENSORS, Entry, open_file, shown
 
 TORCH_DTYPES = {
     "F64": torch.float64,
@@ -217,6 +217,7 @@ def _open_shards(folder: Path, files: list[str], opened: ExitStack) -> dict[str,
     """Open the files, which `opened` then closes, and read their headers."""
     shards: dict[str, _Shard] = {}
     faults: list[str] = []
+    total = 0
     for name in files:
         try:
             path = folder / name
@@ -225,7 +226,14 @@ def _open_shards(folder: Path, files: list[str], opened: ExitStack) -> dict[str,
             identity = _identity(os.fstat(file.fileno()))
             reader = gguf_header if name.lower().endswith(".gguf") else safetensors_header
             header = reader.read_header(path, file.fileno())
-            shards[name] = _Shard(path, file, identity, header.tensors, header.metadata)
+            total += len(header.tensors)
+            if total > MAX_TENSORS:
+                raise CheckpointError(
+                    f"{folder}: its files hold more than the {MAX_TENSORS:,} tensors that are read. {DOWNLOAD_AGAIN}"
+                )
+            # Of safetensors, nobody asks for it.
+            metadata = header.metadata if reader is gguf_header else {}
+            shards[name] = _Shard(path, file, identity, header.tensors, metadata)
         except CheckpointError as error:
             faults.append(str(error))
     if len(faults) == 1:
@@ -256,7 +264,7 @@ def _agree(index: Path, weight_map: dict[str, str], shards: dict[str, _Shard]) -
         if not files:
             missing.append(f"{shown(name)} (should be in {weight_map[name]})")
         elif len(files) > 1:
-            doubled.append(f"{shown(name)} (in {' and '.join(files)})")
+            doubled.append(f"{shown(name)} (in {' and '.join(few(files))})")
         elif name not in weight_map:
             unnamed.append(f"{shown(name)} (in {files[0]})")
         elif files[0] != weight_map[name]:

@@ -9,17 +9,15 @@ folder ─┬─ model.safetensors
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
-from ktinject.errors import CheckpointError
+from ktinject.errors import CheckpointError, listed
 from ktinject.weights import gguf_names
 from ktinject.weights.safetensors_header import open_file, parse_json, shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 100_000_000  # the index of DeepSeek-V3, with some 91,000 names, has 9 MB
-LISTED = 20
+MAX_INDEX_BYTES = 32 << 20  # the index of DeepSeek-V3, with some 91,000 names, has 9 MB
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _CONVERT = (
@@ -86,7 +84,11 @@ def _find_file(path: Path) -> tuple[Path, list[str], Path | None]:
     if suffix == ".safetensors":
         return path.parent, [path.name], None
     if suffix == ".gguf":
-        return path.parent, gguf_names.parts(path.parent, path.name), None
+        parts = gguf_names.parts(path.parent, path.name)
+        for name in parts:
+            if name != path.name:  # a link that the user named is followed, others are the folder's
+                check_inside(path.parent, name)
+        return path.parent, parts, None
     raise CheckpointError(
         f"{path}: not a checkpoint; allowed: a folder, a .safetensors or .gguf file, an .index.json file."
     )
@@ -139,10 +141,3 @@ def check_inside(folder: Path, name: str) -> None:
             raise CheckpointError(
                 f"{path}: a link to {target}, outside the model's folder. Put the file itself there."
             )
-
-
-def listed(items: Iterable[str]) -> str:
-    """Lines of a report, of many the first."""
-    lines = list(items)
-    more = [f"and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
-    return "".join(f"\n  {line}" for line in lines[:LISTED] + more)

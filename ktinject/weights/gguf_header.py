@@ -7,7 +7,8 @@
 
 No number is trusted before it is compared with the bytes that are left: what is allocated depends on the header's own
 bytes (at most `MAX_HEADER_BYTES`, and really in the file), never on what they claim. Arrays, such as the tokenizer's
-words, are passed over.
+words, are passed over. Counts have limits far above those of any model, so that a file out of proportion to its use is
+refused in little time and memory.
 
 Source: docs/gguf.md of ggml, and the sizes of its blocks.
 """
@@ -20,8 +21,11 @@ from dataclasses import dataclass
 from typing import Any, Never
 
 from ktinject.errors import CheckpointError
-from ktinject.weights.safetensors_header import DOWNLOAD_AGAIN, MAX_ELEMENTS, MAX_HEADER_BYTES, Entry, shown
+from ktinject.weights.safetensors_header import DOWNLOAD_AGAIN, MAX_ELEMENTS, Entry, shown
 
+MAX_HEADER_BYTES = 100_000_000  # words of a tokenizer are most of it
+MAX_ENTRIES, MAX_TENSORS, MAX_WORDS = 65_536, 131_072, 1_500_000  # metadata; tensors; strings in arrays
+MAX_TEXT_BYTES = 16 << 20  # of all names, and strings outside of arrays, such as a chat template
 MAX_NAME_BYTES = 65_535  # the format's own limit for keys
 MAX_DIMENSIONS = 4
 ALIGNMENT = 32
@@ -43,7 +47,7 @@ TYPES = {
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _LEAST_METADATA, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8  # bytes of the shortest entries
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,9 @@ class _Cursor:
     def __init__(self, fd: int, where: str) -> None:
         self.size = os.fstat(fd).st_size
         self.at = 0
-        self._fd, self._where, self._raw = fd, where, b""
+        self.text_bytes = self.words = 0
+        self._fd, self._where = fd, where
+        self._raw, self._start = b"", 0  # what was read ahead, and where that begins
 
     @property
     def left(self) -> int:
@@ -86,20 +92,27 @@ class _Cursor:
 
     def take(self, count: int, what: str) -> bytes:
         start = self.skip(count, what)
-        if self.at > len(self._raw):
-            wanted = min(self.size, max(self.at + _READ_BYTES, 2 * len(self._raw)))
-            self._raw += os.pread(self._fd, wanted - len(self._raw), len(self._raw))
-            if self.at > len(self._raw):
+        if self.at > self._start + len(self._raw):
+            self._raw, self._start = (
+                os.pread(self._fd, min(max(count, _READ_BYTES), self.size - start), start),
+                start,
+            )
+            if len(self._raw) < count:
                 self.refuse("the file became shorter while its header was read")
-        return self._raw[start : self.at]
+        return self._raw[start - self._start : self.at - self._start]
 
     def number(self, code: str, what: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
 
-    def text(self, what: str, most: int = MAX_HEADER_BYTES) -> str:
+    def text(self, what: str, most: int = MAX_TEXT_BYTES) -> str:
         length = self.number("Q", f"the length of {what}")
         if length > most:
             self.refuse(f"{what} claims {length} bytes; at most {most} are allowed")
+        self.text_bytes += length
+        if self.text_bytes > MAX_TEXT_BYTES:
+            self.refuse(
+                f"{what} ends beyond the {MAX_TEXT_BYTES} bytes that names and strings may have together"
+            )
         raw = self.take(length, what)
         try:
             return raw.decode("utf-8")
@@ -135,11 +148,16 @@ def read_header(path: str | os.PathLike[str], fd: int) -> Header:
         )
     cursor.at = 8
     tensors, entries = cursor.number("Q", "the header"), cursor.number("Q", "the header")
-    for count, least, what in ((entries, _LEAST_METADATA, "metadata"), (tensors, _LEAST_TENSOR, "tensors")):
+    for count, least, most, what in (
+        (entries, _LEAST_METADATA, MAX_ENTRIES, "metadata"),
+        (tensors, _LEAST_TENSOR, MAX_TENSORS, "tensors"),
+    ):
         if count * least > cursor.left:
             cursor.refuse(
                 f"the file claims {count} entries of {what}, but {cursor.left} bytes follow; it is truncated or damaged"
             )
+        if count > most:
+            cursor.refuse(f"the file claims {count} entries of {what}; at most {most} are read")
     metadata = _metadata(cursor, entries)
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
@@ -177,6 +195,9 @@ def _value(cursor: _Cursor, kind: int, what: str) -> Any:
                 f"{what} claims {count} strings; {cursor.left} bytes follow, "
                 f"and a header may have {MAX_HEADER_BYTES}"
             )
+        cursor.words += count
+        if cursor.words > MAX_WORDS:
+            cursor.refuse(f"{what} ends beyond the {MAX_WORDS} strings that arrays may have together")
         for _ in range(count):
             cursor.skip(cursor.number("Q", what), what)
     else:

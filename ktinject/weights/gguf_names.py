@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktinject.errors import CheckpointError
+from ktinject.errors import CheckpointError, few
 from ktinject.weights import gguf_blocks
-from ktinject.weights.safetensors_header import DOWNLOAD_AGAIN, Entry, shown
+from ktinject.weights.safetensors_header import DOWNLOAD_AGAIN, MAX_TENSORS, Entry, shown
 
 # What is served of `general.architecture` → what its shared experts are called.
 ARCHITECTURES = {
@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "deepseek2": "mlp.shared_experts",  # DeepSeek-V2, DeepSeek-V3, Kimi-K2
 }
 
+MAX_EXPERTS = 4096  # of a layer; known models have up to 512
 TYPES = ("F32", "F16", "BF16", *gguf_blocks.TYPES)
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -74,7 +75,7 @@ def parts(folder: Path, name: str) -> list[str]:
     absent = [name for name in names if not (folder / name).exists()]
     if absent or name not in names:
         raise CheckpointError(
-            f"{folder / name}: one of {count} files, of which are not there: {shown(absent)}. Download them."
+            f"{folder / name}: one of {count} files, of which are not there: {', '.join(few(absent))}. Download them."
         )
     return names
 
@@ -100,14 +101,20 @@ def rename(
     renamed: dict[str, dict[str, Entry]] = {}
     for file, (_, tensors) in headers.items():
         _check_types(tensors, f"{path}: {file}")
-        found = [pair for name, entry in tensors.items() for pair in _of(name, entry, architecture, path)]
-        for name, _ in found:
+        pairs = (pair for name, entry in tensors.items() for pair in _of(name, entry, architecture, path))
+        found: dict[str, Entry] = {}
+        for name, entry in pairs:
+            found[name] = entry
+            if len(seen) >= MAX_TENSORS:
+                raise CheckpointError(
+                    f"{path}: more than {MAX_TENSORS:,} tensors, each expert counted as one. {DOWNLOAD_AGAIN}"
+                )
             if name in seen:
                 raise CheckpointError(
                     f"{path}: two tensors stand for {shown(name)}, in {seen[name]} and in {file}. {DOWNLOAD_AGAIN}"
                 )
             seen[name] = file
-        renamed[file] = dict(found)
+        renamed[file] = found
     return renamed
 
 
@@ -159,6 +166,10 @@ def _one_by_one(name: str, entry: Entry, prefix: str, suffix: str, where: Path) 
             "Convert the original checkpoint again."
         )
     count, *shape = entry.shape
+    if count > MAX_EXPERTS:
+        raise CheckpointError(
+            f"{where}: tensor {shown(name)}: {count} experts; at most {MAX_EXPERTS} are read. {DOWNLOAD_AGAIN}"
+        )
     size = entry.bytes // count
     return [
         (f"{prefix}.{e}.{suffix}", Entry(entry.dtype, tuple(shape), entry.offset + e * size, size))
@@ -198,7 +209,8 @@ def config_values(metadata: Mapping[str, Any], tensors: Mapping[str, Any], where
     wrong = [
         f"qwen3moe.{_QWEN[name]} is {shown(value)}"
         for name, value in found.items()
-        if type(value) is not (float if name in ("rms_norm_eps", "rope_theta") else int) or value <= 0
+        if type(value) is not (float if name in ("rms_norm_eps", "rope_theta") else int)
+        or not 0 < value < 2**31
     ]
     embeddings = tensors.get("model.embed_tokens.weight")
     if embeddings is None or len(embeddings.shape) != 2:
@@ -209,6 +221,13 @@ def config_values(metadata: Mapping[str, Any], tensors: Mapping[str, Any], where
         )
     assert embeddings is not None
     tokens = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKENS.items()}
+    for name, key in _TOKENS.items():
+        token = tokens[name]
+        if token is not None and not (type(token) is int and 0 <= token < embeddings.shape[0]):
+            raise CheckpointError(
+                f"{where}: tokenizer.ggml.{key}_token_id is {shown(token)}; a number below the vocabulary's "
+                f"{embeddings.shape[0]} is needed. Put the config.json of the original model beside the file."
+            )
     return {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ktinject.errors import CheckpointError
+from ktinject.errors import LISTED, CheckpointError, few, listed
 from ktinject.keys import Conversion, KeyMap
 from ktinject.weights import formats
 from ktinject.weights.checkpoint import Checkpoint
 
 _NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
-_FEW = 20
 
 
 def check(
@@ -53,8 +52,8 @@ def check(
             shapes += _misconverted(checkpoint, conversion, model, state, quantization)
 
     sections = [
-        _section("missing", listed(mapping.missing)),
-        _section("not expected by the model", listed(mapping.unexpected)),
+        _section("missing", mapping.missing),
+        _section("not expected by the model", mapping.unexpected),
         _section("of the wrong shape", shapes),
         _section("in a format that is not read", unreadable),
     ]
@@ -65,9 +64,9 @@ def check(
         )
 
 
-def listed(names: list[str]) -> list[str]:
+def grouped(names: list[str]) -> list[str]:
     """All names; many that differ in numbers only take one line, as `model.layers.{3-60}.mlp.gate.weight`."""
-    if len(names) <= _FEW:
+    if len(names) <= LISTED:
         return names
     alike: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
@@ -75,9 +74,11 @@ def listed(names: list[str]) -> list[str]:
         alike.setdefault(pattern, []).append(tuple(map(int, _NUMBER.findall(name))))
     lines = []
     for pattern, numbers in alike.items():
-        columns = [sorted(set(column)) for column in zip(*numbers)]
-        if len(numbers) > 1 and len(set(numbers)) == math.prod(map(len, columns)):
-            lines.append(f"{pattern.format(*map(_ranges, columns))} ({len(numbers)} tensors)")
+        # A line may have a name, and so its numbers, twice.
+        columns = {column: sorted(set(column)) for column in zip(*numbers)}
+        if len(numbers) > 1 and len(set(numbers)) == math.prod(map(len, columns.values())):
+            ranges = [_ranges(columns[column]) for column in zip(*numbers)]
+            lines.append(f"{pattern.format(*ranges)} ({len(numbers)} tensors)")
         else:
             lines += [pattern.format(*row) for row in numbers]
     return lines
@@ -97,9 +98,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _section(title: str, lines: list[str]) -> str:
-    # Names are whatever a file says; one that a terminal would act on is shown with escapes.
-    shown = [line if line.isprintable() else repr(line) for line in lines]
-    return f"\n{title}:" + "".join(f"\n  {line}" for line in shown) if lines else ""
+    return f"\n{title}:{listed(grouped(lines))}" if lines else ""
 
 
 def _shape(parameter: Tensor, is_slice: bool, parts: int) -> tuple[int, ...]:
@@ -137,7 +136,7 @@ def _misconverted(
     try:
         made = conversion.run(without_data, model)
     except Exception as error:  # transformers' own code, on shapes that it was not written for
-        return [f"{', '.join(conversion.keys)}: transformers cannot convert them: {error}"]
+        return [f"{', '.join(few(conversion.keys))}: transformers cannot convert them: {error}"]
     return [
         f"{name}: converted to {list(made[name].shape)}, expected {list(state[name].shape)}"
         for name in conversion.targets

@@ -5,7 +5,9 @@
     8 + n   the rest  the tensors, row-major, back to back: no holes, no overlap, nothing before or after
 
 No number is trusted before it is compared with the size of the file: what is allocated depends on the
-header's own bytes (at most `MAX_HEADER_BYTES`, and really in the file), never on what they claim.
+header's own bytes (at most `MAX_HEADER_BYTES`, and really in the file), never on what they claim. And before a parser
+makes objects of them, brackets, commas and quotes are counted: a file out of proportion to its use is refused with
+little memory (256 MiB) and time (5 s).
 
 Source: the format section of the safetensors README. Stricter than that library where two readers could
 disagree; docs/reference/checkpoints.md lists where.
@@ -24,7 +26,8 @@ from typing import Any, NamedTuple
 
 from ktinject.errors import CheckpointError
 
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+MAX_HEADER_BYTES = 16 << 20  # of 100,000 tensors; shards have a thousand or two
+MAX_TENSORS = 400_000  # of all files of a checkpoint; Kimi-K2's int4 has 210,000
 MAX_ELEMENTS = 2**63 - 1  # torch counts in int64
 DOWNLOAD_AGAIN = "Download the file again."
 
@@ -41,6 +44,8 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 _JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _JSON_DEPTH = 3
+# Objects made of a JSON text take up to 300 bytes for a pair of key and value, 80 for a value in a list.
+_MAX_PAIRS, _MAX_VALUES, _MAX_STRING = 400_000, 1_500_000, 65_535
 
 # A found value is shown in part: a name or a list may be as long as the header.
 _repr = reprlib.Repr()
@@ -138,17 +143,12 @@ def parse_json(raw: bytes, where: str, remedy: str) -> dict[str, Any]:
     def refused(found: str) -> CheckpointError:
         return CheckpointError(f"{where}: {found}. {remedy}")
 
+    if found := out_of_proportion(raw, _JSON_DEPTH):
+        raise refused(found)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise refused(f"byte {error.start} is not UTF-8") from None
-    # `json` recurses in C as deep as the text nests, so the depth is bounded before it runs: each round
-    # takes away at least the innermost level.
-    brackets = _JSON_STRING.sub(b"", raw).translate(None, _NOT_BRACKETS)
-    for _ in range(_JSON_DEPTH):
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
-    if brackets:
-        raise refused("the JSON's brackets do not pair up, or nest too deep")
 
     repeated: list[tuple[dict[str, Any], str]] = []
 
@@ -174,6 +174,26 @@ def parse_json(raw: bytes, where: str, remedy: str) -> dict[str, Any]:
         owner = next((f" in {shown(name)}" for name, value in table.items() if value is inner), "")
         raise refused(f"key {shown(key)} is given twice{owner}")
     return table
+
+
+def out_of_proportion(raw: bytes, depth: int) -> str | None:
+    """What makes a JSON text one that no parser should be given; a count of quotes counts those in strings, too."""
+    pairs = max(raw.count(b":"), raw.count(b'"') // 4)
+    values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+    if pairs > _MAX_PAIRS or values > _MAX_VALUES:
+        most = f"{_MAX_PAIRS:,} with a key and {_MAX_VALUES:,} in all"
+        return f"it has {max(pairs, values):,} values; at most {most} are read"
+    # A text that is not ASCII takes up to four bytes a character, and a long string as much again.
+    if len(raw) > 4 * _MAX_STRING and not raw.isascii():
+        longest = max((found.end() - found.start() for found in _JSON_STRING.finditer(raw)), default=0)
+        if longest > _MAX_STRING:
+            return f"a string of {longest:,} bytes; at most {_MAX_STRING:,} are allowed"
+    # `json` recurses in C as deep as the text nests, so the depth is bounded before it runs: each round
+    # takes away at least the innermost level.
+    brackets = _JSON_STRING.sub(b"", raw).translate(None, _NOT_BRACKETS)
+    for _ in range(depth):
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+    return "the JSON's brackets do not pair up, or nest too deep" if brackets else None
 
 
 def _integer(text: str) -> int | float:

@@ -13,9 +13,10 @@
 namespace ktinject {
 namespace {
 
-using Codes = nb::ndarray<nb::pytorch, const uint8_t, nb::ndim<2>, nb::device::cpu>;
-using Scales = nb::ndarray<nb::pytorch, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using RoutingWeights = nb::ndarray<nb::pytorch, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Codes = Array<const uint8_t, nb::ndim<2>>;
+using Scales = Array<const float, nb::ndim<2>, nb::c_contig>;
+using RoutingWeights = Array<const float, nb::ndim<2>, nb::c_contig>;
+
 Projection projection_of(const std::string& name) {
   return one_of<Projection>(name, "projection",
                             {{"gate", Projection::gate}, {"up", Projection::up}, {"down", Projection::down}});
@@ -50,27 +51,27 @@ ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, c
   return config;
 }
 
-void load(Experts& self, const std::string& projection, int expert, Weight weight) {
+void load(Experts& self, const std::string& projection, int expert, const Weight& weight) {
   self.load(projection_of(projection), expert, source_of(weight));
 }
 
-void load_fp8(Experts& self, const std::string& projection, int expert, Codes codes, Scales scales) {
+void load_fp8(Experts& self, const std::string& projection, int expert, const Codes& codes, const Scales& scales) {
   const Fp8Source source{codes.data(),
-                         static_cast<int>(codes.shape(0)),
-                         static_cast<int>(codes.shape(1)),
+                         size_of(codes.shape(0), "codes"),
+                         size_of(codes.shape(1), "codes"),
                          codes.stride(0),
                          codes.stride(1),
                          scales.data(),
-                         static_cast<int>(scales.shape(0)),
-                         static_cast<int>(scales.shape(1))};
+                         size_of(scales.shape(0), "scales"),
+                         size_of(scales.shape(1), "scales")};
   self.load_fp8(projection_of(projection), expert, source);
 }
 
-void load_bias(Experts& self, const std::string& projection, int expert, Bias bias) {
+void load_bias(Experts& self, const std::string& projection, int expert, const Bias& bias) {
   self.load_bias(projection_of(projection), expert, source_of(bias));
 }
 
-void forward(const Experts& self, Input x, Input ids, RoutingWeights weights, Output out) {
+void forward(const Experts& self, const Input& x, const Input& ids, const RoutingWeights& weights, const Output& out) {
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto hidden = static_cast<size_t>(self.config().hidden_size);
   auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
@@ -85,7 +86,7 @@ void forward(const Experts& self, Input x, Input ids, RoutingWeights weights, Ou
   const bool is_int = ids.dtype().code == static_cast<uint8_t>(nb::dlpack::dtype_code::Int) && ids.dtype().lanes == 1;
   if (!is_int || (ids.dtype().bits != 64 && ids.dtype().bits != 32))
     refuse("top_k_index: dtype must be int64 or int32");
-  const auto tokens = static_cast<int>(x.shape(0)), top_k = static_cast<int>(ids.shape(1));
+  const int tokens = size_of(x.shape(0), "tokens"), top_k = size_of(ids.shape(1), "top_k_index");
   if (ids.dtype().bits == 64)
     self.forward(x.data(), dtype, static_cast<const int64_t*>(ids.data()), weights.data(), tokens, top_k, out.data());
   else
@@ -150,7 +151,7 @@ void init_experts(nb::module_& m) {
            "Up to `limit` weights and biases that were not loaded.")
       .def(
           "unpack",
-          [](const Experts& self, const std::string& projection, int expert, Float2d out) {
+          [](const Experts& self, const std::string& projection, int expert, const Float2d& out) {
             const bool down = projection_of(projection) == Projection::down;
             const auto n = static_cast<size_t>(down ? self.config().hidden_size : self.config().intermediate_size);
             const auto k = static_cast<size_t>(down ? self.config().intermediate_size : self.config().hidden_size);
@@ -162,7 +163,7 @@ void init_experts(nb::module_& m) {
           "Write the dequantised weight to out [n, k] fp32.")
       .def(
           "unpack_bias",
-          [](const Experts& self, const std::string& projection, int expert, Float1d out) {
+          [](const Experts& self, const std::string& projection, int expert, const Float1d& out) {
             const bool down = projection_of(projection) == Projection::down;
             if (out.shape(0) != static_cast<size_t>(down ? self.config().hidden_size : self.config().intermediate_size))
               throw std::invalid_argument("unpack_bias: the output has the wrong shape");

@@ -66,7 +66,7 @@ void init_handoff(nb::module_& m) {
       .def_prop_ro("bytes", &Channel::bytes, "Pinned bytes that it holds.")
       .def(
           "submit",
-          [](Channel& self, int slot, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit, uintptr_t weights,
+          [](HeldChannel& self, int slot, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit, uintptr_t weights,
              int weights_dtype, int tokens, int top_k, uintptr_t places, uintptr_t chosen, uintptr_t traffic,
              int rank_from, int rank_to, uintptr_t logits, bool normed, uintptr_t stream) {
             self.submit(slot,
@@ -93,7 +93,7 @@ void init_handoff(nb::module_& m) {
           "Put a submit into the stream; addresses on the device. With logits, ids and weights are written.")
       .def(
           "wait",
-          [](Channel& self, int slot, int tokens, int dtype, uintptr_t out, uintptr_t addend, uintptr_t residual,
+          [](HeldChannel& self, int slot, int tokens, int dtype, uintptr_t out, uintptr_t addend, uintptr_t residual,
              uintptr_t stream) {
             self.wait(slot, tokens, dtype_of(dtype), pointer<void>(out), pointer<const float>(addend),
                       pointer<const void>(residual), stream);
@@ -102,7 +102,7 @@ void init_handoff(nb::module_& m) {
           nb::arg("stream"), "Put a wait into the stream; out 0: drop the answer, addend, residual 0: add nothing.")
       .def(
           "exchange",
-          [](Channel& self, const Resident& shapes, const Experts& from, int leaving, int coming, int place,
+          [](HeldChannel& self, const Resident& shapes, const Experts& from, int leaving, int coming, int place,
              uintptr_t places, uintptr_t memory, uintptr_t stream) {
             self.exchange(shapes, from, leaving, coming, place, pointer<int32_t>(places), pointer<void>(memory),
                           stream);

@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "bindings/arrays.hpp"
 #include "bindings/subjects.hpp"
 #include "bindings/waiting.hpp"
 
@@ -30,10 +31,32 @@ void refuse_with_gil() {
 void raise_pending_signal() {
   nanobind::gil_scoped_acquire acquire;
   if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
-  // An exception that another thread sends this one (ktinject/ending.py) is raised by whatever code of Python runs next.
+  // An exception that another thread sends this one (ktinject/ending.py) is raised by whatever code of Python runs
+  // next.
   static PyObject* const nothing = nanobind::eval("lambda: None", nanobind::dict()).release().ptr();
   nanobind::steal(PyObject_CallNoArgs(nothing));
   if (PyErr_Occurred() != nullptr) throw nanobind::python_error();
+}
+
+}  // namespace ktinject
+
+namespace ktinject {
+
+nb::object exported(nb::handle source) noexcept {
+  static PyObject *tensor = nullptr, *to_dlpack = nullptr;  // with the GIL; they live as long as the process
+  if (tensor == nullptr) {
+    const auto torch = nb::steal(PyImport_GetModule(nb::str("torch").ptr()));
+    if (!torch.is_valid()) return nb::borrow(source);  // nobody has imported it, so this is no tensor
+    const auto core = nb::steal(PyObject_GetAttrString(torch.ptr(), "_C"));
+    if (core.is_valid()) to_dlpack = PyObject_GetAttrString(core.ptr(), "_to_dlpack");
+    if (to_dlpack != nullptr) tensor = PyObject_GetAttrString(torch.ptr(), "Tensor");
+    PyErr_Clear();
+  }
+  if (tensor == nullptr || !PyObject_TypeCheck(source.ptr(), reinterpret_cast<PyTypeObject*>(tensor)))
+    return nb::borrow(source);
+  auto capsule = nb::steal(PyObject_CallOneArg(to_dlpack, source.ptr()));
+  if (!capsule.is_valid()) PyErr_Clear();
+  return capsule;
 }
 
 }  // namespace ktinject

@@ -17,7 +17,7 @@ class WithoutGil {
   Interruptible interruptible_{raise_pending_signal};
 };
 
-// T, whose destructor waits.
+// T, whose destructor waits. Bound functions that are lambdas take this as `self`: Python does not know T.
 class GilLetGo {
  protected:
   ~GilLetGo() {

@@ -1,5 +1,7 @@
 // Whether Python objects still hold what was written down of them (ktinject/watch.py). In C++, since it is asked before
-// every decode step: a model of 48 layers has some 15,000 attributes.
+// every decode step: a model of 48 layers has some 20,000 attributes.
+#include <vector>
+
 #include "bindings/subjects.hpp"
 
 namespace ktinject {
@@ -9,6 +11,26 @@ namespace nb = nanobind;
 
 // What an entry says; the numbers are those of ktinject/watch.py.
 enum Kind : long { kAttributes, kItems, kElements, kLookups, kClass, kTensor };
+
+// Python gives a dict and a class a number that no other state of it, nor of another one, ever has. Where the number is
+// the one that was seen when all was found to be the same, it still is. 0: there is none, so it has to be looked at.
+uint64_t number_of_dict(PyObject* dict) {
+#if PY_VERSION_HEX < 0x030D0000
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+#pragma GCC diagnostic pop
+#else
+  (void)dict;
+  return 0;
+#endif
+}
+
+uint64_t number_of_class(PyObject* type) {
+  const auto* found = reinterpret_cast<PyTypeObject*>(type);
+  return PyType_HasFeature(reinterpret_cast<PyTypeObject*>(type), Py_TPFLAGS_VALID_VERSION_TAG) ? found->tp_version_tag
+                                                                                                : 0;
+}
 
 bool is_ignored(PyObject* ignored, PyObject* key) {
   const int found = PySet_Contains(ignored, key);
@@ -71,13 +93,6 @@ bool same_class(PyObject* type, PyObject* pairs) {
   return true;
 }
 
-bool same_attributes(PyObject* object, PyObject* entry) {
-  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != PyTuple_GET_ITEM(entry, 2)) return false;
-  nb::object dict = nb::steal(PyObject_GenericGetDict(object, nullptr));
-  if (!dict.is_valid()) throw nb::python_error();
-  return same_dict(dict.ptr(), PyTuple_GET_ITEM(entry, 3), PyTuple_GET_ITEM(entry, 4));
-}
-
 bool same_tensor(PyObject* tensor, PyObject* address) {
   static PyObject* const name = PyUnicode_InternFromString("data_ptr");
   nb::object found = nb::steal(PyObject_CallMethodNoArgs(tensor, name));
@@ -87,43 +102,70 @@ bool same_tensor(PyObject* tensor, PyObject* address) {
   return same == 1;
 }
 
-bool is_same(PyObject* entry, PyObject* root) {
-  if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) < 3) throw nb::type_error("watch: an entry is a tuple");
-  PyObject* holder = PyTuple_GET_ITEM(entry, 1);
-  if (holder == Py_None) holder = root;
-  PyObject* noted = PyTuple_GET_ITEM(entry, 2);
-  switch (PyLong_AsLong(PyTuple_GET_ITEM(entry, 0))) {
-    case kAttributes:
-      return same_attributes(holder, entry);
-    case kItems:
-      return same_dict(holder, noted, nullptr);
-    case kElements:
-      return same_elements(holder, noted);
-    case kLookups:
-      return same_lookups(holder, noted);
-    case kClass:
-      return same_class(holder, noted);
-    case kTensor:
-      return same_tensor(holder, noted);
-    default:
-      throw nb::value_error("watch: an entry of another kind");
+// The numbers under which entries were last found to be true. Holds no Python object.
+class Seen {
+ public:
+  // The first entry that is true no more, or -1. The list, which may not change, keeps alive what it names.
+  Py_ssize_t first_change(nb::list entries, nb::object root) {
+    seen_.resize(entries.size());
+    for (size_t i = 0; i < seen_.size(); ++i)
+      if (!is_same(PyList_GET_ITEM(entries.ptr(), static_cast<Py_ssize_t>(i)), root.ptr(), seen_[i]))
+        return static_cast<Py_ssize_t>(i);
+    return -1;
   }
-}
 
-// A number, or -1. The list may not change meanwhile; what it holds is kept by it.
-Py_ssize_t first_change(nb::list entries, nb::object root) {
-  for (size_t i = 0; i < entries.size(); ++i)
-    if (!is_same(PyList_GET_ITEM(entries.ptr(), static_cast<Py_ssize_t>(i)), root.ptr()))
-      return static_cast<Py_ssize_t>(i);
-  return -1;
-}
+ private:
+  struct Number {
+    PyObject* holder = nullptr;  // only compared
+    uint64_t number = 0;
+  };
+
+  template <class Compare>
+  static bool look(PyObject* holder, uint64_t number, Number& seen, Compare&& compare) {
+    if (number != 0 && number == seen.number && holder == seen.holder) return true;
+    if (!compare()) return false;
+    seen = {holder, number};
+    return true;
+  }
+
+  static bool is_same(PyObject* entry, PyObject* root, Number& seen) {
+    if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) < 3) throw nb::type_error("watch: an entry is a tuple");
+    PyObject* holder = PyTuple_GET_ITEM(entry, 1);
+    if (holder == Py_None) holder = root;
+    PyObject* noted = PyTuple_GET_ITEM(entry, 2);
+    switch (PyLong_AsLong(PyTuple_GET_ITEM(entry, 0))) {
+      case kAttributes: {
+        if (reinterpret_cast<PyObject*>(Py_TYPE(holder)) != noted) return false;
+        nb::object dict = nb::steal(PyObject_GenericGetDict(holder, nullptr));
+        if (!dict.is_valid()) throw nb::python_error();
+        return look(dict.ptr(), number_of_dict(dict.ptr()), seen,
+                    [&] { return same_dict(dict.ptr(), PyTuple_GET_ITEM(entry, 3), PyTuple_GET_ITEM(entry, 4)); });
+      }
+      case kItems:
+        return look(holder, number_of_dict(holder), seen, [&] { return same_dict(holder, noted, nullptr); });
+      case kLookups:
+        return look(holder, number_of_dict(holder), seen, [&] { return same_lookups(holder, noted); });
+      case kClass:
+        return look(holder, number_of_class(holder), seen, [&] { return same_class(holder, noted); });
+      case kElements:
+        return same_elements(holder, noted);
+      case kTensor:
+        return same_tensor(holder, noted);
+      default:
+        throw nb::value_error("watch: an entry of another kind");
+    }
+  }
+
+  std::vector<Number> seen_;
+};
 
 }  // namespace
 
 void init_watch(nb::module_& m) {
-  m.def("first_change", &first_change, nb::arg("entries"), nb::arg("root"),
-        "The index of the first entry of ktinject.watch.Watch that is true no more, or -1. None as an entry's object "
-        "stands for root.");
+  nb::class_<Seen>(m, "Seen", "What of the entries of ktinject.watch.Watch was last found to be true.")
+      .def(nb::init<>())
+      .def("first_change", &Seen::first_change, nb::arg("entries"), nb::arg("root"),
+           "The index of the first entry that is true no more, or -1. None as an entry's object stands for root.");
 }
 
 }  // namespace ktinject

@@ -9,6 +9,9 @@ namespace ktinject {
 
 namespace {
 
+// Of a batch: so that it may be multiplied with any width of a layer.
+constexpr int kMostRows = (1 << 14) - 1;
+
 // Of a thread: what is borrowed at each depth of calls.
 thread_local std::vector<std::vector<float>> memory_at;
 thread_local size_t depth = 0;
@@ -45,6 +48,7 @@ void Decoder::forward(const void* x, const Step& step, const std::vector<LayerCa
     const std::lock_guard turn(turn_);
     return layers_;
   }();
+  check_size("batch", step.batch, kMostRows);
   if (caches.size() != layers->size()) throw std::invalid_argument("decoder: the cache has another number of layers");
   if (first < 0 || last > static_cast<int>(layers->size()) || first > last)
     throw std::invalid_argument("decoder: there are no such layers");

@@ -13,6 +13,7 @@
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include "runtime/cpu_features.hpp"
 
@@ -160,10 +161,13 @@ ThreadPool::ThreadPool(int threads, std::vector<Node> nodes) : threads_(threads)
   try {
     for (int worker = 1; worker < threads; ++worker) workers_.emplace_back([this, worker] { work(worker); });
     for (int worker = 1; worker < threads; ++worker) pin(worker);
-  } catch (...) {
+  } catch (const std::system_error&) {
     join_all();
     throw std::runtime_error("could not start " + std::to_string(threads) +
                              " worker threads; set KTINJECT_THREADS lower");
+  } catch (...) {
+    join_all();
+    throw;
   }
 }
 

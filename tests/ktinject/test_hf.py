@@ -20,6 +20,8 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     Qwen3MoeForCausalLM,
+)
+from transformers import (
     initialization as init,
 )
 from transformers.core_model_loading import dot_natural_key
@@ -30,7 +32,7 @@ from ktinject.errors import CheckpointError, KTInjectError, PlanError
 from ktinject.keys import KeyMap, Piece, key_map
 from ktinject.weights import formats
 from ktinject.weights.checkpoint import Checkpoint
-from ktinject.weights.match import listed
+from ktinject.weights.match import grouped
 
 torch.set_num_threads(1)
 IDS = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -177,7 +179,7 @@ def test_names_made_to_trip_us_are_only_unexpected(name: str) -> None:
     model = models.tiny(name)
     mapping = mapping_of(model, [*names_of(model), *NASTY])
     assert sorted(mapping.unexpected) == sorted(NASTY) and not mapping.missing
-    lines = listed([*NASTY, *(f"{name}.{number}" for name in NASTY for number in range(3))])
+    lines = grouped([*NASTY, *(f"{name}.{number}" for name in NASTY for number in range(3))])
     assert len(lines) >= len(NASTY)
 
 
@@ -406,7 +408,7 @@ def test_a_config_without_a_language_model_is_refused() -> None:
 @pytest.mark.parametrize(
     "content, found",
     [
-        ("{", "not a valid JSON|Expecting property"),
+        ("{", "brackets do not pair up"),
         ('{"model_type": "nothing"}', "nothing"),
         ("{}", "model_type"),
     ],
@@ -456,3 +458,12 @@ def test_class_names_follow_the_bases() -> None:
         pass
 
     assert hf.class_names(Mine(1, 1)) == ("Mine", "Linear", "Module")
+
+
+def test_no_room_for_threads_is_no_room(tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")  # as CPython says it
+
+    monkeypatch.setattr("threading.Thread.start", start)
+    with pytest.raises(CheckpointError, match=r"no room for the threads that read it\. Free memory"):
+        ktinject.load(tiny_qwen3_moe, devices=["cpu"], progress=False)

@@ -13,8 +13,10 @@ import torch
 from double import EXPERTS, HeldExperts, on_meta, saved
 from plan_cases import KEEP_ROUTER, planned, refusal, rule
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+import ktinject
+from ktinject import shapes
 from ktinject.errors import OperatorError, PlanError, RuleError
 from ktinject.operators import REGISTRY, register_operator
 
@@ -141,6 +143,34 @@ def test_a_rule_that_matches_nothing_is_refused(model: PreTrainedModel) -> None:
     assert "no module is a DeepseekV3Expert (closest: DeepseekV3Experts" in refusal(RuleError, model, source)
 
 
+def test_a_dense_model_is_told_that_it_has_no_routed_experts(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    dense = LlamaForCausalLM(config)
+    saved(dense, tmp_path)
+    said = "LlamaForCausalLM (model type 'llama') has no routed experts"
+    for call in (
+        lambda: ktinject.plan(dense, "auto"),
+        lambda: ktinject.optimize(dense, "auto"),
+        lambda: ktinject.load(tmp_path, progress=False),
+        lambda: shapes.build(config),
+    ):
+        with pytest.raises(
+            PlanError, match=r"has no routed experts: it is a dense model, .* as it is, or write"
+        ):
+            call()
+    assert said in refusal(RuleError, dense, "moe-auto")
+    linears = [{"name": "linears", "match": {"class": "Linear"}, "replace": {"operator": "cpu_linear"}}]
+    assert planned(dense, linears).notes == [f"{said}: what is swapped are its other modules alone"]
+
+
+def test_a_model_whose_every_layer_is_dense_is_dense_too() -> None:
+    model = on_meta(models.tiny("qwen3_moe", mlp_only_layers=[0, 1]))
+    with pytest.raises(PlanError, match=r"Qwen3MoeForCausalLM .* has no routed experts"):
+        ktinject.plan(model, "auto")
+
+
 def test_layers_of_rules_are_decoder_layers() -> None:
     model = on_meta(models.tiny("qwen3_moe"))
     source = [EXPERTS | {"match": {**EXPERTS["match"], "layers": "1"}}]
@@ -243,6 +273,14 @@ def test_registering_refuses_what_breaks_the_contract() -> None:
     ):
         register_operator("abstract")(HeldExperts.__mro__[1])
     assert not {"no_config", "linear", "abstract"} & REGISTRY.keys()
+
+
+def test_registering_without_a_name_is_refused() -> None:
+    with pytest.raises(OperatorError, match=r'found Bare in place of a name.*Write @register_operator\("my_operator"\)'):
+
+        @register_operator  # type: ignore[arg-type]
+        class Bare(HeldExperts):
+            pass
 
 
 # Tied weights and nested operators

@@ -16,8 +16,8 @@ from double import on_meta, saved
 from plan_cases import changed, planned, refusal, rule
 from transformers import PreTrainedModel
 
-from ktinject.errors import CheckpointError, PlanError
-from ktinject.weights.match import listed
+from ktinject.errors import CheckpointError, PlanError, few, listed
+from ktinject.weights.match import grouped
 
 
 @pytest.fixture(scope="module")
@@ -85,18 +85,48 @@ def test_names_that_a_terminal_would_act_on_are_escaped(
     assert "not expected by the model:\n  '\\x1b[2J'\n" in refusal(CheckpointError, model, rule(), path)
 
 
-def test_long_lists_are_complete_and_short() -> None:
+def test_names_that_differ_in_numbers_share_a_line() -> None:
     names = [f"layers.{layer}.experts.{e}.{p}" for layer in range(3, 9) for e in range(16) for p in "ab"]
-    assert listed(names) == [
+    assert grouped(names) == [
         "layers.{3-8}.experts.{0-15}.a (96 tensors)",
         "layers.{3-8}.experts.{0-15}.b (96 tensors)",
     ]
     gaps = [f"layers.{layer}.norm" for layer in (0, 1, 2, 5, 9, *range(20, 40))]
-    assert listed(gaps) == ["layers.{0-2,5,9,20-39}.norm (25 tensors)"]
+    assert grouped(gaps) == ["layers.{0-2,5,9,20-39}.norm (25 tensors)"]
     ragged = [*names, "layers.9.experts.1.a"]
-    assert len(listed(ragged)) == 1 + 97, "no line covers exactly these"
-    assert listed(names[:20]) == names[:20]
-    assert listed([*names, "norm"])[-1] == "norm"
+    assert len(grouped(ragged)) == 1 + 97, "no line covers exactly these"
+    assert grouped(names[:20]) == names[:20]
+    assert grouped([*names, "norm"])[-1] == "norm"
+
+
+def test_a_refusal_lists_twenty_lines_and_how_many_more() -> None:
+    assert few(map(str, range(20))) == [*map(str, range(20))]
+    assert few(map(str, range(2021)))[19:] == ["19", "and 2,001 more"]
+    assert few(["\x1b[2J", "x" * 2000]) == ["'\\x1b[2J'", "x" * 1000 + "…"]
+    assert listed(["a", "b"]) == "\n  a\n  b"
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_what_is_wrong_with_a_large_checkpoint_fits_a_screen(ragged: bool, tmp_path: Path) -> None:
+    """FP8 with a scale per channel, at the number of tensors of Qwen3-30B-A3B."""
+    model = on_meta(models.tiny("qwen3_moe", num_hidden_layers=1))
+    model.config.num_hidden_layers, model.config.num_experts = 48, 128
+    model = on_meta(model)
+    names = [
+        f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight"
+        for layer in range(6 if ragged else 48)
+        for e in range(128)
+        for part in ("gate", "up", "down")
+    ]
+    if ragged:  # no line covers exactly these
+        names = [name for number, name in enumerate(names) if number % 7]
+    files = {name + end: "model-1.safetensors" for name in names for end in ("", "_scale")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    said = refusal(CheckpointError, model, rule(), tmp_path)
+    assert "FP8 with a scale per tensor or channel" in said and len(said) < 20_000
+    assert len(said.splitlines()) <= 3 * 22 + 2
+    if not ragged:
+        assert "experts.{0-127}.gate_proj.weight_scale' belongs" in said and "(6144 tensors)" in said
 
 
 @pytest.mark.parametrize("method", ["mxfp8", "bitsandbytes", "hqq", None, "plain text"])

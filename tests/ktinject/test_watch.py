@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,13 +13,14 @@ import models
 import pytest
 import torch
 from test_cpu_step import assert_same_tokens, sure
-from test_generate import prompt, stock
+from test_generate import GatheredExperts, prompt, stock, swapped
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import ktinject
+from ktinject.fused import Fused
 from ktinject.operators import register_operator
 from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.watch import Watch
@@ -303,3 +305,120 @@ def test_the_hooks_of_an_output_that_was_asked_for_once_slow_nothing_down(model:
     assert model.ktinject_decoding.last == "native loop"
     again = model.generate(**prompt(), output_hidden_states=True, return_dict_in_generate=True)
     assert all(torch.equal(*pair) for pair in zip(found.hidden_states[-1], again.hidden_states[-1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+class TestOnAGpu:
+    """The same of captured steps."""
+
+    @pytest.fixture
+    def captured(self, family: str) -> PreTrainedModel:
+        found = swapped(family, device="cuda")
+        found.generate(**prompt(device="cuda"), eos_token_id=None)
+        assert found.ktinject_decoding.last == "graph loop", found.ktinject_decoding.reason
+        return found
+
+    def assert_as_stock(self, model: PreTrainedModel, how: str = "graph loop", **case: Any) -> None:
+        arguments = {**prompt(device="cuda"), "eos_token_id": None, **case}
+        assert torch.equal(model.generate(**arguments), stock(model, **arguments))
+        assert model.ktinject_decoding.last.startswith(how), model.ktinject_decoding.reason
+
+    @pytest.mark.parametrize("path", ["", "model.layers.1", "model.layers.1.mlp.experts", "lm_head"])
+    def test_a_forward(self, captured: PreTrainedModel, path: str) -> None:
+        module: Any = captured.get_submodule(path)
+        module.forward = calls = Calls(module.forward, turn=1.5)
+        captured.generate(**prompt(device="cuda"), eos_token_id=None)
+        assert calls.count == STEPS
+        assert captured.ktinject_decoding.reason == f"{path or 'the model'} has a forward of its own"
+        self.assert_as_stock(captured, "eager loop")
+        del module.forward
+        self.assert_as_stock(captured)
+
+    def test_a_forward_of_a_class(self, captured: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        kind: Any = type(captured.model.layers[0].self_attn)
+        own = kind.forward
+        monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: own(self, *args, **kwargs))
+        self.assert_as_stock(captured, "eager loop")
+        assert "whose forward is from test_watch;" in captured.ktinject_decoding.reason
+
+    def test_an_attribute(self, captured: PreTrainedModel) -> None:
+        before = captured.generate(**prompt(device="cuda"), eos_token_id=None)
+        captured.model.layers[0].self_attn.scaling = 0.01
+        assert not torch.equal(captured.generate(**prompt(device="cuda"), eos_token_id=None), before)
+        self.assert_as_stock(captured)
+
+    def test_weights(self, captured: PreTrainedModel) -> None:
+        weight = captured.lm_head.weight
+        weight.data = weight.data.flip(0).clone()
+        self.assert_as_stock(captured)
+        weight.data.mul_(torch.linspace(0.5, 2, len(weight), device="cuda")[:, None])
+        self.assert_as_stock(captured)
+
+    @pytest.mark.parametrize("case", [{}, {"max_time": 1e6}], ids=["own loop", "stock loop"])
+    def test_within_a_request(self, captured: PreTrainedModel, case: dict[str, Any]) -> None:
+        """Our own loop has queued one step by then."""
+        layer: Any = captured.model.layers[0]
+        calls = Calls(layer.forward, turn=1.5)
+
+        def replace() -> None:
+            layer.forward = calls
+
+        arguments = {**prompt(1, padding=0, device="cuda"), "eos_token_id": None, **case}
+        captured.generate(**arguments)
+        captured.generate(**arguments, streamer=At(6, replace))
+        # The stock loop's streamer hears the prompt first.
+        assert calls.count in (STEPS - 6, STEPS - 5)
+        assert captured.ktinject_decoding.reason == "model.layers.0.forward was changed"
+
+    def test_outputs_that_were_asked_for_once(self, captured: PreTrainedModel) -> None:
+        captured.generate(**prompt(device="cuda"), output_hidden_states=True, return_dict_in_generate=True)
+        self.assert_as_stock(captured)
+
+    def test_an_operator_derived_from_one_that_is_captured(self, family: str) -> None:
+        model = swapped(family, "looking_twice_experts", device="cuda")
+        self.assert_as_stock(model, "eager loop")
+        assert "whose forward is from test_watch;" in model.ktinject_decoding.reason
+
+    def test_the_first_answer_is_that_of_all_later_ones(self, family: str) -> None:
+        for seed in range(3):
+            model = swapped(family, device="cuda")
+            ids = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(seed)).cuda()
+            first = model.generate(ids, max_new_tokens=40, eos_token_id=None)
+            for _ in range(2):
+                assert torch.equal(model.generate(ids, max_new_tokens=40, eos_token_id=None), first)
+
+    def test_an_interrupted_capture_leaves_nothing(
+        self, family: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = swapped(family, device="cuda")
+        names = {path: set(vars(module)) for path, module in model.named_modules()}
+        comparing = Fused._comparing
+
+        def interrupted(self: Fused, path: str, module: nn.Module, step: Any) -> Any:
+            own = comparing(self, path, module, step)
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                if path == "model.norm":
+                    signal.raise_signal(signal.SIGINT)
+                return own(*args, **kwargs)
+
+            return forward
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Fused, "_comparing", interrupted)
+            model.ktinject_decoding.fused = Fused(model)
+            with pytest.raises(KeyboardInterrupt):
+                model.generate(**prompt(device="cuda"))
+        assert {path: set(vars(module)) for path, module in model.named_modules()} == names
+        model.ktinject_decoding.fused = Fused(model)
+        model.ktinject_decoding.release()
+        self.assert_as_stock(model)
+
+
+@register_operator("looking_twice_experts")
+class LookingTwiceExperts(GatheredExperts):
+    """A user's own, derived from one that says that it can be captured."""
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(hidden, index, weights)

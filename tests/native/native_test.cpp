@@ -687,8 +687,6 @@ void fail_each_allocation(const char* what, Call&& call) {
         call();
         failed = allocations_left < 0;  // and was made up for
       } catch (const std::bad_alloc&) {
-      } catch (const std::runtime_error& error) {
-        check(std::strstr(error.what(), "could not start") != nullptr, std::string(what) + ": " + error.what());
       }
       allocations_left = -1;
       call();

@@ -24,7 +24,9 @@ from ktinject import _native
 SHAPE = {"gate": (48, 64), "up": (48, 64), "down": (64, 48)}
 
 
-def experts(weights: str = "bf16", has_bias: bool = True, hidden: int = 64, inner: int = 48) -> _native.Experts:
+def experts(
+    weights: str = "bf16", has_bias: bool = True, hidden: int = 64, inner: int = 48
+) -> _native.Experts:
     return _native.Experts(
         experts=3,
         hidden_size=hidden,
@@ -82,7 +84,16 @@ def decoder() -> Callable[[], Tensor]:
         x = torch.linspace(-1, 1, 64)[None]
         out = torch.empty_like(x)
         made.forward(
-            x=x, cos=None, sin=None, mask=None, place=7, cache=cache, first=0, last=1, final_norm=norm, out=out
+            x=x,
+            cos=None,
+            sin=None,
+            mask=None,
+            place=7,
+            cache=cache,
+            first=0,
+            last=1,
+            final_norm=norm,
+            out=out,
         )
         return out
 
@@ -132,7 +143,7 @@ DO_NOT = set(
     cpu_features amx_permission kernels default_threads set_threads threads sessions set_nodes nodes find_nodes
     multiply_units trace_start trace_stop cuda_built cuda_devices why_no_flags read_device handoff_wake handoff_pause
     rms_norm set_answer_timeout answer_timeout fp8_quantise attention latent attention_scratch decode_linear
-    choose_on_gpu advance rotation route route_grouped add_from_host
+    handoff_naps first_change choose_on_gpu exchange_state advance rotation route route_grouped add_from_host
     Experts.hidden_size Experts.id Experts.bytes Experts.kernels Experts.kernel_for Experts.shards
     Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
     Channel.bytes Channel.submit Channel.wait Channel.exchange Channel.check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -142,6 +143,27 @@ def test_a_large_model_is_assigned_in_no_time() -> None:
 def test_a_rule_that_matches_nothing(match: str, words: tuple[str, ...]) -> None:
     with refused("matches nothing", "optional: true", *words, at="f:4: rule 'r': "):
         assign_deepseek(rule(match))
+
+
+@pytest.mark.parametrize(
+    ("layers", "beyond"), [("0-3,90-95", "90-95"), ("2-200", "6-200"), ("[1, 7, 9, 10]", "7, 9-10")]
+)
+def test_layers_beyond_the_model_are_refused(layers: str, beyond: str) -> None:
+    written = rule(f"{{class: DeepseekV3Experts, layers: {layers!r}}}".replace("'[", "[").replace("]'", "]"))
+    with refused(
+        f"layers names {beyond}, which the model has not; its decoder layers are 0-5", at="f:4: rule 'r': "
+    ):
+        assign_deepseek(written)
+    assert assign_deepseek(written + "  optional: true\n").rules, "an optional rule may be for larger models"
+
+
+def test_all_patterns_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the 500 stays below the limit of one rule."""
+    clock = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock) / 100)
+    written = "".join(rule("{class: Module}", name=f"r{n}") + "  optional: true\n" for n in range(500))
+    with refused("with all rules before it; backtracking is limited", at="f:36: rule 'r8': "):
+        assign(written)
 
 
 def test_layers_where_none_are_numbered() -> None:

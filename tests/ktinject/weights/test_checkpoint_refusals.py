@@ -120,7 +120,7 @@ def test_an_index_of_pickles_is_refused(tmp_path: Path) -> None:
 def test_an_index_over_the_cap_is_refused_unread(tmp_path: Path) -> None:
     path = write_index(tmp_path, {})
     os.truncate(path, 2**33)
-    assert "8589934592 bytes; an index of at most 100000000 is read" in refusal(path)
+    assert "8589934592 bytes; an index of at most 33554432 is read" in refusal(path)
 
 
 def test_absent_shards_are_listed(two_shards: Path) -> None:

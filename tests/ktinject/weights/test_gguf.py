@@ -208,7 +208,7 @@ def test_parts_are_one_model(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
         assert logits(path).equal(logits(whole))
     files[1].unlink()
     with pytest.raises(
-        CheckpointError, match=r"one of 3 files, of which are not there: \['m-00002-of-00003\.gguf'\]"
+        CheckpointError, match=r"one of 3 files, of which are not there: m-00002-of-00003\.gguf\."
     ):
         Checkpoint.open(files[0])
 
@@ -304,6 +304,19 @@ def test_a_link_out_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "a.gguf").symlink_to(tmp_path / "a.gguf")
     assert "outside the model's folder" in refusal(tmp_path / "model")
+
+
+def test_another_part_that_is_a_link_out_of_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    inside, outside = folder / "m-00001-of-00002.gguf", tmp_path / "elsewhere.gguf"
+    write(inside)
+    write(outside)
+    (folder / "m-00002-of-00002.gguf").symlink_to(outside)
+    for path in (folder, inside):
+        assert "m-00002-of-00002.gguf: a link to" in refusal(path)
+    # What the user names is followed: here it refuses for what the first part says.
+    assert "says it is number 0" in refusal(folder / "m-00002-of-00002.gguf")
 
 
 def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:

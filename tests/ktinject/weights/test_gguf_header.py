@@ -28,8 +28,7 @@ from gguf_by_hand import (
 )
 
 from ktinject.errors import CheckpointError
-from ktinject.weights.gguf_header import TYPES, Header, read_header
-from ktinject.weights.safetensors_header import MAX_HEADER_BYTES
+from ktinject.weights.gguf_header import MAX_HEADER_BYTES, TYPES, Header, read_header
 
 A, B = "a.weight", "b.weight"
 Q4_0, Q8_0 = 2, 8
