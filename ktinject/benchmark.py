@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ktinject import _native
 from ktinject.errors import PlanError
+from ktinject.evaluate import longest_text
 
 # Begin, end and name. Nanoseconds of the system clock need more bits than a float has.
 Span = tuple[int, int, str]
@@ -76,6 +77,17 @@ class Breakdown(Part):
 
     layers: dict[str, Part] = field(default_factory=dict)
     kernels: list[tuple[float, float, str]] = field(default_factory=list)
+
+
+def check_lengths(config: PreTrainedConfig, prompts: Sequence[int], writes: Sequence[int]) -> None:
+    """Raises PlanError if a test has more tokens than a model was made for; what is written follows one token."""
+    longest = longest_text(config)
+    found = [f"pp{count}" for count in prompts if count > longest]
+    found += [f"tg{count}" for count in writes if count + 2 > longest]
+    if found:
+        raise PlanError(
+            f"{', '.join(found[:20])}: the model was made for {longest} tokens at once. Ask for shorter tests."
+        )
 
 
 class _Clock:

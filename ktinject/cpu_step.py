@@ -3,8 +3,9 @@
 At one token, transformers runs some sixty tensor operations a layer, each microseconds of dispatch around nanoseconds
 of work; beside experts and linears of the native core that is most of a step. `CpuStep` knows layers by what they
 hold: norms, attention and a feed-forward part made of `cpu_linear`, `cpu_router` and experts on the CPU. Whether it
-computes what they compute is not believed: the first steps run both, until every layer has agreed with the model's
-own; a model with one that does not keeps transformers' steps.
+computes what they compute is not believed: before the first request's first step, `prove` runs both on that request's
+cache, until every layer has agreed with the model's own; a model with one that does not keeps transformers' steps. So
+all steps of all requests run the same kernels.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from ktinject import _native
+from ktinject import _native, twin
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.operators.cpu_linear import CpuLinear
@@ -59,6 +59,8 @@ class CpuStep:
 
     is_proven  whether all layers have agreed, so that steps run natively
     refused    why they never will
+
+    Until it is proven, a step is the model's own, and layers are compared.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -83,17 +85,37 @@ class CpuStep:
             out = self._run(call, x[:, 0], layers.rotary(x, positions), 0, len(layers), layers.norm)
             head: Tensor = model.lm_head(out)
             return head
-        with nullcontext() if self.refused else self._comparing(model, call):
-            outputs = model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                return_dict=True,
-            )
+        model = model if self.refused else self._comparing(model, call)
+        outputs = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
         logits: Tensor = outputs.logits[:, -1]
         return logits
+
+    def prove(self, step: Callable[[], None], again: Callable[[], None]) -> None:
+        """Settle whether steps run natively, if that is open.
+
+        step    makes a step on a request's cache, each time with other tokens
+        again   puts the cache back to what it was before
+        """
+        for _ in range(_TRIES):
+            if self.is_proven or self.refused:
+                return
+            step()
+            again()
+        if not self.is_proven:
+            self._refuse("its layers could not be compared")
+
+    def refresh(self) -> None:
+        """Read anew what the native layers hold a copy of; for each request."""
+        if not self.refused:
+            for copy, source in self._layers.copies:
+                copy.copy_(source)
 
     def _run(
         self, call: _Call, x: Tensor, rotation: tuple[Tensor, Tensor], first: int, last: int, norm: Any = None
@@ -108,8 +130,8 @@ class CpuStep:
         out = torch.empty_like(x)
         self._layers.decoder.forward(
             x=x,
-            cos=cos[:, 0],
-            sin=sin[:, 0],
+            cos=cos[:, 0].contiguous(),
+            sin=sin[:, 0].contiguous(),
             mask=call.mask[:, 0, 0],
             place=call.place,
             cache=self._caches[call.cache],
@@ -120,9 +142,8 @@ class CpuStep:
         )
         return out
 
-    @contextmanager
-    def _comparing(self, model: Any, call: _Call) -> Iterator[None]:
-        """Within, the model computes as ever; what each layer makes of its input is compared with ours."""
+    def _comparing(self, model: Any, call: _Call) -> nn.Module:
+        """A twin of the model that computes the same; what each layer makes of its input is compared with ours."""
         layers = self._layers
         expected = layers.embed(call.ids)
         rotation = layers.rotary(expected, call.positions)
@@ -167,18 +188,17 @@ class CpuStep:
 
             return run
 
-        hooked = [
-            (layer, hook(f"layer {i}", functools.partial(after_layer, i)))
-            for i, layer in enumerate(layers.layers)
-        ]
-        hooked.append((layers.module, hook("the last norm", after_norm)))
-        hooked.append((model, hook("logits", after_head)))
-        handles = [module.register_forward_hook(work, with_kwargs=True) for module, work in hooked]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        twins = []
+        for i, layer in enumerate(layers.layers):
+            twins.append(twin.of(layer))
+            compare = hook(f"layer {i}", functools.partial(after_layer, i))
+            twins[i].register_forward_hook(compare, with_kwargs=True)
+        stack = twin.of(layers.layers, {str(i): layer for i, layer in enumerate(twins)})
+        inner = twin.of(layers.module, {"layers": stack})
+        inner.register_forward_hook(hook("the last norm", after_norm), with_kwargs=True)
+        found = twin.of(model, {model.base_model_prefix: inner}, without=("ktinject_decoding",))
+        found.register_forward_hook(hook("logits", after_head), with_kwargs=True)
+        return found
 
     def _note(self, index: int, why: str) -> None:
         if not why:
@@ -203,7 +223,10 @@ def _difference(ours: Tensor, theirs: Tensor, x: Tensor) -> str:
 
 
 class _Layers:
-    """What a model is made of, and its native twin."""
+    """What a model is made of, and its native twin.
+
+    copies   what the twin does not read where the model has it: its own, and the model's
+    """
 
     def __init__(self, model: Any) -> None:
         implementation = model.config.get_text_config()._attn_implementation
@@ -227,9 +250,10 @@ class _Layers:
             raise _Unknown(f"the model is {weight.dtype}")
         self.norm = _norm(_of(self.module, "norm", nn.Module, "the model"), weight.dtype)
         self.decoder = _native.Decoder(weight.shape[1], str(weight.dtype).removeprefix("torch."))
+        self.copies: list[tuple[Tensor, Tensor]] = []
         for index, layer in enumerate(self.layers):
             try:
-                self.decoder.add(*_layer(layer, weight.dtype))
+                self.decoder.add(*_layer(layer, weight.dtype, self.copies))
             except (_Unknown, ValueError) as error:
                 raise _Unknown(f"layer {index}: {error}") from None
 
@@ -254,12 +278,15 @@ def _norm(module: nn.Module, dtype: torch.dtype) -> Any:
     names = ("variance_epsilon", "eps", "epsilon")
     epsilon = next((e for n in names if isinstance(e := getattr(module, n, None), float)), None)
     weight = getattr(module, "weight", None)
-    if epsilon is None or not isinstance(weight, Tensor) or weight.dim() != 1 or weight.dtype != dtype:
+    is_plain = isinstance(weight, Tensor) and weight.dim() == 1 and weight.is_contiguous()
+    if epsilon is None or not is_plain or weight.dtype != dtype:
         raise _Unknown(f"a {type(module).__name__} is no RMS norm of the model's dtype")
     return _native.Norm(weight.detach(), epsilon)
 
 
-def _layer(layer: nn.Module, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
+def _layer(
+    layer: nn.Module, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
+) -> tuple[Any, Any, Any, Any]:
     wanted = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
     found = {name for name, _ in layer.named_children()}
     if found != wanted:
@@ -269,7 +296,7 @@ def _layer(layer: nn.Module, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
         _norm(layer.get_submodule("input_layernorm"), dtype),
         (_latent if isinstance(attention, AbsorbedMla) else _grouped)(attention, dtype),
         _norm(layer.get_submodule("post_attention_layernorm"), dtype),
-        _feed_forward(layer.get_submodule("mlp"), dtype),
+        _feed_forward(layer.get_submodule("mlp"), dtype, copies),
     )
 
 
@@ -300,6 +327,8 @@ def _latent(module: AbsorbedMla, dtype: torch.dtype) -> Any:
     spec = module.spec
     if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.weight.dtype != dtype:
         raise _Unknown(f"its kv_b_proj is a {type(module.kv_b_proj).__name__} of another dtype")
+    if not module.kv_b_proj.weight.is_contiguous():
+        raise _Unknown("the weight of its kv_b_proj is not contiguous")
     if spec.rope not in ("halves", "neighbours"):
         raise _Unknown(f"it rotates by {spec.rope}")
     low = module.q_a_proj is not None
@@ -322,7 +351,7 @@ def _latent(module: AbsorbedMla, dtype: torch.dtype) -> Any:
     )
 
 
-def _feed_forward(module: Any, dtype: torch.dtype) -> Any:
+def _feed_forward(module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> Any:
     names = {name for name, _ in module.named_children()}
     if "gate_proj" in names:
         return _unit(module)
@@ -335,7 +364,7 @@ def _feed_forward(module: Any, dtype: torch.dtype) -> Any:
     return _native.Mixture(
         router=router.linear.native,
         scores="sigmoid" if sigmoid else "softmax",
-        correction=router.e_score_correction_bias.float() if sigmoid else None,
+        correction=_wide(router.e_score_correction_bias, copies) if sigmoid else None,
         top_k=router.top_k,
         groups=getattr(router, "num_group", 1) if sigmoid else 1,
         top_groups=getattr(router, "topk_group", 1) if sigmoid else 1,
@@ -347,9 +376,18 @@ def _feed_forward(module: Any, dtype: torch.dtype) -> Any:
     )
 
 
+def _wide(tensor: Tensor, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """In fp32: itself, or a copy."""
+    wide = tensor.detach().float()
+    if tensor.dtype != torch.float32:
+        copies.append((wide, tensor.detach()))
+    return wide
+
+
 def _gate(module: Any, dtype: torch.dtype) -> Tensor:
     """The weight [1, hidden] of the factor that a shared expert has."""
-    if type(module) is not nn.Linear or module.bias is not None or module.weight.dtype != dtype:
+    is_plain = type(module) is nn.Linear and module.bias is None and module.weight.is_contiguous()
+    if not is_plain or module.weight.dtype != dtype:
         raise _Unknown(f"its shared expert's gate is a {type(module).__name__} that is not known")
     return module.weight.detach()
 

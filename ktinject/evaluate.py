@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ktinject.errors import OperatorError, PlanError
@@ -156,7 +156,7 @@ def greedy(
 
 def check_prompt(model: PreTrainedModel, prompt: Tensor, new_tokens: int) -> None:
     """Raises PlanError if a prompt, [T] token ids, and so many new tokens do not fit a model, on meta or not."""
-    longest = _longest(model)
+    longest = longest_text(model.config)
     if not 1 <= len(prompt) <= longest - new_tokens:
         raise PlanError(
             f"a prompt of {len(prompt)} tokens and {new_tokens} new ones: the prompt must have at least 1, "
@@ -176,9 +176,9 @@ def greedy_agreement(a: Sequence[Sequence[int]], b: Sequence[Sequence[int]]) -> 
     )
 
 
-def _longest(model: PreTrainedModel) -> int:
-    """Tokens that the model was made to see at once; no limit if its config names none."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+def longest_text(config: PreTrainedConfig) -> int:
+    """Tokens that a model was made to see at once; no limit if its config names none."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
 
 
 def _check_ids(model: PreTrainedModel, ids: Tensor) -> None:
@@ -197,7 +197,7 @@ def check_text(model: PreTrainedModel, ids: Tensor, window: int) -> None:
         raise PlanError(
             f"text of shape {tuple(ids.shape)}: at least 2 token ids in one dimension are needed."
         )
-    longest = _longest(model)
+    longest = longest_text(model.config)
     if not 2 <= window <= longest:
         raise PlanError(f"window of {window} tokens: allowed is 2 to {longest}, what the model was made for.")
     _check_ids(model, ids)

@@ -1,8 +1,8 @@
 """Decode steps of few kernels: norms, attention, routing and what lies between them as native/cuda computes it.
 
 Between two layers of experts, transformers runs some fifty kernels on tensors of a single token; nearly all of that
-time is launches. While a step is captured, `Fused.applied` lets the modules that it knows by what they hold compute
-with few kernels instead:
+time is launches. What is captured is therefore a twin of the model, in which the modules that `Fused` knows by what
+they hold compute with few kernels instead; the model itself stays as it is, for prompts and for other threads:
 
     a decoder layer   norm and projections to heads | attention | output projection and residual
                       | norm and router | choice of experts and submit | wait and residual
@@ -16,14 +16,12 @@ a module that differs stays as it is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ktinject import decode_ops
+from ktinject import decode_ops, twin
 from ktinject.fused_steps import Step, is_layer, known
 from ktinject.team import Team
 
@@ -37,8 +35,9 @@ _LAYER_TOLERANCE = 0.1
 
 
 class Fused:
-    """The modules of a model whose decode step is known, and which of them were found to compute the same.
+    """A twin of a model whose known modules make decode steps of few kernels, if they were found to compute the same.
 
+    twin      it holds the model's modules, and not the model
     refused   path → why a module that looked known keeps its own forward
     """
 
@@ -50,29 +49,38 @@ class Fused:
         # Blocks of attention count themselves here; requests of one model take turns.
         heads = max((getattr(m, "num_attention_heads", 0) for m in _configs(model)), default=0)
         arrived: dict[torch.device, Tensor] = {}
-        for path, module in model.named_modules():
+
+        def counter(module: nn.Module) -> Tensor:
             device = _device(module)
             if device not in arrived:
                 arrived[device] = torch.zeros(decode_ops.MOST_ROWS * heads, dtype=torch.int32, device=device)
-            step = known(module, arrived[device])
-            if step is not None and "forward" not in vars(module):
+            return arrived[device]
+
+        def is_known(module: nn.Module) -> bool:
+            return "forward" not in vars(module) and known(module, counter(module)) is not None
+
+        self.twin = twin.tree(model, is_known, without=("ktinject_decoding",))
+        for path, module in self.twin.named_modules():
+            step = known(module, counter(module)) if is_known(module) else None
+            if step is not None:
                 self._steps[path] = (module, step)
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Within, the known modules compute with few kernels; the first time, they compare and compute as ever."""
+    def __call__(self, **inputs: Any) -> Any:
+        """The model's output; the first time, known modules compare and compute as ever."""
         checking = not self._checked
         try:
+            # For the time of the call only: a twin that holds its steps, which hold it, would not be freed at once.
             for path, (module, step) in self._steps.items():
-                module.__dict__["forward"] = self._comparing(path, module, step) if checking else step
-            yield
+                vars(module)["forward"] = self._comparing(path, module, step) if checking else step
+            outputs = self.twin(**inputs)
             self._checked = True
+            return outputs
         finally:
             for module, _ in self._steps.values():
-                module.__dict__.pop("forward", None)
+                vars(module).pop("forward", None)
             for path in self.refused:
                 self._steps.pop(path, None)
 

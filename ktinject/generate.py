@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,13 +44,19 @@ from ktinject.graph import MAX_BATCH, Lane, power_of_two
 from ktinject.operators import Operator
 from ktinject.operators.handoff import Handoff, wake
 from ktinject.sampling import Request, Sampler, Sampling
+from ktinject.swapped import own_class, put_before
 from ktinject.team import Team
+from ktinject.watch import Watch, active_mode, replaced_method, undeclared
 
 logger = logging.getLogger("ktinject")
 
 # What a captured step makes itself, or what was used when the request was prepared.
 _KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "tokenizer"}
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
+# Methods that decide what a step is given, which a recorded one does not ask.
+_PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "__call__")
+# transformers' hooks that record what was asked for with output_…=True, and else do nothing; they stay once set.
+_RECORDING = "transformers.utils.output_capturing"
 
 
 class Decoding:
@@ -74,7 +80,9 @@ class Decoding:
         self.fused = None if self.graphs else Fused(model, team)
         self._native: CpuStep | None = None
         self._model = weakref.ref(model)
-        self._state: object = None
+        self._watch: Watch | None = None  # of the model that is recorded
+        self._unrecordable = ""  # why that model cannot be
+        self._fused_is_stale = False
         self._handoffs = [
             o.handoff for o in model.modules() if isinstance(getattr(o, "handoff", None), Handoff)
         ]
@@ -83,6 +91,16 @@ class Decoding:
         self._turn = threading.Lock()
         self._owner: int | None = None
         self._process = os.getpid()
+        self._local = threading.local()
+
+    @property
+    def replay(self) -> Callable[..., Any] | None:
+        """What the stock loop calls for the model, during one request of this thread."""
+        return getattr(self._local, "replay", None)
+
+    @replay.setter
+    def replay(self, replay: Callable[..., Any] | None) -> None:
+        self._local.replay = replay
 
     @property
     def native(self) -> CpuStep | None:
@@ -92,7 +110,6 @@ class Decoding:
         """Give back all captured graphs and their caches; the next request captures again."""
         self.lanes.clear()
         self._native = None
-        self._state = None
 
     def check(self) -> None:
         """Raise what went wrong on the CPU in replays whose results were looked at. Raises OperatorError."""
@@ -164,44 +181,45 @@ class Decoding:
             return "positions have more than one dimension"
         if torch.is_autocast_enabled(model.device.type):
             return "autocast is on"
-        why = self._check_unchanged(model)
-        if why or not self.graphs:
-            return why
+        if mode := active_mode():
+            return f"{mode} is to see every operation"
+        return self.refuse_model()
+
+    def refuse_model(self) -> str:
+        """Why no step of the model as it is can be recorded; "" if it can. What was recorded of it before it changed is
+        dropped. To be called in one's turn."""
+        model = self._model()
+        assert model is not None
+        is_same = self._watch is not None and not self._watch.change()
+        if self.team is not None:
+            is_same = self.team.all(is_same)
+        if not is_same:
+            self.release()
+            self._fused_is_stale = self._watch is not None
+            self._watch, self._unrecordable = Watch(model), _unrecordable(model)
+            if self.team is not None:
+                self._unrecordable = next((why for why in self.team.tell(self._unrecordable) if why), "")
+        if self._unrecordable or not self.graphs:
+            if self._fused_is_stale and not self._unrecordable and self.fused is not None:
+                self.fused, self._fused_is_stale = Fused(model, self.team), False
+            return self._unrecordable
         if self.team is not None:
             return "several processes share the model"
         self._native = self._native or CpuStep(model)
         return self._native.refused
 
-    def _check_unchanged(self, model: PreTrainedModel) -> str:
-        """What a replay would miss; graphs of a model whose modules or weights were replaced are dropped."""
-        if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
-            return "there are hooks on all modules"
-        state = []
-        for path, module in model.named_modules():
-            if type(module).__module__.startswith("peft."):
-                return "there are adapters on the model (PEFT)"
-            hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-            if not all(getattr(hook, "capturable", False) for hook in hooks):
-                return f"{path or 'the model'} has forward hooks"
-            if module.training:
-                return "the model is in training mode"
-            state.append(id(module))
-            tensors = (*module._parameters.values(), *module._buffers.values())
-            state += [tensor.data_ptr() for tensor in tensors if tensor is not None]
-        if state != self._state:
-            self.release()
-            self._state = state
-        return ""
-
     def lane(self, cache: Any, logits: Tensor, tokens: int) -> Lane | None:
-        """The lane of a request; None, and `reason` says so, if there is no room for one."""
+        """The lane of a request of up to so many tokens; None, and `reason` says so, if there is no room for one."""
         batch = len(logits)
+        if self.native is not None:
+            tokens = int(cache.get_seq_length()) + 1  # its cache grows
         found = self.lanes.get(batch)
         if found is not None and found.capacity >= tokens:
             return found
         self.lanes.pop(batch, None)
         del found
         lane: Lane | None
+        assert self._watch is not None, "a request that was not refused"
         try:
             lane = Lane(
                 self.native or functools.partial(_forward, self._model, self.fused),
@@ -209,6 +227,8 @@ class Decoding:
                 cache,
                 tokens,
                 logits,
+                own=functools.partial(_forward, self._model, None),
+                change=self._watch.change,
             )
         except torch.OutOfMemoryError:
             self.release()
@@ -233,49 +253,35 @@ def install(model: PreTrainedModel, team: Team | None = None) -> None:
     if not isinstance(model, GenerationMixin) or type(model)._sample is not GenerationMixin._sample:
         return
     model.ktinject_decoding = Decoding(model, team)
-    model.__class__ = _swapped_class(_Swapped if team is None else _Shared, cast(Any, type(model)))
-
-
-def _class_before(model: Any) -> Any:
-    """The class that a model had, and whose methods those below stand before."""
-    classes = type(model).__mro__
-    return classes[classes.index(_Swapped) + 1]
-
-
-@cast(Any, functools.cache)
-def _swapped_class(ours: Any, base: Any) -> Any:
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (ours, base), names)
+    put_before(model, _Swapped if team is None else _Shared)
 
 
 class _Swapped:
     """The methods that differ from the model's own class."""
 
     ktinject_decoding: Decoding
-    _replay: Callable[..., Any] | None = None  # what the stock loop calls for the model, during one request
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is of the model's own class: operators refuse to be copied, but there may be none."""
-        base = _class_before(self)
+        base = own_class(self)
         _, _, state, *rest = base.__reduce_ex__(self, protocol)
         state = {name: value for name, value in state.items() if name != "ktinject_decoding"}
         return object.__new__, (base,), state, *rest
 
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
-        return self._replay or _class_before(self).get_compiled_call(self, compile_config)
+        return self.ktinject_decoding.replay or own_class(self).get_compiled_call(self, compile_config)
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        return self._replay is not None or _class_before(self)._valid_auto_compile_criteria(
-            self, *args, **kwargs
-        )
+        replays = self.ktinject_decoding.replay is not None
+        return replays or own_class(self)._valid_auto_compile_criteria(self, *args, **kwargs)
 
     def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.ktinject_decoding.note("stock loop: beam search", "beam search")
-        return _class_before(self)._beam_search(self, *args, **kwargs)
+        return own_class(self)._beam_search(self, *args, **kwargs)
 
     def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.ktinject_decoding.note("stock loop: assisted decoding", "assisted decoding")
-        return _class_before(self)._assisted_decoding(self, *args, **kwargs)
+        return own_class(self)._assisted_decoding(self, *args, **kwargs)
 
     def _sample(
         self: Any,
@@ -289,7 +295,7 @@ class _Swapped:
     ) -> Any:
         decoding: Decoding = self.ktinject_decoding
         plain = _read(self, logits_processor, stopping_criteria, generation_config, synced_gpus)
-        outer = self.__dict__.pop("_replay", None)
+        outer, decoding.replay = decoding.replay, None
         try:
             with decoding.turn() as eager:
                 eager = eager or decoding.refuse(input_ids, model_kwargs, generation_config)
@@ -305,9 +311,9 @@ class _Swapped:
                     return _own(self, eager, plain, input_ids, generation_config, streamer, model_kwargs)
                 steps = "" if eager else "native, " if decoding.native is not None else "graph, "
                 decoding.note(f"{steps}stock loop: {plain}", eager)
-                if not eager:
-                    self._replay = _Replay(self, stopping_criteria.max_length or 0)
-                found = _class_before(self)._sample(
+                replay = None if eager else _Replay(self, stopping_criteria.max_length or 0)
+                decoding.replay = replay
+                found = own_class(self)._sample(
                     self,
                     input_ids,
                     logits_processor=logits_processor,
@@ -319,6 +325,8 @@ class _Swapped:
                 )
                 if decoding.team is None:
                     decoding.check()
+                if replay is not None:
+                    decoding.reason = replay.stopped
                 return found
         except OperatorError:
             decoding.drain()
@@ -332,9 +340,7 @@ class _Swapped:
             )
             raise
         finally:
-            self.__dict__.pop("_replay", None)
-            if outer is not None:
-                self._replay = outer
+            decoding.replay = outer
 
 
 class _Shared(_Swapped):
@@ -342,7 +348,7 @@ class _Shared(_Swapped):
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.ktinject_decoding.team.agree(args, kwargs)
-        return _class_before(self).generate(self, *args, **kwargs)
+        return own_class(self).generate(self, *args, **kwargs)
 
     def _get_static_cache_init_shape(self) -> None:
         """A process has its part of the heads: each layer's cache is made for the keys that come."""
@@ -404,6 +410,8 @@ def _own(
     new_tokens = max(1, plain.max_length - input_ids.shape[1])
     lane = None
     if not eager and new_tokens > 1:
+        eager = _uneven(cache, input_ids) or decoding.refuse_model()  # the prompt ran code of the model
+    if not eager and new_tokens > 1:
         lane = decoding.lane(cache, logits, input_ids.shape[1] + new_tokens)
         eager = "" if lane is not None else decoding.reason
     step: _GraphStep | _EagerStep
@@ -411,12 +419,16 @@ def _own(
     with model._optimize_model_for_decode(), nullcontext() if native is None else openmp.one_thread():
         if lane is not None:
             positions = model_kwargs.get("position_ids")
-            lane.begin(
+            eager = _begin(
+                decoding,
+                lane,
+                logits,
                 cache,
-                input_ids.shape[1],
                 model_kwargs.get("attention_mask"),
                 None if positions is None else positions[:, -1:],
             )
+            lane, native = (None, None) if eager else (lane, native)
+        if lane is not None:
             _empty(cache)
             step = _GraphStep(lane, plain, decoding)
         else:
@@ -437,10 +449,41 @@ def _own(
     if lane is None:
         decoding.note("eager loop", eager)
     elif native is not None:
-        decoding.note("eager loop" if native.refused else "native loop", native.refused)
+        decoding.note("native loop", lane.changed)
     else:
-        decoding.note("eager loop" if lane.failure else "graph loop", lane.failure)
+        decoding.note("eager loop" if lane.failure else "graph loop", lane.failure or lane.changed)
     return tokens
+
+
+def _uneven(cache: Any, input_ids: Tensor) -> str:
+    """Why a cache is not that of the prompt's tokens and no others; "" if it is."""
+    held = int(cache.get_seq_length()) if cache is not None else 0
+    return (
+        ""
+        if held == input_ids.shape[1]
+        else f"the cache holds {held} tokens, the prompt {input_ids.shape[1]}"
+    )
+
+
+def _begin(
+    decoding: Decoding, lane: Lane, logits: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None
+) -> str:
+    """Have a lane take over a prefill's cache, which stays as it is; why the model's own steps must run, or ""."""
+    begin = functools.partial(lane.begin, cache, int(cache.get_seq_length()), mask, positions)
+    begin()
+    native = decoding.native
+    if native is None:
+        return ""
+    native.refresh()
+    found = [logits]
+
+    def step() -> None:
+        lane.ids.copy_(found.pop().argmax(-1, keepdim=True))
+        lane.step()
+        found.append(lane.logits.clone())
+
+    native.prove(step, begin)
+    return native.refused
 
 
 def _last(outputs: Any, input_ids: Tensor) -> Tensor:
@@ -520,6 +563,12 @@ class _Replay:
         self._steps = 0
         self._shape: Tensor | None = None
         self._lane: Lane | None = None
+        self._refused = ""
+
+    @property
+    def stopped(self) -> str:
+        """Why not all steps that could be replayed were; "" if they were."""
+        return self._refused or (self._lane.changed if self._lane is not None else "")
 
     def __call__(self, **inputs: Any) -> Any:
         ids: Tensor = inputs["input_ids"]
@@ -539,15 +588,18 @@ class _Replay:
         return outputs
 
     def _begin(self, inputs: dict[str, Any], logits: Tensor) -> Lane | None:
+        decoding: Decoding = self._model.ktinject_decoding
+        self._refused = decoding.refuse_model()
+        if self._refused:
+            return None
         cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
-        length = int(cache.get_seq_length())
-        lane: Lane | None = self._model.ktinject_decoding.lane(
-            cache, logits, max(self._max_length, length + 1)
-        )
-        if lane is not None:
-            mask = mask[:, 0, 0] if mask is not None and mask.dim() == 4 else mask
-            lane.begin(cache, length, mask, inputs.get("position_ids"))
-        return lane
+        lane = decoding.lane(cache, logits, max(self._max_length, int(cache.get_seq_length()) + 1))
+        if lane is None:
+            self._refused = decoding.reason
+            return None
+        mask = mask[:, 0, 0] if mask is not None and mask.dim() == 4 else mask
+        self._refused = _begin(decoding, lane, logits, cache, mask, inputs.get("position_ids"))
+        return None if self._refused else lane
 
 
 def _forward(
@@ -558,18 +610,42 @@ def _forward(
     positions: Tensor,
     cache: Any,
 ) -> Tensor:
-    """The model on one token a row, [b, v]; weak, for a lane must not keep its model alive."""
-    model = reference()
+    """The model, or its twin, on one token a row, [b, v]; weak, for a lane must not keep its model alive."""
+    model: Any = fused if fused is not None else reference()
     assert model is not None
-    with fused.applied() if fused is not None else nullcontext():
-        return model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-        ).logits[:, -1]
+    outputs = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+    )
+    logits: Tensor = outputs.logits[:, -1]
+    return logits
+
+
+def _unrecordable(model: PreTrainedModel) -> str:
+    """What a recorded step of a model, as it is now, would miss; "" if nothing."""
+    if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+        return "there are hooks on all modules"
+    for path, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):
+            return "there are adapters on the model (PEFT)"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if not all(map(_is_harmless, hooks)):
+            return f"{path or 'the model'} has forward hooks"
+        if module.training:
+            return "the model is in training mode"
+        if why := undeclared(module):
+            return f"{path or 'the model'} {why}"
+    if name := replaced_method(model, _PREPARING):
+        return f"{name} of the model was replaced, which decides what each step is given"
+    return ""
+
+
+def _is_harmless(hook: Any) -> bool:
+    return getattr(hook, "capturable", False) or getattr(hook, "__module__", "") == _RECORDING
 
 
 def _never(model: PreTrainedModel) -> str:

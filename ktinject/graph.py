@@ -5,8 +5,9 @@
 
 A lane belongs to one batch size. Its cache holds the longest request so far, rounded up to a power of two; a graph
 sees the shortest stretch of it, a power of two again, that holds what there is. So attention over an empty rest costs
-at most as much as over what is there, and nothing is captured anew but when a request needs a longer cache. Layers on
-several GPUs make it several graphs, see `chain`.
+at most as much as over what is there, and nothing is captured anew but when a request needs a longer cache. On the CPU,
+where no graph holds its address, the cache grows with the text. Layers on several GPUs make it several graphs, see
+`chain`.
 """
 
 from __future__ import annotations
@@ -98,33 +99,49 @@ class Lane:
     captures    graphs captured so far
     replays     steps replayed
     failure     why graphs cannot be captured; the steps then run one kernel at a time, on the same tensors
+    changed     why steps of this request ran as `own`; "" if none did
     """
 
     def __init__(
-        self, forward: Forward, wake: Callable[[], None], cache: Cache, tokens: int, logits: Tensor
+        self,
+        forward: Forward,
+        wake: Callable[[], None],
+        cache: Cache,
+        tokens: int,
+        logits: Tensor,
+        *,
+        own: Forward | None = None,
+        change: Callable[[], str] = lambda: "",
     ) -> None:
         """Take the memory. Raises torch.OutOfMemoryError.
 
         forward  the model on one token a row; must not keep the model alive
         wake     called before each replay
         cache    as a prefill left it; the shapes of its keys and values are taken
-        tokens   that the longest row of the request may have
+        tokens   that the longest row of the request may have; on the CPU, that there is room for at first
         logits   [b, v] of that prefill
+        own      as `forward`, by the model as it is now, whatever was recorded
+        change   asked before each step: what the model has of another kind than when `forward` was made, or ""
         """
         device = logits.device
         batch, vocab_size = logits.shape
         self.device, self.capacity = device, power_of_two(tokens)
         self.captures, self.replays, self.failure = 0, 0, ""
+        self.changed = ""
         self._forward, self._wake = forward, wake
+        self._own, self._change = own or forward, change
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
-            self._cache = [(self._empty(layer.keys), self._empty(layer.values)) for layer in cache.layers]
+            self._cache = [
+                (self._empty(layer.keys, self.capacity), self._empty(layer.values, self.capacity))
+                for layer in cache.layers
+            ]
             self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
             self.logits = torch.zeros(batch, vocab_size, dtype=torch.float32, device=device)
             self._positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
             self._place = torch.zeros(1, dtype=torch.int64, device=device)
             self._mask = torch.zeros(batch, 1, 1, self.capacity, dtype=torch.bool, device=device)
-        self._used = 0
+        self._used = self._written = 0  # places of this request, and of the longest one
         self._views: dict[int, Stretch] = {}
         if device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
@@ -133,9 +150,28 @@ class Lane:
         self._steps: dict[int, Chain] = {}
         self._samplers: OrderedDict[Sampling, tuple[Sampler, Chain | None]] = OrderedDict()
 
-    def _empty(self, like: Tensor) -> Tensor:
+    def _empty(self, like: Tensor, capacity: int) -> Tensor:
         batch, heads, _, size = like.shape
-        return torch.zeros(batch, heads, self.capacity, size, dtype=like.dtype, device=like.device)
+        try:
+            return torch.zeros(batch, heads, capacity, size, dtype=like.dtype, device=like.device)
+        except RuntimeError as error:  # what the CPU says, or a size beyond 64 bits
+            raise torch.OutOfMemoryError(f"a cache of {capacity} tokens: {error}") from None
+
+    def _grow(self) -> None:
+        """Twice the capacity, layer by layer, so that no more than one is there twice."""
+        capacity = 2 * self.capacity
+        self._views.clear()
+        with torch.inference_mode(False):
+            for index, tensors in enumerate(self._cache):
+                longer = [self._empty(tensor, capacity) for tensor in tensors]
+                for tensor, new in zip(tensors, longer):
+                    new[:, :, : self._written].copy_(tensor[:, :, : self._written])
+                self._cache[index] = (longer[0], longer[1])
+            mask = torch.zeros(*self._mask.shape[:-1], capacity, dtype=torch.bool, device=self.device)
+            mask[..., : self.capacity] = self._mask
+            # The place that the last step found no room for.
+            mask[..., self._used - 1] = True
+        self._mask, self.capacity = mask, capacity
 
     def begin(self, cache: Cache, length: int, mask: Tensor | None, positions: Tensor | None) -> None:
         """Take over what a prefill left behind.
@@ -149,8 +185,10 @@ class Lane:
             keys[:, :, :length].copy_(layer.keys[:, :, :length])
             values[:, :, :length].copy_(layer.values[:, :, :length])
             # What a failed request left is not finite, which a mask does not hide.
-            keys[:, :, length:].zero_()
-            values[:, :, length:].zero_()
+            keys[:, :, length : self._written].zero_()
+            values[:, :, length : self._written].zero_()
+        self._written = length
+        self.changed = ""
         self._mask.zero_()
         self._mask[:, 0, 0, : length + 1] = True
         if mask is not None:
@@ -162,17 +200,26 @@ class Lane:
     def step(self) -> None:
         """One forward pass over `ids`, which leaves `logits`."""
         self._used += 1
+        if self._used > self.capacity and self.device.type == "cpu":
+            self._grow()
         # A step on the CPU reads no place that is empty.
         stretch = self.capacity if self.device.type == "cpu" else power_of_two(self._used)
+        self._written = max(self._written, self._used)
+        change = self._change()
+        if change:
+            self.changed = change
+            with AtOnce(self.device) as route:
+                self._compute(stretch, route, self._own)
+            return
         chain = self._steps.get(stretch)
         if chain is None and not self.failure:
             state = [self._positions, self._place, self._mask]
-            chain = self._capture(lambda route: self._compute(stretch, route), state)
+            chain = self._capture(lambda route: self._compute(stretch, route, self._forward), state)
             if chain is not None:
                 self._steps[stretch] = chain
         if chain is None:
             with AtOnce(self.device) as route:
-                self._compute(stretch, route)
+                self._compute(stretch, route, self._forward)
         else:
             self._wake()
             chain.replay()
@@ -199,13 +246,13 @@ class Lane:
         else:
             chain.replay()
 
-    def _compute(self, stretch: int, route: Route) -> None:
+    def _compute(self, stretch: int, route: Route, forward: Forward) -> None:
         if stretch not in self._views:
             layers = [_Layer(k[:, :, :stretch], v[:, :, :stretch], self._place) for k, v in self._cache]
             self._views[stretch] = Stretch(layers, self._place)
         view = self._views[stretch]
         view.route = route
-        logits = self._forward(self.ids, self._mask[..., :stretch], self._positions, view)
+        logits = forward(self.ids, self._mask[..., :stretch], self._positions, view)
         self.logits.copy_(logits)
         advance(self._place, self._positions, self._mask)
 

@@ -108,7 +108,15 @@ def load_rest(
         weight_mapping=mapping.transforms,
     )
     with _quiet():
-        info, _ = type(model)._load_pretrained_model(model, state, None, config)
+        try:
+            info, _ = type(model)._load_pretrained_model(model, state, None, config)
+        except RuntimeError as error:
+            if "can't start new thread" not in str(error):
+                raise
+            raise CheckpointError(
+                f"{where}: there is no room for the threads that read it. Free memory, or raise the limits of memory "
+                "(ulimit -v) and of threads (ulimit -u)."
+            ) from error
         # Of two tied parameters one is enough, whichever it is.
         tied = [{*pair} for pair in model.all_tied_weights_keys.items()]
         filled = {name for pair in tied if pair - info.missing_keys for name in pair}

@@ -116,6 +116,12 @@ def _save_pretrained(
     type(model).save_pretrained(model, save_directory, *args, **kwargs)
 
 
+def _with_weights(operator: Operator) -> str:
+    """Its name and, if it says so, what its weights are."""
+    weights = operator.describe().get("weights")
+    return operator.name + (f" ({weights})" if weights else "")
+
+
 def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
     plan: Plan = model.ktinject
     if plan.styles:
@@ -124,16 +130,24 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
             f"{f' ({plan.checkpoint})' if plan.checkpoint else ''} instead."
         )
     operators = {entry.path: model.get_submodule(entry.path) for entry in plan.entries}
-    lossy = sorted(
-        {f"{o.name} ({o.describe()['weights']})" for o in operators.values() if not o.is_lossless()}
-    )
+    # A copy of a tied parameter that is there is no loss; an exact one may differ from what it was copied from by now.
+    state = model.state_dict()
+    copies = {name for name, source in plan.tied.items() if source in state}
+    entries = [
+        entry
+        for entry in plan.entries
+        if operators[entry.path].is_lossless()
+        or not copies.issuperset(f"{entry.path}.{n}" for n in entry.wants)
+    ]
+    held = [operators[entry.path] for entry in entries]
+    lossy = sorted({_with_weights(operator) for operator in held if not operator.is_lossless()})
     source = f" ({plan.checkpoint})" if plan.checkpoint else ""
     if lossy:
         raise OperatorError(
             f"this model cannot be saved: {', '.join(lossy)} holds rounded weights, not the checkpoint's. "
             f"Copy the original checkpoint folder{source} instead, and keep the rules beside it."
         )
-    shapes = {f"{e.path}.{name}": torch.Size(shape) for e in plan.entries for name, shape in e.wants.items()}
+    shapes = {f"{e.path}.{name}": torch.Size(shape) for e in entries for name, shape in e.wants.items()}
     needed = sum(shape.numel() for shape in shapes.values()) * model.dtype.itemsize
     free = machine.detect().memory_available_bytes
     if needed > free:
@@ -142,7 +156,7 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
             f"Copy the original checkpoint folder{source} instead."
         )
     tensors = {}
-    for entry in plan.entries:
+    for entry in entries:
         operator = operators[entry.path]
         for name, shape in entry.wants.items():
             tensors[f"{entry.path}.{name}"] = tensor = torch.empty(shape, dtype=model.dtype)
@@ -155,4 +169,7 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
                         f"this model cannot be saved: {entry.path}.{name} does not fit {model.dtype}. "
                         f"Copy the original checkpoint folder{source} instead."
                     )
+    for name in copies & tensors.keys():
+        if torch.equal(tensors[name], state[plan.tied[name]].to("cpu", model.dtype)):
+            del tensors[name]  # as it was: stored once
     return tensors

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ktinject import borders, generate, hf, inject, machine, shards
+from ktinject import borders, ending, generate, hf, inject, machine, shards, swapped
 from ktinject import rules as language
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.machine import Machine
@@ -122,6 +122,7 @@ def _optimize(
     check_tensors: bool,
     team: Team | None,
 ) -> PreTrainedModel:
+    ending.install()
     operators: dict[str, Any] = {}
     # Open until the very end: an interrupt may come between the last step and the return.
     transaction = inject.Transaction(model)
@@ -141,6 +142,8 @@ def _optimize(
             shards.install(model, decided.styles, team)
         borders.install(model, hf.Layers(model).paths, decided.device_map)
         generate.install(model, team)
+        if operators:
+            swapped.install(model)
         logger.info("swapped %d modules of %s", len(decided.entries), decided.model)
         if found.huge_pages not in ("always", "madvise"):
             logger.info("packed weights lie in pages of 4 KiB; `ktinject doctor` says why not in huge ones")

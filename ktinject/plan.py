@@ -52,6 +52,7 @@ class Plan:
     mapping     of the checkpoint's keys; None if the model has its weights
     styles      path → how tensor parallelism cuts a linear layer
     cuts        checkpoint key → the part of it that this process has
+    tied        parameter that an operator takes → the one that it is tied to, of which the operator has a copy
     """
 
     model: str
@@ -70,6 +71,7 @@ class Plan:
     mapping: KeyMap | None = field(default=None, repr=False)
     styles: dict[str, Style] = field(default_factory=dict, repr=False)
     cuts: dict[str, Cut] = field(default_factory=dict, repr=False)
+    tied: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -359,6 +361,11 @@ def _check_shared(plan: Plan, model: PreTrainedModel) -> None:
             raise PlanError(
                 f"{name} is tied to {source}, which a rule replaces; no operator shares its weights. "
                 f"Keep {source.rpartition('.')[0]}, or replace both."
+            )
+        if name in swapped:
+            plan.tied[name] = source
+            plan.notes.append(
+                f"{name} is tied to {source}: the operator has a copy of it, which does not follow later changes"
             )
     for conversion in (plan.mapping.conversions if plan.mapping else {}).values():
         taken = [name for name in conversion.targets if name in swapped]

@@ -125,7 +125,8 @@ class Sampler:
         self._length = torch.zeros(1, dtype=torch.int64, device=device)
         self._min_length = torch.zeros(1, dtype=torch.int64, device=device)
         self._ends = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self._ends[[end for end in sampling.ends if end < vocab_size]] = True
+        # -1, that no text ends, would be the last token.
+        self._ends[[end for end in sampling.ends if 0 <= end < vocab_size]] = True
         seen = (
             vocab_size + 1 if sampling.has_penalty else 0
         )  # one more, for ids the model's head does not have
@@ -209,10 +210,13 @@ def _drawn(scores: Tensor) -> Tensor:
     """A token for each row of scores [b, v], as torch.multinomial draws it, which looks at its input."""
     if not scores.is_cpu or not _draws_as_torch():
         return _drawn_by_torch(scores, None)
-    state = torch.get_rng_state()
-    tokens = _native_choice(scores, state)
-    torch.set_rng_state(state)
-    return tokens
+    while True:
+        state = torch.default_generator.get_state()
+        drawn = state.clone()
+        tokens = _native_choice(scores, drawn)
+        # Where another thread has drawn from the generator meanwhile, these numbers are his.
+        if _native.exchange_state(torch.default_generator, state, drawn):
+            return tokens
 
 
 def _drawn_by_torch(scores: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -65,7 +65,10 @@ class Operator(nn.Module, ABC):
     across: ClassVar[Literal["each", "first", "none"]] = "each"
     # forward, given CUDA tensors, only enqueues work: no host synchronisation, and nothing on the host that a replay
     # of a CUDA graph would miss. Decode is captured only if all operators of a model say so.
+    # Derived classes that override something must say so themselves.
     capturable: bool = False
+    # Attributes that the operator changes itself after it is finished, and whose change a recorded step may miss.
+    changing: ClassVar[frozenset[str]] = frozenset()
     hands_on: HandsOn | None = (
         None  # one for all operators that hand on to each other; crosses from GPU to GPU
     )
@@ -224,8 +227,14 @@ AnyOperator = TypeVar("AnyOperator", bound=type[Operator])
 def register_operator(name: str) -> Callable[[AnyOperator], AnyOperator]:
     """Class decorator: make an operator known to rules as `operator: <name>`.
 
-    Raises OperatorError if the name is taken or odd, or the class does not keep the contract
+    Raises OperatorError if the name is missing, taken or odd, or the class does not keep the contract
     """
+    if not isinstance(name, str):
+        given = name.__name__ if isinstance(name, type) else repr(name)
+        raise OperatorError(
+            f"register_operator: found {given} in place of a name; rules name operators. "
+            'Write @register_operator("my_operator") above the class.'
+        )
 
     def register(cls: AnyOperator) -> AnyOperator:
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):

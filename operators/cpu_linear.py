@@ -41,6 +41,7 @@ class CpuLinear(PackedLinear):
     """
 
     Config = CpuLinearConfig
+    changing = frozenset({"_loaded_dtype"})
 
     def __init__(self, module: nn.Linear, config: CpuLinearConfig) -> None:
         super().__init__(module, config)

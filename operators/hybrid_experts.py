@@ -116,6 +116,7 @@ class HybridExperts(CpuExperts):
     Config = HybridExpertsConfig
     device_types = ("cuda", "cpu")
     capturable = True
+    changing = frozenset({"_rates", "streamed"})
     config: HybridExpertsConfig
 
     def __init__(self, spec: ExpertsSpec, config: HybridExpertsConfig) -> None:

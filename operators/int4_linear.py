@@ -61,6 +61,7 @@ class Int4Linear(GpuLinear):
     """
 
     Config = Int4LinearConfig
+    changing = frozenset({"_turn"})
     takes = ("gptq", "awq", "packed", "q4_0")
     sm80_only = False  # for tests: leave sm_90's own kernels out
     every_lane = False  # for racecheck, which does not see that __syncwarp orders what a warp has read
@@ -133,6 +134,8 @@ class Int4Linear(GpuLinear):
             self._room = torch.empty(self.in_features, dtype=torch.int64, device=device)
 
     def _pack(self, weight: Tensor) -> None:
+        if self._order is not None:  # written to, see `PackedLinear.write`
+            weight = weight[:, self._order]
         try:
             self._take(int4_layout.quantise(weight, self.group_size, self.config.symmetric), torch.bfloat16)
         except ValueError as error:

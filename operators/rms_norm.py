@@ -115,7 +115,7 @@ class RmsNorm(Operator):
         x, weight = hidden_states, self.weight
         needs_graph = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         served = x.dtype == weight.dtype and x.dtype in CODES and x.device == weight.device
-        served = served and (x.is_cpu or (x.is_cuda and _native.cuda_built()))
+        served = served and weight.is_contiguous() and (x.is_cpu or (x.is_cuda and _native.cuda_built()))
         if not served or needs_graph or torch.compiler.is_compiling():
             return formula(x, weight, self.epsilon)
         x = x.contiguous()

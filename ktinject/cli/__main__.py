@@ -1,6 +1,6 @@
 """`python -m ktinject.cli`."""
 
-from ktinject.cli import main
+from ktinject.__main__ import main
 
 if __name__ == "__main__":
     main()

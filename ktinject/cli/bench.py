@@ -20,7 +20,7 @@ from ktinject.errors import PlanError
 from ktinject.rules import parse_overrides
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from ktinject.benchmark import Breakdown, Result
 
@@ -106,8 +106,8 @@ def command(
 ) -> None:
     """Measure how fast a model reads prompts and writes tokens.
 
-    Default: pp512, pp2048 and tg128, five times each, as mean ± standard deviation in tokens a second. As in
-    llama-bench, a list or a range of numbers is several tests, and 0 is none.
+    Default: pp512, pp2048 (where the model was made for so many) and tg128, five times each, as mean ± standard
+    deviation in tokens a second. As in llama-bench, a list or a range of numbers is several tests, and 0 is none.
     """
     with options.answers(output == "json"):
         if (model is None) == (shape is None):
@@ -123,13 +123,17 @@ def command(
         if trace is not None:
             options.check_writable(trace, "--trace")
         prompts, writes = options.parse_counts(prompt, "-p"), options.parse_counts(write, "-n")
-        if prompts is None and writes is None:
-            prompts, writes = [512, 2048], [128]
-        if not (prompts or writes or breakdown or trace):
+        is_default = prompts is None and writes is None
+        if not (is_default or prompts or writes or breakdown or trace):
             raise PlanError("-p and -n: no test is left. Give one of them a number other than 0.")
         options.load_plugins(plugins)
-        from ktinject import benchmark
+        from ktinject import benchmark, evaluate
 
+        config = _config(model, shape, layers)
+        if is_default:
+            prompts = [count for count in (512, 2048) if count <= evaluate.longest_text(config)]
+            writes = [128]
+        benchmark.check_lengths(config, prompts or [], writes or [])
         with options.one_voice(tp) as first:
             title, swapped = _load(model, shape, layers, rules, variables, device, budget, tp)
             found = benchmark.run(swapped, prompts or [], writes or [], repetitions, batch)
@@ -147,6 +151,19 @@ def command(
             assert gguf is not None
             rows += llama_rows(llama_bench, gguf, prompts or [], writes or [], repetitions, on_gpu)
         _show(rows, where if breakdown else None, output)
+
+
+def _config(folder: Path | None, shape: str | None, layers: int | None) -> PreTrainedConfig:
+    from ktinject import hf, shapes
+    from ktinject.weights.checkpoint import Checkpoint
+
+    if folder is None:
+        assert shape is not None
+        return shapes.config(shape, layers)
+    if layers is not None:
+        raise PlanError("--layers is for --shape; a model folder has the layers it has.")
+    with Checkpoint.open(folder) as checkpoint:
+        return hf.read_config(folder, checkpoint)
 
 
 def _load(
@@ -173,8 +190,6 @@ def _load(
     if tp:
         torch.manual_seed(0)  # all processes read the same prompts
     if folder is not None:
-        if layers is not None:
-            raise PlanError("--layers is for --shape; a model folder has the layers it has.")
         return folder.resolve().name, ktinject.load(folder, rules, progress=sys.stderr.isatty(), **kwargs)
     assert shape is not None
     config = shapes.config(shape, layers)

@@ -5,6 +5,7 @@
 #include <nanobind/ndarray.h>
 
 #include <initializer_list>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -17,12 +18,28 @@ namespace ktinject {
 
 namespace nb = nanobind;
 
-using Weight = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<2>, nb::device::cpu>;
-using Bias = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<1>, nb::device::cpu>;
-using Input = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Output = nb::ndarray<nb::pytorch, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Float2d = nb::ndarray<nb::pytorch, float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Float1d = nb::ndarray<nb::pytorch, float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+// A tensor in host memory as it is. One of another dtype, rank or order, on another device, or read-only where it is
+// written to, is a TypeError. nanobind would hand over a converted copy: what is written there is lost, and what points
+// there outlives it. Bindings without the GIL take it by reference: a value would end before they have the GIL again,
+// and each one asks for it.
+template <class... Args>
+struct Array : nb::ndarray<nb::pytorch, Args..., nb::device::cpu> {
+  using Base = nb::ndarray<nb::pytorch, Args..., nb::device::cpu>;
+  using Base::Base;
+  explicit Array(Base base) : Base(std::move(base)) {}
+};
+
+// What nanobind is to look at: of a tensor the capsule that torch makes of it, nothing where torch refuses, and any
+// other object itself. All in C: Tensor.__dlpack__ is Python, where a Ctrl-C may be raised, and nanobind drops what is
+// raised there.
+nb::object exported(nb::handle source) noexcept;
+
+using Weight = Array<nb::ro, nb::ndim<2>>;
+using Bias = Array<nb::ro, nb::ndim<1>>;
+using Input = Array<nb::ro, nb::ndim<2>, nb::c_contig>;
+using Output = Array<nb::ndim<2>, nb::c_contig>;
+using Float2d = Array<float, nb::ndim<2>, nb::c_contig>;
+using Float1d = Array<float, nb::ndim<1>, nb::c_contig>;
 
 inline DType dtype_of(nb::dlpack::dtype dtype, const char* what) {
   if (dtype.lanes == 1) {
@@ -54,17 +71,44 @@ inline Format format_of(const std::string& weights) {
   throw std::invalid_argument("weights: found '" + weights + "'; allowed: " + allowed);
 }
 
+// The native core counts rows, places and features in int.
+inline int size_of(size_t size, const char* what) {
+  constexpr size_t kMost = std::numeric_limits<int>::max();
+  if (size > kMost)
+    throw std::invalid_argument(std::string(what) + ": found " + std::to_string(size) + "; allowed: up to " +
+                                std::to_string(kMost) + "; split the tensor");
+  return static_cast<int>(size);
+}
+
 inline Source source_of(const Weight& weight) {
   return {weight.data(),
           dtype_of(weight.dtype(), "weight"),
-          static_cast<int>(weight.shape(0)),
-          static_cast<int>(weight.shape(1)),
+          size_of(weight.shape(0), "weight"),
+          size_of(weight.shape(1), "weight"),
           weight.stride(0),
           weight.stride(1)};
 }
 
 inline Source source_of(const Bias& bias) {
-  return {bias.data(), dtype_of(bias.dtype(), "bias"), static_cast<int>(bias.shape(0)), 1, bias.stride(0), 1};
+  return {bias.data(), dtype_of(bias.dtype(), "bias"), size_of(bias.shape(0), "bias"), 1, bias.stride(0), 1};
 }
 
 }  // namespace ktinject
+
+namespace nanobind::detail {
+
+template <class... Args>
+struct type_caster<ktinject::Array<Args...>> {
+  using Given = make_caster<typename ktinject::Array<Args...>::Base>;
+  NB_TYPE_CASTER(ktinject::Array<Args...>, Given::Name)
+
+  bool from_python(handle source, uint32_t flags, cleanup_list* cleanup) noexcept {
+    const object array = ktinject::exported(source);
+    Given given;
+    if (!array.is_valid() || !given.from_python(array, flags & ~uint32_t{cast_flags::convert}, cleanup)) return false;
+    value = ktinject::Array<Args...>(std::move(given.value));
+    return true;
+  }
+};
+
+}  // namespace nanobind::detail

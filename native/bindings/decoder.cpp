@@ -5,20 +5,22 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <optional>
 
 #include "bindings/arrays.hpp"
 #include "bindings/subjects.hpp"
+#include "bindings/waiting.hpp"
 #include "decode/choose.hpp"
 #include "decode/norm.hpp"
 
 namespace ktinject {
 namespace {
 
-using Vector = nb::ndarray<nb::pytorch, nb::ro, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using FloatVector = nb::ndarray<nb::pytorch, const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Cached = nb::ndarray<nb::pytorch, nb::ndim<4>, nb::c_contig, nb::device::cpu>;
-using Mask = nb::ndarray<nb::pytorch, const bool, nb::ndim<2>, nb::device::cpu>;
+using Vector = Array<nb::ro, nb::ndim<1>, nb::c_contig>;
+using FloatVector = Array<const float, nb::ndim<1>, nb::c_contig>;
+using Cached = Array<nb::ndim<4>, nb::c_contig>;
+using Mask = Array<const bool, nb::ndim<2>>;
 
 // A norm and the tensor that it points to.
 struct HeldNorm {
@@ -42,41 +44,42 @@ HeldCache make_cache(std::vector<Cached> keys, std::vector<Cached> values) {
                                 std::to_string(values.size()) + " values; expected one of each a layer");
   HeldCache cache;
   cache.dtype = dtype_of(keys[0].dtype(), "cache");
-  cache.batch = static_cast<int>(keys[0].shape(0));
-  cache.capacity = static_cast<int>(keys[0].shape(2));
+  cache.batch = size_of(keys[0].shape(0), "cache");
+  cache.capacity = size_of(keys[0].shape(2), "cache");
   for (size_t i = 0; i < keys.size(); ++i) {
     for (const Cached* one : {&keys[i], &values[i]})
       if (one->dtype() != keys[0].dtype() || one->shape(0) != keys[0].shape(0) || one->shape(2) != keys[0].shape(2))
         throw std::invalid_argument("cache: all layers must have one dtype, batch size and capacity");
     if (keys[i].shape(1) != values[i].shape(1))
       throw std::invalid_argument("cache: keys and values must have one number of heads");
-    cache.layers.push_back({keys[i].data(), values[i].data(), static_cast<int>(keys[i].shape(1)),
-                            static_cast<int>(keys[i].shape(3)), static_cast<int>(values[i].shape(3))});
+    cache.layers.push_back({keys[i].data(), values[i].data(), size_of(keys[i].shape(1), "cache"),
+                            size_of(keys[i].shape(3), "cache"), size_of(values[i].shape(3), "cache")});
   }
   cache.held = std::move(keys);
   cache.held.insert(cache.held.end(), values.begin(), values.end());
   return cache;
 }
 
-void forward(Decoder& self, Input x, std::optional<Input> cos, std::optional<Input> sin, std::optional<Mask> mask,
-             int place, const HeldCache& cache, int first, int last, const HeldNorm* final_norm, Output out) {
+void forward(const Decoder& self, const Input& x, const std::optional<Input>& cos, const std::optional<Input>& sin,
+             const std::optional<Mask>& mask, int place, const HeldCache& cache, int first, int last,
+             const HeldNorm* final_norm, const Output& out) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("decoder: " + what); };
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto batch = x.shape(0);
   Step step;
   step.dtype = dtype;
-  step.batch = static_cast<int>(batch);
+  step.batch = size_of(batch, "batch");
   step.place = place;
   step.capacity = cache.capacity;
   if (dtype != self.dtype() || x.shape(1) != static_cast<size_t>(self.hidden()) || batch == 0)
     refuse("hidden states must be [batch, " + std::to_string(self.hidden()) + "] of the model's dtype");
   if (out.shape(0) != batch || out.shape(1) != x.shape(1) || out.dtype() != x.dtype())
     refuse("output: shape and dtype must be those of the hidden states");
-  if (cache.dtype != dtype || cache.batch != step.batch || cache.layers.size() != static_cast<size_t>(self.layers()))
-    refuse("the cache has another dtype, batch size or number of layers");
+  if (cache.dtype != dtype || cache.batch != step.batch) refuse("the cache has another dtype or batch size");
   if (place < 0 || place >= cache.capacity)
     refuse("place " + std::to_string(place) + " of a cache of " + std::to_string(cache.capacity));
-  if (first < 0 || last > self.layers() || first > last) refuse("there are no such layers");
+  if (final_norm != nullptr && (final_norm->weight.dtype() != x.dtype() || final_norm->norm.size != self.hidden()))
+    refuse("the final norm must be one of " + std::to_string(self.hidden()) + " values of the model's dtype");
   if (cos.has_value() != sin.has_value()) refuse("cos and sin belong together");
   if (cos) {
     for (const Input* table : {&*cos, &*sin})
@@ -85,7 +88,7 @@ void forward(Decoder& self, Input x, std::optional<Input> cos, std::optional<Inp
         refuse("cos and sin must be [batch or 1, rotary] of the model's dtype");
     step.cos = cos->data();
     step.sin = sin->data();
-    step.rotary = static_cast<int>(cos->shape(1));
+    step.rotary = size_of(cos->shape(1), "cos");
     step.shared_rotation = cos->shape(0) == 1;
   }
   if (mask) {
@@ -94,32 +97,49 @@ void forward(Decoder& self, Input x, std::optional<Input> cos, std::optional<Inp
     step.mask = reinterpret_cast<const uint8_t*>(mask->data());
     step.mask_stride = static_cast<size_t>(mask->stride(0));
   }
-  nb::gil_scoped_release release;
   self.forward(x.data(), step, cache.layers, first, last, norm_of(final_norm), out.data());
 }
 
-using Logits = nb::ndarray<nb::pytorch, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Tokens = nb::ndarray<nb::pytorch, int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Generator = nb::ndarray<nb::pytorch, uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Logits = Array<const float, nb::ndim<2>, nb::c_contig>;
+using Tokens = Array<int64_t, nb::ndim<1>, nb::c_contig>;
+using Generator = Array<uint8_t, nb::ndim<1>, nb::c_contig>;
 
-void choose(Logits scores, std::optional<Generator> generator, Tokens tokens) {
-  const auto rows = static_cast<int>(scores.shape(0)), n = static_cast<int>(scores.shape(1));
+void choose(const Logits& scores, const std::optional<Generator>& generator, const Tokens& tokens) {
+  const int rows = size_of(scores.shape(0), "scores"), n = size_of(scores.shape(1), "scores");
   if (n < 1 || scores.shape(1) > (1u << 28) || tokens.shape(0) != scores.shape(0))
     throw std::invalid_argument("choose: expected scores [b, v], v at least 1, and tokens [b]");
   if (generator && generator->shape(0) != kGeneratorBytes)
     throw std::invalid_argument("choose: the generator's state must have " + std::to_string(kGeneratorBytes) +
                                 " bytes");
-  // With the GIL, so that no other thread of Python draws from the generator meanwhile.
   if (generator) draw(scores.data(), rows, n, reinterpret_cast<std::byte*>(generator->data()), tokens.data());
   else choose_greatest(scores.data(), rows, n, tokens.data());
 }
 
-void normalise(Input x, Vector weight, float epsilon, Output out) {
+std::byte* bytes_of(const nb::object& state) {
+  return reinterpret_cast<std::byte*>(
+      nb::cast<uintptr_t>(state.attr("data_ptr")()));  // NOLINT: torch gives addresses so
+}
+
+// torch's generator is asked and set by functions of its own in C++, which keep the GIL: no other thread of Python
+// comes between.
+bool exchange_state(nb::object generator, nb::object expected, nb::object desired) {
+  for (const nb::object& state : {expected, desired})
+    if (nb::cast<size_t>(state.attr("nbytes")) != kGeneratorBytes || !nb::cast<bool>(state.attr("is_cpu")))
+      throw std::invalid_argument("exchange_state: expected the states of torch's generator on the CPU");
+  const std::byte *before = bytes_of(expected), *now = nullptr;
+  nb::object set = generator.attr("set_state"), get = generator.attr("get_state");
+  nb::object found = get();
+  now = bytes_of(found);
+  if (std::memcmp(before, now, kGeneratorBytes) != 0) return false;
+  set(desired);
+  return true;
+}
+
+void normalise(const Input& x, const Vector& weight, float epsilon, const Output& out) {
   const DType dtype = dtype_of(x.dtype(), "norm");
   if (weight.dtype() != x.dtype() || out.dtype() != x.dtype() || weight.shape(0) != x.shape(1) || x.shape(1) == 0 ||
       x.shape(1) > (1u << 24) || out.shape(0) != x.shape(0) || out.shape(1) != x.shape(1))
     throw std::invalid_argument("norm: expected x and out [rows, n] and weight [n] of one dtype, n at least 1");
-  nb::gil_scoped_release release;
   norm_rows(x.data(), dtype, x.shape(0), static_cast<int>(x.shape(1)), weight.data(), epsilon, out.data());
 }
 
@@ -127,15 +147,18 @@ void normalise(Input x, Vector weight, float epsilon, Output out) {
 
 void init_decoder(nb::module_& m) {
   m.def("norm_rows", &normalise, nb::kw_only(), nb::arg("x"), nb::arg("weight"), nb::arg("epsilon"), nb::arg("out"),
-        "out [rows, n] = weight * round(x / sqrt(mean(x²) + epsilon)), on the CPU.");
+        nb::call_guard<WithoutGil>(), "out [rows, n] = weight * round(x / sqrt(mean(x²) + epsilon)), on the CPU.");
   m.def("choose", &choose, nb::kw_only(), nb::arg("scores"), nb::arg("generator").none(), nb::arg("tokens"),
+        nb::call_guard<WithoutGil>(),
         "tokens [b] of scores [b, v]: the greatest; or, with the state of torch's generator on the CPU, one drawn from "
         "their softmax, as torch.multinomial draws it.");
+  m.def("exchange_state", &exchange_state, nb::arg("generator"), nb::arg("expected"), nb::arg("desired"),
+        "Set the state of torch's generator on the CPU if it is still the expected one; whether it was.");
   nb::class_<HeldNorm>(m, "Norm", "An RMS norm: weight [n] of the model's dtype.")
       .def(
           "__init__",
           [](HeldNorm* self, Vector weight, float epsilon) {
-            const Norm norm{weight.data(), static_cast<int>(weight.shape(0)), epsilon};
+            const Norm norm{weight.data(), size_of(weight.shape(0), "norm"), epsilon};
             new (self) HeldNorm{std::move(weight), norm};
           },
           nb::arg("weight"), nb::arg("epsilon"));
@@ -147,8 +170,8 @@ void init_decoder(nb::module_& m) {
           },
           nb::arg("keys"), nb::arg("values"));
 
-  nb::class_<Attention>(m, "DecoderAttention", "Attention of one token a row.");
-  nb::class_<GroupedAttention, Attention>(m, "GroupedAttention", "Heads in groups that share keys and values.")
+  nb::class_<DecoderAttention>(m, "DecoderAttention", "Attention of one token a row.");
+  nb::class_<GroupedAttention, DecoderAttention>(m, "GroupedAttention", "Heads in groups that share keys and values.")
       .def(
           "__init__",
           [](GroupedAttention* self, const Linear& q, const Linear& k, const Linear& v, const Linear& o,
@@ -159,7 +182,7 @@ void init_decoder(nb::module_& m) {
           nb::arg("k_norm").none(), nb::arg("heads"), nb::arg("groups"), nb::arg("size"), nb::arg("scale"),
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>());
-  nb::class_<LatentAttention, Attention>(m, "LatentAttention", "Latent attention, absorbed.")
+  nb::class_<LatentAttention, DecoderAttention>(m, "LatentAttention", "Latent attention, absorbed.")
       .def(
           "__init__",
           [](LatentAttention* self, const Linear* q, const Linear* q_a, const HeldNorm* q_norm, const Linear* q_b,
@@ -236,15 +259,20 @@ void init_decoder(nb::module_& m) {
           nb::arg("hidden"), nb::arg("dtype"))
       .def(
           "add",
-          [](Decoder& self, const HeldNorm& before_attention, Attention& attention, const HeldNorm& before_feed_forward,
-             FeedForward& unit) { self.add(before_attention.norm, attention, before_feed_forward.norm, unit); },
+          [](Decoder& self, const HeldNorm& before_attention, DecoderAttention& attention,
+             const HeldNorm& before_feed_forward, FeedForward& unit) {
+            for (const HeldNorm* held : {&before_attention, &before_feed_forward})
+              if (dtype_of(held->weight.dtype(), "norm") != self.dtype())
+                throw std::invalid_argument("a layer's norm must be of the model's dtype");
+            self.add(before_attention.norm, attention, before_feed_forward.norm, unit);
+          },
           nb::arg("before_attention"), nb::arg("attention"), nb::arg("before_feed_forward"), nb::arg("feed_forward"),
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-          "Add a layer.")
+          nb::call_guard<WithoutGil>(), "Add a layer.")
       .def(
           "forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
           nb::arg("mask").none(), nb::arg("place"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
-          nb::arg("final_norm").none(), nb::arg("out"),
+          nb::arg("final_norm").none(), nb::arg("out"), nb::call_guard<WithoutGil>(),
           "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. Keys and "
           "values are written to `place` of the cache; places up to it are attended to where mask [batch, n] is true.");
 }

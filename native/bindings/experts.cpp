@@ -7,15 +7,16 @@
 
 #include "bindings/arrays.hpp"
 #include "bindings/subjects.hpp"
+#include "bindings/waiting.hpp"
 #include "moe/experts.hpp"
-#include "runtime/thread_pool.hpp"
 
 namespace ktinject {
 namespace {
 
-using Codes = nb::ndarray<nb::pytorch, const uint8_t, nb::ndim<2>, nb::device::cpu>;
-using Scales = nb::ndarray<nb::pytorch, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using RoutingWeights = nb::ndarray<nb::pytorch, const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Codes = Array<const uint8_t, nb::ndim<2>>;
+using Scales = Array<const float, nb::ndim<2>, nb::c_contig>;
+using RoutingWeights = Array<const float, nb::ndim<2>, nb::c_contig>;
+
 Projection projection_of(const std::string& name) {
   return one_of<Projection>(name, "projection",
                             {{"gate", Projection::gate}, {"up", Projection::up}, {"down", Projection::down}});
@@ -50,38 +51,27 @@ ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, c
   return config;
 }
 
-void load(Experts& self, const std::string& projection, int expert, Weight weight) {
-  const Source source = source_of(weight);
-  const Projection which = projection_of(projection);
-  nb::gil_scoped_release release;
-  self.load(which, expert, source);
+void load(Experts& self, const std::string& projection, int expert, const Weight& weight) {
+  self.load(projection_of(projection), expert, source_of(weight));
 }
 
-void load_fp8(Experts& self, const std::string& projection, int expert, Codes codes, Scales scales) {
+void load_fp8(Experts& self, const std::string& projection, int expert, const Codes& codes, const Scales& scales) {
   const Fp8Source source{codes.data(),
-                         static_cast<int>(codes.shape(0)),
-                         static_cast<int>(codes.shape(1)),
+                         size_of(codes.shape(0), "codes"),
+                         size_of(codes.shape(1), "codes"),
                          codes.stride(0),
                          codes.stride(1),
                          scales.data(),
-                         static_cast<int>(scales.shape(0)),
-                         static_cast<int>(scales.shape(1))};
-  const Projection which = projection_of(projection);
-  nb::gil_scoped_release release;
-  self.load_fp8(which, expert, source);
+                         size_of(scales.shape(0), "scales"),
+                         size_of(scales.shape(1), "scales")};
+  self.load_fp8(projection_of(projection), expert, source);
 }
 
-void load_bias(Experts& self, const std::string& projection, int expert, Bias bias) {
+void load_bias(Experts& self, const std::string& projection, int expert, const Bias& bias) {
   self.load_bias(projection_of(projection), expert, source_of(bias));
 }
 
-// Ctrl-C while the native core works: Python's handler runs, and what it raises ends the call.
-void raise_pending_signal() {
-  nb::gil_scoped_acquire acquire;
-  if (PyErr_CheckSignals() != 0) throw nb::python_error();
-}
-
-void forward(const Experts& self, Input x, Input ids, RoutingWeights weights, Output out) {
+void forward(const Experts& self, const Input& x, const Input& ids, const RoutingWeights& weights, const Output& out) {
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto hidden = static_cast<size_t>(self.config().hidden_size);
   auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
@@ -96,9 +86,7 @@ void forward(const Experts& self, Input x, Input ids, RoutingWeights weights, Ou
   const bool is_int = ids.dtype().code == static_cast<uint8_t>(nb::dlpack::dtype_code::Int) && ids.dtype().lanes == 1;
   if (!is_int || (ids.dtype().bits != 64 && ids.dtype().bits != 32))
     refuse("top_k_index: dtype must be int64 or int32");
-  const auto tokens = static_cast<int>(x.shape(0)), top_k = static_cast<int>(ids.shape(1));
-  nb::gil_scoped_release release;
-  const Interruptible interruptible(raise_pending_signal);
+  const int tokens = size_of(x.shape(0), "tokens"), top_k = size_of(ids.shape(1), "top_k_index");
   if (ids.dtype().bits == 64)
     self.forward(x.data(), dtype, static_cast<const int64_t*>(ids.data()), weights.data(), tokens, top_k, out.data());
   else
@@ -145,21 +133,25 @@ void init_experts(nb::module_& m) {
             return panels;
           },
           "Of each node: (panels of gate and up, panels of down) of an expert.")
-      .def_prop_ro("not_placed", &Experts::not_placed,
+      .def_prop_ro("not_placed", &Experts::not_placed, nb::call_guard<WithoutGil>(),
                    "After allocate(): why the system would not place the shards on their nodes; empty if it did.")
-      .def("allocate", &Experts::allocate, "Reserve the packed weights, zeroed. Raises MemoryError.")
-      .def("load", &load, nb::arg("projection"), nb::arg("expert"), nb::arg("weight"),
+      .def("allocate", &Experts::allocate, nb::call_guard<WithoutGil>(),
+           "Reserve the packed weights, zeroed; once. Raises MemoryError.")
+      .def("load", &load, nb::arg("projection"), nb::arg("expert"), nb::arg("weight"), nb::call_guard<WithoutGil>(),
            "Pack weight [n, k], any strides, of projection 'gate', 'up' or 'down'.")
       .def("load_fp8", &load_fp8, nb::arg("projection"), nb::arg("expert"), nb::arg("codes"), nb::arg("scales"),
+           nb::call_guard<WithoutGil>(),
            "Keep e4m3 codes uint8 [n, k], any strides, with scales fp32 [ceil(n / 128), ceil(k / 128)]; for fp8 "
            "weights.")
-      .def("load_bias", &load_bias, nb::arg("projection"), nb::arg("expert"), nb::arg("bias"), "Take bias [n].")
-      .def("repeat", &Experts::repeat, nb::arg("expert"), nb::call_guard<nb::gil_scoped_release>(),
+      .def("load_bias", &load_bias, nb::arg("projection"), nb::arg("expert"), nb::arg("bias"),
+           nb::call_guard<WithoutGil>(), "Take bias [n].")
+      .def("repeat", &Experts::repeat, nb::arg("expert"), nb::call_guard<WithoutGil>(),
            "Make every expert a copy of this one, for benchmarks.")
-      .def("absent", &Experts::absent, nb::arg("limit"), "Up to `limit` weights and biases that were not loaded.")
+      .def("absent", &Experts::absent, nb::arg("limit"), nb::call_guard<WithoutGil>(),
+           "Up to `limit` weights and biases that were not loaded.")
       .def(
           "unpack",
-          [](const Experts& self, const std::string& projection, int expert, Float2d out) {
+          [](const Experts& self, const std::string& projection, int expert, const Float2d& out) {
             const bool down = projection_of(projection) == Projection::down;
             const auto n = static_cast<size_t>(down ? self.config().hidden_size : self.config().intermediate_size);
             const auto k = static_cast<size_t>(down ? self.config().intermediate_size : self.config().hidden_size);
@@ -167,18 +159,20 @@ void init_experts(nb::module_& m) {
               throw std::invalid_argument("unpack: the output has the wrong shape");
             self.unpack(projection_of(projection), expert, out.data());
           },
-          nb::arg("projection"), nb::arg("expert"), nb::arg("out"), "Write the dequantised weight to out [n, k] fp32.")
+          nb::arg("projection"), nb::arg("expert"), nb::arg("out"), nb::call_guard<WithoutGil>(),
+          "Write the dequantised weight to out [n, k] fp32.")
       .def(
           "unpack_bias",
-          [](const Experts& self, const std::string& projection, int expert, Float1d out) {
+          [](const Experts& self, const std::string& projection, int expert, const Float1d& out) {
             const bool down = projection_of(projection) == Projection::down;
             if (out.shape(0) != static_cast<size_t>(down ? self.config().hidden_size : self.config().intermediate_size))
               throw std::invalid_argument("unpack_bias: the output has the wrong shape");
             self.unpack_bias(projection_of(projection), expert, out.data());
           },
-          nb::arg("projection"), nb::arg("expert"), nb::arg("out"), "Write the bias to out [n] fp32.")
+          nb::arg("projection"), nb::arg("expert"), nb::arg("out"), nb::call_guard<WithoutGil>(),
+          "Write the bias to out [n] fp32.")
       .def("forward", &forward, nb::arg("hidden_states"), nb::arg("top_k_index"), nb::arg("top_k_weights"),
-           nb::arg("out"),
+           nb::arg("out"), nb::call_guard<WithoutGil>(),
            "out [m, hidden] = weighted sum of the experts of hidden_states [m, hidden]; top_k_index [m, t] int64 or "
            "int32,\n"
            "top_k_weights [m, t]. Raises IndexError for an id that is no expert.");

@@ -9,6 +9,7 @@
 
 #include "bindings/stream.hpp"
 #include "bindings/subjects.hpp"
+#include "bindings/waiting.hpp"
 #include "cuda/resident.hpp"
 #include "cuda/rms_norm.hpp"
 #include "moe/leader.hpp"
@@ -32,14 +33,15 @@ T* pointer(uintptr_t address) {
 }  // namespace
 
 void init_handoff(nb::module_& m) {
-  nb::class_<Task>(m, "Task", "One request in host memory, run by the leader while the caller goes on.")
+  using HeldTask = EndsWithoutGil<Task>;
+  nb::class_<HeldTask>(m, "Task", "One request in host memory, run by the leader while the caller goes on.")
       .def(
           "__init__",
-          [](Task* self, const Experts& experts, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit,
+          [](HeldTask* self, const Experts& experts, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit,
              uintptr_t weights, uintptr_t out, int tokens, int top_k) {
-            new (self) Task(experts,
-                            Request{pointer<const void>(x), pointer<const void>(ids), ids_are_64_bit,
-                                    pointer<const float>(weights), pointer<void>(out), dtype_of(dtype), tokens, top_k});
+            new (self) HeldTask(
+                experts, Request{pointer<const void>(x), pointer<const void>(ids), ids_are_64_bit,
+                                 pointer<const float>(weights), pointer<void>(out), dtype_of(dtype), tokens, top_k});
           },
           nb::arg("experts"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
           nb::arg("weights"), nb::arg("out"), nb::arg("tokens"), nb::arg("top_k"), nb::keep_alive<1, 2>(),
@@ -49,21 +51,22 @@ void init_handoff(nb::module_& m) {
            "Return when it is computed. Raises what the computation raised, or RuntimeError if nobody answers.")
       .def_prop_ro("done", &Task::done, "Whether it is computed.");
 
-  nb::class_<Channel>(m, "Channel", "The slots of one layer on one CUDA device.")
+  using HeldChannel = EndsWithoutGil<Channel>;
+  nb::class_<HeldChannel>(m, "Channel", "The slots of one layer on one CUDA device.")
       .def(
           "__init__",
-          [](Channel* self, const Experts& experts, int device, int slots, int tokens, int value_bytes,
+          [](HeldChannel* self, const Experts& experts, int device, int slots, int tokens, int value_bytes,
              bool host_func) {
             nb::gil_scoped_release release;
-            new (self) Channel(experts, device, slots, tokens, value_bytes,
-                               host_func ? HandoffMode::host_func : HandoffMode::flags);
+            new (self) HeldChannel(experts, device, slots, tokens, value_bytes,
+                                   host_func ? HandoffMode::host_func : HandoffMode::flags);
           },
           nb::kw_only(), nb::arg("experts"), nb::arg("device"), nb::arg("slots"), nb::arg("tokens"),
           nb::arg("value_bytes"), nb::arg("host_func"), nb::keep_alive<1, 2>())
       .def_prop_ro("bytes", &Channel::bytes, "Pinned bytes that it holds.")
       .def(
           "submit",
-          [](Channel& self, int slot, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit, uintptr_t weights,
+          [](HeldChannel& self, int slot, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit, uintptr_t weights,
              int weights_dtype, int tokens, int top_k, uintptr_t places, uintptr_t chosen, uintptr_t traffic,
              int rank_from, int rank_to, uintptr_t logits, bool normed, uintptr_t stream) {
             self.submit(slot,
@@ -90,7 +93,7 @@ void init_handoff(nb::module_& m) {
           "Put a submit into the stream; addresses on the device. With logits, ids and weights are written.")
       .def(
           "wait",
-          [](Channel& self, int slot, int tokens, int dtype, uintptr_t out, uintptr_t addend, uintptr_t residual,
+          [](HeldChannel& self, int slot, int tokens, int dtype, uintptr_t out, uintptr_t addend, uintptr_t residual,
              uintptr_t stream) {
             self.wait(slot, tokens, dtype_of(dtype), pointer<void>(out), pointer<const float>(addend),
                       pointer<const void>(residual), stream);
@@ -99,7 +102,7 @@ void init_handoff(nb::module_& m) {
           nb::arg("stream"), "Put a wait into the stream; out 0: drop the answer, addend, residual 0: add nothing.")
       .def(
           "exchange",
-          [](Channel& self, const Resident& shapes, const Experts& from, int leaving, int coming, int place,
+          [](HeldChannel& self, const Resident& shapes, const Experts& from, int leaving, int coming, int place,
              uintptr_t places, uintptr_t memory, uintptr_t stream) {
             self.exchange(shapes, from, leaving, coming, place, pointer<int32_t>(places), pointer<void>(memory),
                           stream);
@@ -146,6 +149,9 @@ void init_handoff(nb::module_& m) {
   m.def("handoff_wake", [] { leader().wake(); }, "Wake the leader: before the replay of a graph with submits in it.");
   m.def(
       "handoff_pause", [](bool paused) { leader().pause(paused); }, nb::arg("paused"), "For tests: let nobody answer.");
+  m.def(
+      "handoff_naps", [] { return leader().naps(); },
+      "For tests: whether the leader naps where it would else sleep, since submits are under way or were captured.");
   m.def(
       "rms_norm",
       [](uintptr_t x, uintptr_t weight, uintptr_t out, int dtype, int64_t rows, int n, float epsilon, Stream stream) {

@@ -8,11 +8,12 @@
 
 #include "bindings/arrays.hpp"
 #include "bindings/subjects.hpp"
+#include "bindings/waiting.hpp"
 
 namespace ktinject {
 namespace {
 
-void forward(const Linear& self, Input x, Output out) {
+void forward(const Linear& self, const Input& x, const Output& out) {
   const DType dtype = dtype_of(x.dtype(), "input");
   const auto in = static_cast<size_t>(self.config().in_features), n = static_cast<size_t>(self.config().out_features);
   auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
@@ -20,8 +21,7 @@ void forward(const Linear& self, Input x, Output out) {
     refuse("input: found " + std::to_string(x.shape(1)) + " features; expected " + std::to_string(in));
   if (out.shape(0) != x.shape(0) || out.shape(1) != n || out.dtype() != x.dtype())
     refuse("output: must be [" + std::to_string(x.shape(0)) + ", " + std::to_string(n) + "] of the input's dtype");
-  const auto rows = static_cast<int>(x.shape(0));
-  nb::gil_scoped_release release;
+  const int rows = size_of(x.shape(0), "rows");
   self.forward(x.data(), dtype, rows, out.data());
 }
 
@@ -45,38 +45,35 @@ void init_linear(nb::module_& m) {
             return std::make_tuple(std::string(self.kernels().many->name), std::string(self.kernels().few->name));
           },
           "(kernel for many rows, kernel for few).")
-      .def_prop_ro("has_weight", &Linear::has_weight, "Whether load() was called.")
-      .def_prop_ro("has_bias", &Linear::has_bias, "Whether load_bias() was called.")
-      .def("allocate", &Linear::allocate, "Reserve the packed weight, zeroed. Raises MemoryError.")
+      .def_prop_ro("has_weight", &Linear::has_weight, nb::call_guard<WithoutGil>(), "Whether load() was called.")
+      .def_prop_ro("has_bias", &Linear::has_bias, nb::call_guard<WithoutGil>(), "Whether load_bias() was called.")
+      .def("allocate", &Linear::allocate, nb::call_guard<WithoutGil>(),
+           "Reserve the packed weight, zeroed; once. Raises MemoryError.")
       .def(
-          "load",
-          [](Linear& self, Weight weight) {
-            const Source source = source_of(weight);
-            nb::gil_scoped_release release;
-            self.load(source);
-          },
-          nb::arg("weight"), "Pack weight [out, in], any strides.")
+          "load", [](Linear& self, const Weight& weight) { self.load(source_of(weight)); }, nb::arg("weight"),
+          nb::call_guard<WithoutGil>(), "Pack weight [out, in], any strides.")
       .def(
-          "load_bias", [](Linear& self, Bias bias) { self.load_bias(source_of(bias)); }, nb::arg("bias"),
-          "Take bias [out].")
+          "load_bias", [](Linear& self, const Bias& bias) { self.load_bias(source_of(bias)); }, nb::arg("bias"),
+          nb::call_guard<WithoutGil>(), "Take bias [out].")
       .def(
           "unpack",
-          [](const Linear& self, Float2d out) {
+          [](const Linear& self, const Float2d& out) {
             if (out.shape(0) != static_cast<size_t>(self.config().out_features) ||
                 out.shape(1) != static_cast<size_t>(self.config().in_features))
               throw std::invalid_argument("unpack: the output has the wrong shape");
             self.unpack(out.data());
           },
-          nb::arg("out"), "Write the dequantised weight to out [out, in] fp32.")
+          nb::arg("out"), nb::call_guard<WithoutGil>(), "Write the dequantised weight to out [out, in] fp32.")
       .def(
           "unpack_bias",
-          [](const Linear& self, Float1d out) {
+          [](const Linear& self, const Float1d& out) {
             if (out.shape(0) != static_cast<size_t>(self.config().out_features))
               throw std::invalid_argument("unpack_bias: the output has the wrong shape");
             self.unpack_bias(out.data());
           },
-          nb::arg("out"), "Write the bias to out [out] fp32.")
-      .def("forward", &forward, nb::arg("x"), nb::arg("out"), "out [m, out] = x [m, in] Wᵀ + bias, of x's dtype.");
+          nb::arg("out"), nb::call_guard<WithoutGil>(), "Write the bias to out [out] fp32.")
+      .def("forward", &forward, nb::arg("x"), nb::arg("out"), nb::call_guard<WithoutGil>(),
+           "out [m, out] = x [m, in] Wᵀ + bias, of x's dtype.");
 }
 
 }  // namespace ktinject

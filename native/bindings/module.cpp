@@ -1,8 +1,68 @@
+#include <nanobind/eval.h>
 #include <nanobind/nanobind.h>
 
+#include <stdexcept>
+
+#include "bindings/arrays.hpp"
 #include "bindings/subjects.hpp"
+#include "bindings/waiting.hpp"
+
+namespace ktinject {
+namespace {
+
+bool holds_gil() {
+  const PyThreadState* const mine = PyGILState_GetThisThreadState();
+#if PY_VERSION_HEX >= 0x030d0000
+  return mine != nullptr && mine == PyThreadState_GetUnchecked();
+#else
+  return mine != nullptr && mine == _PyThreadState_UncheckedGet();
+#endif
+}
+
+void refuse_with_gil() {
+  if (holds_gil())
+    throw std::logic_error(
+        "a call waited for its turn with the GIL, which whoever has the turn may need: a binding "
+        "lacks its call guard, WithoutGil");
+}
+
+}  // namespace
+
+void raise_pending_signal() {
+  nanobind::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
+  // An exception that another thread sends this one (ktinject/ending.py) is raised by whatever code of Python runs
+  // next.
+  static PyObject* const nothing = nanobind::eval("lambda: None", nanobind::dict()).release().ptr();
+  nanobind::steal(PyObject_CallNoArgs(nothing));
+  if (PyErr_Occurred() != nullptr) throw nanobind::python_error();
+}
+
+}  // namespace ktinject
+
+namespace ktinject {
+
+nb::object exported(nb::handle source) noexcept {
+  static PyObject *tensor = nullptr, *to_dlpack = nullptr;  // with the GIL; they live as long as the process
+  if (tensor == nullptr) {
+    const auto torch = nb::steal(PyImport_GetModule(nb::str("torch").ptr()));
+    if (!torch.is_valid()) return nb::borrow(source);  // nobody has imported it, so this is no tensor
+    const auto core = nb::steal(PyObject_GetAttrString(torch.ptr(), "_C"));
+    if (core.is_valid()) to_dlpack = PyObject_GetAttrString(core.ptr(), "_to_dlpack");
+    if (to_dlpack != nullptr) tensor = PyObject_GetAttrString(torch.ptr(), "Tensor");
+    PyErr_Clear();
+  }
+  if (tensor == nullptr || !PyObject_TypeCheck(source.ptr(), reinterpret_cast<PyTypeObject*>(tensor)))
+    return nb::borrow(source);
+  auto capsule = nb::steal(PyObject_CallOneArg(to_dlpack, source.ptr()));
+  if (!capsule.is_valid()) PyErr_Clear();
+  return capsule;
+}
+
+}  // namespace ktinject
 
 NB_MODULE(_native, m) {
+  ktinject::set_wait_guard(ktinject::refuse_with_gil);
   // A model that lives until the interpreter ends, as in any script, is no leak.
   nanobind::set_leak_warnings(false);
   m.doc() = "Native core of ktinject.";
@@ -13,5 +73,6 @@ NB_MODULE(_native, m) {
   ktinject::init_int4_linear(m);
   ktinject::init_decode_ops(m);
   ktinject::init_decoder(m);
+  ktinject::init_watch(m);
   ktinject::init_streamed(m);
 }

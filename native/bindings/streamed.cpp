@@ -5,26 +5,28 @@
 
 #include "bindings/stream.hpp"
 #include "bindings/subjects.hpp"
+#include "bindings/waiting.hpp"
 
 namespace nb = nanobind;
 
 namespace ktinject {
 
 void init_streamed(nb::module_& m) {
-  nb::class_<Streamed>(m, "Streamed", "A layer's packed experts, page-locked, to be copied to GPUs.")
+  using HeldStreamed = EndsWithoutGil<Streamed>;
+  nb::class_<HeldStreamed>(m, "Streamed", "A layer's packed experts, page-locked, to be copied to GPUs.")
       .def(nb::init<const Experts&>(), nb::arg("experts"), nb::keep_alive<1, 2>(),
            nb::call_guard<nb::gil_scoped_release>(), "Raises RuntimeError where memory cannot be page-locked.")
       .def("packed_bytes", &Streamed::packed_bytes, nb::arg("count"), "What copy() moves for `count` experts.")
       .def(
           "copy",
-          [](const Streamed& self, int first, int count, uintptr_t slot, Stream stream) {
+          [](const HeldStreamed& self, int first, int count, uintptr_t slot, Stream stream) {
             self.copy(first, count, reinterpret_cast<void*>(slot), stream);
           },
           nb::arg("first"), nb::arg("count"), nb::arg("slot"), nb::arg("stream"),
           "Put a copy of experts first..first+count-1 to device memory into the stream.")
       .def(
           "unpack",
-          [](const Streamed& self, uintptr_t slot, int count, uintptr_t gate_up, uintptr_t down, Stream stream) {
+          [](const HeldStreamed& self, uintptr_t slot, int count, uintptr_t gate_up, uintptr_t down, Stream stream) {
             self.unpack(reinterpret_cast<const void*>(slot), count, reinterpret_cast<void*>(gate_up),
                         reinterpret_cast<void*>(down), stream);
           },
@@ -33,7 +35,7 @@ void init_streamed(nb::module_& m) {
           "down [count, hidden, intermediate], bf16.")
       .def(
           "activate",
-          [](const Streamed& self, uintptr_t gate_up, int dtype, size_t rows, uintptr_t out, Stream stream) {
+          [](const HeldStreamed& self, uintptr_t gate_up, int dtype, size_t rows, uintptr_t out, Stream stream) {
             self.activate(reinterpret_cast<const void*>(gate_up), static_cast<DType>(dtype), rows,
                           reinterpret_cast<void*>(out), stream);
           },

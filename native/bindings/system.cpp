@@ -3,6 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings/subjects.hpp"
+#include "bindings/waiting.hpp"
 #include "cuda/devices.hpp"
 #include "moe/ceilings.hpp"
 #include "moe/kernels/table.hpp"
@@ -49,6 +50,7 @@ void init_system(nb::module_& m) {
   m.def("set_threads", &set_threads, nb::arg("threads"), nb::arg("crowded") = false,
         "Threads that compute, the caller included; 0: default_threads(). No more than CPUs, unless `crowded`.");
   m.def("threads", [] { return pool()->threads(); }, "Threads in use.");
+  m.def("sessions", &Session::count, "How many turns at the pool there have been, for tests.");
   m.def("set_nodes", &set_nodes, nb::arg("virtual_nodes"),
         "Virtual NUMA nodes that threads and the weights allocated from now on are cut into; 0: the machine's nodes.");
   m.def(
@@ -69,13 +71,13 @@ void init_system(nb::module_& m) {
       nb::arg("root"), nb::arg("cpus"), nb::arg("mems"),
       "The same as read under another root, for these CPUs and nodes with memory ([]: all).");
   m.def("empty_call_us", &empty_call_us, nb::arg("calls"), nb::arg("pause_us"), nb::arg("everyone"),
-        nb::call_guard<nb::gil_scoped_release>(),
+        nb::call_guard<WithoutGil>(),
         "Median microseconds of a call with an empty task for each worker, `pause_us` between two calls; with "
         "`everyone`,\neach worker runs one of them.");
-  m.def("read_bandwidth", &read_bandwidth, nb::arg("bytes_per_thread"), nb::call_guard<nb::gil_scoped_release>(),
+  m.def("read_bandwidth", &read_bandwidth, nb::arg("bytes_per_thread"), nb::call_guard<WithoutGil>(),
         "Bytes a second that all threads read together, measured now.");
   m.def("multiply_units", &multiply_units, "Multiply units of this CPU.");
-  m.def("multiply_rate", &multiply_rate, nb::arg("unit"), nb::call_guard<nb::gil_scoped_release>(),
+  m.def("multiply_rate", &multiply_rate, nb::arg("unit"), nb::call_guard<WithoutGil>(),
         "Operations a second of all threads on one unit, operands in registers, measured now.");
   m.def("trace_start", &trace_start, "Record from now on when experts compute; the first 65,536 spans are kept.");
   m.def(

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <thread>
@@ -70,9 +71,9 @@ struct View {
 };
 
 struct Bell {
-  uint64_t* ring;      // mapped; null: nobody watches it, a host function calls instead
-  uint32_t* ticket;    // device memory
-  uint32_t entry = 0;  // the port, announced or not
+  uint64_t* ring;        // mapped; null: nobody watches it, a host function calls instead
+  uint32_t* ticket;      // device memory
+  uint32_t address = 0;  // the leader's of the slot, announced or not
 };
 
 struct Payload {
@@ -104,6 +105,12 @@ __device__ uint32_t load_acquire(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
+}
+
+// Fills the place in the ring that `ticket` was given.
+__device__ void ring(const Bell& bell, uint32_t ticket, uint32_t address) {
+  const uint64_t entry = static_cast<uint64_t>(ticket + 1) << 32 | address;
+  *reinterpret_cast<volatile uint64_t*>(bell.ring + ticket % Leader::kRingEntries) = entry;
 }
 
 __device__ bool is_aligned(const void* a, const void* b) {
@@ -220,6 +227,9 @@ __global__ void __launch_bounds__(kMostThreads)
   if (!taken.mine) {  // the experts here go by `chosen`, whatever happens to the others
     if (from.chosen != nullptr)
       for (size_t i = threadIdx.x; i < entries; i += blockDim.x) from.chosen[i] = -1;
+    // What was announced is not to be waited for.
+    if (threadIdx.x == 0 && (bell.address & Leader::kAnnounced) != 0)
+      ring(bell, atomicAdd(bell.ticket, 1u), Leader::kAnnounced | Leader::kNobody);
     return;
   }
   if (!copies) {
@@ -246,8 +256,7 @@ __global__ void __launch_bounds__(kMostThreads)
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
   if (thread != 0 || bell.ring == nullptr) return;
   __threadfence_system();  // covers the other threads' writes, which the barrier put before it
-  const uint64_t entry = static_cast<uint64_t>(ticket + 1) << 32 | bell.entry;
-  *reinterpret_cast<volatile uint64_t*>(bell.ring + ticket % Leader::kRingEntries) = entry;
+  ring(bell, ticket, bell.address);
 }
 
 // What is added to the answer, before and after it is rounded; null or [tokens, hidden].
@@ -405,28 +414,55 @@ Launch shape_for(size_t bytes, cudaStream_t stream, uint32_t more = 0) {
   return {dim3(1), dim3(static_cast<unsigned>((std::min(pieces, most) + more) * kWarp)), stream};
 }
 
+struct FreeMapped {
+  void operator()(void* memory) const { cudaFreeHost(memory); }
+};
+struct FreeDevice {
+  void operator()(void* memory) const { cudaFree(memory); }
+};
+template <class T>
+using Mapped = std::unique_ptr<T, FreeMapped>;
+template <class T>
+using Counters = std::unique_ptr<T, FreeDevice>;
+
+template <class T>
+Mapped<T> mapped(size_t bytes) {
+  void* memory = nullptr;
+  check_cuda(cudaHostAlloc(&memory, bytes, cudaHostAllocMapped | cudaHostAllocPortable), "allocating mapped memory");
+  std::memset(memory, 0, bytes);
+  return Mapped<T>(static_cast<T*>(memory));
+}
+
+template <class T>
+Counters<T> counters_of(size_t count) {
+  void* memory = nullptr;
+  check_cuda(cudaMalloc(&memory, count * sizeof(T)), "allocating counters");
+  Counters<T> counters(static_cast<T*>(memory));
+  check_cuda(cudaMemset(memory, 0, count * sizeof(T)), "clearing counters");
+  return counters;
+}
+
 std::string try_flags(int device) {
   OnDevice on(device);
-  int mapped = 0, unified = 0;
-  cudaDeviceGetAttribute(&mapped, cudaDevAttrCanMapHostMemory, device);
-  cudaDeviceGetAttribute(&unified, cudaDevAttrUnifiedAddressing, device);
-  if (mapped == 0 || unified == 0) return "the device cannot map host memory";
-  uint32_t* words = nullptr;
+  int maps = 0, unified = 0;
+  check_cuda(cudaDeviceGetAttribute(&maps, cudaDevAttrCanMapHostMemory, device), "asking for mapped memory");
+  check_cuda(cudaDeviceGetAttribute(&unified, cudaDevAttrUnifiedAddressing, device), "asking for mapped memory");
+  if (maps == 0 || unified == 0) return "the device cannot map host memory";
+  const auto words = mapped<uint32_t>(4096);
   cudaStream_t stream = nullptr;
-  check_cuda(cudaHostAlloc(&words, 4096, cudaHostAllocMapped | cudaHostAllocPortable), "allocating mapped memory");
-  std::memset(words, 0, 4096);
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
-  auto *ask = words, *answer = words + 64, *heard = words + 128;
+  auto *ask = words.get(), *answer = ask + 64, *heard = ask + 128;
   echo_kernel<<<1, 1, 0, stream>>>(ask, answer, heard);
+  const cudaError_t launched = cudaGetLastError();
   const auto start = std::chrono::steady_clock::now();
-  while (__atomic_load_n(ask, __ATOMIC_ACQUIRE) == 0 &&
+  while (launched == cudaSuccess && __atomic_load_n(ask, __ATOMIC_ACQUIRE) == 0 &&
          std::chrono::steady_clock::now() - start < std::chrono::seconds(2)) {
   }
   __atomic_store_n(answer, 1, __ATOMIC_RELEASE);
   const cudaError_t error = cudaStreamSynchronize(stream);
   const bool heard_it = *heard == 1;
   cudaStreamDestroy(stream);
-  cudaFreeHost(words);
+  check_cuda(launched, "launching the echo kernel");
   check_cuda(error, "trying mapped flags");
   return heard_it ? "" : "a running kernel and the host do not see each other's writes";
 }
@@ -452,14 +488,18 @@ PerDevice& per_device(int device) {  // with devices_mutex held
   if (found != devices().end()) return found->second;
   PerDevice made;
   made.why_no_flags = try_flags(device);
-  check_cuda(
-      cudaHostAlloc(&made.ring, Leader::kRingEntries * sizeof(uint64_t), cudaHostAllocMapped | cudaHostAllocPortable),
-      "allocating mapped memory");
-  std::memset(made.ring, 0, Leader::kRingEntries * sizeof(uint64_t));
-  check_cuda(cudaMalloc(&made.ticket, sizeof(uint32_t)), "allocating a counter");
-  check_cuda(cudaMemset(made.ticket, 0, sizeof(uint32_t)), "clearing a counter");
-  leader().watch(made.ring);
-  return devices().emplace(device, std::move(made)).first->second;
+  auto ring = mapped<uint64_t>(Leader::kRingEntries * sizeof(uint64_t));
+  auto ticket = counters_of<uint32_t>(1);
+  made.ring = ring.get(), made.ticket = ticket.get();
+  PerDevice& kept = devices().emplace(device, std::move(made)).first->second;
+  try {
+    leader().watch(kept.ring);
+  } catch (...) {
+    devices().erase(device);
+    throw;
+  }
+  ring.release(), ticket.release();  // watched, and so kept, for ever
+  return kept;
 }
 
 }  // namespace
@@ -480,9 +520,9 @@ void read_device(const void* from, void* to, size_t bytes, Stream from_stream) {
 struct Channel::Slot final : Work {
   Shared* shared = nullptr;
   View view{};
-  uint32_t port = 0;
-  uint32_t entries = 0;               // of the ring that the leader has seen
-  std::atomic<uint32_t> given_up{0};  // submits up to this one are not answered any more
+  uint32_t address = 0;               // the leader's
+  uint32_t entries = 0;               // that the leader has seen: of the ring, or by host functions
+  std::atomic<uint32_t> given_up{0};  // entries up to this one are not answered any more
   std::vector<int32_t> ids;           // of the request that runs
   std::vector<float> weights;
   std::atomic<uint32_t> called{0}, ended{0};  // of host functions: by the driver's thread, and done by the leader
@@ -492,6 +532,8 @@ struct Channel::Slot final : Work {
 };
 
 struct Channel::Shared {
+  ~Shared();
+
   std::atomic<const Experts*> experts{nullptr};
   int expert_count = 0;
   int device = 0;
@@ -504,7 +546,7 @@ struct Channel::Shared {
   Counts* counts = nullptr;
   uint32_t* status = nullptr;
   Bell bell{};
-  std::vector<std::unique_ptr<Slot>> slots;
+  std::vector<std::unique_ptr<Slot>> slots;  // each with an address of its own
   std::mutex mutex;
   std::exception_ptr failure;
   std::atomic<bool> failed{false};
@@ -550,9 +592,13 @@ void Channel::Slot::compute(uint32_t count) {
 }
 
 void Channel::Slot::run() noexcept {
+  const uint32_t entry = ++entries;
+  if (static_cast<int32_t>(given_up.load() - entry) >= 0) {
+    ended.fetch_add(1, std::memory_order_release);
+    return;
+  }
   // A host function runs even where its submit did not get the slot; then this is the one before.
-  const uint32_t count = shared->mode == HandoffMode::flags ? ++entries : view.head->count;
-  if (shared->mode == HandoffMode::flags && static_cast<int32_t>(given_up.load() - count) >= 0) return;
+  const uint32_t count = shared->mode == HandoffMode::flags ? entry : view.head->count;
   try {
     compute(count);
   } catch (...) {
@@ -593,22 +639,21 @@ Channel::Channel(const Experts& experts, int device, int slots, int tokens, int 
     std::memset(here.block, 0, here.total);
     check_cuda(cudaMemset(here.counts, 0, count * sizeof(Counts)), "clearing counters");
   } else {
-    if (cudaHostAlloc(&here.block, here.total, cudaHostAllocMapped | cudaHostAllocPortable) != cudaSuccess) {
+    auto counts = counters_of<Counts>(count);
+    void* block = nullptr;
+    if (cudaHostAlloc(&block, here.total, cudaHostAllocMapped | cudaHostAllocPortable) != cudaSuccess) {
       cudaGetLastError();
       throw std::bad_alloc();
     }
-    std::memset(here.block, 0, here.total);
-    if (const cudaError_t error = cudaMalloc(&here.counts, count * sizeof(Counts)); error != cudaSuccess) {
-      cudaFreeHost(here.block);
-      check_cuda(error, "allocating counters");
-    }
-    check_cuda(cudaMemset(here.counts, 0, count * sizeof(Counts)), "clearing counters");
+    std::memset(block, 0, here.total);
+    here.block = static_cast<std::byte*>(block), here.counts = counts.release();
   }
   check_cuda(cudaDeviceSynchronize(), "clearing counters");
   here.status = reinterpret_cast<uint32_t*>(here.block);
   *here.status = kFine;
   here.bell = {mode == HandoffMode::flags ? shared.ring : nullptr, shared.ticket, 0};
   std::byte* at = here.block + 256;
+  here.slots.reserve(count);  // so that none is lost between open() and here
   for (size_t index = 0; index < count; ++index) {
     auto slot = std::make_unique<Slot>();
     slot->shared = &here;
@@ -621,7 +666,7 @@ Channel::Channel(const Experts& experts, int device, int slots, int tokens, int 
                   here.status};
     slot->ids.resize(most_routes);
     slot->weights.resize(most_routes);
-    slot->port = leader().open(slot.get());
+    slot->address = leader().open(slot.get());
     here.slots.push_back(std::move(slot));
     at += each;
   }
@@ -645,9 +690,14 @@ Channel::~Channel() {
     shared_.release();
     return;
   }
-  for (auto& slot : here.slots) leader().close(slot->port);
+}
+
+// Nothing is on its way any more, or there was never anything.
+Channel::Shared::~Shared() {
+  for (auto& slot : slots) leader().close(slot->address);
+  if (block == nullptr) return;
   std::lock_guard lock(devices_mutex);
-  devices()[here.device].left.emplace(here.total, std::pair(here.block, here.counts));
+  devices()[device].left.emplace(total, std::pair(block, counts));
 }
 
 HandoffMode Channel::mode() const { return shared_->mode; }
@@ -674,11 +724,11 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
   check_cuda(cudaStreamIsCapturing(stream, &status), "asking whether a graph is captured");
   const bool captured = status != cudaStreamCaptureStatusNone;
   Bell bell = here.bell;
-  bell.entry = slot.port;
+  bell.address = slot.address;
   if (captured) {
     leader().nap();
   } else if (here.mode == HandoffMode::flags) {
-    bell.entry |= Leader::kAnnounced;
+    bell.address |= Leader::kAnnounced;
     leader().announce();
   }
   const Payload payload{request.x,
@@ -702,7 +752,7 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
     launch_early("launching the submit kernel", submit_kernel, shape_for(bytes, stream, routing_warps), slot.view, bell,
                  payload, routing_warps, static_cast<uint64_t>(answer_timeout() * 1e9));
   } catch (...) {
-    if (bell.entry & Leader::kAnnounced) leader().withdraw();
+    if (bell.address & Leader::kAnnounced) leader().withdraw();
     throw;
   }
   if (here.mode == HandoffMode::host_func)
@@ -711,7 +761,7 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
                    [](void* context) {
                      auto* work = static_cast<Slot*>(context);
                      work->called.fetch_add(1, std::memory_order_relaxed);
-                     leader().post(work);
+                     leader().ring(work->address);
                    },
                    &slot),
                "adding a host function");
@@ -777,7 +827,9 @@ void Channel::check() {
     check_cuda(cudaMemcpy(counts.data(), here.counts, counts.size() * sizeof(Counts), cudaMemcpyDeviceToHost),
                "reading counters");
     for (size_t index = 0; index < here.slots.size(); ++index) {
-      here.slots[index]->given_up.store(counts[index].posted);
+      Slot& slot = *here.slots[index];
+      // Host functions have all been called by now.
+      slot.given_up.store(here.mode == HandoffMode::flags ? counts[index].posted : slot.called.load());
       if (leader().settle(here.slots[index].get(), answer_timeout()))
         check_cuda(cudaMemset(&here.counts[index].busy, 0, sizeof(uint32_t)), "freeing a slot");
     }

@@ -30,10 +30,9 @@ struct Over {
 };
 
 template <class Of>
-void attend_all(const Math& math, const Over& over, DType dtype, Scratch& scratch, float* out, Of&& of) {
-  const auto pool_used = pool();
-  const auto session = pool_used->session();
-  ThreadPool& workers = *pool_used;
+void attend_all(const Math& math, const Over& over, DType dtype, float* out, Of&& of) {
+  const Session session;
+  ThreadPool& workers = *session;
   const auto all = static_cast<size_t>(over.batch * over.groups * over.heads);
   const size_t products = all * static_cast<size_t>(over.places) * static_cast<size_t>(over.d + over.dv);
   const bool serial = products < kSerialProducts || workers.threads() == 1;
@@ -47,7 +46,7 @@ void attend_all(const Math& math, const Over& over, DType dtype, Scratch& scratc
   const size_t part = 2 + static_cast<size_t>(over.dv);
   const auto wide = static_cast<size_t>(std::max(over.d, over.dv) + most) * kAttendPlaces;
   const size_t parts_count = (all * static_cast<size_t>(splits) * part + 15) / 16 * 16;
-  float* parts = scratch(parts_count + wide * static_cast<size_t>(serial ? 1 : workers.threads()));
+  const Scratch parts(parts_count + wide * static_cast<size_t>(serial ? 1 : workers.threads()));
   float* own = parts + parts_count;
   // Parts of a split lie together: [splits, batch, groups, heads].
   each(workers, serial, units * splits, [&](int index, int worker) {
@@ -118,7 +117,7 @@ bool GroupedAttention::fits(int hidden) const {
   return config_.o->config().in_features == config_.heads * config_.size && config_.o->config().out_features == hidden;
 }
 
-void GroupedAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) {
+void GroupedAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
   expect(cache, config_.groups, config_.size, config_.size);
   const Math& math = ktinject::math();
   const int heads = config_.heads, groups = config_.groups, size = config_.size, batch = step.batch;
@@ -127,7 +126,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
   const size_t q_at = arrays.take(product(batch, heads, size)), k_at = arrays.take(product(batch, groups, size)),
                v_at = arrays.take(product(batch, groups, size)), head_at = arrays.take(product(2, size)),
                sum_at = arrays.take(product(batch, heads, size));
-  float* memory = scratch_(arrays.count());
+  const Scratch memory(arrays.count());
   float *q = memory + q_at, *k = memory + k_at, *v = memory + v_at, *head = memory + head_at, *sum = memory + sum_at;
 
   const Linear::Product products[] = {{config_.q, q}, {config_.k, k}, {config_.v, v}};
@@ -156,18 +155,17 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     }
   }
   const int shared = heads / groups;
-  attend_all(math, {batch, groups, shared, step.place + 1, size, size}, step.dtype, parts_, sum,
-             [&](int row, int group) {
-               const size_t begin = product(row * groups + group, step.capacity, size);
-               Attend task;
-               task.q = q + product((row * groups + group) * shared, size);
-               task.k1 = at(cache.keys, begin, step);
-               task.v = at(cache.values, begin, step);
-               task.d1 = task.dv = size;
-               task.dtype = step.dtype;
-               task.mask = step.mask == nullptr ? nullptr : step.mask + static_cast<size_t>(row) * step.mask_stride;
-               return task;
-             });
+  attend_all(math, {batch, groups, shared, step.place + 1, size, size}, step.dtype, sum, [&](int row, int group) {
+    const size_t begin = product(row * groups + group, step.capacity, size);
+    Attend task;
+    task.q = q + product((row * groups + group) * shared, size);
+    task.k1 = at(cache.keys, begin, step);
+    task.v = at(cache.values, begin, step);
+    task.d1 = task.dv = size;
+    task.dtype = step.dtype;
+    task.mask = step.mask == nullptr ? nullptr : step.mask + static_cast<size_t>(row) * step.mask_stride;
+    return task;
+  });
   config_.o->forward(sum, DType::f32, batch, out);
   math.round(out, config_.o->config().out_features * batch, step.dtype);
 }
@@ -193,7 +191,7 @@ bool LatentAttention::fits(int hidden) const {
   return config_.o->config().in_features == config_.heads * config_.value && config_.o->config().out_features == hidden;
 }
 
-void LatentAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) {
+void LatentAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
   expect(cache, 1, config_.rank, config_.rope);
   const Math& math = ktinject::math();
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, rope = config_.rope, batch = step.batch;
@@ -207,7 +205,7 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
                kv_at = arrays.take(product(batch, wide)), latent_at = arrays.take(static_cast<size_t>(wide)),
                query_at = arrays.take(product(batch, heads, wide)), sum_at = arrays.take(product(batch, heads, rank)),
                head_at = arrays.take(product(batch, heads, value));
-  float* memory = scratch_(arrays.count());
+  const Scratch memory(arrays.count());
   float *q = memory + q_at, *kv = memory + kv_at, *latent = memory + latent_at, *query = memory + query_at;
   float *sum = memory + sum_at, *head = memory + head_at;
 
@@ -240,10 +238,9 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
     math.store(latent + rank, rope, step.dtype, at(cache.values, place * static_cast<size_t>(rope), step));
   }
   {
-    const auto pool_used = pool();
-    const auto session = pool_used->session();
+    const Session session;
     const bool serial = product(batch, heads, nope * rank) < kSerialProducts;
-    each(*pool_used, serial, heads, [&](int h, int) {
+    each(*session, serial, heads, [&](int h, int) {
       const void* w = at(const_cast<void*>(config_.expansion), product(h, nope + value, rank), step);
       for (int row = 0; row < batch; ++row) {
         const float* from = q + product(row * heads + h, nope + rope);
@@ -254,7 +251,7 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
       }
     });
   }
-  attend_all(math, {batch, 1, heads, step.place + 1, wide, rank}, step.dtype, parts_, sum, [&](int row, int) {
+  attend_all(math, {batch, 1, heads, step.place + 1, wide, rank}, step.dtype, sum, [&](int row, int) {
     Attend task;
     task.q = query + product(row * heads, wide);
     task.k1 = task.v = at(cache.keys, product(row, step.capacity, rank), step);
@@ -266,10 +263,9 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
     return task;
   });
   {
-    const auto pool_used = pool();
-    const auto session = pool_used->session();
+    const Session session;
     const bool serial = product(batch, heads, value * rank) < kSerialProducts;
-    each(*pool_used, serial, heads, [&](int h, int) {
+    each(*session, serial, heads, [&](int h, int) {
       const void* w =
           at(const_cast<void*>(config_.expansion), product(h, nope + value, rank) + product(nope, rank), step);
       for (int row = 0; row < batch; ++row)

@@ -104,30 +104,28 @@ Found greatest(ThreadPool& workers, const Math& math, const float* scores, int n
 }  // namespace
 
 void choose_greatest(const float* scores, int rows, int n, int64_t* tokens) {
-  const auto pool_used = pool();
-  const auto session = pool_used->session();
+  const Session session;
   for (int row = 0; row < rows; ++row)
-    tokens[row] = greatest(*pool_used, math(), scores + static_cast<size_t>(row) * static_cast<size_t>(n), n).index;
+    tokens[row] = greatest(*session, math(), scores + static_cast<size_t>(row) * static_cast<size_t>(n), n).index;
 }
 
 void draw(const float* scores, int rows, int n, std::byte* generator, int64_t* tokens) {
   const Math& math = ktinject::math();
-  const auto pool_used = pool();
-  const auto session = pool_used->session();
+  const Session session;
   Twister twister(generator);
   const auto count = static_cast<size_t>(n) * 2;
-  auto* words = reinterpret_cast<uint32_t*>(pool_used->buffer(kWords, count * sizeof(uint32_t)));
+  auto* words = reinterpret_cast<uint32_t*>(session->buffer(kWords, count * sizeof(uint32_t)));
   for (int row = 0; row < rows; ++row) {
     const float* here = scores + static_cast<size_t>(row) * static_cast<size_t>(n);
     twister.draw(words, count, math);
-    const float most = greatest(*pool_used, math, here, n).best;
+    const float most = greatest(*session, math, here, n).best;
     if (!std::isfinite(most))  // before anything is saved: no random number is used up
       throw std::invalid_argument("scores: the greatest of row " + std::to_string(row) + " is " +
                                   (std::isnan(most) ? "NaN"
                                    : most > 0       ? "inf"
                                                     : "-inf") +
                                   "; nothing can be drawn");
-    tokens[row] = best_of(*pool_used, n, [&](int first, int size) {
+    tokens[row] = best_of(*session, n, [&](int first, int size) {
                     Found found{};
                     found.best =
                         math.race(here + first, words + static_cast<size_t>(first) * 2, size, most, &found.index);

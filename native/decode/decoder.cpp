@@ -1,30 +1,63 @@
 #include "decode/decoder.hpp"
 
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace ktinject {
 
-void Decoder::add(const Norm& before_attention, Attention& attention, const Norm& before_feed_forward,
-                  FeedForward& unit) {
+namespace {
+
+// Of a batch: so that it may be multiplied with any width of a layer.
+constexpr int kMostRows = (1 << 14) - 1;
+
+// Of a thread: what is borrowed at each depth of calls.
+thread_local std::vector<std::vector<float>> memory_at;
+thread_local size_t depth = 0;
+
+}  // namespace
+
+Scratch::Scratch(size_t count) {
+  if (depth == memory_at.size()) memory_at.emplace_back();
+  std::vector<float>& memory = memory_at[depth];
+  if (memory.size() < count) memory = std::vector<float>(count);
+  memory_ = memory.data();
+  ++depth;
+}
+
+Scratch::~Scratch() { --depth; }
+
+void Decoder::add(const Norm& before_attention, const DecoderAttention& attention, const Norm& before_feed_forward,
+                  const FeedForward& unit) {
   const std::string width = std::to_string(hidden_) + " values";
   for (const Norm& norm : {before_attention, before_feed_forward})
     if (norm.weight == nullptr || norm.size != hidden_)
       throw std::invalid_argument("a layer's norm must be one of " + width);
   if (!attention.fits(hidden_)) throw std::invalid_argument("attention: expected " + width + " in and out");
   if (!unit.fits(hidden_)) throw std::invalid_argument("feed-forward: expected " + width + " in and out");
-  layers_.push_back({before_attention, &attention, before_feed_forward, &unit});
+  const std::lock_guard turn(turn_);
+  auto longer = std::make_shared<Layers>(*layers_);  // steps under way keep the shorter one
+  longer->push_back({before_attention, &attention, before_feed_forward, &unit});
+  layers_ = std::move(longer);
 }
 
 void Decoder::forward(const void* x, const Step& step, const std::vector<LayerCache>& caches, int first, int last,
-                      const Norm& final_norm, void* y) {
-  const std::lock_guard turn(turn_);
+                      const Norm& final_norm, void* y) const {
+  const auto layers = [&] {
+    const std::lock_guard turn(turn_);
+    return layers_;
+  }();
+  check_size("batch", step.batch, kMostRows);
+  if (caches.size() != layers->size()) throw std::invalid_argument("decoder: the cache has another number of layers");
+  if (first < 0 || last > static_cast<int>(layers->size()) || first > last)
+    throw std::invalid_argument("decoder: there are no such layers");
   const Math& math = ktinject::math();
   const int count = step.batch * hidden_;
   Arrays arrays;
   const size_t stream_at = arrays.take(static_cast<size_t>(count)), normed_at = arrays.take(static_cast<size_t>(count)),
                out_at = arrays.take(static_cast<size_t>(count));
-  float* memory = scratch_(arrays.count());
+  const Scratch memory(arrays.count());
   float *stream = memory + stream_at, *normed = memory + normed_at, *out = memory + out_at;
   choose_stages(~uint32_t{0}).widen(x, step.dtype, 1, count, stream);
   auto norm_all = [&](const Norm& norm) {
@@ -32,7 +65,7 @@ void Decoder::forward(const void* x, const Step& step, const std::vector<LayerCa
       math.rms_norm(stream + row * hidden_, norm.weight, hidden_, norm.epsilon, step.dtype, normed + row * hidden_);
   };
   for (int i = first; i < last; ++i) {
-    const Layer& layer = layers_[static_cast<size_t>(i)];
+    const Layer& layer = (*layers)[static_cast<size_t>(i)];
     norm_all(layer.before_attention);
     layer.attention->forward(normed, step, caches[static_cast<size_t>(i)], out);
     math.add(stream, out, count, step.dtype);

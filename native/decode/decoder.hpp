@@ -10,12 +10,12 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "decode/math.hpp"
 #include "linear/linear.hpp"
 #include "moe/experts.hpp"
+#include "runtime/waiting.hpp"
 
 namespace ktinject {
 
@@ -53,16 +53,18 @@ struct Step {
   }
 };
 
-// Memory that only grows, so that a warmed-up step allocates nothing.
+// Memory of the calling thread for as long as this lives, contents undefined. A thread keeps what it has had, so that a
+// warmed-up step allocates nothing, and no two threads meet in it.
 class Scratch {
  public:
-  float* operator()(size_t count) {
-    if (memory_.size() < count) memory_.resize(count);
-    return memory_.data();
-  }
+  explicit Scratch(size_t count);
+  ~Scratch();
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  operator float*() const { return memory_; }
 
  private:
-  std::vector<float> memory_;
+  float* memory_;
 };
 
 // Lays several arrays into one piece of scratch.
@@ -80,13 +82,13 @@ class Arrays {
   size_t count_ = 0;
 };
 
-class Attention {
+class DecoderAttention {
  public:
-  virtual ~Attention() = default;
+  virtual ~DecoderAttention() = default;
   // Whether it takes and gives rows of `hidden` values.
   virtual bool fits(int hidden) const = 0;
   // out [batch, hidden] of x [batch, hidden], rounded; keys and values of these tokens are left in the cache.
-  virtual void forward(const float* x, const Step& step, const LayerCache& cache, float* out) = 0;
+  virtual void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const = 0;
 };
 
 // Heads in groups that share keys and values; queries and keys may be normed a head, then the first `rotary` values of
@@ -98,15 +100,14 @@ struct GroupedAttentionConfig {
   float scale = 1;
 };
 
-class GroupedAttention final : public Attention {
+class GroupedAttention final : public DecoderAttention {
  public:
   explicit GroupedAttention(GroupedAttentionConfig config);
   bool fits(int hidden) const override;
-  void forward(const float* x, const Step& step, const LayerCache& cache, float* out) override;
+  void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const override;
 
  private:
   GroupedAttentionConfig config_;
-  Scratch scratch_, parts_;
 };
 
 // operators/latent_attention.py has the formula; with the up-projections absorbed. expansion [heads, nope + value,
@@ -124,23 +125,22 @@ struct LatentAttentionConfig {
   float scale = 1;
 };
 
-class LatentAttention final : public Attention {
+class LatentAttention final : public DecoderAttention {
  public:
   explicit LatentAttention(LatentAttentionConfig config);
   bool fits(int hidden) const override;
-  void forward(const float* x, const Step& step, const LayerCache& cache, float* out) override;
+  void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const override;
 
  private:
   LatentAttentionConfig config_;
-  Scratch scratch_, parts_;
 };
 
 class FeedForward {
  public:
   virtual ~FeedForward() = default;
-  virtual bool fits(int hidden) const = 0;  // as Attention's
+  virtual bool fits(int hidden) const = 0;  // as DecoderAttention's
   // out [batch, hidden] of x [batch, hidden], rounded.
-  virtual void forward(const float* x, DType dtype, int batch, float* out) = 0;
+  virtual void forward(const float* x, DType dtype, int batch, float* out) const = 0;
 };
 
 // down(silu(gate(x)) * up(x))
@@ -148,11 +148,10 @@ class GatedUnit final : public FeedForward {
  public:
   GatedUnit(const Linear& gate, const Linear& up, const Linear& down);
   bool fits(int hidden) const override;
-  void forward(const float* x, DType dtype, int batch, float* out) override;
+  void forward(const float* x, DType dtype, int batch, float* out) const override;
 
  private:
   const Linear &gate_, &up_, &down_;
-  Scratch scratch_;
 };
 
 enum class Scores { softmax, sigmoid };
@@ -172,48 +171,45 @@ struct RouterConfig {
 // x) where there is a gate [hidden] of the model's dtype.
 class Mixture final : public FeedForward {
  public:
-  Mixture(RouterConfig router, const Experts& experts, FeedForward* shared, const void* gate = nullptr);
+  Mixture(RouterConfig router, const Experts& experts, const FeedForward* shared, const void* gate = nullptr);
   bool fits(int hidden) const override;
-  void forward(const float* x, DType dtype, int batch, float* out) override;
+  void forward(const float* x, DType dtype, int batch, float* out) const override;
 
  private:
-  void choose(float* logits, int32_t* ids, float* weights, DType dtype);
+  void choose(float* logits, int32_t* ids, float* weights, DType dtype) const;
 
   RouterConfig router_;
   const Experts& experts_;
-  FeedForward* shared_;
+  const FeedForward* shared_;
   const void* gate_;
-  Scratch scratch_;
-  std::vector<int32_t> ids_;
-  std::vector<std::pair<float, int>> order_, groups_;
 };
 
 class Decoder {
  public:
   Decoder(int hidden, DType dtype) : hidden_(hidden), dtype_(dtype) {}
 
-  void add(const Norm& before_attention, Attention& attention, const Norm& before_feed_forward, FeedForward& unit);
-  int layers() const { return static_cast<int>(layers_.size()); }
+  void add(const Norm& before_attention, const DecoderAttention& attention, const Norm& before_feed_forward,
+           const FeedForward& unit);
   int hidden() const { return hidden_; }
   DType dtype() const { return dtype_; }
 
-  // y [batch, hidden] = x through layers first to last - 1, and through `final_norm` where that has a weight. One
-  // thread at a time.
+  // y [batch, hidden] = x through layers first to last - 1, and through `final_norm` where that has a weight. `caches`
+  // has one for each layer.
   void forward(const void* x, const Step& step, const std::vector<LayerCache>& caches, int first, int last,
-               const Norm& final_norm, void* y);
+               const Norm& final_norm, void* y) const;
 
  private:
   struct Layer {
     Norm before_attention;
-    Attention* attention;
+    const DecoderAttention* attention;
     Norm before_feed_forward;
-    FeedForward* feed_forward;
+    const FeedForward* feed_forward;
   };
+  using Layers = std::vector<Layer>;
   int hidden_;
   DType dtype_;
-  std::vector<Layer> layers_;
-  Scratch scratch_;
-  std::mutex turn_;
+  mutable Turns turn_;  // of the pointer
+  std::shared_ptr<const Layers> layers_ = std::make_shared<Layers>();
 };
 
 }  // namespace ktinject

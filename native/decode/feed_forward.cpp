@@ -35,12 +35,13 @@ bool GatedUnit::fits(int hidden) const {
          down_.config().out_features == hidden;
 }
 
-void GatedUnit::forward(const float* x, DType dtype, int batch, float* out) {
+void GatedUnit::forward(const float* x, DType dtype, int batch, float* out) const {
   const Math& math = ktinject::math();
   const int inner = gate_.config().out_features, count = batch * inner;
   Arrays arrays;
   const size_t up_at = (arrays.take(static_cast<size_t>(count)), arrays.take(static_cast<size_t>(count)));
-  float *gate = scratch_(arrays.count()), *up = gate + up_at;
+  const Scratch gate(arrays.count());
+  float* up = gate + up_at;
   const Linear::Product products[] = {{&gate_, gate}, {&up_, up}};
   Linear::forward(products, x, DType::f32, batch);
   math.round(gate, count, dtype);
@@ -50,7 +51,7 @@ void GatedUnit::forward(const float* x, DType dtype, int batch, float* out) {
   math.round(out, batch * down_.config().out_features, dtype);
 }
 
-Mixture::Mixture(RouterConfig router, const Experts& experts, FeedForward* shared, const void* gate)
+Mixture::Mixture(RouterConfig router, const Experts& experts, const FeedForward* shared, const void* gate)
     : router_(router), experts_(experts), shared_(shared), gate_(gate) {
   const int count = experts.config().experts;
   if (router_.linear == nullptr || router_.linear->config().out_features != count)
@@ -68,20 +69,20 @@ bool Mixture::fits(int hidden) const {
          (shared_ == nullptr || shared_->fits(hidden));
 }
 
-void Mixture::forward(const float* x, DType dtype, int batch, float* out) {
+void Mixture::forward(const float* x, DType dtype, int batch, float* out) const {
   const Math& math = ktinject::math();
   const int count = experts_.config().experts, hidden = experts_.config().hidden_size, top_k = router_.top_k;
   Arrays arrays;
   const size_t logits_at = arrays.take(static_cast<size_t>(batch * count)),
                weights_at = arrays.take(static_cast<size_t>(batch * top_k)),
+               ids_at = arrays.take(static_cast<size_t>(batch * top_k)),
                beside_at = arrays.take(shared_ == nullptr ? 0 : static_cast<size_t>(batch * hidden));
-  float* memory = scratch_(arrays.count());
+  const Scratch memory(arrays.count());
   float *logits = memory + logits_at, *weights = memory + weights_at, *beside = memory + beside_at;
-  ids_.resize(static_cast<size_t>(batch * top_k));
+  auto* ids = reinterpret_cast<int32_t*>(memory + ids_at);
   router_.linear->forward(x, DType::f32, batch, logits);
-  for (int row = 0; row < batch; ++row)
-    choose(logits + row * count, ids_.data() + row * top_k, weights + row * top_k, dtype);
-  experts_.forward(x, DType::f32, ids_.data(), weights, batch, top_k, out);
+  for (int row = 0; row < batch; ++row) choose(logits + row * count, ids + row * top_k, weights + row * top_k, dtype);
+  experts_.forward(x, DType::f32, ids, weights, batch, top_k, out);
   math.round(out, batch * hidden, dtype);
   if (shared_ == nullptr) return;
   shared_->forward(x, dtype, batch, beside);
@@ -97,7 +98,7 @@ void Mixture::forward(const float* x, DType dtype, int batch, float* out) {
   math.add(out, beside, batch * hidden, dtype);
 }
 
-void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) {
+void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) const {
   const Math& math = ktinject::math();
   const int count = experts_.config().experts, top_k = router_.top_k;
   const bool is_softmax = router_.scores == Scores::softmax;
@@ -107,32 +108,33 @@ void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) {
   } else {
     math.sigmoid(logits, count);
   }
-  order_.resize(static_cast<size_t>(count));
+  static thread_local std::vector<std::pair<float, int>> order, groups;
+  order.resize(static_cast<size_t>(count));
   for (int e = 0; e < count; ++e)
-    order_[static_cast<size_t>(e)] = {logits[e] + (router_.correction == nullptr ? 0.0f : router_.correction[e]), e};
+    order[static_cast<size_t>(e)] = {logits[e] + (router_.correction == nullptr ? 0.0f : router_.correction[e]), e};
   if (router_.top_groups < router_.groups) {
     const int size = count / router_.groups;
-    groups_.resize(static_cast<size_t>(router_.groups));
+    groups.resize(static_cast<size_t>(router_.groups));
     for (int g = 0; g < router_.groups; ++g) {
       float first = -std::numeric_limits<float>::infinity(), second = first;
       for (int e = g * size; e < (g + 1) * size; ++e) {
-        const float score = order_[static_cast<size_t>(e)].first;
+        const float score = order[static_cast<size_t>(e)].first;
         second = std::max(second, std::min(first, score));
         first = std::max(first, score);
       }
-      groups_[static_cast<size_t>(g)] = {first + second, g};
+      groups[static_cast<size_t>(g)] = {first + second, g};
     }
-    take_top(groups_, router_.top_groups, false);
+    take_top(groups, router_.top_groups, false);
     for (int i = router_.top_groups; i < router_.groups; ++i) {
-      const int g = groups_[static_cast<size_t>(i)].second;
+      const int g = groups[static_cast<size_t>(i)].second;
       for (int e = g * size; e < (g + 1) * size; ++e)
-        order_[static_cast<size_t>(e)].first = -std::numeric_limits<float>::infinity();
+        order[static_cast<size_t>(e)].first = -std::numeric_limits<float>::infinity();
     }
   }
-  take_top(order_, top_k, is_softmax);
+  take_top(order, top_k, is_softmax);
   float sum = is_softmax ? 0 : 1e-20f;  // as transformers does: weights that are all zero stay it
   for (int i = 0; i < top_k; ++i) {
-    ids[i] = order_[static_cast<size_t>(i)].second;
+    ids[i] = order[static_cast<size_t>(i)].second;
     weights[i] = logits[ids[i]];
     sum += weights[i];
   }

@@ -16,13 +16,12 @@ constexpr size_t kSlot = 1;
 void norm_rows(const void* x, DType dtype, size_t rows, int n, const void* weight, float epsilon, void* out) {
   const Math& math = ktinject::math();
   const auto widen = choose_stages(~uint32_t{0}).widen;
-  const auto pool_used = pool();
-  const auto session = pool_used->session();
+  const Session session;
   const auto size = static_cast<size_t>(n), line = (size + 15) / 16 * 16;
   const size_t step = std::max<size_t>(1, kPart / size), tasks = (rows + step - 1) / step;
   const bool alone = tasks <= 1;
   auto* memory = reinterpret_cast<float*>(
-      pool_used->buffer(kSlot, 2 * line * sizeof(float) * static_cast<size_t>(alone ? 1 : pool_used->threads())));
+      session->buffer(kSlot, 2 * line * sizeof(float) * static_cast<size_t>(alone ? 1 : session->threads())));
   auto task = [&](int index, int worker) {
     float *wide = memory + 2 * line * static_cast<size_t>(worker), *normed = wide + line;
     const size_t first = static_cast<size_t>(index) * step, last = std::min(rows, first + step);
@@ -35,7 +34,7 @@ void norm_rows(const void* x, DType dtype, size_t rows, int n, const void* weigh
   };
   if (alone)
     for (size_t index = 0; index < tasks; ++index) task(static_cast<int>(index), 0);
-  else pool_used->parallel_for(static_cast<int>(tasks), task);
+  else session->parallel_for(static_cast<int>(tasks), task);
 }
 
 }  // namespace ktinject

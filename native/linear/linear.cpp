@@ -47,9 +47,10 @@ size_t Linear::bytes() const {
 }
 
 void Linear::allocate() {
+  const Session session;
+  if (data_.data() != nullptr) throw std::logic_error("allocate: this layer has its memory already; make another one");
   Block data(matrix_.bytes()), bias;
   if (config_.has_bias) bias = Block(static_cast<size_t>(matrix_.panels) * kPanel * sizeof(float));
-  has_weight_ = has_bias_ = false;
   data_ = std::move(data);
   bias_ = std::move(bias);
 }
@@ -63,24 +64,39 @@ void Linear::check(const Source& source, int k, const char* what) const {
 }
 
 void Linear::load(const Source& weight) {
+  const Session workers;
   check(weight, config_.in_features, "weight");
-  pack_matrix(matrix_, *stages_, weight, paired_tiles, data_.data(), "weight");
+  has_weight_ = false;  // what an error leaves is no weight
+  pack_matrix(*workers, matrix_, *stages_, weight, paired_tiles, data_.data(), "weight");
   has_weight_ = true;
 }
 
 void Linear::load_bias(const Source& bias) {
   if (!config_.has_bias) throw std::invalid_argument("bias: this layer was built without one");
+  const Session session;
   check(bias, 1, "bias");
   stages_->widen(bias.data, bias.dtype, bias.n_stride, bias.n, reinterpret_cast<float*>(bias_.data()));
   has_bias_ = true;
 }
 
+bool Linear::has_weight() const {
+  const Session session;
+  return has_weight_;
+}
+
+bool Linear::has_bias() const {
+  const Session session;
+  return has_bias_;
+}
+
 void Linear::unpack(float* out) const {
+  const Session workers;
   check({nullptr, DType::f32, config_.out_features, config_.in_features, 0, 0}, config_.in_features, "weight");
-  unpack_matrix(matrix_, data_.data(), paired_tiles, config_.out_features, out);
+  unpack_matrix(*workers, matrix_, data_.data(), paired_tiles, config_.out_features, out);
 }
 
 void Linear::unpack_bias(float* out) const {
+  const Session session;
   if (bias_.data() == nullptr) throw std::invalid_argument("bias: there is none");
   const auto* bias = reinterpret_cast<const float*>(bias_.data());
   std::copy(bias, bias + config_.out_features, out);
@@ -92,15 +108,13 @@ void Linear::forward(const void* x, DType dtype, int rows, void* y) const {
 }
 
 void Linear::forward(std::span<const Product> products, const void* x, DType dtype, int rows) {
-  for (const Product& product : products)
-    if (product.linear->data_.data() == nullptr) throw std::invalid_argument("forward before allocate()");
   while (!products.empty()) {
     const Linear& front = *products.front().linear;
     size_t alike = 1;
     while (alike < products.size() && alike < kMostTogether && front.reads_as(*products[alike].linear)) ++alike;
     const int most = std::max(
         kMostRows, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / front.matrix_.row_bytes(), 1u << 20)));
-    for (int first = 0; first < rows; first += most) {
+    for (int64_t first = 0; first < rows; first += most) {
       std::array<Product, kMostTogether> part;
       for (size_t i = 0; i < alike; ++i) {
         const auto width = static_cast<size_t>(products[i].linear->config_.out_features) * dtype_bytes(dtype);
@@ -108,7 +122,7 @@ void Linear::forward(std::span<const Product> products, const void* x, DType dty
       }
       const auto width = static_cast<size_t>(front.config_.in_features) * dtype_bytes(dtype);
       run(std::span(part.data(), alike), static_cast<const std::byte*>(x) + static_cast<size_t>(first) * width, dtype,
-          std::min(most, rows - first));
+          static_cast<int>(std::min<int64_t>(most, rows - first)));
     }
     products = products.subspan(alike);
   }
@@ -121,9 +135,10 @@ bool Linear::reads_as(const Linear& other) const {
 }
 
 void Linear::run(std::span<const Product> products, const void* x, DType dtype, int rows) {
-  const auto pool_used = pool();
-  const auto session = pool_used->session();
-  ThreadPool& workers = *pool_used;
+  const Session session;
+  for (const Product& product : products)
+    if (product.linear->data_.data() == nullptr) throw std::invalid_argument("forward before allocate()");
+  ThreadPool& workers = *session;
   const Linear& front = *products.front().linear;
   const Matrix& matrix = front.matrix_;
   const Stages& stages = *front.stages_;

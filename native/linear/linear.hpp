@@ -22,21 +22,23 @@ struct LinearConfig {
   std::string kernel = "auto";
 };
 
+// Many threads may use one object: each call waits for its turn at the pool.
 class Linear {
  public:
   explicit Linear(LinearConfig config);
 
   const LinearConfig& config() const { return config_; }
-  const Choice& kernels() const { return kernels_; }
+  const Kernels& kernels() const { return kernels_; }
   // What allocate() takes: packed weight and bias.
   size_t bytes() const;
 
+  // Once. Throws std::bad_alloc.
   void allocate();
   // weight [out, in]. Throws std::domain_error when a row holds a NaN or an infinity and the format has scales.
   void load(const Source& weight);
   void load_bias(const Source& bias);
-  bool has_weight() const { return has_weight_; }
-  bool has_bias() const { return has_bias_; }
+  bool has_weight() const;
+  bool has_bias() const;
 
   // out [out, in] fp32 = the dequantised weight; bias [out].
   void unpack(float* out) const;
@@ -60,7 +62,7 @@ class Linear {
                 std::byte* own, std::byte* scratch) const;
 
   LinearConfig config_;
-  Choice kernels_;
+  Kernels kernels_;
   const Stages* stages_;
   Matrix matrix_;
   Block data_;

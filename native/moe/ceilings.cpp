@@ -119,8 +119,7 @@ uint64_t read_512(const std::byte* from, size_t ahead) {
 }  // namespace
 
 double read_bandwidth(size_t bytes_per_thread) {
-  const auto workers = pool();
-  const auto session = workers->session();
+  const Session workers;
   const int pieces = static_cast<int>(std::max<size_t>(1, bytes_per_thread / kPiece)) * workers->threads();
   Block block(static_cast<size_t>(pieces) * kPiece);
   auto piece = [&](int index) { return block.data() + static_cast<size_t>(index) * kPiece; };
@@ -140,8 +139,7 @@ double read_bandwidth(size_t bytes_per_thread) {
 }
 
 double empty_call_us(int calls, double pause_us, bool everyone) {
-  const auto workers = pool();
-  const auto session = workers->session();
+  const Session workers;
   const int threads = workers->threads();
   std::vector<double> us;
   for (int call = 0; call < std::max(1, calls); ++call) {
@@ -171,8 +169,7 @@ std::vector<std::string> multiply_units() {
 double multiply_rate(const std::string& name) {
   for (const Unit& unit : kUnits) {
     if (unit.name != name || !available(unit)) continue;
-    const auto workers = pool();
-    const auto session = workers->session();
+    const Session workers;
     constexpr int kTasksPerThread = 64;
     const int tasks = kTasksPerThread * workers->threads();
     const double pilot = seconds_for(*workers, tasks, [&](int) { unit.run(400); });

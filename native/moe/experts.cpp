@@ -65,7 +65,14 @@ size_t Experts::bytes() const {
   return static_cast<size_t>(config_.experts) * (weights + biases);
 }
 
+std::string Experts::not_placed() const {
+  const Session session;
+  return not_placed_;
+}
+
 void Experts::allocate() {
+  const Session session;
+  if (allocated_) throw std::logic_error("allocate: these experts have their memory already; make others");
   const auto experts = static_cast<size_t>(config_.experts);
   Block gate_up_bias, down_bias;
   std::vector<Block> blocks;
@@ -85,7 +92,6 @@ void Experts::allocate() {
     gate_up_bias = Block(experts * static_cast<size_t>(gate_up_.panels) * kPanel * sizeof(float));
     down_bias = Block(experts * static_cast<size_t>(down_.panels) * kPanel * sizeof(float));
   }
-  std::fill(loaded_.begin(), loaded_.end(), uint8_t{0});
   for (size_t i = 0; i < shards_.size(); ++i) {
     shards_[i].gate_up.data = std::move(blocks[2 * i]);
     shards_[i].down.data = std::move(blocks[2 * i + 1]);
@@ -108,10 +114,9 @@ std::byte* Experts::panel(Projection projection, int expert, int index) const {
 }
 
 void Experts::repeat(int expert) {
+  const Session workers;
   if (expert < 0 || expert >= config_.experts || !allocated_)
     throw std::invalid_argument("repeat: there is no such expert, or no memory yet");
-  const auto workers = pool();
-  const auto session = workers->session();
   workers->parallel_for(config_.experts, [&](int e, int) {
     if (e == expert) return;
     for (const Projection projection : {Projection::up, Projection::down}) {

@@ -52,19 +52,21 @@ struct PackedRun {
   }
 };
 
+// Many threads may use one object: each call waits for its turn at the pool.
 class Experts {
  public:
   explicit Experts(ExpertsConfig config);
 
   const ExpertsConfig& config() const { return config_; }
-  const Choice& kernels() const { return kernels_; }
+  const Kernels& kernels() const { return kernels_; }
   const std::vector<Shard>& shards() const { return shards_; }
   // After allocate(): why the weights could not be asked for on their nodes; then the pinned workers' first touch
   // places them. Empty where all is well or nothing is to be placed.
-  const std::string& not_placed() const { return not_placed_; }
+  std::string not_placed() const;
   // What allocate() takes: packed weights and biases of all experts.
   size_t bytes() const;
 
+  // Once; whoever knows where the memory lies may go on using it. Throws std::bad_alloc.
   void allocate();
   // Packs one projection of one expert; without a gate the first projection is `up`. Throws std::domain_error when a
   // row holds a NaN or an infinity and the format has scales.
@@ -96,6 +98,13 @@ class Experts {
 
  private:
   friend class Forward;
+  static size_t mark_of(Projection projection, int expert, bool bias) {
+    return (static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2 + (bias ? 1 : 0);
+  }
+  uint8_t& mark(Projection projection, int expert, bool bias) { return loaded_[mark_of(projection, expert, bias)]; }
+  bool is_loaded(Projection projection, int expert, bool bias) const {
+    return loaded_[mark_of(projection, expert, bias)] != 0;
+  }
   int rows_of(Projection projection) const;
   int inputs_of(Projection projection) const;
   void check(Projection projection, int expert, const Source& source, bool bias) const;
@@ -108,7 +117,7 @@ class Experts {
   std::byte* panel(Projection projection, int expert, int index) const;
 
   ExpertsConfig config_;
-  Choice kernels_;
+  Kernels kernels_;
   const Stages* stages_;
   Matrix gate_up_;
   Matrix down_;

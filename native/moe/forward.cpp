@@ -17,7 +17,6 @@
 #include <xmmintrin.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstring>
 #include <stdexcept>
@@ -97,8 +96,8 @@ void stream_row(float* to, const float* from) {
 // One pass over at most as many tokens as the workspace holds.
 class Forward {
  public:
-  Forward(const Experts& layer, Routing& routing, ThreadPool& workers, const void* x, DType dtype, const float* weights,
-          int tokens, int top_k, void* out)
+  Forward(const Experts& layer, RoutingPlan& routing, ThreadPool& workers, const void* x, DType dtype,
+          const float* weights, int tokens, int top_k, void* out)
       : layer_(layer),
         config_(layer.config_),
         gate_up_(layer.gate_up_),
@@ -128,12 +127,12 @@ class Forward {
   template <class Add>
   void plan_panels(Projection projection, const Shard& shard, int first, int panels, int workers, Add&& add);
 
-  void convert_inputs(const Task& task);
-  void gather(const Task& task);
-  void compute_gate_up(const Task& task, int worker);
-  void quantise(const Task& task, int worker);
-  void compute_down(const Task& task, int worker);
-  void add_up(const Task& task);
+  void convert_inputs(const LayerTask& task);
+  void gather(const LayerTask& task);
+  void compute_gate_up(const LayerTask& task, int worker);
+  void quantise(const LayerTask& task, int worker);
+  void compute_down(const LayerTask& task, int worker);
+  void add_up(const LayerTask& task);
 
   // What is counted: tasks that convert tokens, then for each chunk tasks of down, for each active expert tasks of gate
   // and up, for each those that quantise, and for each those that gather.
@@ -152,7 +151,7 @@ class Forward {
 
   void convert(const Activations& to, const Matrix& matrix, size_t at, const void* values, DType dtype, std::byte* out);
   template <class Use>
-  void multiply(Projection projection, const Task& task, const Rows& all, int worker, Use&& use);
+  void multiply(Projection projection, const LayerTask& task, const Rows& all, int worker, Use&& use);
 
   // The groups of up to 16 rows of every expert that has more than one.
   template <class Use>
@@ -160,10 +159,10 @@ class Forward {
     for (size_t place = 0; place < routing_.active.size(); ++place) {
       const int count = count_of(routing_.active[place]);
       for (int first = 0; count > 1 && first < count; first += kTile)
-        use(Task{static_cast<int>(place), first, std::min(kTile, count - first)});
+        use(LayerTask{static_cast<int>(place), first, std::min(kTile, count - first)});
     }
   }
-  Task of_expert(Task task) const {
+  LayerTask of_expert(LayerTask task) const {
     task.of = routing_.active[static_cast<size_t>(task.of)];
     return task;
   }
@@ -188,7 +187,7 @@ class Forward {
   }
   float* results(int worker) const {
     const auto place = static_cast<size_t>(workers_.place_of(worker));
-    return reinterpret_cast<float*>(own_[static_cast<size_t>(workers_.node_of(worker))] + place * own_bytes_);
+    return reinterpret_cast<float*>(routing_.own[static_cast<size_t>(workers_.node_of(worker))] + place * own_bytes_);
   }
   std::byte* one_row(int worker) const { return reinterpret_cast<std::byte*>(results(worker)) + kResultBytes; }
   std::byte* kernel_scratch(int worker) const { return one_row(worker) + down_.row_bytes(); }
@@ -198,7 +197,7 @@ class Forward {
   const Matrix& gate_up_;
   const Matrix& down_;
   const Stages& stages_;
-  Routing& routing_;
+  RoutingPlan& routing_;
   ThreadPool& workers_;
   const std::byte* const x_;
   const DType dtype_;
@@ -216,9 +215,7 @@ class Forward {
   Activations inner_{};
   uint16_t* hidden_ = nullptr;  // [rows, hidden_stride_] bf16: intermediates that are quantised next
   size_t hidden_stride_ = 0;
-  std::array<float*, kMostNodes> y_{};        // of each shard: [rows, its panels of down * 32]
-  std::array<std::byte*, kMostNodes> own_{};  // of each node: what its workers have to themselves, one after the other
-  size_t own_bytes_ = 0;                      // of a worker: a block of results, a row, the kernel's scratch
+  size_t own_bytes_ = 0;  // of a worker: a block of results, a row, the kernel's scratch
 };
 
 Activations Forward::activations(const Matrix& matrix, size_t count, Slot data, Slot scale, Slot sums) {
@@ -237,14 +234,16 @@ void Forward::reserve() {
   if (is_quantised_)
     hidden_ = reinterpret_cast<uint16_t*>(workers_.buffer(kHidden, rows_ * hidden_stride_ * sizeof(uint16_t)));
   const size_t nodes = workers_.nodes().size();
+  routing_.results.resize(layer_.shards_.size());
+  routing_.own.resize(nodes);
   for (size_t shard = 0; shard < layer_.shards_.size(); ++shard) {
     const size_t columns = static_cast<size_t>(layer_.shards_[shard].down.panels) * kPanel;
-    y_[shard] = reinterpret_cast<float*>(
+    routing_.results[shard] = reinterpret_cast<float*>(
         workers_.buffer(kOutput + shard / nodes, rows_ * columns * sizeof(float), shard % nodes));
   }
   own_bytes_ = kResultBytes + down_.row_bytes() + std::max(scratch_bytes(gate_up_), scratch_bytes(down_));
   for (size_t node = 0; node < nodes; ++node)
-    own_[node] =
+    routing_.own[node] =
         workers_.buffer(kThread, own_bytes_ * static_cast<size_t>(workers_.workers_of(static_cast<int>(node))), node);
 }
 
@@ -263,7 +262,7 @@ void Forward::plan_panels(Projection projection, const Shard& shard, int first, 
     const int pieces = (panels + size - 1) / size;
     for (int i = 0; i < pieces; ++i) {
       const int begin = panels * i / pieces, end = panels * (i + 1) / pieces;
-      add(Task{static_cast<int>(place), first + begin, end - begin});
+      add(LayerTask{static_cast<int>(place), first + begin, end - begin});
     }
   }
 }
@@ -306,7 +305,7 @@ void Forward::plan() {
   }
   Counters& counters = routing_.counters;
   counters.plan(1 + routing_.chunks.size() + 3 * routing_.active.size());
-  auto add = [&](size_t list, const Task& task, size_t counter) {
+  auto add = [&](size_t list, const LayerTask& task, size_t counter) {
     routing_.lists[list].push_back(task);
     counters.add(counter);
   };
@@ -322,13 +321,14 @@ void Forward::plan() {
   }
   begin_stage(kGather);
   size_t next = 0;
-  if (tokens_ > kTokensAlone) for_groups([&](const Task& task) { add(next++ % lists, task, gather_left(task.of)); });
+  if (tokens_ > kTokensAlone)
+    for_groups([&](const LayerTask& task) { add(next++ % lists, task, gather_left(task.of)); });
   begin_stage(kGateUp);
   for (size_t shard = 0; shard < shards.size(); ++shard) {
     const Shard::Part& part = shards[shard].gate_up;
     if (part.panels > 0)
       plan_panels(Projection::up, shards[shard], part.first, part.panels, workers_for(shard),
-                  [&](const Task& task) { add(list_of(shard), task, gate_up_left(task.of)); });
+                  [&](const LayerTask& task) { add(list_of(shard), task, gate_up_left(task.of)); });
   }
   begin_stage(kQuantise);
   if (is_quantised_) {
@@ -345,7 +345,7 @@ void Forward::plan() {
     const Chunk& chunk = routing_.chunks[i];
     const auto shard = static_cast<size_t>(chunk.shard);
     plan_panels(Projection::down, shards[shard], chunk.first, chunk.panels, workers_for(shard),
-                [&](const Task& task) { add(list_of(shard), task, down_left(static_cast<int>(i))); });
+                [&](const LayerTask& task) { add(list_of(shard), task, down_left(static_cast<int>(i))); });
   }
   begin_stage(kSum);
   const int sums = workers_.threads() * kTasksPerThread;
@@ -368,7 +368,7 @@ void Forward::run() {
   plan();
   if (tokens_ <= kTokensAlone) {
     convert_inputs({0, 0, tokens_});
-    for_groups([&](const Task& task) { gather(of_expert(task)); });
+    for_groups([&](const LayerTask& task) { gather(of_expert(task)); });
   }
   const size_t active = routing_.active.size();
   const size_t active_bytes = active * (gate_up_.bytes() + down_.bytes());
@@ -376,12 +376,12 @@ void Forward::run() {
   workers_.parallel_lists(
       routing_.counts,
       [&](int list, int index, int worker) {
-        const Task& planned = routing_.lists[static_cast<size_t>(list)][static_cast<size_t>(index)];
+        const LayerTask& planned = routing_.lists[static_cast<size_t>(list)][static_cast<size_t>(index)];
         auto before = [&](Stage stage) {
           return index < routing_.limit[static_cast<size_t>(stage)][static_cast<size_t>(list)];
         };
         const int of = planned.of;
-        const Task task = before(kGather) || !before(kSum) ? planned : of_expert(planned);
+        const LayerTask task = before(kGather) || !before(kSum) ? planned : of_expert(planned);
         if (before(kGather)) {
           convert_inputs(task);
           done(inputs_left());
@@ -419,7 +419,7 @@ void Forward::convert(const Activations& to, const Matrix& matrix, size_t at, co
                                       reinterpret_cast<uint8_t*>(out), has_sums_ ? to.sums + at * to.groups : nullptr);
 }
 
-void Forward::convert_inputs(const Task& task) {
+void Forward::convert_inputs(const LayerTask& task) {
   const size_t x_bytes = static_cast<size_t>(config_.hidden_size) * dtype_bytes(dtype_);
   for (int token = task.first; token < task.first + task.count; ++token) {
     const auto at = static_cast<size_t>(token);
@@ -429,7 +429,7 @@ void Forward::convert_inputs(const Task& task) {
 
 // Up to 16 rows of an expert, side by side: written from one end to the other by one thread. (An expert with a single
 // row reads the token's own.)
-void Forward::gather(const Task& task) {
+void Forward::gather(const LayerTask& task) {
   const size_t first = start_of(task.of) + static_cast<size_t>(task.first);
   const int* token = routing_.token.data() + first;
   std::byte* to = gathered_.data + first * gathered_.row_bytes;
@@ -447,7 +447,7 @@ void Forward::gather(const Task& task) {
 
 // Calls use(first row of the expert, rows, panel, c) for the results of a task, c [rows, 32], piece by piece.
 template <class Use>
-void Forward::multiply(Projection projection, const Task& task, const Rows& all, int worker, Use&& use) {
+void Forward::multiply(Projection projection, const LayerTask& task, const Rows& all, int worker, Use&& use) {
   const Matrix& matrix = layer_.matrix_of(projection);
   const Kernel& kernel = layer_.kernels_(all.m);
   float* c = results(worker);
@@ -478,7 +478,7 @@ void Forward::multiply(Projection projection, const Task& task, const Rows& all,
 }
 
 // bf16 results are the next product's rows at once; the others are quantised first, as whole rows.
-void Forward::compute_gate_up(const Task& task, int worker) {
+void Forward::compute_gate_up(const LayerTask& task, int worker) {
   const int columns = config_.activation.has_gate ? kTile : kPanel;
   const auto* biases = reinterpret_cast<const float*>(layer_.gate_up_bias_.data());
   const size_t start = start_of(task.of);
@@ -509,7 +509,7 @@ void Forward::compute_gate_up(const Task& task, int worker) {
   });
 }
 
-void Forward::quantise(const Task& task, int worker) {
+void Forward::quantise(const LayerTask& task, int worker) {
   const size_t start = start_of(task.of);
   for (int row = task.first; row < task.first + task.count; ++row) {
     const size_t at = start + static_cast<size_t>(row);
@@ -518,14 +518,14 @@ void Forward::quantise(const Task& task, int worker) {
   }
 }
 
-void Forward::compute_down(const Task& task, int worker) {
+void Forward::compute_down(const LayerTask& task, int worker) {
   const size_t shard = shard_of(Projection::down, task.first);
   const Shard::Part& part = layer_.shards_[shard].down;
   const size_t stride = static_cast<size_t>(part.panels) * kPanel;
   const size_t start = start_of(task.of);
   multiply(Projection::down, task, inner_.rows(start, count_of(task.of)), worker,
            [&](int first, int m, int p, const float* c) {
-             float* to = y_[shard] + (start + static_cast<size_t>(first)) * stride +
+             float* to = routing_.results[shard] + (start + static_cast<size_t>(first)) * stride +
                          static_cast<size_t>(p - part.first) * kPanel;
              for (int row = 0; row < m; ++row, c += kPanel, to += stride) {
                if (is_passing_) stream_row(to, c);
@@ -535,11 +535,12 @@ void Forward::compute_down(const Task& task, int worker) {
   if (is_passing_) _mm_sfence();
 }
 
-void Forward::add_up(const Task& task) {
+void Forward::add_up(const LayerTask& task) {
   const Chunk& chunk = routing_.chunks[static_cast<size_t>(task.of)];
   const Shard::Part& part = layer_.shards_[static_cast<size_t>(chunk.shard)].down;
   const size_t stride = static_cast<size_t>(part.panels) * kPanel;
-  const float* y = y_[static_cast<size_t>(chunk.shard)] + static_cast<size_t>(chunk.first - part.first) * kPanel;
+  const float* y =
+      routing_.results[static_cast<size_t>(chunk.shard)] + static_cast<size_t>(chunk.first - part.first) * kPanel;
   const auto* down_bias = reinterpret_cast<const float*>(layer_.down_bias_.data());
   const int column = chunk.first * kPanel;
   const int columns = std::min(chunk.panels * kPanel, config_.hidden_size - column);
@@ -568,7 +569,6 @@ void Forward::add_up(const Task& task) {
 template <class Id>
 void Experts::forward(const void* x, DType dtype, const Id* ids, const float* weights, int tokens, int top_k,
                       void* out) const {
-  if (!allocated_) throw std::invalid_argument("forward before allocate()");
   if (top_k < 1 || top_k > kMostSlots)
     throw std::invalid_argument("experts a token: found " + std::to_string(top_k) + "; allowed: 1 to " +
                                 std::to_string(kMostSlots));
@@ -578,20 +578,20 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
                               std::to_string(ids[i]) + "; allowed: 0 to " + std::to_string(config_.experts - 1) +
                               ", or -1 or " + std::to_string(config_.experts) + " for none");
 
-  const auto workers = pool();
-  const auto session = workers->session();
-  const TraceSpan span(this, tokens);
   const size_t row_bytes =
       gate_up_.row_bytes() +
       static_cast<size_t>(top_k) * (gate_up_.row_bytes() + static_cast<size_t>(down_.panels) * kPanel * sizeof(float) +
                                     static_cast<size_t>(config_.intermediate_size) * 3);
   const int most = std::max(64, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / row_bytes, 1u << 20)));
   // As even as possible: each pass reads the weights, and a few tokens at the end would do so for little.
-  const int passes = (tokens + most - 1) / most;
-  static thread_local Routing routing;  // keeps its capacity from call to call
+  const auto passes = static_cast<int>((int64_t{tokens} + most - 1) / most);
+  static thread_local RoutingPlan routing;  // keeps its capacity from call to call
   for (int pass = 0; pass < passes; ++pass) {
+    const Session workers;  // given back in between: others wait for a pass, not for a whole prompt
+    if (!allocated_) throw std::invalid_argument("forward before allocate()");
     const int first = static_cast<int>(int64_t{tokens} * pass / passes);
     const int take = static_cast<int>(int64_t{tokens} * (pass + 1) / passes) - first;
+    const TraceSpan span(this, take);
     const size_t slots = static_cast<size_t>(first) * static_cast<size_t>(top_k);
     routing.sort(ids + slots, take, top_k, config_.experts);
     const size_t offset = static_cast<size_t>(first) * static_cast<size_t>(config_.hidden_size) * dtype_bytes(dtype);

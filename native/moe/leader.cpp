@@ -92,14 +92,16 @@ void Leader::watch(const uint64_t* ring) {
 uint32_t Leader::open(Work* work) {
   for (uint32_t port = 0; port < kMostPorts; ++port) {
     Work* free = nullptr;
-    if (ports_[port].compare_exchange_strong(free, work)) return port;
+    if (ports_[port].work.compare_exchange_strong(free, work))
+      return (ports_[port].generation.load() << kPortBits | port) & ~kAnnounced;
   }
   throw std::runtime_error("more than " + std::to_string(kMostPorts) + " handoff slots are in use; drop a model first");
 }
 
-void Leader::close(uint32_t port) {
-  Work* const work = ports_[port].exchange(nullptr);
-  settle(work);
+void Leader::close(uint32_t address) {
+  Port& port = ports_[address % (1u << kPortBits)];
+  port.generation.fetch_add(1);  // before the port is free for others
+  if (const Work* work = port.work.exchange(nullptr)) settle(work);
 }
 
 bool Leader::settle(const Work* work, double seconds) const {
@@ -111,10 +113,10 @@ bool Leader::settle(const Work* work, double seconds) const {
   return true;
 }
 
-void Leader::post(Work* work) {
+void Leader::enqueue(uintptr_t posted) {
   const uint32_t ticket = post_ticket_.fetch_add(1);
   auto& place = posted_[ticket % posted_.size()];
-  for (Work* free = nullptr; !place.compare_exchange_weak(free, work); free = nullptr) sched_yield();
+  for (uintptr_t free = 0; !place.compare_exchange_weak(free, posted); free = 0) sched_yield();
   wake();
 }
 
@@ -131,9 +133,10 @@ void Leader::pause(bool paused) {
 Work* Leader::next() {
   if (paused_.load(std::memory_order_relaxed)) return nullptr;
   auto& place = posted_[post_next_ % posted_.size()];
-  if (place.load(std::memory_order_relaxed) != nullptr) {
+  if (place.load(std::memory_order_relaxed) != 0) {
     ++post_next_;
-    return place.exchange(nullptr);
+    const uintptr_t posted = place.exchange(0);
+    return posted & 1 ? find(static_cast<uint32_t>(posted >> 1)) : reinterpret_cast<Work*>(posted);
   }
   const size_t rings = ring_count_.load(std::memory_order_acquire);
   for (size_t index = 0; index < rings; ++index) {
@@ -141,15 +144,24 @@ Work* Leader::next() {
     const uint64_t entry = __atomic_load_n(&ring.entries[ring.next % kRingEntries], __ATOMIC_ACQUIRE);
     if (static_cast<uint32_t>(entry >> 32) != ring.next + 1) continue;
     ++ring.next;
-    const auto port = static_cast<uint32_t>(entry);
-    if (port & kAnnounced) outstanding_.fetch_sub(1, std::memory_order_relaxed);
-    // Announced as running before it is looked at again, so that close() either is seen here or sees it.
-    auto& slot = ports_[(port & ~kAnnounced) % kMostPorts];
-    Work* work = slot.load();
-    running_.store(work);
-    if (slot.load() == work && work != nullptr) return work;
-    running_.store(nullptr);
+    const auto address = static_cast<uint32_t>(entry);
+    if (address & kAnnounced) outstanding_.fetch_sub(1, std::memory_order_relaxed);
+    if (Work* work = find(address & ~kAnnounced)) return work;
   }
+  return nullptr;
+}
+
+// Whose address it is, already announced as running; null if that was closed.
+Work* Leader::find(uint32_t address) {
+  const uint32_t index = address % (1u << kPortBits);
+  if (index == kMostPorts) return nullptr;
+  Port& port = ports_[index];
+  // Announced before it is looked at again, so that close() either is seen here or sees it.
+  Work* work = port.work.load();
+  running_.store(work);
+  const bool is_open = work != nullptr && port.work.load() == work;
+  if (is_open && (port.generation.load() << kPortBits & ~kAnnounced) == (address & ~index)) return work;
+  running_.store(nullptr);
   return nullptr;
 }
 
@@ -180,8 +192,7 @@ void Leader::loop() {
     sleeping_.store(true);
     // Looked at again after announcing the sleep: a wake() in between has been seen here or sees the sleeper.
     if (wake_.load() == woken) {
-      const bool expects = outstanding_.load() > 0 || captured_.load();
-      if (expects) {
+      if (naps()) {
         const auto nap = idle < kUntilLongNaps ? std::chrono::nanoseconds(kShortNap) : kLongNap;
         const timespec time{0, nap.count()};
         futex_wait(wake_, woken, &time);
@@ -202,7 +213,7 @@ void Leader::run(Work* work) {
 
 Task::~Task() {
   // The buffers belong to the task until it has run, even if nobody waits for it.
-  while (submitted_ && !done()) sched_yield();
+  while (submitted_ && !done() && !is_lost()) sched_yield();
 }
 
 void Task::submit() {
@@ -223,6 +234,9 @@ void Task::wait() {
   const auto limit = std::chrono::duration<double>(answer_timeout());
   const auto start = Clock::now();
   for (int spins = 0; !done();) {
+    if (is_lost())
+      throw std::runtime_error(
+          "this process was forked off while its parent computed the answer; submit it again here");
     _mm_pause();
     if (++spins < 4096) continue;
     spins = 0;

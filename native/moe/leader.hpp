@@ -19,6 +19,7 @@
 #include <string>
 
 #include "moe/experts.hpp"
+#include "runtime/waiting.hpp"
 
 namespace ktinject {
 
@@ -47,20 +48,23 @@ class Leader {
  public:
   static constexpr uint32_t kRingEntries = 4096;
   static constexpr uint32_t kAnnounced = 1u << 31;  // set in entries whose submit called announce()
-  static constexpr uint32_t kMostPorts = 4096;
+  static constexpr uint32_t kPortBits = 12;         // of an address; above them is the port's generation
+  static constexpr uint32_t kMostPorts = (1u << kPortBits) - 1;
+  static constexpr uint32_t kNobody = kAnnounced - 1;  // an address that open() never gives: its entries only count
 
-  // A ring in memory that one GPU writes and the leader reads: (ticket + 1) << 32 | port. It is never taken away.
+  // A ring in memory that one GPU writes and the leader reads: (ticket + 1) << 32 | address. It is never taken away.
   void watch(const uint64_t* ring);
 
-  // What an entry of a ring names. Ports are never used for two things at once: close() waits until the work that
-  // runs, if any, has ended.
+  // An address by which rings and ring() may ask for `work`. Whoever asks may be late: close() waits until the work
+  // that runs, if any, has ended, and what still names the address then is skipped, also when its port has a new owner.
   uint32_t open(Work* work);
-  void close(uint32_t port);
+  void close(uint32_t address);
   // Returns when `work` does not run: true, or false if it still does after so many seconds.
   bool settle(const Work* work, double seconds = std::numeric_limits<double>::infinity()) const;
 
-  // Work from the host, in order; waits for room. `work` must live until it has run.
-  void post(Work* work);
+  // Work from the host, in order; wait for room. `work` must live until it has run; an address may be closed before.
+  void post(Work* work) { enqueue(reinterpret_cast<uintptr_t>(work)); }
+  void ring(uint32_t address) { enqueue(uintptr_t{address} << 1 | 1); }
 
   // An eager submit is about to be put into a stream: stay awake for it.
   void announce() {
@@ -68,6 +72,8 @@ class Leader {
     wake();
   }
   void withdraw() { outstanding_.fetch_sub(1, std::memory_order_relaxed); }
+  // Whether it naps where it would else sleep.
+  bool naps() const { return outstanding_.load() > 0 || captured_.load(); }
   // A graph with submits has been captured: never sleep for good again.
   void nap() {
     if (!captured_.exchange(true)) wake();
@@ -81,17 +87,23 @@ class Leader {
  private:
   friend Leader& leader();
   void loop();
+  void enqueue(uintptr_t posted);
   Work* next();
+  Work* find(uint32_t address);
   void run(Work* work);
 
   struct Ring {
     const uint64_t* entries = nullptr;
     uint32_t next = 0;
   };
+  struct Port {
+    std::atomic<Work*> work{nullptr};
+    std::atomic<uint32_t> generation{0};
+  };
   std::array<Ring, 64> rings_;
   std::atomic<size_t> ring_count_{0};
-  std::array<std::atomic<Work*>, kMostPorts> ports_{};
-  std::array<std::atomic<Work*>, 256> posted_{};
+  std::array<Port, kMostPorts> ports_;
+  std::array<std::atomic<uintptr_t>, 256> posted_{};  // a Work*, or an address doubled, plus one; 0: nothing
   std::atomic<uint32_t> post_ticket_{0};
   uint32_t post_next_ = 0;
   std::atomic<Work*> running_{nullptr};
@@ -106,7 +118,7 @@ class Leader {
 Leader& leader();
 
 // A request from the host, run by the leader while the caller goes on.
-class Task final : public Work {
+class Task : public Work {
  public:
   Task(const Experts& experts, const Request& request) : experts_(experts), request_(request) {}
   ~Task() override;
@@ -119,7 +131,10 @@ class Task final : public Work {
  private:
   const Experts& experts_;
   const Request request_;
+  bool is_lost() const { return forks_ != forks(); }  // its leader is the parent's
+
   bool submitted_ = false;
+  const int forks_ = forks();
   std::atomic<bool> done_{false};
   std::exception_ptr failure_;
 };

@@ -199,16 +199,14 @@ void check_format(Format format, int group_size, bool symmetric) {
     throw std::invalid_argument("symmetric: found false; only int4 weights have zero points");
 }
 
-void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& source, TileMap place,
+void pack_matrix(ThreadPool& workers, const Matrix& matrix, const Stages& stages, const Source& source, TileMap place,
                  std::span<const PanelRun> runs, const std::string& what) {
   const auto padded_k = static_cast<size_t>(matrix.padded_k());
   const size_t element = dtype_bytes(source.dtype);
   const size_t values_bytes = kTile * padded_k * sizeof(float), worker_bytes = values_bytes + padded_k + 64;
   const int tiles = tiles_of(matrix, place);
 
-  const auto workers = pool();
-  const auto session = workers->session();
-  std::byte* buffers = workers->buffer(0, static_cast<size_t>(workers->threads()) * worker_bytes);
+  std::byte* buffers = workers.buffer(0, static_cast<size_t>(workers.threads()) * worker_bytes);
   auto widen_tile = [&](int t, float* values) {
     for (int j = 0; j < kTile; ++j) {
       float* row = values + static_cast<size_t>(j) * padded_k;
@@ -230,7 +228,7 @@ void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& sourc
   const auto groups = matrix.format == Format::fp8 ? static_cast<size_t>(matrix.groups()) : 0;
   std::vector<float> most(static_cast<size_t>(tiles) * groups);
   if (groups > 0)
-    workers->parallel_for(tiles, [&](int t, int worker) {
+    workers.parallel_for(tiles, [&](int t, int worker) {
       float* values = own(worker);
       widen_tile(t, values);
       for (size_t g = 0; g < groups; ++g)
@@ -248,7 +246,7 @@ void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& sourc
     return std::clamp(found / Fp8::kMost, Fp8::kLeastScale, Fp8::kMostScale);
   };
 
-  each_tile(*workers, runs, place, [&](int t, int worker) {
+  each_tile(workers, runs, place, [&](int t, int worker) {
     float* values = own(worker);
     widen_tile(t, values);
     const TileAt at = place(t);
@@ -259,8 +257,8 @@ void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& sourc
   });
 }
 
-void pack_fp8(const Matrix& matrix, const Fp8Source& source, TileMap place, std::span<const PanelRun> runs,
-              const std::string& what) {
+void pack_fp8(ThreadPool& workers, const Matrix& matrix, const Fp8Source& source, TileMap place,
+              std::span<const PanelRun> runs, const std::string& what) {
   auto refuse = [&](const std::string& why) { throw std::domain_error(what + ": " + why); };
   if (matrix.format != Format::fp8)
     refuse(std::string("fp8 codes for ") + format_name(matrix.format) + " weights; decode them first");
@@ -273,10 +271,8 @@ void pack_fp8(const Matrix& matrix, const Fp8Source& source, TileMap place, std:
       refuse("the scale of block [" + std::to_string(i / columns) + ", " + std::to_string(i % columns) + "] is " +
              std::to_string(source.scales[i]) + "; allowed: 2^-100 to 2^100");
   const auto padded_k = static_cast<size_t>(matrix.padded_k());
-  const auto workers = pool();
-  const auto session = workers->session();
-  std::byte* buffers = workers->buffer(0, static_cast<size_t>(workers->threads()) * padded_k);
-  each_tile(*workers, runs, place, [&](int t, int worker) {
+  std::byte* buffers = workers.buffer(0, static_cast<size_t>(workers.threads()) * padded_k);
+  each_tile(workers, runs, place, [&](int t, int worker) {
     const TileAt at = place(t);
     std::byte* panel = panel_of(matrix, runs, at.panel);
     // Tiles past the last output have codes of zero, and any scale.
@@ -297,10 +293,9 @@ void pack_fp8(const Matrix& matrix, const Fp8Source& source, TileMap place, std:
   });
 }
 
-void unpack_matrix(const Matrix& matrix, std::span<const PanelRun> runs, TileMap place, int n, float* out) {
-  const auto workers = pool();
-  const auto session = workers->session();
-  workers->parallel_for((n + kTile - 1) / kTile, [&](int t, int) {
+void unpack_matrix(ThreadPool& workers, const Matrix& matrix, std::span<const PanelRun> runs, TileMap place, int n,
+                   float* out) {
+  workers.parallel_for((n + kTile - 1) / kTile, [&](int t, int) {
     const TileAt at = place(t);
     for (int row = t * kTile; row < std::min(n, (t + 1) * kTile); ++row)
       unpack_column(matrix, panel_of(matrix, runs, at.panel), at.second * kTile + row % kTile,
@@ -341,23 +336,28 @@ std::vector<PanelRun> Experts::runs_of(Projection projection, int expert) const 
 }
 
 void Experts::load(Projection projection, int expert, const Source& source) {
+  const Session workers;
   check(projection, expert, source, false);
-  pack_matrix(matrix_of(projection), *stages_, source, tiles_of(config_, projection), runs_of(projection, expert),
-              title(projection, expert));
-  loaded_[(static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2] = 1;
+  mark(projection, expert, false) = 0;  // what an error leaves is no weight
+  pack_matrix(*workers, matrix_of(projection), *stages_, source, tiles_of(config_, projection),
+              runs_of(projection, expert), title(projection, expert));
+  mark(projection, expert, false) = 1;
 }
 
 void Experts::load_fp8(Projection projection, int expert, const Fp8Source& source) {
   Source shape;
   shape.n = source.n;
   shape.k = source.k;
+  const Session workers;
   check(projection, expert, shape, false);
-  pack_fp8(matrix_of(projection), source, tiles_of(config_, projection), runs_of(projection, expert),
+  mark(projection, expert, false) = 0;
+  pack_fp8(*workers, matrix_of(projection), source, tiles_of(config_, projection), runs_of(projection, expert),
            title(projection, expert));
-  loaded_[(static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2] = 1;
+  mark(projection, expert, false) = 1;
 }
 
 void Experts::load_bias(Projection projection, int expert, const Source& source) {
+  const Session session;
   check(projection, expert, source, true);
   const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
   auto* bias = reinterpret_cast<float*>((projection == Projection::down ? down_bias_ : gate_up_bias_).data()) +
@@ -369,18 +369,18 @@ void Experts::load_bias(Projection projection, int expert, const Source& source)
     const TileAt at = place(n / kTile);
     bias[at.panel * kPanel + at.second * kTile + n % kTile] = values[static_cast<size_t>(n)];
   }
-  loaded_[(static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2 + 1] = 1;
+  mark(projection, expert, true) = 1;
 }
 
 std::vector<std::string> Experts::absent(size_t limit) const {
+  const Session session;
   std::vector<std::string> names;
   for (int expert = 0; expert < config_.experts; ++expert)
     for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
       if (projection == Projection::gate && !config_.activation.has_gate) continue;
-      const size_t at = (static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2;
       const std::string name = "expert " + std::to_string(expert) + " " + name_of(projection);
-      if (!loaded_[at]) names.push_back(name);
-      if (config_.has_bias && !loaded_[at + 1]) names.push_back(name + " bias");
+      if (!is_loaded(projection, expert, false)) names.push_back(name);
+      if (config_.has_bias && !is_loaded(projection, expert, true)) names.push_back(name + " bias");
       if (names.size() >= limit) return names;
     }
   return names;
@@ -390,14 +390,17 @@ void Experts::unpack(Projection projection, int expert, float* out) const {
   Source shape;
   shape.n = rows_of(projection);
   shape.k = inputs_of(projection);
+  const Session workers;
   check(projection, expert, shape, false);
-  unpack_matrix(matrix_of(projection), runs_of(projection, expert), tiles_of(config_, projection), shape.n, out);
+  unpack_matrix(*workers, matrix_of(projection), runs_of(projection, expert), tiles_of(config_, projection), shape.n,
+                out);
 }
 
 void Experts::unpack_bias(Projection projection, int expert, float* out) const {
   Source shape;
   shape.n = rows_of(projection);
   shape.k = 1;
+  const Session session;
   check(projection, expert, shape, true);
   const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
   const auto* bias =

@@ -10,6 +10,8 @@
 
 namespace ktinject {
 
+class ThreadPool;
+
 // A weight as it comes from a checkpoint: [n, k], element strides of any kind, so that transposed and interleaved
 // parameters are packed from a view.
 struct Source {
@@ -62,24 +64,26 @@ struct PanelRun {
 
 // Packs `source` to the panels of `runs`, in parallel. `what` names it in the std::domain_error that a NaN or an
 // infinity is when the format has scales.
-void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& source, TileMap place,
+void pack_matrix(ThreadPool& workers, const Matrix& matrix, const Stages& stages, const Source& source, TileMap place,
                  std::span<const PanelRun> runs, const std::string& what);
-inline void pack_matrix(const Matrix& matrix, const Stages& stages, const Source& source, TileMap place,
-                        std::byte* panels, const std::string& what) {
+inline void pack_matrix(ThreadPool& workers, const Matrix& matrix, const Stages& stages, const Source& source,
+                        TileMap place, std::byte* panels, const std::string& what) {
   const PanelRun whole[] = {{0, matrix.panels, panels}};
-  pack_matrix(matrix, stages, source, place, whole, what);
+  pack_matrix(workers, matrix, stages, source, place, whole, what);
 }
 
 // The same from fp8 codes, for an fp8 matrix: they are kept bit by bit. std::domain_error for a NaN and for scales out
 // of range, too.
-void pack_fp8(const Matrix& matrix, const Fp8Source& source, TileMap place, std::span<const PanelRun> runs,
-              const std::string& what);
+void pack_fp8(ThreadPool& workers, const Matrix& matrix, const Fp8Source& source, TileMap place,
+              std::span<const PanelRun> runs, const std::string& what);
 
 // out [n, matrix.k] fp32 = the dequantised outputs 0..n-1, in parallel.
-void unpack_matrix(const Matrix& matrix, std::span<const PanelRun> runs, TileMap place, int n, float* out);
-inline void unpack_matrix(const Matrix& matrix, std::byte* panels, TileMap place, int n, float* out) {
+void unpack_matrix(ThreadPool& workers, const Matrix& matrix, std::span<const PanelRun> runs, TileMap place, int n,
+                   float* out);
+inline void unpack_matrix(ThreadPool& workers, const Matrix& matrix, std::byte* panels, TileMap place, int n,
+                          float* out) {
   const PanelRun whole[] = {{0, matrix.panels, panels}};
-  unpack_matrix(matrix, whole, place, n, out);
+  unpack_matrix(workers, matrix, whole, place, n, out);
 }
 
 }  // namespace ktinject

@@ -14,7 +14,7 @@ enum Stage { kInputs, kGather, kGateUp, kQuantise, kDown, kSum, kStages };
 
 // Some tokens, rows of an expert, panels of an expert, or tokens of a chunk: `of` is the expert's place among the
 // active ones, or the chunk.
-struct Task {
+struct LayerTask {
   int of;
   int first;
   int count;
@@ -52,19 +52,21 @@ class Counters {
 };
 
 // As lists: rows sorted by expert.
-struct Routing {
+struct RoutingPlan {
   std::vector<int> count;   // [experts]
   std::vector<int> start;   // [experts]
   std::vector<int> expert;  // [rows]: expert of a sorted row
   std::vector<int> token;   // [rows]: token of a sorted row
   std::vector<int> row;     // [tokens, top_k]: sorted row of a slot, or -1
   std::vector<int> active;  // experts with rows, most rows first
-  std::vector<std::vector<Task>> lists;
+  std::vector<std::vector<LayerTask>> lists;
   std::vector<Chunk> chunks;
   std::vector<int> counts;                      // [lists]: all tasks
   std::array<std::vector<int>, kStages> limit;  // [stage][lists]: where the stage begins
   Counters counters;
   std::vector<int> planned, wanted;  // what lists were made for, and what they are to be made for
+  std::vector<float*> results;       // of each shard: [rows, its panels of down * 32]
+  std::vector<std::byte*> own;       // of each node: what its workers have to themselves, one after the other
 
   // Slots [tokens * top_k] whose id is none of the experts' are left out.
   template <class Id>

@@ -13,6 +13,7 @@
 #include <cmath>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include "runtime/cpu_features.hpp"
 
@@ -73,13 +74,6 @@ void wait_for_write(const std::atomic<uint32_t>& word, uint32_t seen, uint64_t d
 }
 #pragma GCC pop_options
 
-// Of the thread that makes the call; workers have none.
-struct Interruption {
-  void (*check)() = nullptr;
-  uint64_t next = 0;
-};
-thread_local Interruption interruption;
-
 struct Global {
   std::mutex mutex;
   std::shared_ptr<ThreadPool> pool;
@@ -87,6 +81,9 @@ struct Global {
   bool crowded = false;
   int virtual_nodes = 0;
 };
+
+constinit Turns turns;
+std::atomic<uint64_t> sessions{0};
 
 Global* global = nullptr;
 std::once_flag global_once;
@@ -163,25 +160,28 @@ ThreadPool::ThreadPool(int threads, std::vector<Node> nodes) : threads_(threads)
   workers_.reserve(static_cast<size_t>(threads - 1));
   try {
     for (int worker = 1; worker < threads; ++worker) workers_.emplace_back([this, worker] { work(worker); });
-  } catch (...) {
+    for (int worker = 1; worker < threads; ++worker) pin(worker);
+  } catch (const std::system_error&) {
     join_all();
     throw std::runtime_error("could not start " + std::to_string(threads) +
                              " worker threads; set KTINJECT_THREADS lower");
+  } catch (...) {
+    join_all();
+    throw;
   }
-  for (int worker = 1; worker < threads; ++worker) pin(worker);
 }
 
 // A new thread has the CPUs of the one that made it, which may be fewer than the pool's: so all are set.
 void ThreadPool::pin(int worker) {
   const Seat& seat = seat_of(worker);
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (seat.cpu >= 0) CPU_SET(static_cast<size_t>(seat.cpu), &set);
+  std::vector<int> cpus;
+  if (seat.cpu >= 0) cpus = {seat.cpu};
   else
     for (size_t n = 0; n < nodes_.size(); ++n)
       if (nodes_[n].id < 0 || static_cast<int>(n) == seat.node)
-        for (const int cpu : nodes_[n].cpus) CPU_SET(static_cast<size_t>(cpu), &set);
-  pthread_setaffinity_np(workers_[static_cast<size_t>(worker - 1)].native_handle(), sizeof set, &set);
+        cpus.insert(cpus.end(), nodes_[n].cpus.begin(), nodes_[n].cpus.end());
+  const CpuMask mask(cpus);
+  pthread_setaffinity_np(workers_[static_cast<size_t>(worker - 1)].native_handle(), mask.bytes(), mask.get());
 }
 
 void ThreadPool::take_seat() {
@@ -238,7 +238,7 @@ void ThreadPool::drain(uint32_t generation, int worker) {
         continue;
       execute(queue, left, worker);
       ++done;
-      if (interruption.check != nullptr) look_for_interrupt();
+      look_for_interrupt();
       seen = queue.word.load(std::memory_order_acquire);
     }
   }
@@ -246,14 +246,23 @@ void ThreadPool::drain(uint32_t generation, int worker) {
   if (done > 0) queues_[static_cast<size_t>(own)].finished.fetch_add(done, std::memory_order_acq_rel);
 }
 
+// Workers have no check.
 void ThreadPool::look_for_interrupt() {
-  if (__rdtsc() < interruption.next) return;
+  auto& [check, due] = interruption();
+  if (check == nullptr) return;
+  const uint64_t now = __rdtsc();
+  if (now < due) return;
+  const bool is_first = due == 0;
+  due = now + static_cast<uint64_t>(kCheckMicroseconds * pace().ticks_per_us);
+  if (is_first) return;
   try {
-    interruption.check();
+    check();
+    if (forks() != forks_)
+      throw std::runtime_error("this process was forked off within a computation, whose threads it does not have");
   } catch (...) {
-    fail();
+    interrupted_ = std::current_exception();
+    failed_.store(true);
   }
-  interruption.next = __rdtsc() + static_cast<uint64_t>(kCheckMicroseconds * pace().ticks_per_us);
 }
 
 bool ThreadPool::help(std::span<const int> limits, int worker) {
@@ -358,13 +367,14 @@ void ThreadPool::run(std::span<const int> tasks, Function function, void* contex
     wake_some();
   }
   drain(generation, 0);
-  for (int turn = 0; finished() != all; ++turn) {
+  for (int turn = 0; finished() != all && forks() == forks_; ++turn) {
     relax(turn);
-    if (interruption.check != nullptr) look_for_interrupt();
+    look_for_interrupt();
   }
   if (failed_.load()) {
-    std::exception_ptr failure;
-    std::swap(failure, failure_);
+    // Ctrl-C comes first: nobody sends it again.
+    std::exception_ptr failure = std::exchange(failure_, nullptr);
+    if (interrupted_ != nullptr) failure = std::exchange(interrupted_, nullptr);
     std::rethrow_exception(failure);
   }
   if (cancelled_.load()) throw Cancelled();
@@ -383,11 +393,6 @@ std::byte* ThreadPool::buffer(size_t slot, size_t bytes, size_t node) {
 
 void set_patience(double microseconds) { patience_us = microseconds; }
 
-Interruptible::Interruptible(void (*check)()) {
-  interruption = {check, __rdtsc() + static_cast<uint64_t>(kCheckMicroseconds * pace().ticks_per_us)};
-}
-Interruptible::~Interruptible() { interruption = {}; }
-
 int default_threads() {
   const auto cpus = static_cast<int>(allowed_cpus().size());
   const double quota = std::ceil(quota_cpus());
@@ -404,6 +409,10 @@ std::shared_ptr<ThreadPool> pool() {
   }
   return here.pool;
 }
+
+Session::Session() : turn_(turns), pool_(pool()) { ++sessions; }
+
+uint64_t Session::count() { return sessions.load(); }
 
 void set_threads(int threads, bool crowded) {
   if (threads < 0 || threads > 4096)

@@ -19,7 +19,6 @@
 #include <exception>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <stdexcept>
 #include <thread>
@@ -27,6 +26,7 @@
 
 #include "runtime/memory.hpp"
 #include "runtime/topology.hpp"
+#include "runtime/waiting.hpp"
 
 namespace ktinject {
 
@@ -55,7 +55,7 @@ class ThreadPool {
 
   // Runs task(index, worker) for every index in [0, tasks), worker in [0, threads()); the caller is worker 0. The first
   // exception of a task is rethrown here once all tasks have ended; those not begun by then are left out. Calls are
-  // made by one thread at a time (see `session`).
+  // made within a Session.
   template <class Task>
   void parallel_for(int tasks, Task&& task) {
     const int lists[] = {tasks};
@@ -98,11 +98,8 @@ class ThreadPool {
   // The call that runs now, if any, begins no further task and throws Cancelled. From any thread.
   void cancel() { cancelled_.store(true); }
 
-  // Held for a whole layer: serialises callers from several Python threads, who share the workers and the buffers.
-  std::unique_lock<std::mutex> session() { return std::unique_lock<std::mutex>(session_); }
-
   // Working memory of the layer that runs, at least `bytes` long, 64-byte aligned, contents undefined; one for each
-  // (slot, node). It only ever grows, so a warmed-up layer allocates nothing. Call inside a session.
+  // (slot, node). It only ever grows, so a warmed-up layer allocates nothing. Call within a Session.
   std::byte* buffer(size_t slot, size_t bytes, size_t node = 0);
 
  private:
@@ -143,7 +140,7 @@ class ThreadPool {
   std::vector<std::vector<int>> order_;       // of each queue: itself, the others of its node, all others
   std::unique_ptr<Queue[]> queues_;
   int queue_count_ = 0;
-  std::mutex session_;
+  const int forks_ = forks();
   std::vector<std::thread> workers_;
   std::vector<Block> buffers_;
 
@@ -157,17 +154,8 @@ class ThreadPool {
   // Written by the caller before it publishes a generation, read by a worker only after a successful claim from it.
   Function function_ = nullptr;
   void* context_ = nullptr;
-  std::exception_ptr failure_;
-};
-
-// While one lives on a thread, the calls made there run `check` between tasks, about ten times a second: it may throw,
-// which ends the call. For Ctrl-C.
-class Interruptible {
- public:
-  explicit Interruptible(void (*check)());
-  ~Interruptible();
-  Interruptible(const Interruptible&) = delete;
-  Interruptible& operator=(const Interruptible&) = delete;
+  std::exception_ptr failure_;      // of the first task that failed
+  std::exception_ptr interrupted_;  // what the caller's check threw
 };
 
 // How long idle workers watch for another call after one that this thread makes, before they sleep; 50 until it is
@@ -179,6 +167,24 @@ int default_threads();
 
 // The process's pool, made on first use; made anew in a forked child, where the parent's workers do not exist.
 std::shared_ptr<ThreadPool> pool();
+
+// A turn at the pool: for one layer, or a part of it where it is long. While one lives, no other thread computes, in
+// whichever pool; and what computes (Experts, Linear) changes within one only, so it has no lock of its own.
+class Session {
+ public:
+  Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+  ThreadPool& operator*() const { return *pool_; }
+  ThreadPool* operator->() const { return pool_.get(); }
+
+  // How many there have been, for tests.
+  static uint64_t count();
+
+ private:
+  std::unique_lock<Turns> turn_;
+  std::shared_ptr<ThreadPool> pool_;
+};
 
 // 0 means default_threads(). More than there are CPUs are not started, as they could only take them from each other;
 // unless `crowded`, for tests. Holds from the next call on; a running one keeps the pool it has.

@@ -20,11 +20,10 @@ namespace {
 // Of <linux/mempolicy.h>, which need not be installed.
 constexpr int kPreferred = 1, kInterleave = 3;
 constexpr unsigned long kMemsAllowed = 4;
-constexpr int kMostIds = 1024;
 constexpr int kWordBits = static_cast<int>(sizeof(unsigned long)) * CHAR_BIT;
 
 struct NodeMask {
-  unsigned long words[kMostIds / kWordBits] = {};
+  unsigned long words[kMostNodes / kWordBits] = {};
   void set(int node) { words[node / kWordBits] |= 1ul << node % kWordBits; }
   bool has(int node) const { return (words[node / kWordBits] >> node % kWordBits & 1) != 0; }
 };
@@ -34,10 +33,12 @@ struct NodeMask {
 std::string first_line(const std::string& path, const char* prefix = "") {
   std::FILE* file = std::fopen(path.c_str(), "re");
   if (file == nullptr) return {};
-  char line[4096];
+  char* line = nullptr;  // lists of CPUs and of distances may be of any length
+  size_t room = 0;
   std::string found;
-  while (found.empty() && std::fgets(line, sizeof line, file) != nullptr)
+  while (found.empty() && getline(&line, &room, file) >= 0)
     if (std::strncmp(line, prefix, std::strlen(prefix)) == 0) found = line;
+  std::free(line);
   std::fclose(file);
   if (!found.empty() && found.back() == '\n') found.pop_back();
   return found;
@@ -73,8 +74,9 @@ bool has_memory(const std::string& folder) {
 std::vector<int> allowed_memory() {
   NodeMask mask;
   std::vector<int> nodes;
-  if (syscall(SYS_get_mempolicy, nullptr, mask.words, static_cast<unsigned long>(kMostIds), nullptr, kMemsAllowed) == 0)
-    for (int node = 0; node < kMostIds; ++node)
+  if (syscall(SYS_get_mempolicy, nullptr, mask.words, static_cast<unsigned long>(kMostNodes), nullptr, kMemsAllowed) ==
+      0)
+    for (int node = 0; node < kMostNodes; ++node)
       if (mask.has(node)) nodes.push_back(node);
   return nodes;
 }
@@ -84,22 +86,41 @@ std::string bind(void* data, size_t bytes, int mode, const NodeMask& mask) {
   const auto start = reinterpret_cast<uintptr_t>(data) / page * page;
   const auto end = (reinterpret_cast<uintptr_t>(data) + bytes + page - 1) / page * page;
   if (bytes == 0 ||
-      syscall(SYS_mbind, start, end - start, mode, mask.words, static_cast<unsigned long>(kMostIds) + 1, 0) == 0)
+      syscall(SYS_mbind, start, end - start, mode, mask.words, static_cast<unsigned long>(kMostNodes) + 1, 0) == 0)
     return {};
   return std::strerror(errno);
 }
 
 }  // namespace
 
-std::vector<int> allowed_cpus() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
+CpuMask::CpuMask(const std::vector<int>& cpus) : words_(1) {
+  for (const int cpu : cpus) {
+    const auto word = static_cast<size_t>(cpu / kWordBits);
+    if (word >= words_.size()) words_.resize(word + 1);
+    words_[word] |= 1ul << cpu % kWordBits;
+  }
+}
+
+CpuMask CpuMask::of(int thread) {
+  constexpr size_t kEnough = (size_t{1} << 20) / kWordBits;
+  CpuMask mask;
+  for (size_t words = 16; words <= kEnough; words *= 2) {  // until the kernel's own mask fits
+    mask.words_.assign(words, 0);
+    if (sched_getaffinity(thread, mask.bytes(), reinterpret_cast<cpu_set_t*>(mask.words_.data())) == 0) return mask;
+    if (errno != EINVAL) break;
+  }
+  return CpuMask();
+}
+
+std::vector<int> CpuMask::cpus() const {
   std::vector<int> cpus;
-  if (sched_getaffinity(getpid(), sizeof set, &set) == 0)
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+  for (size_t word = 0; word < words_.size(); ++word)
+    for (int bit = 0; bit < kWordBits; ++bit)
+      if (words_[word] >> bit & 1) cpus.push_back(static_cast<int>(word) * kWordBits + bit);
   return cpus;
 }
+
+std::vector<int> allowed_cpus() { return CpuMask::of(getpid()).cpus(); }
 
 std::vector<Node> find_nodes(const std::string& root, const std::vector<int>& cpus, const std::vector<int>& mems) {
   const std::string base = root + "/sys/devices/system/node";
@@ -108,7 +129,7 @@ std::vector<Node> find_nodes(const std::string& root, const std::vector<int>& cp
     while (const dirent* entry = readdir(folder)) {
       int id = 0, end = 0;
       if (std::sscanf(entry->d_name, "node%d%n", &id, &end) == 1 && entry->d_name[end] == '\0' && id >= 0 &&
-          id < kMostIds)
+          id < kMostNodes)
         ids.push_back(id);
     }
     closedir(folder);

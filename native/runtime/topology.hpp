@@ -2,19 +2,37 @@
 // no library is needed.
 #pragma once
 
+#include <sched.h>
+
 #include <cstddef>
 #include <string>
 #include <vector>
 
 namespace ktinject {
 
-inline constexpr int kMostNodes = 64;  // that weights are cut for
+inline constexpr int kMostNodes = 1024;  // the kernel's own limit
 
 // A part of the machine with memory of its own. `id` is the kernel's number, -1 where the memory is not to be placed:
 // on a machine with one node, and for virtual nodes, which share one node's CPUs and memory.
 struct Node {
   int id = -1;
   std::vector<int> cpus;
+};
+
+// Any number of CPUs, as the system's calls take them; cpu_set_t ends at 1,024.
+class CpuMask {
+ public:
+  // Throws std::bad_alloc.
+  explicit CpuMask(const std::vector<int>& cpus = {});
+  // Of a thread (0: the calling one); empty where the system does not say.
+  static CpuMask of(int thread);
+
+  std::vector<int> cpus() const;
+  size_t bytes() const { return words_.size() * sizeof(unsigned long); }
+  const cpu_set_t* get() const { return reinterpret_cast<const cpu_set_t*>(words_.data()); }
+
+ private:
+  std::vector<unsigned long> words_;
 };
 
 // CPUs this process may run on, in order: those of its first thread, for others may have narrowed their own.

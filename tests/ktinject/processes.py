@@ -165,9 +165,10 @@ def failure(rank: int, folder: Path, rules: Any, devices: str | None) -> list[st
         def spoiled(self: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
             if refuse[0]:
                 raise OperatorError("made to fail")
-            return own(self, x, index + wrong if self is experts[-1] else index, weights)
+            return own(self, x, index + wrong, weights)
 
-        kind.forward = spoiled
+        members = {"forward": spoiled, "capturable": kind.capturable, "__module__": __name__}
+        experts[-1].__class__ = type(kind.__name__, (kind,), members)
     right = greedy(model, ids)  # where there are graphs, they hold what is spoiled later
     texts = []
     for streamer in (None, Spoiler(wrong if rank == 0 else wrong.clone(), 4)):

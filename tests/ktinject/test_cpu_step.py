@@ -219,7 +219,9 @@ class TestGenerate:
 def test_a_layer_that_computes_something_else_is_found_and_the_model_keeps_its_steps() -> None:
     model = swapped("qwen3_moe")
     layer: Any = model.model.layers[1]
-    layer.__class__ = type("Scaled", (type(layer),), {"forward": _scaled(type(layer).forward)})
+    layer.__class__ = type(
+        "Scaled", (type(layer),), {"forward": _scaled(type(layer).forward), "capturable": True}
+    )
     model.generate(**prompt())
     decoding = model.ktinject_decoding
     assert decoding.last == "eager loop" and decoding.reason.startswith("layer 1: relative difference")

@@ -22,6 +22,7 @@ from transformers import DynamicCache, GenerationMixin, LogitsProcessor, PreTrai
 import ktinject
 from ktinject.graph import power_of_two
 from ktinject.operators import register_operator
+from ktinject.swapped import own_class
 
 torch.set_num_threads(1)
 FAMILIES = ["qwen3_moe", "deepseek_v3"]
@@ -49,6 +50,8 @@ class GatheredExperts(HeldExperts):
 class LookingExperts(GatheredExperts):
     """Says that it can be captured, and then waits for the device."""
 
+    capturable = True
+
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         assert index.max().item() >= 0
         return super().forward(hidden, index, weights)
@@ -67,7 +70,7 @@ def swapped(
 def stock(model: PreTrainedModel, **arguments: Any) -> Any:
     """transformers' own loop on the same model."""
     ours = type(model)
-    model.__class__ = ours.__mro__[2]
+    model.__class__ = own_class(model)
     assert type(model)._sample is GenerationMixin._sample
     try:
         return model.generate(**arguments)
@@ -366,7 +369,7 @@ def test_a_refused_optimize_leaves_the_class(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_class_looks_like_the_model_s_own(model: PreTrainedModel) -> None:
-    base = type(model).__mro__[2]
+    base = own_class(model)
     assert isinstance(model, base)
     assert (type(model).__name__, type(model).__module__) == (base.__name__, base.__module__)
     assert type(swapped(model.config.model_type)) is type(model), "one class, however many models"
@@ -377,5 +380,5 @@ def test_a_copy_is_of_the_model_s_own_class() -> None:
     wanted = model.generate(**prompt())
     ktinject.optimize(model, [{**EXPERTS, "replace": "keep"}], progress=False)
     twin = copy.deepcopy(model)
-    assert type(twin) is type(model).__mro__[2] and not hasattr(twin, "ktinject_decoding")
+    assert type(twin) is own_class(model) and not hasattr(twin, "ktinject_decoding")
     assert torch.equal(twin.generate(**prompt()), wanted)

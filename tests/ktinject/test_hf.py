@@ -458,3 +458,12 @@ def test_class_names_follow_the_bases() -> None:
         pass
 
     assert hf.class_names(Mine(1, 1)) == ("Mine", "Linear", "Module")
+
+
+def test_no_room_for_threads_is_no_room(tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")  # as CPython says it
+
+    monkeypatch.setattr("threading.Thread.start", start)
+    with pytest.raises(CheckpointError, match=r"no room for the threads that read it\. Free memory"):
+        ktinject.load(tiny_qwen3_moe, devices=["cpu"], progress=False)

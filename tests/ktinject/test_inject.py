@@ -246,6 +246,16 @@ def test_a_model_with_rounded_weights_is_not_saved(
     assert not list(tmp_path.iterdir())
 
 
+def test_an_operator_that_does_not_describe_its_weights_is_saved_or_named(
+    swapped: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HeldExperts, "describe", lambda self: {"kernel": "torch"})
+    saved(swapped, tmp_path / "lossless")
+    monkeypatch.setattr(HeldExperts, "is_lossless", lambda self: False)
+    with pytest.raises(OperatorError, match=r"cannot be saved: held_experts holds rounded weights"):
+        swapped.save_pretrained(tmp_path / "lossy")
+
+
 def test_weights_that_do_not_fit_the_models_dtype_are_not_saved(folder: Path, tmp_path: Path) -> None:
     model = hf.meta_model(hf.read_config(folder), torch.bfloat16)
     ktinject.optimize(model, [EXPERTS], progress=False, checkpoint=folder)

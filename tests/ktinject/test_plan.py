@@ -275,6 +275,14 @@ def test_registering_refuses_what_breaks_the_contract() -> None:
     assert not {"no_config", "linear", "abstract"} & REGISTRY.keys()
 
 
+def test_registering_without_a_name_is_refused() -> None:
+    with pytest.raises(OperatorError, match=r'found Bare in place of a name.*Write @register_operator\("my_operator"\)'):
+
+        @register_operator  # type: ignore[arg-type]
+        class Bare(HeldExperts):
+            pass
+
+
 # Tied weights and nested operators
 
 

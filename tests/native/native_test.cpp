@@ -1,7 +1,10 @@
 // The native core by itself, for what Python is in the way of: sanitizers, and a machine that is booted for one test.
 //
 //   native_test forward      every kernel of the table against the reference kernel of its format, for 1 to 4 nodes
-//   native_test pool         exceptions, cancelling, waiting tasks, callers on several threads, forks
+//   native_test pool         exceptions, cancelling, waiting tasks, turns, forks, many CPUs and nodes
+//   native_test leader       late entries of rings and of the host, whose owner has gone; naps that end
+//   native_test sharing      several threads on one object, which others change
+//   native_test allocations  the n-th allocation fails, for every n
 //   native_test churn N      N times: submit, cancel, fork; memory, threads and open files must stay as they were
 //   native_test placement    on a machine with two nodes and a third without CPUs: where each page and worker is
 //
@@ -10,6 +13,7 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/reboot.h>
@@ -19,6 +23,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstddef>
@@ -34,10 +39,54 @@
 #include <thread>
 #include <vector>
 
+#include "decode/choose.hpp"
+#include "decode/decoder.hpp"
+#include "linear/linear.hpp"
 #include "moe/experts.hpp"
+#include "moe/leader.hpp"
 #include "runtime/thread_pool.hpp"
 
 using namespace ktinject;
+
+namespace {
+
+// Allocations until one fails; none fails while it is negative.
+std::atomic<int> allocations_left{-1};
+
+bool fails_now() {
+  int left = allocations_left.load(std::memory_order_relaxed);
+  while (left >= 0 && !allocations_left.compare_exchange_weak(left, left - 1)) {
+  }
+  return left == 0;
+}
+
+}  // namespace
+
+// Of the core: memory by `new`, and pages (CMakeLists.txt has calls of mmap come here).
+void* operator new(size_t bytes) {
+  void* const memory = fails_now() ? nullptr : std::malloc(bytes == 0 ? 1 : bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void* operator new(size_t bytes, std::align_val_t align) {
+  const auto to = static_cast<size_t>(align);
+  void* const memory = fails_now() ? nullptr : std::aligned_alloc(to, (bytes + to - 1) / to * to);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { std::free(memory); }
+void operator delete(void* memory, size_t, std::align_val_t) noexcept { std::free(memory); }
+
+extern "C" {
+void* __real_mmap(void*, size_t, int, int, int, off_t);
+void* __wrap_mmap(void* at, size_t bytes, int protection, int flags, int file, off_t offset) {
+  if (!fails_now()) return __real_mmap(at, bytes, protection, flags, file, offset);
+  errno = ENOMEM;
+  return MAP_FAILED;
+}
+}
 
 namespace {
 
@@ -187,8 +236,7 @@ struct Fault : std::runtime_error {
 // A call on the shared pool, as `layer` and `forward` make them.
 template <class Task>
 void call(int tasks, Task&& task) {
-  const auto workers = pool();
-  const auto session = workers->session();
+  const Session workers;
   workers->parallel_for(tasks, task);
 }
 
@@ -223,8 +271,7 @@ void test_pool(bool forks) {
     // Every task waits for all of the stage before, in lists for two nodes of which a worker may see but one.
     for (int i = 0; i < 50; ++i) {
       set_nodes(2);
-      const auto workers = pool();
-      const auto session = workers->session();
+      const Session workers;
       std::atomic<int> left{64}, wrong{0};
       const int lists[] = {64, 64}, limits[] = {32, 32};
       workers->parallel_lists(lists, [&](int, int index, int worker) {
@@ -256,6 +303,218 @@ void test_pool(bool forks) {
   if (forks)
     for (int i = 0; i < 20; ++i) check(child_computes(*a, in, 20, 2, want), "a forked child computes");
   check(!place_on_node(a.get(), sizeof *a, 1000).empty(), "a node that is not there is no place");
+}
+
+// One layer of a model, and what chooses the next token.
+struct Step {
+  static constexpr int kHidden = 64, kHeads = 4, kSize = 16, kPlaces = 8;
+
+  std::vector<std::unique_ptr<Linear>> linears;
+  std::unique_ptr<Experts> experts;
+  std::unique_ptr<GroupedAttention> attention;
+  std::unique_ptr<Mixture> mixture;
+  Decoder decoder{kHidden, DType::f32};
+  std::vector<float> ones = std::vector<float>(kHidden, 1.0f);
+
+  const Linear& linear(int out, int in) {
+    auto& made = linears.emplace_back(std::make_unique<Linear>(LinearConfig{out, in, Format::bf16, 0, true, false}));
+    made->allocate();
+    std::vector<float> weight(static_cast<size_t>(out) * static_cast<size_t>(in));
+    for (size_t i = 0; i < weight.size(); ++i) weight[i] = static_cast<float>(i % 17) / 17 - 0.4f;
+    made->load({weight.data(), DType::f32, out, in, in, 1});
+    return *made;
+  }
+
+  Step() {
+    Problem problem;
+    experts = layer(problem);
+    attention = std::make_unique<GroupedAttention>(GroupedAttentionConfig{&linear(kHidden, kHidden),
+                                                                          &linear(kHidden, kHidden),
+                                                                          &linear(kHidden, kHidden),
+                                                                          &linear(kHidden, kHidden),
+                                                                          {},
+                                                                          {},
+                                                                          kHeads,
+                                                                          kHeads,
+                                                                          kSize,
+                                                                          0.25f});
+    RouterConfig router;
+    router.linear = &linear(problem.experts, kHidden);
+    router.top_k = 2;
+    mixture = std::make_unique<Mixture>(router, *experts, nullptr);
+    const Norm norm{ones.data(), kHidden, 1e-6f};
+    decoder.add(norm, *attention, norm, *mixture);
+  }
+
+  // What a step gives for one token, and the token chosen from that.
+  std::vector<float> operator()() const {
+    std::vector<float> x(kHidden), y(kHidden), keys(kHeads * kPlaces * kSize, 0.5f), values = keys;
+    for (int i = 0; i < kHidden; ++i) x[static_cast<size_t>(i)] = static_cast<float>(i % 7) / 7;
+    ktinject::Step step;
+    step.dtype = DType::f32;
+    step.place = 3;
+    step.capacity = kPlaces;
+    decoder.forward(x.data(), step, {{keys.data(), values.data(), kHeads, kSize, kSize}}, 0, 1, {}, y.data());
+    int64_t token = -1;
+    choose_greatest(y.data(), 1, kHidden, &token);
+    y.push_back(static_cast<float>(token));
+    return y;
+  }
+};
+
+template <class Error, class Call>
+bool throws(Call&& call) {
+  try {
+    call();
+  } catch (const Error&) {
+    return true;
+  }
+  return false;
+}
+
+// Held while a Turns is taken: as Python's GIL.
+thread_local bool holds_something = false;
+
+void test_turns(bool forks) {
+  Turns turns;
+  turns.lock();
+  check(throws<std::logic_error>([&] { turns.lock(); }), "a turn within a turn is refused");
+  // Whoever waits gets its turn before the one who gave it back gets another.
+  constexpr int kWaiters = 5;
+  std::vector<int> order;
+  std::vector<std::thread> waiters;
+  std::atomic<int> asking{0};
+  for (int i = 0; i < kWaiters; ++i) {
+    waiters.emplace_back([&, i] {
+      ++asking;
+      const std::lock_guard turn(turns);
+      order.push_back(i);
+    });
+    while (asking <= i) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // from asking to waiting
+  }
+  turns.unlock();
+  turns.lock();
+  check(order == std::vector<int>{0, 1, 2, 3, 4}, "turns are given in the order of asking");
+  for (auto& waiter : waiters) waiter.join();
+
+  std::atomic<bool> ended{false};
+  std::thread impatient([&] {
+    const Interruptible interruptible([] { throw Fault("Ctrl-C"); });
+    ended = throws<Fault>([&] { turns.lock(); });
+  });
+  impatient.join();
+  check(ended, "waiting can be ended");
+  turns.unlock();
+  turns.lock();
+  turns.unlock();
+
+  set_wait_guard([] {
+    if (holds_something) throw Fault("held");
+  });
+  holds_something = true;
+  check(throws<Fault>([] { const Session session; }), "who holds something may not wait");
+  holds_something = false;
+  check(!throws<Fault>([] { const Session session; }), "who holds nothing may");
+  set_wait_guard(nullptr);
+
+  if (!forks) return;
+  const std::lock_guard turn(turns);
+  const pid_t child = fork();
+  if (child == 0) {
+    turns.lock();
+    turns.unlock();
+    _exit(0);
+  }
+  int status = 1;
+  check(waitpid(child, &status, 0) == child && status == 0, "in a forked child it is nobody's turn");
+}
+
+// From here on this thread's sched_getaffinity says that the machine has more CPUs than fit into `bytes`.
+void refuse_masks_of(uint32_t bytes) {
+  sock_filter program[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_sched_getaffinity, 0, 3),
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, args[1])),
+      BPF_JUMP(BPF_JMP | BPF_JGT | BPF_K, bytes, 1, 0),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EINVAL),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog filter{6, program};
+  prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+  check(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0, "masks can be refused");
+}
+
+void test_big_machines(bool forks) {
+  check(CpuMask({3, 1024, 70000}).cpus() == std::vector<int>{3, 1024, 70000}, "a mask holds any CPU");
+  const std::vector<int> cpus = allowed_cpus();
+  check(!cpus.empty(), "the CPUs are known");
+  if (forks) {
+    const pid_t child = fork();
+    if (child == 0) {
+      refuse_masks_of(1 << 12);
+      _exit(failures == 0 && allowed_cpus() == cpus ? 0 : 1);
+    }
+    int status = 1;
+    check(waitpid(child, &status, 0) == child && status == 0, "the CPUs of a machine with 32,768 are known");
+  }
+  Problem problem;
+  problem.inner = 3300;  // panels for all
+  set_nodes(1);
+  const Input in = input(problem, 5);
+  const std::vector<float> want = forward(*layer(problem), in, 5, problem.top_k);
+  set_nodes(200);
+  check(forward(*layer(problem), in, 5, problem.top_k) == want, "the same bits on 200 nodes");
+  set_nodes(0);
+}
+
+// Threads that compute on one object while others change it: an answer belongs to what was there before or after.
+void test_sharing() {
+  set_threads(3, true);
+  Problem problem;
+  problem.has_bias = true;
+  const auto experts = layer(problem);
+  experts->repeat(0);
+  const Input in = input(problem, 20);
+  const std::vector<float> want = forward(*experts, in, 20, problem.top_k);
+  const Step step;
+  const std::vector<float> want_step = step();
+  std::vector<float> weight(static_cast<size_t>(problem.inner) * static_cast<size_t>(problem.hidden));
+  experts->unpack(Projection::up, 0, weight.data());
+  const Source source{weight.data(), DType::f32, problem.inner, problem.hidden, problem.hidden, 1};
+  std::atomic<int> wrong{0};
+  const int rounds = is_sanitized ? 30 : 200;
+  std::vector<std::thread> threads;
+  auto on_a_thread = [&](auto work) {
+    threads.emplace_back([&, work] {
+      for (int round = 0; round < rounds; ++round)
+        if (!work(round)) ++wrong;
+    });
+  };
+  for (int i = 0; i < 2; ++i) {
+    on_a_thread([&](int) { return forward(*experts, in, 20, problem.top_k) == want; });
+    on_a_thread([&](int) { return step() == want_step; });
+  }
+  on_a_thread([&](int round) {  // what it loads is there already
+    experts->load(Projection::up, round % problem.experts, source);
+    experts->repeat(round % problem.experts);
+    return throws<std::logic_error>([&] { experts->allocate(); });
+  });
+  on_a_thread([&](int round) {
+    std::vector<float> found(weight.size()), bias(static_cast<size_t>(problem.inner));
+    experts->unpack(Projection::up, round % problem.experts, found.data());
+    experts->unpack_bias(Projection::up, 0, bias.data());
+    experts->load_bias(Projection::up, 0, {bias.data(), DType::f32, problem.inner, 1, 1, 1});
+    return found == weight && experts->not_placed().empty();
+  });
+  on_a_thread([&](int round) {
+    const auto others = layer(problem);
+    if (round % 10 == 0) set_threads(2 + round / 10 % 3, true);
+    others->repeat(0);
+    return forward(*others, in, 20, problem.top_k) == want;
+  });
+  for (auto& thread : threads) thread.join();
+  check(wrong == 0, "answers of objects that threads share");
 }
 
 struct Usage {
@@ -335,6 +594,133 @@ void test_churn(int iterations, bool forks) {
   check(after.files == before.files, "no file is left open");
 }
 
+struct Counted final : Work {
+  std::atomic<int> runs{0};
+  void run() noexcept override { ++runs; }
+};
+
+// A ring as a GPU writes it, and the leader that reads it.
+class TestRing {
+ public:
+  TestRing() { leader().watch(entries_->data()); }
+  void ring(uint32_t address) {
+    const uint64_t entry = uint64_t{++tickets_} << 32 | address;
+    __atomic_store_n(&(*entries_)[(tickets_ - 1) % Leader::kRingEntries], entry, __ATOMIC_RELEASE);
+    leader().wake();
+  }
+  // Returns when the leader has seen all that was written before.
+  void drain() {
+    Counted last;
+    const uint32_t address = leader().open(&last);
+    ring(address);
+    while (last.runs == 0) std::this_thread::yield();
+    leader().close(address);
+  }
+
+ private:
+  // It is never taken away from the leader.
+  std::array<uint64_t, Leader::kRingEntries>* const entries_ = new std::array<uint64_t, Leader::kRingEntries>{};
+  uint32_t tickets_ = 0;
+};
+
+void test_leader() {
+  Leader& leads = leader();
+  TestRing gpu;
+  for (const bool by_host : {false, true}) {
+    const std::string who = by_host ? "host function" : "GPU";
+    auto ask = [&](uint32_t address) { by_host ? leads.ring(address) : gpu.ring(address); };
+    auto first = std::make_unique<Counted>();
+    const uint32_t old = leads.open(first.get());
+    ask(old);
+    gpu.drain();
+    check(first->runs == 1, who + ": what an open address names is run");
+
+    leads.pause(true);  // a leader that comes late: the answer is given up, and the model dropped
+    ask(old);
+    leads.close(old);
+    first.reset();
+    Counted second;
+    const uint32_t address = leads.open(&second);
+    check(address != old, who + ": no address is given twice");
+    check((address ^ old) % (1u << Leader::kPortBits) == 0, who + ": the test is of a port that has a new owner");
+    leads.pause(false);
+    gpu.drain();
+    check(second.runs == 0, who + ": a late entry does not run the port's new owner");
+    ask(address);
+    gpu.drain();
+    check(second.runs == 1, who + ": its own entry does");
+    leads.close(address);
+  }
+
+  bool fits = true;
+  Counted work;
+  for (uint32_t i = 0; i < (1u << 19) + 10; ++i) {  // more than there are generations
+    const uint32_t address = leads.open(&work);
+    fits = fits && (address & Leader::kAnnounced) == 0 && address != Leader::kNobody;
+    leads.close(address);
+  }
+  check(fits, "generations stay within an address");
+  const uint32_t address = leads.open(&work);
+  gpu.ring(address);
+  gpu.drain();
+  check(work.runs == 1, "addresses go on after the last generation");
+  leads.close(address);
+
+  leads.announce();
+  check(leads.naps(), "an announced submit is waited for in naps");
+  gpu.ring(Leader::kAnnounced | Leader::kNobody);
+  gpu.drain();
+  check(!leads.naps(), "a submit that got no slot ends the naps");
+}
+
+// `call` with its n-th allocation failing, for n from 1 on, until it needs no more. Each time on a new thread, with a
+// new pool: nothing is there from before.
+template <class Call>
+void fail_each_allocation(const char* what, Call&& call) {
+  Usage before;
+  int n = 0;
+  for (bool failed = true; failed; ++n) {
+    std::thread([&] {
+      set_threads(3, true);
+      allocations_left = n;
+      try {
+        call();
+        failed = allocations_left < 0;  // and was made up for
+      } catch (const std::bad_alloc&) {
+      }
+      allocations_left = -1;
+      call();
+    }).join();
+    if (n == 10) before = usage();
+    if (!check(n < 10000, std::string(what) + ": at some time nothing fails any more")) break;
+  }
+  set_threads(3, true);
+  const Usage after = usage();
+  std::printf("%s: %d allocations failed; resident %ld -> %ld KiB, threads %ld -> %ld\n", what, n - 1,
+              before.resident_kib, after.resident_kib, before.threads, after.threads);
+  check(n > 10, std::string(what) + ": some allocations failed");
+  check(is_sanitized || after.resident_kib < before.resident_kib * 1.02 + 1024, std::string(what) + ": memory is back");
+  check(after.threads <= before.threads, std::string(what) + ": no thread is left over");
+}
+
+void test_allocations() {
+  Problem problem;
+  problem.has_bias = true;
+  const Input in = input(problem, 20);
+  const auto experts = layer(problem);
+  const std::vector<float> want = forward(*experts, in, 20, problem.top_k);
+  const Step step;
+  const std::vector<float> want_step = step();
+  // Failing within `layer`, a check would only print; what is loaded is compared by its answers.
+  fail_each_allocation("load", [&] {
+    const auto made = layer(problem);
+    check(forward(*made, in, 20, problem.top_k) == want, "load: the answer");
+  });
+  fail_each_allocation("forward",
+                       [&] { check(forward(*experts, in, 20, problem.top_k) == want, "forward: the answer"); });
+  fail_each_allocation("a decode step", [&] { check(step() == want_step, "a decode step: the answer"); });
+}
+
 int node_of_this_cpu() {
   unsigned cpu = 0, node = 0;
   syscall(SYS_getcpu, &cpu, &node, nullptr);
@@ -369,8 +755,7 @@ void check_placement(const char* title, const Problem& problem, const std::vecto
                   down ? "down" : "gate and up", ids[i], part.panels, here, all);
       check(all == 1000 && here == all, std::string(title) + ": all pages of a shard on its node");
     }
-  const auto workers = pool();
-  const auto session = workers->session();
+  const Session workers;
   std::mutex mutex;
   std::set<int> seen;
   for (int round = 0; round < 20; ++round) {
@@ -446,10 +831,13 @@ int main(int argc, char** argv) {
   const bool forks = std::getenv("KTINJECT_TEST_NO_FORKS") == nullptr;
   try {
     if (mode == "forward") test_forward();
-    else if (mode == "pool") test_pool(forks);
+    else if (mode == "pool") test_pool(forks), test_turns(forks), test_big_machines(forks);
+    else if (mode == "leader") test_leader();
+    else if (mode == "sharing") test_sharing();
+    else if (mode == "allocations") test_allocations();
     else if (mode == "churn") test_churn(argc > 2 ? std::atoi(argv[2]) : 1000, forks);
     else if (mode == "placement") test_placement();
-    else check(false, "a mode is named: forward, pool, churn N or placement");
+    else check(false, "a mode is named: forward, pool, leader, sharing, allocations, churn N or placement");
   } catch (const std::exception& error) {
     check(false, error.what());
   }

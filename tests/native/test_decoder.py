@@ -276,6 +276,8 @@ class TestRefusals:
             ({"cos": torch.ones(1, 16)}, "cos and sin belong together"),
             ({"cos": torch.ones(1, 32), "sin": torch.ones(1, 32)}, "more values are turned"),
             ({"last": 2}, "there are no such layers"),
+            ({"final_norm": _native.Norm(torch.ones(32), 1e-6)}, "final norm must be one of 64 values"),
+            ({"final_norm": _native.Norm(torch.ones(HIDDEN).bfloat16(), 1e-6)}, "of the model's dtype"),
         ],
     )
     def test_of_a_step(self, layer: Layer, changed: dict[str, Any], why: str) -> None:
@@ -297,6 +299,17 @@ class TestRefusals:
             _native.GroupedAttention(**parts, q_norm=None, k_norm=None, heads=3, groups=2, size=16, scale=1.0)
         with pytest.raises(ValueError, match="do not fit together"):
             _native.GatedUnit(linear(32, HIDDEN)[0], linear(16, HIDDEN)[0], linear(HIDDEN, 32)[0])
+        attention = _native.GroupedAttention(
+            q=linear(HIDDEN, HIDDEN)[0], k=parts["k"], v=parts["v"], o=linear(HIDDEN, HIDDEN)[0],
+            q_norm=None, k_norm=None, heads=4, groups=2, size=16, scale=1.0,
+        )  # fmt: skip
+        unit = _native.GatedUnit(linear(32, HIDDEN)[0], linear(32, HIDDEN)[0], linear(HIDDEN, 32)[0])
+        right, wrong = (
+            _native.Norm(torch.ones(HIDDEN, dtype=d), 1e-6) for d in (torch.float32, torch.bfloat16)
+        )
+        for norms in ((wrong, right), (right, wrong)):
+            with pytest.raises(ValueError, match="norm must be of the model's dtype"):
+                _native.Decoder(HIDDEN, "float32").add(norms[0], attention, norms[1], unit)
 
     @pytest.mark.parametrize("odd", ["q", "v", "o"])
     def test_of_an_attention_of_another_width(self, odd: str) -> None:

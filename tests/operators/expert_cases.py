@@ -125,8 +125,8 @@ def wanted(family_name: str, name: str, tokens: int) -> dict[str, Tensor]:
 
 
 def requantised(operator: CpuExperts) -> float:
-    """AMX rounds int4 weights once more, to the int8 grid of their column: up to 1.5 % a layer of three matrices."""
-    return 2.5e-2 if operator.native.kernels[0].endswith("amx_int4") else 0.0
+    """AMX rounds int4 weights once more, to the int8 grid of their column: up to 2.7 % a layer of three matrices."""
+    return 3e-2 if operator.native.kernels[0].endswith("amx_int4") else 0.0
 
 
 def assert_close(out: Tensor, want: dict[str, Tensor], name: str, operator: CpuExperts) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator as operator_module
 import pickle
 from pathlib import Path
 from typing import Any
@@ -176,9 +177,12 @@ def test_saved_again_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["tiny-deepseek-v3", "tiny-qwen3-moe"])
-@pytest.mark.parametrize("weights,limit", [("bf16", 1e-3), ("int8", 5e-3), ("int4", 0.05)])
+@pytest.mark.parametrize("weights,limit", [("bf16", 1e-3), ("int8", 5e-3), ("int4", 0.055)])
 def test_trained_models_on_the_cpu_alone(folder: str, weights: str, limit: float) -> None:
-    """Mean KL divergence, in nats, of the model with every linear and expert swapped from the one in fp32."""
+    """Mean KL divergence, in nats, of the model with every linear and expert swapped from the one in fp32.
+
+    int4's is 0.0497 with AVX-512 and 0.0501 with AMX, which sum in another order; the limit leaves room for other CPUs.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     exact = AutoModelForCausalLM.from_pretrained(MODELS / folder, dtype=torch.float32).eval()
@@ -269,3 +273,74 @@ def test_a_head_tied_to_the_embedding_gets_weights_of_its_own() -> None:
     ids = torch.randint(3, 96, (2, 5))
     with torch.inference_mode():
         assert relative_error(other(ids).logits, model(ids).logits) <= 2 * TOLERANCE["bf16"]
+
+
+WRITES: dict[str, Any] = {
+    "add": lambda weight, other: weight.add_(other),
+    "plus": lambda weight, other: operator_module.iadd(weight, other),
+    "data plus": lambda weight, other: operator_module.iadd(weight.data, other),
+    "copy": lambda weight, other: weight.copy_(weight + other),
+    "data": lambda weight, other: setattr(weight, "data", weight + other),
+    "rows": lambda weight, other: weight[:].add_(other),
+    "item": lambda weight, other: weight.__setitem__(slice(None), weight + other),
+    "out": lambda weight, other: torch.add(weight, other, out=weight),
+    "view": lambda weight, other: weight.data.view(-1).add_(other.view(-1)),
+    "detached": lambda weight, other: weight.detach().add_(other),
+}
+
+
+class TestWritten:
+    """What is written to `.weight` counts, as in nn.Linear."""
+
+    @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+    @pytest.mark.parametrize("inference", [False, True])
+    def test_in_every_way(self, write: Any, inference: bool) -> None:
+        source = linear(24, 56, bias=True).bfloat16()
+        operator, other, x = swapped(source), torch.randn(24, 56).bfloat16(), torch.randn(3, 56)
+        with torch.inference_mode(inference), torch.no_grad():
+            write(operator.weight, other)
+            write(operator.bias, other[:, 0].contiguous())
+            source.weight += other
+            source.bias += other[:, 0]
+            assert torch.equal(operator.weight, source.weight) and torch.equal(operator.bias, source.bias)
+            assert relative_error(operator(x), source.float()(x)) <= 0.01
+        assert type(operator.weight + 1) is Tensor and type(operator.weight.clone()) is Tensor
+        assert type(copy.deepcopy(operator.weight)) is Tensor
+
+    def test_by_initialisation(self) -> None:
+        operator = swapped(linear(24, 56).bfloat16())
+        nn.init.constant_(operator.weight, 0.5)
+        assert (operator.weight == 0.5).all()
+
+    def test_reading_packs_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        operator = swapped(linear(24, 56))
+        monkeypatch.setattr(CpuLinear, "write", lambda *_: pytest.fail("it was packed again"))
+        weight = operator.weight
+        assert (weight @ weight.T).shape == (24, 24) and weight.float().sum().isfinite()
+        assert weight[0].max() <= weight.abs().max() and weight.requires_grad_(False) is weight
+
+    def test_another_shape_is_refused(self) -> None:
+        operator = swapped(linear(24, 56))
+        with pytest.raises(
+            OperatorError, match=r"weight: found shape \[56, 24\].*expected the whole \[24, 56\]"
+        ):
+            operator.weight.data = torch.zeros(56, 24)
+
+    @pytest.mark.parametrize("safe", [False, True])
+    @pytest.mark.parametrize("weights, error", [("bf16", 0.01), ("int8", 0.03)])
+    def test_adapters_are_merged(self, weights: str, error: float, safe: bool) -> None:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(target_modules=["0"], r=4, init_lora_weights=False, lora_bias=True)
+        model = nn.Sequential(swapped(linear(24, 56, bias=True), weights=weights), nn.Tanh(), linear(8, 24))
+        before = model[0].weight.clone()
+        adapted = peft.get_peft_model(model, config)
+        x = torch.randn(9, 56)
+        with torch.no_grad():
+            want = adapted(x)
+            adapted.merge_adapter(safe_merge=safe)
+            assert relative_error(adapted(x), want) <= error
+            adapted.unmerge_adapter()
+            assert relative_error(adapted.base_model.model[0].base_layer.weight, before) <= error
+            merged = adapted.merge_and_unload(safe_merge=safe)
+            assert isinstance(merged[0], CpuLinear)
+            assert relative_error(merged(x), want) <= error

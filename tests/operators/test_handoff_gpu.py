@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -317,6 +322,106 @@ def test_a_lost_leader_releases_the_gpu(cuda: str, graph: bool, mode: handoff.Mo
         torch.cuda.synchronize()
         here.check()
         assert torch.equal(out.cpu(), plain(arguments))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_late_leader_does_not_answer_the_next_model(cuda: str, mode: handoff.Mode) -> None:
+    """Nobody answers in time, the model is dropped, and the next one has its buffers when the leader comes."""
+    arguments = inputs(2, device=cuda)
+    before = _native.answer_timeout()
+    _native.set_answer_timeout(0.3)
+    _native.handoff_pause(True)
+    try:
+        dropped = way(mode=mode)
+        out = dropped.wait(dropped.submit(*arguments))
+        torch.cuda.synchronize()
+        assert out.isnan().all()
+        del dropped
+        gc.collect()
+        here, other = way(seed=1, mode=mode), way(mode=mode)
+        for layer in (here, other):
+            layer.prepare(torch.device(cuda))
+        _native.set_answer_timeout(5)
+    finally:
+        _native.handoff_pause(False)
+    try:
+        for seed in range(5):
+            new = inputs(2, seed, device=cuda)
+            assert torch.equal(here.wait(here.submit(*new)).cpu(), plain(new, seed=1))
+        # A leader that waits for a submit that will not come would not answer this one in time.
+        assert torch.equal(other.wait(other.submit(*arguments)).cpu(), plain(arguments))
+        here.check()
+        other.check()
+    finally:
+        _native.set_answer_timeout(before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_late_leader_does_not_answer_the_next_submit(cuda: str, mode: handoff.Mode) -> None:
+    here = way(mode=mode)
+    before = _native.answer_timeout()
+    _native.set_answer_timeout(0.3)
+    _native.handoff_pause(True)
+    try:
+        here.wait(here.submit(*inputs(2, device=cuda)))
+        torch.cuda.synchronize()
+        with pytest.raises(OperatorError, match="no answer"):
+            here.check()
+        _native.set_answer_timeout(5)
+        ticket = here.submit(*inputs(3, 1, device=cuda))
+    finally:
+        _native.handoff_pause(False)
+    try:
+        assert torch.equal(here.wait(ticket).cpu(), plain(inputs(3, 1)))
+        for seed in range(5):
+            new = inputs(2, seed, device=cuda)
+            assert torch.equal(here.wait(here.submit(*new)).cpu(), plain(new))
+        here.check()
+    finally:
+        _native.set_answer_timeout(before)
+
+
+def test_a_submit_that_gets_no_slot_ends_its_naps(cuda: str) -> None:
+    """In a process of its own: where graphs have been captured, the leader naps for good."""
+    script = """
+        import torch
+        from handoff_cases import inputs, way
+        from ktinject import _native
+        from ktinject.operators.handoff import CODES
+
+        here, (x, ids, weights) = way(mode="flags"), inputs(2, device="cuda:0")
+        here.prepare(x.device)
+        channel = here._slots[x.device].native
+        _native.set_answer_timeout(0.3)
+        _native.handoff_pause(True)
+        for _ in range(2):  # the second finds the slot taken
+            stream = torch.cuda.Stream()
+            channel.submit(
+                0, x.data_ptr(), CODES[x.dtype], ids.data_ptr(), True, weights.data_ptr(), CODES[weights.dtype], 2, 2,
+                0, 0, 0, 0, 2, 0, False, stream.cuda_stream,
+            )
+        assert _native.handoff_naps()
+        torch.cuda.synchronize()
+        _native.handoff_pause(False)
+        _native.set_answer_timeout(60)
+        try:
+            channel.check()
+        except RuntimeError as error:
+            assert "another stream held" in str(error)
+        else:
+            raise AssertionError("nobody was without a slot")
+        assert torch.isfinite(here.wait(here.submit(x, ids, weights))).all()
+        here.check()
+        torch.cuda.synchronize()
+        assert not _native.handoff_naps()
+    """
+    folder = Path(__file__).parent
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        check=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    )
 
 
 def test_tickets_dropped_on_the_gpu_free_their_slots(cuda: str) -> None:

@@ -64,7 +64,7 @@ std::string why_unavailable(const Kernel& kernel) {
   return names.empty() ? "" : "this CPU or system has no " + names;
 }
 
-Choice choose_kernel(Format format, const std::string& name) {
+Kernels choose_kernel(Format format, const std::string& name) {
   std::string allowed;
   if (name == "auto") {
     const Kernel* many = nullptr;

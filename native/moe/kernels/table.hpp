@@ -38,7 +38,7 @@ std::span<const Kernel> kernel_table();
 size_t scratch_bytes(const Matrix& matrix);
 
 // The two kernels a layer runs with: `many` for experts with at least many->min_rows rows, `few` for the rest.
-struct Choice {
+struct Kernels {
   const Kernel* many;
   const Kernel* few;
   const Kernel& operator()(int rows) const { return rows >= many->min_rows ? *many : *few; }
@@ -46,7 +46,7 @@ struct Choice {
 
 // `name`: "auto" or a row of the table. Throws std::invalid_argument for a name that is not there, is of another format
 // or that this CPU cannot run.
-Choice choose_kernel(Format format, const std::string& name);
+Kernels choose_kernel(Format format, const std::string& name);
 
 // Why this CPU cannot run the kernel; empty if it can.
 std::string why_unavailable(const Kernel& kernel);

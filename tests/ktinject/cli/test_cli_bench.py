@@ -93,6 +93,8 @@ def test_lists_are_several_tests(ktinject, tiny_qwen3_moe):
         (("--llama-bench", "FILE", "--gguf", "FILE"), "this is no program"),
         (("--plugin", "no_such_module"), "--plugin no_such_module"),
         (("--rules", "nope"), "nope"),
+        (("-p", "8,99999999", "-n", 0), "pp99999999: the model was made for 512 tokens at once"),
+        (("-n", 511), "tg511: the model was made for 512 tokens at once"),
     ],
 )
 @pytest.mark.usefixtures("nothing_is_loaded")

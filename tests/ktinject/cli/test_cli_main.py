@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -101,6 +102,38 @@ def test_a_failure_is_exit_code_1(ktinject, doctor_raises):
 def test_ctrl_c_is_exit_code_130(ktinject, doctor_raises):
     doctor_raises(KeyboardInterrupt())
     ktinject("doctor", exit_code=130)
+
+
+# As extension modules and transformers' own imports do.
+SWALLOWS = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    list(map(len, [""] * 1000))
+except BaseException:
+    pass
+print("went on", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("module", ["ktinject", "ktinject.cli"])
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN])
+def test_ctrl_c_during_an_import_ends_it_there(module, handler, tmp_path):
+    """Unless the command was started with Ctrl-C ignored, in the background of a script."""
+    (tmp_path / "torch.py").write_text(SWALLOWS)
+    found = subprocess.run(
+        [sys.executable, "-m", module, "doctor"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    ended = (130, "", "ktinject: interrupted\n")
+    assert (found.returncode, found.stdout, found.stderr) == (
+        ended if handler == signal.SIG_DFL else (0, "went on\n", "")
+    )
 
 
 @pytest.mark.parametrize(

@@ -197,12 +197,15 @@ def test_ctrl_c_while_writing(tiny_qwen3_moe):
         "500",
         "--no-compare",
     ]
-    process = subprocess.Popen([sys.executable, "-m", "ktinject.cli", *arguments], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ktinject", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None
     while b"def f(" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     start = time.monotonic()
-    process.communicate(timeout=30)
+    _, said = process.communicate(timeout=30)
     # Ending the interpreter takes its own time.
     assert (process.returncode, time.monotonic() - start < 5) == (130, True)
+    assert said.endswith(b"\nktinject: interrupted\n") and b"Traceback" not in said

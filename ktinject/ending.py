@@ -1,0 +1,62 @@
+"""The interpreter's end while daemon threads still compute.
+
+Python 3.11 to 3.13 end a daemon thread when it next asks for the GIL, by pthread_exit. Code in C++ that has released
+the GIL cannot be left in that way: the process aborts, with "terminate called without an active exception". Nearly all
+of torch's operations release it, so a daemon thread that runs any model makes a script end like that. With a swapped
+model it does not: before the interpreter ends, such threads get a SystemExit, which ends them between two operations.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import sys
+import threading
+import time
+from types import FrameType
+
+from torch import nn
+
+# Of a thread that gets no SystemExit, because it waits for something else, nothing has to be feared.
+_LIMIT_SECONDS = 3.0
+_AGAIN_SECONDS = 0.5  # code of C++ that calls Python may lose an exception
+_CALL = nn.Module._wrapped_call_impl.__code__
+
+
+@functools.cache
+def install() -> None:
+    """Let the interpreter end in peace, once a process."""
+    atexit.register(_end_threads)
+
+
+def _end_threads() -> None:
+    told: dict[int, float] = {}
+    start = time.monotonic()
+    quiet = 0
+    # Twice, since a thread may be between two requests.
+    while quiet < 2 and (now := time.monotonic()) < start + _LIMIT_SECONDS:
+        busy = [thread for thread, frame in sys._current_frames().items() if _computes(thread, frame)]
+        for thread in busy:
+            if now - told.get(thread, -1.0) >= _AGAIN_SECONDS:
+                told[thread] = now
+                _tell(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+        quiet = 0 if busy else quiet + 1
+        time.sleep(0.001)
+
+
+_tell = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+
+def _computes(thread: int, frame: FrameType | None) -> bool:
+    """Whether a thread other than this one is in a swapped model, or in the engine."""
+    if thread == threading.get_ident():
+        return False
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("ktinject.") and name != "ktinject.openmp":  # whose threads only wait
+            return True
+        if frame.f_code is _CALL and hasattr(frame.f_locals.get("self"), "ktinject"):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,237 @@
+"""What a recorded decode step relies on, and whether it is still so.
+
+A captured graph, or the native twin of a model's layers, computes what the model computed when it was recorded. It
+would miss whatever a user changes afterwards: a replaced `forward`, a hook, an attribute, a weight, a class. So a
+`Watch` notes all of that, and is asked before every step; the answer takes microseconds (native/bindings/watch.cpp).
+
+Noted is what is *bound*: which objects a module holds under which names, down through lists, dicts and configs. The
+values of weights are not, for a recorded step reads them where they lie.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ktinject import _native
+from ktinject.operators import Operator
+
+# Kinds of entries, as native/bindings/watch.cpp knows them.
+_ATTRIBUTES, _ITEMS, _ELEMENTS, _LOOKUPS, _CLASS, _TENSOR = range(6)
+
+# Of the model: what every request reads anew, and what generation leaves there.
+_ASIDE_OF_MODEL = frozenset(
+    {
+        "ktinject_decoding",
+        "generation_config",
+        "_compiled_call",
+        "_last_compile_config",
+        "_previous_max_cache_length",
+    }
+)
+# transformers changes it for the time of decoding, and back.
+_ASIDE_OF_CONFIGS = frozenset({"_experts_implementation", "_experts_implementation_internal"})
+# Of a module's own bookkeeping, what decides about its forward, and the rest.
+_DECISIVE = frozenset({"_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"})
+_BOOKKEEPING = frozenset(vars(nn.Module())) - _DECISIVE
+# A list or dict that is longer is noted as a whole, as the names of 100,000 labels in a config.
+_MOST_ITEMS = 4096
+# What all models and operators have, beside nn.Module's: no forward is made of it.
+_BASES = frozenset({*PreTrainedModel.__mro__, *GenerationMixin.__mro__, Operator})
+
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+# Packages whose classes do in `forward` what it returns, and nothing besides.
+_TRUSTED = ("torch", "transformers", "ktinject")
+
+
+class Watch:
+    """A model as it was when this was made. Holds its parts, and the model weakly."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._found = _native.Seen()
+        self._entries: list[tuple[Any, ...]] = []
+        self._names: list[str] = []
+        self._seen: set[int] = set()
+        self._classes: set[type] = set()
+        for path, module in model.named_modules():
+            self._note_module(module, path, model)
+        for name in _GLOBAL_HOOKS:
+            self._note_value(getattr(nn.modules.module, name), f"torch's {name}")
+        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            for name in ("_local_mapping", "_global_mapping"):
+                self._note_value(getattr(registry, name, {}), "the attention functions")
+        del self._seen, self._classes
+
+    def change(self) -> str:
+        """What is no more as it was, as the beginning of a sentence; "" if all is."""
+        model = self._model()
+        at = self._found.first_change(self._entries, model)
+        return "" if at < 0 else self._name(at, model)
+
+    def _name(self, at: int, model: Any) -> str:
+        kind, holder, *noted = self._entries[at]
+        holder = model if holder is None else holder
+        if kind not in (_ATTRIBUTES, _ITEMS):
+            return f"{self._names[at]} was changed"
+        before = _unpaired(noted[-2] if kind == _ATTRIBUTES else noted[0])
+        aside = noted[-1] if kind == _ATTRIBUTES else ()
+        now = {k: v for k, v in (vars(holder) if kind == _ATTRIBUTES else holder).items() if k not in aside}
+        missing = object()
+        changed = [k for k in (*before, *now) if before.get(k, missing) is not now.get(k, missing)]
+        where = self._names[at]
+        if not changed:
+            return f"{where or 'the model'} is a {type(holder).__name__} now"
+        return f"{where}.{changed[0]} was changed".removeprefix(".")
+
+    def _note(self, name: str, kind: int, *rest: Any) -> None:
+        self._entries.append((kind, *rest))
+        self._names.append(name)
+
+    def _note_module(self, module: nn.Module, path: str, model: nn.Module) -> None:
+        values = vars(module)
+        aside = _ASIDE_OF_MODEL if module is model else frozenset()
+        if isinstance(module, Operator):
+            aside |= module.changing
+        if not is_trusted(type(module).__module__):  # what it remembers of its own work
+            aside |= {name for name in values if name.startswith("_")} - _BOOKKEEPING - _DECISIVE
+        values = {name: value for name, value in values.items() if name not in aside}
+        holder = None if module is model else module
+        self._note(path, _ATTRIBUTES, holder, type(module), _paired(values), aside)
+        for name, value in values.items():
+            if name not in _BOOKKEEPING:
+                self._note_value(value, f"{path}.{name}".removeprefix("."))
+        self._note_class(type(module))
+
+    def _note_value(self, value: Any, name: str) -> None:
+        """What a value holds in turn, if that is data."""
+        if id(value) in self._seen or isinstance(value, nn.Module):
+            return
+        if isinstance(value, Tensor):
+            self._seen.add(id(value))
+            address = _address(value)
+            if address is not None:
+                self._note(name, _TENSOR, value, address)
+        elif isinstance(value, PreTrainedConfig):
+            self._seen.add(id(value))
+            items = {n: v for n, v in vars(value).items() if n not in _ASIDE_OF_CONFIGS}
+            self._note(name, _ATTRIBUTES, value, type(value), _paired(items), _ASIDE_OF_CONFIGS)
+            for key, inner in items.items():
+                self._note_value(inner, f"{name}.{key}")
+        elif isinstance(value, dict) and len(value) <= _MOST_ITEMS:
+            self._seen.add(id(value))
+            self._note(name, _ITEMS, value, _paired(value))
+            for key, inner in value.items():
+                self._note_value(inner, f"{name}.{key}")
+        elif isinstance(value, list) and len(value) <= _MOST_ITEMS:
+            self._seen.add(id(value))
+            self._note(name, _ELEMENTS, value, tuple(value))
+            for inner in value:
+                self._note_value(inner, name)
+
+    def _note_class(self, kind: type) -> None:
+        """Its methods, and the functions of the file that it is from."""
+        if kind in self._classes:
+            return
+        self._classes.add(kind)
+        names = {name for base in kind.__mro__ if base not in _BASES for name in vars(base)}
+        names |= {"forward", "__call__", "_call_impl", "__getattr__"}
+        found = {name: getattr(kind, name, None) for name in names if not name.startswith("_abc")}
+        methods = {
+            name: value for name, value in found.items() if isinstance(value, (FunctionType, property))
+        }
+        self._note(f"{kind.__module__}.{kind.__qualname__}", _CLASS, kind, _paired(methods))
+        for base in kind.__mro__:
+            file = vars(base).get("forward")
+            names_of_file = getattr(file, "__globals__", None)
+            if names_of_file is None or base in _BASES or id(names_of_file) in self._seen:
+                continue
+            self._seen.add(id(names_of_file))
+            used = {n: v for n, v in names_of_file.items() if isinstance(v, (FunctionType, type, ModuleType))}
+            self._note(str(names_of_file.get("__name__")), _LOOKUPS, names_of_file, _paired(used))
+
+
+def undeclared(module: nn.Module) -> str:
+    """Why it is not known that a module's forward does nothing that a recorded step would miss; "" if it is known.
+
+    transformers', torch's and our own do nothing of the kind. Others, and what is derived from ours, must say so by
+    `capturable = True`.
+    """
+    if "capturable" in vars(module):
+        return ""
+    for name in ("forward", "__call__"):
+        if name in vars(module):
+            return f"has a {name} of its own"
+    for base in type(module).__mro__:
+        why = _strange_part(base)
+        if why and ("capturable" not in vars(base) or is_trusted(base.__module__)):
+            return f"is a {type(module).__qualname__}, {why}; capturable = True says that a replay misses nothing"
+        if "capturable" in vars(base):
+            return ""
+    return ""
+
+
+def _strange_part(base: type) -> str:
+    """What of a class is neither torch's nor transformers' nor ours, or ""."""
+    functions = {name: value for name, value in vars(base).items() if callable(value)}
+    if not is_trusted(base.__module__):
+        return f"whose {next(iter(functions))} is from {base.__module__}" if functions else ""
+    names = ("forward", "__call__") if base in _BASES else functions
+    found = ((name, _stranger(functions.get(name))) for name in names)
+    return next((f"whose {name} is from {file}" for name, file in found if file), "")
+
+
+def is_trusted(name: str) -> bool:
+    """Whether a Python module is one of a package that is known."""
+    return name.partition(".")[0] in _TRUSTED or name in ("builtins", "abc", "typing")
+
+
+def _stranger(function: Any) -> str:
+    """The file that a function, or what it wraps, is from if that is not known. Decorators copy names, but not this."""
+    while function is not None:
+        file = getattr(function, "__globals__", {}).get("__name__", "torch")
+        if not is_trusted(file):
+            return str(file)
+        function = getattr(function, "__wrapped__", None)
+    return ""
+
+
+def replaced_method(model: Any, names: Iterable[str]) -> str:
+    """The first of a model's methods that is not its own class's, or not of a class that is known; "" if all are."""
+    for name in names:
+        own = getattr(type(model), name, None)
+        here = vars(model).get(name)
+        bound = here is None or (getattr(here, "__func__", None) is own and here.__self__ is model)
+        if not bound or _stranger(own):
+            return name
+    return ""
+
+
+def _paired(values: Mapping[Any, Any]) -> tuple[Any, ...]:
+    return tuple(part for pair in values.items() for part in pair)
+
+
+def _unpaired(pairs: tuple[Any, ...]) -> dict[Any, Any]:
+    return dict(zip(pairs[::2], pairs[1::2]))
+
+
+def _address(tensor: Tensor) -> int | None:
+    """None of tensors that have none, such as those of other backends."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def active_mode() -> str:
+    """The class of a mode of torch that sees every operation and is on, or "": of a recorded step it would see none."""
+    mode = _get_current_dispatch_mode()
+    return type(mode).__name__ if mode is not None else ""

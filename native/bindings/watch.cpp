@@ -1,0 +1,171 @@
+// Whether Python objects still hold what was written down of them (ktinject/watch.py). In C++, since it is asked before
+// every decode step: a model of 48 layers has some 20,000 attributes.
+#include <vector>
+
+#include "bindings/subjects.hpp"
+
+namespace ktinject {
+namespace {
+
+namespace nb = nanobind;
+
+// What an entry says; the numbers are those of ktinject/watch.py.
+enum Kind : long { kAttributes, kItems, kElements, kLookups, kClass, kTensor };
+
+// Python gives a dict and a class a number that no other state of it, nor of another one, ever has. Where the number is
+// the one that was seen when all was found to be the same, it still is. 0: there is none, so it has to be looked at.
+uint64_t number_of_dict(PyObject* dict) {
+#if PY_VERSION_HEX < 0x030D0000
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+#pragma GCC diagnostic pop
+#else
+  (void)dict;
+  return 0;
+#endif
+}
+
+uint64_t number_of_class(PyObject* type) {
+  const auto* found = reinterpret_cast<PyTypeObject*>(type);
+  return PyType_HasFeature(reinterpret_cast<PyTypeObject*>(type), Py_TPFLAGS_VALID_VERSION_TAG) ? found->tp_version_tag
+                                                                                                : 0;
+}
+
+bool is_ignored(PyObject* ignored, PyObject* key) {
+  const int found = PySet_Contains(ignored, key);
+  if (found < 0) throw nb::python_error();
+  return found == 1;
+}
+
+// A dict whose keys come in another order than they did, or that differs.
+bool same_in_any_order(PyObject* dict, PyObject* pairs, PyObject* ignored) {
+  Py_ssize_t counted = 0, position = 0;
+  PyObject *key, *value;
+  while (PyDict_Next(dict, &position, &key, &value))
+    if (ignored == nullptr || !is_ignored(ignored, key)) counted += 2;
+  if (counted != PyTuple_GET_SIZE(pairs)) return false;
+  for (Py_ssize_t i = 0; i < counted; i += 2) {
+    value = PyDict_GetItemWithError(dict, PyTuple_GET_ITEM(pairs, i));
+    if (value == nullptr && PyErr_Occurred()) throw nb::python_error();
+    if (value != PyTuple_GET_ITEM(pairs, i + 1)) return false;
+  }
+  return true;
+}
+
+// pairs: key, value, key, value …; keys in `ignored`, a frozenset or null, may come, go and change.
+bool same_dict(PyObject* dict, PyObject* pairs, PyObject* ignored) {
+  const Py_ssize_t n = PyTuple_GET_SIZE(pairs);
+  Py_ssize_t at = 0, position = 0;
+  PyObject *key, *value;
+  while (PyDict_Next(dict, &position, &key, &value)) {
+    if (at < n && key == PyTuple_GET_ITEM(pairs, at) && value == PyTuple_GET_ITEM(pairs, at + 1)) at += 2;
+    else if (ignored == nullptr || !is_ignored(ignored, key)) return same_in_any_order(dict, pairs, ignored);
+  }
+  return at == n;
+}
+
+bool same_elements(PyObject* list, PyObject* elements) {
+  if (!PyList_Check(list) || PyList_GET_SIZE(list) != PyTuple_GET_SIZE(elements)) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(elements); ++i)
+    if (PyList_GET_ITEM(list, i) != PyTuple_GET_ITEM(elements, i)) return false;
+  return true;
+}
+
+bool same_lookups(PyObject* dict, PyObject* pairs) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pairs); i += 2) {
+    PyObject* value = PyDict_GetItemWithError(dict, PyTuple_GET_ITEM(pairs, i));
+    if (value == nullptr && PyErr_Occurred()) throw nb::python_error();
+    if (value != PyTuple_GET_ITEM(pairs, i + 1)) return false;
+  }
+  return true;
+}
+
+bool same_class(PyObject* type, PyObject* pairs) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pairs); i += 2) {
+    nb::object value = nb::steal(PyObject_GetAttr(type, PyTuple_GET_ITEM(pairs, i)));
+    if (!value.is_valid()) {
+      if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw nb::python_error();  // Ctrl-C in a metaclass's code
+      PyErr_Clear();
+    }
+    if (value.ptr() != PyTuple_GET_ITEM(pairs, i + 1)) return false;
+  }
+  return true;
+}
+
+bool same_tensor(PyObject* tensor, PyObject* address) {
+  static PyObject* const name = PyUnicode_InternFromString("data_ptr");
+  nb::object found = nb::steal(PyObject_CallMethodNoArgs(tensor, name));
+  if (!found.is_valid()) throw nb::python_error();
+  const int same = PyObject_RichCompareBool(found.ptr(), address, Py_EQ);
+  if (same < 0) throw nb::python_error();
+  return same == 1;
+}
+
+// The numbers under which entries were last found to be true. Holds no Python object.
+class Seen {
+ public:
+  // The first entry that is true no more, or -1. The list, which may not change, keeps alive what it names.
+  Py_ssize_t first_change(nb::list entries, nb::object root) {
+    seen_.resize(entries.size());
+    for (size_t i = 0; i < seen_.size(); ++i)
+      if (!is_same(PyList_GET_ITEM(entries.ptr(), static_cast<Py_ssize_t>(i)), root.ptr(), seen_[i]))
+        return static_cast<Py_ssize_t>(i);
+    return -1;
+  }
+
+ private:
+  struct Number {
+    PyObject* holder = nullptr;  // only compared
+    uint64_t number = 0;
+  };
+
+  template <class Compare>
+  static bool look(PyObject* holder, uint64_t number, Number& seen, Compare&& compare) {
+    if (number != 0 && number == seen.number && holder == seen.holder) return true;
+    if (!compare()) return false;
+    seen = {holder, number};
+    return true;
+  }
+
+  static bool is_same(PyObject* entry, PyObject* root, Number& seen) {
+    if (!PyTuple_Check(entry) || PyTuple_GET_SIZE(entry) < 3) throw nb::type_error("watch: an entry is a tuple");
+    PyObject* holder = PyTuple_GET_ITEM(entry, 1);
+    if (holder == Py_None) holder = root;
+    PyObject* noted = PyTuple_GET_ITEM(entry, 2);
+    switch (PyLong_AsLong(PyTuple_GET_ITEM(entry, 0))) {
+      case kAttributes: {
+        if (reinterpret_cast<PyObject*>(Py_TYPE(holder)) != noted) return false;
+        nb::object dict = nb::steal(PyObject_GenericGetDict(holder, nullptr));
+        if (!dict.is_valid()) throw nb::python_error();
+        return look(dict.ptr(), number_of_dict(dict.ptr()), seen,
+                    [&] { return same_dict(dict.ptr(), PyTuple_GET_ITEM(entry, 3), PyTuple_GET_ITEM(entry, 4)); });
+      }
+      case kItems:
+        return look(holder, number_of_dict(holder), seen, [&] { return same_dict(holder, noted, nullptr); });
+      case kLookups:
+        return look(holder, number_of_dict(holder), seen, [&] { return same_lookups(holder, noted); });
+      case kClass:
+        return look(holder, number_of_class(holder), seen, [&] { return same_class(holder, noted); });
+      case kElements:
+        return same_elements(holder, noted);
+      case kTensor:
+        return same_tensor(holder, noted);
+      default:
+        throw nb::value_error("watch: an entry of another kind");
+    }
+  }
+
+  std::vector<Number> seen_;
+};
+
+}  // namespace
+
+void init_watch(nb::module_& m) {
+  nb::class_<Seen>(m, "Seen", "What of the entries of ktinject.watch.Watch was last found to be true.")
+      .def(nb::init<>())
+      .def("first_change", &Seen::first_change, nb::arg("entries"), nb::arg("root"),
+           "The index of the first entry that is true no more, or -1. None as an entry's object stands for root.");
+}
+
+}  // namespace ktinject

@@ -1,0 +1,112 @@
+"""The n-th allocation of the native core fails: MemoryError or one of our errors, and afterwards all is as it was.
+
+native_test does the same for a layer by itself, without Python.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+COMMON = """
+    import ctypes
+    import psutil, torch
+    import ktinject
+    from ktinject import _native
+
+    shim = ctypes.PyDLL(None)
+    resident = psutil.Process().memory_info
+
+    def attempt(call, n):
+        '''(what it gave, what it raised, whether an allocation failed), on a pool without a past'''
+        _native.set_threads(2)
+        got = raised = None
+        shim.arm(n)
+        try:
+            got = call()
+        except (MemoryError, ktinject.KTInjectError) as error:
+            raised = error.with_traceback(None)
+        finally:
+            failed = shim.disarm() < 0
+        return got, raised, failed
+"""
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    built = tmp_path_factory.mktemp("shim") / "failing_allocations.so"
+    source = HERE / "failing_allocations.cpp"
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", source, "-o", built, "-ldl"], check=True)
+    return built
+
+
+def answer(shim: Path, model: Path, code: str) -> list[int]:
+    """The numbers that a process prints in which allocations fail."""
+    text = textwrap.dedent(COMMON) + f"PATH = {str(model)!r}\n" + textwrap.dedent(code)
+    done = subprocess.run(
+        ["env", f"LD_PRELOAD={shim}", sys.executable, "-c", text], capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(number) for number in done.stdout.split()]
+
+
+def test_every_allocation_of_a_request_may_fail(shim: Path) -> None:
+    code = """
+        model = ktinject.load(PATH, devices=["cpu"], progress=False)
+        ids = torch.arange(5, 25)[None]
+        def generate():
+            mask = torch.ones_like(ids)
+            return model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        want = [generate() for _ in range(3)][-1]
+        n = raised = 0
+        while True:
+            got, error, failed = attempt(generate, n)
+            assert error is not None or torch.equal(got, want), n
+            if not failed:
+                break
+            raised += error is not None
+            got, error, _ = attempt(generate, 10**9)
+            assert error is None and torch.equal(got, want), n
+            n += 1
+            if n == 5:
+                before = resident().rss
+        print(n, raised, resident().rss - before)
+    """
+    failed, raised, more = answer(shim, ROOT / "examples/models/tiny-qwen3-moe", code)
+    assert raised > 20 and raised >= failed - 5  # some allocations can be made up for
+    assert more < 16 << 20
+
+
+def test_an_allocation_of_a_load_may_fail(shim: Path, tiny_qwen3_moe: Path) -> None:
+    """Some of the many; the model is as it was, and the next try succeeds."""
+    code = """
+        from transformers import AutoConfig, AutoModelForCausalLM
+        config = AutoConfig.from_pretrained(PATH)
+        def meta():
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(config)
+        def classes(model):
+            return [type(module) for module in model.modules()]
+        def optimize(model):
+            return ktinject.optimize(model, "auto", checkpoint=PATH, devices=["cpu"], progress=False)
+        for n in (0, 3, 40, 400):
+            model = meta()
+            before = classes(model)
+            got, error, failed = attempt(lambda: optimize(model), n)
+            assert failed and error is not None, n
+            assert classes(model) == before and all(p.is_meta for p in model.parameters()), n
+        got, error, failed = attempt(lambda: optimize(model), 10**9)
+        assert got is model and error is None
+    """
+    answer(shim, tiny_qwen3_moe, code)

@@ -1,0 +1,288 @@
+"""Arrays that bindings take: used as they are, or refused; never a converted copy, to which results would be lost.
+
+The list of bindings is what the module exports, so that a new one that takes an array fails here until it has a case.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from ktinject import _native
+
+# (function, arguments) of a call that is right
+Case = Callable[[], tuple[Callable[..., Any], dict[str, Any]]]
+
+
+class Wanted(NamedTuple):
+    """An array argument, as its binding's signature says."""
+
+    binding: str
+    argument: str
+    dtype: torch.dtype | None
+    contiguous: bool
+    written: bool
+    is_list: bool
+
+    def __str__(self) -> str:
+        return f"{self.binding}-{self.argument}"
+
+
+def exported() -> Iterator[tuple[str, Any]]:
+    for name, value in vars(_native).items():
+        members = vars(value).items() if isinstance(value, type) else ()
+        yield from ((f"{name}.{inner}", member) for inner, member in members)
+        yield name, value
+
+
+def arrays() -> Iterator[Wanted]:
+    for binding, function in exported():
+        for signature, *_ in getattr(function, "__nb_signature__", ()):
+            found = re.findall(r"(\w+): (collections\.abc\.Sequence\[)?torch\.Tensor\[([^]]*)\]", signature)
+            assert len(found) == len(re.findall(r"Tensor|ndarray|NDArray|ArrayLike", signature)), binding
+            for argument, is_list, spec in found:
+                assert "device='cpu'" in spec, f"{binding}: {argument} may be anywhere"
+                dtype = re.search(r"dtype=(\w+)", spec)
+                yield Wanted(
+                    binding=binding,
+                    argument=argument,
+                    dtype=getattr(torch, dtype[1]) if dtype else None,
+                    contiguous="order='C'" in spec,
+                    written="writable=False" not in spec,
+                    is_list=bool(is_list),
+                )
+
+
+ARRAYS = [*arrays()]
+
+
+def experts(weights: str = "bf16", hidden: int = 64) -> Any:
+    made = _native.Experts(
+        experts=2,
+        hidden_size=hidden,
+        intermediate_size=32,
+        weights=weights,
+        group_size=0,
+        has_gate=True,
+        has_bias=True,
+        activation="silu",
+        alpha=1.0,
+        gate_max=math.inf,
+        up_limit=math.inf,
+        up_offset=0.0,
+        kernel="auto",
+    )
+    made.allocate()
+    for expert in range(2):
+        for projection, shape in (("gate", (32, hidden)), ("up", (32, hidden)), ("down", (hidden, 32))):
+            made.load(projection, expert, torch.randn(shape))
+            made.load_bias(projection, expert, torch.randn(shape[0]))
+    return made
+
+
+def linear(out_features: int, in_features: int) -> Any:
+    made = _native.Linear(
+        out_features=out_features, in_features=in_features, weights="bf16", group_size=0, has_bias=True, kernel="auto"
+    )  # fmt: skip
+    made.allocate()
+    made.load(torch.randn(out_features, in_features))
+    made.load_bias(torch.randn(out_features))
+    return made
+
+
+def mixture() -> dict[str, Any]:
+    return {
+        "router": linear(2, 64),
+        "scores": "sigmoid",
+        "correction": torch.zeros(2),
+        "top_k": 1,
+        "groups": 1,
+        "top_groups": 1,
+        "normed": True,
+        "factor": 1.0,
+        "experts": experts(),
+        "shared": _native.GatedUnit(linear(32, 64), linear(32, 64), linear(64, 32)),
+        "gate": torch.zeros(1, 64),
+    }
+
+
+def latent() -> dict[str, Any]:
+    q, kv, o = linear(4 * 24, 64), linear(32 + 8, 64), linear(64, 4 * 12)
+    norm = _native.Norm(torch.ones(32), 1e-6)
+    sizes = {"heads": 4, "rank": 32, "nope": 16, "rope": 8, "value": 12}
+    return {"q": q, "q_a": None, "q_norm": None, "q_b": None, "kv": kv, "kv_norm": norm, "o": o, **sizes,
+            "expansion": torch.randn(4 * (16 + 12), 32), "neighbours": False, "scale": 1.0}  # fmt: skip
+
+
+def decoder() -> tuple[Callable[..., Any], dict[str, Any]]:
+    made, norm = _native.Decoder(64, "float32"), _native.Norm(torch.ones(64), 1e-6)
+    q, k, v, o = linear(64, 64), linear(32, 64), linear(32, 64), linear(64, 64)
+    made.add(
+        norm,
+        _native.GroupedAttention(
+            q=q, k=k, v=v, o=o, q_norm=None, k_norm=None, heads=4, groups=2, size=16, scale=1.0
+        ),
+        norm,
+        _native.GatedUnit(linear(32, 64), linear(32, 64), linear(64, 32)),
+    )
+    cache = _native.DecoderCache([torch.zeros(2, 2, 8, 16)], [torch.zeros(2, 2, 8, 16)])
+    tables = {"cos": torch.ones(2, 16), "sin": torch.zeros(2, 16), "mask": torch.ones(2, 8, dtype=torch.bool)}
+    call = {"place": 3, "cache": cache, "first": 0, "last": 1, "final_norm": norm}
+    return made.forward, {"x": torch.randn(2, 64), **tables, **call, "out": torch.zeros(2, 64)}
+
+
+def generator() -> Tensor:
+    return torch.Generator().manual_seed(0).get_state()
+
+
+CASES: dict[str, Case] = {
+    "Experts.load": lambda: (
+        experts().load,
+        {"projection": "up", "expert": 0, "weight": torch.randn(32, 64)},
+    ),
+    "Experts.load_fp8": lambda: (
+        experts("fp8", 256).load_fp8,
+        {
+            "projection": "up",
+            "expert": 0,
+            "codes": torch.zeros(32, 256, dtype=torch.uint8),
+            "scales": torch.ones(1, 2),
+        },
+    ),
+    "Experts.load_bias": lambda: (
+        experts().load_bias,
+        {"projection": "up", "expert": 0, "bias": torch.randn(32)},
+    ),
+    "Experts.unpack": lambda: (
+        experts().unpack,
+        {"projection": "up", "expert": 0, "out": torch.zeros(32, 64)},
+    ),
+    "Experts.unpack_bias": lambda: (
+        experts().unpack_bias,
+        {"projection": "down", "expert": 0, "out": torch.zeros(64)},
+    ),
+    "Experts.forward": lambda: (
+        experts().forward,
+        {
+            "hidden_states": torch.randn(3, 64),
+            "top_k_index": torch.tensor([[0, 1], [1, 0], [1, -1]]),
+            "top_k_weights": torch.rand(3, 2),
+            "out": torch.zeros(3, 64),
+        },
+    ),
+    "Linear.load": lambda: (linear(32, 64).load, {"weight": torch.randn(32, 64)}),
+    "Linear.load_bias": lambda: (linear(32, 64).load_bias, {"bias": torch.randn(32)}),
+    "Linear.unpack": lambda: (linear(32, 64).unpack, {"out": torch.zeros(32, 64)}),
+    "Linear.unpack_bias": lambda: (linear(32, 64).unpack_bias, {"out": torch.zeros(32)}),
+    "Linear.forward": lambda: (linear(32, 64).forward, {"x": torch.randn(3, 64), "out": torch.zeros(3, 32)}),
+    "norm_rows": lambda: (
+        _native.norm_rows,
+        {"x": torch.randn(3, 8), "weight": torch.ones(8), "epsilon": 1e-6, "out": torch.zeros(3, 8)},
+    ),
+    "choose": lambda: (
+        _native.choose,
+        {
+            "scores": torch.randn(2, 9),
+            "generator": generator(),
+            "tokens": torch.zeros(2, dtype=torch.int64),
+        },
+    ),
+    "Norm.__init__": lambda: (_native.Norm, {"weight": torch.ones(8), "epsilon": 1e-6}),
+    "DecoderCache.__init__": lambda: (
+        _native.DecoderCache,
+        {"keys": [torch.zeros(2, 2, 8, 16)], "values": [torch.zeros(2, 2, 8, 16)]},
+    ),
+    "LatentAttention.__init__": lambda: (_native.LatentAttention, latent()),
+    "Mixture.__init__": lambda: (_native.Mixture, mixture()),
+    "Decoder.forward": decoder,
+}
+
+
+def misfits(array: Wanted, right: Tensor) -> Iterator[tuple[str, Any]]:
+    """What does not fit, and why."""
+    apart = torch.stack([right, right], -1)[..., 0]
+    yield "rank", right.unsqueeze(0)
+    yield "device", right.to("meta")
+    yield "no array", right.tolist()
+    if array.dtype is not None or array.written:
+        yield "dtype", right.to(torch.int16 if right.dtype == torch.float32 else torch.float32)
+        yield "float64", right.double()
+    assert not apart.is_contiguous() and torch.equal(apart, right)
+    if array.contiguous:
+        yield "strides", apart
+        yield "numpy strides", apart.numpy()
+    if array.written:
+        fixed = right.clone().numpy()
+        fixed.flags.writeable = False
+        yield "read-only", fixed
+        for dim in range(right.dim() if not array.is_list else 0):
+            yield f"longer in dimension {dim}", right.repeat_interleave(2, dim)
+            yield f"empty in dimension {dim}", right.narrow(dim, 0, 0)
+
+
+def given(array: Wanted, value: Any) -> Any:
+    return [value] if array.is_list else value
+
+
+def test_every_binding_that_takes_an_array_has_a_case() -> None:
+    assert {array.binding for array in ARRAYS} == CASES.keys()
+    assert sum(array.written for array in ARRAYS) >= 10
+
+
+@pytest.mark.parametrize("binding", CASES)
+def test_what_fits_is_written_where_it_is(binding: str) -> None:
+    function, arguments = CASES[binding]()
+    written = [array for array in ARRAYS if array.binding == binding and array.written and not array.is_list]
+    before = {array.argument: arguments[array.argument].clone() for array in written}
+    function(**arguments)
+    for name, old in before.items():
+        assert not torch.equal(arguments[name], old), name
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=str)
+def test_what_does_not_fit_is_refused(array: Wanted) -> None:
+    function, arguments = CASES[array.binding]()
+    right = arguments[array.argument]
+    right = right[0] if array.is_list else right
+    accepted = []
+    for why, wrong in misfits(array, right):
+        try:
+            function(**arguments | {array.argument: given(array, wrong)})
+        except (TypeError, ValueError):
+            continue
+        accepted.append(why)
+    assert not accepted
+    function(**arguments)
+
+
+def test_arrays_of_numpy_and_parameters_are_taken() -> None:
+    native, x = linear(32, 64), torch.randn(3, 64)
+    want = torch.zeros(3, 32)
+    native.forward(x, want)
+    out = numpy.zeros((3, 32), numpy.float32)
+    native.forward(x.numpy(), out)
+    assert torch.equal(torch.from_numpy(out), want)
+    found = torch.zeros(3, 32)
+    native.forward(torch.nn.Parameter(x), found)
+    assert torch.equal(found, want)
+
+
+def test_a_signal_is_not_lost_where_an_array_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python code that runs while an array is taken may be interrupted, and nanobind would drop that: none does."""
+    called = []
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        called.append(True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tensor, "__dlpack__", interrupted)
+    native, out = linear(32, 64), torch.zeros(3, 32)
+    native.forward(torch.randn(3, 64), out)
+    assert out.any() and not called

@@ -1,0 +1,331 @@
+"""Who waits for the pool holds nothing that others need: no GIL, no lock that a fork would take along."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ktinject import _native
+
+SHAPE = {"gate": (48, 64), "up": (48, 64), "down": (64, 48)}
+
+
+def experts(
+    weights: str = "bf16", has_bias: bool = True, hidden: int = 64, inner: int = 48
+) -> _native.Experts:
+    return _native.Experts(
+        experts=3,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        weights=weights,
+        group_size=0,
+        has_gate=True,
+        has_bias=has_bias,
+        activation="silu",
+        alpha=1.0,
+        gate_max=math.inf,
+        up_limit=math.inf,
+        up_offset=0.0,
+        kernel="auto",
+    )
+
+
+def linear(out_features: int, in_features: int) -> _native.Linear:
+    return _native.Linear(
+        out_features=out_features,
+        in_features=in_features,
+        weights="bf16",
+        group_size=0,
+        has_bias=True,
+        kernel="auto",
+    )
+
+
+def allocated(made: Any) -> Any:
+    made.allocate()
+    return made
+
+
+def forward(layer: _native.Experts, tokens: int = 3) -> Tensor:
+    x = torch.linspace(-1, 1, tokens * layer.hidden_size).reshape(tokens, -1)
+    out = torch.empty_like(x)
+    layer.forward(x, torch.arange(tokens)[:, None] % 3, torch.ones(tokens, 1), out)
+    return out
+
+
+def decoder() -> Callable[[], Tensor]:
+    """A step of one layer."""
+    made = _native.Decoder(64, "float32")
+    norm = _native.Norm(torch.ones(64), 1e-6)
+    parts = [allocated(linear(64, 64)) for _ in range(4)]
+    attention = _native.GroupedAttention(
+        **dict(zip("qkvo", parts)), q_norm=None, k_norm=None, heads=4, groups=4, size=16, scale=0.25
+    )
+    unit = _native.GatedUnit(*(allocated(linear(64, 64)) for _ in range(3)))
+    made.add(norm, attention, norm, unit)
+    keys, values = torch.randn(2, 1, 4, 32, 16).unbind()
+    cache = _native.DecoderCache([keys], [values])
+
+    def step() -> Tensor:
+        x = torch.linspace(-1, 1, 64)[None]
+        out = torch.empty_like(x)
+        made.forward(
+            x=x,
+            cos=None,
+            sin=None,
+            mask=None,
+            place=7,
+            cache=cache,
+            first=0,
+            last=1,
+            final_norm=norm,
+            out=out,
+        )
+        return out
+
+    return step
+
+
+LAYER, BLOCKS, DENSE = allocated(experts()), allocated(experts("fp8")), allocated(linear(64, 48))
+STATE = torch.Generator().manual_seed(0).get_state()
+
+# Each takes a turn at the pool.
+TAKE: dict[str, Callable[[], Any]] = {
+    "empty_call_us": lambda: _native.empty_call_us(1, 0.0, False),
+    "read_bandwidth": lambda: _native.read_bandwidth(4096),
+    "multiply_rate": lambda: _native.multiply_rate(_native.multiply_units()[-1]),
+    "norm_rows": lambda: _native.norm_rows(
+        x=torch.ones(2, 64), weight=torch.ones(64), epsilon=1e-6, out=torch.empty(2, 64)
+    ),
+    "choose": lambda: [
+        _native.choose(scores=torch.randn(1, 9), generator=state, tokens=torch.zeros(1, dtype=torch.int64))
+        for state in (None, STATE)
+    ],
+    "Experts.not_placed": lambda: LAYER.not_placed,
+    "Experts.allocate": lambda: experts().allocate(),
+    "Experts.load": lambda: LAYER.load("gate", 0, torch.ones(SHAPE["gate"])),
+    "Experts.load_fp8": lambda: BLOCKS.load_fp8(
+        "up", 1, torch.ones(SHAPE["up"], dtype=torch.uint8), torch.ones(1, 1)
+    ),
+    "Experts.load_bias": lambda: LAYER.load_bias("up", 2, torch.ones(48)),
+    "Experts.repeat": lambda: LAYER.repeat(0),
+    "Experts.absent": lambda: LAYER.absent(1),
+    "Experts.unpack": lambda: LAYER.unpack("down", 0, torch.empty(SHAPE["down"])),
+    "Experts.unpack_bias": lambda: LAYER.unpack_bias("down", 0, torch.empty(64)),
+    "Experts.forward": lambda: forward(LAYER),
+    "Linear.has_weight": lambda: DENSE.has_weight,
+    "Linear.has_bias": lambda: DENSE.has_bias,
+    "Linear.allocate": lambda: linear(64, 48).allocate(),
+    "Linear.load": lambda: DENSE.load(torch.ones(64, 48)),
+    "Linear.load_bias": lambda: DENSE.load_bias(torch.ones(64)),
+    "Linear.unpack": lambda: DENSE.unpack(torch.empty(64, 48)),
+    "Linear.unpack_bias": lambda: DENSE.unpack_bias(torch.empty(64)),
+    "Linear.forward": lambda: DENSE.forward(torch.ones(2, 48), torch.empty(2, 64)),
+    "Decoder.forward": lambda: decoder()(),
+}
+# These do not, or a thread of their own does it for them. A new binding belongs to one of the two.
+DO_NOT = set(
+    """
+    cpu_features amx_permission kernels default_threads set_threads threads sessions set_nodes nodes find_nodes
+    multiply_units trace_start trace_stop cuda_built cuda_devices why_no_flags read_device handoff_wake handoff_pause
+    rms_norm set_answer_timeout answer_timeout fp8_quantise attention latent attention_scratch decode_linear
+    handoff_naps first_change choose_on_gpu exchange_state advance rotation route route_grouped add_from_host
+    Experts.hidden_size Experts.id Experts.bytes Experts.kernels Experts.kernel_for Experts.shards
+    Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
+    Channel.bytes Channel.submit Channel.wait Channel.exchange Channel.check
+    Resident.bytes Resident.inner_width Resident.copy Resident.forward
+    Int4Linear.scratch Int4Linear.forward Int4Linear.dequantise
+    Streamed.packed_bytes Streamed.copy Streamed.unpack Streamed.activate
+    """.split()
+)
+
+
+def bindings() -> set[str]:
+    found = set()
+    for name, value in vars(_native).items():
+        if inspect.isclass(value):
+            found |= {f"{name}.{member}" for member in vars(value) if not member.startswith("_")}
+        elif not name.startswith("_"):
+            found.add(name)
+    return found
+
+
+def test_it_is_known_of_every_binding_whether_it_waits_for_the_pool() -> None:
+    assert bindings() == TAKE.keys() | DO_NOT
+
+
+@pytest.mark.parametrize("name", TAKE)
+def test_who_takes_a_turn_at_the_pool_lets_go_of_the_gil(name: str) -> None:
+    """The native core refuses a turn to a caller that holds it: RuntimeError."""
+    before = _native.sessions()
+    TAKE[name]()
+    assert _native.sessions() > before
+
+
+LONG = """
+    import faulthandler, math, os, sys, threading, time
+    import torch
+    from ktinject import _native
+    sys.path.insert(0, HERE)
+    from test_waiting import SHAPE, allocated, experts, forward
+
+    big = allocated(experts(has_bias=False, hidden=512, inner=2048))
+    def seconds(tokens):
+        start = time.monotonic()
+        forward(big, tokens)
+        return time.monotonic() - start
+    tokens = 256
+    while seconds(tokens) < 0.25:  # long enough to look for Ctrl-C more than once
+        tokens *= 2
+    rounds = 3
+    def long():
+        for _ in range(rounds):
+            forward(big, tokens)
+    thread = threading.Thread(target=long)
+"""
+
+
+def alone(code: str, timeout: float = 100) -> str:
+    """What a process prints that may hang, but not us."""
+    text = textwrap.dedent(LONG).replace("HERE", repr(str(Path(__file__).parent))) + textwrap.dedent(code)
+    answer = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=timeout)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def test_a_long_computation_and_short_ones_in_another_thread() -> None:
+    """The long one asks for the GIL while it has the pool; the others wait for the pool, destructors too."""
+    code = """
+        small = allocated(experts())
+        x, out = torch.ones(1, 64), torch.empty(1, 64)
+        ids, weights = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+        scores, chosen, weight = torch.randn(1, 1000), torch.zeros(1, dtype=torch.int64), torch.empty(SHAPE["up"])
+        turns = 0
+        thread.start()
+        while thread.is_alive():
+            _native.choose(scores=scores, generator=None, tokens=chosen)
+            small.unpack("up", 0, weight)
+            task = _native.Task(small, x.data_ptr(), 0, ids.data_ptr(), True, weights.data_ptr(), out.data_ptr(), 1, 1)
+            task.submit()
+            del task
+            turns += 1
+        print(turns)
+    """
+    assert int(alone(code)) > 0
+
+
+def test_a_prompt_of_several_passes_lets_others_in_between() -> None:
+    """With 64 slots a token the working memory is full early."""
+    layer, other = allocated(experts(has_bias=False, hidden=8, inner=8)), allocated(experts(has_bias=False))
+    x, ids, weights = torch.ones(60_000, 8), torch.full((60_000, 64), -1), torch.ones(60_000, 64)
+    ids[:, :2] = 0
+    done = threading.Event()
+
+    def others() -> None:
+        while not done.is_set():
+            forward(other, 1)
+
+    _native.trace_start()
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        layer.forward(x, ids, weights, torch.empty_like(x))
+    finally:
+        done.set()
+        thread.join()
+        spans = sorted(_native.trace_stop())
+    order = [owner for _, _, owner, _ in spans]
+    passes = [place for place, owner in enumerate(order) if owner == layer.id]
+    assert len(passes) > 1
+    assert passes[-1] - passes[0] >= len(passes)  # some of the others' lie between
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
+
+
+def ends(child: int, seconds: float = 60) -> int:
+    """The exit code of a child that may hang."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    pytest.fail("the child hangs")
+
+
+def in_a_child(work: Callable[[], bool]) -> int:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if work() else 2
+        finally:
+            os._exit(code)
+    return ends(child)
+
+
+def test_a_fork_with_a_task_under_way() -> None:
+    """The child has no leader to wait for: the task is lost there, and all else works."""
+    small = allocated(experts())
+    want = forward(small)
+    x, out = torch.ones(1, 64), torch.empty(1, 64)
+    ids, weights = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
+
+    def submitted() -> _native.Task:
+        task = _native.Task(
+            small, x.data_ptr(), 0, ids.data_ptr(), True, weights.data_ptr(), out.data_ptr(), 1, 1
+        )
+        task.submit()
+        return task
+
+    _native.handoff_pause(True)
+    try:
+        task = submitted()
+
+        def work() -> bool:
+            nonlocal task
+            with pytest.raises(RuntimeError, match="forked off while its parent computed"):
+                task.wait()
+            del task  # which waits for tasks that are under way
+            mine = submitted()
+            mine.wait()
+            return torch.equal(forward(small), want)
+
+        assert in_a_child(work) == 0
+    finally:
+        _native.handoff_pause(False)
+    task.wait()
+
+
+def test_forks_within_a_decode_step() -> None:
+    step = decoder()
+    want = step()
+    stop = threading.Event()
+
+    def decode() -> None:
+        while not stop.is_set():
+            step()
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    try:
+        codes = [in_a_child(lambda: torch.equal(step(), want)) for _ in range(20)]
+    finally:
+        stop.set()
+        thread.join()
+    assert codes == [0] * 20
