@@ -72,7 +72,7 @@ def linear(
 ) -> Tensor:
     """x [m, k] through up to three matrices [n, k], beside each other in the result [m, sum of n].
 
-    x         bfloat16 or float16, contiguous, at most MOST_ROWS rows; k a multiple of 32; all are of its dtype and device
+    x         bfloat16 or float16, at most MOST_ROWS rows; k a multiple of 32; all are contiguous, alike in dtype
     biases    [n] or None for each
     norm      of x, before
     normed    [m, k], receives the normed x

@@ -41,7 +41,7 @@ def address(
         of = "any shape" if shape is None else f"shape {list(shape)}"
         within = f" within its first {strided} dimensions" if strided else ""
         raise ValueError(
-            f"{name}: found {list(tensor.shape)} {tensor.dtype} with strides {list(tensor.stride())} on {tensor.device}; "
+            f"{name}: found {list(tensor.shape)} {tensor.dtype}, strides {list(tensor.stride())}, on {tensor.device}; "
             f"expected {of}, {dtype or 'any dtype'}, contiguous{within}, on {device}"
         )
     return tensor.data_ptr()
