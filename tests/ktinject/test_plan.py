@@ -276,7 +276,9 @@ def test_registering_refuses_what_breaks_the_contract() -> None:
 
 
 def test_registering_without_a_name_is_refused() -> None:
-    with pytest.raises(OperatorError, match=r'found Bare in place of a name.*Write @register_operator\("my_operator"\)'):
+    with pytest.raises(
+        OperatorError, match=r'found Bare in place of a name.*Write @register_operator\("my_operator"\)'
+    ):
 
         @register_operator  # type: ignore[arg-type]
         class Bare(HeldExperts):
