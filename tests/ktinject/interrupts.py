@@ -44,10 +44,11 @@ def run(folder: Path, counts: dict[str, int], seed: int = 0) -> dict[str, dict[s
     chance.shuffle(stages)
     if stages:
         with _other(folder) as ask:
-            for number, stage in enumerate(stages):
+            for number, stage in enumerate(stages, 1):
                 _note(found[stage], *ask(stage, chance))
-                if number % 50 == 49:
-                    print(f"{number + 1} of {len(stages)}", file=sys.stderr, flush=True)
+                if number % 50 == 0:
+                    arrived = sum(row["arrived"] for row in found.values())
+                    print(f"{number} of {len(stages)} sent, {arrived} arrived", file=sys.stderr, flush=True)
     return found
 
 
@@ -55,6 +56,7 @@ def _note(row: dict[str, Any], fault: str, delay: float) -> None:
     row["sent"] += 1
     row["slowest"] = max(row["slowest"], delay)
     if fault:
+        print(fault, file=sys.stderr, flush=True)
         row["faults"].append(fault)
     else:
         row["arrived"] += 1
@@ -88,7 +90,7 @@ def _start_up(folder: Path, chance: random.Random) -> tuple[str, float]:
         process.stdout.read(1)
         time.sleep(chance.uniform(0, _start_seconds[0]))
         computed = _computed(process.pid)
-        process.send_signal(signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT)  # send_signal() would take the status of one that has ended
         answer, said = process.stdout.read(), process.stderr.read().decode()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
