@@ -5,7 +5,8 @@ A message says where, what was found, what is allowed and what to do, in that or
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 LISTED, _LONG = 20, 1000
 
@@ -30,17 +31,19 @@ class OperatorError(KTInjectError):
     """An operator asked for work it cannot do."""
 
 
-def few(items: Iterable[str]) -> list[str]:
+def few(items: Iterable[Any], show: Callable[[Any], str] = str) -> list[str]:
     """What a refusal lists: the first 20, and how many more there are. Every list of problems goes through here.
 
+    show    makes text of what is shown
     Names are whatever a file says: one that a terminal would act on is shown with escapes, and of a long one a part.
     """
     found = list(items)
-    shown = [item if item.isprintable() else repr(item) for item in found[:LISTED]]
+    texts = map(show, found[:LISTED])
+    shown = [text if text.isprintable() else repr(text) for text in texts]
     more = [f"and {len(found) - LISTED:,} more"] if len(found) > LISTED else []
-    return [item if len(item) <= _LONG else f"{item[:_LONG]}…" for item in shown] + more
+    return [text if len(text) <= _LONG else f"{text[:_LONG]}…" for text in shown] + more
 
 
-def listed(items: Iterable[str]) -> str:
+def listed(items: Iterable[Any], show: Callable[[Any], str] = str) -> str:
     """`few` items as lines below a title."""
-    return "".join(f"\n  {line}" for line in few(items))
+    return "".join(f"\n  {line}" for line in few(items, show))

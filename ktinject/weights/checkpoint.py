@@ -255,29 +255,29 @@ def _rename_gguf(path: Path, shards: dict[str, _Shard]) -> dict[str, Any]:
 
 def _agree(index: Path, weight_map: dict[str, str], shards: dict[str, _Shard]) -> None:
     """Refuse shards that do not hold exactly what the index says, with everything that differs."""
-    places: dict[str, list[str]] = {name: [] for name in weight_map}
+    held: dict[str, list[str]] = {}
     for file, shard in shards.items():
         for name in shard.entries:
-            places.setdefault(name, []).append(file)
-    missing, doubled, moved, unnamed = [], [], [], []
-    for name, files in places.items():
-        if not files:
-            missing.append(f"{shown(name)} (should be in {weight_map[name]})")
-        elif len(files) > 1:
-            doubled.append(f"{shown(name)} (in {' and '.join(few(files))})")
-        elif name not in weight_map:
-            unnamed.append(f"{shown(name)} (in {files[0]})")
-        elif files[0] != weight_map[name]:
-            moved.append(f"{shown(name)} (in {files[0]}, not in {weight_map[name]})")
+            held.setdefault(name, []).append(file)
+    missing = [name for name in weight_map if name not in held]
+    doubled = [name for name, files in held.items() if len(files) > 1]
+    single = [(name, files[0]) for name, files in held.items() if len(files) == 1]
+    moved = [name for name, file in single if weight_map.get(name, file) != file]
+    unnamed = [name for name, _ in single if name not in weight_map]
     report = ""
-    for title, faults in (
-        ("named by the index but in no shard", missing),
-        ("in more than one shard", doubled),
-        ("not in the shard that the index names", moved),
-        ("in a shard but not named by the index", unnamed),
+    for title, names, where in (
+        ("named by the index but in no shard", missing, lambda name: f"should be in {weight_map[name]}"),
+        ("in more than one shard", doubled, lambda name: f"in {' and '.join(few(held[name]))}"),
+        (
+            "not in the shard that the index names",
+            moved,
+            lambda name: f"in {held[name][0]}, not in {weight_map[name]}",
+        ),
+        ("in a shard but not named by the index", unnamed, lambda name: f"in {held[name][0]}"),
     ):
-        if faults:
-            report += f"\n{len(faults)} tensors are {title}:{listed(faults)}"
+        if names:
+            lines = listed(names, lambda name, where=where: f"{shown(name)} ({where(name)})")  # type: ignore[misc]
+            report += f"\n{len(names)} tensors are {title}:{lines}"
     if report:
         raise CheckpointError(
             f"{index}: the index and its shards do not agree.{report}\n"

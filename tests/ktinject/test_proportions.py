@@ -1,0 +1,57 @@
+"""Whatever a file holds: refused within 256 MiB and 5 s, by one of our errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import models
+import proportions
+import pytest
+
+from ktinject import hf
+from ktinject.errors import CheckpointError, PlanError
+from ktinject.weights.beside import check_counts
+
+Costs = dict[str, tuple[str, float, int]]
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory: pytest.TempPathFactory) -> Costs:
+    folder = tmp_path_factory.mktemp("proportions")
+    command = [sys.executable, proportions.__file__, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", proportions.CASES)
+def test_it_is_refused_in_little_time_and_memory(case: str, costs: Costs) -> None:
+    said, seconds, used = costs[case]
+    assert said.startswith(("CheckpointError: ", "OperatorError: ")), said
+    # Processor time, and twice of it, for machines that do other things.
+    assert seconds < 10 and used < 256 << 20, f"{seconds:.1f} s, {used >> 20} MiB"
+
+
+def test_a_config_of_too_many_modules_makes_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = models.config("qwen3_moe")
+    assert hf.meta_model(config)
+    monkeypatch.setattr(hf, "MAX_MODULES", 20)
+    with pytest.raises(PlanError, match="the config makes no model: it has more than 20 modules"):
+        hf.meta_model(config)
+    monkeypatch.undo()
+    assert hf.meta_model(config), "nothing is left behind"
+
+
+@pytest.mark.parametrize("name", models.AVAILABLE)
+def test_what_models_have_is_in_proportion(name: str) -> None:
+    check_counts(models.config(name).to_dict(), name)
+
+
+@pytest.mark.parametrize(
+    "values", [{"vision_config": {"depth": 1001}}, {"sizes": [{"n_layer": 1e9}]}, {"num_experts": 5000}]
+)
+def test_counts_are_found_wherever_they_are(values: dict) -> None:
+    with pytest.raises(CheckpointError, match=r"where: out of proportion:\n  (depth|n_layer|num_experts) is"):
+        check_counts(values, "where")
