@@ -82,7 +82,7 @@ class Decoding:
         self._model = weakref.ref(model)
         self._watch: Watch | None = None  # of the model that is recorded
         self._unrecordable = ""  # why that model cannot be
-        self._fused_is_stale = False
+        self._fused_is_stale = True  # what is put on the model until its first request counts, too
         self._handoffs = [
             o.handoff for o in model.modules() if isinstance(getattr(o, "handoff", None), Handoff)
         ]
@@ -195,7 +195,7 @@ class Decoding:
             is_same = self.team.all(is_same)
         if not is_same:
             self.release()
-            self._fused_is_stale = self._watch is not None
+            self._fused_is_stale = True
             watch, why = Watch(model), _unrecordable(model)
             if self.team is not None:
                 why = next((said for said in self.team.tell(why) if said), "")

@@ -20,6 +20,7 @@ import fuzzer
 
 from ktinject.errors import CheckpointError
 from ktinject.weights import gguf_names
+from ktinject.weights.beside import check_counts
 from ktinject.weights.gguf_header import TYPES, read_header
 
 NUMBERS = [
@@ -74,6 +75,30 @@ def text(value: str) -> list[Piece]:
     return [("Q", len(raw)), raw]
 
 
+def config_entries(rng: random.Random) -> dict[str, list[Piece]]:
+    """What a config is made of, some of it of another type, absent or odd."""
+    entries: dict[str, list[Piece]] = {}
+    for name, key in gguf_names._QWEN.items():
+        if rng.random() < 0.02:
+            continue
+        if name in ("rms_norm_eps", "rope_theta"):
+            number = (
+                rng.choice((1e-6, 1e4, 1e4, 0.0, -1.0, math.inf, math.nan)) if rng.random() < 0.2 else 1e-6
+            )
+            pieces: list[Piece] = [("I", 6), struct.pack("<f", number)]
+        else:
+            pieces = [("I", 4), ("I", rng.choice(NUMBERS) % 2**32 if rng.random() < 0.1 else 8)]
+        if rng.random() < 0.03:
+            kind = rng.choice((0, 1, 5, 7, 8, 9, 10, 11, 12))
+            pieces = [("I", kind), *value(rng, kind)]
+        entries[f"qwen3moe.{key}"] = pieces
+    for key in gguf_names._TOKENS.values():
+        if rng.random() < 0.5:
+            kind = rng.choice((4, 4, 4, 5, 7, 8, 10, 11, 12))
+            entries[f"tokenizer.ggml.{key}_token_id"] = [("I", kind), *value(rng, kind)]
+    return entries
+
+
 def value(rng: random.Random, kind: int) -> list[Piece]:
     if kind == 8:
         return text(rng.choice(("qwen3moe", "deepseek2", "", "words")))
@@ -94,13 +119,18 @@ def header(rng: random.Random) -> tuple[list[Piece], int, int]:
     for _ in range(rng.randrange(4)):
         kind = rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12))
         entries.setdefault(f"k{rng.randrange(6)}", [("I", kind), *value(rng, kind)])
+    is_model = rng.random() < 0.3
+    if is_model:
+        entries |= config_entries(rng)
     tensors: list[Piece] = []
-    end, names = 0, rng.sample(NAMES[:4], rng.randrange(4))
+    end, names = 0, NAMES[:1] if is_model else rng.sample(NAMES[:4], rng.randrange(4))
     for name in names:
-        number, values, size = BY_NAME[rng.choice(["F32", "BF16", "Q8_0", "Q4_0", *BY_NAME])]
+        number, values, size = BY_NAME[
+            "F32" if is_model else rng.choice(["F32", "BF16", "Q8_0", "Q4_0", *BY_NAME])
+        ]
         shape = [values * rng.choice((1, 1, 2)), *(rng.choice((1, 2, 3)) for _ in range(rng.randrange(3)))]
-        if "exps" in name:
-            shape = [*shape, 1, 1][:3]
+        if "exps" in name or is_model:
+            shape = [*shape, 1, 1][: 3 - is_model]
         tensors += [
             *text(name),
             ("I", len(shape)),
@@ -150,11 +180,12 @@ def mutate_bytes(rng: random.Random, data: bytearray) -> None:
 def image(rng: random.Random) -> bytes:
     """A file: mutated header, zeros for data."""
     pieces, alignment, size = header(rng)
-    for _ in range(rng.choice((0, 1, 1, 1, 2, 4))):
+    is_whole = rng.random() < 0.2  # what is odd then are values of the config
+    for _ in range(0 if is_whole else rng.choice((0, 1, 1, 1, 2, 4))):
         if pieces:
             mutate(rng, pieces)
     raw = bytearray(b"".join(p if isinstance(p, bytes) else struct.pack("<" + p[0], p[1]) for p in pieces))
-    for _ in range(rng.choice((0, 0, 0, 1, 2, 6))):
+    for _ in range(0 if is_whole else rng.choice((0, 0, 0, 1, 2, 6))):
         mutate_bytes(rng, raw)
     raw += bytes(-len(raw) % alignment)
     if rng.random() < 0.05:
@@ -187,7 +218,20 @@ def attempt(content: bytes, fd: int) -> str:
     assert sum(entry.bytes for entry in renamed.values()) == sum(
         entry.bytes for entry in found.tensors.values()
     )
-    return "accepted"
+    try:
+        config = gguf_names.config_values(found.metadata, renamed, "fuzz.gguf")
+        check_counts(config, "fuzz.gguf")
+    except CheckpointError as error:
+        assert str(error).startswith("fuzz.gguf: ") and len(str(error)) < 5000, error
+        return "accepted"
+    for name in gguf_names._QWEN:
+        assert type(config[name]) in (int, float) and 0 < config[name] < 2**31, (name, config[name])
+    for name in gguf_names._TOKENS:
+        assert config[name] is None or (
+            type(config[name]) is int and 0 <= config[name] < config["vocab_size"]
+        )
+    assert config["num_hidden_layers"] <= 1000 and config["num_experts"] <= 4096
+    return "made a config"
 
 
 def fuzz(runs: int, seed: int, first: int = 0) -> Counter[str]:

@@ -8,4 +8,4 @@ import fuzz_gguf
 def test_only_checkpoint_errors_come_out() -> None:
     counts = fuzz_gguf.fuzz(runs=6000, seed=7)
     assert counts.total() == 6000
-    assert min(counts[outcome] for outcome in ("accepted", "refused", "names refused")) > 60
+    assert min(counts[outcome] for outcome in ("made a config", "accepted", "refused", "names refused")) > 30
