@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ktinject import _native
+from ktinject.operators.addresses import address
 from ktinject.operators.handoff import CODES, stream_of
 
 _SPLIT = 256  # places of the cache that one block of attention takes at a time
@@ -37,19 +38,18 @@ class Cache(NamedTuple):
     mask: Tensor
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """weight [n] · x [..., n] / rms(x), rounded to x's dtype before the multiplication, as transformers does."""
+    """weight [n] · x [..., n] / rms(x), rounded to x's dtype before the multiplication, as transformers does.
+
+    Raises    ValueError for a weight of another size, dtype or device
+    """
     x = x.contiguous()
     out = torch.empty_like(x)
-    n = norm.weight.numel()
+    n = x.shape[-1]
     _native.rms_norm(
-        x.data_ptr(),
-        norm.weight.data_ptr(),
-        out.data_ptr(),
+        address("x", x, x.device),
+        address("norm", norm.weight, x.device, x.dtype, (n,)),
+        address("out", out, x.device, x.dtype),
         CODES[x.dtype],
         x.numel() // n,
         n,
@@ -72,7 +72,7 @@ def linear(
 ) -> Tensor:
     """x [m, k] through up to three matrices [n, k], beside each other in the result [m, sum of n].
 
-    x         bfloat16 or float16, at most MOST_ROWS rows; k a multiple of 32
+    x         bfloat16 or float16, at most MOST_ROWS rows; k a multiple of 32; all are contiguous, alike in dtype
     biases    [n] or None for each
     norm      of x, before
     normed    [m, k], receives the normed x
@@ -86,18 +86,21 @@ def linear(
     out = x.new_empty(rows, sum(sizes), dtype=torch.float32 if wide else x.dtype)
     if wide and residual is not None:
         raise ValueError("a wide result takes no residual")
+    like = x.device, x.dtype
+    if then is not None and (then.device != x.device or not then.is_contiguous()):
+        then = None
     _native.decode_linear(
-        x=x.data_ptr(),
-        norm=0 if norm is None else norm.weight.data_ptr(),
+        x=address("x", x, *like),
+        norm=address("norm", None if norm is None else norm.weight, *like, (k,)),
         eps=0.0 if norm is None else norm.eps,
-        normed=_address(normed),
-        weights=[weight.data_ptr() for weight in weights],
-        biases=[_address(bias) for bias in biases] or [0] * len(sizes),
+        normed=address("normed", normed, *like, (rows, k)),
+        weights=[address("weight", weight, *like, (n, k)) for weight, n in zip(weights, sizes)],
+        biases=[address("bias", bias, *like, (n,)) for bias, n in zip(biases or [None] * len(sizes), sizes)],
         n=sizes,
-        residual=_address(residual),
-        out=out.data_ptr(),
+        residual=address("residual", residual, *like, (rows, sum(sizes))),
+        out=address("out", out, x.device),
         is_wide=wide,
-        then=_address(then),
+        then=address("then", then, x.device),
         then_bytes=0 if then is None else then.nbytes,
         rows=rows,
         k=k,
@@ -114,9 +117,9 @@ def route(logits: Tensor, top_k: int, normed: bool) -> tuple[Tensor, Tensor]:
     weights = logits.new_empty(rows, top_k)
     ids = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
     _native.route(
-        logits.data_ptr(),
-        weights.data_ptr(),
-        ids.data_ptr(),
+        address("logits", logits, logits.device),
+        address("weights", weights, logits.device, logits.dtype),
+        address("ids", ids, logits.device, torch.int64),
         rows,
         experts,
         top_k,
@@ -140,11 +143,12 @@ def route_grouped(
     rows, experts = logits.shape
     weights = logits.new_empty(rows, top_k)
     ids = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
+    device = logits.device
     _native.route_grouped(
-        logits=logits.data_ptr(),
-        bias=bias.data_ptr(),
-        weights=weights.data_ptr(),
-        ids=ids.data_ptr(),
+        logits=address("logits", logits, device, torch.float32),
+        bias=address("bias", bias, device, None, (experts,)),
+        weights=address("weights", weights, device, torch.float32),
+        ids=address("ids", ids, device, torch.int64),
         rows=rows,
         experts=experts,
         top_k=top_k,
@@ -173,6 +177,7 @@ def attend(
     q, k, v   [b, h, d], [b, g, d], [b, g, d], bfloat16 or float16; heads contiguous, k and v of the same strides
     norms     of the heads of queries and keys
     rotation  cos and sin, each [b or 1, 1, d]
+    cache     of q's dtype; keys and values of the same strides
     arrived   at least [b · h] int32 zeros, which they are again afterwards
     Returns   [b, h, d] contiguous
     Raises    ValueError for what is not served
@@ -181,8 +186,11 @@ def attend(
     cos, sin = rotation
     if (k.stride(), cos.stride()) != (v.stride(), sin.stride()) or cos.shape[1:] != (1, size):
         raise ValueError("keys and values, or cos and sin, are laid out in two ways")
-    if {t.stride(-1) for t in (q, k, cos)} != {1} or q.stride(1) != size or k.stride(1) != size:
-        raise ValueError("heads are not contiguous")
+    if cos.shape[0] not in (1, batch) or len(cache.mask) != batch or arrived.numel() < batch * heads:
+        raise ValueError("cos, the mask, or what has arrived, is not of as many rows")
+    if cache.keys.stride() != cache.values.stride() or cache.mask.shape[-1] < cache.keys.shape[2]:
+        raise ValueError("keys and values are laid out in two ways, or the mask is shorter than they are")
+    groups, capacity = k.shape[1], cache.keys.shape[2]
     splits = max(1, min(_MOST_SPLITS, cache.keys.shape[2] // _SPLIT))
     scratch = torch.empty(
         batch * splits * _native.attention_scratch(heads, size) if splits > 1 else 0,
@@ -190,21 +198,23 @@ def attend(
         device=q.device,
     )
     out = torch.empty(batch, heads, size, dtype=q.dtype, device=q.device)
+    q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
+    device, like = q.device, (q.device, q.dtype)
     _native.attention(
-        q=q.data_ptr(),
-        k=k.data_ptr(),
-        v=v.data_ptr(),
-        q_weight=0 if norms[0] is None else norms[0].weight.data_ptr(),
-        k_weight=0 if norms[1] is None else norms[1].weight.data_ptr(),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        place=cache.place.data_ptr(),
-        mask=cache.mask.data_ptr(),
-        keys=cache.keys.data_ptr(),
-        values=cache.values.data_ptr(),
-        out=out.data_ptr(),
-        scratch=scratch.data_ptr(),
-        arrived=arrived.data_ptr(),
+        q=address("q", q, *like, strided=1),
+        k=address("k", k, *like, (batch, groups, size), strided=1),
+        v=address("v", v, *like, (batch, groups, size), strided=1),
+        q_weight=address("q's norm", q_weight, *like, (size,)),
+        k_weight=address("k's norm", k_weight, *like, (size,)),
+        cos=address("cos", cos, *like, strided=1),
+        sin=address("sin", sin, *like, cos.shape, strided=1),
+        place=address("place", cache.place, device, torch.int64, (1,)),
+        mask=address("mask", cache.mask, device, torch.bool, (batch, 1, 1, cache.mask.shape[-1]), strided=1),
+        keys=address("keys", cache.keys, *like, (batch, groups, capacity, size), strided=2),
+        values=address("values", cache.values, *like, (batch, groups, capacity, size), strided=2),
+        out=address("out", out, *like),
+        scratch=address("scratch", scratch, device, torch.float32),
+        arrived=address("arrived", arrived, device, torch.int32),
         batch=batch,
         q_heads=heads,
         kv_heads=k.shape[1],
@@ -245,17 +255,18 @@ def latent(
     rank, rope = cache.keys.shape[-1], cache.values.shape[-1]
     if kv.shape != (batch, rank + rope) or cos.shape[1:] != (1, rope) or norm.weight.shape != (rank,):
         raise ValueError("queries, latents, cos and sin, or the norm do not belong together")
-    if cos.stride() != sin.stride() or {t.stride(-1) for t in (q, kv, cos)} != {1} or q.stride(1) != size:
-        raise ValueError("heads are not contiguous, or cos and sin are laid out in two ways")
+    if cos.stride() != sin.stride() or cos.shape[0] not in (1, batch) or size < rope:
+        raise ValueError("cos and sin are laid out in two ways, or of other rows or sizes than the heads")
+    device, like, capacity = q.device, (q.device, q.dtype), cache.keys.shape[2]
     _native.latent(
-        q=q.data_ptr(),
-        kv=kv.data_ptr(),
-        norm=norm.weight.data_ptr(),
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        place=cache.place.data_ptr(),
-        keys=cache.keys.data_ptr(),
-        values=cache.values.data_ptr(),
+        q=address("q", q, *like, strided=1),
+        kv=address("kv", kv, *like, strided=1),
+        norm=address("norm", norm.weight, *like, (rank,)),
+        cos=address("cos", cos, *like, strided=1),
+        sin=address("sin", sin, *like, cos.shape, strided=1),
+        place=address("place", cache.place, device, torch.int64, (1,)),
+        keys=address("keys", cache.keys, *like, (batch, 1, capacity, rank), strided=1),
+        values=address("values", cache.values, *like, (batch, 1, capacity, rope), strided=1),
         rows=batch,
         heads=heads,
         nope=size - rope,
@@ -279,11 +290,12 @@ def rotation(
     """cos and sin [b, 1, 2 f] of positions [b, 1] int64 times frequencies [f] float32, twice side by side, scaled."""
     rows, half = positions.shape[0], frequencies.shape[0]
     cos, sin = (torch.empty(rows, 1, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))
+    device = positions.device
     _native.rotation(
-        positions.data_ptr(),
-        frequencies.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
+        address("positions", positions, device, torch.int64, (rows, 1)),
+        address("frequencies", frequencies, device, torch.float32, (half,)),
+        address("cos", cos, device, dtype),
+        address("sin", sin, device, dtype),
         rows,
         half,
         scale,
@@ -301,9 +313,9 @@ def advance(place: Tensor, positions: Tensor, mask: Tensor) -> None:
         mask[..., place[place < mask.shape[-1]]] = True
         return
     _native.advance(
-        place.data_ptr(),
-        positions.data_ptr(),
-        mask.data_ptr(),
+        address("place", place, place.device, torch.int64, (1,)),
+        address("positions", positions, place.device, torch.int64, (len(mask), 1)),
+        address("mask", mask, place.device, torch.bool, (len(mask), 1, 1, mask.shape[-1])),
         len(mask),
         mask.stride(0),
         stream_of(place.device),
@@ -326,6 +338,18 @@ class Chooser:
     ) -> None:
         self._ids, self._result, self._length, self._seen, self._ends = ids, result, length, seen, ends
         self._pad = -1 if pad is None else pad
+        rows, device, int64 = len(ids), ids.device, torch.int64
+        if seen.numel() and seen.shape != (rows, len(ends) + 1):
+            raise ValueError(
+                f"seen: found {list(seen.shape)}; expected {[rows, len(ends) + 1]}, or no columns"
+            )
+        self._addresses = {
+            "ends": address("ends", ends, device, torch.bool, (len(ends),)),
+            "ids": address("ids", ids, device, int64, (rows, 1)),
+            "result": address("result", result, device, int64, (2, rows)),
+            "seen": address("seen", seen if seen.numel() else None, device, torch.bool),
+            "length": address("length", length, device, int64, (1,)),
+        }
         # Of the kernel's blocks among themselves: zero between calls.
         self._best = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
         self._arrived = torch.zeros(1, dtype=torch.int32, device=ids.device)
@@ -334,16 +358,13 @@ class Chooser:
         """The greatest of scores [b, v] float32, of equal ones the first; or, with noise [b, v] from the exponential
         distribution, of softmax(scores) / noise, which is a sample."""
         scores = scores.contiguous()
+        shape, device = (len(self._ids), len(self._ends)), self._ids.device
         _native.choose_on_gpu(
-            scores=scores.data_ptr(),
-            noise=_address(noise),
-            ends=self._ends.data_ptr(),
-            ids=self._ids.data_ptr(),
-            result=self._result.data_ptr(),
-            seen=self._seen.data_ptr() if self._seen.numel() else 0,
-            length=self._length.data_ptr(),
-            best=self._best.data_ptr(),
-            arrived=self._arrived.data_ptr(),
+            scores=address("scores", scores, device, torch.float32, shape),
+            noise=address("noise", noise, device, torch.float32, shape),
+            **self._addresses,
+            best=address("best", self._best, device, torch.int64),
+            arrived=address("arrived", self._arrived, device, torch.int32),
             pad=self._pad,
             rows=scores.shape[0],
             vocab=scores.shape[1],

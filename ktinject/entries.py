@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktinject import hf, rules
-from ktinject.errors import OperatorError, PlanError, RuleError, few
+from ktinject.errors import KTInjectError, OperatorError, PlanError, RuleError, few
 from ktinject.keys import KeyMap
 from ktinject.machine import Machine
 from ktinject.operators import REGISTRY, Operator
@@ -81,6 +82,21 @@ class Found:
         return operator.adopt(config, self.source)
 
 
+@contextmanager
+def blaming(rule: Rule, where: str, operator: str) -> Iterator[None]:
+    """Within, what an operator refuses is said with its rule and place; what its code raises else, as OperatorError."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, KTInjectError) and not isinstance(error, OperatorError):
+            raise
+        text = str(error) if isinstance(error, OperatorError) else f"{type(error).__name__}: {error}"
+        named = text if text.startswith(f"{operator}:") else f"{operator}: {text}"
+        raise OperatorError(str(rule.place().refusal(f"{where}: {named}"))) from error
+
+
 def find_modules(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[Found], dict[str, tuple[str, ...]]]:
     """The modules that rules replace, in the order of the model, and the paths of every rule."""
     configs: dict[str, Any] = {}
@@ -140,53 +156,58 @@ def find_entries(
 ) -> tuple[Entry, ...]:
     entries = []
     refused: dict[tuple[str, str], list[str]] = {}
+    remedies: dict[tuple[str, str], str] = {}
     arranged = _arrange(found, where, device_map, stack, spare)
     for item in found:
         rule, operator = item.rule, item.operator
         config = arranged[item.path]
         reason = config if isinstance(config, str) else None
         if reason is None:
-            chosen = operator.instead(item.module, config)
+            with blaming(rule, item.path, operator.name):
+                chosen = operator.instead(item.module, config)
             if chosen is None:
                 continue
             if chosen[0] is not operator:
                 chosen = chosen[0], item.adopt(*chosen)
             operator, config = chosen
-            reason = operator.supports(item.module, config, machine)
+            with blaming(rule, item.path, operator.name):
+                reason = operator.supports(item.module, config, machine)
         if reason is None:
-            try:
+            with blaming(rule, item.path, operator.name):
                 built = operator.build(item.module, config)
-            except OperatorError as error:
-                raise OperatorError(str(rule.place().refusal(f"{item.path}: {error}"))) from error
-            reason = _misfit(built, item)
+                reason = _misfit(built, item)
         if reason is not None:
             text = f"{operator.name} cannot replace a {type(item.module).__name__}: {reason}"
             refused.setdefault((rule.name, text), []).append(item.path)
+            about = rules.argument_of(reason, operator.Config)
+            change = f"Change {about}, narrow" if about else "Narrow"
+            remedies[rule.name, text] = f"{change} the match, or replace: keep."
             continue
         inner = [other.path for other in found if other.path.startswith(f"{item.path}.")]
-        _check_contract(item, built, inner, {*where.allowed})
         elsewhere = team is not None and team.rank > 0 and operator.across == "first"
-        entries.append(
-            Entry(
-                path=item.path,
-                module=type(item.module).__name__,
-                rule=rule.name,
-                operator=operator.name,
-                arguments=dict(rule.arguments),
-                runs=Elsewhere().describe() if elsewhere else built.describe(),
-                device=config.device,
-                bytes={} if elsewhere else built.footprint(),
-                config=config,
-                wants=built.wants(),
-                shares={} if elsewhere else built.shares(),
-                caches=built.caches,
-                elsewhere=elsewhere,
+        with blaming(rule, item.path, operator.name):
+            _check_contract(item, built, inner, {*where.allowed})
+            entries.append(
+                Entry(
+                    path=item.path,
+                    module=type(item.module).__name__,
+                    rule=rule.name,
+                    operator=operator.name,
+                    arguments=dict(rule.arguments),
+                    runs=Elsewhere().describe() if elsewhere else built.describe(),
+                    device=config.device,
+                    bytes={} if elsewhere else built.footprint(),
+                    config=config,
+                    wants=built.wants(),
+                    shares={} if elsewhere else built.shares(),
+                    caches=built.caches,
+                    elsewhere=elsewhere,
+                )
             )
-        )
     if refused:
         places = {item.rule.name: item.rule.place() for item in found}
         lines = [
-            str(places[rule].refusal(f"{text}; matched {some(paths)}. Narrow the match, or replace: keep."))
+            str(places[rule].refusal(f"{text}; matched {some(paths)}. {remedies[rule, text]}"))
             for (rule, text), paths in refused.items()
         ]
         raise PlanError("\n".join(few(lines)))
@@ -209,7 +230,9 @@ def _arrange(
         modules.setdefault(item.operator, {})[item.path] = (item.module, config)
     arranged: dict[str, Any] = {}
     for operator, theirs in modules.items():
-        arranged |= operator.arrange(stack, theirs, spare)
+        first = next(item for item in found if item.path in theirs)
+        with blaming(first.rule, some([*theirs]), operator.name):
+            arranged |= operator.arrange(stack, theirs, spare)
     return arranged
 
 
@@ -224,7 +247,10 @@ def _check_contract(item: Found, built: Operator, inner: list[str], devices: set
     """Everything the module has must be taken or kept by the operator, which may have nothing else."""
 
     def refuse(text: str) -> OperatorError:
-        return OperatorError(f"operator {item.rule.operator!r} at {item.path}: {text}. Correct the operator.")
+        return OperatorError(f"{text}. Correct the operator.")
+
+    if not isinstance(built.describe(), dict):
+        raise refuse(f"its describe() gave {built.describe()!r}, which is no dict")
 
     unknown = set(built.footprint()) - devices
     if unknown:

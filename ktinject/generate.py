@@ -82,7 +82,7 @@ class Decoding:
         self._model = weakref.ref(model)
         self._watch: Watch | None = None  # of the model that is recorded
         self._unrecordable = ""  # why that model cannot be
-        self._fused_is_stale = False
+        self._fused_is_stale = True  # what is put on the model until its first request counts, too
         self._handoffs = [
             o.handoff for o in model.modules() if isinstance(getattr(o, "handoff", None), Handoff)
         ]
@@ -195,10 +195,13 @@ class Decoding:
             is_same = self.team.all(is_same)
         if not is_same:
             self.release()
-            self._fused_is_stale = self._watch is not None
-            self._watch, self._unrecordable = Watch(model), _unrecordable(model)
+            self._fused_is_stale = True
+            watch, why = Watch(model), _unrecordable(model)
             if self.team is not None:
-                self._unrecordable = next((why for why in self.team.tell(self._unrecordable) if why), "")
+                why = next((said for said in self.team.tell(why) if said), "")
+            # In this order: an interrupt between the two makes the next request look again.
+            self._unrecordable = why
+            self._watch = watch
         if self._unrecordable or not self.graphs:
             if self._fused_is_stale and not self._unrecordable and self.fused is not None:
                 self.fused, self._fused_is_stale = Fused(model, self.team), False
@@ -611,9 +614,14 @@ def _forward(
     cache: Any,
 ) -> Tensor:
     """The model, or its twin, on one token a row, [b, v]; weak, for a lane must not keep its model alive."""
-    model: Any = fused if fused is not None else reference()
+    model = reference()
     assert model is not None
-    outputs = model(
+    if why := _other_attention(model):
+        raise OperatorError(
+            f"generate: {why}, of which a request's mask is made. Change it between requests."
+        )
+    step: Any = model if fused is None else fused
+    outputs = step(
         input_ids=ids,
         attention_mask=mask,
         position_ids=positions,
@@ -641,7 +649,12 @@ def _unrecordable(model: PreTrainedModel) -> str:
             return f"{path or 'the model'} {why}"
     if name := replaced_method(model, _PREPARING):
         return f"{name} of the model was replaced, which decides what each step is given"
-    return ""
+    return "" if model.device.type == "cpu" else _other_attention(model)
+
+
+def _other_attention(model: PreTrainedModel) -> str:
+    attention = model.config.get_text_config()._attn_implementation
+    return "" if attention == "sdpa" else f"attention runs as {attention!r}; captured is 'sdpa'"
 
 
 def _is_harmless(hook: Any) -> bool:
@@ -661,7 +674,4 @@ def _never(model: PreTrainedModel) -> str:
         return f"{', '.join(sorted(fixed))} cannot be captured"
     if not model._can_compile_fullgraph:
         return f"transformers does not say that {type(model).__name__} is free of host decisions"
-    attention = model.config.get_text_config()._attn_implementation
-    if attention != "sdpa":
-        return f"attention runs as {attention!r}; captured is 'sdpa'"
-    return ""
+    return _other_attention(model)

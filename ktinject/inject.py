@@ -22,12 +22,12 @@ from ktinject.team import Team
 
 def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
     """The operators of a plan by module path, not filled, not allocated and not yet in the model."""
-    return {
-        entry.path: (Elsewhere if entry.elsewhere else REGISTRY[entry.operator]).build(
-            model.get_submodule(entry.path), entry.config
-        )
-        for entry in plan.entries
-    }
+    operators: dict[str, Operator] = {}
+    for entry in plan.entries:
+        kind = Elsewhere if entry.elsewhere else REGISTRY[entry.operator]
+        with plan.blaming(entry.path):
+            operators[entry.path] = kind.build(model.get_submodule(entry.path), entry.config)
+    return operators
 
 
 def apply(
@@ -46,7 +46,9 @@ def apply(
     stack = hf.Layers(model).stack
     kinds: dict[type[Operator], None] = dict.fromkeys(type(operator) for operator in operators.values())
     for kind in kinds:
-        kind.connect(stack, [operator for operator in operators.values() if type(operator) is kind])
+        theirs = {path: operator for path, operator in operators.items() if type(operator) is kind}
+        with plan.blaming(*theirs):
+            kind.connect(stack, [*theirs.values()])
     if team is not None:
         for path, operator in operators.items():
             if isinstance(operator, Elsewhere):
@@ -111,9 +113,25 @@ def _save_pretrained(
     """
     model = reference()
     assert model is not None, "the call comes through the model"
-    if kwargs.get("state_dict") is None:
+    only_adapters = getattr(model, "_hf_peft_config_loaded", False)  # then transformers writes nothing else
+    if kwargs.get("state_dict") is None and not only_adapters:
         kwargs["state_dict"] = {**model.state_dict(), **_unpacked(model)}
     type(model).save_pretrained(model, save_directory, *args, **kwargs)
+
+
+def _operators(model: PreTrainedModel, plan: Plan) -> dict[str, Operator]:
+    """The operators of a plan that are in the model still. Raises OperatorError for one within another module."""
+    found = {}
+    for entry in plan.entries:
+        module = model.get_submodule(entry.path)
+        if isinstance(module, Operator):
+            found[entry.path] = module
+        elif any(isinstance(inner, Operator) for inner in module.modules()):
+            raise OperatorError(
+                f"this model cannot be saved: {entry.operator} is inside the {type(module).__name__} that stands for "
+                f"{entry.path} now. Save the adapter alone, with PEFT's save_pretrained, or take it off before."
+            )
+    return found
 
 
 def _with_weights(operator: Operator) -> str:
@@ -129,15 +147,18 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
             "this model cannot be saved: each process has a part of it. Copy the original checkpoint folder"
             f"{f' ({plan.checkpoint})' if plan.checkpoint else ''} instead."
         )
-    operators = {entry.path: model.get_submodule(entry.path) for entry in plan.entries}
+    operators = _operators(model, plan)
     # A copy of a tied parameter that is there is no loss; an exact one may differ from what it was copied from by now.
     state = model.state_dict()
     copies = {name for name, source in plan.tied.items() if source in state}
     entries = [
         entry
         for entry in plan.entries
-        if operators[entry.path].is_lossless()
-        or not copies.issuperset(f"{entry.path}.{n}" for n in entry.wants)
+        if entry.path in operators
+        and (
+            operators[entry.path].is_lossless()
+            or not copies.issuperset(f"{entry.path}.{n}" for n in entry.wants)
+        )
     ]
     held = [operators[entry.path] for entry in entries]
     lossy = sorted({_with_weights(operator) for operator in held if not operator.is_lossless()})

@@ -7,7 +7,9 @@ is kept as a problem of the plan and not raised, so that the plan of a large mod
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,7 @@ from ktinject.entries import (
     Entry,
     Found,
     adopt_format,
+    blaming,
     find_entries,
     find_modules,
     some,
@@ -72,6 +75,16 @@ class Plan:
     styles: dict[str, Style] = field(default_factory=dict, repr=False)
     cuts: dict[str, Cut] = field(default_factory=dict, repr=False)
     tied: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def blaming(self, *paths: str) -> AbstractContextManager[None]:
+        """Within, what operators of one kind refuse or raise is an OperatorError with rule, paths and operator."""
+        entry = self._entries_by_path[paths[0]]
+        rule = next(rule for rule in self.ruleset.rules if rule.name == entry.rule)
+        return blaming(rule, some(paths), entry.operator)
+
+    @functools.cached_property
+    def _entries_by_path(self) -> dict[str, Entry]:
+        return {entry.path: entry for entry in self.entries}
 
     @property
     def bytes(self) -> dict[str, int]:

@@ -110,7 +110,10 @@ class Operator(nn.Module, ABC):
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
-        """The reason why this module cannot be replaced, as a sentence without its full stop, or None."""
+        """The reason why this module cannot be replaced, as a sentence without its full stop, or None.
+
+        One about an argument of the rule begins with its name: "kernel 'amx_int8' cannot run here".
+        """
         return None
 
     @classmethod

@@ -36,6 +36,27 @@ class CpuExpertsConfig(Config):
     # NUMA nodes that weights are cut for: all, or a number; 1 leaves them whole.
     numa: int | Literal["auto"] = "auto"
 
+    def __post_init__(self) -> None:
+        check_kernel(self.kernel, self.weights)
+        if self.numa != "auto" and self.numa < 1:
+            raise ValueError(
+                f"numa is {self.numa}; it is auto or a number of nodes, 1 or more. Write one of these."
+            )
+
+
+@functools.cache
+def _kernels_for(weights: str) -> tuple[str, ...]:
+    return tuple(row["name"] for row in _native.kernels() if row["weights"] == weights)
+
+
+def check_kernel(kernel: str, weights: str) -> None:
+    """Raises ValueError for a name that no kernel for these weights has."""
+    names = ("auto", *_kernels_for(weights))
+    if kernel not in names:
+        raise ValueError(
+            f"kernel is {kernel[:60]!r}; for weights {weights} it is {', '.join(names)}. Write one of these."
+        )
+
 
 def native_experts(
     spec: ExpertsSpec,
@@ -46,8 +67,6 @@ def native_experts(
     numa: int | Literal["auto"] = "auto",
 ) -> _native.Experts:
     """The native experts of a layer, empty. Raises OperatorError for what the core does not serve."""
-    if numa != "auto" and numa < 1:
-        raise OperatorError(f"cpu_experts: numa: found {numa}; allowed: auto, or a number of nodes.")
     try:
         return _native.Experts(
             experts=spec.num_experts,
@@ -131,7 +150,7 @@ class CpuExperts(Operator):
         try:
             cls(spec, config)
         except OperatorError as error:
-            return str(error).removeprefix("cpu_experts: ").removesuffix(".")
+            return str(error).removeprefix("cpu_experts: ").removeprefix(f"{cls.name}: ").removesuffix(".")
         return None
 
     @classmethod

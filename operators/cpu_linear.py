@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ktinject import _native, env
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, register_operator
-from ktinject.operators.cpu_experts import weights_in_words
+from ktinject.operators.cpu_experts import check_kernel, weights_in_words
 from ktinject.operators.packed_linear import PackedLinear
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ class CpuLinearConfig(Config):
     group_size: Literal[128, 64, 32] = 128  # inputs that share a scale; int4 only
     symmetric: bool = True  # int4 only; false: a zero point for each group beside its scale
     kernel: str = "auto"  # or a row of the kernel table, which must then be able to run
+
+    def __post_init__(self) -> None:
+        check_kernel(self.kernel, self.weights)
 
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core takes as they are

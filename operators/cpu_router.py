@@ -26,7 +26,9 @@ _TOLERANCE = 1e-2
 
 
 class _Packed:
-    """Stands for the router's weight in its forward: torch's `linear` with it is ours."""
+    """Stands for the router's weight in its forward: torch's `linear` with it is ours. It cannot be written to."""
+
+    __slots__ = ("device", "dtype", "linear", "shape")
 
     def __init__(self, linear: CpuLinear) -> None:
         self.linear = linear

@@ -12,6 +12,7 @@ from torch.nn import functional
 from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.machine import has_gpu
+from ktinject.operators.addresses import address
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.gpu_linear import GpuLinear
 from ktinject.weights.stored import Fp8Blocks
@@ -52,13 +53,13 @@ def quantise_on_gpu(x: Tensor, padded: int) -> tuple[Tensor, Tensor]:
     values = torch.empty(padded, k, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(k // BLOCK, padded, dtype=torch.float32, device=x.device)
     _native.fp8_quantise(
-        x.data_ptr(),
+        address("x", x, x.device),
         x.dtype == torch.float16,
         m,
         padded,
         k,
-        values.data_ptr(),
-        scales.data_ptr(),
+        address("values", values, x.device),
+        address("scales", scales, x.device),
         x.device.index,
         torch.cuda.current_stream(x.device).cuda_stream,
     )

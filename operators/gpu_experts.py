@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ktinject import _native
 from ktinject.errors import CheckpointError, OperatorError
+from ktinject.operators.addresses import address
 from ktinject.operators.handoff import CODES, OnGpu, stream_of
 from ktinject.weights.beside import read
 from ktinject.weights.safetensors_header import parse_json
@@ -87,7 +88,12 @@ class GpuExperts:
                 f"no room for {len(resident)} experts of {size / 2**20:.1f} MiB on {device}. Give fewer gpu_experts."
             ) from None
         for place, expert in enumerate(resident):
-            self.native.copy(experts, expert, self.memory.data_ptr() + place * size, stream_of(device))
+            self.native.copy(
+                experts,
+                expert,
+                address("memory", self.memory, self.memory.device) + place * size,
+                stream_of(device),
+            )
         self.resident = list(resident)  # by place
         places = torch.full((num_experts,), -1, dtype=torch.int32)
         places[self.resident] = torch.arange(len(resident), dtype=torch.int32)
@@ -123,16 +129,16 @@ class GpuExperts:
         for first in range(0, tokens, most):
             rows = slice(first, first + most)
             self.native.forward(
-                x[rows].data_ptr(),
+                address("x", x[rows], x.device),
                 CODES[x.dtype],
-                chosen[rows].data_ptr(),
-                weights[rows].data_ptr(),
+                address("chosen", chosen[rows], x.device, torch.int32),
+                address("weights", weights[rows], x.device),
                 CODES[weights.dtype],
                 chosen[rows].shape[0],
                 top_k,
-                self.memory.data_ptr(),
-                inner.data_ptr(),
-                out[rows].data_ptr(),
+                address("memory", self.memory, x.device),
+                address("inner", inner, x.device),
+                address("out", out[rows], x.device, torch.float32),
                 stream_of(x.device),
             )
         return out

@@ -27,6 +27,7 @@ from torch import Tensor
 from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.machine import has_gpu
+from ktinject.operators.addresses import address
 
 Mode = Literal["auto", "flags", "host_func"]
 
@@ -84,11 +85,13 @@ class OnGpu:
     def __init__(self, places: Tensor, chosen: Tensor, traffic: Tensor | None = None) -> None:
         self.places, self.chosen, self.traffic = places, chosen, traffic
 
-    def addresses(self) -> tuple[int, int, int]:
+    def addresses(self, ids: Tensor) -> tuple[int, int, int]:
+        """For a submit of these ids. Raises ValueError."""
+        like = ids.device, torch.int32
         return (
-            self.places.data_ptr(),
-            self.chosen.data_ptr(),
-            0 if self.traffic is None else self.traffic.data_ptr(),
+            address("places", self.places, *like),
+            address("chosen", self.chosen, *like, ids.shape),
+            address("traffic", self.traffic, *like),
         )
 
     def split(self, ids: Tensor) -> Tensor:
@@ -232,24 +235,29 @@ class Handoff:
             self.check()
             moved.set()
         slots = self._slots[x.device]
-        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        x = x.contiguous()
+        if routing is None:  # else they are written
+            ids, weights = ids.contiguous(), weights.contiguous()
         ticket.stream = torch.cuda.current_stream(x.device).cuda_stream
         ticket.captured = capturing
         slot = slots.take()
         try:
+            logits = None if routing is None else routing.logits
+            if logits is not None and (logits.dim() != 2 or len(logits) != len(ids)):
+                raise ValueError(f"logits: found {list(logits.shape)}; expected [{len(ids)}, experts]")
             slots.native.submit(
                 slot,
-                x.data_ptr(),
+                address("hidden_states", x, x.device),
                 CODES[x.dtype],
-                ids.data_ptr(),
+                address("top_k_index", ids, x.device),
                 ids.dtype == torch.int64,
-                weights.data_ptr(),
+                address("top_k_weights", weights, x.device),
                 CODES[weights.dtype],
                 ids.shape[0],
                 ids.shape[1],
-                *((0, 0, 0) if on_gpu is None else on_gpu.addresses()),
+                *((0, 0, 0) if on_gpu is None else on_gpu.addresses(ids)),
                 *(ranks or (0, ids.shape[1])),
-                0 if routing is None else routing.logits.data_ptr(),
+                address("logits", logits, x.device, weights.dtype),
                 routing is not None and routing.normed,
                 ticket.stream,
             )
@@ -289,6 +297,14 @@ class Handoff:
         if ticket.task is not None:
             self._wait_host(ticket, out, addend)
             return out if residual is None else out.add_(residual)
+        try:
+            addresses = (
+                address("out", out, ticket.device, ticket.dtype, ticket.shape),
+                address("addend", addend, ticket.device, torch.float32, ticket.shape),
+                address("residual", residual, ticket.device, ticket.dtype, ticket.shape),
+            )
+        except ValueError as error:
+            raise OperatorError(f"handoff: {error}.") from None
         slots, ticket.channel = ticket.channel, None
         if slots is None:
             raise OperatorError("handoff: this ticket was waited for already; submit again.")
@@ -297,9 +313,7 @@ class Handoff:
                 ticket.slot,
                 ticket.shape[0],
                 CODES[ticket.dtype],
-                out.data_ptr(),
-                0 if addend is None else addend.data_ptr(),
-                0 if residual is None else residual.data_ptr(),
+                *addresses,
                 torch.cuda.current_stream(ticket.device).cuda_stream,
             )
         except RuntimeError as error:
@@ -348,15 +362,16 @@ class Handoff:
             leaving,
             coming,
             place,
-            places.data_ptr(),
-            memory.data_ptr(),
+            address("places", places, memory.device, torch.int32),
+            address("memory", memory, memory.device),
             torch.cuda.current_stream(memory.device).cuda_stream,
         )
 
     def read(self, counts: Tensor) -> Tensor:
         """A small tensor of a CUDA device, as it is now, through the current stream, whoever captures meanwhile."""
         out = torch.empty_like(counts, device="cpu")
-        _native.read_device(counts.data_ptr(), out.data_ptr(), counts.nbytes, stream_of(counts.device))
+        here, there = address("counts", counts, counts.device), address("out", out, out.device)
+        _native.read_device(here, there, counts.nbytes, stream_of(counts.device))
         return out
 
     def modes(self) -> dict[torch.device, Mode]:
@@ -391,9 +406,9 @@ class Handoff:
             torch.add(answer.to(out.device), addend, out=out)
             return
         _native.add_from_host(
-            answer.data_ptr(),
-            addend.data_ptr(),
-            out.data_ptr(),
+            address("answer", answer, answer.device, out.dtype, out.shape),
+            address("addend", addend, out.device, torch.float32, out.shape),
+            address("out", out, out.device),
             out.numel(),
             CODES[out.dtype],
             stream_of(out.device),
@@ -414,12 +429,12 @@ class Handoff:
         ticket.tensors = (x, ids, weights, out)
         ticket.task = _native.Task(
             self._experts,
-            x.data_ptr(),
+            address("hidden_states", x, out.device),
             CODES[x.dtype],
-            ids.data_ptr(),
+            address("top_k_index", ids, out.device),
             ids.dtype == torch.int64,
-            weights.data_ptr(),
-            out.data_ptr(),
+            address("top_k_weights", weights, out.device, torch.float32),
+            address("out", out, out.device),
             ids.shape[0],
             ids.shape[1],
         )

@@ -52,6 +52,7 @@ class HybridExpertsConfig(CpuExpertsConfig):
     handoff: Literal["auto", "flags", "host_func"] = "auto"  # how the GPU tells the CPU
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         wanted = self.gpu_experts
         if isinstance(wanted, str) and wanted != "auto" and not wanted.endswith(".json"):
             raise ValueError(

@@ -13,6 +13,7 @@ from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.machine import has_gpu
 from ktinject.operators import int4_layout
+from ktinject.operators.addresses import address
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.gpu_linear import GpuLinear
 from ktinject.operators.int4_layout import TILE
@@ -93,7 +94,7 @@ class Int4Linear(GpuLinear):
         if group_size != 32 and group_size % TILE:
             return f"the checkpoint has groups of {group_size} inputs; served are 32 and multiples of {TILE}"
         if k % group_size:
-            return f"its {k} inputs are no multiple of group_size {group_size}; choose a smaller one, or -1"
+            return f"group_size {group_size} does not divide its {k} inputs; choose a smaller one, or -1"
         return None
 
     def describe(self) -> dict[str, Any]:
@@ -193,10 +194,11 @@ class Int4Linear(GpuLinear):
         device = torch.device(self.config.device)
         if device.type != "cuda":
             return  # filled for its values; forward refuses
+        here = self._words.device
         self._native = _native.Int4Linear(
-            words=self._words.data_ptr(),
-            scales=self._scales.data_ptr(),
-            bias=0 if self._bias is None else self._bias.data_ptr(),
+            words=address("words", self._words, here, torch.int32),
+            scales=address("scales", self._scales, here),
+            bias=address("bias", self._bias, here, torch.float32, (self.out_features,)),
             n=self.out_features,
             k=self.in_features,
             group_size=self.group_size,
@@ -241,7 +243,9 @@ class Int4Linear(GpuLinear):
         """The weight [n, k], inputs in the order in which they are packed."""
         out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.config.device)
         stream = torch.cuda.current_stream(out.device).cuda_stream
-        self._native.dequantise(0, self.out_features, dtype == torch.float16, out.data_ptr(), stream)
+        self._native.dequantise(
+            0, self.out_features, dtype == torch.float16, address("out", out, out.device), stream
+        )
         return out
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -264,12 +268,12 @@ class Int4Linear(GpuLinear):
         partials = torch.empty(self._native.scratch(m)[0], dtype=torch.uint8, device=x.device)
         self._turn = (self._turn + 1) % _TURNS
         self._native.forward(
-            x.data_ptr(),
+            address("x", x, self._words.device, None, (m, self.in_features)),
             x.dtype == torch.float16,
             m,
-            y.data_ptr(),
-            partials.data_ptr(),
-            self._counters[self._turn].data_ptr(),
+            address("y", y, x.device),
+            address("partials", partials, x.device),
+            address("counters", self._counters[self._turn], x.device),
             torch.cuda.current_stream(x.device).cuda_stream,
         )
         return y

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ktinject import _native
 from ktinject.errors import OperatorError
+from ktinject.operators.addresses import address
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.handoff import CODES, stream_of
 
@@ -127,9 +128,9 @@ class RmsNorm(Operator):
             )
             return out
         _native.rms_norm(
-            x.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
+            address("x", x, x.device),
+            address("weight", weight, x.device, x.dtype, (n,)),
+            address("out", out, x.device),
             CODES[x.dtype],
             x.numel() // n,
             n,

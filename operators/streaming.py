@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from ktinject import _native
 from ktinject.errors import OperatorError
+from ktinject.operators.addresses import address
 from ktinject.operators.handoff import CODES, stream_of
 from ktinject.operators.routed_experts import ExpertsSpec
 
@@ -144,7 +145,11 @@ class Ring:
             down = self._workspace[cut : cut + count * spec.hidden_size * spec.intermediate_size]
             down = down.view(count, spec.hidden_size, spec.intermediate_size)
             layer.source.unpack(
-                slot.memory.data_ptr(), count, gate_up.data_ptr(), down.data_ptr(), stream_of(self.device)
+                address("slot", slot.memory, gate_up.device),
+                count,
+                address("gate_up", gate_up, gate_up.device, torch.bfloat16),
+                address("down", down, gate_up.device, torch.bfloat16),
+                stream_of(self.device),
             )
             slot.usable.record(stream)
             self._run_ahead(layer, index)
@@ -165,7 +170,7 @@ class Ring:
         slot = self._free.popleft()
         self._stream.wait_event(slot.usable)
         on = self._stream.device_index, self._stream.cuda_stream
-        layer.source.copy(first, count, slot.memory.data_ptr(), on)
+        layer.source.copy(first, count, address("slot", slot.memory, slot.memory.device), on)
         slot.filled.record(self._stream)
         self._ahead.append(_Copy(weakref.ref(layer), index, (first, count), slot))
 
@@ -312,10 +317,10 @@ class StreamedExperts:
         """[rows, n] bfloat16, or float32 → [rows, intermediate] bfloat16; computed in fp32, rounded once."""
         out = gate_up.new_empty(gate_up.shape[0], self.spec.intermediate_size, dtype=torch.bfloat16)
         self.source.activate(
-            gate_up.data_ptr(),
+            address("gate_up", gate_up, gate_up.device),
             CODES[gate_up.dtype],
             gate_up.shape[0],
-            out.data_ptr(),
+            address("out", out, gate_up.device),
             stream_of(gate_up.device),
         )
         return out
@@ -382,7 +387,7 @@ def measure(streamed: StreamedExperts, kind: str, top_k: int) -> Rates:
         for _ in range(3):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record(stream)
-            source.copy(0, count, memory.data_ptr(), stream_of(device))
+            source.copy(0, count, address("memory", memory, memory.device), stream_of(device))
             end.record(stream)
             end.synchronize()
             times.append(start.elapsed_time(end) / 1e3)

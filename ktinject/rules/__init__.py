@@ -4,7 +4,7 @@ Pure: no torch, nothing imported because a file says so. Reading goes document â
 `sources` finds the document. `assign`, `check_arguments` and `schema` serve the plan and the command line.
 """
 
-from ktinject.rules.arguments import check_arguments, unknown_operator
+from ktinject.rules.arguments import argument_of, check_arguments, unknown_operator
 from ktinject.rules.assign import Assignment, Module, assign
 from ktinject.rules.language import KEEP, Match, Rule, RuleSet
 from ktinject.rules.schema import schema
@@ -18,6 +18,7 @@ __all__ = [
     "Module",
     "Rule",
     "RuleSet",
+    "argument_of",
     "assign",
     "bundled",
     "check_arguments",

@@ -58,7 +58,13 @@ def check_arguments(rule: Rule, config_class: type[C]) -> C:
     try:
         return config_class(**values)
     except ValueError as error:
-        raise rule.place().refusal(str(error)) from error
+        raise rule.place(argument_of(str(error), config_class)).refusal(str(error)) from error
+
+
+def argument_of(reason: str, config_class: type) -> str | None:
+    """The argument that a reason is about: one that it begins with."""
+    first = reason.partition(" ")[0].rstrip(":")
+    return first if first in _kinds(config_class) else None
 
 
 def unknown_operator(rule: Rule, known: Iterable[str]) -> RuleError:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ktinject.errors import CheckpointError, OperatorError
+from ktinject.errors import CheckpointError
 from ktinject.operators import Operator
 from ktinject.plan import Plan
 from ktinject.shards import Cut
@@ -115,7 +115,7 @@ def from_checkpoint(
     """Fill the operators from a checkpoint, shard by shard.
 
     model    not swapped; it only knows shapes
-    Raises   CheckpointError, or OperatorError with the path of the module that did not take its weights
+    Raises   CheckpointError, or OperatorError with rule, module and operator where one did not take its weights
     """
     assert plan.mapping is not None
     targets, conversions = plan.mapping.targets, plan.mapping.conversions
@@ -124,25 +124,27 @@ def from_checkpoint(
     positions = {key: position for position, key in enumerate(checkpoint.tensors)}
     pieces.sort(key=lambda item: positions[formats.tensors_of(checkpoint, item[2].key)[0]])
 
-    for operator in operators.values():
-        operator.allocate()
+    def load(path: str, call: Callable[..., None], *arguments: Any) -> None:
+        with plan.blaming(path):
+            call(*arguments)
+
+    _allocate(plan, operators)
     for path, name, piece in pieces:
         operator = operators[path]
-        with _at(path):
-            if (stored := read.stored(piece.key, operator.takes)) is not None:
-                operator.load_stored(name, stored, piece.expert, piece.part)
-            elif piece.expert is None and operator.per_expert:
-                for expert in range(read.shape(piece.key)[0]):
-                    operator.load(name, read(piece.key, expert), expert, piece.part)
-            else:
-                operator.load(name, read(piece.key), piece.expert, piece.part)
+        if (stored := read.stored(piece.key, operator.takes)) is not None:
+            load(path, operator.load_stored, name, stored, piece.expert, piece.part)
+        elif piece.expert is None and operator.per_expert:
+            for expert in range(read.shape(piece.key)[0]):
+                load(path, operator.load, name, read(piece.key, expert), expert, piece.part)
+        else:
+            load(path, operator.load, name, read(piece.key), piece.expert, piece.part)
     taken = {f"{path}.{name}" for path, name in wanted}
     for first in dict.fromkeys(conversions[name].name for name in taken & conversions.keys()):
         converted = conversions[first].run(read, model)
         for path, name in wanted:
             if (tensor := converted.pop(f"{path}.{name}", None)) is not None:
-                _load_whole(path, operators[path], name, tensor)
-    _finish(operators)
+                _load_whole(plan, path, operators[path], name, tensor)
+    _finish(plan, operators)
 
 
 def from_model(
@@ -155,22 +157,27 @@ def from_model(
     """Fill the operators from the weights that the model has.
 
     check    refuse values that are not finite
-    Raises   CheckpointError for these, or OperatorError with the path of the module
+    Raises   CheckpointError for these, or OperatorError with rule, module and operator
     """
-    for operator in operators.values():
-        operator.allocate()
+    _allocate(plan, operators)
     for entry in plan.entries:
         for name in entry.wants:
             tensor = model.get_parameter_or_buffer(f"{entry.path}.{name}").detach()
             if check:
                 check_finite(f"{entry.path}.{name}", tensor)
-            _load_whole(entry.path, operators[entry.path], name, tensor)
+            _load_whole(plan, entry.path, operators[entry.path], name, tensor)
             advance(tensor.nbytes)
-    _finish(operators)
+    _finish(plan, operators)
 
 
-def _load_whole(path: str, operator: Operator, name: str, tensor: Tensor) -> None:
-    with _at(path):
+def _allocate(plan: Plan, operators: Mapping[str, Operator]) -> None:
+    for path, operator in operators.items():
+        with plan.blaming(path):
+            operator.allocate()
+
+
+def _load_whole(plan: Plan, path: str, operator: Operator, name: str, tensor: Tensor) -> None:
+    with plan.blaming(path):
         if operator.per_expert:
             for expert in range(tensor.shape[0]):
                 operator.load(name, tensor[expert].cpu(), expert, None)
@@ -178,19 +185,10 @@ def _load_whole(path: str, operator: Operator, name: str, tensor: Tensor) -> Non
             operator.load(name, tensor.cpu(), None, None)
 
 
-def _finish(operators: Mapping[str, Operator]) -> None:
+def _finish(plan: Plan, operators: Mapping[str, Operator]) -> None:
     for path, operator in operators.items():
-        with _at(path):
+        with plan.blaming(path):
             operator.finish()
-
-
-@contextmanager
-def _at(path: str) -> Iterator[None]:
-    """Say where an operator refused."""
-    try:
-        yield
-    except OperatorError as error:
-        raise OperatorError(f"{path}: {error}") from error
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 STAGES = ("start-up", "load", "first", "prompt", "decode")
-ENDED = (130, "ktinject: interrupted\n")
 # In seconds that one core computes; all of the process's threads compute.
 LATE_SECONDS = 1.0 * (os.cpu_count() or 1)
 
@@ -38,16 +37,19 @@ def run(folder: Path, counts: dict[str, int], seed: int = 0) -> dict[str, dict[s
     """Send so many Ctrl-C to each stage. Of each: how many were sent and arrived, faults, and the longest delay."""
     chance = random.Random(seed)
     found = {stage: {"sent": 0, "arrived": 0, "faults": [], "slowest": 0.0} for stage in STAGES}
-    for _ in range(counts.get("start-up", 0)):
-        _note(found["start-up"], *_start_up(folder, chance))
+    starts = counts.get("start-up", 0)
+    within = _seconds_of_a_start(folder) if starts > 4 else 1.0
+    for _ in range(starts):
+        _note(found["start-up"], *_start_up(folder, chance, within))
     stages = [stage for stage in STAGES[1:] for _ in range(counts.get(stage, 0))]
     chance.shuffle(stages)
     if stages:
         with _other(folder) as ask:
-            for number, stage in enumerate(stages):
+            for number, stage in enumerate(stages, 1):
                 _note(found[stage], *ask(stage, chance))
-                if number % 50 == 49:
-                    print(f"{number + 1} of {len(stages)}", file=sys.stderr, flush=True)
+                if number % 50 == 0:
+                    arrived = sum(row["arrived"] for row in found.values())
+                    print(f"{number} of {len(stages)} sent, {arrived} arrived", file=sys.stderr, flush=True)
     return found
 
 
@@ -55,6 +57,7 @@ def _note(row: dict[str, Any], fault: str, delay: float) -> None:
     row["sent"] += 1
     row["slowest"] = max(row["slowest"], delay)
     if fault:
+        print(fault, file=sys.stderr, flush=True)
         row["faults"].append(fault)
     else:
         row["arrived"] += 1
@@ -73,30 +76,34 @@ signal.signal = telling
 sys.argv[:] = ["ktinject", "plan", sys.argv[1], "--json"]
 main()
 """
-# How long a start takes, from one that nobody interrupts.
-_start_seconds: list[float] = []
 
 
-def _start_up(folder: Path, chance: random.Random) -> tuple[str, float]:
+def _seconds_of_a_start(folder: Path) -> float:
+    """How long a start takes that nobody interrupts."""
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", _STARTER, str(folder)], stdout=subprocess.DEVNULL, check=True)
+    return time.monotonic() - start
+
+
+def _start_up(folder: Path, chance: random.Random, within: float) -> tuple[str, float]:
     command = [sys.executable, "-c", _STARTER, str(folder)]
-    if not _start_seconds:
-        start = time.monotonic()
-        subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-        _start_seconds.append(time.monotonic() - start)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read(1)
-        time.sleep(chance.uniform(0, _start_seconds[0]))
+        time.sleep(chance.uniform(0, within))
         computed = _computed(process.pid)
-        process.send_signal(signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT)  # send_signal() would take the status of one that has ended
         answer, said = process.stdout.read(), process.stderr.read().decode()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     delay = usage.ru_utime + usage.ru_stime - computed
     if answer and process.returncode in (0, -signal.SIGINT):
-        return _start_up(folder, chance)  # it had ended
-    found = process.returncode, said
-    return ("" if found == ENDED and delay < LATE_SECONDS else f"{found} after {delay:.2f} s"), delay
+        return _start_up(folder, chance, within)  # it had ended
+    # Libraries may have warned before.
+    ended = process.returncode == 130 and said.endswith("ktinject: interrupted\n") and "Traceback" not in said
+    return (
+        "" if ended and delay < LATE_SECONDS else f"{process.returncode}, {said!r} after {delay:.2f} s"
+    ), delay
 
 
 def _computed(pid: int) -> float:

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import models
 import pytest
-from conftest import SHARED, save
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from double import saved
 
 # Each end in a child of its own, forked off when all is imported. Computing starts in the thread's first step.
 CODE = """
@@ -61,8 +61,8 @@ os._exit(0)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = Qwen3MoeConfig(**SHARED | {"moe_intermediate_size": 1024, "num_experts": 4})
-    return save(tmp_path_factory.mktemp("model"), Qwen3MoeForCausalLM, config)
+    size = {"hidden_size": 64, "moe_intermediate_size": 1024, "num_experts": 4, "max_position_embeddings": 512}
+    return saved(models.tiny("qwen3_moe", **size, eos_token_id=None), tmp_path_factory.mktemp("model"))
 
 
 def test_a_daemon_thread_that_computes_lets_the_interpreter_end(folder: Path) -> None:

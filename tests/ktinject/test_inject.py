@@ -121,7 +121,9 @@ def test_a_failure_anywhere_leaves_the_model_as_it_was(
     with monkeypatch.context() as patched:
         owner, _, name = step.rpartition(".")
         fail(patched, resolve(owner), name, call, kind("injected"))
-        with pytest.raises(kind, match="injected") as caught:
+        # What goes wrong in an operator is said with its place.
+        said = OperatorError if kind is Injected and owner == "double.HeldExperts" else kind
+        with pytest.raises(said, match="injected") as caught:
             ktinject.optimize(model, [EXPERTS], progress=False)
         assert snapshot(model) == before
         assert not hasattr(model, "ktinject")
@@ -167,6 +169,23 @@ def test_a_failure_of_a_model_with_weights_leaves_it_as_it_was(monkeypatch: pyte
                 ktinject.optimize(model, [EXPERTS], progress=False)
         assert snapshot(model) == before
         assert torch.equal(model(IDS).logits, want)
+
+
+@pytest.mark.parametrize("method", ["allocate", "load", "finish", "connect"])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_an_operator_that_fails_while_it_is_filled_is_named(
+    method: str, has_weights: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise IndexError("beyond the tiles")
+
+    model = AutoModelForCausalLM.from_pretrained(folder) if has_weights else on_meta(folder)
+    monkeypatch.setattr(HeldExperts, method, failing)
+    with pytest.raises(OperatorError) as caught:
+        ktinject.optimize(model, [EXPERTS], progress=False, checkpoint=None if has_weights else folder)
+    assert str(caught.value) == (
+        "<python>:rules[0]: rule 'experts': model.layers.1.mlp.experts: held_experts: IndexError: beyond the tiles"
+    )
 
 
 def test_refusals_leave_the_model_as_it_was(folder: Path) -> None:

@@ -194,9 +194,37 @@ def test_cpu_experts_says_why_it_cannot_take_a_module() -> None:
     )
 
 
-def test_a_forced_kernel_that_is_none_is_refused(model: PreTrainedModel) -> None:
-    said = refusal(PlanError, model, rule("cpu_experts", kernel="sse2_bf16"))
-    assert said.startswith("<python>:rules[0]: rule 'experts': cpu_experts") and "sse2_bf16" in said
+@pytest.mark.parametrize("operator", ["cpu_experts", "hybrid_experts", "cpu_linear"])
+def test_a_kernel_that_is_none_is_refused_with_those_there_are(operator: str, model: PreTrainedModel) -> None:
+    said = refusal(RuleError, model, rule(operator, kernel="amx_bf16", weights="int8"))
+    assert said.startswith(
+        "<python>:rules[0].replace.kernel: rule 'experts': kernel is 'amx_bf16'; for weights int8 it is auto, "
+    )
+    assert ", reference_int8" in said and said.endswith(". Write one of these.") and "match" not in said
+
+
+def test_a_number_of_nodes_that_is_none_is_refused_at_its_line(
+    tmp_path: Path, model: PreTrainedModel
+) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text(
+        "version: 1\nrules:\n- name: experts\n  match: {class: DeepseekV3Experts}\n  replace:\n"
+        "    operator: cpu_experts\n    weights: int8\n    numa: 0\n"
+    )
+    said = refusal(RuleError, model, file)
+    assert f"{file}:8" in said
+    assert said.endswith("numa is 0; it is auto or a number of nodes, 1 or more. Write one of these.")
+
+
+@pytest.mark.parametrize(
+    "arguments, about", [({"numa": 4000}, "numa"), ({"weights": "int8", "symmetric": False}, "symmetric")]
+)
+def test_an_argument_that_does_not_fit_is_to_be_changed(
+    arguments: dict[str, Any], about: str, model: PreTrainedModel
+) -> None:
+    said = refusal(PlanError, model, rule("cpu_experts", **arguments))
+    assert f"cpu_experts cannot replace a DeepseekV3Experts: {about}: found " in said
+    assert said.endswith(f"Change {about}, narrow the match, or replace: keep.")
 
 
 # Operators that break the contract
@@ -215,7 +243,31 @@ def test_an_operator_that_fails_to_build_is_located(
 
     broken(monkeypatch, build=build)
     assert refusal(OperatorError, model) == (
-        "<python>:rules[0]: rule 'experts': model.layers.1.mlp.experts: no tiles"
+        "<python>:rules[0]: rule 'experts': model.layers.1.mlp.experts: held_experts: no tiles"
+    )
+
+
+@pytest.mark.parametrize(
+    "method", ["arrange", "instead", "supports", "build", "describe", "footprint", "wants", "shares"]
+)
+def test_an_operator_whose_code_fails_is_named(
+    method: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyError("tiles")
+
+    broken(monkeypatch, **{method: fail})
+    assert refusal(OperatorError, model) == (
+        "<python>:rules[0]: rule 'experts': model.layers.1.mlp.experts: held_experts: KeyError: 'tiles'"
+    )
+
+
+def test_an_operator_that_describes_nothing_is_refused(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch, describe=lambda self: None)
+    assert "held_experts: its describe() gave None, which is no dict. Correct" in refusal(
+        OperatorError, model
     )
 
 

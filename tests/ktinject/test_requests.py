@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from typing import Any
 
@@ -72,7 +71,7 @@ def test_an_interrupt_while_steps_are_compared_leaves_nothing(
         nonlocal calls
         calls += 1
         if calls == number:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
         return register(*args, **kwargs)
 
     with monkeypatch.context() as patch:

@@ -102,6 +102,31 @@ def test_a_head_that_is_no_longer_its_embedding_is_saved_beside_it(tmp_path: Pat
         assert torch.equal(again.model.embed_tokens.weight, 2 * original.lm_head.weight)
 
 
+def test_an_adapter_is_saved_alone(tmp_path: Path) -> None:
+    """What transformers' add_adapter put around operators, rounded ones too; PEFT's own way leaves the model to us."""
+    config = LoraConfig(target_modules=["lm_head"])
+    model = swapped(models.tiny("qwen3_moe"), linear("cpu_linear", "lm_head", weights="int4", group_size=32))
+    model.add_adapter(config)
+    model.save_pretrained(tmp_path)
+    assert sorted(load_file(tmp_path / "adapter_model.safetensors")) == [
+        f"base_model.model.lm_head.lora_{part}.weight" for part in "AB"
+    ]
+    model = swapped(models.tiny("qwen3_moe"), HEAD)
+    get_peft_model(model, config)
+    with pytest.raises(OperatorError, match="cpu_linear is inside the Linear that stands for lm_head now"):
+        model.save_pretrained(tmp_path)
+
+
+def test_a_module_that_took_an_operators_place_is_saved(tmp_path: Path) -> None:
+    model = swapped(tied(), HEAD)
+    head = torch.nn.Linear(
+        model.config.hidden_size, model.config.vocab_size, bias=False, dtype=torch.bfloat16
+    )
+    model.set_output_embeddings(head)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["lm_head.weight"], head.weight)
+
+
 def test_tying_again_leaves_the_operator_alone() -> None:
     model = swapped(tied(), HEAD)
     before = model(IDS).logits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import ktinject
+from ktinject import OperatorError
 from ktinject.fused import Fused
 from ktinject.operators import register_operator
 from ktinject.operators.cpu_experts import CpuExperts
@@ -248,6 +248,15 @@ def test_a_change_of_another_thread_counts_from_the_next_step_on(model: PreTrain
     assert layer.forward.count == STEPS - 5
 
 
+def test_another_attention_within_a_request_is_refused(model: PreTrainedModel) -> None:
+    other = At(6, lambda: model.set_attn_implementation("eager"))
+    with pytest.raises(OperatorError, match=r"attention runs as .eager.*Change it between requests"):
+        model.generate(**prompt(1, padding=0), eos_token_id=None, streamer=other)
+    arguments = {**prompt(), "eos_token_id": None}
+    assert torch.equal(model.generate(**arguments), stock(model, **arguments))
+    assert model.ktinject_decoding.reason == "attention runs as 'eager'; known is 'sdpa'"
+
+
 def test_the_stock_loop_s_replays_see_it_too(model: PreTrainedModel) -> None:
     arguments = {**prompt(), "eos_token_id": None, "max_time": 1e6}
     model.generate(**arguments)
@@ -400,7 +409,7 @@ class TestOnAGpu:
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if path == "model.norm":
-                    signal.raise_signal(signal.SIGINT)
+                    raise KeyboardInterrupt
                 return own(*args, **kwargs)
 
             return forward

@@ -236,10 +236,15 @@ def test_weights_cut_for_virtual_nodes_give_the_same_result(name):
         _native.set_nodes(0)
 
 
-@pytest.mark.parametrize("numa", [-1, 0, 100])
-def test_a_number_of_nodes_that_is_not_there_is_refused(numa):
-    with pytest.raises(OperatorError, match=f"numa: found {numa}; allowed: auto, or"):
-        CpuExperts.build(gaussian(32, 32), CpuExpertsConfig(device="cpu", numa=numa))
+@pytest.mark.parametrize("numa", [-1, 0])
+def test_a_number_that_is_none_of_nodes_is_refused(numa):
+    with pytest.raises(ValueError, match=f"numa is {numa}; it is auto or a number of nodes, 1 or more"):
+        CpuExpertsConfig(device="cpu", numa=numa)
+
+
+def test_a_number_of_nodes_that_is_not_there_is_refused():
+    with pytest.raises(OperatorError, match="numa: found 100; allowed: auto, or"):
+        CpuExperts.build(gaussian(32, 32), CpuExpertsConfig(device="cpu", numa=100))
 
 
 def test_memory_that_cannot_be_placed_is_said_once(caplog):

@@ -220,10 +220,8 @@ def test_refused_modules() -> None:
         wide = nn.Linear(65537, 4)
     reason = CpuLinear.supports(wide, config, machine)
     assert reason == "in_features: found 65537; allowed: 1 to 65536"
-    reason = CpuLinear.supports(nn.Linear(3, 4), CpuLinearConfig(device="cpu", kernel="fast"), machine)
-    assert reason is not None and reason.startswith(
-        "kernel 'fast' is not one for bf16 weights; allowed: auto, "
-    )
+    with pytest.raises(ValueError, match="kernel is 'fast'; for weights bf16 it is auto, "):
+        CpuLinearConfig(device="cpu", kernel="fast")
     refuses("a Embedding cannot be replaced", CpuLinear.build, nn.Embedding(3, 4), config)
 
 

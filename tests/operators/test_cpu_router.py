@@ -99,3 +99,12 @@ def test_refused_parameters() -> None:
         router.finish()
     with pytest.raises(OperatorError, match="the router's weight is used in matmul, which is not served"):
         torch.matmul(torch.zeros(1, 40), router.weight)
+
+
+def test_its_weight_is_not_written_to_in_vain() -> None:
+    model = ktinject.optimize(tiny("qwen3_moe").bfloat16(), RULES, devices=["cpu"], progress=False)
+    weight: Any = model.model.layers[0].mlp.gate.weight
+    with pytest.raises(AttributeError):
+        weight.data = torch.zeros(6, 40)
+    with pytest.raises(TypeError):
+        weight *= 2

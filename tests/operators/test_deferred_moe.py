@@ -235,7 +235,7 @@ def test_a_swap_that_fails_leaves_no_hook(qwen: PreTrainedModel, monkeypatch: py
         raise RuntimeError("now")
 
     monkeypatch.setattr(DeferredMoe, "connect", connect_and_fail)
-    with pytest.raises(RuntimeError, match="now"):
+    with pytest.raises(OperatorError, match="deferred_moe: RuntimeError: now"):
         ktinject.optimize(model, rules(model, deferred=2), progress=False)
     assert not model.model._forward_pre_hooks and not hasattr(model, "ktinject")
     ids = tokens(1, 5)

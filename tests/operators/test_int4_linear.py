@@ -200,7 +200,7 @@ def test_what_is_served() -> None:
 
 def test_what_is_refused() -> None:
     assert "inputs must be a multiple of 64" in reason(linear(96, 8), group_size=32)
-    assert "192 inputs are no multiple of group_size 128; choose a smaller one, or -1" in reason(
+    assert "group_size 128 does not divide its 192 inputs; choose a smaller one, or -1" in reason(
         linear(192, 8)
     )
     assert "dtype is float32" in reason(linear(128, 8, dtype=torch.float32))

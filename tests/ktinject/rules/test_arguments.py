@@ -95,9 +95,19 @@ class Arguments:
 def test_arguments(argument: str, words: tuple[str, ...]) -> None:
     written = "\n    operator: o" + ("" if "needed" in argument else "\n    needed: x") + f"\n    {argument}"
     found = read_rule(replace=written)
-    line = 4 if "13" in argument else 8 if "needed" in argument else 9
+    line = 8 if "needed" in argument else 9
     with refused(*words, at=f"f:{line}: rule 'r': "):
         rules.check_arguments(found, Arguments)
+
+
+def test_what_is_about_no_argument_is_said_at_the_rule() -> None:
+    @dataclass(frozen=True)
+    class Never:
+        def __post_init__(self) -> None:
+            raise ValueError("nothing will do; not even this. Leave it.")
+
+    with refused("nothing will do", at="f:4: rule 'r': "):
+        rules.check_arguments(read_rule(replace="{operator: o}"), Never)
 
 
 def test_a_missing_argument() -> None:
