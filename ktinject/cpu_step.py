@@ -278,7 +278,9 @@ def _norm(module: nn.Module, dtype: torch.dtype) -> Any:
     names = ("variance_epsilon", "eps", "epsilon")
     epsilon = next((e for n in names if isinstance(e := getattr(module, n, None), float)), None)
     weight = getattr(module, "weight", None)
-    fits = isinstance(weight, Tensor) and weight.dim() == 1 and weight.dtype == dtype and weight.is_contiguous()
+    fits = (
+        isinstance(weight, Tensor) and weight.dim() == 1 and weight.dtype == dtype and weight.is_contiguous()
+    )
     if epsilon is None or not isinstance(weight, Tensor) or not fits:
         raise _Unknown(f"a {type(module).__name__} is no RMS norm of the model's dtype")
     return _native.Norm(weight.detach(), epsilon)
