@@ -61,7 +61,12 @@ os._exit(0)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    size = {"hidden_size": 64, "moe_intermediate_size": 1024, "num_experts": 4, "max_position_embeddings": 512}
+    size = {
+        "hidden_size": 64,
+        "moe_intermediate_size": 1024,
+        "num_experts": 4,
+        "max_position_embeddings": 512,
+    }
     return saved(models.tiny("qwen3_moe", **size, eos_token_id=None), tmp_path_factory.mktemp("model"))
 
 
