@@ -278,8 +278,10 @@ def _norm(module: nn.Module, dtype: torch.dtype) -> Any:
     names = ("variance_epsilon", "eps", "epsilon")
     epsilon = next((e for n in names if isinstance(e := getattr(module, n, None), float)), None)
     weight = getattr(module, "weight", None)
-    is_plain = isinstance(weight, Tensor) and weight.dim() == 1 and weight.is_contiguous()
-    if epsilon is None or not is_plain or weight.dtype != dtype:
+    fits = (
+        isinstance(weight, Tensor) and weight.dim() == 1 and weight.dtype == dtype and weight.is_contiguous()
+    )
+    if epsilon is None or not isinstance(weight, Tensor) or not fits:
         raise _Unknown(f"a {type(module).__name__} is no RMS norm of the model's dtype")
     return _native.Norm(weight.detach(), epsilon)
 

@@ -9,7 +9,7 @@ from typing import Any
 import regex
 
 from ktinject.rules.document import Node
-from ktinject.rules.pattern import compiled, fullmatch
+from ktinject.rules.pattern import MAX_SIZES, compiled, fullmatch, size
 from ktinject.rules.variables import NAME, Variables
 from ktinject.rules.wording import Place, closest, did_you_mean, listing, show
 
@@ -99,8 +99,15 @@ def rule_set(root: Node, source: str, overrides: Mapping[str, Any] | None = None
             f"{len(items.value)} rules; at most {_MAX_RULES} are read. Split them."
         )
     rules: dict[str, Rule] = {}
+    left = MAX_SIZES
     for number, item in enumerate(items.value, 1):
         rule = _rule(item, number, variables)
+        left -= size(rule.match.path or "")
+        if left < 0:
+            raise rule.place().refusal(
+                f"all patterns together are too large; characters times counts may be at most {MAX_SIZES:,}. "
+                "Write smaller counts, such as + in place of {1,1000}."
+            )
         if rule.name in rules:
             raise rule.place().refusal(
                 f"the name is taken, at {rules[rule.name].where}; each rule has its own. Rename one."

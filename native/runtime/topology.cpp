@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 
 namespace ktinject {
 namespace {
@@ -28,18 +29,27 @@ struct NodeMask {
   bool has(int node) const { return (words[node / kWordBits] >> node % kWordBits & 1) != 0; }
 };
 
+// Closed by whatever way a function is left.
+template <class Handle, int (*kClose)(Handle*)>
+struct Closer {
+  void operator()(Handle* handle) const { kClose(handle); }
+};
+template <class Handle, int (*kClose)(Handle*)>
+using Closed = std::unique_ptr<Handle, Closer<Handle, kClose>>;
+
 // The first line of a small file that starts with `prefix`, without its end; empty if there is none. By C streams:
 // those of C++ keep their locale in a global that a second copy of libstdc++ in the process can spoil.
 std::string first_line(const std::string& path, const char* prefix = "") {
-  std::FILE* file = std::fopen(path.c_str(), "re");
+  const Closed<std::FILE, std::fclose> file(std::fopen(path.c_str(), "re"));
   if (file == nullptr) return {};
-  char* line = nullptr;  // lists of CPUs and of distances may be of any length
-  size_t room = 0;
-  std::string found;
-  while (found.empty() && getline(&line, &room, file) >= 0)
-    if (std::strncmp(line, prefix, std::strlen(prefix)) == 0) found = line;
-  std::free(line);
-  std::fclose(file);
+  std::string line, found;  // lists of CPUs and of distances may be of any length
+  char part[4096];
+  while (found.empty() && std::fgets(part, sizeof part, file.get()) != nullptr) {
+    line += part;
+    if (line.back() != '\n' && std::feof(file.get()) == 0) continue;
+    if (line.starts_with(prefix)) found = line;
+    line.clear();
+  }
   if (!found.empty() && found.back() == '\n') found.pop_back();
   return found;
 }
@@ -61,13 +71,12 @@ std::vector<int> number_list(const std::string& text) {
 
 // Whether a node's meminfo says that it has memory; true where there is no such file.
 bool has_memory(const std::string& folder) {
-  std::FILE* file = std::fopen((folder + "/meminfo").c_str(), "re");
+  const Closed<std::FILE, std::fclose> file(std::fopen((folder + "/meminfo").c_str(), "re"));
   if (file == nullptr) return true;
   long long kib = -1;
   char line[256];
-  while (kib < 0 && std::fgets(line, sizeof line, file) != nullptr)
+  while (kib < 0 && std::fgets(line, sizeof line, file.get()) != nullptr)
     if (const char* total = std::strstr(line, "MemTotal:")) kib = std::atoll(total + 9);
-  std::fclose(file);
   return kib != 0;
 }
 
@@ -125,14 +134,13 @@ std::vector<int> allowed_cpus() { return CpuMask::of(getpid()).cpus(); }
 std::vector<Node> find_nodes(const std::string& root, const std::vector<int>& cpus, const std::vector<int>& mems) {
   const std::string base = root + "/sys/devices/system/node";
   std::vector<int> ids;
-  if (DIR* folder = opendir(base.c_str())) {
-    while (const dirent* entry = readdir(folder)) {
+  if (const Closed<DIR, closedir> folder{opendir(base.c_str())}) {
+    while (const dirent* entry = readdir(folder.get())) {
       int id = 0, end = 0;
       if (std::sscanf(entry->d_name, "node%d%n", &id, &end) == 1 && entry->d_name[end] == '\0' && id >= 0 &&
           id < kMostNodes)
         ids.push_back(id);
     }
-    closedir(folder);
   }
   std::sort(ids.begin(), ids.end());
   std::vector<Node> nodes, lenders;

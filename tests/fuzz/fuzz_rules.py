@@ -65,8 +65,9 @@ rules:
 WORDS = rb"""
 version model_types variables rules name match path class layers replace operator optional keep default recursive
 kwargs weights group_size kernel numa device ratio Experts Linear experts mlp torch.nn.Linear ktinject.x:Y a.b.C
-auto true false null None ~ yes 0 1 -1 128 1e999 010 .5 0x1f 99999999999999999999 1-3 3-1 0-99999 2-9 [1,2] ???
-0-3,90-95 ${variables.experts} ${variables.nope} ${oc.env:HOME} ${rules} ${variables.${variables.a}} ${ \${variables.a} $
+auto true false null None ~ yes 0 1 -1 128 1e999 010 .5 0x1f 99999999999999999999 1-3 3-1 0-99999 2-9
+[1,2] ??? 0-3,90-95
+${variables.experts} ${variables.nope} ${oc.env:HOME} ${rules} ${variables.${variables.a}} ${ \${variables.a} $
 { } [ ] , : - ? & * ! | > ' " @ % &a *a << !!python/name:os.system !!str !x --- ... %YAML
 \d+ .* ( ) (?R) (?:a|a)* (a+)+ {1,99} {9} \x85 \xff "\u0000" "\ud800"
 """

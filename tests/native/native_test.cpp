@@ -428,6 +428,23 @@ void test_turns(bool forks) {
   set_wait_guard(nullptr);
 
   if (!forks) return;
+  // What runs within a computation, such as a signal's handler, may fork: there the computation ends with an error.
+  static pid_t forked;
+  forked = -1;
+  bool ended_there = false;
+  try {
+    const Interruptible interruptible([] {
+      if (forked < 0) forked = fork();
+    });
+    set_threads(3, true);
+    call(60, [](int, int) { std::this_thread::sleep_for(std::chrono::milliseconds(15)); });
+  } catch (const std::runtime_error&) {
+    ended_there = true;
+  }
+  if (forked == 0) _exit(ended_there ? 0 : 1);
+  int left = 1;
+  check(!ended_there && waitpid(forked, &left, 0) == forked && left == 0, "a fork within a computation");
+
   const std::lock_guard turn(turns);
   const pid_t child = fork();
   if (child == 0) {

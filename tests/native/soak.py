@@ -104,7 +104,7 @@ def make_models(folder: Path) -> list[Path]:
     paths = [folder / "qwen3-moe", folder / "deepseek-v3"]
     for path, config, kind in zip(paths, [qwen, deepseek], [Qwen3MoeForCausalLM, DeepseekV3ForCausalLM]):
         torch.manual_seed(0)
-        kind(config).eval().save_pretrained(path)
+        kind(config).eval().bfloat16().save_pretrained(path)
     return paths
 
 

@@ -396,7 +396,9 @@ def test_other_leaves_are_refused(family_name: str) -> None:
 
 def test_unknown_kernels_are_refused() -> None:
     for kernel in ("avx1024_bf16", "reference_int8"):
-        with pytest.raises(ValueError, match=rf"kernel is '{kernel}'; for weights bf16 it is auto, .*, reference_bf16"):
+        with pytest.raises(
+            ValueError, match=rf"kernel is '{kernel}'; for weights bf16 it is auto, .*, reference_bf16"
+        ):
             build(family("qwen3_moe"), "bf16", kernel)
 
 
