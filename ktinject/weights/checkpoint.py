@@ -205,12 +205,9 @@ class Checkpoint:
     def __enter__(self) -> Self:
         return self
 
+    # Without __del__, where a Ctrl-C that comes meanwhile would be lost; files that nobody closed close themselves.
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_shards"):
-            self.close()
 
 
 def _open_shards(folder: Path, files: list[str], opened: ExitStack) -> dict[str, _Shard]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 
 import ktinject
-from ktinject import fused
+from ktinject import fused, twin
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SIZES: dict[str, dict[str, Any]] = {
@@ -211,3 +211,17 @@ def test_processes_refuse_the_same() -> None:
     for path, others.reason in (("alike", ""), ("differs there", "relative difference 0.1")):
         found._comparing(path, module, lambda x: x)(torch.ones(2))
     assert found.refused == {"differs there": "relative difference 0.1"}
+
+
+def test_a_block_under_another_class_has_the_same_twins() -> None:
+    """As `deferred_moe` has its block: no child, but the same children."""
+    outer, inner = nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential()
+    vars(inner)["_modules"] = outer._modules
+    vars(outer)["_block"] = inner
+    model = nn.ModuleList([outer, nn.Linear(2, 2)])
+    found: Any = twin.tree(model, lambda module: isinstance(module, nn.ReLU))
+    assert found[1] is model[1] and found[0] is not outer and found[0][1] is outer[1]
+    assert type(found[0][0]) is nn.ReLU and found[0][0] is not outer[0]
+    assert found[0]._block is not inner and found[0]._block[0] is found[0][0]
+    found[0].register_forward_hook(lambda *_: None)
+    assert not outer._forward_hooks and model[0] is outer and inner[0] is outer[0]
