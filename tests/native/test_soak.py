@@ -11,7 +11,7 @@ from pathlib import Path
 def test_two_models_in_two_threads_answer_as_alone(tiny_qwen3_moe: Path, tiny_deepseek_v3: Path) -> None:
     program = Path(__file__).with_name("soak.py")
     done = subprocess.run(
-        [sys.executable, program, "2", tiny_qwen3_moe, tiny_deepseek_v3],
+        [sys.executable, program, "1", tiny_qwen3_moe, tiny_deepseek_v3],
         capture_output=True,
         text=True,
         timeout=250,
