@@ -72,6 +72,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_daemon_thread_that_computes_lets_the_interpreter_end(folder: Path) -> None:
     found = subprocess.run(
-        [sys.executable, "-c", CODE, str(folder)], capture_output=True, text=True, check=False, timeout=200
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", CODE, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
     )
     assert (found.stdout.split(), found.stderr) == (["7"] * 4, "")
