@@ -31,10 +31,12 @@ demo: $(VENV)/installed
 
 dev: $(VENV)/dev
 
+# Several processes: most tests compute on one thread, and many wait for a process of their own.
+TEST_PROCESSES ?= 2
 # Torch's OpenMP threads would spin while they wait, which on few and shared cores takes minutes.
 test: export OMP_WAIT_POLICY := PASSIVE
 test: $(VENV)/dev
-	python -m pytest -q --junitxml=build/test-results.xml
+	python -m pytest -q -n $(TEST_PROCESSES) --junitxml=build/test-results.xml
 
 # mypy gets the package as it is installed: three folders as one. As modules, since what PYTHON already had is not in
 # .venv/bin.
