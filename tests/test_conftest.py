@@ -30,28 +30,26 @@ def test_gpus_are_shown_only_to_a_run_of_gpu_tests(
     assert conftest.selects_gpu_tests_alone(expression) == shown
 
 
-@pytest.mark.parametrize(
-    ("test", "exit_code"),
-    [
-        ("def test(): pass", 0),
-        ("def test(): assert False", 1),
-        ("import pytest\ndef test(): pytest.skip('no GPU')", 5),
-        ("", 5),
-    ],
-)
-def test_exit_code(tmp_path, test, exit_code):
+RUN_EACH = """
+import sys
+import pytest
+for file in sys.argv[2:]:
+    print(int(pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", sys.argv[1], file])), file=sys.stderr)
+"""
+
+
+def test_exit_codes(tmp_path: Path) -> None:
     for name in ("conftest.py", "byte_tokenizer.py"):
         shutil.copy(Path(__file__).with_name(name), tmp_path)
-    (tmp_path / "test_it.py").write_text(test)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir",
-        str(tmp_path),
-        str(tmp_path),
-    ]
-    assert subprocess.run(command, capture_output=True, check=False, cwd=tmp_path).returncode == exit_code
+    tests = {
+        "def test(): pass": 0,
+        "def test(): assert False": 1,
+        "import pytest\ndef test(): pytest.skip('no GPU')": 5,
+        "": 5,
+    }
+    files = [tmp_path / f"test_{number}.py" for number in range(len(tests))]
+    for file, text in zip(files, tests):
+        file.write_text(text)
+    command = [sys.executable, "-c", RUN_EACH, str(tmp_path), *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stderr.split() == [str(code) for code in tests.values()]

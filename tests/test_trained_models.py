@@ -47,9 +47,10 @@ def trained(request: pytest.FixtureRequest) -> Iterator[Trained]:
 def test_bf16_experts_write_the_same(trained: Trained) -> None:
     """A greedy continuation is the unswapped model's own if that model, reading it, would have chosen each token."""
     swapped = trained.swapped(experts="bf16")
-    found = evaluate.divergence(trained.model, swapped, trained.ids)
+    found = evaluate.divergence(trained.model, swapped, trained.ids[:1024])
     assert found.mean_nats <= 1e-3
-    lines = (MODELS / "prompts.jsonl").read_text("utf-8").splitlines()
+    # Every other one, since a CPU without bf16 takes a minute for all; `ktinject eval` takes all.
+    lines = (MODELS / "prompts.jsonl").read_text("utf-8").splitlines()[::2]
     prompts = [torch.tensor(trained.tokenizer(json.loads(line)["prompt"])["input_ids"]) for line in lines]
     identical = 0
     for prompt in prompts:
@@ -63,8 +64,8 @@ def test_bf16_experts_write_the_same(trained: Trained) -> None:
                 .argmax(-1)
             )
         identical += chosen.tolist() == written
-    assert len(prompts) == 20
-    assert identical >= 18
+    assert len(prompts) == 10
+    assert identical >= 9
 
 
 @pytest.mark.parametrize(

@@ -345,9 +345,6 @@ def test_a_generation_config_that_cannot_be_read_is_refused(tmp_path: Path) -> N
         "import transformers; import ktinject",
         "import ktinject; import transformers",
         # What is asked of transformers first decides the order in which its modules import one another.
-        "import ktinject, transformers; from transformers import AutoModelForCausalLM",
-        "import ktinject, transformers; from transformers import AutoTokenizer",
-        "import ktinject, transformers; from transformers import DeepseekV3Config",
         "import ktinject, transformers; from transformers.models.deepseek_v3 import modeling_deepseek_v3",
     ],
 )

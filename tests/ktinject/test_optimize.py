@@ -294,7 +294,8 @@ for spare in range(0, 1 << 28, 3 << 20):
         refused += 1
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert pages(1) < resident * 1.01, (pages(1), resident)
+    # Within 1 %, and what the allocator keeps.
+    assert pages(1) < resident * 1.01 + 256, (pages(1), resident)
 print(refused)
 """
 
