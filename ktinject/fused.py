@@ -56,12 +56,14 @@ class Fused:
                 arrived[device] = torch.zeros(decode_ops.MOST_ROWS * heads, dtype=torch.int32, device=device)
             return arrived[device]
 
-        def is_known(module: nn.Module) -> bool:
-            return "forward" not in vars(module) and known(module, counter(module)) is not None
+        def step_of(module: nn.Module) -> Step | None:
+            return None if "forward" in vars(module) else known(module, counter(module))
 
-        self.twin = twin.tree(model, is_known, without=("ktinject_decoding",))
+        self.twin = twin.tree(
+            model, lambda module: step_of(module) is not None, without=("ktinject_decoding",)
+        )
         for path, module in self.twin.named_modules():
-            step = known(module, counter(module)) if is_known(module) else None
+            step = step_of(module)
             if step is not None:
                 self._steps[path] = (module, step)
 
