@@ -44,7 +44,7 @@ from ktinject.graph import MAX_BATCH, Lane, power_of_two
 from ktinject.operators import Operator
 from ktinject.operators.handoff import Handoff, wake
 from ktinject.sampling import Request, Sampler, Sampling
-from ktinject.swapped import own_class, put_before
+from ktinject.swapped import Methods, own_class, put_before
 from ktinject.team import Team
 from ktinject.watch import Watch, active_mode, replaced_method, undeclared
 
@@ -259,17 +259,10 @@ def install(model: PreTrainedModel, team: Team | None = None) -> None:
     put_before(model, _Swapped if team is None else _Shared)
 
 
-class _Swapped:
+class _Swapped(Methods):
     """The methods that differ from the model's own class."""
 
     ktinject_decoding: Decoding
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is of the model's own class: operators refuse to be copied, but there may be none."""
-        base = own_class(self)
-        _, _, state, *rest = base.__reduce_ex__(self, protocol)
-        state = {name: value for name, value in state.items() if name != "ktinject_decoding"}
-        return object.__new__, (base,), state, *rest
 
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
         return self.ktinject_decoding.replay or own_class(self).get_compiled_call(self, compile_config)

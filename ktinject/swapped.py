@@ -28,7 +28,7 @@ def install(model: PreTrainedModel) -> None:
     put_before(model, _Swapped)
 
 
-def put_before(model: Any, methods: type) -> None:
+def put_before(model: Any, methods: type[Methods]) -> None:
     """Make a model an instance of a subclass of its class, of the same name, where those methods come first."""
     ours, own = _MADE.get(type(model), ((), type(model)))
     model.__class__ = _class_of(methods, *ours, own)
@@ -52,20 +52,24 @@ def _class_of(*bases: Any) -> Any:
     return made
 
 
-_Base: Any = object  # at run time it stands before a PreTrainedModel
+class Methods:
+    """What `put_before` puts before a model's own class derives from this."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is of the model's own class, and decodes so; operators refuse a deep one, but there may be none."""
+        own = own_class(self)
+        _, _, state, *rest = own.__reduce_ex__(self, protocol)
+        state = {name: value for name, value in state.items() if name != "ktinject_decoding"}
+        return object.__new__, (own,), state, *rest
 
 
-class _Swapped(_Base):
+_Methods: Any = Methods  # at run time it stands before a PreTrainedModel
+
+
+class _Swapped(_Methods):
     """The methods that differ from the model's own class."""
 
     _said_frozen = False
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A shallow copy is of the model's own class; operators refuse a deep one."""
-        make, arguments, *rest = super().__reduce_ex__(protocol)
-        if make is not object.__new__:
-            arguments = (own_class(self),)
-        return object.__new__, arguments, *rest
 
     def train(self, mode: bool = True) -> Any:
         """As of any module; where that would train all parameters, says once which are not among them."""
