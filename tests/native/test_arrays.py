@@ -5,7 +5,6 @@ The list of bindings is what the module exports, so that a new one that takes an
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
+from silu_layers import silu_experts
 from torch import Tensor
 
 from ktinject import _native
@@ -64,21 +64,7 @@ ARRAYS = [*arrays()]
 
 
 def experts(weights: str = "bf16", hidden: int = 64) -> Any:
-    made = _native.Experts(
-        experts=2,
-        hidden_size=hidden,
-        intermediate_size=32,
-        weights=weights,
-        group_size=0,
-        has_gate=True,
-        has_bias=True,
-        activation="silu",
-        alpha=1.0,
-        gate_max=math.inf,
-        up_limit=math.inf,
-        up_offset=0.0,
-        kernel="auto",
-    )
+    made = silu_experts(2, hidden, 32, weights, has_bias=True)
     made.allocate()
     for expert in range(2):
         for projection, shape in (("gate", (32, hidden)), ("up", (32, hidden)), ("down", (hidden, 32))):

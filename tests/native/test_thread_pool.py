@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from silu_layers import silu_experts
 
 from ktinject import _native
 
@@ -25,19 +26,7 @@ def automatic_threads():
 
 
 def layer(weights: str = "bf16", seed: int = 0) -> _native.Experts:
-    experts = _native.Experts(
-        **SIZES,
-        weights=weights,
-        group_size=32 if weights == "int4" else 0,
-        has_gate=True,
-        has_bias=False,
-        activation="silu",
-        alpha=1.0,
-        gate_max=math.inf,
-        up_limit=math.inf,
-        up_offset=0.0,
-        kernel="auto",
-    )
+    experts = silu_experts(**SIZES, weights=weights, group_size=32 if weights == "int4" else 0)
     experts.allocate()
     torch.manual_seed(seed)
     for e in range(SIZES["experts"]):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import pytest
 import torch
+from silu_layers import silu_experts
 
 from ktinject import _native
 
 
 def experts(weights: str = "bf16", has_bias: bool = True) -> _native.Experts:
-    return _native.Experts(
-        experts=4, hidden_size=200, intermediate_size=72, weights=weights, group_size=64 if weights == "int4" else 0,
-        has_gate=True, has_bias=has_bias, activation="silu", alpha=1.0, gate_max=inf, up_limit=inf, up_offset=0.0,
-        kernel="auto",
-    )  # fmt: skip
+    return silu_experts(4, 200, 72, weights, 64 if weights == "int4" else 0, has_bias)
 
 
 def call(layer: _native.Experts, tokens: int = 3, expert: int = 0) -> torch.Tensor:

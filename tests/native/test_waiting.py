@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from silu_layers import silu_experts
 from torch import Tensor
 
 from ktinject import _native
@@ -27,21 +27,7 @@ SHAPE = {"gate": (48, 64), "up": (48, 64), "down": (64, 48)}
 def experts(
     weights: str = "bf16", has_bias: bool = True, hidden: int = 64, inner: int = 48
 ) -> _native.Experts:
-    return _native.Experts(
-        experts=3,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        weights=weights,
-        group_size=0,
-        has_gate=True,
-        has_bias=has_bias,
-        activation="silu",
-        alpha=1.0,
-        gate_max=math.inf,
-        up_limit=math.inf,
-        up_offset=0.0,
-        kernel="auto",
-    )
+    return silu_experts(3, hidden, inner, weights, has_bias=has_bias)
 
 
 def linear(out_features: int, in_features: int) -> _native.Linear:
