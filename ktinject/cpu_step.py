@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from ktinject import _native, twin
+from ktinject import _native, decode, twin
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.operators.cpu_linear import CpuLinear
@@ -86,16 +86,7 @@ class CpuStep:
             head: Tensor = model.lm_head(out)
             return head
         model = model if self.refused else self._comparing(model, call)
-        outputs = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-        )
-        logits: Tensor = outputs.logits[:, -1]
-        return logits
+        return decode.logits_of(model, ids, mask, positions, cache)
 
     def prove(self, step: Callable[[], None], again: Callable[[], None]) -> None:
         """Settle whether steps run natively, if that is open.

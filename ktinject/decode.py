@@ -120,3 +120,17 @@ def run(
     if streamer is not None:
         streamer.end()
     return torch.cat([prompt, torch.stack(produced, dim=1).to(prompt.device)], dim=1)
+
+
+def logits_of(model: Callable[..., Any], ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+    """One step of a model as transformers calls it: ids and positions [b, 1], mask [b, 1, 1, n] bool → [b, v]."""
+    outputs = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+    )
+    logits: Tensor = outputs.logits[:, -1]
+    return logits

@@ -613,17 +613,7 @@ def _forward(
         raise OperatorError(
             f"generate: {why}, of which a request's mask is made. Change it between requests."
         )
-    step: Any = model if fused is None else fused
-    outputs = step(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        return_dict=True,
-    )
-    logits: Tensor = outputs.logits[:, -1]
-    return logits
+    return decode.logits_of(model if fused is None else fused, ids, mask, positions, cache)
 
 
 def _unrecordable(model: PreTrainedModel) -> str:

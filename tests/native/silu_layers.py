@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from ktinject import _native
 
@@ -16,12 +15,6 @@ def silu_experts(
     group_size: int = 0,
     has_bias: bool = False,
 ) -> _native.Experts:
-    arguments: dict[str, Any] = {
-        "activation": "silu",
-        "alpha": 1.0,
-        "gate_max": math.inf,
-        "up_limit": math.inf,
-    }
     return _native.Experts(
         experts=experts,
         hidden_size=hidden_size,
@@ -30,7 +23,10 @@ def silu_experts(
         group_size=group_size,
         has_gate=True,
         has_bias=has_bias,
+        activation="silu",
+        alpha=1.0,
+        gate_max=math.inf,
+        up_limit=math.inf,
         up_offset=0.0,
         kernel="auto",
-        **arguments,
     )
