@@ -41,7 +41,7 @@
 
 #include "decode/choose.hpp"
 #include "decode/decoder.hpp"
-#include "linear/linear.hpp"
+#include "gemm/linear.hpp"
 #include "moe/experts.hpp"
 #include "moe/leader.hpp"
 #include "runtime/thread_pool.hpp"
