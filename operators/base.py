@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from ktinject.errors import OperatorError
 
 if TYPE_CHECKING:
+    from ktinject.checkpoints.stored import Format
+    from ktinject.loading.fill import Stored
     from ktinject.machine import Machine
-    from ktinject.weights.fill import Stored
-    from ktinject.weights.stored import Format
 
 
 @dataclass(frozen=True)
