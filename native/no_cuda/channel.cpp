@@ -1,4 +1,4 @@
-#include "cuda/handoff.hpp"
+#include "handoff/channel.hpp"
 
 #include "no_cuda/refuse.hpp"
 

@@ -1,4 +1,4 @@
-#include "moe/leader.hpp"
+#include "handoff/dispatcher.hpp"
 
 #include <immintrin.h>
 #include <linux/futex.h>
@@ -46,7 +46,7 @@ std::atomic<double> timeout_s{60};
 
 struct Global {
   std::mutex mutex;
-  std::atomic<Leader*> leader{nullptr};
+  std::atomic<Dispatcher*> dispatcher{nullptr};
 };
 
 Global* global = nullptr;
@@ -55,7 +55,7 @@ std::once_flag global_once;
 Global& state() {
   std::call_once(global_once, [] {
     global = new Global;
-    // The child has none of the parent's threads; what is left of the parent's leader is never touched again.
+    // The child has none of the parent's threads; what is left of the parent's dispatcher is never touched again.
     pthread_atfork(nullptr, nullptr, [] { global = new Global; });
   });
   return *global;
@@ -71,25 +71,25 @@ void Request::compute(const Experts& experts) const {
   else experts.forward(x, dtype, static_cast<const int32_t*>(ids), weights, tokens, top_k, out);
 }
 
-Leader& leader() {
+Dispatcher& dispatcher() {
   Global& here = state();
-  if (Leader* found = here.leader.load(std::memory_order_acquire)) return *found;
+  if (Dispatcher* found = here.dispatcher.load(std::memory_order_acquire)) return *found;
   std::lock_guard lock(here.mutex);
-  if (Leader* found = here.leader.load(std::memory_order_acquire)) return *found;
-  auto* made = new Leader;  // lives as long as the process: a GPU may write to its rings at any time
+  if (Dispatcher* found = here.dispatcher.load(std::memory_order_acquire)) return *found;
+  auto* made = new Dispatcher;  // lives as long as the process: a GPU may write to its rings at any time
   std::thread([made] { made->loop(); }).detach();
-  here.leader.store(made, std::memory_order_release);
+  here.dispatcher.store(made, std::memory_order_release);
   return *made;
 }
 
-void Leader::watch(const uint64_t* ring) {
+void Dispatcher::watch(const uint64_t* ring) {
   const size_t index = ring_count_.load();
   if (index == rings_.size()) throw std::runtime_error("too many rings");
   rings_[index] = {ring, 0};
   ring_count_.store(index + 1, std::memory_order_release);
 }
 
-uint32_t Leader::open(Work* work) {
+uint32_t Dispatcher::open(Work* work) {
   for (uint32_t port = 0; port < kMostPorts; ++port) {
     Work* free = nullptr;
     if (ports_[port].work.compare_exchange_strong(free, work))
@@ -98,13 +98,13 @@ uint32_t Leader::open(Work* work) {
   throw std::runtime_error("more than " + std::to_string(kMostPorts) + " handoff slots are in use; drop a model first");
 }
 
-void Leader::close(uint32_t address) {
+void Dispatcher::close(uint32_t address) {
   Port& port = ports_[address % (1u << kPortBits)];
   port.generation.fetch_add(1);  // before the port is free for others
   if (const Work* work = port.work.exchange(nullptr)) settle(work);
 }
 
-bool Leader::settle(const Work* work, double seconds) const {
+bool Dispatcher::settle(const Work* work, double seconds) const {
   const auto start = Clock::now();
   while (running_.load() == work) {
     if (Clock::now() - start > std::chrono::duration<double>(seconds)) return false;
@@ -113,24 +113,24 @@ bool Leader::settle(const Work* work, double seconds) const {
   return true;
 }
 
-void Leader::enqueue(uintptr_t posted) {
+void Dispatcher::enqueue(uintptr_t posted) {
   const uint32_t ticket = post_ticket_.fetch_add(1);
   auto& place = posted_[ticket % posted_.size()];
   for (uintptr_t free = 0; !place.compare_exchange_weak(free, posted); free = 0) sched_yield();
   wake();
 }
 
-void Leader::wake() {
+void Dispatcher::wake() {
   wake_.fetch_add(1);
   if (sleeping_.load()) futex_wake(wake_);
 }
 
-void Leader::pause(bool paused) {
+void Dispatcher::pause(bool paused) {
   paused_ = paused;
   wake();
 }
 
-Work* Leader::next() {
+Work* Dispatcher::next() {
   if (paused_.load(std::memory_order_relaxed)) return nullptr;
   auto& place = posted_[post_next_ % posted_.size()];
   if (place.load(std::memory_order_relaxed) != 0) {
@@ -152,7 +152,7 @@ Work* Leader::next() {
 }
 
 // Whose address it is, already announced as running; null if that was closed.
-Work* Leader::find(uint32_t address) {
+Work* Dispatcher::find(uint32_t address) {
   const uint32_t index = address % (1u << kPortBits);
   if (index == kMostPorts) return nullptr;
   Port& port = ports_[index];
@@ -165,9 +165,9 @@ Work* Leader::find(uint32_t address) {
   return nullptr;
 }
 
-void Leader::loop() {
+void Dispatcher::loop() {
   // Not pinned: it starts the pool where nobody has before, and threads inherit their mask from who starts them.
-  pthread_setname_np(pthread_self(), "ktinject-leader");
+  pthread_setname_np(pthread_self(), "kt-dispatcher");
   set_patience(kPatienceMicroseconds);
   uint32_t woken = wake_.load();
   auto active = Clock::now();
@@ -205,7 +205,7 @@ void Leader::loop() {
   }
 }
 
-void Leader::run(Work* work) {
+void Dispatcher::run(Work* work) {
   running_.store(work);
   work->run();
   running_.store(nullptr);
@@ -218,7 +218,7 @@ Task::~Task() {
 
 void Task::submit() {
   submitted_ = true;
-  leader().post(this);
+  dispatcher().post(this);
 }
 
 void Task::run() noexcept {

@@ -1,7 +1,7 @@
-// From a CUDA stream to the leader and back, in order, eagerly or captured, without a call of the CUDA API by any
+// From a CUDA stream to the dispatcher and back, in order, eagerly or captured, without a call of the CUDA API by any
 // other thread.
 //
-//   stream                        mapped host memory                leader
+//   stream                        mapped host memory                dispatcher
 //   submit kernel   ── x, then an entry; ids, weights ──►   finds the entry, then ids and weights, computes
 //   (other work)                                            writes the output, raises `answer`
 //   wait kernel     ◄── watches both, takes the output ──   (next entry)

@@ -18,6 +18,7 @@
 #include <memory>
 #include <string>
 
+#include "handoff/protocol.hpp"
 #include "moe/experts.hpp"
 #include "runtime/waiting.hpp"
 
@@ -44,15 +45,10 @@ struct Request {
   void compute(const Experts& experts) const;
 };
 
-class Leader {
+class Dispatcher {
  public:
-  static constexpr uint32_t kRingEntries = 4096;
-  static constexpr uint32_t kAnnounced = 1u << 31;  // set in entries whose submit called announce()
-  static constexpr uint32_t kPortBits = 12;         // of an address; above them is the port's generation
-  static constexpr uint32_t kMostPorts = (1u << kPortBits) - 1;
-  static constexpr uint32_t kNobody = kAnnounced - 1;  // an address that open() never gives: its entries only count
-
-  // A ring in memory that one GPU writes and the leader reads: (ticket + 1) << 32 | address. It is never taken away.
+  // A ring in memory that one GPU writes and the dispatcher reads: (ticket + 1) << 32 | address. It is never taken
+  // away.
   void watch(const uint64_t* ring);
 
   // An address by which rings and ring() may ask for `work`. Whoever asks may be late: close() waits until the work
@@ -85,7 +81,7 @@ class Leader {
   void pause(bool paused);
 
  private:
-  friend Leader& leader();
+  friend Dispatcher& dispatcher();
   void loop();
   void enqueue(uintptr_t posted);
   Work* next();
@@ -114,10 +110,10 @@ class Leader {
   std::atomic<bool> sleeping_{false};
 };
 
-// The process's leader, started on first use; a forked child starts its own.
-Leader& leader();
+// The process's dispatcher, started on first use; a forked child starts its own.
+Dispatcher& dispatcher();
 
-// A request from the host, run by the leader while the caller goes on.
+// A request from the host, run by the dispatcher while the caller goes on.
 class Task : public Work {
  public:
   Task(const Experts& experts, const Request& request) : experts_(experts), request_(request) {}
@@ -131,7 +127,7 @@ class Task : public Work {
  private:
   const Experts& experts_;
   const Request request_;
-  bool is_lost() const { return forks_ != forks(); }  // its leader is the parent's
+  bool is_lost() const { return forks_ != forks(); }  // its dispatcher is the parent's
 
   bool submitted_ = false;
   const int forks_ = forks();
