@@ -1,5 +1,5 @@
 // Work for the experts that is handed in by one call and waited for by another.
-#include "cuda/handoff.hpp"
+#include "handoff/channel.hpp"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -12,7 +12,7 @@
 #include "bindings/waiting.hpp"
 #include "cuda/resident.hpp"
 #include "cuda/rms_norm.hpp"
-#include "moe/leader.hpp"
+#include "handoff/dispatcher.hpp"
 
 namespace nb = nanobind;
 
@@ -34,7 +34,7 @@ T* pointer(uintptr_t address) {
 
 void init_handoff(nb::module_& m) {
   using HeldTask = EndsWithoutGil<Task>;
-  nb::class_<HeldTask>(m, "Task", "One request in host memory, run by the leader while the caller goes on.")
+  nb::class_<HeldTask>(m, "Task", "One request in host memory, run by the dispatcher thread while the caller goes on.")
       .def(
           "__init__",
           [](HeldTask* self, const Experts& experts, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit,
@@ -46,7 +46,7 @@ void init_handoff(nb::module_& m) {
           nb::arg("experts"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
           nb::arg("weights"), nb::arg("out"), nb::arg("tokens"), nb::arg("top_k"), nb::keep_alive<1, 2>(),
           "Addresses of contiguous tensors, which must outlive the task.")
-      .def("submit", &Task::submit, nb::call_guard<nb::gil_scoped_release>(), "Hand it to the leader.")
+      .def("submit", &Task::submit, nb::call_guard<nb::gil_scoped_release>(), "Hand it to the dispatcher thread.")
       .def("wait", &Task::wait, nb::call_guard<nb::gil_scoped_release>(),
            "Return when it is computed. Raises what the computation raised, or RuntimeError if nobody answers.")
       .def_prop_ro("done", &Task::done, "Whether it is computed.");
@@ -146,12 +146,16 @@ void init_handoff(nb::module_& m) {
       },
       nb::arg("from_device"), nb::arg("to_host"), nb::arg("bytes"), nb::arg("stream"),
       nb::call_guard<nb::gil_scoped_release>(), "Copy from a device to the host through a stream.");
-  m.def("handoff_wake", [] { leader().wake(); }, "Wake the leader: before the replay of a graph with submits in it.");
   m.def(
-      "handoff_pause", [](bool paused) { leader().pause(paused); }, nb::arg("paused"), "For tests: let nobody answer.");
+      "handoff_wake", [] { dispatcher().wake(); },
+      "Wake the dispatcher thread: before the replay of a graph with submits in it.");
   m.def(
-      "handoff_naps", [] { return leader().naps(); },
-      "For tests: whether the leader naps where it would else sleep, since submits are under way or were captured.");
+      "handoff_pause", [](bool paused) { dispatcher().pause(paused); }, nb::arg("paused"),
+      "For tests: let nobody answer.");
+  m.def(
+      "handoff_naps", [] { return dispatcher().naps(); },
+      "For tests: whether the dispatcher naps where it would else sleep, since submits are under way or were "
+      "captured.");
   m.def(
       "rms_norm",
       [](uintptr_t x, uintptr_t weight, uintptr_t out, int dtype, int64_t rows, int n, float epsilon, Stream stream) {

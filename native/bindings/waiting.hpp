@@ -1,4 +1,4 @@
-// Calls that wait: for their turn at the pool, for the leader, for a GPU. All of them let go of the GIL. Another
+// Calls that wait: for their turn at the pool, for the dispatcher, for a GPU. All of them let go of the GIL. Another
 // thread's computation may be what they wait for, and that needs the GIL now and then, to look for Ctrl-C.
 #pragma once
 

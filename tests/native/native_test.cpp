@@ -2,7 +2,7 @@
 //
 //   native_test forward      every kernel of the table against the reference kernel of its format, for 1 to 4 nodes
 //   native_test pool         exceptions, cancelling, waiting tasks, turns, forks, many CPUs and nodes
-//   native_test leader       late entries of rings and of the host, whose owner has gone; naps that end
+//   native_test dispatcher   late entries of rings and of the host, whose owner has gone; naps that end
 //   native_test sharing      several threads on one object, which others change
 //   native_test allocations  the n-th allocation fails, for every n
 //   native_test churn N      N times: submit, cancel, fork; memory, threads and open files must stay as they were
@@ -41,9 +41,9 @@
 
 #include "decode/choose.hpp"
 #include "decode/decoder.hpp"
-#include "linear/linear.hpp"
+#include "gemm/linear.hpp"
+#include "handoff/dispatcher.hpp"
 #include "moe/experts.hpp"
-#include "moe/leader.hpp"
 #include "runtime/thread_pool.hpp"
 
 using namespace ktinject;
@@ -625,78 +625,77 @@ struct Counted final : Work {
   void run() noexcept override { ++runs; }
 };
 
-// A ring as a GPU writes it, and the leader that reads it.
+// A ring as a GPU writes it, and the dispatcher that reads it.
 class TestRing {
  public:
-  TestRing() { leader().watch(entries_->data()); }
+  TestRing() { dispatcher().watch(entries_->data()); }
   void ring(uint32_t address) {
     const uint64_t entry = uint64_t{++tickets_} << 32 | address;
-    __atomic_store_n(&(*entries_)[(tickets_ - 1) % Leader::kRingEntries], entry, __ATOMIC_RELEASE);
-    leader().wake();
+    __atomic_store_n(&(*entries_)[(tickets_ - 1) % kRingEntries], entry, __ATOMIC_RELEASE);
+    dispatcher().wake();
   }
-  // Returns when the leader has seen all that was written before.
+  // Returns when the dispatcher has seen all that was written before.
   void drain() {
     Counted last;
-    const uint32_t address = leader().open(&last);
+    const uint32_t address = dispatcher().open(&last);
     ring(address);
     while (last.runs == 0) std::this_thread::yield();
-    leader().close(address);
+    dispatcher().close(address);
   }
 
  private:
-  // It is never taken away from the leader.
-  std::array<uint64_t, Leader::kRingEntries>* const entries_ = new std::array<uint64_t, Leader::kRingEntries>{};
+  // It is never taken away from the dispatcher.
+  std::array<uint64_t, kRingEntries>* const entries_ = new std::array<uint64_t, kRingEntries>{};
   uint32_t tickets_ = 0;
 };
 
-void test_leader() {
-  Leader& leads = leader();
+void test_dispatcher() {
   TestRing gpu;
   for (const bool by_host : {false, true}) {
     const std::string who = by_host ? "host function" : "GPU";
-    auto ask = [&](uint32_t address) { by_host ? leads.ring(address) : gpu.ring(address); };
+    auto ask = [&](uint32_t address) { by_host ? dispatcher().ring(address) : gpu.ring(address); };
     auto first = std::make_unique<Counted>();
-    const uint32_t old = leads.open(first.get());
+    const uint32_t old = dispatcher().open(first.get());
     ask(old);
     gpu.drain();
     check(first->runs == 1, who + ": what an open address names is run");
 
-    leads.pause(true);  // a leader that comes late: the answer is given up, and the model dropped
+    dispatcher().pause(true);  // a dispatcher that comes late: the answer is given up, and the model dropped
     ask(old);
-    leads.close(old);
+    dispatcher().close(old);
     first.reset();
     Counted second;
-    const uint32_t address = leads.open(&second);
+    const uint32_t address = dispatcher().open(&second);
     check(address != old, who + ": no address is given twice");
-    check((address ^ old) % (1u << Leader::kPortBits) == 0, who + ": the test is of a port that has a new owner");
-    leads.pause(false);
+    check((address ^ old) % (1u << kPortBits) == 0, who + ": the test is of a port that has a new owner");
+    dispatcher().pause(false);
     gpu.drain();
     check(second.runs == 0, who + ": a late entry does not run the port's new owner");
     ask(address);
     gpu.drain();
     check(second.runs == 1, who + ": its own entry does");
-    leads.close(address);
+    dispatcher().close(address);
   }
 
   bool fits = true;
   Counted work;
   for (uint32_t i = 0; i < (1u << 19) + 10; ++i) {  // more than there are generations
-    const uint32_t address = leads.open(&work);
-    fits = fits && (address & Leader::kAnnounced) == 0 && address != Leader::kNobody;
-    leads.close(address);
+    const uint32_t address = dispatcher().open(&work);
+    fits = fits && (address & kAnnounced) == 0 && address != kNobody;
+    dispatcher().close(address);
   }
   check(fits, "generations stay within an address");
-  const uint32_t address = leads.open(&work);
+  const uint32_t address = dispatcher().open(&work);
   gpu.ring(address);
   gpu.drain();
   check(work.runs == 1, "addresses go on after the last generation");
-  leads.close(address);
+  dispatcher().close(address);
 
-  leads.announce();
-  check(leads.naps(), "an announced submit is waited for in naps");
-  gpu.ring(Leader::kAnnounced | Leader::kNobody);
+  dispatcher().announce();
+  check(dispatcher().naps(), "an announced submit is waited for in naps");
+  gpu.ring(kAnnounced | kNobody);
   gpu.drain();
-  check(!leads.naps(), "a submit that got no slot ends the naps");
+  check(!dispatcher().naps(), "a submit that got no slot ends the naps");
 }
 
 // `call` with its n-th allocation failing, for n from 1 on, until it needs no more. Each time on a new thread, with a
@@ -858,12 +857,12 @@ int main(int argc, char** argv) {
   try {
     if (mode == "forward") test_forward();
     else if (mode == "pool") test_pool(forks), test_turns(forks), test_big_machines(forks);
-    else if (mode == "leader") test_leader();
+    else if (mode == "dispatcher") test_dispatcher();
     else if (mode == "sharing") test_sharing();
     else if (mode == "allocations") test_allocations();
     else if (mode == "churn") test_churn(argc > 2 ? std::atoi(argv[2]) : 1000, forks);
     else if (mode == "placement") test_placement();
-    else check(false, "a mode is named: forward, pool, leader, sharing, allocations, churn N or placement");
+    else check(false, "a mode is named: forward, pool, dispatcher, sharing, allocations, churn N or placement");
   } catch (const std::exception& error) {
     check(false, error.what());
   }

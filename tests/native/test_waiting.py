@@ -266,7 +266,7 @@ def in_a_child(work: Callable[[], bool]) -> int:
 
 
 def test_a_fork_with_a_task_under_way() -> None:
-    """The child has no leader to wait for: the task is lost there, and all else works."""
+    """The child has no dispatcher to wait for: the task is lost there, and all else works."""
     small = allocated(experts())
     want = forward(small)
     x, out = torch.ones(1, 64), torch.empty(1, 64)

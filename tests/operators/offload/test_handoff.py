@@ -94,7 +94,7 @@ def test_a_ticket_is_waited_for_once() -> None:
         here.wait(ticket)
 
 
-def test_a_lost_leader_is_an_error(nobody_answers: None) -> None:
+def test_a_lost_dispatcher_is_an_error(nobody_answers: None) -> None:
     here, arguments = way(), inputs(1)
     ticket = here.submit(*arguments)
     with pytest.raises(OperatorError, match="no answer from the experts within"):
@@ -140,7 +140,7 @@ def test_many_threads() -> None:
     assert wrong == []
 
 
-def test_a_forked_child_has_a_leader_of_its_own() -> None:
+def test_a_forked_child_has_a_dispatcher_of_its_own() -> None:
     here, arguments = way(), inputs(2)
     want = here.wait(here.submit(*arguments))
     child = os.fork()
@@ -153,16 +153,16 @@ def test_a_forked_child_has_a_leader_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_an_idle_leader_takes_no_time() -> None:
+def test_an_idle_dispatcher_takes_no_time() -> None:
     here = way()
     here.wait(here.submit(*inputs(1)))
-    time.sleep(0.05)  # the workers' and the leader's spinning ends
+    time.sleep(0.05)  # the workers' and the dispatcher's spinning ends
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.003
 
 
-def test_workers_that_the_leader_starts_have_the_cpus_of_the_process() -> None:
+def test_workers_that_the_dispatcher_starts_have_the_cpus_of_the_process() -> None:
     """The pool is made where it is first used; threads inherit the mask of the thread that starts them."""
     cpus = os.sched_getaffinity(0)
     if len(cpus) < 2:

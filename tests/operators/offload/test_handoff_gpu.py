@@ -292,7 +292,7 @@ def test_a_failure_is_raised_to_one_of_several_threads(cuda: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("graph", [False, True])
-def test_a_lost_leader_releases_the_gpu(cuda: str, graph: bool, mode: handoff.Mode) -> None:
+def test_a_lost_dispatcher_releases_the_gpu(cuda: str, graph: bool, mode: handoff.Mode) -> None:
     here, arguments = way(mode=mode), inputs(2, device=cuda)
     here.prepare(torch.device(cuda))
     out = torch.empty_like(arguments[0])
@@ -325,8 +325,8 @@ def test_a_lost_leader_releases_the_gpu(cuda: str, graph: bool, mode: handoff.Mo
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_late_leader_does_not_answer_the_next_model(cuda: str, mode: handoff.Mode) -> None:
-    """Nobody answers in time, the model is dropped, and the next one has its buffers when the leader comes."""
+def test_a_late_dispatcher_does_not_answer_the_next_model(cuda: str, mode: handoff.Mode) -> None:
+    """Nobody answers in time, the model is dropped, and the next one has its buffers when the dispatcher comes."""
     arguments = inputs(2, device=cuda)
     before = _native.answer_timeout()
     _native.set_answer_timeout(0.3)
@@ -348,7 +348,7 @@ def test_a_late_leader_does_not_answer_the_next_model(cuda: str, mode: handoff.M
         for seed in range(5):
             new = inputs(2, seed, device=cuda)
             assert torch.equal(here.wait(here.submit(*new)).cpu(), plain(new, seed=1))
-        # A leader that waits for a submit that will not come would not answer this one in time.
+        # A dispatcher that waits for a submit that will not come would not answer this one in time.
         assert torch.equal(other.wait(other.submit(*arguments)).cpu(), plain(arguments))
         here.check()
         other.check()
@@ -357,7 +357,7 @@ def test_a_late_leader_does_not_answer_the_next_model(cuda: str, mode: handoff.M
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_late_leader_does_not_answer_the_next_submit(cuda: str, mode: handoff.Mode) -> None:
+def test_a_late_dispatcher_does_not_answer_the_next_submit(cuda: str, mode: handoff.Mode) -> None:
     here = way(mode=mode)
     before = _native.answer_timeout()
     _native.set_answer_timeout(0.3)
@@ -382,7 +382,7 @@ def test_a_late_leader_does_not_answer_the_next_submit(cuda: str, mode: handoff.
 
 
 def test_a_submit_that_gets_no_slot_ends_its_naps(cuda: str) -> None:
-    """In a process of its own: where graphs have been captured, the leader naps for good."""
+    """In a process of its own: where graphs have been captured, the dispatcher naps for good."""
     script = """
         import torch
         from handoff_cases import inputs, way

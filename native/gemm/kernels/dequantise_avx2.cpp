@@ -1,0 +1,116 @@
+// Decoding with AVX2: the two bytes of a bf16 are looked up apart, 32 weights at a time, and then brought together.
+// The tables are those of dequantise_avx512.cpp.
+#include <immintrin.h>
+
+#include "gemm/kernels/dequantise.hpp"
+#include "gemm/kernels/head.hpp"
+#include "gemm/vector_ops.hpp"
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+
+namespace ktinject {
+namespace {
+
+inline __m256i load(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
+
+// Sixteen bf16 values as their low and their high bytes, for lookups in both lanes.
+struct ByteTables {
+  __m256i low, high;
+  explicit ByteTables(const uint16_t* values) {
+    alignas(16) uint8_t bytes[2][16];
+    for (int i = 0; i < 16; ++i) {
+      bytes[0][i] = static_cast<uint8_t>(values[i]);
+      bytes[1][i] = static_cast<uint8_t>(values[i] >> 8);
+    }
+    low = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[0])));
+    high = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes[1])));
+  }
+  ByteTables() = default;
+};
+
+// bf16 lanes whose low and high bytes are the even, or the odd, bytes of two vectors.
+inline __m256i even_lanes(__m256i low, __m256i high) {
+  return _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi16(0xff)), _mm256_slli_epi16(high, 8));
+}
+inline __m256i odd_lanes(__m256i low, __m256i high) {
+  return _mm256_blendv_epi8(_mm256_srli_epi16(low, 8), high, _mm256_set1_epi16(static_cast<short>(0xff00)));
+}
+
+inline void store(std::byte* to, __m256i value) { _mm256_store_si256(reinterpret_cast<__m256i*>(to), value); }
+
+}  // namespace
+
+void avx2_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead, std::byte* to) {
+  constexpr int kBlocksAScale = kFp8Block / 32;
+  const __m256i low_bits = _mm256_set1_epi8(0x0f), exponent_bits = _mm256_set1_epi8(static_cast<char>(0xe8));
+  const __m256i sign = _mm256_set1_epi8(static_cast<char>(0x80)), zero = _mm256_setzero_si256();
+  const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 1024;
+  ByteTables normal[2], subnormal[2];
+  for (int block = first; block < first + blocks; ++block) {
+    if (block == first || block % kBlocksAScale == 0)
+      for (int tile = 0; tile < 2; ++tile) {
+        const float scale = fp8_scale(panel, block / kBlocksAScale, tile);
+        uint16_t values[2][16] = {};
+        for (int i = 0; i < 16; ++i) {
+          values[0][i] = float_to_bf16(static_cast<float>(8 + i % 8) * (i < 8 ? 0x1p-10f : 0x1p-9f) * scale);
+          if (i < 8) values[1][i] = float_to_bf16(static_cast<float>(i) * 0x1p-9f * scale);
+        }
+        normal[tile] = ByteTables(values[0]);
+        subnormal[tile] = ByteTables(values[1]);
+      }
+    for (int tile = 0; tile < 2; ++tile)
+      for (int row = 0; row < 8; ++row, from += 64, to += 128)
+        for (int half = 0; half < 64; half += 32) {
+          _mm_prefetch(reinterpret_cast<const char*>(from + ahead), _MM_HINT_T0);
+          const __m256i codes = load(from + half);
+          const __m256i index = _mm256_and_si256(codes, low_bits);
+          const __m256i is_subnormal = _mm256_cmpeq_epi8(_mm256_and_si256(codes, exponent_bits), zero);
+          const __m256i low = _mm256_blendv_epi8(_mm256_shuffle_epi8(normal[tile].low, index),
+                                                 _mm256_shuffle_epi8(subnormal[tile].low, index), is_subnormal);
+          __m256i high = _mm256_blendv_epi8(_mm256_shuffle_epi8(normal[tile].high, index),
+                                            _mm256_shuffle_epi8(subnormal[tile].high, index), is_subnormal);
+          high = _mm256_add_epi8(high, _mm256_and_si256(_mm256_srli_epi16(codes, 5), _mm256_set1_epi8(7)));
+          high = _mm256_or_si256(high, _mm256_and_si256(_mm256_slli_epi16(codes, 3), sign));
+          store(to + half, even_lanes(low, high));
+          store(to + 64 + half, odd_lanes(low, high));
+        }
+  }
+}
+
+void avx2_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                       std::byte* to) {
+  const ByteTables table(kE2m1Bits);
+  const __m256i low_bits = _mm256_set1_epi8(0x0f), magnitude = _mm256_set1_epi16(7);
+  const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 512;
+  const uint8_t* scales = mxfp4_scales(panel) + static_cast<size_t>(first) * kPanel;
+  for (int block = 0; block < blocks; ++block, scales += kPanel)
+    for (int tile = 0; tile < 2; ++tile) {
+      __m256i exponents[2];
+      for (int half = 0; half < 2; ++half) {
+        const __m256i scale =
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(scales + tile * kTile + half * 8)));
+        exponents[half] = _mm256_slli_epi16(_mm256_or_si256(scale, _mm256_slli_epi32(scale, 16)), 7);
+      }
+      for (int row = 0; row < 4; ++row, from += 64, to += 256)
+        for (int half = 0; half < 2; ++half) {
+          _mm_prefetch(reinterpret_cast<const char*>(from + ahead), _MM_HINT_T0);
+          const __m256i four = load(from + half * 32);
+          auto put = [&](int i, __m256i lanes, __m256i codes) {
+            const __m256i is_zero = _mm256_cmpeq_epi16(_mm256_and_si256(codes, magnitude), _mm256_setzero_si256());
+            store(to + i * 64 + half * 32, _mm256_andnot_si256(is_zero, _mm256_add_epi16(lanes, exponents[half])));
+          };
+          // Nibbles 0 and 2 of each lane, then 1 and 3.
+          for (int i = 0; i < 2; ++i) {
+            const __m256i codes = _mm256_and_si256(i == 0 ? four : _mm256_srli_epi16(four, 4), low_bits);
+            const __m256i low = _mm256_shuffle_epi8(table.low, codes), high = _mm256_shuffle_epi8(table.high, codes);
+            put(i, even_lanes(low, high), codes);
+            put(i + 2, odd_lanes(low, high), _mm256_srli_epi16(codes, 8));
+          }
+        }
+    }
+}
+
+}  // namespace ktinject
+
+#pragma GCC pop_options

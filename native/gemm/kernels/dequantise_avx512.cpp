@@ -1,0 +1,108 @@
+// Decoding with AVX-512: 16-bit lanes, so that one table lookup gives 32 weights.
+//
+// fp8: the low five bits of a packed byte (see `Fp8`) choose sign, mantissa and the lowest exponent bit of scale *
+// code, rounded to bf16; the upper three bits are added to the exponent. Codes with an exponent of zero come from a
+// table of their own. A scale belongs to a whole tile and four blocks, for which the two tables are made. mxfp4:
+// sixteen values, to whose exponent that of the scale is added; zeros stay zero.
+#include <immintrin.h>
+
+#include "gemm/kernels/dequantise.hpp"
+#include "gemm/kernels/head.hpp"
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")
+
+namespace ktinject {
+namespace {
+
+struct Fp8Tables {
+  __m512i normal, subnormal;
+};
+
+// 32 values in two halves, the second the negative of the first.
+inline __m512i scaled_table(__m512 values, __m512 scale) {
+  const __m512 product = _mm512_mul_ps(values, scale);
+  const __m512 negative = _mm512_castsi512_ps(
+      _mm512_or_si512(_mm512_castps_si512(product), _mm512_set1_epi32(static_cast<int>(0x80000000u))));
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(negative, product));
+}
+
+inline Fp8Tables fp8_tables(float scale) {
+  // Mantissas 8 ... 15 with exponents 0 and 1, as if an exponent of zero were normal too.
+  const __m512 normal = _mm512_setr_ps(0x1p-7f, 0x9p-10f, 0xap-10f, 0xbp-10f, 0xcp-10f, 0xdp-10f, 0xep-10f, 0xfp-10f,
+                                       0x1p-6f, 0x9p-9f, 0xap-9f, 0xbp-9f, 0xcp-9f, 0xdp-9f, 0xep-9f, 0xfp-9f);
+  const __m512 subnormal =
+      _mm512_setr_ps(0.0f, 0x1p-9f, 0x2p-9f, 0x3p-9f, 0x4p-9f, 0x5p-9f, 0x6p-9f, 0x7p-9f, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m512 all = _mm512_set1_ps(scale);
+  return {scaled_table(normal, all), scaled_table(subnormal, all)};
+}
+
+// The low byte of each lane decoded; what is in the high byte does not matter.
+inline __m512i fp8_lanes(__m512i codes, __m512i exponents, const Fp8Tables& tables) {
+  const __mmask32 subnormal = _mm512_testn_epi16_mask(codes, _mm512_set1_epi16(0x00e8));
+  const __m512i value =
+      _mm512_mask_permutexvar_epi16(_mm512_permutexvar_epi16(codes, tables.normal), subnormal, codes, tables.subnormal);
+  return _mm512_add_epi16(value, exponents);
+}
+
+}  // namespace
+
+void avx512_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                       std::byte* to) {
+  constexpr int kBlocksAScale = kFp8Block / 32;
+  const __m512i upper = _mm512_set1_epi16(0x0700);
+  const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 1024;
+  Fp8Tables tables[2];
+  for (int block = first; block < first + blocks; ++block, from += 1024) {
+    if (block == first || block % kBlocksAScale == 0)
+      for (int tile = 0; tile < 2; ++tile) tables[tile] = fp8_tables(fp8_scale(panel, block / kBlocksAScale, tile));
+#pragma GCC unroll 2
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma GCC unroll 8
+      for (int row = 0; row < 8; ++row, to += 128) {
+        const std::byte* codes = from + tile * 512 + row * 64;
+        _mm_prefetch(reinterpret_cast<const char*>(codes + ahead), _MM_HINT_T0);
+        const __m512i pair = _mm512_load_si512(codes);
+        _mm512_store_si512(to, fp8_lanes(pair, _mm512_and_si512(_mm512_slli_epi16(pair, 3), upper), tables[tile]));
+        _mm512_store_si512(to + 64, fp8_lanes(_mm512_srli_epi16(pair, 8),
+                                              _mm512_and_si512(_mm512_srli_epi16(pair, 5), upper), tables[tile]));
+      }
+    }
+  }
+}
+
+void avx512_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                         std::byte* to) {
+  const __m256i sixteen = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kE2m1Bits));
+  const __m512i table = _mm512_broadcast_i64x4(sixteen);  // twice: lookups see the lowest bit of the next code
+  const __m512i magnitude = _mm512_set1_epi16(7);
+  const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 512;
+  const uint8_t* scales = mxfp4_scales(panel) + static_cast<size_t>(first) * kPanel;
+  for (int block = 0; block < blocks; ++block, from += 512, scales += kPanel) {
+#pragma GCC unroll 2
+    for (int tile = 0; tile < 2; ++tile) {
+      const __m512i scale =
+          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + tile * kTile)));
+      const __m512i exponents = _mm512_slli_epi16(_mm512_or_si512(scale, _mm512_slli_epi32(scale, 16)), 7);
+#pragma GCC unroll 4
+      for (int row = 0; row < 4; ++row, to += 256) {
+        const std::byte* codes = from + tile * 256 + row * 64;
+        _mm_prefetch(reinterpret_cast<const char*>(codes + ahead), _MM_HINT_T0);
+        const __m512i four = _mm512_load_si512(codes);
+        auto store = [&](int i, __m512i lanes) {
+          const __m512i value = _mm512_permutexvar_epi16(lanes, table);
+          const __mmask32 used = _mm512_test_epi16_mask(lanes, magnitude);
+          _mm512_store_si512(to + i * 64, _mm512_maskz_add_epi16(used, value, exponents));
+        };
+        store(0, four);
+        store(1, _mm512_srli_epi16(four, 4));
+        store(2, _mm512_srli_epi16(four, 8));
+        store(3, _mm512_srli_epi16(four, 12));
+      }
+    }
+  }
+}
+
+}  // namespace ktinject
+
+#pragma GCC pop_options

@@ -1,0 +1,65 @@
+// Reading a packed panel's head; see gemm/layout.hpp.
+#pragma once
+
+#include "gemm/backends.hpp"
+
+namespace ktinject {
+
+struct Int8Head {
+  float scale[kPanel];
+  int32_t offset[kPanel];
+};
+
+inline const Int8Head& int8_head(const std::byte* panel) { return *reinterpret_cast<const Int8Head*>(panel); }
+inline const float* int4_levels(const std::byte* panel) { return reinterpret_cast<const float*>(panel); }
+inline const uint16_t* int4_scales(const std::byte* panel) {
+  return reinterpret_cast<const uint16_t*>(panel + kPanel * sizeof(float));
+}
+
+inline const uint8_t* int4_zeros(const Matrix& matrix, const std::byte* panel) {
+  return reinterpret_cast<const uint8_t*>(int4_scales(panel) + static_cast<size_t>(matrix.groups()) * kPanel);
+}
+inline float fp8_scale(const std::byte* panel, int group, int tile) {
+  return reinterpret_cast<const float*>(panel)[group * 2 + tile];
+}
+inline const uint8_t* mxfp4_scales(const std::byte* panel) { return reinterpret_cast<const uint8_t*>(panel); }
+
+// e4m3 (1 sign, 4 exponent, 3 mantissa bits, bias 7, no infinities) as it is packed: from the top, exponent bits 3 to
+// 1, sign, exponent bit 0, mantissa. So the low five bits choose among 32 values, and the rest is added to the
+// exponent. Scales are kept within 2^-100 ... 2^100, where no product of code and scale leaves the normal range of
+// bf16.
+struct Fp8 {
+  static constexpr float kMost = 448.0f;
+  static constexpr float kLeastScale = 0x1p-100f, kMostScale = 0x1p100f;
+
+  static bool is_nan(uint8_t e4m3) { return (e4m3 & 0x7f) == 0x7f; }
+  static uint8_t pack(uint8_t e4m3) {
+    return static_cast<uint8_t>((e4m3 & 0x0f) | (e4m3 & 0x80) >> 3 | (e4m3 & 0x70) << 1);
+  }
+  static float value(uint8_t packed) {
+    const int exponent = (packed & 0xe0) >> 4 | (packed & 8) >> 3, mantissa = packed & 7;
+    const float magnitude = exponent == 0
+                                ? static_cast<float>(mantissa) * 0x1p-9f
+                                : static_cast<float>(8 + mantissa) * 0x1p-10f * static_cast<float>(1 << exponent);
+    return packed & 0x10 ? -magnitude : magnitude;
+  }
+};
+
+// e2m1: 1 sign, 2 exponent, 1 mantissa bits. Scales (e8m0) are kept within 2 ... 252, where code * 2^(scale - 127) is a
+// normal bf16 or zero.
+struct Mxfp4 {
+  static constexpr int kLeastScale = 2, kMostScale = 252;
+
+  static float value(int code) {
+    constexpr float magnitudes[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+    return code & 8 ? -magnitudes[code & 7] : magnitudes[code & 7];
+  }
+  static float scale(uint8_t e8m0) {
+    const uint32_t bits = uint32_t{e8m0} << 23;
+    float value;
+    __builtin_memcpy(&value, &bits, sizeof value);
+    return value;
+  }
+};
+
+}  // namespace ktinject

@@ -1,0 +1,236 @@
+// Two steps: round or quantise each row of x once, then multiply in tasks of (some rows, some panels). With a single
+// row the first is done by the caller alone, so that a token costs one hand-out of tasks.
+#include "gemm/linear.hpp"
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+
+#include "runtime/thread_pool.hpp"
+
+namespace ktinject {
+namespace {
+
+// Slots of the pool's buffers; 0 belongs to packing. A layer has them to itself while it runs, as the experts have.
+enum Slot : size_t { kInput = 1, kInputScale, kInputSums, kThread };
+
+// Long inputs are cut so that the rounded rows stay below this.
+constexpr size_t kMostWorkspaceBytes = size_t{256} << 20;
+// Rows that a kernel is given at once, and rows times panels: 512 KiB of results, a part of an L2 cache.
+constexpr int kMostRows = 256;
+constexpr int kMostResults = 4096;
+// Less than this is left to the caller: waking workers would cost more.
+constexpr size_t kSerialBytes = size_t{128} << 10;
+constexpr int kTasksPerThread = 4;
+// Layers over one input that are multiplied together.
+constexpr size_t kMostTogether = 4;
+
+}  // namespace
+
+Linear::Linear(LinearConfig config)
+    : config_(std::move(config)),
+      kernels_(choose_kernel(config_.format, config_.kernel)),
+      stages_(&choose_stages(kernels_.many->isa & kernels_.few->isa)) {
+  check_size("out_features", config_.out_features, 1 << 24);
+  check_size("in_features", config_.in_features, kMostInputs);
+  check_format(config_.format, config_.group_size, config_.symmetric);
+  matrix_ = {config_.format,
+             config_.out_features,
+             config_.in_features,
+             scale_group(config_.format, config_.group_size),
+             (config_.out_features + kPanel - 1) / kPanel,
+             config_.symmetric};
+}
+
+size_t Linear::bytes() const {
+  return matrix_.bytes() + (config_.has_bias ? static_cast<size_t>(matrix_.panels) * kPanel * sizeof(float) : 0);
+}
+
+void Linear::allocate() {
+  const Session session;
+  if (data_.data() != nullptr) throw std::logic_error("allocate: this layer has its memory already; make another one");
+  Block data(matrix_.bytes()), bias;
+  if (config_.has_bias) bias = Block(static_cast<size_t>(matrix_.panels) * kPanel * sizeof(float));
+  data_ = std::move(data);
+  bias_ = std::move(bias);
+}
+
+void Linear::check(const Source& source, int k, const char* what) const {
+  auto refuse = [&](const std::string& why) { throw std::invalid_argument(std::string(what) + ": " + why); };
+  if (data_.data() == nullptr) refuse("allocate() was not called");
+  if (source.n != config_.out_features || source.k != k)
+    refuse("found shape [" + std::to_string(source.n) + ", " + std::to_string(source.k) + "]; expected [" +
+           std::to_string(config_.out_features) + ", " + std::to_string(k) + "]");
+}
+
+void Linear::load(const Source& weight) {
+  const Session workers;
+  check(weight, config_.in_features, "weight");
+  has_weight_ = false;  // what an error leaves is no weight
+  pack_matrix(*workers, matrix_, *stages_, weight, paired_tiles, data_.data(), "weight");
+  has_weight_ = true;
+}
+
+void Linear::load_bias(const Source& bias) {
+  if (!config_.has_bias) throw std::invalid_argument("bias: this layer was built without one");
+  const Session session;
+  check(bias, 1, "bias");
+  stages_->widen(bias.data, bias.dtype, bias.n_stride, bias.n, reinterpret_cast<float*>(bias_.data()));
+  has_bias_ = true;
+}
+
+bool Linear::has_weight() const {
+  const Session session;
+  return has_weight_;
+}
+
+bool Linear::has_bias() const {
+  const Session session;
+  return has_bias_;
+}
+
+void Linear::unpack(float* out) const {
+  const Session workers;
+  check({nullptr, DType::f32, config_.out_features, config_.in_features, 0, 0}, config_.in_features, "weight");
+  unpack_matrix(*workers, matrix_, data_.data(), paired_tiles, config_.out_features, out);
+}
+
+void Linear::unpack_bias(float* out) const {
+  const Session session;
+  if (bias_.data() == nullptr) throw std::invalid_argument("bias: there is none");
+  const auto* bias = reinterpret_cast<const float*>(bias_.data());
+  std::copy(bias, bias + config_.out_features, out);
+}
+
+void Linear::forward(const void* x, DType dtype, int rows, void* y) const {
+  const Product one{this, y};
+  forward(std::span(&one, 1), x, dtype, rows);
+}
+
+void Linear::forward(std::span<const Product> products, const void* x, DType dtype, int rows) {
+  while (!products.empty()) {
+    const Linear& front = *products.front().linear;
+    size_t alike = 1;
+    while (alike < products.size() && alike < kMostTogether && front.reads_as(*products[alike].linear)) ++alike;
+    const int most = std::max(
+        kMostRows, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / front.matrix_.row_bytes(), 1u << 20)));
+    for (int64_t first = 0; first < rows; first += most) {
+      std::array<Product, kMostTogether> part;
+      for (size_t i = 0; i < alike; ++i) {
+        const auto width = static_cast<size_t>(products[i].linear->config_.out_features) * dtype_bytes(dtype);
+        part[i] = {products[i].linear, static_cast<std::byte*>(products[i].y) + static_cast<size_t>(first) * width};
+      }
+      const auto width = static_cast<size_t>(front.config_.in_features) * dtype_bytes(dtype);
+      run(std::span(part.data(), alike), static_cast<const std::byte*>(x) + static_cast<size_t>(first) * width, dtype,
+          static_cast<int>(std::min<int64_t>(most, rows - first)));
+    }
+    products = products.subspan(alike);
+  }
+}
+
+bool Linear::reads_as(const Linear& other) const {
+  return matrix_.format == other.matrix_.format && matrix_.k == other.matrix_.k &&
+         matrix_.group_size == other.matrix_.group_size && kernels_.many == other.kernels_.many &&
+         kernels_.few == other.kernels_.few;
+}
+
+void Linear::run(std::span<const Product> products, const void* x, DType dtype, int rows) {
+  const Session session;
+  for (const Product& product : products)
+    if (product.linear->data_.data() == nullptr) throw std::invalid_argument("forward before allocate()");
+  ThreadPool& workers = *session;
+  const Linear& front = *products.front().linear;
+  const Matrix& matrix = front.matrix_;
+  const Stages& stages = *front.stages_;
+  const bool quantised = has_int8_rows(matrix.format), summed = matrix.format == Format::int4;
+  size_t bytes = 0, scratch = 0;
+  int panels = 0;
+  for (const Product& product : products) {
+    bytes += product.linear->matrix_.bytes();
+    scratch = std::max(scratch, scratch_bytes(product.linear->matrix_));
+    panels += product.linear->matrix_.panels;
+  }
+  const bool serial = bytes * static_cast<size_t>(rows) < kSerialBytes;
+  auto each = [&](int tasks, auto&& task) {
+    if (serial)
+      for (int index = 0; index < tasks; ++index) task(index, 0);
+    else workers.parallel_for(tasks, task);
+  };
+
+  const auto m = static_cast<size_t>(rows);
+  const size_t groups = summed ? static_cast<size_t>(matrix.groups()) : 0;
+  std::byte* input = workers.buffer(kInput, m * matrix.row_bytes());
+  auto* scale = quantised ? reinterpret_cast<float*>(workers.buffer(kInputScale, m * sizeof(float))) : nullptr;
+  auto* sums = summed ? reinterpret_cast<int32_t*>(workers.buffer(kInputSums, m * groups * sizeof(int32_t))) : nullptr;
+  // Memory a worker has to itself: a block of results, a row, the kernel's scratch.
+  constexpr size_t kResultBytes = size_t{kMostResults} * kPanel * sizeof(float);
+  const size_t thread_bytes = kResultBytes + matrix.row_bytes() + scratch;
+  std::byte* own = workers.buffer(kThread, thread_bytes * static_cast<size_t>(workers.threads()));
+
+  // 1: the input.
+  const size_t x_bytes = static_cast<size_t>(matrix.k) * dtype_bytes(dtype);
+  auto convert = [&](int row, std::byte* to) {
+    const void* from = static_cast<const std::byte*>(x) + static_cast<size_t>(row) * x_bytes;
+    if (!quantised) return stages.round_row(from, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(to));
+    scale[row] = stages.quantise_row(from, dtype, matrix.k, matrix.padded_k(), matrix.format == Format::int8 ? 128 : 0,
+                                     matrix.group_size, reinterpret_cast<uint8_t*>(to),
+                                     summed ? sums + static_cast<size_t>(row) * groups : nullptr);
+  };
+  if (rows == 1) {
+    convert(0, input);
+  } else {
+    each(rows, [&](int row, int worker) {
+      std::byte* one = own + static_cast<size_t>(worker) * thread_bytes + kResultBytes;
+      convert(row, one);
+      place_row(input, matrix.row_bytes(), rows, row, one);
+    });
+  }
+
+  // 2: the product. Fewer rows a task only where the panels are too few to go round.
+  const Kernel& kernel = front.kernels_(rows);
+  const int row_blocks = (rows + kMostRows - 1) / kMostRows;
+  const int per_block = std::max(1, workers.threads() * kTasksPerThread / row_blocks);
+  const int run_length = std::clamp(panels / per_block, 1, kMostResults / std::min(kMostRows, round_up(rows, kTile)));
+  std::array<int, kMostTogether + 1> starts{};  // of each layer's runs
+  for (size_t i = 0; i < products.size(); ++i)
+    starts[i + 1] = starts[i] + (products[i].linear->matrix_.panels + run_length - 1) / run_length;
+  each(starts[products.size()] * row_blocks, [&](int index, int worker) {
+    // Neighbouring tasks share their panels, which stay in the caches while the rows pass.
+    const int run = index / row_blocks, first = index % row_blocks * kMostRows;
+    size_t i = 0;
+    while (run >= starts[i + 1]) ++i;
+    const Linear& linear = *products[i].linear;
+    const int first_panel = (run - starts[i]) * run_length, count = std::min(kMostRows, rows - first);
+    // A run of whole groups of 16 rows is laid out like rows of its own.
+    const Rows taken{input + static_cast<size_t>(first) * matrix.row_bytes(), matrix.row_bytes(), count,
+                     quantised ? scale + first : nullptr,
+                     summed ? sums + static_cast<size_t>(first) * groups : nullptr};
+    std::byte* mine = own + static_cast<size_t>(worker) * thread_bytes;
+    const size_t y_bytes = static_cast<size_t>(linear.config_.out_features) * dtype_bytes(dtype);
+    linear.multiply(taken, kernel, first_panel, std::min(run_length, linear.matrix_.panels - first_panel), dtype,
+                    static_cast<std::byte*>(products[i].y) + static_cast<size_t>(first) * y_bytes, mine,
+                    mine + kResultBytes + matrix.row_bytes());
+  });
+}
+
+void Linear::multiply(const Rows& rows, const Kernel& kernel, int first_panel, int panels, DType dtype, std::byte* y,
+                      std::byte* own, std::byte* scratch) const {
+  auto* c = reinterpret_cast<float*>(own);
+  kernel.multiply(matrix_, data_.data() + static_cast<size_t>(first_panel) * matrix_.panel_bytes(), panels, rows, c,
+                  scratch, nullptr);
+  const auto* bias = reinterpret_cast<const float*>(bias_.data());
+  for (int p = first_panel; p < first_panel + panels; ++p) {
+    const int column = p * kPanel, width = std::min(kPanel, config_.out_features - column);
+    const float* column_bias = bias == nullptr ? nullptr : bias + column;
+    constexpr float one = 1.0f;
+    for (int row = 0; row < rows.m; ++row, c += kPanel) {
+      std::byte* to =
+          y + (static_cast<size_t>(row) * static_cast<size_t>(config_.out_features) + static_cast<size_t>(column)) *
+                  dtype_bytes(dtype);
+      const float* values = c;
+      stages_->combine(&values, bias == nullptr ? nullptr : &column_bias, &one, 1, width, dtype, to);
+    }
+  }
+}
+
+}  // namespace ktinject

@@ -1,0 +1,74 @@
+// One dense layer on the CPU, y = x Wᵀ + b: the packed panels and kernels of the experts, without routing.
+#pragma once
+
+#include <span>
+#include <string>
+
+#include "gemm/backends.hpp"
+#include "gemm/layout.hpp"
+#include "gemm/pack.hpp"
+#include "gemm/vector_ops.hpp"
+#include "runtime/memory.hpp"
+
+namespace ktinject {
+
+struct LinearConfig {
+  int out_features = 0;
+  int in_features = 0;
+  Format format = Format::bf16;
+  int group_size = 0;     // int4
+  bool symmetric = true;  // int4: no zero points
+  bool has_bias = false;
+  std::string kernel = "auto";
+};
+
+// Many threads may use one object: each call waits for its turn at the pool.
+class Linear {
+ public:
+  explicit Linear(LinearConfig config);
+
+  const LinearConfig& config() const { return config_; }
+  const Kernels& kernels() const { return kernels_; }
+  // What allocate() takes: packed weight and bias.
+  size_t bytes() const;
+
+  // Once. Throws std::bad_alloc.
+  void allocate();
+  // weight [out, in]. Throws std::domain_error when a row holds a NaN or an infinity and the format has scales.
+  void load(const Source& weight);
+  void load_bias(const Source& bias);
+  bool has_weight() const;
+  bool has_bias() const;
+
+  // out [out, in] fp32 = the dequantised weight; bias [out].
+  void unpack(float* out) const;
+  void unpack_bias(float* out) const;
+
+  // y [rows, out] = x [rows, in] times the weight transposed, plus bias; both of `dtype`, contiguous.
+  void forward(const void* x, DType dtype, int rows, void* y) const;
+
+  struct Product {
+    const Linear* linear;
+    void* y;
+  };
+  // Several layers over the same input. Those of one format share its conversion and one hand-out of tasks.
+  static void forward(std::span<const Product> products, const void* x, DType dtype, int rows);
+
+ private:
+  void check(const Source& source, int k, const char* what) const;
+  bool reads_as(const Linear& other) const;
+  static void run(std::span<const Product> products, const void* x, DType dtype, int rows);
+  void multiply(const Rows& rows, const Kernel& kernel, int first_panel, int panels, DType dtype, std::byte* y,
+                std::byte* own, std::byte* scratch) const;
+
+  LinearConfig config_;
+  Kernels kernels_;
+  const Stages* stages_;
+  Matrix matrix_;
+  Block data_;
+  Block bias_;  // float [panels * 32]
+  bool has_weight_ = false;
+  bool has_bias_ = false;
+};
+
+}  // namespace ktinject

@@ -1,0 +1,425 @@
+#include "gemm/pack.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "gemm/kernels/head.hpp"
+#include "moe/experts.hpp"
+#include "runtime/thread_pool.hpp"
+
+namespace ktinject {
+namespace {
+
+const char* name_of(Projection projection) {
+  return projection == Projection::gate ? "gate" : projection == Projection::up ? "up" : "down";
+}
+
+// Where a projection's outputs lie.
+TileMap tiles_of(const ExpertsConfig& config, Projection projection) {
+  if (projection == Projection::down || !config.activation.has_gate) return paired_tiles;
+  return projection == Projection::up ? second_tiles : first_tiles;
+}
+
+std::string title(Projection projection, int expert) {
+  return "expert " + std::to_string(expert) + ", " + name_of(projection);
+}
+
+// Of a matrix alone, the last panel may have only its first tile: the second is packed as zeros.
+int tiles_of(const Matrix& matrix, TileMap place) { return place == paired_tiles ? 2 * matrix.panels : matrix.panels; }
+
+// Where inputs k of one output lie in a panel of fp8 or mxfp4: the 16-bit lane that holds it, and the bit it starts at.
+struct CodeAt {
+  size_t lane;
+  int shift;
+};
+
+CodeAt code_at(const Matrix& matrix, int column, int k) {
+  const int bits = matrix.format == Format::fp8 ? 8 : 4, rows = 16 / bits;  // rows of the bf16 block in a packed one
+  const int row = k % 32 / 2;
+  return {matrix.head_bytes() +
+              (static_cast<size_t>(k / 32) * 2 + static_cast<size_t>(column / kTile)) * matrix.tile_bytes() +
+              static_cast<size_t>(row / rows * 64 + column % kTile * 4 + k % 2 * 2),
+          row % rows * bits};
+}
+
+// codes [padded_k] of one output, one a byte, as checkpoints have them.
+void pack_codes(const Matrix& matrix, std::byte* panel, int column, const uint8_t* codes) {
+  const int rows = matrix.format == Format::fp8 ? 2 : 4;
+  for (int first = 0; first < matrix.padded_k(); first += 2 * rows)
+    for (int odd = 0; odd < 2; ++odd) {
+      uint32_t lane = 0;
+      for (int row = 0; row < rows; ++row) {
+        const uint8_t code = codes[first + 2 * row + odd];
+        lane |= static_cast<uint32_t>(matrix.format == Format::fp8 ? Fp8::pack(code) : code) << 16 / rows * row;
+      }
+      const auto bits = static_cast<uint16_t>(lane);
+      std::memcpy(panel + code_at(matrix, column, first + odd).lane, &bits, sizeof bits);
+    }
+}
+
+// One tile's 16 outputs x padded_k inputs, fp32, zero padded. fp8: the tile's scales are there already.
+void pack_tile(const Matrix& matrix, const Stages& stages, const float* values, std::byte* panel, int second,
+               int8_t* quantised) {
+  const int padded_k = matrix.padded_k();
+  std::byte* data = panel + matrix.head_bytes() + static_cast<size_t>(second) * matrix.tile_bytes();
+  const size_t block_stride = 2 * matrix.tile_bytes();
+  if (matrix.format == Format::bf16) {
+    std::vector<uint16_t> row(static_cast<size_t>(padded_k));
+    for (int j = 0; j < kTile; ++j) {
+      stages.round_row(values + static_cast<size_t>(j) * static_cast<size_t>(padded_k), DType::f32, padded_k, padded_k,
+                       row.data());
+      for (int k = 0; k < padded_k; k += 2)
+        std::memcpy(data + static_cast<size_t>(k / 32) * block_stride + static_cast<size_t>(k % 32 / 2 * 64 + j * 4),
+                    row.data() + k, 4);
+    }
+    return;
+  }
+  for (int j = 0; j < kTile; ++j) {
+    const float* row = values + static_cast<size_t>(j) * static_cast<size_t>(padded_k);
+    const int column = second * kTile + j;
+    if (matrix.format == Format::int8) {
+      auto& head = *reinterpret_cast<Int8Head*>(panel);
+      const float scale = stages.max_abs(row, padded_k) / 127.0f;
+      stages.quantise_int8(row, padded_k, scale, quantised);
+      int32_t sum = 0;
+      for (int k = 0; k < padded_k; ++k) sum += quantised[k];
+      head.scale[column] = scale;
+      head.offset[column] = 128 * sum;
+      for (int k = 0; k < padded_k; k += 4)
+        std::memcpy(data + static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 4 * 64 + j * 4),
+                    quantised + k, 4);
+    } else if (matrix.format == Format::int4) {
+      auto* levels = reinterpret_cast<float*>(panel);
+      auto* scales = reinterpret_cast<uint16_t*>(levels + kPanel);
+      auto* zeros = reinterpret_cast<uint8_t*>(scales + static_cast<size_t>(matrix.groups()) * kPanel);
+      float most = 0;
+      for (int g = 0; g < matrix.groups(); ++g) {
+        const int start = g * matrix.group_size, length = std::min(matrix.group_size, padded_k - start);
+        int8_t* q = quantised + start;
+        uint8_t zero = 8;
+        uint16_t scale;
+        if (matrix.symmetric) {
+          scale = stages.quantise_int4(row + start, length, q);
+          for (int k = 0; k < length; ++k) q[k] = static_cast<int8_t>(q[k] + 8);
+        } else {
+          scale = stages.quantise_int4_zero(row + start, length, q, &zero);
+          zeros[g * kPanel + column] = zero;
+        }
+        scales[g * kPanel + column] = scale;
+        most = std::max(most, std::abs(bf16_to_float(scale)) * static_cast<float>(std::max<int>(zero, 15 - zero)));
+      }
+      levels[column] = most / 127.0f;
+      for (int k = 0; k < padded_k; k += 8)
+        for (int i = 0; i < 4; ++i)
+          data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 8 * 64 + j * 4 + i)] =
+              static_cast<std::byte>(quantised[k + i] | quantised[k + 4 + i] << 4);
+    } else {
+      auto* codes = reinterpret_cast<uint8_t*>(quantised);
+      for (int g = 0; g < matrix.groups(); ++g) {
+        const int start = g * matrix.group_size, length = std::min(matrix.group_size, padded_k - start);
+        if (matrix.format == Format::fp8)
+          stages.quantise_fp8(row + start, length, fp8_scale(panel, g, second), codes + start);
+        else
+          reinterpret_cast<uint8_t*>(panel)[g * kPanel + column] =
+              stages.quantise_mxfp4(row + start, length, codes + start);
+      }
+      pack_codes(matrix, panel, column, codes);
+    }
+  }
+}
+
+void unpack_column(const Matrix& matrix, const std::byte* panel, int column, float* out) {
+  const std::byte* data = panel + matrix.head_bytes() + static_cast<size_t>(column / kTile) * matrix.tile_bytes();
+  const size_t block_stride = 2 * matrix.tile_bytes();
+  const int j = column % kTile;
+  for (int k = 0; k < matrix.k; ++k) {
+    if (matrix.format == Format::bf16) {
+      uint16_t bits;
+      std::memcpy(
+          &bits,
+          data + static_cast<size_t>(k / 32) * block_stride + static_cast<size_t>(k % 32 / 2 * 64 + j * 4 + k % 2 * 2),
+          2);
+      out[k] = bf16_to_float(bits);
+    } else if (matrix.format == Format::int8) {
+      const auto q = static_cast<int8_t>(
+          data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 4 * 64 + j * 4 + k % 4)]);
+      out[k] = static_cast<float>(q) * int8_head(panel).scale[column];
+    } else if (matrix.format == Format::int4) {
+      const auto pair = static_cast<uint8_t>(
+          data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 8 * 64 + j * 4 + k % 4)]);
+      const int at = k / matrix.group_size * kPanel + column;
+      const int q = (k % 8 < 4 ? pair & 15 : pair >> 4) - (matrix.symmetric ? 8 : int4_zeros(matrix, panel)[at]);
+      out[k] = static_cast<float>(q) * bf16_to_float(int4_scales(panel)[at]);
+    } else {
+      const CodeAt at = code_at(matrix, column, k);
+      uint16_t lane;
+      std::memcpy(&lane, panel + at.lane, sizeof lane);
+      const int code = lane >> at.shift, group = k / matrix.group_size;
+      out[k] = matrix.format == Format::fp8
+                   ? Fp8::value(static_cast<uint8_t>(code)) * fp8_scale(panel, group, column / kTile)
+                   : Mxfp4::value(code & 15) * Mxfp4::scale(mxfp4_scales(panel)[group * kPanel + column]);
+    }
+  }
+}
+
+std::byte* panel_of(const Matrix& matrix, std::span<const PanelRun> runs, int panel) {
+  size_t run = 0;
+  while (panel >= runs[run].first + runs[run].panels) ++run;
+  return runs[run].data + static_cast<size_t>(panel - runs[run].first) * matrix.panel_bytes();
+}
+
+// use(tile, worker) for all tiles, those of a run by the workers of its node: where memory cannot be asked for on a
+// node, their first touch puts it there.
+template <class Use>
+void each_tile(ThreadPool& workers, std::span<const PanelRun> runs, TileMap place, Use&& use) {
+  const int tiles_a_panel = place == paired_tiles ? 2 : 1;
+  const bool by_node = runs.size() <= workers.nodes().size();
+  std::vector<int> lists(by_node ? runs.size() : 1, 0);
+  for (size_t i = 0; i < runs.size(); ++i) lists[by_node ? i : 0] += runs[i].panels * tiles_a_panel;
+  auto task = [&](int list, int index, int worker) {
+    use((by_node ? runs[static_cast<size_t>(list)].first : 0) * tiles_a_panel + index, worker);
+  };
+  workers.parallel_lists(lists, task, lists.size() > 1 ? ThreadPool::Steal::no : ThreadPool::Steal::yes);
+}
+
+}  // namespace
+
+void check_size(const char* name, int value, int most) {
+  if (value < 1 || value > most)
+    throw std::invalid_argument(std::string(name) + ": found " + std::to_string(value) + "; allowed: 1 to " +
+                                std::to_string(most));
+}
+
+void check_format(Format format, int group_size, bool symmetric) {
+  if (format == Format::int4 && group_size != 32 && group_size != 64 && group_size != 128)
+    throw std::invalid_argument("group_size: found " + std::to_string(group_size) + "; allowed: 32, 64, 128");
+  if (format != Format::int4 && !symmetric)
+    throw std::invalid_argument("symmetric: found false; only int4 weights have zero points");
+}
+
+void pack_matrix(ThreadPool& workers, const Matrix& matrix, const Stages& stages, const Source& source, TileMap place,
+                 std::span<const PanelRun> runs, const std::string& what) {
+  const auto padded_k = static_cast<size_t>(matrix.padded_k());
+  const size_t element = dtype_bytes(source.dtype);
+  const size_t values_bytes = kTile * padded_k * sizeof(float), worker_bytes = values_bytes + padded_k + 64;
+  const int tiles = tiles_of(matrix, place);
+
+  std::byte* buffers = workers.buffer(0, static_cast<size_t>(workers.threads()) * worker_bytes);
+  auto widen_tile = [&](int t, float* values) {
+    for (int j = 0; j < kTile; ++j) {
+      float* row = values + static_cast<size_t>(j) * padded_k;
+      const int output = t * kTile + j;
+      std::fill(row, row + padded_k, 0.0f);
+      if (output >= source.n) continue;
+      const auto* start =
+          static_cast<const std::byte*>(source.data) + output * source.n_stride * static_cast<ptrdiff_t>(element);
+      stages.widen(start, source.dtype, source.k_stride, source.k, row);
+      // A scale that is not finite would spoil the whole row; bf16 has no scales and keeps what it was given.
+      if (matrix.format != Format::bf16 && !std::isfinite(stages.max_abs(row, source.k)))
+        throw std::domain_error(what + ": output row " + std::to_string(output) +
+                                " holds a NaN or an infinity, so it has no scale");
+    }
+  };
+  auto own = [&](int worker) { return reinterpret_cast<float*>(buffers + static_cast<size_t>(worker) * worker_bytes); };
+
+  // fp8: a scale belongs to eight tiles, so all of them are looked through before the first is packed.
+  const auto groups = matrix.format == Format::fp8 ? static_cast<size_t>(matrix.groups()) : 0;
+  std::vector<float> most(static_cast<size_t>(tiles) * groups);
+  if (groups > 0)
+    workers.parallel_for(tiles, [&](int t, int worker) {
+      float* values = own(worker);
+      widen_tile(t, values);
+      for (size_t g = 0; g < groups; ++g)
+        for (size_t j = 0; j < kTile; ++j) {
+          const size_t start = g * kFp8Block, length = std::min<size_t>(kFp8Block, padded_k - start);
+          float& found = most[static_cast<size_t>(t) * groups + g];
+          found = std::max(found, stages.max_abs(values + j * padded_k + start, static_cast<int>(length)));
+        }
+    });
+  auto fp8_block_scale = [&](int t, size_t g) {
+    constexpr int kTiles = kFp8Block / kTile;
+    float found = 0;
+    for (int i = t / kTiles * kTiles; i < std::min(tiles, (t / kTiles + 1) * kTiles); ++i)
+      found = std::max(found, most[static_cast<size_t>(i) * groups + g]);
+    return std::clamp(found / Fp8::kMost, Fp8::kLeastScale, Fp8::kMostScale);
+  };
+
+  each_tile(workers, runs, place, [&](int t, int worker) {
+    float* values = own(worker);
+    widen_tile(t, values);
+    const TileAt at = place(t);
+    std::byte* panel = panel_of(matrix, runs, at.panel);
+    for (size_t g = 0; g < groups; ++g)
+      reinterpret_cast<float*>(panel)[g * 2 + static_cast<size_t>(at.second)] = fp8_block_scale(t, g);
+    pack_tile(matrix, stages, values, panel, at.second, reinterpret_cast<int8_t*>(values) + values_bytes);
+  });
+}
+
+void pack_fp8(ThreadPool& workers, const Matrix& matrix, const Fp8Source& source, TileMap place,
+              std::span<const PanelRun> runs, const std::string& what) {
+  auto refuse = [&](const std::string& why) { throw std::domain_error(what + ": " + why); };
+  if (matrix.format != Format::fp8)
+    refuse(std::string("fp8 codes for ") + format_name(matrix.format) + " weights; decode them first");
+  const int rows = (source.n + kFp8Block - 1) / kFp8Block, columns = (source.k + kFp8Block - 1) / kFp8Block;
+  if (source.scale_rows != rows || source.scale_columns != columns)
+    refuse("found scales [" + std::to_string(source.scale_rows) + ", " + std::to_string(source.scale_columns) +
+           "]; expected [" + std::to_string(rows) + ", " + std::to_string(columns) + "]");
+  for (int i = 0; i < rows * columns; ++i)
+    if (!(source.scales[i] >= Fp8::kLeastScale && source.scales[i] <= Fp8::kMostScale))
+      refuse("the scale of block [" + std::to_string(i / columns) + ", " + std::to_string(i % columns) + "] is " +
+             std::to_string(source.scales[i]) + "; allowed: 2^-100 to 2^100");
+  const auto padded_k = static_cast<size_t>(matrix.padded_k());
+  std::byte* buffers = workers.buffer(0, static_cast<size_t>(workers.threads()) * padded_k);
+  each_tile(workers, runs, place, [&](int t, int worker) {
+    const TileAt at = place(t);
+    std::byte* panel = panel_of(matrix, runs, at.panel);
+    // Tiles past the last output have codes of zero, and any scale.
+    const int scale_row = std::min(t * kTile / kFp8Block, rows - 1);
+    for (int g = 0; g < columns; ++g)
+      reinterpret_cast<float*>(panel)[g * 2 + at.second] = source.scales[scale_row * columns + g];
+    auto* codes = reinterpret_cast<uint8_t*>(buffers) + static_cast<size_t>(worker) * padded_k;
+    for (int j = 0; j < kTile; ++j) {
+      const int output = t * kTile + j;
+      std::fill(codes, codes + padded_k, uint8_t{0});
+      if (output < source.n)
+        for (int k = 0; k < source.k; ++k) {
+          codes[k] = source.codes[output * source.n_stride + k * source.k_stride];
+          if (Fp8::is_nan(codes[k])) refuse("output row " + std::to_string(output) + " holds a NaN");
+        }
+      pack_codes(matrix, panel, at.second * kTile + j, codes);
+    }
+  });
+}
+
+void unpack_matrix(ThreadPool& workers, const Matrix& matrix, std::span<const PanelRun> runs, TileMap place, int n,
+                   float* out) {
+  workers.parallel_for((n + kTile - 1) / kTile, [&](int t, int) {
+    const TileAt at = place(t);
+    for (int row = t * kTile; row < std::min(n, (t + 1) * kTile); ++row)
+      unpack_column(matrix, panel_of(matrix, runs, at.panel), at.second * kTile + row % kTile,
+                    out + static_cast<size_t>(row) * static_cast<size_t>(matrix.k));
+  });
+}
+
+int Experts::rows_of(Projection projection) const {
+  return projection == Projection::down ? config_.hidden_size : config_.intermediate_size;
+}
+int Experts::inputs_of(Projection projection) const {
+  return projection == Projection::down ? config_.intermediate_size : config_.hidden_size;
+}
+
+void Experts::check(Projection projection, int expert, const Source& source, bool bias) const {
+  auto refuse = [&](const std::string& why) {
+    throw std::invalid_argument(title(projection, expert) + (bias ? " bias" : "") + ": " + why);
+  };
+  if (!allocated_) refuse("allocate() was not called");
+  if (expert < 0 || expert >= config_.experts)
+    refuse("there is no such expert; allowed: 0 to " + std::to_string(config_.experts - 1));
+  if (projection == Projection::gate && !config_.activation.has_gate) refuse("these experts have no gate; use up");
+  if (bias && !config_.has_bias) refuse("these experts were built without biases");
+  const int n = rows_of(projection), k = bias ? 1 : inputs_of(projection);
+  if (source.n != n || source.k != k)
+    refuse("found shape [" + std::to_string(source.n) + ", " + std::to_string(source.k) + "]; expected [" +
+           std::to_string(n) + ", " + std::to_string(k) + "]");
+}
+
+std::vector<PanelRun> Experts::runs_of(Projection projection, int expert) const {
+  std::vector<PanelRun> runs;
+  for (const Shard& shard : shards_) {
+    const Shard::Part& part = part_of(shard, projection);
+    const size_t before = static_cast<size_t>(expert) * static_cast<size_t>(part.panels);
+    runs.push_back({part.first, part.panels, part.data.data() + before * matrix_of(projection).panel_bytes()});
+  }
+  return runs;
+}
+
+void Experts::load(Projection projection, int expert, const Source& source) {
+  const Session workers;
+  check(projection, expert, source, false);
+  mark(projection, expert, false) = 0;  // what an error leaves is no weight
+  pack_matrix(*workers, matrix_of(projection), *stages_, source, tiles_of(config_, projection),
+              runs_of(projection, expert), title(projection, expert));
+  mark(projection, expert, false) = 1;
+}
+
+void Experts::load_fp8(Projection projection, int expert, const Fp8Source& source) {
+  Source shape;
+  shape.n = source.n;
+  shape.k = source.k;
+  const Session workers;
+  check(projection, expert, shape, false);
+  mark(projection, expert, false) = 0;
+  pack_fp8(*workers, matrix_of(projection), source, tiles_of(config_, projection), runs_of(projection, expert),
+           title(projection, expert));
+  mark(projection, expert, false) = 1;
+}
+
+void Experts::load_bias(Projection projection, int expert, const Source& source) {
+  const Session session;
+  check(projection, expert, source, true);
+  const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
+  auto* bias = reinterpret_cast<float*>((projection == Projection::down ? down_bias_ : gate_up_bias_).data()) +
+               static_cast<size_t>(expert) * static_cast<size_t>(matrix.panels) * kPanel;
+  const TileMap place = tiles_of(config_, projection);
+  std::vector<float> values(static_cast<size_t>(source.n));
+  stages_->widen(source.data, source.dtype, source.n_stride, source.n, values.data());
+  for (int n = 0; n < source.n; ++n) {
+    const TileAt at = place(n / kTile);
+    bias[at.panel * kPanel + at.second * kTile + n % kTile] = values[static_cast<size_t>(n)];
+  }
+  mark(projection, expert, true) = 1;
+}
+
+std::vector<std::string> Experts::absent(size_t limit) const {
+  const Session session;
+  std::vector<std::string> names;
+  for (int expert = 0; expert < config_.experts; ++expert)
+    for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
+      if (projection == Projection::gate && !config_.activation.has_gate) continue;
+      const std::string name = "expert " + std::to_string(expert) + " " + name_of(projection);
+      if (!is_loaded(projection, expert, false)) names.push_back(name);
+      if (config_.has_bias && !is_loaded(projection, expert, true)) names.push_back(name + " bias");
+      if (names.size() >= limit) return names;
+    }
+  return names;
+}
+
+void Experts::unpack(Projection projection, int expert, float* out) const {
+  Source shape;
+  shape.n = rows_of(projection);
+  shape.k = inputs_of(projection);
+  const Session workers;
+  check(projection, expert, shape, false);
+  unpack_matrix(*workers, matrix_of(projection), runs_of(projection, expert), tiles_of(config_, projection), shape.n,
+                out);
+}
+
+void Experts::unpack_bias(Projection projection, int expert, float* out) const {
+  Source shape;
+  shape.n = rows_of(projection);
+  shape.k = 1;
+  const Session session;
+  check(projection, expert, shape, true);
+  const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
+  const auto* bias =
+      reinterpret_cast<const float*>((projection == Projection::down ? down_bias_ : gate_up_bias_).data()) +
+      static_cast<size_t>(expert) * static_cast<size_t>(matrix.panels) * kPanel;
+  const TileMap place = tiles_of(config_, projection);
+  for (int n = 0; n < shape.n; ++n) {
+    const TileAt at = place(n / kTile);
+    out[n] = bias[at.panel * kPanel + at.second * kTile + n % kTile];
+  }
+}
+
+std::vector<PackedRun> Experts::packed() const {
+  std::vector<PackedRun> runs;
+  for (const Shard& shard : shards_) {
+    runs.push_back({gate_up_, false, shard.gate_up.first, shard.gate_up.panels, shard.gate_up.data.data()});
+    runs.push_back({down_, true, shard.down.first, shard.down.panels, shard.down.data.data()});
+  }
+  return runs;
+}
+
+}  // namespace ktinject

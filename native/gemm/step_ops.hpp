@@ -1,0 +1,76 @@
+// The arithmetic between the matrix products of a decode step: norms, rotation, attention, activation. Plain loops,
+// compiled once for each level of vector unit like gemm/vector_ops.hpp.
+//
+// Values are fp32, but rounded to the model's dtype wherever transformers rounds them, so that a step gives what the
+// model's own modules give: the choice of experts would turn over else.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gemm/vector_ops.hpp"
+
+namespace ktinject {
+
+// Attention of some heads to some places of the cache. A key may lie in two parts: of latent attention, latent and
+// rotary key; the latent is the value, too.
+struct Attend {
+  const float* q = nullptr;  // [heads, d1 + d2], scaled
+  int heads = 0;
+  const void* k1 = nullptr;  // [places, d1] of `dtype`
+  const void* k2 = nullptr;  // [places, d2]
+  const void* v = nullptr;   // [places, dv]
+  int d1 = 0, d2 = 0, dv = 0;
+  DType dtype = DType::bf16;
+  const uint8_t* mask = nullptr;  // [places], 0: not attended to; null: all are
+  int first = 0, last = 0;        // of the places
+  float* scratch = nullptr;       // kAttendPlaces * (max(d1 + d2, dv) + heads)
+  float* out = nullptr;           // [heads, 2 + dv]: greatest score, sum of weights, weighted values
+};
+
+// Places that are widened at once.
+inline constexpr int kAttendPlaces = 32;
+
+inline constexpr int kMersenneWords = 624;
+
+struct Math {
+  const char* name;
+  uint32_t isa;
+
+  // x [n] rounded to dtype.
+  void (*round)(float* x, int n, DType dtype);
+  // x [n] += y [n], rounded.
+  void (*add)(float* x, const float* y, int n, DType dtype);
+  // out [n] of dtype = x [n].
+  void (*store)(const float* x, int n, DType dtype, void* out);
+  // out [n] = weight [n] of dtype * round(x / sqrt(mean(x²) + epsilon)), rounded.
+  void (*rms_norm)(const float* x, const void* weight, int n, float epsilon, DType dtype, float* out);
+  // out [n] = x [n] with pairs of values turned; cos and sin [n] of dtype. The pairs are (i, i + n/2), or with
+  // `neighbours` (2i, 2i + 1), and come out as (i, i + n/2).
+  void (*rotate)(const float* x, const void* cos, const void* sin, int n, bool neighbours, DType dtype, float* out);
+  void (*attend)(const Attend& task);
+  // out [n] = the splits of one head put together, rounded; parts [splits, stride], each as Attend::out has it.
+  void (*merge)(const float* parts, int splits, size_t stride, int n, DType dtype, float* out);
+  // gate [n] = silu(gate) * up, both factors and the product rounded.
+  void (*gate_up)(float* gate, const float* up, int n, DType dtype);
+  // x [n] = exp(x - max(x)) / sum
+  void (*softmax)(float* x, int n);
+  void (*sigmoid)(float* x, int n);
+  // out [n] = a [rows] times w [rows, n] of dtype, rounded.
+  void (*times_rows)(const float* a, const void* w, int rows, int n, DType dtype, float* out);
+  // out [rows] = w [rows, n] of dtype times a [n], rounded.
+  void (*rows_times)(const void* w, const float* a, int rows, int n, DType dtype, float* out);
+
+  // The greatest of x [n]; NaN if there is one.
+  float (*greatest)(const float* x, int n);
+  // The next state of a Mersenne twister, and what it gives of `count` words of a state.
+  void (*mersenne_next)(uint32_t* state);
+  void (*mersenne_temper)(const uint32_t* state, int count, uint32_t* out);
+  // The greatest exp(scores - most) / -log(1 - u) of n, and where; u from words [n, 2].
+  float (*race)(const float* scores, const uint32_t* words, int n, float most, int* index);
+};
+
+// The best that this CPU can run.
+const Math& math();
+
+}  // namespace ktinject

@@ -1,0 +1,329 @@
+// Included by step_ops_<level>.cpp inside its target region and namespace, under the rules of gemm/vector_ops.inl.
+#include "gemm/values.inl"
+
+// Nothing here is called from elsewhere than this file, so how lanes are passed does not matter.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+// Sixteen sums side by side: an order that does not depend on the width of the vector unit.
+typedef float Lanes __attribute__((vector_size(64)));
+constexpr int kLanes = 16;
+
+static inline Lanes lanes_of(const float* x) {
+  Lanes lanes;
+  __builtin_memcpy(&lanes, x, sizeof lanes);
+  return lanes;
+}
+static inline void put_lanes(float* x, const Lanes& lanes) { __builtin_memcpy(x, &lanes, sizeof lanes); }
+static inline float sum_of(const Lanes& lanes) {
+  float sum[kLanes];
+  put_lanes(sum, lanes);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) sum[i] += sum[i + width];
+  return sum[0];
+}
+
+struct Exact {
+  static inline float round(float x) { return x; }
+};
+struct ToBf16 {
+  static inline float round(float x) { return from_bf16(to_bf16(x)); }
+};
+struct ToF16 {
+  static inline float round(float x) { return from_f16(to_f16(x)); }
+};
+
+// task(value of the dtype's storage type, value of its rounding)
+template <class Task>
+static inline void of_dtype(DType dtype, const Task& task) {
+  if (dtype == DType::f32) task(static_cast<const float*>(nullptr), Exact());
+  else if (dtype == DType::bf16) task(static_cast<const Bf16*>(nullptr), ToBf16());
+  else task(static_cast<const F16*>(nullptr), ToF16());
+}
+
+static inline size_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+template <class T>
+static inline void widen_row(const T* x, int n, float* out) {
+  for (int i = 0; i < n; ++i) out[i] = load_value(x + i);
+}
+
+static void widen_any(const void* x, DType dtype, size_t at, int n, float* out) {
+  of_dtype(dtype, [&](auto* kind, auto) { widen_row(static_cast<decltype(kind)>(x) + at, n, out); });
+}
+
+static void round_all(float* x, int n, DType dtype) {
+  of_dtype(dtype, [&](auto*, auto to) {
+    for (int i = 0; i < n; ++i) x[i] = to.round(x[i]);
+  });
+}
+
+static void add(float* x, const float* y, int n, DType dtype) {
+  of_dtype(dtype, [&](auto*, auto to) {
+    for (int i = 0; i < n; ++i) x[i] = to.round(x[i] + y[i]);
+  });
+}
+
+static void store(const float* x, int n, DType dtype, void* out) {
+  if (dtype == DType::f32) __builtin_memcpy(out, x, static_cast<size_t>(n) * sizeof(float));
+  else if (dtype == DType::bf16)
+    for (int i = 0; i < n; ++i) static_cast<u16*>(out)[i] = to_bf16(x[i]);
+  else
+    for (int i = 0; i < n; ++i) static_cast<u16*>(out)[i] = to_f16(x[i]);
+}
+
+static float dot(const float* a, const float* b, int n) {
+  Lanes sums = {};
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) sums += lanes_of(a + i) * lanes_of(b + i);
+  float sum = sum_of(sums);
+  for (; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+static void rms_norm(const float* x, const void* weight, int n, float epsilon, DType dtype, float* out) {
+  const float inverse = 1.0f / __builtin_sqrtf(dot(x, x, n) / static_cast<float>(n) + epsilon);
+  of_dtype(dtype, [&](auto* kind, auto to) {
+    auto* w = static_cast<decltype(kind)>(weight);
+    for (int i = 0; i < n; ++i) out[i] = to.round(load_value(w + i) * to.round(x[i] * inverse));
+  });
+}
+
+static void rotate(const float* x, const void* cos, const void* sin, int n, bool neighbours, DType dtype, float* out) {
+  const int half = n / 2, step = neighbours ? 2 : 1, other = neighbours ? 1 : half;
+  of_dtype(dtype, [&](auto* kind, auto to) {
+    auto *c = static_cast<decltype(kind)>(cos), *s = static_cast<decltype(kind)>(sin);
+    for (int i = 0; i < half; ++i) {
+      const float a = x[i * step], b = x[i * step + other];
+      out[i] = to.round(to.round(a * load_value(c + i)) - to.round(b * load_value(s + i)));
+      out[i + half] = to.round(to.round(b * load_value(c + half + i)) + to.round(a * load_value(s + half + i)));
+    }
+  });
+}
+
+static float greatest(const float* x, int n) {
+  float most = x[0];
+  for (int i = 1; i < n; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+// score [count] = q [d] times each of k [count, d].
+static void dots(const float* q, const float* k, int count, int d, float* score) {
+  constexpr int kTogether = 4;
+  int j = 0;
+  for (; j + kTogether <= count; j += kTogether) {
+    const float* row = k + static_cast<size_t>(j) * static_cast<size_t>(d);
+    Lanes sums[kTogether] = {};
+    int i = 0;
+    for (; i + kLanes <= d; i += kLanes) {
+      const Lanes part = lanes_of(q + i);
+      for (int t = 0; t < kTogether; ++t) sums[t] += part * lanes_of(row + t * d + i);
+    }
+    for (int t = 0; t < kTogether; ++t) {
+      float sum = sum_of(sums[t]);
+      for (int rest = i; rest < d; ++rest) sum += q[rest] * row[t * d + rest];
+      score[j + t] = sum;
+    }
+  }
+  for (; j < count; ++j) score[j] = dot(q, k + static_cast<size_t>(j) * static_cast<size_t>(d), d);
+}
+
+// out [n] = factor * out + weight [count] times v [count, n], rows `stride` apart.
+static void add_rows(const float* weight, const float* v, int stride, int count, int n, float factor, float* out) {
+  constexpr int kTogether = 4 * kLanes;
+  int i = 0;
+  for (; i + kTogether <= n; i += kTogether) {
+    Lanes sums[4];
+    for (int t = 0; t < 4; ++t) sums[t] = lanes_of(out + i + t * kLanes) * factor;
+    for (int j = 0; j < count; ++j) {
+      const float* row = v + j * stride + i;
+      for (int t = 0; t < 4; ++t) sums[t] += lanes_of(row + t * kLanes) * weight[j];
+    }
+    for (int t = 0; t < 4; ++t) put_lanes(out + i + t * kLanes, sums[t]);
+  }
+  if (i == n) return;
+  for (int rest = i; rest < n; ++rest) out[rest] *= factor;
+  for (int j = 0; j < count; ++j)
+    for (int rest = i; rest < n; ++rest) out[rest] += weight[j] * v[j * stride + rest];
+}
+
+static void attend(const Attend& task) {
+  const int d = task.d1 + task.d2, wide = d > task.dv ? d : task.dv;
+  float *rows = task.scratch, *scores = rows + kAttendPlaces * wide;
+  const float never = -__builtin_inff();
+  for (int h = 0; h < task.heads; ++h) {
+    float* out = task.out + h * (2 + task.dv);
+    out[0] = never;
+    for (int i = 1; i < 2 + task.dv; ++i) out[i] = 0.0f;
+  }
+  for (int first = task.first; first < task.last; first += kAttendPlaces) {
+    const int count = task.last - first < kAttendPlaces ? task.last - first : kAttendPlaces;
+    for (int j = 0; j < count; ++j) {
+      const auto place = static_cast<size_t>(first + j);
+      widen_any(task.k1, task.dtype, place * static_cast<size_t>(task.d1), task.d1, rows + j * d);
+      if (task.d2 > 0)
+        widen_any(task.k2, task.dtype, place * static_cast<size_t>(task.d2), task.d2, rows + j * d + task.d1);
+    }
+    for (int h = 0; h < task.heads; ++h) {
+      float* score = scores + h * kAttendPlaces;
+      dots(task.q + h * d, rows, count, d, score);
+      if (task.mask != nullptr)
+        for (int j = 0; j < count; ++j) score[j] = task.mask[first + j] != 0 ? score[j] : never;
+    }
+    // The latent is the first part of the key and the value, too.
+    const bool same = task.v == task.k1 && task.dv == task.d1;
+    for (int j = 0; j < count && !same; ++j)
+      widen_any(task.v, task.dtype, static_cast<size_t>(first + j) * static_cast<size_t>(task.dv), task.dv,
+                rows + j * task.dv);
+    for (int h = 0; h < task.heads; ++h) {
+      float *out = task.out + h * (2 + task.dv), *score = scores + h * kAttendPlaces;
+      const float most = greatest(score, count), before = out[0];
+      if (most == never) continue;
+      const float top = most > before ? most : before, factor = before == never ? 0.0f : exp_of(before - top);
+      float sum = 0.0f;
+      for (int j = 0; j < count; ++j) score[j] = score[j] == never ? 0.0f : exp_of(score[j] - top);
+      for (int j = 0; j < count; ++j) sum += score[j];
+      out[0] = top;
+      out[1] = out[1] * factor + sum;
+      add_rows(score, rows, same ? d : task.dv, count, task.dv, factor, out + 2);
+    }
+  }
+}
+
+static void merge(const float* parts, int splits, size_t stride, int n, DType dtype, float* out) {
+  float most = parts[0], sum = 0.0f;
+  for (int s = 1; s < splits; ++s)
+    most = parts[static_cast<size_t>(s) * stride] > most ? parts[static_cast<size_t>(s) * stride] : most;
+  for (int i = 0; i < n; ++i) out[i] = 0.0f;
+  for (int s = 0; s < splits; ++s) {
+    const float* part = parts + static_cast<size_t>(s) * stride;
+    if (part[1] == 0.0f) continue;
+    const float weight = exp_of(part[0] - most);
+    sum += weight * part[1];
+    for (int i = 0; i < n; ++i) out[i] += weight * part[2 + i];
+  }
+  const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+  for (int i = 0; i < n; ++i) out[i] *= inverse;
+  round_all(out, n, dtype);
+}
+
+static void gate_up(float* gate, const float* up, int n, DType dtype) {
+  of_dtype(dtype, [&](auto*, auto to) {
+    for (int i = 0; i < n; ++i) gate[i] = to.round(to.round(gate[i] * sigmoid(gate[i])) * up[i]);
+  });
+}
+
+static void softmax(float* x, int n) {
+  const float most = greatest(x, n);
+  for (int i = 0; i < n; ++i) x[i] = exp_of(x[i] - most);
+  float sum = 0.0f;
+  for (int i = 0; i < n; ++i) sum += x[i];
+  for (int i = 0; i < n; ++i) x[i] /= sum;
+}
+
+static void sigmoid_all(float* x, int n) {
+  for (int i = 0; i < n; ++i) x[i] = sigmoid(x[i]);
+}
+
+static void times_rows(const float* a, const void* w, int rows, int n, DType dtype, float* out) {
+  for (int i = 0; i < n; ++i) out[i] = 0.0f;
+  of_dtype(dtype, [&](auto* kind, auto to) {
+    auto* row = static_cast<decltype(kind)>(w);
+    for (int r = 0; r < rows; ++r, row += n)
+      for (int i = 0; i < n; ++i) out[i] += a[r] * load_value(row + i);
+    for (int i = 0; i < n; ++i) out[i] = to.round(out[i]);
+  });
+}
+
+static void rows_times(const void* w, const float* a, int rows, int n, DType dtype, float* out) {
+  of_dtype(dtype, [&](auto* kind, auto to) {
+    auto* row = static_cast<decltype(kind)>(w);
+    for (int r = 0; r < rows; ++r, row += n) {
+      Lanes sums = {};
+      int i = 0;
+      for (; i + kLanes <= n; i += kLanes) {
+        float part[kLanes];
+        for (int l = 0; l < kLanes; ++l) part[l] = load_value(row + i + l);
+        sums += lanes_of(part) * lanes_of(a + i);
+      }
+      float sum = sum_of(sums);
+      for (; i < n; ++i) sum += load_value(row + i) * a[i];
+      out[r] = to.round(sum);
+    }
+  });
+}
+
+// As ordered integers, because a maximum of floats is not a reduction the compiler may reorder. NaN is beyond all.
+static float greatest_of(const float* x, int n) {
+  auto ordered = [](int32_t bits) { return bits >= 0 ? bits : static_cast<int32_t>(0x80000000u) - bits; };
+  int32_t most = INT32_MIN;
+  for (int i = 0; i < n; ++i) {
+    const u32 bits = as_bits(x[i]), absolute = bits & 0x7fffffffu;
+    const int32_t value = ordered(static_cast<int32_t>(absolute > 0x7f800000u ? absolute : bits));
+    most = value > most ? value : most;
+  }
+  return as_float(static_cast<u32>(ordered(most)));
+}
+
+static void mersenne_next(uint32_t* state) {
+  constexpr int kPeriod = 397;
+  auto mixed = [](u32 a, u32 b) {
+    return (((a & 0x80000000u) | (b & 0x7fffffffu)) >> 1) ^
+           (static_cast<u32>(-static_cast<int32_t>(b & 1u)) & 0x9908b0dfu);
+  };
+  // Words are made from ones 397 places on, or 227 back: stretches of that length depend on nothing in themselves.
+  constexpr int kBack = kMersenneWords - kPeriod;
+  for (int i = 0; i < kBack; ++i) state[i] = state[i + kPeriod] ^ mixed(state[i], state[i + 1]);
+  for (int first = kBack; first < kMersenneWords - 1; first += kBack) {
+    const int last = first + kBack < kMersenneWords - 1 ? first + kBack : kMersenneWords - 1;
+#pragma GCC ivdep
+    for (int i = first; i < last; ++i) state[i] = state[i - kBack] ^ mixed(state[i], state[i + 1]);
+  }
+  state[kMersenneWords - 1] = state[kPeriod - 1] ^ mixed(state[kMersenneWords - 1], state[0]);
+}
+
+static void mersenne_temper(const uint32_t* state, int count, uint32_t* out) {
+  for (int i = 0; i < count; ++i) {
+    u32 word = state[i];
+    word ^= word >> 11;
+    word ^= (word << 7) & 0x9d2c5680u;
+    word ^= (word << 15) & 0xefc60000u;
+    out[i] = word ^ (word >> 18);
+  }
+}
+
+static float race(const float* scores, const uint32_t* words, int n, float most, int* index) {
+  // The 53 bits that torch takes of two words.
+  auto uniform = [&](int i) {
+    const uint64_t bits = (static_cast<uint64_t>(words[2 * i] & 0x1fffffu) << 32) | words[2 * i + 1];
+    return static_cast<double>(bits) * 0x1p-53;
+  };
+  float best = -1.0f;
+  *index = 0;
+  for (int first = 0; first < n; first += kLanes) {
+    const int count = n - first < kLanes ? n - first : kLanes;
+    float weight[kLanes] = {}, above[kLanes] = {};
+    for (int l = 0; l < count; ++l) {
+      const float x = scores[first + l] - most;
+      const float rough = static_cast<float>(static_cast<int32_t>(words[2 * (first + l)] & 0x1fffffu)) * 0x1p-21f;
+      weight[l] = x < -87.0f ? 0.0f : exp_of(x);
+      above[l] = weight[l] - best * rough;  // not below what it is with all bits of u
+    }
+    bool may_win = false;
+    for (int l = 0; l < count; ++l) may_win |= above[l] > 0.0f;
+    if (!may_win) continue;
+    for (int l = 0; l < count; ++l) {
+      if (!(above[l] > 0.0f)) continue;
+      const float quotient = weight[l] / static_cast<float>(-__builtin_log1p(-uniform(first + l)));
+      if (quotient > best) {
+        best = quotient;
+        *index = first + l;
+      }
+    }
+  }
+  return best;
+}
+
+constexpr Math math_of(const char* name, uint32_t isa) {
+  return {name,    isa,     round_all,   add,        store,      rms_norm,    rotate,        attend,          merge,
+          gate_up, softmax, sigmoid_all, times_rows, rows_times, greatest_of, mersenne_next, mersenne_temper, race};
+}

@@ -1,0 +1,331 @@
+// Included by vector_ops_<level>.cpp inside its target region and namespace. Nothing here may call an inline function
+// of the standard library: it would be compiled for that target and could be the copy the linker keeps for everybody.
+
+#include "gemm/values.inl"
+
+template <ActivationKind kind>
+static inline float activation_of(float x, float alpha) {
+  if (kind == ActivationKind::silu) return x * sigmoid(alpha * x);
+  if (kind == ActivationKind::gelu) return 0.5f * x * (1.0f + __builtin_erff(x * 0.70710678118654752f));
+  if (kind == ActivationKind::gelu_tanh)  // 0.5 (1 + tanh(u)) is sigmoid(2u)
+    return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
+  const float positive = x > 0.0f ? x : 0.0f;
+  if (kind == ActivationKind::relu) return positive;
+  if (kind == ActivationKind::relu2) return positive * positive;
+  return x;
+}
+
+template <class T>
+static void round_typed(const T* x, int k, u16* out) {
+  for (int i = 0; i < k; ++i) out[i] = to_bf16(load_value(x + i));
+}
+
+static void round_row(const void* x, DType dtype, int k, int padded_k, uint16_t* out) {
+  if (dtype == DType::bf16) __builtin_memcpy(out, x, static_cast<size_t>(k) * 2);
+  else if (dtype == DType::f32) round_typed(static_cast<const float*>(x), k, out);
+  else round_typed(static_cast<const F16*>(x), k, out);
+  for (int i = k; i < padded_k; ++i) out[i] = 0;
+}
+
+// As integers, because a maximum of floats is not a reduction the compiler may reorder; NaN compares above infinity.
+template <class T>
+static u32 max_bits(const T* x, int k) {
+  u32 most = 0;
+  for (int i = 0; i < k; ++i) {
+    const u32 bits = as_bits(load_value(x + i)) & 0x7fffffffu;
+    most = bits > most ? bits : most;
+  }
+  return most;
+}
+
+template <class T>
+static float quantise_typed(const T* x, int k, int padded_k, int zero_point, uint8_t* out) {
+  const float most = as_float(max_bits(x, k));
+  const float scale = most / 127.0f, inverse = most > 0.0f ? 127.0f / most : 0.0f;
+  for (int i = 0; i < k; ++i) {
+    const float magic = load_value(x + i) * inverse + 12582912.0f;
+    out[i] = static_cast<uint8_t>(static_cast<int32_t>(as_bits(magic)) - 0x4b400000 + zero_point);
+  }
+  for (int i = k; i < padded_k; ++i) out[i] = static_cast<uint8_t>(zero_point);
+  return scale;
+}
+
+static float quantise_row(const void* x, DType dtype, int k, int padded_k, int zero_point, int group_size, uint8_t* out,
+                          int32_t* group_sum) {
+  float scale;
+  if (dtype == DType::bf16) scale = quantise_typed(static_cast<const Bf16*>(x), k, padded_k, zero_point, out);
+  else if (dtype == DType::f32) scale = quantise_typed(static_cast<const float*>(x), k, padded_k, zero_point, out);
+  else scale = quantise_typed(static_cast<const F16*>(x), k, padded_k, zero_point, out);
+  if (group_sum != nullptr) {
+    for (int start = 0, g = 0; start < padded_k; start += group_size, ++g) {
+      const int end = start + group_size < padded_k ? start + group_size : padded_k;
+      int32_t sum = 0;
+      for (int i = start; i < end; ++i) sum += static_cast<int8_t>(out[i]);
+      group_sum[g] = sum;
+    }
+  }
+  return scale;
+}
+
+template <ActivationKind kind>
+static void activate_kind(const Activation& activation, const float* c, const float* bias, int m, u16* h,
+                          size_t h_stride) {
+  const float alpha = activation.alpha, gate_max = activation.gate_max, limit = activation.up_limit,
+              offset = activation.up_offset;
+  static const float zeros[kPanel] = {};
+  const float* b = bias != nullptr ? bias : zeros;
+  for (int row = 0; row < m; ++row, c += kPanel, h += h_stride) {
+    if (activation.has_gate) {
+      for (int j = 0; j < kTile; ++j) {
+        float gate = c[j] + b[j], up = c[kTile + j] + b[kTile + j];
+        gate = gate > gate_max ? gate_max : gate;
+        up = up > limit ? limit : up;
+        up = up < -limit ? -limit : up;
+        h[j] = to_bf16(activation_of<kind>(gate, alpha) * (up + offset));
+      }
+    } else {
+      for (int j = 0; j < kPanel; ++j) h[j] = to_bf16(activation_of<kind>(c[j] + b[j], alpha));
+    }
+  }
+}
+
+static void activate(const Activation& activation, const float* c, const float* bias, int m, uint16_t* h,
+                     size_t h_stride) {
+  switch (activation.kind) {
+    case ActivationKind::silu:
+      return activate_kind<ActivationKind::silu>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::gelu:
+      return activate_kind<ActivationKind::gelu>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::gelu_tanh:
+      return activate_kind<ActivationKind::gelu_tanh>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::relu:
+      return activate_kind<ActivationKind::relu>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::relu2:
+      return activate_kind<ActivationKind::relu2>(activation, c, bias, m, h, h_stride);
+    case ActivationKind::identity:
+      return activate_kind<ActivationKind::identity>(activation, c, bias, m, h, h_stride);
+  }
+}
+
+static void combine(const float* const* y, const float* const* bias, const float* weight, int terms, int n, DType dtype,
+                    void* out) {
+  constexpr int kChunk = 64;
+  for (int start = 0; start < n; start += kChunk) {
+    const int width = n - start < kChunk ? n - start : kChunk;
+    float sum[kChunk] = {};
+    for (int s = 0; s < terms; ++s) {
+      const float w = weight[s];
+      const float* values = y[s] + start;
+      for (int j = 0; j < width; ++j) sum[j] += w * values[j];
+      if (bias != nullptr)
+        for (int j = 0; j < width; ++j) sum[j] += w * bias[s][start + j];
+    }
+    if (dtype == DType::f32)
+      __builtin_memcpy(static_cast<float*>(out) + start, sum, static_cast<size_t>(width) * sizeof(float));
+    else if (dtype == DType::bf16)
+      for (int j = 0; j < width; ++j) static_cast<u16*>(out)[start + j] = to_bf16(sum[j]);
+    else
+      for (int j = 0; j < width; ++j) static_cast<u16*>(out)[start + j] = to_f16(sum[j]);
+  }
+}
+
+template <class T>
+static void widen_typed(const T* x, ptrdiff_t stride, int k, float* out) {
+  if (stride == 1)
+    for (int i = 0; i < k; ++i) out[i] = load_value(x + i);
+  else
+    for (int i = 0; i < k; ++i) out[i] = load_value(x + i * stride);
+}
+
+static void widen(const void* x, DType dtype, ptrdiff_t stride, int k, float* out) {
+  if (dtype == DType::f32) widen_typed(static_cast<const float*>(x), stride, k, out);
+  else if (dtype == DType::bf16) widen_typed(static_cast<const Bf16*>(x), stride, k, out);
+  else widen_typed(static_cast<const F16*>(x), stride, k, out);
+}
+
+static float max_abs(const float* x, int k) { return as_float(max_bits(x, k)); }
+
+static inline float nearest(float x) { return (x + 12582912.0f) - 12582912.0f; }
+
+static inline float clamp_to(float x, float low, float high) {
+  x = x < low ? low : x;
+  return x > high ? high : x;
+}
+
+static void quantise_int8(const float* x, int k, float scale, int8_t* q) {
+  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  for (int i = 0; i < k; ++i) q[i] = static_cast<int8_t>(clamp_to(nearest(x[i] * inverse), -127.0f, 127.0f));
+}
+
+static uint16_t quantise_int4(const float* x, int k, int8_t* q) {
+  float low = 0.0f, high = 0.0f;
+  for (int i = 0; i < k; ++i) {
+    low = x[i] < low ? x[i] : low;
+    high = x[i] > high ? x[i] : high;
+  }
+  // -8 has no positive twin: the sign of the scale is chosen so that the larger extreme can use it.
+  const float extreme = -low > high ? low : high;
+  if (extreme == 0.0f) {
+    for (int i = 0; i < k; ++i) q[i] = 0;
+    return 0;
+  }
+  float best_error = __builtin_inff(), best_scale = 0.0f;
+  auto consider = [&](float candidate) {
+    const float scale = from_bf16(to_bf16(candidate));
+    if (scale == 0.0f) return;
+    const float inverse = 1.0f / scale;
+    float error[16] = {};  // independent sums, so that the loop vectorises without reordering
+    for (int start = 0; start < k; start += 16) {
+      const int width = k - start < 16 ? k - start : 16;
+      for (int i = 0; i < width; ++i) {
+        const float value = x[start + i];
+        const float difference = value - scale * clamp_to(nearest(value * inverse), -8.0f, 7.0f);
+        error[i] += difference * difference;
+      }
+    }
+    float total = 0.0f;
+    for (int i = 0; i < 16; ++i) total += error[i];
+    if (total < best_error) {
+      best_error = total;
+      best_scale = scale;
+    }
+  };
+  // The extreme maps to about -8.8 ... -5.8: clipping it a little often costs less than a coarser grid for everything
+  // else.
+  for (int step = 0; step < 16; ++step) consider(extreme / (-8.8f + 0.2f * static_cast<float>(step)));
+  // Given the steps, the scale of least squared error has a closed form.
+  if (best_scale != 0.0f) {
+    const float inverse = 1.0f / best_scale;
+    float product = 0.0f, square = 0.0f;
+    for (int i = 0; i < k; ++i) {
+      const float step = clamp_to(nearest(x[i] * inverse), -8.0f, 7.0f);
+      product += step * x[i];
+      square += step * step;
+    }
+    if (square > 0.0f) consider(product / square);
+  }
+  const float inverse = best_scale != 0.0f ? 1.0f / best_scale : 0.0f;
+  for (int i = 0; i < k; ++i) q[i] = static_cast<int8_t>(clamp_to(nearest(x[i] * inverse), -8.0f, 7.0f));
+  return to_bf16(best_scale);
+}
+
+static uint16_t quantise_int4_zero(const float* x, int k, int8_t* q, uint8_t* zero) {
+  float low = 0.0f, high = 0.0f;  // zero itself always has a code
+  for (int i = 0; i < k; ++i) {
+    low = x[i] < low ? x[i] : low;
+    high = x[i] > high ? x[i] : high;
+  }
+  *zero = 8;
+  if (low == 0.0f && high == 0.0f) {
+    for (int i = 0; i < k; ++i) q[i] = 8;
+    return 0;
+  }
+  float best_error = __builtin_inff(), best_scale = 0.0f, best_zero = 8.0f;
+  auto consider = [&](float candidate, float shift) {
+    const float scale = from_bf16(to_bf16(candidate));
+    if (!(scale > 0.0f)) return;
+    const float inverse = 1.0f / scale;
+    float error[16] = {};
+    for (int start = 0; start < k; start += 16) {
+      const int width = k - start < 16 ? k - start : 16;
+      for (int i = 0; i < width; ++i) {
+        const float value = x[start + i];
+        const float difference = value - scale * (clamp_to(nearest(value * inverse) + shift, 0.0f, 15.0f) - shift);
+        error[i] += difference * difference;
+      }
+    }
+    float total = 0.0f;
+    for (int i = 0; i < 16; ++i) total += error[i];
+    if (total < best_error) {
+      best_error = total;
+      best_scale = scale;
+      best_zero = shift;
+    }
+  };
+  // The range is narrowed about its middle by up to a third: clipping a little often costs less than a coarser grid.
+  for (int step = 0; step < 12; ++step) {
+    const float part = 1.0f - 0.03f * static_cast<float>(step), scale = (high - low) * part / 15.0f;
+    if (!(scale > 0.0f)) break;
+    const float middle = 0.5f * (low + high) / scale;
+    consider(scale, clamp_to(nearest(7.5f - middle), 0.0f, 15.0f));
+  }
+  // Given zero point and steps, the scale of least squared error has a closed form.
+  if (best_scale > 0.0f) {
+    const float inverse = 1.0f / best_scale;
+    float product = 0.0f, square = 0.0f;
+    for (int i = 0; i < k; ++i) {
+      const float step = clamp_to(nearest(x[i] * inverse) + best_zero, 0.0f, 15.0f) - best_zero;
+      product += step * x[i];
+      square += step * step;
+    }
+    if (square > 0.0f) consider(product / square, best_zero);
+  }
+  const float inverse = best_scale > 0.0f ? 1.0f / best_scale : 0.0f;
+  for (int i = 0; i < k; ++i) q[i] = static_cast<int8_t>(clamp_to(nearest(x[i] * inverse) + best_zero, 0.0f, 15.0f));
+  *zero = static_cast<uint8_t>(best_zero);
+  return to_bf16(best_scale);
+}
+
+static void quantise_fp8(const float* x, int k, float scale, uint8_t* codes) {
+  const float inverse = 1.0f / scale;
+  for (int i = 0; i < k; ++i) {
+    const float value = x[i] * inverse;
+    const u32 sign = (as_bits(value) >> 24) & 0x80u;
+    float magnitude = as_float(as_bits(value) & 0x7fffffffu);
+    magnitude = magnitude > 448.0f ? 448.0f : magnitude;
+    // Below 2^-6 steps are 2^-9 and the adder rounds; above, the mantissa is rounded to 3 bits, and a carry moves on
+    // into the exponent as it should. Both to nearest even.
+    const u32 bits = as_bits(magnitude);
+    const u32 normal = ((bits + 0x7ffffu + ((bits >> 20) & 1u)) >> 20) - (120u << 3);
+    const u32 subnormal = as_bits(magnitude * 512.0f + 12582912.0f) - 0x4b400000u;
+    codes[i] = static_cast<uint8_t>(sign | (magnitude < 0.015625f ? subnormal : normal));
+  }
+}
+
+// Index of the closest e2m1 magnitude, ties to even; magnitude is at most 6.
+static inline float e2m1_index(float magnitude) {
+  const float fine = nearest(magnitude * 2.0f), middle = nearest(magnitude) + 2.0f,
+              coarse = nearest(magnitude * 0.5f) + 4.0f;
+  const float upper = magnitude < 4.0f ? middle : coarse;
+  return magnitude < 2.0f ? fine : upper;
+}
+
+static inline float e2m1_value(float index) {
+  const float upper = index < 6.0f ? index - 2.0f : (index - 4.0f) * 2.0f;
+  return index < 4.0f ? index * 0.5f : upper;
+}
+
+static uint8_t quantise_mxfp4(const float* x, int k, uint8_t* codes) {
+  const u32 most = max_bits(x, k);
+  const int exponent = static_cast<int>(most >> 23);
+  // 4 <= max|x| / 2^(scale - 127) < 8, and half of that.
+  const int first = exponent - 2 < 2 ? 2 : exponent - 2 > 251 ? 251 : exponent - 2;
+  float best_error = __builtin_inff();
+  int best = first;
+  for (int scale = first; scale <= first + 1; ++scale) {
+    const float inverse = as_float(static_cast<u32>(254 - scale) << 23);
+    const float step = static_cast<float>(1 + scale - first);  // errors are counted in units of the smaller scale
+    float error[16] = {};
+    for (int start = 0; start < k; start += 16) {
+      const int width = k - start < 16 ? k - start : 16;
+      for (int i = 0; i < width; ++i) {
+        const float magnitude = as_float(as_bits(x[start + i]) & 0x7fffffffu) * inverse;
+        const float difference = (magnitude - e2m1_value(e2m1_index(magnitude > 6.0f ? 6.0f : magnitude))) * step;
+        error[i] += difference * difference;
+      }
+    }
+    float total = 0.0f;
+    for (int i = 0; i < 16; ++i) total += error[i];
+    if (total < best_error) {
+      best_error = total;
+      best = scale;
+    }
+  }
+  const float inverse = as_float(static_cast<u32>(254 - best) << 23);
+  for (int i = 0; i < k; ++i) {
+    const float magnitude = as_float(as_bits(x[i]) & 0x7fffffffu) * inverse;
+    const int index = static_cast<int>(e2m1_index(magnitude > 6.0f ? 6.0f : magnitude));
+    codes[i] = static_cast<uint8_t>(index | static_cast<int>((as_bits(x[i]) >> 28) & 8u));
+  }
+  return static_cast<uint8_t>(best);
+}
