@@ -24,8 +24,10 @@ import yaml
 from transformers import PreTrainedModel
 
 import ktinject
-from ktinject import benchmark, hf, optimize_rules, shapes
+from ktinject import optimize_rules
+from ktinject.hf import models
 from ktinject.operators.deferred_moe import DeferredMoe
+from ktinject.tools import benchmark, random_models
 
 BLOCKS = {"qwen3-30b-a3b": "Qwen3MoeSparseMoeBlock", "deepseek-v3": "DeepseekV3MoE"}
 COLUMNS = ("date,commit,machine,threads,shape,layers,weights,deferred,us_step,tokens_s,gain,gpu_busy,cpu_busy,gpu_us,"
@@ -58,16 +60,16 @@ def defer(model: PreTrainedModel, schedule: list[int]) -> None:
 
 
 def measure(shape: str, layers: int, weights: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    config = shapes.config(shape, layers)
+    config = random_models.config(shape, layers)
     with_rules = functools.partial(rules, shape, config.model_type, weights)
     began = time.perf_counter()
-    model = shapes.build(config, with_rules(deferred=1))
+    model = random_models.build(config, with_rules(deferred=1))
     print(f"{shape}, {layers} layers, {weights}: built in {time.perf_counter() - began:.0f} s", flush=True)
     top_k = config.num_experts_per_tok
     depths = {f"{n}": [n] * (layers - 1) + [0] for n in arguments.deferred if n <= top_k}
     for name, most in (("auto", 0), (f"auto, {top_k}", top_k)):
         asked = with_rules(schedule="auto", deferred=most)
-        depths[name] = chosen(ktinject.plan(hf.meta_model(config, torch.bfloat16), asked))
+        depths[name] = chosen(ktinject.plan(models.meta_model(config, torch.bfloat16), asked))
     rates = dict.fromkeys(depths, 0.0)
     found: dict[str, Any] = {}
     for turn in range(arguments.rounds):

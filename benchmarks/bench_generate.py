@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from rows import about, add_arguments, of_model, record
 
-from ktinject import _native, benchmark, rules, shapes
+from ktinject import _native, rules
 from ktinject.cli.bench import llama_rows
 from ktinject.operators.cpu_linear import CpuLinear
+from ktinject.tools import benchmark, random_models
 
 BYTES_A_WEIGHT = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
 # Where llama.cpp is fastest: page-locked weights and long chunks for the way to the GPU. A busy core can slow all.
@@ -40,7 +41,7 @@ def expert_bytes(config: Any, weights: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_arguments(parser)
-    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=shapes.SHAPES)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=random_models.SHAPES)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, help="instead of the shape's own, as of a GGUF to compare with")
     parser.add_argument("--weights", nargs="+", default=["bf16", "int8", "int4"], choices=BYTES_A_WEIGHT)
@@ -58,13 +59,13 @@ def main() -> None:
     arguments = parser.parse_args()
     files = dict(item.split("=", 1) for item in arguments.gguf)
     changes = {"vocab_size": arguments.vocab} if arguments.vocab else {}
-    config = shapes.config(arguments.shape, arguments.layers, **changes)
+    config = random_models.config(arguments.shape, arguments.layers, **changes)
     for weights in arguments.weights:
         lines = []
         # As in a GGUF file, attention has the experts' format; on a GPU it is not what takes the time.
         dense = [f"dense={weights}"] if arguments.device == "cpu" else []
         variables = rules.parse_overrides([f"experts={weights}", *dense, *arguments.set])
-        model = shapes.build(config, devices=arguments.device, variables=variables)
+        model = random_models.build(config, devices=arguments.device, variables=variables)
         on_gpu = model.device.type == "cuda"
         shown = about(
             arguments,

@@ -19,8 +19,8 @@ import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from ktinject.operators import handoff
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
+from ktinject.operators.offload import handoff
 
 LAYERS = 48
 

@@ -18,16 +18,17 @@ import torch
 from rows import about, add_arguments, of_model, record
 from torch.nn import functional
 
-from ktinject import _native, benchmark, rules, shapes
-from ktinject.operators import handoff
+from ktinject import _native, rules
 from ktinject.operators.hybrid_experts import HybridExperts
+from ktinject.operators.offload import handoff
+from ktinject.tools import benchmark, random_models
 
 DRAWS = 60
 
 
 def built(shape: str, layers: int, weights: str, share: float) -> torch.nn.Module:
     variables = rules.parse_overrides([f"experts={weights}", f"gpu_experts={share}"])
-    return shapes.build(shapes.config(shape, layers), variables=variables)
+    return random_models.build(random_models.config(shape, layers), variables=variables)
 
 
 def operators_of(model: torch.nn.Module) -> list[HybridExperts]:
@@ -93,7 +94,7 @@ def traffic(model: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_arguments(parser)
-    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=shapes.SHAPES)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=random_models.SHAPES)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--weights", nargs="+", default=["bf16", "int4"])
     parser.add_argument("--decode", type=float, nargs="*", default=[], metavar="SHARE")

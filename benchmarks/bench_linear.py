@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktinject.operators import REGISTRY
-from ktinject.operators.gpu_linear import GpuLinear
+from ktinject.operators.linears.gpu_linear import GpuLinear
 
 SHAPES = {
     "7168x18432": (7168, 18432),  # k, n: DeepSeek-V3's dense MLP

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from rows import about, add_arguments, of_model, record
 
-from ktinject import benchmark, rules, shapes
+from ktinject import rules
 from ktinject.operators.hybrid_experts import HybridExperts
+from ktinject.tools import benchmark, random_models
 
 # The part of the experts that passes through the GPU; other parts are given as numbers.
 WAYS = {"cpu": "0", "gpu": "1"}
@@ -60,7 +61,7 @@ def show_profile(model: Any, tokens: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_arguments(parser)
-    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=shapes.SHAPES)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=random_models.SHAPES)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--weights", nargs="+", default=["bf16", "int8", "int4"])
     parser.add_argument(
@@ -73,10 +74,10 @@ def main() -> None:
     parser.add_argument("-r", "--repetitions", type=int, default=3)
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="TOKENS")
     arguments = parser.parse_args()
-    config = shapes.config(arguments.shape, arguments.layers)
+    config = random_models.config(arguments.shape, arguments.layers)
     lines = []
     for weights in arguments.weights:
-        model = shapes.build(config, variables=rules.parse_overrides([f"experts={weights}"]))
+        model = random_models.build(config, variables=rules.parse_overrides([f"experts={weights}"]))
         shown = about(
             arguments, arguments.shape, config.num_hidden_layers, routing="random tokens", weights=weights
         )

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ktinject import shapes
+from ktinject.tools import random_models
 
 # Name → number of the type, values in a block, bytes of a block.
 TYPES = {"f32": (0, 1, 4), "f16": (1, 1, 2), "bf16": (30, 1, 2), "q8_0": (8, 32, 34), "q4_0": (2, 32, 18)}
@@ -139,7 +139,7 @@ def some(kind: str, std: float, rng: np.random.Generator) -> bytes:
 
 def data(tensors: Sequence[Tensor], rng: np.random.Generator) -> Iterator[bytes]:
     pieces = {kind: some(kind, 0.02, rng) for _, kind, _ in tensors}
-    # As in ktinject.shapes: the token decides on the experts, not the context.
+    # As in ktinject.tools.random_models: the token decides on the experts, not the context.
     embeddings = some("bf16", 1.0, rng)
     ones = np.ones(1 << 16, dtype=np.float32).tobytes()
     for name, kind, shape in tensors:
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--type", default="q4_0", choices=["bf16", "q8_0", "q4_0"])
     arguments = parser.parse_args()
-    config = shapes.config("qwen3-30b-a3b", arguments.layers, vocab_size=arguments.vocab)
+    config = random_models.config("qwen3-30b-a3b", arguments.layers, vocab_size=arguments.vocab)
     metadata, tensors = qwen3_moe(config, arguments.type)
     with arguments.file.open("wb") as file:
         file.write(header(metadata, tensors))

@@ -37,7 +37,7 @@ for step in $steps; do
     sanitize)
       # Our kernels only: torch's and cuBLAS's are slow under these tools, and the races in them are not ours to mend.
       few=(-q -x -m gpu tests/operators/test_{handoff_gpu,hybrid_experts,hot_experts,streaming,int4_linear}.py
-        tests/operators/test_{fp8_linear,rms_norm}.py tests/ktinject/test_decode_ops.py -k "$SANITIZED")
+        tests/operators/test_{fp8_linear,rms_norm}.py tests/ktinject/generation/test_decode_ops.py -k "$SANITIZED")
       python3 tests/native/launched.py "${few[@]}" 2>&1 | tee "$OUT/launched.log" | tail -n 3
       # racecheck does not see that __syncwarp puts a warp's reads before the one lane that then arrives at a barrier in
       # shared memory; with RACECHECK, every lane of int4_linear's kernels arrives. And it breaks off in cuBLAS, in

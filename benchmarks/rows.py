@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktinject import _native, benchmark
+from ktinject import _native
+from ktinject.tools import benchmark
 
 RESULTS = Path(__file__).parent / "results.csv"
 COLUMNS = [

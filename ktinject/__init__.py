@@ -10,15 +10,15 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ktinject import kimi
 from ktinject.errors import CheckpointError, KTInjectError, OperatorError, PlanError, RuleError
+from ktinject.hf import kimi
 
 if TYPE_CHECKING:
     from ktinject.operators import register_operator
     from ktinject.optimize import load, optimize, plan
-    from ktinject.plan import Plan
-    from ktinject.report import Report, doctor
+    from ktinject.planning.plan import Plan
     from ktinject.rules import RuleSet
+    from ktinject.tools.doctor import Report, doctor
 
 __version__ = "0.1.0"
 
@@ -40,10 +40,10 @@ __all__ = [
 ]
 
 _HOME = {
-    "Plan": "ktinject.plan",
-    "Report": "ktinject.report",
+    "Plan": "ktinject.planning.plan",
+    "Report": "ktinject.tools.doctor",
     "RuleSet": "ktinject.rules",
-    "doctor": "ktinject.report",
+    "doctor": "ktinject.tools.doctor",
     "load": "ktinject.optimize",
     "optimize": "ktinject.optimize",
     "plan": "ktinject.optimize",

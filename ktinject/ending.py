@@ -54,7 +54,9 @@ def _computes(thread: int, frame: FrameType | None) -> bool:
         return False
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.startswith("ktinject.") and name != "ktinject.openmp":  # whose threads only wait
+        if (
+            name.startswith("ktinject.") and name != "ktinject.generation.cpu.openmp"
+        ):  # whose threads only wait
             return True
         if frame.f_code is _CALL and hasattr(frame.f_locals.get("self"), "ktinject"):
             return True

@@ -17,16 +17,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ktinject import borders, ending, generate, hf, inject, machine, shards, swapped
+from ktinject import ending, machine
 from ktinject import rules as language
+from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.distributed import layer_split, tensor_parallel
+from ktinject.distributed.process_group import Team
 from ktinject.errors import CheckpointError, PlanError
+from ktinject.generation import generate
+from ktinject.hf import models
+from ktinject.loading import fill, inject, swapped
 from ktinject.machine import Machine
-from ktinject.placement import suppose
-from ktinject.plan import Plan, auto_rules, check_class, make
+from ktinject.planning.devices import suppose
+from ktinject.planning.plan import Plan
+from ktinject.planning.planner import auto_rules, check_class, make
 from ktinject.rules import RuleSet
-from ktinject.team import Team
-from ktinject.weights import fill
-from ktinject.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger("ktinject")
 
@@ -131,7 +135,7 @@ def _optimize(
             decided = make(model, ruleset, source, found, devices, budget, team)
             _check_ready(model, decided, source)
             if team is not None:
-                shards.apply(model, decided.styles, team.size)
+                tensor_parallel.apply(model, decided.styles, team.size)
             operators |= inject.build(decided, model)
             if source is None:
                 _fill_from_model(model, decided, operators, progress, check_tensors)
@@ -139,8 +143,8 @@ def _optimize(
                 shown = progress and (team is None or team.rank == 0)
                 _fill_from_checkpoint(model, decided, operators, source, shown, check_tensors, team)
         if team is not None:
-            shards.install(model, decided.styles, team)
-        borders.install(model, hf.Layers(model).paths, decided.device_map)
+            tensor_parallel.install(model, decided.styles, team)
+        layer_split.install(model, models.Layers(model).paths, decided.device_map)
         generate.install(model, team)
         if operators:
             swapped.install(model)
@@ -177,7 +181,7 @@ def load(
     """
     path = _folder(path)
     with Checkpoint.open(path) as checkpoint:
-        model = hf.meta_model(hf.read_config(path, checkpoint), dtype, checkpoint)
+        model = models.meta_model(models.read_config(path, checkpoint), dtype, checkpoint)
     return optimize(
         model,
         rules,
@@ -256,15 +260,15 @@ def _fill_from_checkpoint(
 ) -> None:
     assert decided.mapping is not None
     folder = source.path if source.path.is_dir() else source.path.parent
-    generation = hf.generation_config(model, folder)
+    generation = models.generation_config(model, folder)
     names = model.state_dict().keys() - decided.elsewhere
     keys = {key for name in names for key in decided.mapping.keys(name)}
     with fill.progress(sum(fill.stored_bytes(source, key) for key in keys), progress) as advance:
-        read = fill.Reader(source, hf.quantization(model.config), advance, check_tensors, decided.cuts)
+        read = fill.Reader(source, models.quantization(model.config), advance, check_tensors, decided.cuts)
         fill.from_checkpoint(decided, operators, model, source, read)
         inject.apply(model, decided, operators, team)
-        hf.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))
-        hf.drop_quantization(model.config)
+        models.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))
+        models.drop_quantization(model.config)
         if generation is not None:
             model.generation_config = generation
 

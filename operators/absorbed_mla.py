@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktinject.errors import OperatorError
-from ktinject.operators import cpu_attention, latent_attention
 from ktinject.operators.base import Config, Operator, register_operator
-from ktinject.operators.latent_attention import EXPANSION, LatentSpec, Positions
+from ktinject.operators.probes import attention
+from ktinject.operators.probes.attention import EXPANSION, LatentSpec, Positions
+from ktinject.operators.torch_ops import cpu_attention
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -56,7 +57,7 @@ class AbsorbedMla(Operator):
     Config = AbsorbedMlaConfig
     device_types = ("cuda", "cpu")
     capturable = True
-    keeps = (*latent_attention.QUERY, *latent_attention.LATENT, latent_attention.OUTPUT)
+    keeps = (*attention.QUERY, *attention.LATENT, attention.OUTPUT)
 
     q_proj: nn.Module
     q_a_proj: nn.Module | None
@@ -73,12 +74,12 @@ class AbsorbedMla(Operator):
         self.config = config
         self.caches = spec.kv_lora_rank + spec.qk_rope_head_dim
         self._dtype = getattr(module, EXPANSION).weight.dtype
-        for name in latent_attention.CHILDREN:
+        for name in attention.CHILDREN:
             setattr(self, name, getattr(module, name, None))
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
-        spec = latent_attention.describe(module, _probed)
+        spec = attention.describe(module, _probed)
         if isinstance(spec, str):
             return spec
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
@@ -88,7 +89,7 @@ class AbsorbedMla(Operator):
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
-        spec = latent_attention.describe(module, _probed)
+        spec = attention.describe(module, _probed)
         if isinstance(spec, str):
             raise OperatorError(f"absorbed_mla: {type(module).__name__} cannot be replaced: {spec}.")
         return cls(module, spec, config)
@@ -146,7 +147,7 @@ class AbsorbedMla(Operator):
             [spec.kv_lora_rank, spec.qk_rope_head_dim], -1
         )
         latent = self.kv_a_layernorm(latent)
-        both = latent_attention.rotate(spec.rope, torch.cat([q_rope, k_rope], 1), position_embeddings)
+        both = attention.rotate(spec.rope, torch.cat([q_rope, k_rope], 1), position_embeddings)
         q_rope, k_rope = both.split([spec.num_heads, 1], 1)
         if past_key_values is not None:
             latent, k_rope = past_key_values.update(latent, k_rope, spec.layer_idx)

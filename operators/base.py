@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from ktinject.errors import OperatorError
 
 if TYPE_CHECKING:
+    from ktinject.checkpoints.stored import Format, Stored
     from ktinject.machine import Machine
-    from ktinject.weights.fill import Stored
-    from ktinject.weights.stored import Format
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native, env
+from ktinject.checkpoints.stored import Fp8Blocks
 from ktinject.errors import OperatorError
-from ktinject.operators import routed_experts
 from ktinject.operators.base import Config, Operator, register_operator
-from ktinject.operators.experts_op import experts_op, handle_of
-from ktinject.operators.routed_experts import ExpertsSpec
-from ktinject.weights.stored import Fp8Blocks
+from ktinject.operators.probes import experts as routed_experts
+from ktinject.operators.probes.experts import ExpertsSpec
+from ktinject.operators.torch_ops.experts import experts_op, handle_of
 
 if TYPE_CHECKING:
+    from ktinject.checkpoints.stored import Format, Stored
     from ktinject.machine import Machine
-    from ktinject.weights.fill import Stored
-    from ktinject.weights.stored import Format
 
 
 @dataclass(frozen=True)

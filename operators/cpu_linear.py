@@ -12,7 +12,7 @@ from ktinject import _native, env
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.cpu_experts import check_kernel, weights_in_words
-from ktinject.operators.packed_linear import PackedLinear
+from ktinject.operators.linears.packed_linear import PackedLinear
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine

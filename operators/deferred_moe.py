@@ -38,15 +38,15 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.errors import OperatorError
-from ktinject.operators import deferral, moe_block
 from ktinject.operators.base import Operator, register_operator
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig, Started
-from ktinject.operators.moe_block import BlockSpec
+from ktinject.operators.offload import deferral
+from ktinject.operators.probes import moe_block
+from ktinject.operators.probes.moe_block import BlockSpec
 
 if TYPE_CHECKING:
+    from ktinject.checkpoints.stored import Format, Stored
     from ktinject.machine import Machine
-    from ktinject.weights.fill import Stored
-    from ktinject.weights.stored import Format
 
 
 @dataclass(frozen=True)

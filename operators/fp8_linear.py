@@ -10,16 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktinject import _native
+from ktinject.addresses import address
+from ktinject.checkpoints.stored import Fp8Blocks
 from ktinject.errors import OperatorError
 from ktinject.machine import has_gpu
-from ktinject.operators.addresses import address
 from ktinject.operators.base import Config, register_operator
-from ktinject.operators.gpu_linear import GpuLinear
-from ktinject.weights.stored import Fp8Blocks
+from ktinject.operators.linears.gpu_linear import GpuLinear
 
 if TYPE_CHECKING:
-    from ktinject.weights.fill import Stored
-    from ktinject.weights.stored import Format
+    from ktinject.checkpoints.stored import Format, Stored
 
 BLOCK = 128
 FP8_MAX = 448.0  # of float8_e4m3fn

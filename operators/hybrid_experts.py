@@ -20,17 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.errors import OperatorError
-from ktinject.operators import gpu_experts, routed_experts, streaming
 from ktinject.operators.base import register_operator
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts, weights_in_words
-from ktinject.operators.gpu_experts import GpuExperts
-from ktinject.operators.handoff import MOST_TOKENS, Handoff, Routing, Ticket, of_ranks
-from ktinject.operators.hot_experts import Follower
-from ktinject.operators.streaming import StreamedExperts
+from ktinject.operators.offload import gpu_experts, streaming
+from ktinject.operators.offload.gpu_experts import GpuExperts
+from ktinject.operators.offload.handoff import MOST_TOKENS, Handoff, Routing, Ticket, of_ranks
+from ktinject.operators.offload.hot_experts import Follower
+from ktinject.operators.offload.streaming import StreamedExperts
+from ktinject.operators.probes import experts as routed_experts
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
-    from ktinject.operators.routed_experts import ExpertsSpec
+    from ktinject.operators.probes.experts import ExpertsSpec
 
 log = logging.getLogger("ktinject")
 

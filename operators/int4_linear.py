@@ -10,18 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktinject import _native
+from ktinject.addresses import address
+from ktinject.checkpoints.stored import Codes
 from ktinject.errors import OperatorError
 from ktinject.machine import has_gpu
-from ktinject.operators import int4_layout
-from ktinject.operators.addresses import address
 from ktinject.operators.base import Config, register_operator
-from ktinject.operators.gpu_linear import GpuLinear
-from ktinject.operators.int4_layout import TILE
-from ktinject.weights.stored import Codes
+from ktinject.operators.linears import int4_layout
+from ktinject.operators.linears.gpu_linear import GpuLinear
+from ktinject.operators.linears.int4_layout import TILE
 
 if TYPE_CHECKING:
-    from ktinject.weights.fill import Stored
-    from ktinject.weights.stored import Format
+    from ktinject.checkpoints.stored import Format, Stored
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
+from ktinject.addresses import address
 from ktinject.errors import OperatorError
-from ktinject.operators.addresses import address
 from ktinject.operators.base import Config, Operator, register_operator
-from ktinject.operators.handoff import CODES, stream_of
+from ktinject.operators.offload.handoff import CODES, stream_of
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ktinject.operators.routed_experts import ExpertsSpec, describe, views, wants
+from ktinject.operators.probes.experts import ExpertsSpec, describe, views, wants
 
 # Relative error ‖out - reference‖ / ‖reference‖ against the ORIGINAL weights, Gaussian weights and inputs.
 # The two layers, gate·up and down, each add an error of about the same size.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktinject import benchmark
+from ktinject.tools import benchmark
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -148,10 +148,10 @@ def test_gguf_files_hold_a_model_whose_tokens_differ(
     import numpy
 
     import ktinject
-    from ktinject.weights import formats
-    from ktinject.weights.checkpoint import Checkpoint
+    from ktinject.checkpoints import formats
+    from ktinject.checkpoints.checkpoint import Checkpoint
 
-    config = ktinject.shapes.config(
+    config = ktinject.tools.random_models.config(
         "qwen3-30b-a3b",
         2,
         hidden_size=64,

@@ -17,7 +17,7 @@ from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_linear import CpuLinear
 from ktinject.operators.hybrid_experts import HybridExperts
 from ktinject.operators.rms_norm import RmsNorm
-from ktinject.plan import make
+from ktinject.planning.planner import make
 from tests.models import AVAILABLE, tiny
 from tests.reference import relative_error
 
@@ -75,7 +75,7 @@ def test_on_the_cpu_alone(family: str, variables: dict[str, Any]) -> None:
 @pytest.fixture
 def without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPUs are made up: nobody can be asked how they are told things."""
-    monkeypatch.setattr("ktinject.operators.handoff.Handoff.describe", lambda self, device: "made up")
+    monkeypatch.setattr("ktinject.operators.offload.handoff.Handoff.describe", lambda self, device: "made up")
 
 
 @pytest.mark.usefixtures("without_a_driver")

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import ktinject
-from ktinject import evaluate
+from ktinject.tools import evaluate
 
 MODELS = Path(__file__).parents[1] / "examples/models"
 

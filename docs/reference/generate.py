@@ -104,17 +104,17 @@ def python() -> Iterator[str]:
         yield from _described(f"ktinject.{function.__name__}", function)
     for kind in filter(inspect.isclass, public):
         yield from _class(f"ktinject.{kind.__name__}", kind)
-    from ktinject import evaluate
+    from ktinject.tools import evaluate
 
-    yield "# ktinject.evaluate\n"
+    yield "# ktinject.tools.evaluate\n"
     yield f"```\n{inspect.getdoc(evaluate)}\n```\n"
     for name, value in vars(evaluate).items():
         if name.startswith("_") or getattr(value, "__module__", "") != evaluate.__name__:
             continue
         if inspect.isfunction(value):
-            yield from _described(f"ktinject.evaluate.{name}", value)
+            yield from _described(f"ktinject.tools.evaluate.{name}", value)
         elif inspect.isclass(value):
-            yield from _class(f"ktinject.evaluate.{name}", value)
+            yield from _class(f"ktinject.tools.evaluate.{name}", value)
 
 
 def _class(name: str, kind: type) -> Iterator[str]:

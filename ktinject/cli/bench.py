@@ -22,7 +22,7 @@ from ktinject.rules import parse_overrides
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from ktinject.benchmark import Breakdown, Result
+    from ktinject.tools.benchmark import Breakdown, Result
 
 
 def command(
@@ -127,7 +127,7 @@ def command(
         if not (is_default or prompts or writes or breakdown or trace):
             raise PlanError("-p and -n: no test is left. Give one of them a number other than 0.")
         options.load_plugins(plugins)
-        from ktinject import benchmark, evaluate
+        from ktinject.tools import benchmark, evaluate
 
         config = _config(model, shape, layers)
         if is_default:
@@ -154,16 +154,17 @@ def command(
 
 
 def _config(folder: Path | None, shape: str | None, layers: int | None) -> PreTrainedConfig:
-    from ktinject import hf, shapes
-    from ktinject.weights.checkpoint import Checkpoint
+    from ktinject.checkpoints.checkpoint import Checkpoint
+    from ktinject.hf import models
+    from ktinject.tools import random_models
 
     if folder is None:
         assert shape is not None
-        return shapes.config(shape, layers)
+        return random_models.config(shape, layers)
     if layers is not None:
         raise PlanError("--layers is for --shape; a model folder has the layers it has.")
     with Checkpoint.open(folder) as checkpoint:
-        return hf.read_config(folder, checkpoint)
+        return models.read_config(folder, checkpoint)
 
 
 def _load(
@@ -179,7 +180,7 @@ def _load(
     import torch
 
     import ktinject
-    from ktinject import shapes
+    from ktinject.tools import random_models
 
     kwargs: dict[str, Any] = {
         "devices": device,
@@ -192,8 +193,8 @@ def _load(
     if folder is not None:
         return folder.resolve().name, ktinject.load(folder, rules, progress=sys.stderr.isatty(), **kwargs)
     assert shape is not None
-    config = shapes.config(shape, layers)
-    return f"{shape} ({config.num_hidden_layers} layers)", shapes.build(config, rules, **kwargs)
+    config = random_models.config(shape, layers)
+    return f"{shape} ({config.num_hidden_layers} layers)", random_models.build(config, rules, **kwargs)
 
 
 def _row(title: str, model: PreTrainedModel, result: Result) -> dict[str, Any]:

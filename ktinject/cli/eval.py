@@ -17,7 +17,7 @@ from ktinject.rules import parse_overrides
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ktinject.evaluate import Agreement, Divergence
+    from ktinject.tools.evaluate import Agreement, Divergence
 
 UNSWAPPED = "unswapped"
 
@@ -106,7 +106,7 @@ def command(
         from rich.console import Console
 
         import ktinject
-        from ktinject import evaluate
+        from ktinject.tools import evaluate
 
         chosen = _variants(variables or [], variants or [])
         text_file = text or _beside(model, "heldout.txt")

@@ -51,7 +51,7 @@ def measure(model: PreTrainedModel, prompt: list[int], new_tokens: int, before_b
     """
     import torch
 
-    from ktinject import evaluate
+    from ktinject.tools import evaluate
 
     start = time.perf_counter()
     tokens = evaluate.greedy(model, torch.tensor(prompt), new_tokens)
@@ -95,7 +95,8 @@ def _answer() -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ktinject import evaluate, openmp
+    from ktinject.generation.cpu import openmp
+    from ktinject.tools import evaluate
 
     before_bytes = resident_bytes()
     model = AutoModelForCausalLM.from_pretrained(

@@ -191,18 +191,18 @@ def _import_file(file: Path) -> None:
 
 def build_on_meta(folder: Path, dtype: str = "auto") -> PreTrainedModel:
     """The model of a folder, without weights. Raises CheckpointError or PlanError."""
-    from ktinject import hf
-    from ktinject.weights.checkpoint import Checkpoint
+    from ktinject.checkpoints.checkpoint import Checkpoint
+    from ktinject.hf import models
 
     with Checkpoint.open(folder) as checkpoint:
-        return hf.meta_model(hf.read_config(folder, checkpoint), dtype, checkpoint)
+        return models.meta_model(models.read_config(folder, checkpoint), dtype, checkpoint)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in a model folder, or beside a file. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
-    from ktinject.weights import beside
+    from ktinject.checkpoints import beside
 
     folder = folder if folder.is_dir() else folder.parent
     beside.check_tokenizer(folder)
@@ -239,7 +239,7 @@ def read_prompts(
     """
     import torch
 
-    from ktinject import evaluate
+    from ktinject.tools import evaluate
 
     prompts = []
     for number, line in enumerate(read_text(file).splitlines(), 1):
@@ -281,9 +281,9 @@ def answers(as_json: bool) -> Iterator[None]:
 @contextmanager
 def one_voice(tp: bool) -> Iterator[bool]:
     """Of several processes, only the first prints. Yields whether this is the first. Raises PlanError."""
-    from ktinject import team
+    from ktinject.distributed import process_group
 
-    if not tp or team.place()[0] == 0:
+    if not tp or process_group.place()[0] == 0:
         yield True
         return
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):

@@ -46,7 +46,7 @@ def command(
     from transformers import TextStreamer
 
     import ktinject
-    from ktinject import evaluate
+    from ktinject.tools import evaluate
 
     options.load_plugins(plugins)
     tokenizer = options.load_tokenizer(model)
@@ -115,7 +115,7 @@ def _table(columns: dict[str, Measurement | str]) -> Grid:
 
 
 def _share(tokens: list[int], reference: list[int]) -> str:
-    from ktinject import evaluate
+    from ktinject.tools import evaluate
 
     found = evaluate.greedy_agreement([reference], [tokens])
     return f"{found.same / found.tokens:.0%} ({found.same} of {found.tokens})"

@@ -20,7 +20,7 @@ namespace nb = nanobind;
 namespace ktinject {
 namespace {
 
-// operators/handoff.py numbers them like this; it has checked shapes, dtypes and devices.
+// operators/offload/handoff.py numbers them like this; it has checked shapes, dtypes and devices.
 DType dtype_of(int code) {
   constexpr std::array kinds{DType::f32, DType::bf16, DType::f16};
   return kinds.at(static_cast<size_t>(code));

@@ -1,4 +1,4 @@
-// Whether Python objects still hold what was written down of them (ktinject/watch.py). In C++, since it is asked before
+// Whether Python objects still hold what was written down of them (ktinject/generation/watch.py). In C++, since it is asked before
 // every decode step: a model of 48 layers has some 20,000 attributes.
 #include <vector>
 
@@ -9,7 +9,7 @@ namespace {
 
 namespace nb = nanobind;
 
-// What an entry says; the numbers are those of ktinject/watch.py.
+// What an entry says; the numbers are those of ktinject/generation/watch.py.
 enum Kind : long { kAttributes, kItems, kElements, kLookups, kClass, kTensor };
 
 // Python gives a dict and a class a number that no other state of it, nor of another one, ever has. Where the number is
@@ -162,7 +162,7 @@ class Seen {
 }  // namespace
 
 void init_watch(nb::module_& m) {
-  nb::class_<Seen>(m, "Seen", "What of the entries of ktinject.watch.Watch was last found to be true.")
+  nb::class_<Seen>(m, "Seen", "What of the entries of ktinject.generation.watch.Watch was last found to be true.")
       .def(nb::init<>())
       .def("first_change", &Seen::first_change, nb::arg("entries"), nb::arg("root"),
            "The index of the first entry that is true no more, or -1. None as an entry's object stands for root.");

@@ -110,7 +110,7 @@ class GroupedAttention final : public DecoderAttention {
   GroupedAttentionConfig config_;
 };
 
-// operators/latent_attention.py has the formula; with the up-projections absorbed. expansion [heads, nope + value,
+// operators/probes/attention.py has the formula; with the up-projections absorbed. expansion [heads, nope + value,
 // rank] of the model's dtype is kv_b_proj's weight. keys hold the latent, values the rotary key.
 struct LatentAttentionConfig {
   const Linear* q = nullptr;  // from x; where it is null, q_a and q_b with a norm between them

@@ -19,9 +19,9 @@ from typing import Any
 import fuzzer
 from fuzz_safetensors import Object, Raw, mutated
 
+from ktinject.checkpoints import beside
 from ktinject.errors import CheckpointError, OperatorError
-from ktinject.operators.gpu_experts import read_profile
-from ktinject.weights import beside
+from ktinject.operators.offload.gpu_experts import read_profile
 
 KEYS = (
     "num_hidden_layers",

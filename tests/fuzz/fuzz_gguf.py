@@ -18,10 +18,10 @@ from pathlib import Path
 
 import fuzzer
 
+from ktinject.checkpoints import gguf_names
+from ktinject.checkpoints.beside import check_counts
+from ktinject.checkpoints.gguf import TYPES, read_header
 from ktinject.errors import CheckpointError
-from ktinject.weights import gguf_names
-from ktinject.weights.beside import check_counts
-from ktinject.weights.gguf_header import TYPES, read_header
 
 NUMBERS = [
     0,

@@ -21,10 +21,10 @@ from typing import Any
 import fuzzer
 from safetensors import SafetensorError, deserialize
 
+from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.files import INDEX
+from ktinject.checkpoints.safetensors import BITS, read_header
 from ktinject.errors import CheckpointError
-from ktinject.weights.checkpoint import Checkpoint
-from ktinject.weights.files import INDEX
-from ktinject.weights.safetensors_header import BITS, read_header
 
 # See docs/reference/checkpoints.md, "Where the safetensors library reads more".
 STRICTER = (

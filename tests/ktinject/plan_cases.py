@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ktinject import rules
+from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import KTInjectError
-from ktinject.plan import Plan, make
-from ktinject.weights.checkpoint import Checkpoint
+from ktinject.planning.plan import Plan
+from ktinject.planning.planner import make
 
 torch.set_num_threads(1)
 

@@ -92,8 +92,8 @@ def greedy(model: Any, ids: Tensor, new_tokens: int = 10, **kwargs: Any) -> list
 
 def same(rank: int, folder: Path, rules: Any, devices: str | None) -> dict[str, Any]:
     """Load, and answer in all ways of decoding."""
+    from ktinject.checkpoints.checkpoint import Checkpoint
     from ktinject.errors import OperatorError
-    from ktinject.weights.checkpoint import Checkpoint
 
     read: list[str] = []
     whole = Checkpoint.read
@@ -192,7 +192,7 @@ def other_prompts(rank: int, folder: Path, rules: Any, devices: str | None) -> A
 def bad_shard(rank: int, folder: Path, rules: Any) -> str:
     """Loading fails in process 1 only."""
     from ktinject.errors import CheckpointError
-    from ktinject.weights import fill
+    from ktinject.loading import fill
 
     if rank == 1:
 

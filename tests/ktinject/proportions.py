@@ -24,7 +24,7 @@ SIZES = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "vo
 
 def safetensors(header: bytes) -> Callable[[Path], Any]:
     def attempt(folder: Path) -> Any:
-        from ktinject.weights.checkpoint import Checkpoint
+        from ktinject.checkpoints.checkpoint import Checkpoint
 
         (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"x")
         return Checkpoint.open(folder)
@@ -36,7 +36,7 @@ def index(names: int) -> Callable[[Path], Any]:
     """Two shards, of which one is there and has another tensor."""
 
     def attempt(folder: Path) -> Any:
-        from ktinject.weights.checkpoint import Checkpoint
+        from ktinject.checkpoints.checkpoint import Checkpoint
 
         files = ",".join(f'"model.layers.{n}.mlp.experts.weight":"a.safetensors"' for n in range(names))
         (folder / "model.safetensors.index.json").write_text(f'{{"weight_map":{{{files}}}}}')
@@ -67,15 +67,15 @@ def gguf(entries: int, tensors: int, content: bytes, zeros: int = 0) -> Callable
     """`zeros`: how many follow the header; they take no room on the disk."""
 
     def attempt(folder: Path) -> Any:
-        from ktinject import hf
-        from ktinject.weights.checkpoint import Checkpoint
+        from ktinject.checkpoints.checkpoint import Checkpoint
+        from ktinject.hf import models
 
         path = folder / "model.gguf"
         head = b"GGUF" + struct.pack("<IQQ", 3, tensors, entries) + content
         path.write_bytes(head + bytes(-len(head) % 32))
         os.truncate(path, path.stat().st_size + zeros)
         with Checkpoint.open(path) as checkpoint:
-            return hf.meta_model(hf.read_config(path, checkpoint))
+            return models.meta_model(models.read_config(path, checkpoint))
 
     return attempt
 
@@ -99,31 +99,31 @@ def gguf_model(**changes: tuple[int, bytes]) -> Callable[[Path], Any]:
 
 def config(content: str | None = None, **values: Any) -> Callable[[Path], Any]:
     def attempt(folder: Path) -> Any:
-        from ktinject import hf
+        from ktinject.hf import models
 
         (folder / "config.json").write_text(content or json.dumps({"model_type": "llama", **SIZES, **values}))
-        return hf.meta_model(hf.read_config(folder))
+        return models.meta_model(models.read_config(folder))
 
     return attempt
 
 
 def pipe(name: str) -> Callable[[Path], Any]:
     def attempt(folder: Path) -> Any:
-        from ktinject import hf
         from ktinject.cli.options import load_tokenizer
-        from ktinject.operators.gpu_experts import read_profile
+        from ktinject.hf import models
+        from ktinject.operators.offload.gpu_experts import read_profile
 
         os.mkfifo(folder / name)
         if name == "profile.json":
             return read_profile(str(folder / name))
-        return hf.read_config(folder) if name == "config.json" else load_tokenizer(folder)
+        return models.read_config(folder) if name == "config.json" else load_tokenizer(folder)
 
     return attempt
 
 
 def profile(content: str | None) -> Callable[[Path], Any]:
     def attempt(folder: Path) -> Any:
-        from ktinject.operators.gpu_experts import read_profile
+        from ktinject.operators.offload.gpu_experts import read_profile
 
         path = folder / "profile.json"
         if content is None:
@@ -138,11 +138,11 @@ def generation(content: str) -> Callable[[Path], Any]:
     def attempt(folder: Path) -> Any:
         from transformers import LlamaConfig
 
-        from ktinject import hf
+        from ktinject.hf import models
 
-        model = hf.meta_model(LlamaConfig(**SIZES, num_hidden_layers=1))
+        model = models.meta_model(LlamaConfig(**SIZES, num_hidden_layers=1))
         (folder / "generation_config.json").write_text(content)
-        return hf.generation_config(model, folder)
+        return models.generation_config(model, folder)
 
     return attempt
 
@@ -232,9 +232,9 @@ def cost(attempt: Callable[[Path], Any], folder: Path) -> tuple[str, float, int]
 
 
 def main(folder: Path) -> None:
-    from ktinject import hf
+    from ktinject.hf import models
 
-    hf.meta_model(hf.AutoConfig.for_model("llama", **SIZES, num_hidden_layers=1))  # imports the class
+    models.meta_model(models.AutoConfig.for_model("llama", **SIZES, num_hidden_layers=1))  # imports the class
     results = {}
     for number, (name, make) in enumerate(CASES.items()):
         (own := folder / str(number)).mkdir()

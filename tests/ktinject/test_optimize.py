@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import ktinject
-from ktinject import hf, machine
+from ktinject import machine
 from ktinject.errors import CheckpointError, PlanError, RuleError
+from ktinject.hf import models as hf
 
 torch.set_num_threads(1)
 TRAINED = Path(__file__).parents[2] / "examples/models/tiny-qwen3-moe"

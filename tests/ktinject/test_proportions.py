@@ -10,9 +10,9 @@ import models
 import proportions
 import pytest
 
-from ktinject import hf
+from ktinject.checkpoints.beside import check_counts
 from ktinject.errors import CheckpointError, PlanError
-from ktinject.weights.beside import check_counts
+from ktinject.hf import models as hf
 
 Costs = dict[str, tuple[str, float, int]]
 

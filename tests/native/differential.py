@@ -22,7 +22,7 @@ from torch import Tensor
 
 # Before the tests' folder is on the path: it has a folder ktinject, too.
 from ktinject import _native
-from ktinject.operators.routed_experts import ExpertsSpec
+from ktinject.operators.probes.experts import ExpertsSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

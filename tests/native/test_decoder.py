@@ -1,6 +1,6 @@
 """The parts of a decode step in the native core: attention over long caches, the choice of tokens, and refusals.
 
-Whole layers are compared with transformers' in tests/ktinject/test_cpu_step.py.
+Whole layers are compared with transformers' in tests/ktinject/generation/test_native_decoder.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ktinject import OperatorError, _native
-from ktinject.sampling import _drawn, _drawn_by_torch, _draws_as_torch, _greatest
+from ktinject.generation.sampling import _drawn, _drawn_by_torch, _draws_as_torch, _greatest
 from tests.reference import relative_error
 
 HIDDEN = 64

@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ktinject import _native
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
-from ktinject.operators.routed_experts import ExpertsSpec
+from ktinject.operators.probes.experts import ExpertsSpec
 
 torch.set_num_threads(1)
 

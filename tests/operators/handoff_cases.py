@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from ktinject.operators import handoff
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
-from ktinject.operators.handoff import Handoff
+from ktinject.operators.offload import handoff
+from ktinject.operators.offload.handoff import Handoff
 
 EXPERTS, HIDDEN = 8, 64
 

@@ -8,7 +8,7 @@ import reference
 import torch
 from torch import Tensor, nn
 
-from ktinject.operators.routed_experts import ExpertsSpec, describe
+from ktinject.operators.probes.experts import ExpertsSpec, describe
 
 torch.set_num_threads(1)
 

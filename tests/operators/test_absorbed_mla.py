@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, St
 
 import ktinject
 from ktinject import OperatorError, PlanError, RuleError
-from ktinject.operators import cpu_attention, latent_attention
 from ktinject.operators.absorbed_mla import AbsorbedMla
+from ktinject.operators.probes import attention as latent_attention
+from ktinject.operators.torch_ops import cpu_attention
 from tests.models import AVAILABLE, config, tiny
 from tests.reference import relative_error
 

@@ -39,7 +39,7 @@ from expert_cases import (
 
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
-from ktinject.operators.routed_experts import wants
+from ktinject.operators.probes.experts import wants
 
 # --- every family, every format, every kernel ---
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import ktinject
-from ktinject import OperatorError, PlanError, _native, evaluate
+from ktinject import OperatorError, PlanError, _native
 from ktinject.machine import detect
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
+from ktinject.tools import evaluate
 from tests.models import tiny
 from tests.reference import multiplied, relative_error, rounding, to_bf16, to_int8
 

@@ -29,7 +29,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import ktinject
-from ktinject import _native, borders
+from ktinject import _native
+from ktinject.distributed import layer_split
 
 pytestmark = pytest.mark.gpu
 
@@ -202,7 +203,7 @@ def test_deferral_across_borders(request: pytest.FixtureRequest, family: str, re
     swapped = on_gpu(model, deferred=2, gpu_experts=resident)
     layers = list(swapped.model.layers)
     for run in (layers[2:4], layers[4:]):
-        borders.Border("cuda:0", borders.handed_on(swapped)).around(run)
+        layer_split.Border("cuda:0", layer_split.handed_on(swapped)).around(run)
     same_as_defined(swapped, model)
 
 

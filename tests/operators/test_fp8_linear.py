@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import machine
+from ktinject.checkpoints.stored import Format, Fp8Blocks
 from ktinject.errors import OperatorError
 from ktinject.machine import Gpu
 from ktinject.operators import fp8_linear
 from ktinject.operators.fp8_linear import Fp8Linear, Fp8LinearConfig
-from ktinject.weights.stored import Format, Fp8Blocks
 
 
 def linear(k: int, n: int, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:

@@ -20,9 +20,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import ktinject
 from ktinject import _native, machine
 from ktinject.errors import OperatorError
-from ktinject.operators import gpu_experts, handoff, streaming
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
+from ktinject.operators.offload import gpu_experts, handoff, streaming
 
 EXPERTS, HIDDEN = 16, 128
 MODELS = Path(__file__).parents[2] / "examples/models"

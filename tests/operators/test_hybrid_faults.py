@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 import ktinject
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.operators import streaming
 from ktinject.operators.hybrid_experts import HybridExperts
+from ktinject.operators.offload import streaming
 
 pytestmark = pytest.mark.gpu
 PLACEMENTS: list[dict[str, Any]] = [{}, {"gpu_experts": 0.5}, {"prefill": "gpu"}]

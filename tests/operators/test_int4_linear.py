@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 import ktinject
 from ktinject import machine
+from ktinject.checkpoints.stored import Codes, Format
 from ktinject.errors import OperatorError, PlanError
 from ktinject.machine import Gpu
-from ktinject.operators import int4_layout
 from ktinject.operators.int4_linear import MANY_TOKENS, Int4Linear, Int4LinearConfig
-from ktinject.weights.stored import Codes, Format
+from ktinject.operators.linears import int4_layout
 
 GROUPS = [32, 64, 128, -1]
 # benchmarks/on_gpu_box.sh sets it: racecheck needs another way to release slots, and breaks off in cuBLAS's kernels.

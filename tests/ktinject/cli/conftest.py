@@ -48,7 +48,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def loaded(*_: Any, **__: Any) -> None:
         raise AssertionError("weights were read")
 
-    monkeypatch.setattr("ktinject.weights.fill.from_checkpoint", loaded)
+    monkeypatch.setattr("ktinject.loading.fill.from_checkpoint", loaded)
     monkeypatch.setattr("ktinject.cli.eval._load_unswapped", loaded)
 
 

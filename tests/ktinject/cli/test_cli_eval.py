@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ktinject import evaluate
 from ktinject.cli import eval
+from ktinject.tools import evaluate
 
 TEXT = "import os\n\n\ndef walk(top):\n    for name in os.listdir(top):\n        yield name\n" * 3
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import pytest
 
-import ktinject.report
+import ktinject.tools.doctor
 from ktinject.errors import CheckpointError, KTInjectError, OperatorError, PlanError, RuleError
 
 COMMANDS = ["plan", "run", "eval", "doctor", "rules"]
@@ -77,7 +77,7 @@ def doctor_raises(monkeypatch):
         def doctor():
             raise error
 
-        monkeypatch.setattr(ktinject.report, "doctor", doctor)
+        monkeypatch.setattr(ktinject.tools.doctor, "doctor", doctor)
 
     return raises
 

@@ -9,7 +9,7 @@ import torch
 
 import ktinject as library
 from ktinject.cli.profile import coverage
-from ktinject.operators import gpu_experts
+from ktinject.operators.offload import gpu_experts
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ def test_unswapped_has_the_better_of_both(tiny_qwen3_moe, monkeypatch, teams, se
     }
     monkeypatch.setattr(measure.sys, "stdin", io.StringIO(json.dumps(request)))
     monkeypatch.setattr(measure.sys, "stdout", io.StringIO())
-    monkeypatch.setattr("ktinject.openmp.let_threads_sleep", lambda: teams)
+    monkeypatch.setattr("ktinject.generation.cpu.openmp.let_threads_sleep", lambda: teams)
     taken = iter(seconds)
     monkeypatch.setattr(measure, "measure", lambda *_: Measurement([7], next(taken), 0, 0, 0))
     measure._answer()

@@ -1,0 +1,1 @@
+"""What lies on disk: files, their headers, the formats of their tensors."""

@@ -1,0 +1,99 @@
+"""Files beside the weights, such as config.json, that transformers reads: looked at before it does.
+
+A few bytes there can cost gigabytes and hours: a number of layers, a text that nests without end, a pipe that nobody
+writes to. Limits are far above what models have, and so low that a refusal takes little time and memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ktinject.checkpoints.safetensors import open_file, out_of_proportion, shown
+from ktinject.errors import CheckpointError, listed
+
+MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES = (
+    4 << 20,
+    64 << 20,
+)  # lists of layers left unquantised; 262,000 words: 33 MB
+MAX_VALUES = 100_000
+_DEPTH = 32
+
+# What a key of a config ends with → the most that its number may be. Each is that many modules, or items of a list.
+_COUNTS = (
+    (re.compile(r"(layers?|depths?)$"), 1_000),
+    (re.compile(r"(experts?|blocks?|heads?|groups?|labels?|stages?|modules?|codebooks?)$"), 4_096),
+)
+_TOKENIZER = re.compile(
+    r"(tokenizer.*|vocab.*|merges\.txt|special_tokens_map\.json|added_tokens\.json|chat_template.*|.*\.tiktoken)"
+)
+
+
+def read(path: Path, most: int) -> bytes:
+    """The bytes of a file of ordinary kind and size. Raises CheckpointError."""
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise CheckpointError(
+                f"{path}: {size} bytes; at most {most} are read. Put the model's own file there."
+            )
+        return os.pread(file.fileno(), size, 0)
+
+
+def check_config(path: Path) -> None:
+    """Refuse a config.json, or a file of its kind, that is out of proportion. Raises CheckpointError.
+
+    What is no JSON, or no config, is left to transformers to say.
+    """
+    raw = read(path, MAX_CONFIG_BYTES)
+    found = out_of_proportion(raw, _DEPTH)
+    if found is None and raw.count(b",") > MAX_VALUES:
+        found = f"it has {raw.count(b','):,} values; at most {MAX_VALUES:,} are read"
+    if found:
+        raise CheckpointError(f"{path} cannot be used: {found}. Put the model's own file there.")
+    try:
+        values = json.loads(raw)
+    except ValueError:
+        return
+    check_counts(values, str(path))
+
+
+def check_counts(values: Any, where: str) -> None:
+    """Refuse a config that asks for more layers, experts or heads than any model has. Raises CheckpointError."""
+    wrong = [
+        f"{name} is {shown(number)}; at most {most:,} are built"
+        for name, number in _numbers(values)
+        for ending, most in _COUNTS
+        if ending.search(name) and not number <= most  # NaN is neither
+    ]
+    if wrong:
+        raise CheckpointError(f"{where}: out of proportion:{listed(wrong)}\nPut the model's own file there.")
+
+
+def _numbers(values: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _numbers(value, str(key))
+    elif isinstance(values, list):
+        for value in values:
+            yield from _numbers(value, name)
+    elif isinstance(values, int | float):
+        yield name, values
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Refuse files of a tokenizer that are no files, or out of proportion. Raises CheckpointError."""
+    for name in sorted(os.listdir(folder)):
+        if name in ("config.json", "tokenizer_config.json"):
+            check_config(folder / name)
+        elif _TOKENIZER.fullmatch(name) and not os.path.isdir(folder / name):
+            raw = read(folder / name, MAX_TOKENIZER_BYTES)
+            most = MAX_TOKENIZER_BYTES // 16
+            if name.endswith(".json") and max(raw.count(mark) for mark in (b",", b"[", b"{")) > most:
+                raise CheckpointError(
+                    f"{folder / name}: more than {most:,} values. Put the model's own file there."
+                )

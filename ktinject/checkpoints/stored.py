@@ -1,0 +1,148 @@
+"""What the formats of weights have in common: how one is described, what codes are called, and how to refuse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ktinject.checkpoints.safetensors import DOWNLOAD_AGAIN, shown
+from ktinject.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ktinject.checkpoints.checkpoint import Checkpoint
+
+READ = (
+    "Read are bf16, fp16, fp32, FP8 (F8_E4M3) with block scales, MXFP4 as gpt-oss has it, int4 of GPTQ, AWQ and "
+    "compressed-tensors, and most types of GGUF; use a checkpoint in one of these."
+)
+FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+_CHECK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one weight is stored.
+
+    name        a row of the table in formats.py; "float" if only an index is there, which does not tell the dtype
+    companions  further tensors that belong to the weight; for int4, kv_b and mxfp4 all of its tensors
+    block       (n, k) of fp8_blocks, else None
+    shape       of the weight where it has no tensor of its own: int4, kv_b, mxfp4; None if only an index is there
+    group_size  inputs that share a scale, in int4 and q4_0; else 0
+    has_zeros   int4 has zero points other than 8
+    """
+
+    name: str
+    companions: tuple[str, ...] = ()
+    block: tuple[int, int] | None = None
+    shape: tuple[int, ...] | None = None
+    group_size: int = 0
+    has_zeros: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """The tensor holds the values themselves."""
+        return self.name in FLOATS.values()
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight [n, k] in int4.
+
+    codes       [n, k] uint8, 0 to 15
+    scales      [n, groups], float
+    zeros       [n, groups] uint8, 0 to 15; None: 8 everywhere
+    group_of    [k] int64, the group of each input; None: groups are equal and in order
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    group_of: Tensor | None = None
+
+    def narrow(self, dim: int, start: int, length: int) -> Codes:
+        """A copy of some of its outputs (0) or inputs (1). Raises ValueError if that would divide a group."""
+        codes = self.codes.narrow(dim, start, length).clone()
+        if dim == 1 and self.group_of is not None:
+            return Codes(codes, self.scales, self.zeros, self.group_of[start : start + length].clone())
+        if dim == 1:
+            size = self.codes.shape[1] // self.scales.shape[1]
+            start, length = _blocks(start, length, size, "inputs")
+        scales = self.scales.narrow(dim, start, length).clone()
+        zeros = None if self.zeros is None else self.zeros.narrow(dim, start, length).clone()
+        return Codes(codes, scales, zeros, self.group_of)
+
+    def values(self) -> Tensor:
+        """[n, k] fp32, each the fp32 product of scale and difference; exact for scales of 16 bits."""
+        n, k = self.codes.shape
+        groups = self.scales.shape[1]
+        if self.group_of is not None:
+            offset = 8 if self.zeros is None else self.zeros[:, self.group_of].float()
+            return (self.codes.float() - offset) * self.scales.float()[:, self.group_of]
+        steps = self.codes.view(n, groups, k // groups).float()
+        steps -= 8 if self.zeros is None else self.zeros[:, :, None].float()
+        return steps.mul_(self.scales.float()[:, :, None]).view(n, k)
+
+
+@dataclass(frozen=True)
+class Fp8Blocks:
+    """A weight [n, k] in fp8 with a scale a block, by which the values are multiplied.
+
+    values  [n, k] float8_e4m3fn
+    scales  [ceil(n / block n), ceil(k / block k)] fp32, positive
+    block   (n, k)
+    """
+
+    values: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+
+    def narrow(self, dim: int, start: int, length: int) -> Fp8Blocks:
+        """A copy of some of its outputs (0) or inputs (1). Raises ValueError if that would divide a block."""
+        first, count = _blocks(start, length, self.block[dim], ("outputs", "inputs")[dim])
+        values = self.values.narrow(dim, start, length).clone()
+        return Fp8Blocks(values, self.scales.narrow(dim, first, count).clone(), self.block)
+
+
+# A weight as an operator may take it without decoding.
+Stored = Codes | Fp8Blocks
+
+
+def _blocks(start: int, length: int, size: int, what: str) -> tuple[int, int]:
+    """The first of the blocks of this size, and how many they are."""
+    if start % size or length % size:
+        raise ValueError(
+            f"{what} {start} to {start + length - 1} are no whole blocks: a scale is for {size} of them. "
+            "Use fewer processes, or an operator for which the checkpoint is decoded"
+        )
+    return start // size, length // size
+
+
+def check_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise CheckpointError naming the tensor and the position of its first NaN or infinity, if any."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), _CHECK_ELEMENTS):
+        piece = flat[start : start + _CHECK_ELEMENTS]
+        if piece.element_size() == 1:
+            piece = piece.float()  # torch has no isfinite for 8-bit floats
+        finite = torch.isfinite(piece)
+        if not finite.all():
+            first = int((~finite).nonzero()[0])
+            raise CheckpointError(
+                f"tensor {shown(name)}: {piece[first].item()} at {place_of(tensor, start + first)}; "
+                f"all values must be finite. The checkpoint is damaged. {DOWNLOAD_AGAIN}"
+            )
+
+
+def place_of(tensor: torch.Tensor, flat: int) -> list[int]:
+    """The indices of an element that stands at `flat` in order."""
+    return [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)]
+
+
+def refused(checkpoint: Checkpoint, key: str, found: str) -> CheckpointError:
+    """The error that says where `found` was found."""
+    return CheckpointError(f"{checkpoint.path}: tensor {shown(key)}: {found}")

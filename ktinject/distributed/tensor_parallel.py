@@ -1,0 +1,279 @@
+"""What tensor parallelism cuts: the linear layers that transformers' own `tp_plan` names, each process having a part.
+
+    style                  weight [n, k]   before                     after
+    colwise                [n / size, k]   –                          each process goes on with its outputs
+    rowwise                [n, k / size]   –                          the sum of all processes
+    colwise_gather_output  [n / size, k]   –                          the outputs of all, one after the other
+    rowwise_split_input    [n, k / size]   its part of the inputs     the sum of all processes
+
+A cut layer is an `nn.Linear` of its part's size, so the planner, operators and transformers' loader see nothing but a
+smaller layer. All else is whole in every process: it gets the same inputs everywhere and gives the same outputs. So
+whatever the plan says of modules that are no linear layers, or of layers within a module that an operator takes, may
+be left out, if all that hangs together is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ktinject.distributed.process_group import Team
+from ktinject.errors import OperatorError, PlanError
+from ktinject.hf.key_map import KeyMap
+
+Style = Literal["colwise", "rowwise", "colwise_gather_output", "rowwise_split_input"]
+
+_STYLES: dict[str, Style] = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "colwise_gather_output": "colwise_gather_output",
+    "colwise_rep": "colwise_gather_output",
+    "rowwise_split_input": "rowwise_split_input",
+    "rowwise_rep": "rowwise_split_input",
+}
+# Styles that do something to gradients only, or nothing.
+_NOTHING = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate")
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a tensor that a process has; of length 0: none of it, there are zeros in its place."""
+
+    dim: int
+    start: int
+    length: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A copy of the part, so that the whole can be given back."""
+        if self.length == 0:
+            return torch.zeros_like(tensor)
+        return tensor.narrow(self.dim, self.start, self.length).clone(memory_format=torch.contiguous_format)
+
+
+def choose(model: PreTrainedModel, size: int, taken: Collection[str]) -> dict[str, Style]:
+    """The layers to cut: path → style.
+
+    model   not swapped
+    size    number of processes
+    taken   paths of modules that operators take as a whole
+    Raises  PlanError if transformers has no plan for the model, or its sizes cannot be divided
+    """
+    plan = model.tp_plan
+    modules = dict(model.named_modules())
+    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
+    whole = set(taken)
+    found: dict[str, Style] = {}
+    for path, module in modules.items():
+        style = plan.get(_LAYER_NUMBER.sub(".*", path))
+        if style is None or style in _NOTHING:
+            continue
+        if type(module) is nn.Linear and style in _STYLES:
+            found[path] = _STYLES[style]
+        elif not isinstance(module, nn.Embedding):
+            whole.add(path if "." not in path else path.rpartition(".")[0] if _is_linear(module) else path)
+    for name, _ in model.named_parameters():
+        if plan.get(_LAYER_NUMBER.sub(".*", name)) not in (None, *_NOTHING):
+            whole.add(name.rpartition(".")[0])
+    found = {path: style for path, style in found.items() if not _is_within(path, whole)}
+    found = {path: style for path, style in found.items() if f"{path}.weight" not in tied}
+    found = {path: style for path, style in found.items() if _hangs_together(path, found)}
+    if not found:
+        raise PlanError(
+            f"tp: transformers' tp_plan of {type(model).__name__} names no linear layer that can be cut. "
+            "Leave tp out; layers can stand on several GPUs of one process."
+        )
+    units = {path: _units(model, modules, path, style) for path, style in found.items()}
+    for path in [path for path, style in found.items() if style == "colwise_gather_output"]:
+        if units[path] % size:
+            del found[path], units[path]  # whole is as good
+    unfit = {path: count for path, count in units.items() if count % size}
+    if unfit:
+        most = min(unit for path, unit in units.items() if path in found)
+        fitting = [n for n in range(1, most + 1) if all(count % n == 0 for count in units.values())]
+        path, count = next(iter(unfit.items()))
+        raise PlanError(
+            f"tp: {size} processes cannot share {path}, which has {count} {_unit(path)}, and {len(unfit) - 1} more "
+            f"layers; allowed are {', '.join(map(str, fitting))} processes. Start so many."
+        )
+    return found
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return hasattr(module, "in_features")
+
+
+def _is_within(path: str, whole: Collection[str]) -> bool:
+    return any(path == other or path.startswith(f"{other}.") for other in whole if other)
+
+
+def _hangs_together(path: str, found: Mapping[str, Style]) -> bool:
+    """Whether cut outputs find layers beside them that take them, and cut inputs such that give them."""
+    parent = path.rpartition(".")[0]
+    partner = {"colwise": "rowwise", "rowwise": "colwise"}.get(found[path])
+    return partner is None or any(
+        style == partner and other.rpartition(".")[0] == parent for other, style in found.items()
+    )
+
+
+def _is_attention(path: str) -> bool:
+    return bool(re.search(r"attn|attention", path.rpartition(".")[0].rpartition(".")[2]))
+
+
+def _unit(path: str) -> str:
+    return "heads" if _is_attention(path) else "features"
+
+
+def _units(model: PreTrainedModel, modules: Mapping[str, nn.Module], path: str, style: Style) -> int:
+    """How many things of a layer must not be cut in two: heads of attention, else features."""
+    module: Any = modules[path]
+    features = module.out_features if style.startswith("colwise") else module.in_features
+    if not _is_attention(path) or style == "colwise_gather_output":
+        return int(features)
+    heads = model.config.get_text_config().num_attention_heads
+    size = getattr(modules[path.rpartition(".")[0]], "head_dim", None)
+    if path.endswith(("k_proj", "v_proj")) and isinstance(size, int) and features % size == 0:
+        return int(features // size)
+    return int(heads)
+
+
+@contextmanager
+def applied(model: nn.Module, styles: Mapping[str, Style], size: int) -> Iterator[None]:
+    """Within, the layers have the sizes of their parts."""
+    saved = [
+        (module := model.get_submodule(path), dict(module._parameters), vars(module).copy())
+        for path in styles
+    ]
+    try:
+        apply(model, styles, size)
+        yield
+    finally:
+        for module, parameters, attributes in saved:
+            module.in_features, module.out_features = attributes["in_features"], attributes["out_features"]
+            module._parameters.update(parameters)
+
+
+def apply(model: nn.Module, styles: Mapping[str, Style], size: int) -> None:
+    """Give the layers, on meta, the sizes of their parts."""
+    for path, style in styles.items():
+        module: Any = model.get_submodule(path)
+        if style.startswith("colwise"):
+            module.out_features //= size
+        else:
+            module.in_features //= size
+        shapes = {"weight": (module.out_features, module.in_features), "bias": (module.out_features,)}
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                part = torch.empty(shapes[name], dtype=parameter.dtype, device="meta")
+                module._parameters[name] = nn.Parameter(part, requires_grad=False)
+
+
+def key_cuts(model: nn.Module, styles: Mapping[str, Style], mapping: KeyMap, team: Team) -> dict[str, Cut]:
+    """Checkpoint key → the part of it that this process has; for a model whose layers have the sizes of their parts.
+
+    Raises  PlanError for a layer that the checkpoint stores together with others
+    """
+    cuts: dict[str, Cut] = {}
+    for path, style in styles.items():
+        module: Any = model.get_submodule(path)
+        by_output = style.startswith("colwise")
+        length = module.out_features if by_output else module.in_features
+        for name, parameter in module._parameters.items():
+            if parameter is None or (name == "bias" and not by_output and team.rank == 0):
+                continue  # the sum of all processes has a bias once
+            pieces = mapping.targets.get(f"{path}.{name}", ())
+            if len(pieces) != 1 or pieces[0].part is not None:
+                raise PlanError(
+                    f"tp: the checkpoint stores {path}.{name} together with other weights, which is not cut. "
+                    "Leave tp out, or save the checkpoint once with transformers' save_pretrained."
+                )
+            if name == "bias" and not by_output:
+                cuts[pieces[0].key] = Cut(0, 0, 0)
+            else:
+                cuts[pieces[0].key] = Cut(0 if by_output else 1, team.rank * length, length)
+    return cuts
+
+
+def cached_values(
+    whole: Sequence[int] | None,
+    layer_of: Callable[[str], int | None],
+    styles: Mapping[str, Style],
+    team: Team | None,
+) -> Sequence[int] | None:
+    """The values that a process caches for a token in each layer, where all together cache `whole`."""
+    if whole is None or team is None:
+        return whole
+    cut = {layer_of(path) for path, style in styles.items() if style == "colwise" and _is_attention(path)}
+    return [count // team.size if number in cut else count for number, count in enumerate(whole)]
+
+
+class _Hook:
+    """Called after a layer, or before it; a captured graph holds what it does."""
+
+    capturable = True
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+
+
+class _Sum(_Hook):
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if output.requires_grad:
+            raise OperatorError(
+                "tp: gradients do not pass between processes. Call the model within torch.no_grad(), or load it "
+                "without tp to train."
+            )
+        return self._team.sum(output.contiguous())
+
+
+class _Join(_Hook):
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return self._team.join_last(output)
+
+
+class _Split(_Hook):
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0].chunk(self._team.size, -1)[self._team.rank].contiguous(), *args[1:])
+
+
+class _End(_Hook):
+    """After the model: all processes have the same logits, and all raise what one of them met."""
+
+    def __init__(self, team: Team, share: bool) -> None:
+        super().__init__(team)
+        self._share = share
+
+    def __call__(self, model: nn.Module, args: Any, output: Any) -> Any:
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            return None
+        if self._share:
+            # Sums come in the same bits everywhere, and so should these; tokens must.
+            output.logits = logits = self._team.broadcast(logits.contiguous())
+        if not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._team.settle(logits)
+        return output
+
+
+def install(model: PreTrainedModel, styles: Mapping[str, Style], team: Team) -> None:
+    """Let a loaded model's layers exchange what they must."""
+    model.requires_grad_(False)
+    for path, style in styles.items():
+        module = model.get_submodule(path)
+        if style == "rowwise_split_input":
+            module.register_forward_pre_hook(_Split(team))
+        if style.startswith("rowwise"):
+            module.register_forward_hook(_Sum(team))
+        if style == "colwise_gather_output":
+            module.register_forward_hook(_Join(team))
+    head = next(
+        (path for path, module in model.named_modules() if module is model.get_output_embeddings()), ""
+    )
+    model.register_forward_hook(_End(team, share=head not in styles))

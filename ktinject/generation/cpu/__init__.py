@@ -1,0 +1,1 @@
+"""Decode steps on the CPU."""

@@ -1,0 +1,1 @@
+"""What a captured step computes on a GPU."""

@@ -1,0 +1,372 @@
+"""What native/cuda computes in a decode step, on tensors: one token a row, all of it enqueued in the current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ktinject import _native
+from ktinject.addresses import address
+from ktinject.operators.offload.handoff import CODES, stream_of
+
+_SPLIT = 256  # places of the cache that one block of attention takes at a time
+_MOST_SPLITS = 32
+MOST_ROWS = 8  # of `linear`
+
+
+class Norm(NamedTuple):
+    """An RMS norm: weight [n], and what is added to the mean square."""
+
+    weight: Tensor
+    eps: float
+
+
+class Cache(NamedTuple):
+    """One layer's cache, and where the token stands that is about to be written to it.
+
+    keys, values  [b, g, n, d], rows contiguous
+    place         [1] int64; places after it are not read
+    mask          [b, 1, 1, n] bool
+    """
+
+    keys: Tensor
+    values: Tensor
+    place: Tensor
+    mask: Tensor
+
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """weight [n] · x [..., n] / rms(x), rounded to x's dtype before the multiplication, as transformers does.
+
+    Raises    ValueError for a weight of another size, dtype or device
+    """
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    n = x.shape[-1]
+    _native.rms_norm(
+        address("x", x, x.device),
+        address("norm", norm.weight, x.device, x.dtype, (n,)),
+        address("out", out, x.device, x.dtype),
+        CODES[x.dtype],
+        x.numel() // n,
+        n,
+        norm.eps,
+        stream_of(x.device),
+    )
+    return out
+
+
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] = (),
+    *,
+    norm: Norm | None = None,
+    normed: Tensor | None = None,
+    residual: Tensor | None = None,
+    wide: bool = False,
+    then: Tensor | None = None,
+) -> Tensor:
+    """x [m, k] through up to three matrices [n, k], beside each other in the result [m, sum of n].
+
+    x         bfloat16 or float16, at most MOST_ROWS rows; k a multiple of 32; all are contiguous, alike in dtype
+    biases    [n] or None for each
+    norm      of x, before
+    normed    [m, k], receives the normed x
+    residual  [m, n], added to the rounded result
+    wide      the result is float32, not rounded; without a residual
+    then      weights that the next call will read; fetched into the GPU's L2 cache meanwhile
+    Raises    ValueError for what is not served
+    """
+    rows, k = x.shape
+    sizes = [weight.shape[0] for weight in weights]
+    out = x.new_empty(rows, sum(sizes), dtype=torch.float32 if wide else x.dtype)
+    if wide and residual is not None:
+        raise ValueError("a wide result takes no residual")
+    like = x.device, x.dtype
+    if then is not None and (then.device != x.device or not then.is_contiguous()):
+        then = None
+    _native.decode_linear(
+        x=address("x", x, *like),
+        norm=address("norm", None if norm is None else norm.weight, *like, (k,)),
+        eps=0.0 if norm is None else norm.eps,
+        normed=address("normed", normed, *like, (rows, k)),
+        weights=[address("weight", weight, *like, (n, k)) for weight, n in zip(weights, sizes)],
+        biases=[address("bias", bias, *like, (n,)) for bias, n in zip(biases or [None] * len(sizes), sizes)],
+        n=sizes,
+        residual=address("residual", residual, *like, (rows, sum(sizes))),
+        out=address("out", out, x.device),
+        is_wide=wide,
+        then=address("then", then, x.device),
+        then_bytes=0 if then is None else then.nbytes,
+        rows=rows,
+        k=k,
+        dtype=CODES[x.dtype],
+        stream=stream_of(x.device),
+    )
+    return out
+
+
+def route(logits: Tensor, top_k: int, normed: bool) -> tuple[Tensor, Tensor]:
+    """Softmax over logits [m, e], the top_k greatest: weights [m, t] of the same dtype, ids [m, t] int64."""
+    logits = logits.contiguous()
+    rows, experts = logits.shape
+    weights = logits.new_empty(rows, top_k)
+    ids = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
+    _native.route(
+        address("logits", logits, logits.device),
+        address("weights", weights, logits.device, logits.dtype),
+        address("ids", ids, logits.device, torch.int64),
+        rows,
+        experts,
+        top_k,
+        normed,
+        CODES[logits.dtype],
+        stream_of(logits.device),
+    )
+    return weights, ids
+
+
+def route_grouped(
+    logits: Tensor, bias: Tensor, top_k: int, groups: int, kept: int, normed: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Sigmoids of logits [m, e] float32; the top_k greatest after bias [e] is added, within the `kept` best groups.
+
+    A group is as good as the sum of its two best. Returns the sigmoids [m, t] float32, divided by their sum if
+    `normed`, times `scale`, and ids [m, t] int64, in the order of torch.topk(sorted=False).
+    Raises    ValueError for what is not served
+    """
+    logits = logits.contiguous()
+    rows, experts = logits.shape
+    weights = logits.new_empty(rows, top_k)
+    ids = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
+    device = logits.device
+    _native.route_grouped(
+        logits=address("logits", logits, device, torch.float32),
+        bias=address("bias", bias, device, None, (experts,)),
+        weights=address("weights", weights, device, torch.float32),
+        ids=address("ids", ids, device, torch.int64),
+        rows=rows,
+        experts=experts,
+        top_k=top_k,
+        groups=groups,
+        kept=kept,
+        normed=normed,
+        scale=scale,
+        bias_dtype=CODES[bias.dtype],
+        stream=stream_of(logits.device),
+    )
+    return weights, ids
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: tuple[Norm | None, Norm | None],
+    rotation: tuple[Tensor, Tensor],
+    cache: Cache,
+    scale: float,
+    arrived: Tensor,
+) -> Tensor:
+    """Norm and rotate the queries and the new key, write the new key and value to the cache, and attend to it.
+
+    q, k, v   [b, h, d], [b, g, d], [b, g, d], bfloat16 or float16; heads contiguous, k and v of the same strides
+    norms     of the heads of queries and keys
+    rotation  cos and sin, each [b or 1, 1, d]
+    cache     of q's dtype; keys and values of the same strides
+    arrived   at least [b · h] int32 zeros, which they are again afterwards
+    Returns   [b, h, d] contiguous
+    Raises    ValueError for what is not served
+    """
+    batch, heads, size = q.shape
+    cos, sin = rotation
+    if (k.stride(), cos.stride()) != (v.stride(), sin.stride()) or cos.shape[1:] != (1, size):
+        raise ValueError("keys and values, or cos and sin, are laid out in two ways")
+    if cos.shape[0] not in (1, batch) or len(cache.mask) != batch or arrived.numel() < batch * heads:
+        raise ValueError("cos, the mask, or what has arrived, is not of as many rows")
+    if cache.keys.stride() != cache.values.stride() or cache.mask.shape[-1] < cache.keys.shape[2]:
+        raise ValueError("keys and values are laid out in two ways, or the mask is shorter than they are")
+    groups, capacity = k.shape[1], cache.keys.shape[2]
+    splits = max(1, min(_MOST_SPLITS, cache.keys.shape[2] // _SPLIT))
+    scratch = torch.empty(
+        batch * splits * _native.attention_scratch(heads, size) if splits > 1 else 0,
+        dtype=torch.float32,
+        device=q.device,
+    )
+    out = torch.empty(batch, heads, size, dtype=q.dtype, device=q.device)
+    q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
+    device, like = q.device, (q.device, q.dtype)
+    _native.attention(
+        q=address("q", q, *like, strided=1),
+        k=address("k", k, *like, (batch, groups, size), strided=1),
+        v=address("v", v, *like, (batch, groups, size), strided=1),
+        q_weight=address("q's norm", q_weight, *like, (size,)),
+        k_weight=address("k's norm", k_weight, *like, (size,)),
+        cos=address("cos", cos, *like, strided=1),
+        sin=address("sin", sin, *like, cos.shape, strided=1),
+        place=address("place", cache.place, device, torch.int64, (1,)),
+        mask=address("mask", cache.mask, device, torch.bool, (batch, 1, 1, cache.mask.shape[-1]), strided=1),
+        keys=address("keys", cache.keys, *like, (batch, groups, capacity, size), strided=2),
+        values=address("values", cache.values, *like, (batch, groups, capacity, size), strided=2),
+        out=address("out", out, *like),
+        scratch=address("scratch", scratch, device, torch.float32),
+        arrived=address("arrived", arrived, device, torch.int32),
+        batch=batch,
+        q_heads=heads,
+        kv_heads=k.shape[1],
+        size=size,
+        splits=splits,
+        q_stride=q.stride(0),
+        kv_stride=k.stride(0),
+        rotation_stride=cos.stride(0) if cos.shape[0] == batch else 0,
+        batch_stride=cache.keys.stride(0),
+        head_stride=cache.keys.stride(1),
+        mask_stride=cache.mask.stride(0),
+        eps=0.0 if norms[0] is None else norms[0].eps,
+        scale=scale,
+        dtype=CODES[q.dtype],
+        stream=stream_of(q.device),
+    )
+    return out
+
+
+def latent(
+    q: Tensor,
+    kv: Tensor,
+    norm: Norm,
+    rotation: tuple[Tensor, Tensor],
+    cache: Cache,
+    turns_neighbours: bool,
+) -> None:
+    """What latent attention does before it attends; q is rotated where it lies, and the cache gets a token more.
+
+    q         [b, h, n + d], heads contiguous: the last d of each are rotated
+    kv        [b, r + d], rows contiguous: the first r are normed, the rest is rotated
+    rotation  cos and sin, each [b or 1, 1, d]
+    cache     keys [b, 1, m, r], values [b, 1, m, d]
+    turns_neighbours  2i with 2i + 1, which come to i and i + d/2; else i with i + d/2
+    Raises    ValueError for what is not served
+    """
+    (batch, heads, size), (cos, sin) = q.shape, rotation
+    rank, rope = cache.keys.shape[-1], cache.values.shape[-1]
+    if kv.shape != (batch, rank + rope) or cos.shape[1:] != (1, rope) or norm.weight.shape != (rank,):
+        raise ValueError("queries, latents, cos and sin, or the norm do not belong together")
+    if cos.stride() != sin.stride() or cos.shape[0] not in (1, batch) or size < rope:
+        raise ValueError("cos and sin are laid out in two ways, or of other rows or sizes than the heads")
+    device, like, capacity = q.device, (q.device, q.dtype), cache.keys.shape[2]
+    _native.latent(
+        q=address("q", q, *like, strided=1),
+        kv=address("kv", kv, *like, strided=1),
+        norm=address("norm", norm.weight, *like, (rank,)),
+        cos=address("cos", cos, *like, strided=1),
+        sin=address("sin", sin, *like, cos.shape, strided=1),
+        place=address("place", cache.place, device, torch.int64, (1,)),
+        keys=address("keys", cache.keys, *like, (batch, 1, capacity, rank), strided=1),
+        values=address("values", cache.values, *like, (batch, 1, capacity, rope), strided=1),
+        rows=batch,
+        heads=heads,
+        nope=size - rope,
+        rope=rope,
+        rank=rank,
+        turns_neighbours=turns_neighbours,
+        q_stride=q.stride(0),
+        kv_stride=kv.stride(0),
+        rotation_stride=cos.stride(0) if cos.shape[0] == batch else 0,
+        keys_stride=cache.keys.stride(0),
+        values_stride=cache.values.stride(0),
+        eps=norm.eps,
+        dtype=CODES[q.dtype],
+        stream=stream_of(q.device),
+    )
+
+
+def rotation(
+    positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [b, 1, 2 f] of positions [b, 1] int64 times frequencies [f] float32, twice side by side, scaled."""
+    rows, half = positions.shape[0], frequencies.shape[0]
+    cos, sin = (torch.empty(rows, 1, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))
+    device = positions.device
+    _native.rotation(
+        address("positions", positions, device, torch.int64, (rows, 1)),
+        address("frequencies", frequencies, device, torch.float32, (half,)),
+        address("cos", cos, device, dtype),
+        address("sin", sin, device, dtype),
+        rows,
+        half,
+        scale,
+        CODES[dtype],
+        stream_of(positions.device),
+    )
+    return cos, sin
+
+
+def advance(place: Tensor, positions: Tensor, mask: Tensor) -> None:
+    """A token more: place [1] and positions [b, 1] int64 grow by one, and mask [b, 1, 1, n] allows the new place."""
+    if not (place.is_cuda and _native.cuda_built()):
+        place.add_(1)
+        positions.add_(1)
+        mask[..., place[place < mask.shape[-1]]] = True
+        return
+    _native.advance(
+        address("place", place, place.device, torch.int64, (1,)),
+        address("positions", positions, place.device, torch.int64, (len(mask), 1)),
+        address("mask", mask, place.device, torch.bool, (len(mask), 1, 1, mask.shape[-1])),
+        len(mask),
+        mask.stride(0),
+        stream_of(place.device),
+    )
+
+
+class Chooser:
+    """The choice of a token for each row, and what follows from it, as one kernel.
+
+    ids     [b, 1] int64: receives the tokens
+    result  [2, b] int64: receives them, and says of each row whether it goes on, which is read, too
+    length  [1] int64: one is added
+    seen    [b, v + 1] bool, where each token is marked, or [b, 0]
+    ends    [v] bool: tokens after which a row does not go on
+    pad     what such a row goes on with; None: whatever is chosen
+    """
+
+    def __init__(
+        self, ids: Tensor, result: Tensor, length: Tensor, seen: Tensor, ends: Tensor, pad: int | None
+    ) -> None:
+        self._ids, self._result, self._length, self._seen, self._ends = ids, result, length, seen, ends
+        self._pad = -1 if pad is None else pad
+        rows, device, int64 = len(ids), ids.device, torch.int64
+        if seen.numel() and seen.shape != (rows, len(ends) + 1):
+            raise ValueError(
+                f"seen: found {list(seen.shape)}; expected {[rows, len(ends) + 1]}, or no columns"
+            )
+        self._addresses = {
+            "ends": address("ends", ends, device, torch.bool, (len(ends),)),
+            "ids": address("ids", ids, device, int64, (rows, 1)),
+            "result": address("result", result, device, int64, (2, rows)),
+            "seen": address("seen", seen if seen.numel() else None, device, torch.bool),
+            "length": address("length", length, device, int64, (1,)),
+        }
+        # Of the kernel's blocks among themselves: zero between calls.
+        self._best = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+        self._arrived = torch.zeros(1, dtype=torch.int32, device=ids.device)
+
+    def __call__(self, scores: Tensor, noise: Tensor | None) -> None:
+        """The greatest of scores [b, v] float32, of equal ones the first; or, with noise [b, v] from the exponential
+        distribution, of softmax(scores) / noise, which is a sample."""
+        scores = scores.contiguous()
+        shape, device = (len(self._ids), len(self._ends)), self._ids.device
+        _native.choose_on_gpu(
+            scores=address("scores", scores, device, torch.float32, shape),
+            noise=address("noise", noise, device, torch.float32, shape),
+            **self._addresses,
+            best=address("best", self._best, device, torch.int64),
+            arrived=address("arrived", self._arrived, device, torch.int32),
+            pad=self._pad,
+            rows=scores.shape[0],
+            vocab=scores.shape[1],
+            stream=stream_of(scores.device),
+        )

@@ -1,0 +1,1 @@
+"""A plan carried out: operators built, filled and put into the model."""

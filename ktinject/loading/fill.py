@@ -1,0 +1,221 @@
+"""Weights into operators, one tensor at a time, in the order in which they lie on disk.
+
+    checkpoint ── read, decode ──► one tensor or one expert of it ──► operator.load ──► packed; the tensor is gone
+
+So memory never holds more than what is packed already, one tensor and its decoded copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ktinject.checkpoints import formats
+from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.stored import Stored, check_finite
+from ktinject.distributed.tensor_parallel import Cut
+from ktinject.errors import CheckpointError
+from ktinject.operators import Operator
+from ktinject.planning.plan import Plan
+
+Advance = Callable[[int], None]
+
+
+class Reader:
+    """Reads tensors of a checkpoint as floats, counts their bytes, and looks for NaN and infinity if asked to.
+
+    quantization  the config's `quantization_config`
+    advance       called with the bytes of each tensor that was read; may be called from several threads
+    check         refuse values that are not finite; scales are checked in any case
+    cuts          key → the part of it that is wanted
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        quantization: Mapping[str, Any] | None,
+        advance: Advance,
+        check: bool = False,
+        cuts: Mapping[str, Cut] | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._quantization = quantization
+        self._advance = advance
+        self._check = check
+        self._cuts = cuts or {}
+
+    def __call__(self, key: str, index: int | None = None) -> Tensor:
+        """The tensor or the part of it that is wanted, or one slice of its first dimension. Raises CheckpointError."""
+        cut = self._cuts.get(key)
+        if cut is None:
+            return self._whole(key, index)
+        if cut.dim == 0 and cut.length and formats.detect(self._checkpoint, key, self._quantization).is_plain:
+            tensor = self._checkpoint.read(key, rows=(cut.start, cut.length))
+            if self._check:
+                formats.check_finite(key, tensor)
+            self._advance(tensor.nbytes)
+            return tensor
+        # Columns lie apart, and blocks and codes are decoded as a whole.
+        return cut.of(self._whole(key, index))
+
+    def _whole(self, key: str, index: int | None) -> Tensor:
+        info = self._checkpoint.tensors.get(key)
+        if info is None:
+            tensor = formats.decode(self._checkpoint, key, index, self._quantization)
+            self._advance(stored_bytes(self._checkpoint, key) // (1 if index is None else self.shape(key)[0]))
+            return tensor
+        if info.dtype.startswith(("F", "BF", "Q")):
+            tensor = formats.decode(self._checkpoint, key, index, self._quantization)
+        else:
+            tensor = self._checkpoint.read(key, index)
+        if self._check:
+            check_finite(key, tensor)
+        self._advance(info.bytes if index is None else info.bytes // info.shape[0])
+        return tensor
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """The shape of what `__call__` gives for a whole weight. Raises CheckpointError."""
+        return formats.shape(self._checkpoint, key, self._quantization)
+
+    def stored(self, key: str, takes: Collection[str]) -> Stored | None:
+        """The weight as it is stored, if that is one of the formats that are taken so. Raises CheckpointError."""
+        form = formats.detect(self._checkpoint, key, self._quantization) if takes else None
+        if form is None or form.name not in takes:
+            return None
+        value: Stored
+        if form.block is not None:
+            value = formats.fp8_blocks(self._checkpoint, key, None, self._quantization)
+        else:
+            value = formats.codes(self._checkpoint, key, self._quantization)
+        self._advance(stored_bytes(self._checkpoint, key))
+        cut = self._cuts.get(key)
+        try:
+            return value if cut is None else value.narrow(cut.dim, cut.start, cut.length)
+        except ValueError as error:
+            raise CheckpointError(f"{self._checkpoint.path}: {key}: {error}.") from None
+
+
+def stored_bytes(checkpoint: Checkpoint, key: str) -> int:
+    """Bytes in the checkpoint of the tensors that hold a weight's values."""
+    return sum(checkpoint.tensors[name].bytes for name in formats.tensors_of(checkpoint, key))
+
+
+def from_checkpoint(
+    plan: Plan,
+    operators: Mapping[str, Operator],
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    read: Reader,
+) -> None:
+    """Fill the operators from a checkpoint, shard by shard.
+
+    model    not swapped; it only knows shapes
+    Raises   CheckpointError, or OperatorError with rule, module and operator where one did not take its weights
+    """
+    assert plan.mapping is not None
+    targets, conversions = plan.mapping.targets, plan.mapping.conversions
+    wanted = [(entry.path, name) for entry in plan.entries if not entry.elsewhere for name in entry.wants]
+    pieces = [(path, name, piece) for path, name in wanted for piece in targets.get(f"{path}.{name}", ())]
+    positions = {key: position for position, key in enumerate(checkpoint.tensors)}
+    pieces.sort(key=lambda item: positions[formats.tensors_of(checkpoint, item[2].key)[0]])
+
+    def load(path: str, call: Callable[..., None], *arguments: Any) -> None:
+        with plan.blaming(path):
+            call(*arguments)
+
+    _allocate(plan, operators)
+    for path, name, piece in pieces:
+        operator = operators[path]
+        if (stored := read.stored(piece.key, operator.takes)) is not None:
+            load(path, operator.load_stored, name, stored, piece.expert, piece.part)
+        elif piece.expert is None and operator.per_expert:
+            for expert in range(read.shape(piece.key)[0]):
+                load(path, operator.load, name, read(piece.key, expert), expert, piece.part)
+        else:
+            load(path, operator.load, name, read(piece.key), piece.expert, piece.part)
+    taken = {f"{path}.{name}" for path, name in wanted}
+    for first in dict.fromkeys(conversions[name].name for name in taken & conversions.keys()):
+        converted = conversions[first].run(read, model)
+        for path, name in wanted:
+            if (tensor := converted.pop(f"{path}.{name}", None)) is not None:
+                _load_whole(plan, path, operators[path], name, tensor)
+    _finish(plan, operators)
+
+
+def from_model(
+    plan: Plan,
+    operators: Mapping[str, Operator],
+    model: PreTrainedModel,
+    advance: Advance,
+    check: bool = False,
+) -> None:
+    """Fill the operators from the weights that the model has.
+
+    check    refuse values that are not finite
+    Raises   CheckpointError for these, or OperatorError with rule, module and operator
+    """
+    _allocate(plan, operators)
+    for entry in plan.entries:
+        for name in entry.wants:
+            tensor = model.get_parameter_or_buffer(f"{entry.path}.{name}").detach()
+            if check:
+                check_finite(f"{entry.path}.{name}", tensor)
+            _load_whole(plan, entry.path, operators[entry.path], name, tensor)
+            advance(tensor.nbytes)
+    _finish(plan, operators)
+
+
+def _allocate(plan: Plan, operators: Mapping[str, Operator]) -> None:
+    for path, operator in operators.items():
+        with plan.blaming(path):
+            operator.allocate()
+
+
+def _load_whole(plan: Plan, path: str, operator: Operator, name: str, tensor: Tensor) -> None:
+    with plan.blaming(path):
+        if operator.per_expert:
+            for expert in range(tensor.shape[0]):
+                operator.load(name, tensor[expert].cpu(), expert, None)
+        else:
+            operator.load(name, tensor.cpu(), None, None)
+
+
+def _finish(plan: Plan, operators: Mapping[str, Operator]) -> None:
+    for path, operator in operators.items():
+        with plan.blaming(path):
+            operator.finish()
+
+
+@contextmanager
+def progress(total: int, shown: bool) -> Iterator[Advance]:
+    """A progress bar on stderr, with bytes, rate and time left, if it is to be shown.
+
+    Yields   the function to call with each number of bytes read
+    """
+    if not shown:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("loading"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("loading", total=total)
+        yield lambda count: bar.advance(task, count)

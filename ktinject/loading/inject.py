@@ -1,0 +1,197 @@
+"""Operators into the model, and back out of it if anything goes wrong: the only file that sets a module."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ktinject import machine
+from ktinject.distributed.first_process import Announced, Elsewhere
+from ktinject.distributed.process_group import Team
+from ktinject.errors import OperatorError
+from ktinject.hf import models
+from ktinject.operators import REGISTRY, Operator
+from ktinject.planning.devices import show_bytes
+from ktinject.planning.plan import Plan
+
+
+def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
+    """The operators of a plan by module path, not filled, not allocated and not yet in the model."""
+    operators: dict[str, Operator] = {}
+    for entry in plan.entries:
+        kind = Elsewhere if entry.elsewhere else REGISTRY[entry.operator]
+        with plan.blaming(entry.path):
+            operators[entry.path] = kind.build(model.get_submodule(entry.path), entry.config)
+    return operators
+
+
+def apply(
+    model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator], team: Team | None = None
+) -> None:
+    """Set the operators; to be called while a `Transaction` is open.
+
+    team   the processes that share the model, which get the results of operators that only the first has
+
+    Modules come in the order of the model, so an operator that keeps a child is there before what replaces the child.
+    """
+    models.untie(model, plan.swapped)
+    for path, operator in operators.items():
+        operator.train(model.training)
+        model.set_submodule(path, operator, strict=True)
+    stack = models.Layers(model).stack
+    kinds: dict[type[Operator], None] = dict.fromkeys(type(operator) for operator in operators.values())
+    for kind in kinds:
+        theirs = {path: operator for path, operator in operators.items() if type(operator) is kind}
+        with plan.blaming(*theirs):
+            kind.connect(stack, [*theirs.values()])
+    if team is not None:
+        for path, operator in operators.items():
+            if isinstance(operator, Elsewhere):
+                operator.team = team
+            elif operator.across == "first":
+                model.set_submodule(path, Announced(operator, team), strict=True)
+    model.ktinject = plan
+    if operators:
+        # Weak, so that a model that is dropped is freed at once and not when Python next looks for cycles.
+        model.save_pretrained = functools.partial(_save_pretrained, weakref.ref(model))
+
+
+class Transaction:
+    """What a model is now, so that `restore` can put it back exactly so after any exception.
+
+    Restored are all attributes of all modules (so parameters, buffers, children and hooks), what dicts, sets and lists
+    among them held, the marks that transformers leaves on tensors, and the config's attributes.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        configs = _configs(model.config)
+        tensors = [*model.parameters(), *model.buffers()]
+        self._model, self._class = model, type(model)
+        self._owners: list[Any] = [*model.modules(), *tensors, *configs]
+        self._saved = [
+            {name: (value, _content(value)) for name, value in vars(o).items()} for o in self._owners
+        ]
+
+    def restore(self) -> None:
+        """Put everything back; may be called at any time, also when nothing has changed."""
+        self._model.__class__ = self._class
+        for owner, saved in zip(self._owners, self._saved):
+            attributes = vars(owner)
+            attributes.clear()
+            for name, (value, content) in saved.items():
+                attributes[name] = value
+                if content is not None:
+                    value.clear()
+                    value.extend(content) if isinstance(value, list) else value.update(content)
+
+
+def _content(value: object) -> list[Any] | set[Any] | dict[Any, Any] | None:
+    """What a container holds now; None for anything else."""
+    for kind in (dict, set, list):
+        if isinstance(value, kind):
+            return kind(value)
+    return None
+
+
+def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    inner = (getattr(config, name, None) for name in config.sub_configs)
+    return [config, *(part for part in inner if isinstance(part, PreTrainedConfig))]
+
+
+def _save_pretrained(
+    reference: weakref.ref[PreTrainedModel], save_directory: Any, *args: Any, **kwargs: Any
+) -> None:
+    """`save_pretrained` of a swapped model: the checkpoint that would give the same weights, or OperatorError.
+
+    transformers' own would write one without the weights that the operators hold. Takes the memory of those
+    weights in the model's dtype while it saves.
+    """
+    model = reference()
+    assert model is not None, "the call comes through the model"
+    only_adapters = getattr(model, "_hf_peft_config_loaded", False)  # then transformers writes nothing else
+    if kwargs.get("state_dict") is None and not only_adapters:
+        kwargs["state_dict"] = {**model.state_dict(), **_unpacked(model)}
+    type(model).save_pretrained(model, save_directory, *args, **kwargs)
+
+
+def _operators(model: PreTrainedModel, plan: Plan) -> dict[str, Operator]:
+    """The operators of a plan that are in the model still. Raises OperatorError for one within another module."""
+    found = {}
+    for entry in plan.entries:
+        module = model.get_submodule(entry.path)
+        if isinstance(module, Operator):
+            found[entry.path] = module
+        elif any(isinstance(inner, Operator) for inner in module.modules()):
+            raise OperatorError(
+                f"this model cannot be saved: {entry.operator} is inside the {type(module).__name__} that stands for "
+                f"{entry.path} now. Save the adapter alone, with PEFT's save_pretrained, or take it off before."
+            )
+    return found
+
+
+def _with_weights(operator: Operator) -> str:
+    """Its name and, if it says so, what its weights are."""
+    weights = operator.describe().get("weights")
+    return operator.name + (f" ({weights})" if weights else "")
+
+
+def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
+    plan: Plan = model.ktinject
+    if plan.styles:
+        raise OperatorError(
+            "this model cannot be saved: each process has a part of it. Copy the original checkpoint folder"
+            f"{f' ({plan.checkpoint})' if plan.checkpoint else ''} instead."
+        )
+    operators = _operators(model, plan)
+    # A copy of a tied parameter that is there is no loss; an exact one may differ from what it was copied from by now.
+    state = model.state_dict()
+    copies = {name for name, source in plan.tied.items() if source in state}
+    entries = [
+        entry
+        for entry in plan.entries
+        if entry.path in operators
+        and (
+            operators[entry.path].is_lossless()
+            or not copies.issuperset(f"{entry.path}.{n}" for n in entry.wants)
+        )
+    ]
+    held = [operators[entry.path] for entry in entries]
+    lossy = sorted({_with_weights(operator) for operator in held if not operator.is_lossless()})
+    source = f" ({plan.checkpoint})" if plan.checkpoint else ""
+    if lossy:
+        raise OperatorError(
+            f"this model cannot be saved: {', '.join(lossy)} holds rounded weights, not the checkpoint's. "
+            f"Copy the original checkpoint folder{source} instead, and keep the rules beside it."
+        )
+    shapes = {f"{e.path}.{name}": torch.Size(shape) for e in entries for name, shape in e.wants.items()}
+    needed = sum(shape.numel() for shape in shapes.values()) * model.dtype.itemsize
+    free = machine.detect().memory_available_bytes
+    if needed > free:
+        raise OperatorError(
+            f"saving needs {show_bytes(needed)} for unpacked weights, and {show_bytes(free)} are free. "
+            f"Copy the original checkpoint folder{source} instead."
+        )
+    tensors = {}
+    for entry in entries:
+        operator = operators[entry.path]
+        for name, shape in entry.wants.items():
+            tensors[f"{entry.path}.{name}"] = tensor = torch.empty(shape, dtype=model.dtype)
+            for expert in range(shape[0]) if operator.per_expert else [None]:
+                exact = operator.unpack(name, expert)
+                part = tensor if expert is None else tensor[expert]
+                part.copy_(exact)
+                if not torch.equal(part.float(), exact):
+                    raise OperatorError(
+                        f"this model cannot be saved: {entry.path}.{name} does not fit {model.dtype}. "
+                        f"Copy the original checkpoint folder{source} instead."
+                    )
+    for name in copies & tensors.keys():
+        if torch.equal(tensors[name], state[plan.tied[name]].to("cpu", model.dtype)):
+            del tensors[name]  # as it was: stored once
+    return tensors

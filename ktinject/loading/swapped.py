@@ -1,0 +1,103 @@
+"""A swapped model's own methods, where transformers' look at parameters only: the weights of operators are none.
+
+A model gets them by `model_class.put_before`.
+"""
+
+from __future__ import annotations
+
+import logging
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ktinject.errors import OperatorError
+from ktinject.model_class import Methods, put_before
+from ktinject.operators import Operator
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ktinject.planning.plan import Plan
+
+logger = logging.getLogger("ktinject")
+
+
+def install(model: PreTrainedModel) -> None:
+    """Give a model with operators the methods of `_Swapped`."""
+    put_before(model, _Swapped)
+
+
+_Methods: Any = Methods  # at run time it stands before a PreTrainedModel
+
+
+class _Swapped(_Methods):
+    """The methods that differ from the model's own class."""
+
+    _said_frozen = False
+
+    def train(self, mode: bool = True) -> Any:
+        """As of any module; where that would train all parameters, says once which are not among them."""
+        super().train(mode)
+        if mode and not self._said_frozen and _trains_all(self):
+            self._said_frozen = True
+            plan = self.ktinject
+            frozen = {name: prod(shape) for name, shape in _held(plan).items()}
+            left = [parameter.numel() for parameter in self.parameters()]
+            share = sum(frozen.values()) / max(1, sum(frozen.values()) + sum(left))
+            logger.warning(
+                "train(): %d of %d parameters, %.1f%% of the values, are in operators (%s), which keep them as they "
+                "are: only the other %d are trained. Train an adapter (PEFT), or train the unswapped model and swap "
+                "it afterwards.",
+                len(frozen),
+                len(frozen) + len(left),
+                100 * share,
+                ", ".join(sorted({entry.operator for entry in plan.entries if entry.wants})),
+                len(left),
+            )
+        return self
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """As of any model of transformers. What operators hold counts, too; none of it can be trained."""
+        found: int = super().num_parameters(only_trainable, exclude_embeddings)
+        return found if only_trainable else found + sum(map(prod, _held(self.ktinject).values()))
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """As of any model of transformers: bytes, those that operators hold on all devices among them."""
+        found: int = super().get_memory_footprint(return_buffers)
+        return found + sum(sum(entry.bytes.values()) for entry in self.ktinject.entries)
+
+    def resize_token_embeddings(
+        self: Any,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As of any model of transformers. Raises OperatorError where an operator would have to be resized."""
+        words = self.get_input_embeddings()
+        held = [module for module in (words, self.get_output_embeddings()) if isinstance(module, Operator)]
+        wanted = new_num_tokens or words.weight.shape[0]
+        if pad_to_multiple_of:
+            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+        if held and wanted != words.weight.shape[0]:
+            paths = ", ".join(path for path, module in self.named_modules() if module in held)
+            raise OperatorError(
+                f"resize_token_embeddings: {paths} is {held[0].name}, whose weights cannot get another size. "
+                "Resize and save the unswapped model and swap that, or keep the module by a rule with `replace: keep`."
+            )
+        return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+
+
+def _held(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Full name → shape of what operators hold, without the copies of tied parameters."""
+    shapes = {f"{entry.path}.{name}": shape for entry in plan.entries for name, shape in entry.wants.items()}
+    return {name: shape for name, shape in shapes.items() if name not in plan.tied}
+
+
+def _trains_all(model: nn.Module) -> bool:
+    """Whether a parameter is to be trained that is no adapter's."""
+    if any(parameter.requires_grad for parameter in model._parameters.values() if parameter is not None):
+        return True
+    children = (child for child in model.children() if not type(child).__module__.startswith("peft."))
+    return any(map(_trains_all, children))

@@ -1,0 +1,1 @@
+"""What a rule file makes of a model, before anything is changed."""

@@ -1,0 +1,218 @@
+"""Where things may stand: the devices there are, what they have free, and what a budget allows of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ktinject.errors import PlanError
+from ktinject.machine import Gpu, Machine
+from ktinject.rules import Rule
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d{1,18})\s*B?\s*|\s*(\d{1,9}(?:\.\d{1,9})?)\s*(" + "|".join(_UNITS) + r")\s*")
+# Of a GPU that is planned for and not here.
+_SUPPOSED_CAPABILITY = (8, 0)
+
+
+def show_bytes(count: int) -> str:
+    """`1.2 GiB`."""
+    if count < 2**10:
+        return f"{count} B"
+    power = min(int(math.log2(count)) // 10, 4)
+    return f"{count / 2 ** (10 * power):.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+
+
+def parse_bytes(size: object, what: str) -> int:
+    """A size as a whole number of bytes, or as text of one or with a unit. Raises PlanError."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if found is None:
+        raise PlanError(
+            f"{what}: found {size!r}; a size is a number of bytes or text like '24GiB' "
+            f"(units {', '.join(_UNITS)}). Write one of these."
+        )
+    return int(found[1]) if found[1] else int(float(found[2]) * _UNITS[found[3]])
+
+
+def suppose(machine: Machine, memory: Mapping[str, int | str]) -> Machine:
+    """`machine` with other memory: to plan for one that is not there.
+
+    memory  device → bytes, all free. It has the GPUs that are named, and no others; "cpu" may be left out
+    Raises  PlanError for what is not such a mapping
+    """
+    if not isinstance(memory, Mapping) or not memory:
+        raise PlanError(
+            f"machine: found {memory!r}; it maps devices to sizes. "
+            'Write {"cpu": "512GiB", "cuda:0": "24GiB"}, for example.'
+        )
+    sizes = {_canonical(str(name)): parse_bytes(size, f"machine[{name!r}]") for name, size in memory.items()}
+    cpu = sizes.pop("cpu", machine.memory_available_bytes)
+    here = {f"cuda:{gpu.index}": gpu for gpu in machine.gpus}
+    for number, name in enumerate(sorted(sizes)):
+        if f"cuda:{number}" not in sizes:
+            raise PlanError(
+                f"machine: found {name!r}; devices are cpu and GPUs that are counted from cuda:0 without a gap. "
+                "Name these."
+            )
+    gpus = [
+        dataclasses.replace(
+            here.get(name) or Gpu(0, "a GPU that is not here", 0, 0, _SUPPOSED_CAPABILITY),
+            index=number,
+            memory_bytes=size,
+            free_bytes=size,
+        )
+        for number, (name, size) in enumerate(
+            (f"cuda:{index}", sizes[f"cuda:{index}"]) for index in range(len(sizes))
+        )
+    ]
+    return dataclasses.replace(
+        machine,
+        memory_bytes=cpu,
+        memory_available_bytes=cpu,
+        memory_limit_bytes=None,
+        gpus=tuple(gpus),
+        no_gpu="" if gpus else "the machine that is planned for has none",
+        cuda_built=True if gpus else machine.cuda_built,
+    )
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of one plan.
+
+    free        device → bytes that can be allocated, for every device the machine has
+    limits      the same, or the budget where that is less
+    allowed     what the plan may use; the CPU always
+    candidates  where everything that is not swapped may stand, best first: on one device, or layer by layer on GPUs
+    notes       what the plan should say of this
+    """
+
+    free: dict[str, int]
+    limits: dict[str, int]
+    allowed: tuple[str, ...]
+    candidates: tuple[tuple[str, ...], ...]
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def choose(
+        cls,
+        machine: Machine,
+        devices: str | Sequence[str] | None = None,
+        budget: Mapping[str, int | str] | None = None,
+    ) -> Devices:
+        """Decide from what there is and what the user names. Raises PlanError for what is not there.
+
+        devices  None: the first GPU if the plan fits it, else all GPUs, else the CPU; several GPUs: all of them
+        """
+        free = {"cpu": machine.memory_available_bytes}
+        free |= {f"cuda:{gpu.index}": gpu.free_bytes for gpu in machine.gpus}
+        limits = dict(free)
+        notes: list[str] = []
+        if not isinstance(budget, Mapping | None):
+            raise PlanError(
+                f'budget: found {budget!r}; it maps devices to sizes. Write {{"cuda:0": "24GiB"}}, for example.'
+            )
+        for name, size in (budget or {}).items():
+            device = named(name, free, "budget", machine)
+            wanted = parse_bytes(size, f"budget[{name!r}]")
+            limits[device] = min(free[device], wanted)
+            if wanted > free[device]:
+                notes.append(
+                    f"{device}: the budget is {show_bytes(wanted)}, and {show_bytes(free[device])} are free; "
+                    "`ktinject plan --machine` plans for a larger machine"
+                )
+        if devices is None:
+            gpus = [device for device in free if device != "cpu"]
+            if gpus and not machine.cuda_built:
+                notes.append(
+                    f"not used: {', '.join(gpus)}; this build of ktinject has no CUDA parts. Install the CUDA toolkit "
+                    "and build again; torch's own kernels run there where you name them as devices"
+                )
+                gpus = []
+            groups = [gpus[:1], gpus][: len(gpus)]
+            return cls(free, limits, ("cpu", *gpus), (*map(tuple, groups), ("cpu",)), notes)
+        listed = [devices] if isinstance(devices, str) or not isinstance(devices, Sequence) else devices
+        chosen = list(dict.fromkeys(named(device, free, "devices", machine) for device in listed))
+        gpus = [device for device in chosen if device != "cpu"]
+        if not chosen:
+            raise PlanError("devices: found an empty list; name at least one device, or leave it out.")
+        groups = [group for group in (gpus, [device for device in chosen if device == "cpu"]) if group]
+        return cls(free, limits, (*gpus, "cpu"), tuple(map(tuple, groups)), notes)
+
+    def for_operator(self, rule: Rule, wanted: str, types: Sequence[str], standing: str) -> str:
+        """The device of an operator. Raises PlanError at the rule's line.
+
+        wanted    what the rule says, "auto" to stand where the module around it does if it can
+        types     device types on which the operator computes, preferred first
+        standing  where everything that is not swapped stands
+        """
+        if wanted == "auto":
+            order = [standing, *(d for kind in types for d in self.allowed if d.startswith(kind))]
+            fitting = [device for device in order if device.partition(":")[0] in types]
+            if fitting:
+                return fitting[0]
+            raise _refusal(
+                rule,
+                f"{rule.operator} computes on {' or '.join(types)} only; the plan may use "
+                f"{', '.join(self.allowed)}. Use another operator, or a machine that has it.",
+            )
+        device = _canonical(wanted)
+        if device not in self.allowed:
+            reason = "is not there" if device not in self.free else "is not among the devices of this call"
+            raise _refusal(
+                rule,
+                f"device {wanted!r} {reason}; usable are {', '.join(self.allowed)}. Name one of these, or auto.",
+            )
+        if device.partition(":")[0] not in types:
+            raise _refusal(
+                rule, f"{rule.operator} cannot compute on {wanted!r}, only on {' or '.join(types)}. Use auto."
+            )
+        return device
+
+
+def spread(
+    outside_bytes: int, layers: Mapping[str, int], gpus: Sequence[str], limits: Mapping[str, int]
+) -> dict[str, str]:
+    """Lay decoder layers over GPUs, in order, each getting its share of the bytes by its limit.
+
+    outside_bytes  of all that is in no layer, which stands on the first GPU
+    layers         path → bytes, in order
+    Returns        a device map; the first GPU is ""
+    """
+    room = sum(limits[gpu] for gpu in gpus) or 1
+    total = outside_bytes + sum(layers.values())
+    device_map, reached, index, end = {"": gpus[0]}, float(outside_bytes), 0, limits[gpus[0]] / room * total
+    for path, size in layers.items():
+        # A layer goes to the GPU in whose share its middle lies.
+        while index + 1 < len(gpus) and reached + size / 2 > end:
+            index += 1
+            end += limits[gpus[index]] / room * total
+        if index:
+            device_map[path] = gpus[index]
+        reached += size
+    return device_map
+
+
+def named(device: object, free: Mapping[str, int], what: str, machine: Machine) -> str:
+    """The name of a device that is there. Raises PlanError."""
+    name = _canonical(str(device))
+    if name not in free:
+        why = f" ({machine.no_gpu})" if machine.no_gpu and name.startswith("cuda") else ""
+        raise PlanError(
+            f"{what}: there is no device {str(device)!r}{why}; found are {', '.join(free)}. Name one of them."
+        )
+    return name
+
+
+def _canonical(device: str) -> str:
+    return "cuda:0" if device == "cuda" else device
+
+
+def _refusal(rule: Rule, text: str) -> PlanError:
+    return PlanError(str(rule.place("device").refusal(text)))

@@ -1,0 +1,144 @@
+"""Does a checkpoint fit a model? Answered from names and headers, with all that is wrong in one report."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ktinject.checkpoints import formats
+from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.errors import LISTED, CheckpointError, few, listed
+from ktinject.hf.key_map import Conversion, KeyMap
+
+_NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
+
+
+def check(
+    checkpoint: Checkpoint, model: PreTrainedModel, mapping: KeyMap, quantization: Mapping[str, Any] | None
+) -> None:
+    """Refuse a checkpoint that has not exactly what the model needs, in shapes and formats that are read.
+
+    model         not swapped
+    quantization  the config's `quantization_config`
+    Raises        CheckpointError that lists all tensors that are missing, unexpected, misshapen or unreadable
+    """
+    state = model.state_dict()
+    shapes, unreadable = [], []
+    seen: set[str] = set()
+    for name, pieces in mapping.targets.items():
+        for piece in pieces:
+            if piece.key in seen:
+                continue
+            seen.add(piece.key)
+            fault = _unreadable(checkpoint, piece.key, state[name], quantization)
+            unreadable += fault
+            expected = _shape(state[name], piece.expert is not None, mapping.parts.get(name, 1))
+            if checkpoint.complete and not fault:
+                found = formats.shape(checkpoint, piece.key, quantization)
+                if found != expected:
+                    shapes.append(f"{piece.key}: found {list(found)}, expected {list(expected)}")
+    for conversion in {id(found): found for found in mapping.conversions.values()}.values():
+        faults = [
+            _unreadable(checkpoint, key, state[conversion.name], quantization) for key in conversion.keys
+        ]
+        unreadable += [line for fault in faults for line in fault]
+        if checkpoint.complete and not any(faults):
+            shapes += _misconverted(checkpoint, conversion, model, state, quantization)
+
+    sections = [
+        _section("missing", mapping.missing),
+        _section("not expected by the model", mapping.unexpected),
+        _section("of the wrong shape", shapes),
+        _section("in a format that is not read", unreadable),
+    ]
+    if any(sections):
+        raise CheckpointError(
+            f"{checkpoint.path}: this does not fit {type(model).__name__} with the given config; tensors are"
+            f"{''.join(sections)}\nUse the config.json that came with the weights, and a complete download."
+        )
+
+
+def grouped(names: list[str]) -> list[str]:
+    """All names; many that differ in numbers only take one line, as `model.layers.{3-60}.mlp.gate.weight`."""
+    if len(names) <= LISTED:
+        return names
+    alike: dict[str, list[tuple[int, ...]]] = {}
+    for name in names:
+        pattern = _NUMBER.sub("{}", name.replace("{", "{{").replace("}", "}}"))
+        alike.setdefault(pattern, []).append(tuple(map(int, _NUMBER.findall(name))))
+    lines = []
+    for pattern, numbers in alike.items():
+        # A line may have a name, and so its numbers, twice.
+        columns = {column: sorted(set(column)) for column in zip(*numbers)}
+        if len(numbers) > 1 and len(set(numbers)) == math.prod(map(len, columns.values())):
+            ranges = [_ranges(columns[column]) for column in zip(*numbers)]
+            lines.append(f"{pattern.format(*ranges)} ({len(numbers)} tensors)")
+        else:
+            lines += [pattern.format(*row) for row in numbers]
+    return lines
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`{0-2,5}`, or the number if there is one only."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "}"
+
+
+def _section(title: str, lines: list[str]) -> str:
+    return f"\n{title}:{listed(grouped(lines))}" if lines else ""
+
+
+def _shape(parameter: Tensor, is_slice: bool, parts: int) -> tuple[int, ...]:
+    """The shape of one piece: [experts, outputs, inputs] less what is cut off it."""
+    shape = list(parameter.shape)
+    if parts > 1:
+        shape[1] //= parts
+    return tuple(shape[1:] if is_slice else shape)
+
+
+def _unreadable(
+    checkpoint: Checkpoint, key: str, parameter: Tensor, quantization: Mapping[str, Any] | None
+) -> list[str]:
+    if not parameter.is_floating_point():
+        return []  # a counter or a table of indices: transformers takes it as it is
+    try:
+        formats.detect(checkpoint, key, quantization)
+    except CheckpointError as error:
+        return [str(error).removeprefix(f"{checkpoint.path}: ")]
+    return []
+
+
+def _misconverted(
+    checkpoint: Checkpoint,
+    conversion: Conversion,
+    model: PreTrainedModel,
+    state: Mapping[str, Tensor],
+    quantization: Mapping[str, Any] | None,
+) -> list[str]:
+    """Run the converter on tensors without data and compare what comes out."""
+
+    def without_data(key: str) -> Tensor:
+        return torch.empty(formats.shape(checkpoint, key, quantization), device="meta")
+
+    try:
+        made = conversion.run(without_data, model)
+    except Exception as error:  # transformers' own code, on shapes that it was not written for
+        return [f"{', '.join(few(conversion.keys))}: transformers cannot convert them: {error}"]
+    return [
+        f"{name}: converted to {list(made[name].shape)}, expected {list(state[name].shape)}"
+        for name in conversion.targets
+        if name in made and name in state and made[name].shape != state[name].shape
+    ] + [f"{name}: not made by its conversion" for name in conversion.targets if name not in made]

@@ -1,0 +1,183 @@
+"""What a swapped model takes beside its weights while it runs: buffers that operators share, and the cache.
+
+The cache is not computed from the config, whose words differ from family to family: the model runs once on the meta
+device, where nothing is computed, and what its cache then holds is counted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ktinject.generation.graph_runner import power_of_two
+from ktinject.hf import models
+from ktinject.machine import device_of
+from ktinject.planning.devices import show_bytes
+
+if TYPE_CHECKING:
+    from ktinject.planning.replacements import Entry
+
+_TOKENS = 2  # that the model reads on meta
+_SHORTEST = power_of_two(1)
+
+
+@dataclass(frozen=True)
+class Running:
+    """On one device.
+
+    buffers        what for → bytes
+    token_bytes    of cache, for a token; 0 where the model caches nothing here, or nobody can tell
+    longest        tokens of the longest request that there is room for, prompt and answer, all rows together; None
+                   where nobody can tell
+    """
+
+    buffers: dict[str, int]
+    token_bytes: int
+    longest: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self, device: str) -> list[str]:
+        """For people."""
+        found = [f"{device}: {show_bytes(size)} for {what}" for what, size in self.buffers.items() if size]
+        if self.token_bytes and self.longest is not None:
+            found.append(
+                f"{device}: {show_bytes(self.token_bytes)} of cache for a token, room for {self.longest:,} tokens of a "
+                "request, all rows together"
+            )
+        return found
+
+
+def find(
+    entries: Sequence[Entry],
+    model: PreTrainedModel,
+    device_map: Mapping[str, str],
+    to_load: Mapping[str, int],
+    limits: Mapping[str, int],
+    cached: Sequence[int] | None,
+) -> tuple[dict[str, Running], list[str]]:
+    """Device → what it holds while the model runs; and what does not fit.
+
+    to_load   bytes of weights that are not in memory yet
+    cached    as `cached_values` says
+    """
+    running, problems = {}, []
+    for device in {**to_load, **dict.fromkeys(device_map.values())}:
+        room = limits.get(device, 0) - to_load.get(device, 0)
+        buffers: dict[str, int] = {}
+        for what, least, wanted in _shared(entries, device):
+            if least > room >= 0:
+                problems.append(
+                    f"{device} has {show_bytes(room)} left beside the weights, and {what} need {show_bytes(least)}. "
+                    "Use smaller weights, a larger budget, or prefill: cpu."
+                )
+            buffers[what] = max(0, min(wanted, room))
+            room -= buffers[what]
+        token_bytes = _token_bytes(entries, model, device_map, device, cached)
+        longest = _longest(room, token_bytes) if token_bytes else None
+        if longest is not None and longest < _SHORTEST and room >= 0:
+            problems.append(
+                f"{device} has {show_bytes(room)} left beside the weights, and each token of a request takes "
+                f"{show_bytes(token_bytes)} of cache: no room for {_SHORTEST} tokens. Use smaller weights, or a larger "
+                "budget."
+            )
+        if buffers or token_bytes:
+            running[device] = Running(buffers, token_bytes, longest)
+    return running, problems
+
+
+def _shared(entries: Sequence[Entry], device: str) -> list[tuple[str, int, int]]:
+    """(what for, least, wanted) bytes of buffers, each the greatest that an operator names: they share them."""
+    found: dict[str, tuple[int, int]] = {}
+    for entry in entries:
+        for (on, what), (least, wanted) in entry.shares.items():
+            if on == device:
+                before = found.get(what, (0, 0))
+                found[what] = max(before[0], least), max(before[1], wanted)
+    return [(what, *sizes) for what, sizes in found.items()]
+
+
+def _token_bytes(
+    entries: Sequence[Entry],
+    model: PreTrainedModel,
+    device_map: Mapping[str, str],
+    device: str,
+    values: Sequence[int] | None,
+) -> int:
+    """Bytes that a token adds to the cache on one device."""
+    layers = models.Layers(model)
+    if values is None or len(values) != layers.count:
+        return 0
+    own = {layers.of(entry.path): entry.caches for entry in entries if entry.caches is not None}
+    return sum(
+        own.get(number, count) * model.dtype.itemsize
+        for number, (path, count) in enumerate(zip(layers.paths, values))
+        if device_of(device_map, path) == device
+    )
+
+
+def _longest(room: int, token_bytes: int) -> int:
+    """Captured steps hold a power of two of tokens; what a prompt left behind is copied into that."""
+    if room < 2 * token_bytes * _SHORTEST:
+        return 0
+    tokens: int = 1 << (room // (2 * token_bytes)).bit_length() - 1
+    return tokens
+
+
+def cached_values(model: PreTrainedModel) -> list[int] | None:
+    """Keys and values that each layer caches for a token; None where the model does not run on meta."""
+    layers = models.Layers(model)
+    kinds = [_kind(model, path, number) for number, path in enumerate(layers.paths)]
+    if not kinds:
+        return None
+    # Layers of one kind cache alike, so as many run as show every kind: one of Qwen3's 48, four of DeepSeek-V3's 61.
+    needed = max(kinds.index(kind) for kind in kinds) + 1
+    for count in dict.fromkeys((needed, len(kinds))):
+        try:
+            # Some kernels take nothing but bf16, on meta, too.
+            twin = models.meta_model(_shortened(model.config, count), torch.bfloat16)
+            ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+            with torch.no_grad():
+                cache = twin(input_ids=ids, use_cache=True).past_key_values
+            found = [_values(layer) // _TOKENS for layer in cache.layers]
+            return [found[kinds.index(kind)] for kind in kinds]
+        except Exception:  # whatever a family's code says to tensors without values, or to fewer layers
+            continue
+    return None
+
+
+def _kind(model: PreTrainedModel, path: str, number: int) -> tuple[Any, ...]:
+    """What layers that cache alike have in common: modules, shapes, and what the config says of each layer."""
+    layer, config = model.get_submodule(path), model.config.get_text_config()
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
+    classes = [type(module).__name__ for module in layer.modules()]
+    said = [str(value[number]) for value in _by_layer(config).values()]
+    return (*shapes, *classes, *said)
+
+
+def _by_layer(config: Any) -> dict[str, list[Any]]:
+    """The settings that have a value for each decoder layer."""
+    count = config.num_hidden_layers
+    return {
+        name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count
+    }
+
+
+def _shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in _by_layer(text).items():
+        setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return config
+
+
+def _values(layer: Any) -> int:
+    found = (getattr(layer, name, None) for name in ("keys", "values"))
+    return sum(tensor.numel() for tensor in found if isinstance(tensor, torch.Tensor))

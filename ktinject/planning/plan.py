@@ -1,0 +1,208 @@
+"""The plan: which operator replaces which module, where it stands, how many bytes it takes; and how people read it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktinject.distributed.tensor_parallel import Cut, Style
+from ktinject.errors import PlanError, listed
+from ktinject.grid import Grid, Lines
+from ktinject.hf.key_map import KeyMap
+from ktinject.planning.devices import show_bytes
+from ktinject.planning.memory import Running
+from ktinject.planning.replacements import (
+    Entry,
+    blaming,
+    some,
+)
+from ktinject.rules import KEEP, RuleSet
+
+
+@dataclass
+class Plan:
+    """All decisions of one call. `str(plan)` is a table, `to_dict()` is ready for JSON.
+
+    matched     rule → paths of its modules, in the order of the rules; those of `keep` too
+    entries     the replaced modules, in the order of the model
+    rest_bytes  device → bytes of everything that is not replaced
+    device_map  where that stands, as transformers wants it
+    limits      device → bytes the plan may use
+    to_load     device → bytes that are not in memory yet
+    running     device → what the model takes there while it runs, beside its weights
+    problems    what does not fit
+    notes       what else one should know
+    mapping     of the checkpoint's keys; None if the model has its weights
+    styles      path → how tensor parallelism cuts a linear layer
+    cuts        checkpoint key → the part of it that this process has
+    tied        parameter that an operator takes → the one that it is tied to, of which the operator has a copy
+    """
+
+    model: str
+    model_type: str
+    ruleset: RuleSet
+    checkpoint: str | None
+    matched: dict[str, tuple[str, ...]]
+    entries: tuple[Entry, ...]
+    rest_bytes: dict[str, int]
+    device_map: dict[str, str]
+    limits: dict[str, int]
+    to_load: dict[str, int]
+    running: dict[str, Running] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    mapping: KeyMap | None = field(default=None, repr=False)
+    styles: dict[str, Style] = field(default_factory=dict, repr=False)
+    cuts: dict[str, Cut] = field(default_factory=dict, repr=False)
+    tied: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def blaming(self, *paths: str) -> AbstractContextManager[None]:
+        """Within, what operators of one kind refuse or raise is an OperatorError with rule, paths and operator."""
+        entry = self._entries_by_path[paths[0]]
+        rule = next(rule for rule in self.ruleset.rules if rule.name == entry.rule)
+        return blaming(rule, some(paths), entry.operator)
+
+    @functools.cached_property
+    def _entries_by_path(self) -> dict[str, Entry]:
+        return {entry.path: entry for entry in self.entries}
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Device → bytes of the swapped model."""
+        return total([*(entry.bytes for entry in self.entries), self.rest_bytes])
+
+    @property
+    def swapped(self) -> dict[str, tuple[int, ...]]:
+        """Full name → shape of the parameters that operators take."""
+        return {
+            f"{entry.path}.{name}": shape for entry in self.entries for name, shape in entry.wants.items()
+        }
+
+    @property
+    def elsewhere(self) -> set[str]:
+        """Those that another process takes."""
+        return {f"{entry.path}.{name}" for entry in self.entries if entry.elsewhere for name in entry.wants}
+
+    def check(self) -> None:
+        """Raises PlanError if something does not fit."""
+        if self.problems:
+            raise PlanError(f"the plan does not fit:{listed(self.problems)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Lists, dicts, numbers and strings only."""
+        fields = [f.name for f in dataclasses.fields(Entry) if f.repr]
+        return {
+            "model": self.model,
+            "model_type": self.model_type,
+            "rules": self.ruleset.source,
+            "checkpoint": self.checkpoint,
+            "matched": {name: list(paths) for name, paths in self.matched.items()},
+            "modules": [{name: getattr(entry, name) for name in fields} for entry in self.entries],
+            "rest": {"bytes": self.rest_bytes, "device_map": self.device_map},
+            "bytes": self.bytes,
+            "to_load": self.to_load,
+            "running": {device: running.to_dict() for device, running in self.running.items()},
+            "limits": self.limits,
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+        }
+
+    def __rich__(self) -> Any:
+        return rich(self)
+
+    def __str__(self) -> str:
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+
+TITLES = ("rule", "modules", "operator", "kernel", "weights", "device", "bytes")
+
+
+def rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The cells under TITLES; modules of one rule that run alike share a line."""
+    groups: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in plan.entries:
+        runs = (str(entry.runs.get("kernel", "")), str(entry.runs.get("weights", "")))
+        groups.setdefault((entry.rule, entry.module, entry.operator, *runs, entry.device), []).append(entry)
+    table: list[tuple[str, ...]] = []
+    for rule in plan.ruleset.rules:
+        matched = plan.matched[rule.name]
+        # Under a rule that replaces, too, modules may stay as they are.
+        count = len(matched) - sum(entry.rule == rule.name for entry in plan.entries)
+        if not matched:
+            table.append((rule.name, "none (optional)", rule.operator, "", "", "", ""))
+        elif count:
+            table.append((rule.name, f"{count} modules", KEEP, "", "", "", ""))
+        for (name, module, *columns), entries in groups.items():
+            if name == rule.name:
+                size = sum(total(entry.bytes for entry in entries).values())
+                table.append((name, f"{len(entries)} × {module}", *columns, show_bytes(size)))
+    for device, size in plan.rest_bytes.items():
+        table.append(("(everything else)", "", "transformers", "", "", device, show_bytes(size)))
+    return table
+
+
+def remarks(plan: Plan) -> list[str]:
+    """The lines below the table."""
+    lines = [
+        f"{device}: {show_bytes(size)} to load, {show_bytes(plan.limits[device])} may be used"
+        for device, size in plan.to_load.items()
+    ]
+    for device, running in plan.running.items():
+        lines += running.lines(device)
+    lines += dict.fromkeys(
+        f"{entry.rule}: {key}: {value}"
+        for entry in plan.entries
+        for key, value in entry.runs.items()
+        if key not in ("kernel", "weights")
+    )
+    return lines + plan.notes + [f"does not fit: {problem}" for problem in plan.problems]
+
+
+def grid(plan: Plan) -> Grid:
+    """The table; on a narrow terminal, kernel and device stand below operator and weights."""
+    found = rows(plan)
+    narrow = [
+        (rule, modules, f"{operator}\n{kernel}".strip(), f"{weights}\n{device}".strip(), size)
+        for rule, modules, operator, kernel, weights, device, size in found
+    ]
+    titles = ("rule", "modules", "operator, kernel", "weights, device", "bytes")
+    return Grid(TITLES, found, ["bytes"], Grid(titles, narrow, ["bytes"]))
+
+
+def rich(plan: Plan) -> Any:
+    """Something that a rich console prints."""
+    from rich.console import Group
+
+    return Group(grid(plan), Lines(remarks(plan)))
+
+
+def text(plan: Plan) -> str:
+    """Plain text, as wide as its content needs."""
+    return "\n".join([str(grid(plan)), "", *remarks(plan)])
+
+
+def as_html(plan: Plan) -> str:
+    """A table for notebooks."""
+    head = "".join(f"<th>{title}</th>" for title in TITLES)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows(plan)
+    )
+    below = "".join(f"<li>{html.escape(line)}</li>" for line in remarks(plan))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><ul>{below}</ul>"
+
+
+def total(parts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Bytes per device, summed, the CPU first."""
+    result: dict[str, int] = {}
+    for part in parts:
+        for device, size in part.items():
+            result[device] = result.get(device, 0) + size
+    return dict(sorted(result.items(), key=lambda item: (item[0] != "cpu", item[0])))

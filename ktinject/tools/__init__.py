@@ -1,0 +1,1 @@
+"""Measuring, comparing and describing; nothing that a swapped model needs."""

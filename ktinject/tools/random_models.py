@@ -1,0 +1,128 @@
+"""Models of known shapes with random weights, without a checkpoint: what `ktinject bench` measures.
+
+Time depends on shapes, not on values. Only one expert of a layer is packed and the others are copies of it, so tens of
+gigabytes are there in seconds; every expert has its own memory, as in a real model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ktinject import machine, rules
+from ktinject.distributed import layer_split, tensor_parallel
+from ktinject.distributed.process_group import Team
+from ktinject.errors import PlanError
+from ktinject.generation import generate
+from ktinject.hf import models
+from ktinject.loading import inject
+from ktinject.operators import Operator
+from ktinject.planning.plan import Plan
+from ktinject.planning.planner import auto_rules, make
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+        "v_head_dim": 128, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "vocab_size": 129280,
+        "max_position_embeddings": 163840,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "vocab_size": 32000, "max_position_embeddings": 32768, "rope_theta": 1e6,
+    },
+}  # fmt: skip
+
+
+def config(shape: str, layers: int | None = None, **changes: Any) -> PreTrainedConfig:
+    """The config of a shape, with so many layers, all of them with experts where that leaves fewer than the dense ones.
+
+    changes  values that differ, such as vocab_size
+    Raises   PlanError for a shape that is not known
+    """
+    if shape not in SHAPES:
+        raise PlanError(
+            f"shape {shape!r} is not known; allowed: {', '.join(SHAPES)}. Or give a model folder."
+        )
+    values = {**SHAPES[shape], "eos_token_id": None, "bos_token_id": None, "pad_token_id": None, **changes}
+    if layers is not None:
+        values["num_hidden_layers"] = layers
+        if layers <= 2 * values.get("first_k_dense_replace", 0):
+            values["first_k_dense_replace"] = 0
+    return AutoConfig.for_model(**values)
+
+
+def build(
+    config: PreTrainedConfig,
+    ruleset: Any = "auto",
+    *,
+    devices: str | Sequence[str] | None = None,
+    budget: Mapping[str, int | str] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    tp: bool = False,
+) -> PreTrainedModel:
+    """A swapped model with random weights.
+
+    tp       as in `optimize`; with equal seeds, the processes have equal weights where those are whole
+    Raises   as `optimize`
+    """
+    model = models.meta_model(config, dtype)
+    source = auto_rules(model) if ruleset == "auto" else ruleset
+    found = machine.detect()
+    team = Team.join(found, devices) if tp else None
+    plan = make(model, rules.read(source, variables=variables), None, found, devices, budget, team)
+    plan.check()
+    if team is not None:
+        tensor_parallel.apply(model, plan.styles, team.size)
+    operators = inject.build(plan, model)
+    for entry in plan.entries:
+        if entry.elsewhere:
+            continue
+        operator = operators[entry.path]
+        operator.allocate()
+        _fill(operator, entry.wants)
+        operator.finish()
+    inject.apply(model, plan, operators, team)
+    models.random_rest(model, plan.device_map)
+    if team is not None:
+        tensor_parallel.install(model, plan.styles, team)
+    layer_split.install(model, models.Layers(model).paths, plan.device_map)
+    generate.install(model, team)
+    return model.eval()
+
+
+def _fill(operator: Operator, wants: Mapping[str, tuple[int, ...]]) -> None:
+    """Random weights, or one expert's for all where the operator can copy it."""
+    repeat = getattr(operator, "repeat", None) if operator.per_expert else None
+    for name, shape in wants.items():
+        if not operator.per_expert:
+            operator.load(name, _random(shape), None, None)
+            continue
+        for expert in range(1 if repeat is not None else shape[0]):
+            operator.load(name, _random(shape[1:]), expert, None)
+    if repeat is not None:
+        repeat(0)
+
+
+def _random(shape: Sequence[int]) -> torch.Tensor:
+    """[*shape] bf16, repeating: values do not matter, and to draw each one takes longer than to pack them."""
+    drawn = torch.empty(999_983, dtype=torch.bfloat16).normal_(std=0.02)
+    size = math.prod(shape)
+    return drawn.repeat(-(-size // len(drawn)))[:size].view(*shape)
+
+
+__all__ = ["SHAPES", "Plan", "build", "config"]

@@ -1,0 +1,1 @@
+"""CPU and GPU working together on one layer."""

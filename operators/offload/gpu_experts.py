@@ -1,0 +1,144 @@
+"""The experts of a layer that lie on a GPU beside the others on the CPU: which, where, and their part of the sum.
+
+They are copies: the CPU holds every expert. On the GPU an expert lies as it does in RAM, packed by the same code, so
+that placing one is a copy of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ktinject import _native
+from ktinject.addresses import address
+from ktinject.checkpoints.beside import read
+from ktinject.checkpoints.safetensors import parse_json
+from ktinject.errors import CheckpointError, OperatorError
+from ktinject.operators.offload.handoff import CODES, OnGpu, stream_of
+
+# Of a GPU's memory, what `auto` leaves for the cache of keys and values and for what layers compute in.
+RESERVE_SHARE, RESERVE_BYTES = 0.15, 2**30
+# (token, slot) pairs that one launch takes: a dimension of a CUDA grid.
+MOST_PAIRS = 65535
+_PROFILE_BYTES = 16 << 20  # of 61 layers with 256 experts: 100 KB
+_AGAIN = "Make one with `ktinject profile MODEL --prompts FILE`."
+
+
+def read_profile(path: str) -> dict[str, list[int]]:
+    """How often each expert was chosen, by the path of its layer's experts, from what `ktinject profile` writes.
+
+    Raises   OperatorError
+    """
+    try:
+        found = parse_json(read(Path(path), _PROFILE_BYTES), path, _AGAIN)["experts"]
+    except CheckpointError as error:
+        raise OperatorError(f"profile {error}") from None
+    except KeyError:
+        raise OperatorError(f"profile {path!r}: it has no experts. {_AGAIN}") from None
+    if not isinstance(found, dict) or not all(
+        isinstance(counts, list) and all(type(count) is int and count >= 0 for count in counts)
+        for counts in found.values()
+    ):
+        raise OperatorError(
+            f"profile {path!r}: its experts must be lists of counts, one list a layer. {_AGAIN}"
+        )
+    return found
+
+
+def hottest(counts: Sequence[int], n: int) -> tuple[int, ...]:
+    """The n experts with the greatest counts, of equal ones the first, in ascending order."""
+    return tuple(sorted(sorted(range(len(counts)), key=lambda e: (-counts[e], e))[:n]))
+
+
+def fill(counts: Mapping[str, Sequence[int]], expert_bytes: Mapping[str, int], room: int) -> dict[str, int]:
+    """How many experts of each layer fit into `room` bytes, the most often used for their bytes first."""
+    order = sorted(
+        (-count / max(1, sum(layer)) / expert_bytes[path], rank, path)
+        for path, layer in counts.items()
+        for rank, count in enumerate(sorted(layer, reverse=True))
+    )
+    taken = dict.fromkeys(counts, 0)
+    for _, _, path in order:
+        if expert_bytes[path] <= room:
+            room -= expert_bytes[path]
+            taken[path] += 1
+    return taken
+
+
+class GpuExperts:
+    """The resident experts of one layer on one CUDA device.
+
+    experts   packed for the GPU, all or only those that are resident; not kept
+    resident  their numbers
+    """
+
+    def __init__(
+        self, experts: _native.Experts, num_experts: int, resident: Sequence[int], device: torch.device
+    ) -> None:
+        self.native = _native.Resident(experts)
+        self.hidden = experts.hidden_size
+        size = self.native.bytes
+        try:
+            self.memory = torch.empty(len(resident) * size, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            raise OperatorError(
+                f"no room for {len(resident)} experts of {size / 2**20:.1f} MiB on {device}. Give fewer gpu_experts."
+            ) from None
+        for place, expert in enumerate(resident):
+            self.native.copy(
+                experts,
+                expert,
+                address("memory", self.memory, self.memory.device) + place * size,
+                stream_of(device),
+            )
+        self.resident = list(resident)  # by place
+        places = torch.full((num_experts,), -1, dtype=torch.int32)
+        places[self.resident] = torch.arange(len(resident), dtype=torch.int32)
+        self.places = places.to(device)
+        self.traffic = torch.zeros_like(self.places)
+        torch.cuda.current_stream(device).synchronize()
+
+    @staticmethod
+    def table_bytes(num_experts: int) -> int:
+        return 2 * 4 * num_experts
+
+    def ask(self, ids: Tensor) -> OnGpu:
+        """For the submit of `ids` [m, t]; what it then holds goes to `forward`."""
+        return OnGpu(self.places, torch.empty(ids.shape, dtype=torch.int32, device=ids.device), self.traffic)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum over the resident experts; only enqueues.
+
+        x        [m, hidden] float32, bfloat16 or float16; rounded to bfloat16
+        chosen   [m, t] int32: places, or -1
+        weights  [m, t], as the handoff takes them
+        Returns  [m, hidden] float32, zero for a token that none of them serves
+        """
+        x, weights = x.contiguous(), weights.contiguous()
+        if x.data_ptr() % 16:
+            x = x.clone()
+        tokens, top_k = chosen.shape
+        most = max(1, MOST_PAIRS // top_k)
+        out = torch.empty((tokens, self.hidden), dtype=torch.float32, device=x.device)
+        inner = torch.empty(
+            (min(tokens, most) * top_k, self.native.inner_width), dtype=torch.bfloat16, device=x.device
+        )
+        for first in range(0, tokens, most):
+            rows = slice(first, first + most)
+            self.native.forward(
+                address("x", x[rows], x.device),
+                CODES[x.dtype],
+                address("chosen", chosen[rows], x.device, torch.int32),
+                address("weights", weights[rows], x.device),
+                CODES[weights.dtype],
+                chosen[rows].shape[0],
+                top_k,
+                address("memory", self.memory, x.device),
+                address("inner", inner, x.device),
+                address("out", out[rows], x.device, torch.float32),
+                stream_of(x.device),
+            )
+        return out

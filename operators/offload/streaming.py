@@ -1,0 +1,431 @@
+"""Long prompts: a layer's packed experts pass through a GPU while it computes.
+
+The experts stay where they are, packed in RAM and page-locked. A ring of slots on the GPU takes them in, some experts
+at a time, and runs ahead of the computation into the layers that follow, so that the bus never waits for an attention.
+What came in is unpacked to bf16 and multiplied with the rows of those experts. So a layer takes the time of the bus,
+however many tokens there are.
+
+Where CPU and bus take about equally long, each gets a part of the experts, and both work at the same time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ktinject import _native
+from ktinject.addresses import address
+from ktinject.errors import OperatorError
+from ktinject.operators.offload.handoff import CODES, stream_of
+from ktinject.operators.probes.experts import ExpertsSpec
+
+log = logging.getLogger("ktinject")
+
+# Unpacked weights that are multiplied at a time. Smaller ones leave the GPU idle between launches, bigger ones cost
+# memory and the time of the first copy.
+CHUNK_BYTES = 256 << 20
+# One is unpacked while the others are filled.
+SLOTS = 3
+# One answer a token and expert is kept until all experts have passed; more tokens than fit go through in parts.
+ANSWER_BYTES = 1 << 30
+# What a layer costs beside bus and CPU, seen on the reference box. Streamed: sorting, launches, one look at the counts;
+# computed: attention, and what the host does between layers; both: the same, launched by a thread that shares its CPU.
+_STREAMED_S, _COMPUTED_S, _BOTH_S = 0.6e-3, 1.5e-3, 2.7e-3
+# Bus and CPU read the same memory: each takes so much longer beside the other. Not worth it for less than a tenth, or a
+# fifth where the bus alone would do: its time is known, and the CPU's has been seen to be half as long again.
+_SLOWED, _WORTH, _WORTH_BESIDE_BUS = 1.1, 0.9, 0.8
+# Never streamed below: the rates are measured with many tokens, and decoding is not to depend on them.
+FEWEST_TOKENS = 128
+_MOST_SAMPLE_TOKENS = 8192
+_ALL = 1 << 30
+
+
+@dataclass
+class _Slot:
+    memory: Tensor  # uint8 on the GPU
+    filled: torch.cuda.Event  # its copy has ended
+    usable: torch.cuda.Event  # what it held has been unpacked
+
+
+@dataclass
+class _Copy:
+    layer: weakref.ref[StreamedExperts]
+    index: int
+    experts: tuple[int, int]  # first, count
+    slot: _Slot
+
+
+class Ring:
+    """The slots of one device, and the order in which the layers pass through them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.lock = threading.Lock()  # held for a layer: the workspace is one
+        self._layers: list[weakref.ref[StreamedExperts]] = []
+        self._stream = torch.cuda.Stream(device)
+        self._chunk_bytes = 0  # of unpacked weights
+        self._workspace = torch.empty(0, device=device)
+        self._free: deque[_Slot] = deque()
+        self._ahead: deque[_Copy] = deque()  # oldest first
+        self._idle = torch.cuda.Event()  # the workspace is free
+        self.passing = _ALL  # experts of a layer that pass, the first ones
+
+    def join(self, layer: StreamedExperts) -> None:
+        """Layers pass in the order in which they join."""
+        self._layers = [held for held in self._layers if held() is not None] + [weakref.ref(layer)]
+
+    def bytes(self) -> int:
+        """What the ring holds on the device."""
+        slots = [*self._free, *(copy.slot for copy in self._ahead)]
+        return sum(t.numel() * t.element_size() for t in [self._workspace, *(slot.memory for slot in slots)])
+
+    def reserve(self) -> None:
+        """Take slots and workspace for the layers there are, smaller ones where memory is short.
+
+        Raises   torch.OutOfMemoryError if there is no room for one expert
+        """
+        layers = [layer for held in self._layers if (layer := held()) is not None]
+        least = max(layer.expert_bytes for layer in layers)
+        wanted = max(self._chunk_bytes or CHUNK_BYTES, least)
+        while True:
+            packed = max(layer.source.packed_bytes(layer.most_experts(wanted)) for layer in layers)
+            unpacked = max(layer.expert_bytes * layer.most_experts(wanted) for layer in layers)
+            slots = [*self._free, *(copy.slot for copy in self._ahead)]
+            if 2 * self._workspace.numel() >= unpacked and slots and slots[0].memory.numel() >= packed:
+                return
+            self._stream.synchronize()  # copies into the old slots may be under way
+            self._ahead.clear()
+            self._free.clear()
+            try:
+                self._workspace = torch.empty(unpacked // 2, dtype=torch.bfloat16, device=self.device)
+                memory = [torch.empty(packed, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+                break
+            except torch.OutOfMemoryError:
+                self._workspace = torch.empty(0, device=self.device)
+                if wanted == least:
+                    raise
+                wanted = max(wanted // 2, least)
+        for part in memory:
+            slot = _Slot(part, torch.cuda.Event(), torch.cuda.Event())
+            # The memory may have been something else a moment ago, in this stream.
+            slot.usable.record(torch.cuda.current_stream(self.device))
+            self._free.append(slot)
+        self._chunk_bytes = wanted
+
+    def chunks(self, layer: StreamedExperts) -> list[tuple[int, int]]:
+        """(first expert, count) of what passes together."""
+        most, experts = layer.most_experts(self._chunk_bytes), min(self.passing, layer.spec.num_experts)
+        return [(first, min(most, experts - first)) for first in range(0, experts, most)]
+
+    def unpacked(self, layer: StreamedExperts) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """(first, count, gate_up [count, n, hidden], down [count, hidden, intermediate]) for every chunk of a layer.
+
+        The tensors are overwritten when the next chunk is asked for. Call with the lock held.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(self._idle)
+        spec = layer.spec
+        rows = spec.intermediate_size * (2 if spec.has_gate else 1)
+        for index, (first, count) in enumerate(self.chunks(layer)):
+            slot = self._take(layer, index, (first, count))
+            stream.wait_event(slot.filled)
+            self._free.append(slot)
+            cut = count * rows * spec.hidden_size
+            gate_up = self._workspace[:cut].view(count, rows, spec.hidden_size)
+            down = self._workspace[cut : cut + count * spec.hidden_size * spec.intermediate_size]
+            down = down.view(count, spec.hidden_size, spec.intermediate_size)
+            layer.source.unpack(
+                address("slot", slot.memory, gate_up.device),
+                count,
+                address("gate_up", gate_up, gate_up.device, torch.bfloat16),
+                address("down", down, gate_up.device, torch.bfloat16),
+                stream_of(self.device),
+            )
+            slot.usable.record(stream)
+            self._run_ahead(layer, index)
+            yield first, count, gate_up, down
+        self._idle.record(stream)
+
+    def _take(self, layer: StreamedExperts, index: int, experts: tuple[int, int]) -> _Slot:
+        while self._ahead:
+            copy = self._ahead.popleft()
+            if copy.layer() is layer and copy.experts == experts:
+                return copy.slot
+            self._free.append(copy.slot)  # something else came than what was foreseen
+        self._copy(layer, index)
+        return self._ahead.popleft().slot
+
+    def _copy(self, layer: StreamedExperts, index: int) -> None:
+        first, count = self.chunks(layer)[index]
+        slot = self._free.popleft()
+        self._stream.wait_event(slot.usable)
+        on = self._stream.device_index, self._stream.cuda_stream
+        layer.source.copy(first, count, address("slot", slot.memory, slot.memory.device), on)
+        slot.filled.record(self._stream)
+        self._ahead.append(_Copy(weakref.ref(layer), index, (first, count), slot))
+
+    def _run_ahead(self, layer: StreamedExperts, index: int) -> None:
+        while self._free:
+            if self._ahead:
+                last = self._ahead[-1].layer()
+                if last is None:
+                    return
+                layer, index = last, self._ahead[-1].index
+            following = self._following(layer, index)
+            if following is None:
+                return
+            self._copy(*following)
+
+    def _following(self, layer: StreamedExperts, index: int) -> tuple[StreamedExperts, int] | None:
+        if index + 1 < len(self.chunks(layer)):
+            return layer, index + 1
+        alive = [held() for held in self._layers]
+        after = alive[alive.index(layer) + 1 :]
+        for candidate in after:
+            if candidate is not None:
+                return candidate, 0
+        return None
+
+
+def expert_bytes(spec: ExpertsSpec) -> int:
+    """Of one expert, unpacked to bf16."""
+    return 2 * (3 if spec.has_gate else 2) * spec.intermediate_size * spec.hidden_size
+
+
+def ring_bytes(spec: ExpertsSpec, packed_bytes: int) -> tuple[int, int]:
+    """What a ring takes for experts of so many bytes, packed: with one at a time, and with full chunks."""
+    unpacked = expert_bytes(spec)
+    each = unpacked + SLOTS * packed_bytes
+    return each, each * max(1, min(spec.num_experts, CHUNK_BYTES // unpacked))
+
+
+_rings: weakref.WeakValueDictionary[torch.device, Ring] = weakref.WeakValueDictionary()
+
+
+class StreamedExperts:
+    """The experts of one layer, computed on a GPU from what passes through its ring.
+
+    native  filled
+    """
+
+    def __init__(self, spec: ExpertsSpec, native: _native.Experts, device: torch.device) -> None:
+        ring = _rings.get(device)
+        if ring is None:
+            ring = _rings[device] = Ring(device)
+        self.ring = ring
+        self.spec = spec
+        self.native = native
+        self.source = _native.Streamed(native)
+        self.expert_bytes = expert_bytes(spec)
+        self._biases = self._take_biases(device) if spec.has_bias else None
+        ring.join(self)
+
+    @staticmethod
+    def why_not(spec: ExpertsSpec) -> str | None:
+        """The reason why experts of this shape cannot be streamed."""
+        if spec.hidden_size % 8 or spec.intermediate_size % 8:
+            widths = f"{spec.hidden_size} and {spec.intermediate_size}"
+            return f"experts are streamed where both widths are multiples of 8, and these are {widths}"
+        return None
+
+    def most_experts(self, chunk_bytes: int) -> int:
+        return max(1, min(self.spec.num_experts, chunk_bytes // self.expert_bytes))
+
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        first_experts: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x [m, hidden], ids and weights [m, t] on the GPU → [m, hidden] in `dtype`, or x's.
+
+        first_experts  only so many pass, the first ones; what others would add is left out
+        Ids of -1 and num_experts are skipped. Weights and activations are rounded to bf16, products summed in fp32.
+        Raises   OperatorError for any other id that is no expert, torch.OutOfMemoryError where there is no room for
+                 one expert and a few tokens
+        """
+        out = torch.empty_like(x, dtype=dtype or x.dtype)
+        most = max(1, ANSWER_BYTES // (2 * ids.shape[1] * self.spec.hidden_size))
+        with self.ring.lock:
+            self.ring.reserve()
+            self.ring.passing = _ALL if first_experts is None else first_experts
+            done = 0
+            while done < x.shape[0]:
+                part = slice(done, min(done + most, x.shape[0]))
+                try:
+                    out[part] = self._part(x[part], ids[part], weights[part])
+                except torch.OutOfMemoryError:
+                    if most <= FEWEST_TOKENS:
+                        raise
+                    most = max(most // 2, FEWEST_TOKENS)
+                    continue
+                done = part.stop
+        return out
+
+    def _part(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        spec, experts = self.spec, self.spec.num_experts
+        m, t = ids.shape
+        expert = ids.reshape(-1).long()
+        strangers = (expert < -1) | (expert > experts)
+        expert = torch.where((expert < 0) | (expert >= min(experts, self.ring.passing)), experts, expert)
+        order = expert.argsort(stable=True)
+        ends = torch.bincount(expert, minlength=experts + 1).cumsum(0)
+        rows = x.to(torch.bfloat16)
+        # One row for every (token, slot), so that the sum at the end has one order.
+        answers = torch.zeros(m * t, spec.hidden_size, dtype=torch.bfloat16, device=x.device)
+        *host_ends, found = [0, *torch.cat([ends, strangers.sum()[None]]).tolist()]
+        if found:
+            raise OperatorError(
+                f"top_k_index: found {int(ids[strangers.view(m, t)][0])}; allowed are 0 to {experts - 1}, and "
+                f"-1 and {experts} to skip."
+            )
+        for first, count, gate_up, down in self.ring.unpacked(self):
+            low, high = host_ends[first], host_ends[first + count]
+            if low == high:
+                continue
+            slots = order[low:high]
+            offsets = (ends[first : first + count] - low).to(torch.int32)
+            h = functional.grouped_mm(rows[slots // t], gate_up.transpose(-2, -1), offs=offsets)
+            if self._biases is not None:
+                h = h + self._biases[0][expert[slots]]
+            h = self._activated(h)
+            y = functional.grouped_mm(h, down.transpose(-2, -1), offs=offsets)
+            if self._biases is not None:
+                y = y + self._biases[1][expert[slots]]
+            answers[slots] = y.to(torch.bfloat16)
+        known = (expert < experts).view(m, t, 1)
+        scale = torch.where(known, weights.unsqueeze(-1).float(), 0.0)
+        # One slot after the other: [m, t, hidden] in fp32 would be twice the answers.
+        total = torch.zeros(m, spec.hidden_size, device=x.device)
+        for slot in range(t):
+            total.addcmul_(answers.view(m, t, -1)[:, slot], scale[:, slot])
+        return total
+
+    def _activated(self, gate_up: Tensor) -> Tensor:
+        """[rows, n] bfloat16, or float32 → [rows, intermediate] bfloat16; computed in fp32, rounded once."""
+        out = gate_up.new_empty(gate_up.shape[0], self.spec.intermediate_size, dtype=torch.bfloat16)
+        self.source.activate(
+            address("gate_up", gate_up, gate_up.device),
+            CODES[gate_up.dtype],
+            gate_up.shape[0],
+            address("out", out, gate_up.device),
+            stream_of(gate_up.device),
+        )
+        return out
+
+    def _take_biases(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+
+        def of(projection: str, width: int) -> Tensor:
+            bias = torch.empty(spec.num_experts, width)
+            for expert in range(spec.num_experts):
+                self.native.unpack_bias(projection, expert, bias[expert])
+            return bias.to(device)
+
+        inner = [of(name, spec.intermediate_size) for name in (["gate"] if spec.has_gate else []) + ["up"]]
+        return torch.cat(inner, dim=-1), of("down", spec.hidden_size)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one layer takes, measured."""
+
+    bus_s: float  # all its experts over the bus
+    cpu_s: tuple[tuple[int, float], ...]  # (tokens, seconds) on the CPU, ascending
+    token_s: float = 0.0  # a token's hidden state over the bus, there and back
+
+    @property
+    def streamed_s(self) -> float:
+        """All experts through the GPU, the same for any prompt: the GPU's own work hides behind the bus."""
+        return self.bus_s + _STREAMED_S
+
+    def computed_s(self, tokens: int) -> float:
+        """All experts on the CPU."""
+        below, above = (0, 0.0), self.cpu_s[0]
+        for sample in self.cpu_s[1:]:
+            if above[0] >= tokens:
+                break
+            below, above = above, sample
+        slope = (above[1] - below[1]) / (above[0] - below[0])
+        return above[1] + (tokens - above[0]) * slope + tokens * self.token_s + _COMPUTED_S
+
+    def passing(self, tokens: int, experts: int) -> int:
+        """How many of a layer's experts should pass through the GPU: none, all, or as many as keep both sides busy."""
+        computed_s, streamed_s = self.computed_s(tokens), self.streamed_s
+        cpu_s, bus_s = _SLOWED * (computed_s - _COMPUTED_S - tokens * self.token_s), _SLOWED * self.bus_s
+        share = cpu_s / (cpu_s + bus_s)
+        both_s = share * bus_s + tokens * self.token_s + _BOTH_S
+        if both_s < min(_WORTH * computed_s, _WORTH_BESIDE_BUS * streamed_s):
+            return min(max(1, round(share * experts)), experts - 1)
+        return experts if streamed_s < computed_s else 0
+
+
+_rates: dict[tuple[object, ...], Rates] = {}
+
+
+def measure(streamed: StreamedExperts, kind: str, top_k: int) -> Rates:
+    """The rates of layers of this shape and kind of weights, measured once a process: tenths of a second."""
+    key = (streamed.ring.device, streamed.spec, kind, top_k, _native.threads())
+    if key not in _rates:
+        spec, device, source = streamed.spec, streamed.ring.device, streamed.source
+        count = streamed.most_experts(CHUNK_BYTES)
+        memory = torch.empty(source.packed_bytes(count), dtype=torch.uint8, device=device)
+        stream = torch.cuda.current_stream(device)
+        times = []
+        for _ in range(3):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(stream)
+            source.copy(0, count, address("memory", memory, memory.device), stream_of(device))
+            end.record(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        bus_s = min(times) / count * spec.num_experts
+        token_s = 2 * 2 * spec.hidden_size * bus_s / source.packed_bytes(spec.num_experts)
+        _rates[key] = Rates(bus_s, _sample_cpu(streamed, top_k, bus_s + _STREAMED_S), token_s)
+        log.info(
+            "%s experts of %s on %s: %.1f ms a layer over the bus, on the CPU %s",
+            spec.num_experts,
+            kind,
+            device,
+            bus_s * 1e3,
+            ", ".join(f"{1e3 * seconds:.1f} ms for {tokens}" for tokens, seconds in _rates[key].cpu_s),
+        )
+    return _rates[key]
+
+
+def _sample_cpu(streamed: StreamedExperts, top_k: int, until_s: float) -> tuple[tuple[int, float], ...]:
+    """A layer on the CPU with more and more tokens, until it takes so long: reading the weights is most of the time of
+    few tokens, and none of that of many, so one sample does not tell of another."""
+    generator = torch.Generator().manual_seed(0)
+    experts = streamed.spec.num_experts
+
+    def seconds(tokens: int) -> float:
+        x = torch.randn(tokens, streamed.spec.hidden_size, generator=generator).to(torch.bfloat16)
+        ids = torch.rand(tokens, experts, generator=generator).topk(min(top_k, experts)).indices
+        weights = torch.full(ids.shape, 1 / top_k)
+        out = torch.empty_like(x)
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            streamed.native.forward(x, ids, weights, out)
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    samples = [(FEWEST_TOKENS, seconds(FEWEST_TOKENS))]
+    while samples[-1][1] < until_s and samples[-1][0] < _MOST_SAMPLE_TOKENS:
+        tokens, took = samples[-1]
+        further = tokens * min(4, max(2, math.ceil(until_s / took)))
+        samples.append((further, seconds(further)))
+    return tuple(samples)

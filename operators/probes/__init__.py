@@ -1,0 +1,1 @@
+"""What a module computes, found by running it."""

@@ -1,0 +1,1 @@
+"""Custom ops for tracing and gradients, and what is computed with torch alone."""

@@ -1,0 +1,321 @@
+"""Values of a weight as transformers decodes them, and every format or scale that is not read, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from handmade import write_index
+from safetensors.torch import save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from ktinject.checkpoints import formats, stored
+from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.formats import companions, decode, detect, shape, weight_names
+from ktinject.checkpoints.stored import Format, check_finite
+from ktinject.errors import CheckpointError
+
+KEY = "model.layers.3.mlp.experts.7.gate_proj.weight"
+SCALE = KEY + "_scale_inv"
+
+
+def write(folder: Path, weight: torch.Tensor, scale: torch.Tensor | None = None) -> Checkpoint:
+    return write_all(folder, {KEY: weight} if scale is None else {KEY: weight, SCALE: scale})
+
+
+def write_all(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+    save_file(tensors, folder / "model.safetensors")
+    return Checkpoint.open(folder)
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    """All 254 finite values, in no order."""
+    values = torch.arange(256, dtype=torch.uint8)
+    values = values[(values & 127) != 127]
+    picks = torch.randint(len(values), shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return values[picks].view(torch.float8_e4m3fn)
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) + 1e-3
+
+
+def reference(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """One element at a time would do; this is the same with each scale repeated over its block."""
+    n, k = weight.shape[-2:]
+    grid = scale.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)[..., :n, :k]
+    return weight.float() * grid
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_floats_come_as_they_are(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    weight = torch.randn(2, 3, 4).to(dtype)
+    with write(tmp_path, weight=weight) as checkpoint:
+        assert detect(checkpoint, KEY) == Format(name)
+        assert decode(checkpoint, KEY).equal(weight) and decode(checkpoint, KEY).dtype == dtype
+        assert decode(checkpoint, KEY, 1).equal(weight[1])
+
+
+@pytest.mark.parametrize(
+    "shape", [(256, 384), (128, 128), (200, 300), (1, 1), (129, 127), (127, 129), (0, 5), (5, 0)]
+)
+@pytest.mark.parametrize("block", [(128, 128), (64, 32)])
+def test_fp8_is_the_exact_product(shape: tuple[int, int], block: tuple[int, int], tmp_path: Path) -> None:
+    n, k = shape
+    weight, scale = fp8(n, k), scales(-(-n // block[0]), -(-k // block[1]))
+    config = {"quant_method": "fp8", "weight_block_size": list(block)}
+    with write(tmp_path, weight=weight, scale=scale) as checkpoint:
+        assert detect(checkpoint, KEY, config) == Format("fp8_blocks", (SCALE,), block)
+        got = decode(checkpoint, KEY, quantization=config)
+        assert got.dtype == torch.float32 and got.is_contiguous()
+        assert got.equal(reference(weight, scale, block))
+
+
+def test_fp8_as_transformers_decodes_it(tmp_path: Path) -> None:
+    weight, scale = fp8(384, 256), scales(3, 2)
+    theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.float32)
+    with write(tmp_path, weight=weight, scale=scale) as checkpoint:
+        assert decode(checkpoint, KEY).equal(theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
+def test_scales_of_every_exact_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    weight, scale = fp8(130, 130), scales(2, 2).to(dtype)
+    with write(tmp_path, weight=weight, scale=scale) as checkpoint:
+        assert decode(checkpoint, KEY).equal(reference(weight, scale, (128, 128)))
+
+
+def test_one_expert_of_a_stacked_fp8_tensor(tmp_path: Path) -> None:
+    key = "model.layers.3.mlp.experts.gate_up_proj"
+    weight, scale = fp8(3, 140, 260), scales(3, 2, 3)
+    with write_all(tmp_path, {key: weight, f"{key}_scale_inv": scale}) as checkpoint:
+        whole = decode(checkpoint, key)
+        assert whole.equal(reference(weight, scale, (128, 128)))
+        assert decode(checkpoint, key, 2).equal(whole[2])
+
+
+def test_companions() -> None:
+    assert companions(KEY) == (SCALE,)
+
+
+def test_an_index_alone_tells_fp8_from_floats(tmp_path: Path) -> None:
+    write_index(tmp_path, dict.fromkeys((KEY, SCALE, "norm.weight"), "one.safetensors"))
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert detect(checkpoint, KEY) == Format("fp8_blocks", (SCALE,), (128, 128))
+        assert detect(checkpoint, "norm.weight") == Format("float")
+        with pytest.raises(CheckpointError, match="only the index is there"):
+            decode(checkpoint, KEY)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "grid, block, expected",
+    [
+        ((2, 2), None, "[2, 3]"),
+        ((3, 2), None, "[2, 3]"),
+        ((6,), None, "[2, 3]"),
+        ((), None, "[2, 3]"),
+        ((1, 2, 3), None, "[2, 3]"),
+        ((2, 3), (64, 128), "[4, 3]"),
+        ((2, 3), (128, 64), "[2, 5]"),
+    ],
+)
+def test_a_scale_grid_that_does_not_fit(grid: Any, block: Any, expected: str, tmp_path: Path) -> None:
+    config = {"weight_block_size": block} if block else None
+    with write(tmp_path, weight=fp8(200, 300), scale=torch.ones(grid)) as checkpoint:
+        for call in (detect, lambda *a: decode(*a[:2], None, a[2])):
+            with pytest.raises(CheckpointError) as caught:
+                call(checkpoint, KEY, config)
+            message = str(caught.value)
+            assert f"'{SCALE}'" in message and str(tmp_path) in message
+            assert f"grid of {list(grid)}; {expected} is needed for [200, 300]" in message
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, float("nan"), float("inf"), -float("inf")])
+def test_scales_must_be_positive_and_finite(value: float, tmp_path: Path) -> None:
+    scale = torch.ones(2, 3)
+    scale[1, 2] = value
+    with write(tmp_path, weight=fp8(200, 300), scale=scale) as checkpoint:
+        detect(checkpoint, KEY)
+        with pytest.raises(CheckpointError, match=rf"{SCALE}': {value} at \[1, 2\]; scales must be positive"):
+            decode(checkpoint, KEY)
+
+
+@pytest.mark.parametrize(
+    "block", [None, 128, [128], [128, 0], [128, -128], [128, 128.0], [128, True], "128", [1, 2, 3]]
+)
+def test_block_sizes_that_mean_nothing(block: Any, tmp_path: Path) -> None:
+    with write(tmp_path, weight=fp8(128, 128), scale=torch.ones(1, 1)) as checkpoint:
+        with pytest.raises(CheckpointError, match=r"weight_block_size is .*two positive integers"):
+            detect(checkpoint, KEY, {"weight_block_size": block})
+
+
+@pytest.mark.parametrize(
+    "weight, scale, words",
+    [
+        (torch.ones(128, 128).bfloat16(), torch.ones(1, 1), "BF16 [128, 128] with block scales"),
+        (torch.ones(128, 128).to(torch.int8), torch.ones(1, 1), "I8 [128, 128] with block scales"),
+        (torch.ones(128, 128).to(torch.float8_e5m2), torch.ones(1, 1), "F8_E5M2 [128, 128] with block"),
+        (fp8(128), torch.ones(1), "F8_E4M3 [128] with block scales"),
+        (fp8(128, 128), torch.ones(1, 1).to(torch.uint8), "scales of dtype U8"),
+        (fp8(128, 128), torch.ones(1, 1).double(), "scales of dtype F64"),
+    ],
+)
+def test_dtypes_that_do_not_belong_together(
+    weight: torch.Tensor, scale: torch.Tensor, words: str, tmp_path: Path
+) -> None:
+    with write(tmp_path, weight=weight, scale=scale) as checkpoint:
+        with pytest.raises(CheckpointError) as caught:
+            detect(checkpoint, KEY)
+        assert words in str(caught.value) and "Read are bf16" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int32, torch.uint8, torch.float64]
+)
+def test_dtypes_that_are_not_weights_alone(dtype: torch.dtype, tmp_path: Path) -> None:
+    why = f"without '{SCALE}'" if dtype == torch.float8_e4m3fn else "is not that of a weight"
+    with write(tmp_path, weight=torch.ones(4, 4).to(dtype)) as checkpoint:
+        with pytest.raises(CheckpointError, match=rf"{KEY}': dtype \w+ {why}\. Read are bf16"):
+            detect(checkpoint, KEY)
+
+
+@pytest.mark.parametrize("suffix", formats.UNSUPPORTED)
+@pytest.mark.parametrize("complete", [True, False])
+def test_other_formats_are_refused_by_name(suffix: str, complete: bool, tmp_path: Path) -> None:
+    companion = KEY.removesuffix(".weight") + suffix
+    if complete:
+        checkpoint = write_all(tmp_path, {companion: torch.ones(2), KEY: torch.ones(2)})
+    else:
+        write_index(tmp_path, {companion: "one.safetensors"})
+        checkpoint = Checkpoint.open(tmp_path)
+    with checkpoint, pytest.raises(CheckpointError) as caught:
+        detect(checkpoint, KEY)
+    message = str(caught.value)
+    assert f"{formats.UNSUPPORTED[suffix]} format" in message and f"'{companion}'" in message
+    assert f"tensor '{KEY}'" in message and str(tmp_path) in message
+
+
+def test_a_weight_that_is_not_there(tmp_path: Path) -> None:
+    with write(tmp_path, weight=torch.ones(2)) as checkpoint:
+        with pytest.raises(CheckpointError, match=r"tensor 'model\.norm\.weight': not in the checkpoint"):
+            detect(checkpoint, "model.norm.weight")
+
+
+def test_no_rows_of_an_fp8_matrix(tmp_path: Path) -> None:
+    with write(tmp_path, weight=fp8(128, 128), scale=torch.ones(1, 1)) as checkpoint:
+        with pytest.raises(CheckpointError, match="no expert 1 in a matrix"):
+            decode(checkpoint, KEY, 1)
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex64,
+    ],
+)
+@pytest.mark.parametrize("position", [(0, 0), (2, 4), (1, 3)])
+def test_the_first_value_that_is_not_finite_is_named(
+    dtype: torch.dtype, position: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "_CHECK_ELEMENTS", 4)
+    tensor = torch.ones(3, 5)
+    check_finite("w", tensor.to(dtype))
+    tensor[position] = tensor[2, 4] = float("nan")
+    with pytest.raises(CheckpointError, match=rf"'w': .*nan.* at \[{position[0]}, {position[1]}\]"):
+        check_finite("w", tensor.to(dtype))
+
+
+def test_infinity_is_not_finite() -> None:
+    with pytest.raises(CheckpointError, match=r"'w': -inf at \[1\]"):
+        check_finite("w", torch.tensor([1.0, -float("inf")]))
+    with pytest.raises(CheckpointError, match=r"'w': inf at \[\]"):
+        check_finite("w", torch.tensor(float("inf")))
+
+
+def test_integers_and_nothing_are_finite() -> None:
+    for tensor in (torch.ones(3, dtype=torch.int64), torch.ones(2, dtype=torch.bool), torch.empty(0, 4)):
+        check_finite("w", tensor)
+
+
+# MXFP4
+
+
+def mxfp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks [*shape, 16] and scales [*shape] as gpt-oss has them, of every code."""
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+    return blocks, torch.randint(110, 130, shape, dtype=torch.uint8)
+
+
+MX_KEY = "model.layers.3.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_mxfp4_as_transformers_decodes_it(dtype: torch.dtype, tmp_path: Path) -> None:
+    blocks, scale = mxfp4(3, 12, 5)
+    theirs = convert_moe_packed_tensors(blocks.clone(), scale.clone())
+    tensors = {f"{MX_KEY}_blocks": blocks, f"{MX_KEY}_scales": scale.view(dtype)}
+    with write_all(tmp_path, tensors) as checkpoint:
+        assert weight_names(checkpoint.names) == {MX_KEY}
+        assert shape(checkpoint, MX_KEY) == (3, 160, 12) == theirs.shape
+        whole = decode(checkpoint, MX_KEY)
+        assert whole.dtype == torch.bfloat16 and whole.equal(theirs)
+        assert decode(checkpoint, MX_KEY, 2).equal(whole[2])
+
+
+def test_an_index_alone_tells_mxfp4(tmp_path: Path) -> None:
+    write_index(tmp_path, dict.fromkeys((f"{MX_KEY}_blocks", f"{MX_KEY}_scales"), "one.safetensors"))
+    with Checkpoint.open(tmp_path) as checkpoint:
+        assert detect(checkpoint, MX_KEY).name == "mxfp4"
+
+
+@pytest.mark.parametrize(
+    "blocks, scale, words",
+    [
+        (torch.zeros(3, 12, 5, 8, dtype=torch.uint8), None, r"U8 \[3, 12, 5, 8\]; U8 \[\.\.\., outputs"),
+        (torch.zeros(3, 12, 5, 16, dtype=torch.int8), None, r"I8 \[3, 12, 5, 16\]; U8"),
+        (
+            torch.zeros(3, 12, 5, 16, dtype=torch.uint8),
+            (3, 12, 4),
+            r"_scales'.*U8 \[3, 12, 4\]; U8 \[3, 12, 5\]",
+        ),
+    ],
+)
+def test_mxfp4_that_does_not_fit(blocks: torch.Tensor, scale: Any, words: str, tmp_path: Path) -> None:
+    scales = torch.zeros(scale or blocks.shape[:-1], dtype=torch.uint8)
+    with write_all(tmp_path, {f"{MX_KEY}_blocks": blocks, f"{MX_KEY}_scales": scales}) as checkpoint:
+        with pytest.raises(CheckpointError, match=words):
+            detect(checkpoint, MX_KEY)
+
+
+def test_mxfp4_scales_that_are_no_number(tmp_path: Path) -> None:
+    blocks, scale = mxfp4(3, 12, 5)
+    scale[1, 2, 4] = 255
+    with write_all(tmp_path, {f"{MX_KEY}_blocks": blocks, f"{MX_KEY}_scales": scale}) as checkpoint:
+        with pytest.raises(
+            CheckpointError, match=r"_scales': 255 at \[1, 2, 4\]; scales must be at most 252"
+        ):
+            decode(checkpoint, MX_KEY)
+        assert decode(checkpoint, MX_KEY, 0).isfinite().all()
+
+
+def test_blocks_without_scales_are_named(tmp_path: Path) -> None:
+    with write_all(tmp_path, {f"{MX_KEY}_blocks": mxfp4(3, 12, 5)[0]}) as checkpoint:
+        with pytest.raises(CheckpointError, match="MXFP4 format"):
+            detect(checkpoint, MX_KEY)

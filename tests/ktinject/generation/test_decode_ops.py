@@ -1,0 +1,385 @@
+"""The kernels of a decode step against the formulas that transformers computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3TopkRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeConfig,
+    Qwen3MoeRMSNorm,
+    Qwen3MoeRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from ktinject.generation.cuda import decode_ops, fused_steps
+from ktinject.generation.cuda.decode_ops import Cache, Norm
+from ktinject.operators.probes import attention
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HALVES = [torch.bfloat16, torch.float16]
+# Sums in another order, then one rounding: relative to the largest result.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    error = (ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()
+    assert error <= TOLERANCE[theirs.dtype], error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 2048), (8, 1, 7168), (3, 1, 40), (2, 5, 4, 128)])
+class TestNorm:
+    pytestmark = gpu
+
+    def test_is_the_module_s(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        norm = Qwen3MoeRMSNorm(shape[-1]).to("cuda", dtype)
+        nn.init.normal_(norm.weight)
+        x = torch.randn(shape, device="cuda", dtype=dtype) * 3
+        assert_close(decode_ops.rms_norm(x, Norm(norm.weight, norm.variance_epsilon)), norm(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "experts, top_k, normed", [(128, 8, True), (256, 8, False), (6, 2, True), (1000, 32, True)]
+)
+class TestRoute:
+    pytestmark = gpu
+
+    def test_is_softmax_and_topk(self, dtype: torch.dtype, experts: int, top_k: int, normed: bool) -> None:
+        logits = torch.stack([torch.randperm(experts) for _ in range(5)]).to("cuda", dtype) / experts * 4
+        if logits.unique(dim=-1).shape[-1] < experts:
+            logits = logits[:, torch.randperm(experts)]  # ties by rounding: ids are not compared then
+        weights, ids = decode_ops.route(logits, top_k, normed)
+        wanted, wanted_ids = logits.float().softmax(-1).topk(top_k, -1)
+        if normed:
+            wanted = wanted / wanted.sum(-1, keepdim=True)
+        assert_close(weights, wanted.to(dtype))
+        assert torch.equal(logits.gather(1, ids), logits.gather(1, wanted_ids)), "as likely"
+        assert all(len(row.unique()) == top_k for row in ids)
+
+    def test_what_is_no_number_is_told_by_its_weights(self, dtype, experts, top_k, normed) -> None:
+        logits = torch.randn(3, experts, device="cuda").to(dtype)
+        logits[1] = torch.nan
+        weights, ids = decode_ops.route(logits, top_k, normed)
+        assert weights[1].isnan().all() and not weights[[0, 2]].isnan().any()
+        assert ((ids >= 0) & (ids < experts)).all()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "experts, groups, kept, top_k, normed",
+    [(256, 8, 4, 8, True), (64, 1, 1, 6, False), (384, 1, 1, 8, True), (32, 4, 1, 8, True)],
+)
+class TestGroupedRouter:
+    pytestmark = gpu
+
+    def router(self, dtype, experts, groups, kept, top_k, normed) -> DeepseekV3TopkRouter:
+        config = DeepseekV3Config(
+            hidden_size=64,
+            n_routed_experts=experts,
+            num_experts_per_tok=top_k,
+            n_group=groups,
+            topk_group=kept,
+            norm_topk_prob=normed,
+        )
+        router = DeepseekV3TopkRouter(config).to("cuda", dtype)
+        nn.init.normal_(router.weight)
+        bias = torch.float32 if dtype == torch.bfloat16 else dtype
+        router.e_score_correction_bias = torch.randn(experts, device="cuda", dtype=bias) * 0.2
+        return router
+
+    def test_is_the_module_s(self, dtype, experts, groups, kept, top_k, normed) -> None:
+        router = self.router(dtype, experts, groups, kept, top_k, normed)
+        step = fused_steps.known(router, torch.zeros(1))
+        x = torch.eye(64, device="cuda", dtype=dtype)[
+            [3, 60, 7, 31, 5]
+        ]  # logits are weights, without rounding
+        (logits, weights, ids), wanted = step(x), router(x)
+        assert torch.equal(logits, wanted[0])
+        assert torch.equal(ids, wanted[2]), "in the same order"
+        assert_close(weights, wanted[1])
+        x = torch.randn(5, 64, device="cuda", dtype=dtype)
+        assert_close(step(x)[0], router(x)[0])
+
+    def test_what_is_no_number_is_told_by_its_weights(
+        self, dtype, experts, groups, kept, top_k, normed
+    ) -> None:
+        router = self.router(dtype, experts, groups, kept, top_k, normed)
+        step = fused_steps.known(router, torch.zeros(1))
+        x = torch.randn(3, 64, device="cuda", dtype=dtype)
+        x[1] = torch.nan
+        _, weights, ids = step(x)
+        assert weights[1].isnan().all() and not weights[[0, 2]].isnan().any()
+        assert ((ids >= 0) & (ids < experts)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_what_the_grouped_router_does_not_serve_is_refused() -> None:
+    logits, bias = torch.zeros(1, 96, device="cuda"), torch.zeros(96, device="cuda")
+    for groups, kept in ((3, 1), (0, 1), (4, 5)):
+        with pytest.raises(ValueError, match="groups must divide 32"):
+            decode_ops.route_grouped(logits, bias, 4, groups, kept, True, 1.0)
+    logits, bias = logits[:, :90].contiguous(), bias[:90].contiguous()
+    with pytest.raises(ValueError, match="multiple of 32"):
+        decode_ops.route_grouped(logits, bias, 4, 1, 1, True, 1.0)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+# One matrix or several; fewer outputs than a tile, tiles that end within a block, more than the device has blocks for;
+# inputs that are fewer, as many and more than the warps of a block share out, and than are fetched ahead.
+@pytest.mark.parametrize(
+    "k, n", [(32, [5]), (2048, [4096, 512, 512]), (7168, [100, 36, 8]), (96, [20000, 3]), (1056, [1030])]
+)
+class TestLinear:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("normed", [False, True])
+    def test_is_norm_linear_and_residual(self, dtype, rows, k, n, normed) -> None:
+        torch.manual_seed(k)
+        make = {"device": "cuda", "dtype": dtype}
+        x, residual = torch.randn(rows, k, **make), torch.randn(rows, sum(n), **make)
+        weights = [torch.randn(m, k, **make) * k**-0.5 for m in n]
+        biases = [torch.randn(m, **make) if i % 2 == 0 else None for i, m in enumerate(n)]
+        norm = Qwen3MoeRMSNorm(k).to(**make)
+        nn.init.normal_(norm.weight, 1)
+        kept = torch.full_like(x, torch.nan)
+        out = decode_ops.linear(
+            x,
+            weights,
+            biases,
+            norm=Norm(norm.weight, norm.variance_epsilon) if normed else None,
+            normed=kept if normed else None,
+            residual=residual,
+            then=weights[0],
+        )
+        if normed:
+            x = norm(x)
+            assert_close(kept, x)
+        wanted = torch.cat(
+            [
+                nn.functional.linear(x.float(), w.float(), None if b is None else b.float())
+                for w, b in zip(weights, biases)
+            ],
+            1,
+        )
+        assert_close(out, wanted.to(dtype) + residual)
+        assert_close(
+            decode_ops.linear(x, weights),
+            torch.cat([nn.functional.linear(x.float(), w.float()) for w in weights], 1).to(dtype),
+        )
+
+    def test_gives_the_same_bits_every_time(self, dtype, rows, k, n) -> None:
+        x = torch.randn(rows, k, device="cuda", dtype=dtype)
+        weights = [torch.randn(m, k, device="cuda", dtype=dtype) for m in n]
+        first = decode_ops.linear(x, weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain = [decode_ops.linear(x, weights) for _ in range(4)]
+        graph.replay()
+        assert all(torch.equal(first, other) for other in chain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_what_linear_does_not_serve_is_refused() -> None:
+    def call(rows: int, k: int, dtype: torch.dtype, offset: int = 0) -> None:
+        x = torch.zeros(rows * k + offset, device="cuda", dtype=dtype)[offset:].view(rows, k)
+        decode_ops.linear(x, [torch.zeros(8, k, device="cuda", dtype=dtype)])
+
+    for arguments, words in [
+        ((9, 32, torch.bfloat16), "1 to 8 rows"),
+        ((1, 40, torch.bfloat16), "multiple of 32"),
+        ((1, 32, torch.float32), "fp32"),
+        ((1, 32, torch.float16, 1), "multiples of 16"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call(*arguments)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "batch, heads, groups, size",
+    [(1, 32, 4, 128), (3, 4, 4, 64), (8, 8, 1, 256), (2, 6, 2, 32), (2, 24, 2, 64)],
+)
+@pytest.mark.parametrize(
+    "capacity, place", [(256, 0), (256, 15), (256, 16), (256, 255), (512, 100), (4096, 3000), (16384, 16383)]
+)
+class TestAttend:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("has_norms", [False, True])
+    def test_is_norm_rotation_and_sdpa(
+        self, dtype, batch, heads, groups, size, capacity, place, has_norms
+    ) -> None:
+        torch.manual_seed(0)
+        make = {"device": "cuda", "dtype": dtype}
+        # Of one tensor, as the projections leave them.
+        whole = torch.randn(batch, (heads + 2 * groups) * size, **make)
+        q, k, v = (
+            part.view(batch, -1, size)
+            for part in whole.split([heads * size, groups * size, groups * size], 1)
+        )
+        keys, values = (
+            torch.randn(batch, groups, 2 * capacity, size, **make)[:, :, :capacity] for _ in range(2)
+        )
+        # What nobody has written may be anything.
+        keys[:, :, place:], values[:, :, place:] = torch.nan, torch.nan
+        mask = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device="cuda")
+        mask[..., : place + 1] = True
+        mask[0, ..., : place // 3] = False
+        config = Qwen3MoeConfig(hidden_size=size * heads, num_attention_heads=heads, head_dim=size)
+        rotary = Qwen3MoeRotaryEmbedding(config).cuda()
+        rotation = rotary(q, torch.arange(place, place + batch, device="cuda")[:, None])
+        norms = [Qwen3MoeRMSNorm(size).to("cuda", dtype) for _ in range(2)]
+        for norm in norms:
+            nn.init.normal_(norm.weight, 1)
+        at = torch.tensor([place], device="cuda")
+        arrived = torch.zeros(batch * heads, dtype=torch.int32, device="cuda")
+        kept = keys.clone(), values.clone()
+        given = [Norm(norm.weight, norm.variance_epsilon) if has_norms else None for norm in norms]
+        out = decode_ops.attend(
+            q, k, v, (given[0], given[1]), rotation, Cache(keys, values, at, mask), size**-0.5, arrived
+        )
+        assert not arrived.any(), "ready for the next call"
+        if has_norms:
+            q, k = norms[0](q), norms[1](k)
+        q, k = apply_rotary_pos_emb(q[:, :, None], k[:, :, None], *rotation)
+        for cache, new, before in zip((keys, values), (k, v[:, :, None]), kept):
+            assert_close(cache[:, :, place], new[:, :, 0])
+            others = [n for n in range(capacity) if n != place]
+            assert torch.equal(cache[:, :, others].nan_to_num(7), before[:, :, others].nan_to_num(7))
+        wanted = nn.functional.scaled_dot_product_attention(
+            q.float(),
+            keys[:, :, : place + 1].float().repeat_interleave(heads // groups, 1),
+            values[:, :, : place + 1].float().repeat_interleave(heads // groups, 1),
+            attn_mask=mask[..., : place + 1],
+            scale=size**-0.5,
+        )
+        assert_close(out, wanted[:, :, 0].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows, heads, nope, rope, rank", [(1, 128, 128, 64, 512), (3, 5, 8, 256, 33)])
+@pytest.mark.parametrize("kind", ["halves", "neighbours"])
+class TestLatent:
+    pytestmark = gpu
+
+    def test_is_norm_and_rotation(self, dtype, rows, heads, nope, rope, rank, kind) -> None:
+        make = {"device": "cuda", "dtype": dtype}
+        q = torch.randn(rows, heads * (nope + rope) + 8, **make)[:, 8:].view(rows, heads, -1)
+        kv = torch.randn(rows, rank + rope + 7, **make)[:, : rank + rope] * 3
+        norm = Qwen3MoeRMSNorm(rank).to(**make)
+        nn.init.normal_(norm.weight)
+        angles = torch.rand(rows, 1, rope // 2, device="cuda") * 6
+        both = torch.cat([angles, angles], -1)
+        turn = both.cos().to(dtype), both.sin().to(dtype)
+        cache = Cache(
+            torch.full((rows, 1, 9, rank), torch.nan, **make),
+            torch.full((rows, 1, 9, rope), torch.nan, **make),
+            torch.tensor([7], device="cuda"),
+            torch.ones(1),
+        )
+        wanted = [
+            attention.rotate(kind, part, turn) for part in (q[:, :, None, nope:], kv[:, None, None, rank:])
+        ]
+        kept = q[..., :nope].clone()
+        decode_ops.latent(q, kv, Norm(norm.weight, norm.variance_epsilon), turn, cache, kind == "neighbours")
+        assert torch.equal(q[..., :nope], kept)
+        assert torch.equal(q[..., nope:], wanted[0][:, :, 0]), "the same roundings"
+        assert torch.equal(cache.values[:, 0, 7], wanted[1][:, 0, 0])
+        assert_close(cache.keys[:, 0, 7], norm(kv[:, :rank]))
+        others = [i for i in range(9) if i != 7]
+        assert cache.keys[:, :, others].isnan().all() and cache.values[:, :, others].isnan().all()
+
+    def test_what_is_not_served_is_refused(self, dtype, rows, heads, nope, rope, rank, kind) -> None:
+        make = {"device": "cuda", "dtype": dtype}
+        q, kv = torch.zeros(1, 2, 4 + rope, **make), torch.zeros(1, rank + rope, **make)
+        turn = (torch.zeros(1, 1, rope, **make),) * 2
+        place = torch.zeros(1, dtype=torch.int64, device="cuda")
+        cache = Cache(torch.zeros(1, 1, 4, rank, **make), torch.zeros(1, 1, 4, rope, **make), place, place)
+        for weights in (rank - 1, rank + 1):
+            with pytest.raises(ValueError, match="do not belong together"):
+                decode_ops.latent(q, kv, Norm(torch.ones(weights, **make), 1e-6), turn, cache, True)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40])
+@pytest.mark.parametrize("vocab", [5, 2048, 151_936])
+class TestChoose:
+    pytestmark = gpu
+
+    def state(self, batch: int, vocab: int, pad: int | None) -> dict[str, Any]:
+        make = {"device": "cuda"}
+        return {
+            "ids": torch.zeros(batch, 1, dtype=torch.int64, **make),
+            "result": torch.stack([torch.zeros(batch), torch.arange(batch) % 3 != 1]).long().to("cuda"),
+            "length": torch.tensor([7], **make),
+            "seen": torch.zeros(batch, vocab + 1, dtype=torch.bool, **make),
+            "ends": torch.arange(vocab, device="cuda") % 2 == 0,
+            "pad": pad,
+        }
+
+    @pytest.mark.parametrize("pad", [None, 1])
+    def test_takes_the_greatest_and_keeps_count(self, batch: int, vocab: int, pad: int | None) -> None:
+        state = self.state(batch, vocab, pad)
+        alive = state["result"][1].clone()
+        choose = decode_ops.Chooser(**state)
+        for call in range(3):
+            # Few values, so that many are equal: the first of them counts.
+            scores = torch.randn(batch, vocab, device="cuda").mul(2).round()
+            scores[:, vocab // 2] = -torch.inf
+            choose(scores, None)
+            wanted = scores.cpu().argmax(-1).cuda()
+            assert torch.equal(scores.gather(1, wanted[:, None]), scores.amax(-1, keepdim=True))
+            wanted = torch.tensor(
+                [row.eq(row.max()).nonzero()[0].item() for row in scores.cpu()], device="cuda"
+            )
+            if pad is not None:
+                wanted = torch.where(alive == 1, wanted, pad)
+            assert torch.equal(state["ids"][:, 0], wanted) and torch.equal(state["result"][0], wanted)
+            alive = alive * (wanted % 2 == 1)
+            assert torch.equal(state["result"][1], alive)
+            assert state["seen"].gather(1, wanted[:, None]).all() and state["length"].item() == 8 + call
+
+    def test_samples_as_torch_does_from_the_same_numbers(self, batch: int, vocab: int) -> None:
+        state = self.state(batch, vocab, None)
+        choose = decode_ops.Chooser(**state)
+        for _ in range(3):
+            scores = torch.randn(batch, vocab, device="cuda") * 4
+            scores[:, ::3] = -torch.inf
+            noise = torch.empty_like(scores).exponential_(1)
+            choose(scores, noise)
+            ratios = scores.softmax(-1) / noise
+            found = ratios.gather(1, state["ids"])[:, 0]
+            assert (found >= ratios.amax(-1) * (1 - 1e-4)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("half", [8, 64])
+class TestBetweenSteps:
+    pytestmark = gpu
+
+    def test_rotation_is_the_module_s(self, dtype: torch.dtype, half: int) -> None:
+        config = Qwen3MoeConfig(head_dim=2 * half)
+        rotary = Qwen3MoeRotaryEmbedding(config).cuda()
+        x, positions = torch.empty(0, device="cuda", dtype=dtype), torch.tensor([[0], [5], [40_000]]).cuda()
+        ours = decode_ops.rotation(positions, rotary.inv_freq, 1.5, dtype)
+        rotary.attention_scaling = 1.5
+        for a, b in zip(ours, rotary(x, positions)):
+            assert a.shape == b.shape
+            assert (a.float() - b.float()).abs().max() <= (2**-7 if dtype != torch.float32 else 1e-5)
+
+    def test_advance_moves_on_by_one(self, dtype: torch.dtype, half: int) -> None:
+        for device in ("cuda", "cpu"):
+            place, positions = torch.tensor([half], device=device), torch.tensor([[3], [5]], device=device)
+            mask = torch.zeros(2, 1, 1, half + 2, dtype=torch.bool, device=device)
+            for _ in range(2):  # the second time there is no such place
+                decode_ops.advance(place, positions, mask)
+            assert place.item() == half + 2 and positions.tolist() == [[5], [7]]
+            assert mask.nonzero()[:, 3].tolist() == [half + 1] * 2

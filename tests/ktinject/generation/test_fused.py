@@ -1,0 +1,228 @@
+"""Whole decode steps of few kernels against those of transformers' kernels, and what is left as it is."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import models
+import pytest
+import torch
+from double import EXPERTS
+from test_generate import prompt, stock, swapped
+from torch import Tensor, nn
+from transformers import LogitsProcessor, PreTrainedModel
+
+import ktinject
+from ktinject.generation import twin
+from ktinject.generation.cuda import fused
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32},
+    "deepseek_v3": {
+        "hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 32, "n_group": 4, "topk_group": 2,
+        "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+    },
+}  # fmt: skip
+LATENT = {"name": "a", "match": {"path": r".*self_attn"}, "replace": {"operator": "absorbed_mla"}}
+
+
+def layered(rules: Any, device: str = "cuda", family: str = "qwen3_moe", **config: Any) -> PreTrainedModel:
+    """bf16, of sizes that the kernels of a whole layer serve."""
+    model = models.tiny(family, **SIZES[family], **config).to(device, torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # a rounding error must not decide the next token
+    return ktinject.optimize(model, rules, progress=False)
+
+
+class _Recorder(LogitsProcessor):
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.logits.append(scores.clone())
+        return scores
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("gpu_experts", [0, 3])
+class TestLayersWithLatents:
+    pytestmark = gpu
+
+    def test_logits_are_those_of_transformers_kernels(self, batch: int, gpu_experts: int) -> None:
+        rules = [{**EXPERTS, "replace": {"operator": "hybrid_experts", "gpu_experts": gpu_experts}}, LATENT]
+        found = []
+        for graphs in (True, False):
+            model = layered(rules, family="deepseek_v3")
+            if not graphs:
+                model.ktinject_decoding.graphs = "for comparison"
+            recorder = _Recorder()
+            arguments = {**prompt(batch, device="cuda"), "eos_token_id": None, "do_sample": True}
+            torch.manual_seed(1)
+            text = model.generate(**arguments, logits_processor=[recorder])
+            found.append((text, torch.stack(recorder.logits)))
+            if graphs:
+                decoding = model.ktinject_decoding
+                assert not decoding.fused.refused
+                assert {f"model.layers.{i}" for i in range(len(model.model.layers))} <= set(
+                    decoding.fused._steps
+                )
+        (ours, logits), (theirs, wanted) = found
+        same = int((ours == theirs).all(0).int().cumprod(0).sum()) - arguments["input_ids"].shape[1]
+        assert same > 4, "rounding takes longer to show"
+        error = (logits[:same] - wanted[:same]).norm() / wanted[:same].norm()
+        assert error < 2e-2, error
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("gpu_experts", [0, 3])
+@pytest.mark.parametrize("has_norms", [False, True])
+class TestWholeLayers:
+    pytestmark = gpu
+
+    def test_logits_are_those_of_transformers_kernels(
+        self, batch: int, gpu_experts: int, has_norms: bool
+    ) -> None:
+        """Step after step on the same text, with graphs of whole layers and eagerly."""
+        rules = [{**EXPERTS, "replace": {"operator": "hybrid_experts", "gpu_experts": gpu_experts}}]
+        if has_norms:
+            path = r".*(layernorm|[qk]_norm|model\.norm)"
+            rules.append({"name": "n", "match": {"path": path}, "replace": {"operator": "rms_norm"}})
+        found = []
+        for graphs in (True, False):
+            model = layered(rules)
+            if not graphs:
+                model.ktinject_decoding.graphs = "for comparison"
+            recorder = _Recorder()
+            arguments = {**prompt(batch, device="cuda"), "eos_token_id": None, "do_sample": True}
+            torch.manual_seed(1)
+            text = model.generate(**arguments, logits_processor=[recorder])
+            assert model.ktinject_decoding.last.startswith("graph" if graphs else "stock")
+            found.append((text, torch.stack(recorder.logits)))
+            if graphs:
+                decoding = model.ktinject_decoding
+                assert not decoding.fused.refused
+                assert {"model.layers.0", "model.layers.1"} <= set(decoding.fused._steps)
+        (ours, logits), (theirs, wanted) = found
+        same = int((ours == theirs).all(0).int().cumprod(0).sum()) - arguments["input_ids"].shape[1]
+        assert same > 4, "rounding takes longer to show"
+        error = (logits[:same] - wanted[:same]).norm() / wanted[:same].norm()
+        assert error < 2e-2, error
+
+    def test_a_graph_gives_the_same_tokens_every_time(
+        self, batch: int, gpu_experts: int, has_norms: bool
+    ) -> None:
+        rules = [{**EXPERTS, "replace": {"operator": "hybrid_experts", "gpu_experts": gpu_experts}}]
+        model = layered(rules, num_hidden_layers=2 + has_norms)
+        arguments = prompt(batch, device="cuda")
+        first = model.generate(**arguments)
+        for _ in range(5):
+            assert torch.equal(model.generate(**arguments), first)
+        assert model.ktinject_decoding.last == "graph loop"
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+class TestWholeSteps:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("batch", [1, 3])
+    def test_tokens_are_those_of_transformers_kernels(self, name: str, batch: int) -> None:
+        size = {"head_dim": 32} if name == "qwen3_moe" else {}
+        few, many = (swapped(name, device="cuda", **size) for _ in range(2))
+        many.ktinject_decoding.fused = None
+        arguments = prompt(batch, device="cuda")
+        assert torch.equal(few.generate(**arguments), many.generate(**arguments))
+        assert few.ktinject_decoding.last == many.ktinject_decoding.last == "graph loop"
+        assert len(few.ktinject_decoding.fused) and not few.ktinject_decoding.fused.refused
+
+    def test_a_module_that_computes_something_else_keeps_its_own(self, name: str) -> None:
+        model = swapped(name, device="cuda")
+        norm: Any = model.model.norm
+        own = type(norm).forward
+        members = {
+            "forward": lambda self, x: own(self, x) + self.weight,
+            "capturable": True,
+            "__module__": __name__,
+        }
+        norm.__class__ = type("OddRMSNorm", (type(norm),), members)
+        wanted = stock(model, **prompt(device="cuda"))
+        assert torch.equal(model.generate(**prompt(device="cuda")), wanted)
+        assert model.ktinject_decoding.last == "graph loop", model.ktinject_decoding.reason
+        assert "model.norm" in model.ktinject_decoding.fused.refused
+        assert "relative difference" in model.ktinject_decoding.fused.refused["model.norm"]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_the_model_itself_stays_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of norms stand on a twin, which shares all else; without a GPU they compute what the norms do."""
+    model = swapped(name)
+    before = {path: {**vars(module)} for path, module in model.named_modules()}
+    called: list[nn.Module] = []
+
+    def known(module: nn.Module, _: Tensor) -> Any:
+        own = type(module).forward
+
+        def step(x: Tensor) -> Tensor:
+            called.append(module)
+            return own(module, x) * (2 if module is found.twin.model.norm else 1)
+
+        return step if type(module).__name__.endswith("RMSNorm") else None
+
+    monkeypatch.setattr(fused, "known", known)
+    found = fused.Fused(model)
+    ids = prompt()["input_ids"]
+    with torch.no_grad():
+        for _ in range(2):  # the first compares
+            assert torch.equal(found(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert [*found.refused] == ["model.norm"] and "model.norm" not in found._steps
+    norms = sum(type(module).__name__.endswith("RMSNorm") for module in model.modules())
+    assert len(called) == 2 * norms - 1 and not {*map(id, called)} & {*map(id, model.modules())}
+    for path, module in model.named_modules():
+        assert {**vars(module)} == before[path] and "forward" not in vars(module)
+    assert found.twin.model.layers[1].mlp.experts is model.model.layers[1].mlp.experts, "operators are shared"
+    reference = weakref.ref(model)
+    del model, module
+    assert reference() is None, "a twin does not keep its model alive"
+
+
+def test_known_modules_are_told_by_what_they_hold() -> None:
+    names = {"input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "gate", "norm", "rotary_emb"}
+    qwen = fused.Fused(swapped("qwen3_moe"))
+    assert {path.rpartition(".")[2] for path in qwen._steps} == names, "tensor cores would round fp32"
+    half = fused.Fused(swapped("qwen3_moe", hidden_size=64).bfloat16())
+    assert {path.rpartition(".")[2] for path in half._steps} == {*names, "self_attn", "0", "1"}
+    deepseek = fused.Fused(swapped("deepseek_v3"))
+    assert {path.rpartition(".")[2] for path in deepseek._steps} == {
+        "input_layernorm", "post_attention_layernorm", "q_a_layernorm", "kv_a_layernorm", "norm",
+        "rotary_emb",
+    }  # fmt: skip
+
+
+def test_processes_refuse_the_same() -> None:
+    """What one of several processes finds to differ, none replaces: parts exchange what they compute."""
+
+    class Others:
+        def tell(self, reason: str) -> list[str]:
+            return [reason, self.reason]
+
+    module, others = nn.Identity(), Others()
+    found = fused.Fused(nn.Module(), others)
+    for path, others.reason in (("alike", ""), ("differs there", "relative difference 0.1")):
+        found._comparing(path, module, lambda x: x)(torch.ones(2))
+    assert found.refused == {"differs there": "relative difference 0.1"}
+
+
+def test_a_block_under_another_class_has_the_same_twins() -> None:
+    """As `deferred_moe` has its block: no child, but the same children."""
+    outer, inner = nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential()
+    vars(inner)["_modules"] = outer._modules
+    vars(outer)["_block"] = inner
+    model = nn.ModuleList([outer, nn.Linear(2, 2)])
+    found: Any = twin.tree(model, lambda module: isinstance(module, nn.ReLU))
+    assert found[1] is model[1] and found[0] is not outer and found[0][1] is outer[1]
+    assert type(found[0][0]) is nn.ReLU and found[0][0] is not outer[0]
+    assert found[0]._block is not inner and found[0]._block[0] is found[0][0]
+    found[0].register_forward_hook(lambda *_: None)
+    assert not outer._forward_hooks and model[0] is outer and inner[0] is outer[0]

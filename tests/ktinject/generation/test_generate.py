@@ -1,0 +1,384 @@
+"""`generate` of a swapped model against transformers' own loop on the same model: the same tokens."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import models
+import pytest
+import torch
+from byte_tokenizer import tokenizer
+from double import EXPERTS, HeldExperts
+from torch import Tensor
+from transformers import DynamicCache, GenerationMixin, LogitsProcessor, PreTrainedModel
+
+import ktinject
+from ktinject.generation.graph_runner import power_of_two
+from ktinject.model_class import own_class
+from ktinject.operators import register_operator
+
+torch.set_num_threads(1)
+FAMILIES = ["qwen3_moe", "deepseek_v3"]
+
+
+@register_operator("gathered_experts")
+class GatheredExperts(HeldExperts):
+    """Experts on any device, without a look at the ids, so that a graph can hold it."""
+
+    device_types = ("cuda", "cpu")
+    capturable = True
+
+    def finish(self) -> None:
+        super().finish()
+        self.held = {name: tensor.to(self.config.device) for name, tensor in self.held.items()}
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        held = {name: tensor.to(hidden.dtype) for name, tensor in self.held.items()}
+        gate, up = torch.einsum("mh,mkoh->mko", hidden, held["gate_up_proj"][index]).chunk(2, -1)
+        inner = torch.nn.functional.silu(gate) * up * weights[..., None].to(hidden.dtype)
+        return torch.einsum("mko,mkho->mh", inner, held["down_proj"][index])
+
+
+@register_operator("looking_experts")
+class LookingExperts(GatheredExperts):
+    """Says that it can be captured, and then waits for the device."""
+
+    capturable = True
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        assert index.max().item() >= 0
+        return super().forward(hidden, index, weights)
+
+
+def swapped(
+    name: str, operator: str = "gathered_experts", device: str = "cpu", **config: Any
+) -> PreTrainedModel:
+    model = models.tiny(name, **config).to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # a rounding error must not decide the next token
+    return ktinject.optimize(model, [{**EXPERTS, "replace": {"operator": operator}}], progress=False)
+
+
+def stock(model: PreTrainedModel, **arguments: Any) -> Any:
+    """transformers' own loop on the same model."""
+    ours = type(model)
+    model.__class__ = own_class(model)
+    assert type(model)._sample is GenerationMixin._sample
+    try:
+        return model.generate(**arguments)
+    finally:
+        model.__class__ = ours
+
+
+def prompt(batch: int = 3, length: int = 9, device: str = "cpu", padding: int = 4) -> dict[str, Any]:
+    ids = torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :padding], ids[0, :padding] = 0, 0
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), "max_new_tokens": 24}
+
+
+MANY_ENDS = {"eos_token_id": list(range(40, 60))}
+PLAIN: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": False, **MANY_ENDS},
+    {"do_sample": False, "eos_token_id": None},
+    {"do_sample": False, "repetition_penalty": 1.4},
+    {"do_sample": False, "min_new_tokens": 9, **MANY_ENDS},
+    {"do_sample": True},
+    {"do_sample": True, "top_k": 0, **MANY_ENDS},
+    {"do_sample": True, "temperature": 0.6, "top_k": 5, "top_p": 0.8},
+    {"do_sample": True, "top_k": 0, "top_p": 0.6},
+    {"do_sample": True, "top_k": 0, "min_p": 0.2},
+    {"do_sample": True, "repetition_penalty": 1.3, "min_length": 20, **MANY_ENDS},
+    {"do_sample": True, "num_return_sequences": 2},
+    {"do_sample": True, "max_new_tokens": 1},
+    {"do_sample": True, "stop_strings": ["a", "bc"], "tokenizer": tokenizer()},
+    {"do_sample": True, "stop_strings": ["a", "b", "c"], "tokenizer": tokenizer(), "eos_token_id": None},
+]
+
+
+def name_of(case: dict[str, Any]) -> str:
+    """The same in every process, as pytest-xdist wants it."""
+    plain = {k: type(v[0]).__name__ if k == "logits_processor" else v for k, v in case.items()}
+    return ",".join(f"{k}={v}" for k, v in plain.items() if k not in ("tokenizer", "eos_token_id"))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return swapped(request.param)
+
+
+@pytest.fixture
+def laned(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The same, its requests on the tensors of a graph, though nothing can be captured on a CPU."""
+    decoding = model.ktinject_decoding
+    found, decoding.graphs = decoding.graphs, ""
+    yield model
+    decoding.graphs = found
+    decoding.release()
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=name_of)
+def test_own_loop_gives_the_stock_loop_s_tokens_from_the_same_seed(
+    model: PreTrainedModel, case: dict[str, Any]
+) -> None:
+    arguments = {**prompt(), **case}
+    for seed in range(3):
+        torch.manual_seed(seed)
+        ours, state = model.generate(**arguments), torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(ours, stock(model, **arguments))
+        assert torch.equal(state, torch.get_rng_state()), "as many random numbers are used up"
+        assert model.ktinject_decoding.last == "eager loop"
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=name_of)
+def test_a_late_end_on_fixed_tensors_gives_the_same_tokens(
+    laned: PreTrainedModel, case: dict[str, Any]
+) -> None:
+    for seed, batch in enumerate([1, 3, 1]):
+        arguments = {**prompt(batch), **case}
+        torch.manual_seed(seed)
+        ours = laned.generate(**arguments)
+        if arguments["max_new_tokens"] > 1:
+            assert "CUDA graphs" in laned.ktinject_decoding.reason, "the lane's own: it was used"
+        torch.manual_seed(seed)
+        assert torch.equal(ours, stock(laned, **arguments))
+
+
+def test_a_longer_request_gets_a_longer_cache(laned: PreTrainedModel) -> None:
+    lanes = laned.ktinject_decoding.lanes
+    capacities = []
+    for length in (9, 60, 9):
+        arguments = {
+            **prompt(2, length),
+            "max_length": 9 + length,
+            "max_new_tokens": None,
+            "eos_token_id": None,
+        }
+        if length == 60:
+            arguments["max_length"] = 300
+        ours = laned.generate(**arguments)
+        assert torch.equal(ours, stock(laned, **arguments))
+        capacities.append(lanes[2].capacity)
+    assert capacities == [256, 512, 512]
+
+
+def test_stretches_are_powers_of_two() -> None:
+    assert [power_of_two(n) for n in (1, 256, 257, 512, 513, 40000)] == [256, 256, 512, 512, 1024, 65536]
+
+
+class Heard:
+    """A streamer that remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.heard: list[list[int]] = []
+
+    def put(self, tokens: Tensor) -> None:
+        assert not tokens.is_cuda
+        self.heard.append(tokens.flatten().tolist())
+
+    def end(self) -> None:
+        self.heard.append([-1])
+
+
+@pytest.mark.parametrize("ends", [{}, {"eos_token_id": list(range(3, 70))}])
+def test_a_streamer_hears_the_same(laned: PreTrainedModel, ends: dict[str, Any]) -> None:
+    arguments = {**prompt(1, padding=0), **ends}
+    ours, theirs = Heard(), Heard()
+    laned.generate(**arguments, streamer=ours)
+    stock(laned, **arguments, streamer=theirs)
+    assert ours.heard == theirs.heard and len(ours.heard) > 2
+
+
+class Shift(LogitsProcessor):
+    """What the user may write: nothing that we know."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.roll(1, -1)
+
+
+STOCK: list[tuple[dict[str, Any], str]] = [
+    ({"logits_processor": [Shift()]}, "graph, stock loop: Shift"),
+    ({"do_sample": True, "typical_p": 0.5}, "graph, stock loop: TypicalLogitsWarper"),
+    ({"max_time": 1e6}, "graph, stock loop: MaxTimeCriteria"),
+    ({"num_beams": 2}, "stock loop: beam search"),
+    ({"prompt_lookup_num_tokens": 2}, "stock loop: assisted decoding"),
+    ({"cache_implementation": "dynamic"}, "eager loop"),
+    ({"use_cache": False}, "eager loop"),
+    ({"output_scores": True, "return_dict_in_generate": True}, "stock loop: more than tokens"),
+]
+
+
+@pytest.mark.parametrize("case, how", STOCK, ids=[how + name_of(case) for case, how in STOCK])
+def test_every_other_case_is_the_stock_loop_s(laned: PreTrainedModel, case: dict[str, Any], how: str) -> None:
+    arguments = {**prompt(1, padding=0), **case}
+    torch.manual_seed(1)
+    ours = laned.generate(**arguments)
+    assert laned.ktinject_decoding.last.startswith(how)
+    assert bool(laned.ktinject_decoding.reason) == (not how.startswith("graph"))
+    torch.manual_seed(1)
+    theirs = stock(laned, **arguments)
+    if isinstance(ours, Tensor):
+        assert torch.equal(ours, theirs)
+    else:
+        assert torch.equal(ours.sequences, theirs.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(ours.scores, theirs.scores))
+        assert ours.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length()
+
+
+@pytest.mark.parametrize("with_tokens", [False, True])
+def test_a_prompt_of_embeddings(laned: PreTrainedModel, with_tokens: bool) -> None:
+    arguments = prompt(2)
+    embeddings = laned.get_input_embeddings()(arguments["input_ids"])
+    want = laned.generate(**arguments)
+    given = arguments if with_tokens else {name: v for name, v in arguments.items() if name != "input_ids"}
+    found = laned.generate(inputs_embeds=embeddings, **given)
+    assert torch.equal(found[:, -8:], want[:, -8:])
+    assert "inputs_embeds" in laned.ktinject_decoding.reason + laned.ktinject_decoding.last
+
+
+def test_a_static_cache_that_was_asked_for_is_taken_over(laned: PreTrainedModel) -> None:
+    arguments = {**prompt(), "cache_implementation": "static"}
+    assert torch.equal(laned.generate(**arguments), stock(laned, **arguments))
+    assert laned.ktinject_decoding.reason == next(iter(laned.ktinject_decoding.lanes.values())).failure
+
+
+def test_a_caller_s_own_cache_stays_his(laned: PreTrainedModel) -> None:
+    ours, theirs = DynamicCache(config=laned.config), DynamicCache(config=laned.config)
+    arguments = prompt(1, padding=0)
+    tokens = laned.generate(**arguments, past_key_values=ours)
+    assert torch.equal(tokens, stock(laned, **arguments, past_key_values=theirs))
+    assert "caller's own" in laned.ktinject_decoding.reason
+    assert ours.get_seq_length() == theirs.get_seq_length() == tokens.shape[1] - 1
+
+
+def test_why_there_are_no_graphs_can_be_read(
+    laned: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoding = laned.ktinject_decoding
+
+    def reason(**changed: Any) -> str:
+        laned.generate(**{**prompt(1, padding=0), "max_new_tokens": 3, **changed})
+        return decoding.reason
+
+    decoding.requests.clear()
+    with caplog.at_level(logging.WARNING, "ktinject"):
+        assert "batch size 9" in reason(**prompt(9))
+        assert "batch size 9" in reason(**prompt(9))
+    assert len(caplog.records) == 1, "said once"
+    handle = laned.lm_head.register_forward_hook(lambda *_: None)
+    assert reason() == "lm_head has forward hooks"
+    handle.remove()
+    with torch.autocast("cuda", enabled=True) if torch.cuda.is_available() else torch.autocast("cpu"):
+        pass
+    laned.lm_head.train()
+    assert reason() == "the model is in training mode"
+    laned.lm_head.eval()
+    assert "CUDA graphs" in reason(), "the lane's own reason: a CPU has none"
+
+
+def test_graphs_of_replaced_weights_are_dropped(laned: PreTrainedModel) -> None:
+    laned.generate(**prompt())
+    first = laned.ktinject_decoding.lanes[3]
+    laned.generate(**prompt())
+    assert laned.ktinject_decoding.lanes[3] is first
+    laned.lm_head.weight = torch.nn.Parameter(laned.lm_head.weight.detach().clone())
+    assert torch.equal(laned.generate(**prompt()), stock(laned, **prompt()))
+    assert laned.ktinject_decoding.lanes[3] is not first
+
+
+def test_threads_take_turns(laned: PreTrainedModel) -> None:
+    arguments = [prompt(batch) for batch in (1, 2, 1, 2)]
+    wanted = [stock(laned, **case) for case in arguments]
+    found: list[Any] = [None] * len(arguments)
+
+    def work(i: int) -> None:
+        for _ in range(3):
+            found[i] = laned.generate(**arguments[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(arguments))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(*pair) for pair in zip(found, wanted))
+
+
+def test_an_exception_in_a_request_leaves_the_next_one_whole(laned: PreTrainedModel) -> None:
+    class Broken(Heard):
+        def put(self, tokens: Tensor) -> None:
+            super().put(tokens)
+            if len(self.heard) == 5:
+                raise KeyboardInterrupt
+
+    arguments = prompt(1, padding=0)
+    with pytest.raises(KeyboardInterrupt):
+        laned.generate(**arguments, streamer=Broken())
+    assert torch.equal(laned.generate(**arguments), stock(laned, **arguments))
+
+
+@pytest.mark.parametrize("new_tokens", [100_000, 1], ids=["decode", "prefill"])
+def test_ctrl_c_ends_a_request_at_once(laned: PreTrainedModel, new_tokens: int) -> None:
+    arguments = {**prompt(2, 60), "max_new_tokens": new_tokens, "eos_token_id": None}
+    wanted = stock(laned, **prompt())
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        while time.monotonic() < start + 10:
+            laned.generate(**arguments)
+    assert time.monotonic() < start + 1.3
+    assert torch.equal(laned.generate(**prompt()), wanted)
+
+
+def test_a_model_that_is_dropped_takes_its_lanes_along() -> None:
+    import weakref
+
+    model = swapped("qwen3_moe")
+    model.ktinject_decoding.graphs = ""
+    model.generate(**prompt())
+    lane = weakref.ref(model.ktinject_decoding.lanes[3])
+    del model
+    assert lane() is None
+
+
+def test_a_refused_optimize_leaves_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktinject.generation import generate
+
+    model = models.tiny("qwen3_moe")
+    before = type(model)
+    install = generate.install
+
+    def late(model: PreTrainedModel, _: object) -> None:
+        install(model)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "install", late)
+    with pytest.raises(KeyboardInterrupt):
+        ktinject.optimize(model, [EXPERTS], progress=False)
+    assert type(model) is before and not hasattr(model, "ktinject_decoding")
+
+
+def test_the_class_looks_like_the_model_s_own(model: PreTrainedModel) -> None:
+    base = own_class(model)
+    assert isinstance(model, base)
+    assert (type(model).__name__, type(model).__module__) == (base.__name__, base.__module__)
+    assert type(swapped(model.config.model_type)) is type(model), "one class, however many models"
+
+
+def test_a_copy_is_of_the_model_s_own_class() -> None:
+    model = models.tiny("qwen3_moe")
+    wanted = model.generate(**prompt())
+    ktinject.optimize(model, [{**EXPERTS, "replace": "keep"}], progress=False)
+    twin = copy.deepcopy(model)
+    assert type(twin) is own_class(model) and not hasattr(twin, "ktinject_decoding")
+    assert torch.equal(twin.generate(**prompt()), wanted)

@@ -1,0 +1,238 @@
+"""Plans from a checkpoint's headers: what is wrong with it, and one at full size. Nothing here loads a weight."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from double import on_meta, saved
+from plan_cases import changed, planned, refusal, rule
+from transformers import PreTrainedModel
+
+from ktinject.errors import CheckpointError, PlanError, few, listed
+from ktinject.planning.match import grouped
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return on_meta(models.tiny("deepseek_v3"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(models.tiny("deepseek_v3"), tmp_path_factory.mktemp("plan") / "model")
+
+
+# The checkpoint, from its headers
+
+
+def test_everything_that_is_wrong_with_a_checkpoint_is_in_one_report(
+    model: PreTrainedModel, folder: Path, tmp_path: Path
+) -> None:
+    experts = "model.layers.1.mlp.experts"
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{experts}.2.up_proj.weight"], tensors["model.norm.weight"]
+        tensors[f"{experts}.6.up_proj.weight"] = torch.zeros(24, 40)
+        tensors[f"{experts}.3.gate_proj.weight"] = torch.zeros(40, 24)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
+        tensors[f"{experts}.4.down_proj.weight"] = torch.zeros(40, 24, dtype=torch.int8)
+        tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(56, 40, dtype=torch.float64)
+
+    path = changed(folder, tmp_path / "changed", change)
+    said = refusal(CheckpointError, model, rule(), path)
+    found = re.sub(r"( dtype \w+) is not.*", r"\1", said)  # the rest is the reader's own wording
+    assert found == (
+        f"{path}: this does not fit DeepseekV3ForCausalLM with the given config; tensors are\n"
+        "missing:\n"
+        f"  {experts}.2.up_proj.weight\n"
+        "  model.norm.weight\n"
+        "not expected by the model:\n"
+        f"  {experts}.6.up_proj.weight\n"
+        "of the wrong shape:\n"
+        "  lm_head.weight: found [95, 40], expected [96, 40]\n"
+        f"  {experts}.3.gate_proj.weight: found [40, 24], expected [24, 40]\n"
+        "in a format that is not read:\n"
+        "  tensor 'model.layers.0.mlp.up_proj.weight': dtype F64\n"
+        f"  tensor '{experts}.4.down_proj.weight': dtype I8\n"
+        "Use the config.json that came with the weights, and a complete download."
+    )
+
+
+def test_fused_experts_are_checked_too(tmp_path: Path) -> None:
+    model = models.tiny("gpt_oss")
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name].mT.contiguous()
+
+    path = changed(saved(model, tmp_path / "whole"), tmp_path / "changed", change)
+    said = refusal(CheckpointError, on_meta(model), rule(), path)
+    assert f"{name}: found [6, 112, 40], expected [6, 40, 112]" in said
+
+
+def test_names_that_a_terminal_would_act_on_are_escaped(
+    model: PreTrainedModel, folder: Path, tmp_path: Path
+) -> None:
+    path = changed(folder, tmp_path / "changed", lambda tensors: tensors.update({"\x1b[2J": torch.zeros(1)}))
+    assert "not expected by the model:\n  '\\x1b[2J'\n" in refusal(CheckpointError, model, rule(), path)
+
+
+def test_names_that_differ_in_numbers_share_a_line() -> None:
+    names = [f"layers.{layer}.experts.{e}.{p}" for layer in range(3, 9) for e in range(16) for p in "ab"]
+    assert grouped(names) == [
+        "layers.{3-8}.experts.{0-15}.a (96 tensors)",
+        "layers.{3-8}.experts.{0-15}.b (96 tensors)",
+    ]
+    gaps = [f"layers.{layer}.norm" for layer in (0, 1, 2, 5, 9, *range(20, 40))]
+    assert grouped(gaps) == ["layers.{0-2,5,9,20-39}.norm (25 tensors)"]
+    ragged = [*names, "layers.9.experts.1.a"]
+    assert len(grouped(ragged)) == 1 + 97, "no line covers exactly these"
+    assert grouped(names[:20]) == names[:20]
+    assert grouped([*names, "norm"])[-1] == "norm"
+
+
+def test_a_refusal_lists_twenty_lines_and_how_many_more() -> None:
+    assert few(map(str, range(20))) == [*map(str, range(20))]
+    assert few(map(str, range(2021)))[19:] == ["19", "and 2,001 more"]
+    assert few(["\x1b[2J", "x" * 2000]) == ["'\\x1b[2J'", "x" * 1000 + "…"]
+    assert listed(["a", "b"]) == "\n  a\n  b"
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_what_is_wrong_with_a_large_checkpoint_fits_a_screen(ragged: bool, tmp_path: Path) -> None:
+    """FP8 with a scale per channel, at the number of tensors of Qwen3-30B-A3B."""
+    model = on_meta(models.tiny("qwen3_moe", num_hidden_layers=1))
+    model.config.num_hidden_layers, model.config.num_experts = 48, 128
+    model = on_meta(model)
+    names = [
+        f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight"
+        for layer in range(6 if ragged else 48)
+        for e in range(128)
+        for part in ("gate", "up", "down")
+    ]
+    if ragged:  # no line covers exactly these
+        names = [name for number, name in enumerate(names) if number % 7]
+    files = {name + end: "model-1.safetensors" for name in names for end in ("", "_scale")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    said = refusal(CheckpointError, model, rule(), tmp_path)
+    assert "FP8 with a scale per tensor or channel" in said and len(said) < 20_000
+    assert len(said.splitlines()) <= 3 * 22 + 2
+    if not ragged:
+        assert "experts.{0-127}.gate_proj.weight_scale' belongs" in said and "(6144 tensors)" in said
+
+
+@pytest.mark.parametrize("method", ["mxfp8", "bitsandbytes", "hqq", None, "plain text"])
+def test_a_quantised_checkpoint_that_is_not_read_is_refused(method: Any, folder: Path) -> None:
+    model = on_meta(models.tiny("deepseek_v3"))
+    model.config.quantization_config = method if method == "plain text" else {"quant_method": method}
+    said = refusal(PlanError, model, rule(), folder)
+    assert (
+        f"its config.json says quant_method {method!r}; read are checkpoints in bf16, fp16, fp32 and fp8"
+        in said
+    )
+
+
+def test_only_an_index_is_enough_to_plan(model: PreTrainedModel, folder: Path, tmp_path: Path) -> None:
+    sharded = saved(models.tiny("deepseek_v3"), tmp_path / "sharded", max_shard_size="50KB")
+    for shard in sharded.glob("*.safetensors"):
+        shard.unlink()
+    plan = planned(model, rule(), sharded)
+    assert plan.to_dict()["bytes"] == planned(model, rule(), folder).bytes
+    assert "only the checkpoint's index is there: shapes and formats could not be checked" in plan.notes
+    index = sharded / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    del content["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(content))
+    assert "missing:\n  model.norm.weight\n" in refusal(CheckpointError, model, rule(), sharded)
+
+
+# Full size
+
+
+def deepseek_v3_671b(folder: Path) -> Path:
+    """config.json and index of the published checkpoint, FP8 with its scales and the extra prediction layer."""
+
+    def linear(name: str) -> list[str]:
+        return [f"{name}.weight", f"{name}.weight_scale_inv"]
+
+    projections = ("gate_proj", "up_proj", "down_proj")
+    names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    for layer in range(62):
+        at = f"model.layers.{layer}"
+        norms = (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "self_attn.q_a_layernorm",
+            "self_attn.kv_a_layernorm",
+        )
+        names += [f"{at}.{norm}.weight" for norm in norms]
+        for projection in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"):
+            names += linear(f"{at}.self_attn.{projection}")
+        if layer < 3:
+            names += [name for p in projections for name in linear(f"{at}.mlp.{p}")]
+            continue
+        names += [f"{at}.mlp.gate.weight", f"{at}.mlp.gate.e_score_correction_bias"]
+        experts = ["shared_experts", *(f"experts.{expert}" for expert in range(256))]
+        names += [name for e in experts for p in projections for name in linear(f"{at}.mlp.{e}.{p}")]
+    extra = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
+    names += [f"model.layers.61.{name}.weight" for name in extra]
+    shards = {
+        name: f"model-{1 + i * 163 // len(names):05d}-of-000163.safetensors" for i, name in enumerate(names)
+    }
+    index = {"metadata": {"total_size": 688586727753}, "weight_map": shards}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "torch_dtype": "bfloat16",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 256,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "vocab_size": 129280,
+        "num_nextn_predict_layers": 1,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.slow
+def test_deepseek_v3_at_full_size_plans_from_config_and_index_alone(tmp_path: Path) -> None:
+    code = f"""
+import json, resource, time
+import ktinject
+from ktinject.hf import models as hf
+started = time.process_time()
+folder = {str(deepseek_v3_671b(tmp_path))!r}
+plan = ktinject.plan(hf.meta_model(hf.read_config(folder)), "deepseek-v3", checkpoint=folder)
+print(plan)
+seconds = time.process_time() - started  # without the imports, and ours alone, whoever else computes here
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps([seconds, peak, len(plan.entries), plan.bytes]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seconds, peak, entries, sizes = json.loads(done.stdout.splitlines()[-1])
+    print(f"{seconds:.1f} s, {peak / 2**20:.0f} MiB\n{done.stdout}")
+    # 58 layers of experts, routers and shared experts, 61 of attention with four linears, 3 dense layers, the head;
+    # norms.
+    assert entries == 58 * 5 + 61 * 5 + 3 * 3 + 1 + (61 * 4 + 1) and sum(sizes.values()) > 6e11 / 2
+    assert seconds < 10 and peak < 4 * 2**30

@@ -1,0 +1,494 @@
+"""The handoff from a GPU: results, order, graphs, failures, and buffers."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from handoff_cases import EXPERTS, HIDDEN, RANKS, by_rank, inputs, plain, way
+
+from ktinject import _native
+from ktinject.errors import OperatorError
+from ktinject.operators.offload import handoff
+
+pytestmark = pytest.mark.gpu
+MODES = ["flags", "host_func"]
+
+
+@pytest.fixture
+def cuda() -> str:
+    if not torch.cuda.is_available() or not _native.cuda_built():
+        pytest.skip("no CUDA device, or built without CUDA")
+    return "cuda:0"
+
+
+def captured(function, warm: bool = True) -> torch.cuda.CUDAGraph:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        if warm:
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+def replay(graph: torch.cuda.CUDAGraph) -> None:
+    handoff.wake()
+    graph.replay()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 8, 32, 33, 100])
+def test_eager(cuda: str, tokens: int, dtype: torch.dtype, mode: handoff.Mode) -> None:
+    here = way(mode=mode)
+    for seed in range(3):
+        x, ids, weights = inputs(tokens, seed, dtype, device=cuda)
+        want = plain((x, ids, weights))
+        for call in [(x, ids, weights), (x, ids.int(), weights.to(dtype).float())]:
+            out = here.wait(here.submit(*call))
+            assert out.device == x.device and out.dtype == dtype
+            if call[1] is ids:
+                assert torch.equal(out.cpu(), want)
+    assert mode in here.modes().values() or tokens in (0, 33, 100)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_experts_on_the_gpu_are_left_out_and_an_addend_is_added(cuda: str, mode: handoff.Mode) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for tokens in (1, 7):
+            x, ids, weights = inputs(tokens, dtype=dtype, device=cuda)
+            places = torch.arange(EXPERTS, dtype=torch.int32, device=cuda)
+            places[1::2] = -1
+            traffic = torch.zeros(EXPERTS, dtype=torch.int32, device=cuda)
+            on_gpu = handoff.OnGpu(places, torch.zeros(tokens, 2, dtype=torch.int32, device=cuda), traffic)
+            here, addend = way(mode=mode), torch.randn(tokens, HIDDEN, device=cuda)
+            out = here.wait(here.submit(x, ids, weights, on_gpu), None, addend)
+            answer = plain((x, torch.where(ids % 2 == 1, ids, -1), weights))
+            assert torch.equal(out.cpu(), (answer.float() + addend.cpu()).to(dtype))
+            assert torch.equal(on_gpu.chosen.long(), torch.where(ids % 2 == 1, -1, ids))
+            assert torch.equal(traffic.long(), ids.flatten().bincount(minlength=EXPERTS))
+
+
+@pytest.mark.parametrize("hidden", [1000, 2048, 7168])
+@pytest.mark.parametrize("tokens", [1, 5, 32])
+@pytest.mark.parametrize("mode", MODES)
+def test_more_than_one_block_copies(cuda: str, tokens: int, hidden: int, mode: handoff.Mode) -> None:
+    """Also rows that are not a multiple of 16 bytes, and memory that does not begin at one."""
+    here = way(mode=mode, hidden=hidden)
+    for dtype in (torch.bfloat16, torch.float32):
+        x, ids, weights = inputs(tokens, dtype=dtype, device=cuda, hidden=hidden)
+        want = plain((x, ids, weights))
+        assert torch.equal(here.wait(here.submit(x, ids, weights)).cpu(), want)
+        odd, out = (
+            torch.empty(tokens * hidden + 1, dtype=dtype, device=cuda)[1:].view(x.shape) for _ in "ab"
+        )
+        odd.copy_(x)
+        assert torch.equal(here.wait(here.submit(odd, ids, weights), out).cpu(), want)
+
+
+@pytest.mark.parametrize("tokens, hidden", [(1, HIDDEN), (7, HIDDEN), (8, 2048), (3, 7168)])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_submit_that_routes_and_a_residual(cuda: str, tokens: int, hidden: int, mode: handoff.Mode) -> None:
+    here = way(mode=mode, hidden=hidden)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for normed in (False, True):
+            x, _, _ = inputs(tokens, dtype=dtype, device=cuda, hidden=hidden)
+            logits = torch.stack([torch.randperm(EXPERTS) for _ in range(tokens)]).to(cuda, dtype) / 4
+            weights, ids = logits.float().softmax(-1).topk(2, -1)
+            if normed:
+                weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights.to(dtype)
+            residual, addend = torch.randn_like(x), torch.randn(tokens, hidden, device=cuda)
+            made = torch.empty_like(ids), torch.empty_like(weights)
+            ticket = here.submit(x, *made, routing=handoff.Routing(logits, normed))
+            out = here.wait(ticket, None, addend, residual)
+            assert torch.equal(made[0], ids)
+            assert torch.allclose(made[1].float(), weights.float(), rtol=1e-2)
+            answer = plain((x, ids, made[1])).to(cuda)
+            assert torch.equal(out, (answer.float() + addend).to(dtype) + residual)
+            plainly = here.wait(here.submit(x, *made), None, None, residual)
+            assert torch.equal(plainly, answer + residual)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_only_experts_of_some_ranks_on_the_gpu(cuda: str, tokens: int, ranks: tuple[int, int]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, ids, weights = inputs(tokens, dtype=dtype, top_k=4, device=cuda)
+        weights[0] = 0.25
+        weights[1:3] *= -1
+        here = way()
+        out = here.wait(here.submit(x, ids, weights.to(dtype), ranks=ranks))
+        kept = by_rank(ids.cpu(), weights.to(dtype).cpu(), ranks)
+        assert torch.equal(out.cpu(), plain((x, kept, weights.to(dtype))))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_replays_of_two_models_with_deferred_work(cuda: str, mode: handoff.Mode) -> None:
+    """Two layers of two models; a submit is waited for one layer later. New inputs at every replay."""
+    first, second = way(0, mode), way(1, mode)
+    for layer in (first, second):
+        layer.prepare(torch.device(cuda))
+    x, ids, weights = inputs(3, device=cuda)
+    other_ids = (ids + 1) % EXPERTS
+    outs = [torch.empty_like(x) for _ in range(3)]
+
+    def step() -> None:
+        now, later = first.submit(x, ids, weights), first.submit(x, other_ids, weights)
+        first.wait(now, outs[0])
+        following = second.submit(outs[0], ids, weights)
+        first.wait(later, outs[1])
+        second.wait(following, outs[2])
+
+    graph = captured(step)
+    for seed in range(50):
+        new = inputs(3, seed, device=cuda)
+        for to, value in zip((x, ids, weights), new):
+            to.copy_(value)
+        other_ids.copy_((ids + 1) % EXPERTS)
+        replay(graph)
+        torch.cuda.synchronize()
+        want = plain((x, ids, weights))
+        assert torch.equal(outs[0].cpu(), want)
+        assert torch.equal(outs[1].cpu(), plain((x, other_ids, weights)))
+        assert torch.equal(outs[2].cpu(), plain((want, ids, weights), seed=1))
+        first.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_graphs_and_streams_at_once(cuda: str, mode: handoff.Mode) -> None:
+    """Four threads replay graphs of one layer on streams of their own, and one runs it eagerly."""
+    here = way(mode=mode)
+    here.prepare(torch.device(cuda))
+    calls = [inputs(2 + index, index, device=cuda) for index in range(4)]
+    outs = [torch.empty_like(call[0]) for call in calls]
+    graphs = [captured(lambda c=call, o=out: here.wait(here.submit(*c), o)) for call, out in zip(calls, outs)]
+    want = [plain(call) for call in calls]
+    torch.cuda.synchronize()
+    wrong: list[object] = []
+
+    def work(index: int) -> None:
+        try:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(100):
+                    outs[index].fill_(torch.nan)
+                    replay(graphs[index])
+                    stream.synchronize()
+                    if not torch.equal(outs[index].cpu(), want[index]):
+                        wrong.append(index)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(50):
+        out = here.wait(here.submit(*calls[0]))
+        assert torch.equal(out.cpu(), want[0])
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_graph_that_nobody_announces_is_found_by_a_nap(cuda: str) -> None:
+    here, arguments = way(), inputs(1, device=cuda)
+    here.prepare(torch.device(cuda))
+    out = torch.empty_like(arguments[0])
+    graph = captured(lambda: here.wait(here.submit(*arguments), out))
+    time.sleep(1.3)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.02
+    start = time.perf_counter()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start < 0.1
+    assert torch.equal(out.cpu(), plain(arguments))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failure_that_is_known_is_raised_by_the_wait(cuda: str, mode: handoff.Mode) -> None:
+    here, other = way(mode=mode), way(seed=1, mode=mode)
+    x, ids, weights = inputs(2, device=cuda)
+    ticket = here.submit(x, ids + EXPERTS + 1, weights)
+    other.wait(other.submit(x, ids, weights))
+    torch.cuda.synchronize()  # first in, first out: what was submitted later is answered
+    with pytest.raises(OperatorError, match="routed to expert"):
+        here.wait(ticket)
+    assert torch.equal(here.wait(here.submit(x, ids, weights)).cpu(), plain((x, ids, weights)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("following", ["submit", "wait", "check"])
+def test_a_failure_after_the_wait_is_raised_by_what_follows(
+    cuda: str, following: str, mode: handoff.Mode
+) -> None:
+    """`wait` returns before the GPU has the answer, so it may be too early; the answer is NaN, and nothing is lost."""
+    here = way(mode=mode)
+    x, ids, weights = inputs(2, device=cuda)
+    _native.handoff_pause(True)
+    try:
+        ticket, pending = here.submit(x, ids + EXPERTS + 1, weights), here.submit(x, ids, weights)
+        out = here.wait(ticket)
+    finally:
+        _native.handoff_pause(False)
+    torch.cuda.synchronize()
+    assert out.isnan().all()
+    with pytest.raises(OperatorError, match="routed to expert"):
+        if following == "submit":
+            here.submit(x, ids, weights)
+        elif following == "wait":
+            here.wait(pending)
+        else:
+            here.check()
+    here.check()
+    if following != "wait":
+        assert torch.equal(here.wait(pending).cpu(), plain((x, ids, weights)))
+    assert torch.equal(here.wait(here.submit(x, ids, weights)).cpu(), plain((x, ids, weights)))
+
+
+def test_a_failure_is_raised_to_one_of_several_threads(cuda: str) -> None:
+    here, rounds = way(), 100
+    x, ids, weights = inputs(2, device=cuda)
+    barrier = threading.Barrier(4, timeout=60)
+    caught: list[OperatorError] = []
+
+    def look() -> None:
+        for _ in range(rounds):
+            barrier.wait()
+            try:
+                here.check()
+            except OperatorError as error:
+                caught.append(error)
+            barrier.wait()
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    counts = []
+    for _ in range(rounds):
+        here.submit(x, ids + EXPERTS + 1, weights)  # dropped, which waits for it
+        torch.cuda.synchronize()
+        barrier.wait()
+        barrier.wait()
+        counts.append(len(caught))
+    for thread in threads:
+        thread.join()
+    assert counts == [*range(1, rounds + 1)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_lost_dispatcher_releases_the_gpu(cuda: str, graph: bool, mode: handoff.Mode) -> None:
+    here, arguments = way(mode=mode), inputs(2, device=cuda)
+    here.prepare(torch.device(cuda))
+    out = torch.empty_like(arguments[0])
+    step = captured(lambda: here.wait(here.submit(*arguments), out)) if graph else None
+    before = _native.answer_timeout()
+    _native.set_answer_timeout(0.3)
+    if graph:  # the timeout is an argument of the kernels
+        step = captured(lambda: here.wait(here.submit(*arguments), out))
+    _native.handoff_pause(True)
+    try:
+        if step is None:
+            here.wait(here.submit(*arguments), out)
+        else:
+            step.replay()
+        torch.cuda.synchronize()
+        assert out.isnan().all()
+        with pytest.raises(OperatorError, match="no answer"):
+            here.check()
+    finally:
+        _native.handoff_pause(False)
+        _native.set_answer_timeout(before)
+    for _ in range(3):
+        if step is None:
+            here.wait(here.submit(*arguments), out)
+        else:
+            replay(step)
+        torch.cuda.synchronize()
+        here.check()
+        assert torch.equal(out.cpu(), plain(arguments))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_late_dispatcher_does_not_answer_the_next_model(cuda: str, mode: handoff.Mode) -> None:
+    """Nobody answers in time, the model is dropped, and the next one has its buffers when the dispatcher comes."""
+    arguments = inputs(2, device=cuda)
+    before = _native.answer_timeout()
+    _native.set_answer_timeout(0.3)
+    _native.handoff_pause(True)
+    try:
+        dropped = way(mode=mode)
+        out = dropped.wait(dropped.submit(*arguments))
+        torch.cuda.synchronize()
+        assert out.isnan().all()
+        del dropped
+        gc.collect()
+        here, other = way(seed=1, mode=mode), way(mode=mode)
+        for layer in (here, other):
+            layer.prepare(torch.device(cuda))
+        _native.set_answer_timeout(5)
+    finally:
+        _native.handoff_pause(False)
+    try:
+        for seed in range(5):
+            new = inputs(2, seed, device=cuda)
+            assert torch.equal(here.wait(here.submit(*new)).cpu(), plain(new, seed=1))
+        # A dispatcher that waits for a submit that will not come would not answer this one in time.
+        assert torch.equal(other.wait(other.submit(*arguments)).cpu(), plain(arguments))
+        here.check()
+        other.check()
+    finally:
+        _native.set_answer_timeout(before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_late_dispatcher_does_not_answer_the_next_submit(cuda: str, mode: handoff.Mode) -> None:
+    here = way(mode=mode)
+    before = _native.answer_timeout()
+    _native.set_answer_timeout(0.3)
+    _native.handoff_pause(True)
+    try:
+        here.wait(here.submit(*inputs(2, device=cuda)))
+        torch.cuda.synchronize()
+        with pytest.raises(OperatorError, match="no answer"):
+            here.check()
+        _native.set_answer_timeout(5)
+        ticket = here.submit(*inputs(3, 1, device=cuda))
+    finally:
+        _native.handoff_pause(False)
+    try:
+        assert torch.equal(here.wait(ticket).cpu(), plain(inputs(3, 1)))
+        for seed in range(5):
+            new = inputs(2, seed, device=cuda)
+            assert torch.equal(here.wait(here.submit(*new)).cpu(), plain(new))
+        here.check()
+    finally:
+        _native.set_answer_timeout(before)
+
+
+def test_a_submit_that_gets_no_slot_ends_its_naps(cuda: str) -> None:
+    """In a process of its own: where graphs have been captured, the dispatcher naps for good."""
+    script = """
+        import torch
+        from handoff_cases import inputs, way
+        from ktinject import _native
+        from ktinject.operators.offload.handoff import CODES
+
+        here, (x, ids, weights) = way(mode="flags"), inputs(2, device="cuda:0")
+        here.prepare(x.device)
+        channel = here._slots[x.device].native
+        _native.set_answer_timeout(0.3)
+        _native.handoff_pause(True)
+        for _ in range(2):  # the second finds the slot taken
+            stream = torch.cuda.Stream()
+            channel.submit(
+                0, x.data_ptr(), CODES[x.dtype], ids.data_ptr(), True, weights.data_ptr(), CODES[weights.dtype], 2, 2,
+                0, 0, 0, 0, 2, 0, False, stream.cuda_stream,
+            )
+        assert _native.handoff_naps()
+        torch.cuda.synchronize()
+        _native.handoff_pause(False)
+        _native.set_answer_timeout(60)
+        try:
+            channel.check()
+        except RuntimeError as error:
+            assert "another stream held" in str(error)
+        else:
+            raise AssertionError("nobody was without a slot")
+        assert torch.isfinite(here.wait(here.submit(x, ids, weights))).all()
+        here.check()
+        torch.cuda.synchronize()
+        assert not _native.handoff_naps()
+    """
+    folder = Path(__file__).parents[1]
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        check=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+    )
+
+
+def test_tickets_dropped_on_the_gpu_free_their_slots(cuda: str) -> None:
+    here, arguments = way(), inputs(2, device=cuda)
+    for _ in range(20):
+        here.submit(*arguments)
+    assert torch.equal(here.wait(here.submit(*arguments)).cpu(), plain(arguments))
+    tickets = [here.submit(*arguments) for _ in range(handoff.SLOTS)]
+    with pytest.raises(OperatorError, match="under way"):
+        here.submit(*arguments)
+    del tickets
+
+
+def test_a_thousand_replays_take_no_memory(cuda: str) -> None:
+    here, arguments = way(), inputs(1, device=cuda)
+    here.prepare(torch.device(cuda))
+    out = torch.empty_like(arguments[0])
+    graph = captured(lambda: [here.wait(here.submit(*arguments), out) for _ in range(10)])
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    def on_device() -> tuple[int, int]:
+        """This process's own: others may use the GPU at the same time."""
+        return torch.cuda.memory_reserved(), sum(slots.native.bytes for slots in here._slots.values())
+
+    for _ in range(50):
+        replay(graph)
+    torch.cuda.synchronize()
+    before, device_before = resident(), on_device()
+    for _ in range(1000):
+        replay(graph)
+    torch.cuda.synchronize()
+    assert resident() - before < 2**20
+    assert on_device() == device_before
+    here.check()
+
+
+def test_a_wider_dtype_leaves_captured_graphs_their_buffers(cuda: str) -> None:
+    here, narrow, wide = way(), inputs(2, device=cuda), inputs(2, 1, torch.float32, device=cuda)
+    here.prepare(torch.device(cuda))
+    out = torch.empty_like(narrow[0])
+    graph = captured(lambda: here.wait(here.submit(*narrow), out))
+    assert torch.equal(here.wait(here.submit(*wide)).cpu(), plain(wide))
+    gc.collect()
+    for _ in range(3):
+        out.fill_(torch.nan)
+        replay(graph)
+        assert torch.equal(out.cpu(), plain(narrow))
+        assert torch.equal(here.wait(here.submit(*wide)).cpu(), plain(wide))
+
+
+def test_buffers_of_a_dropped_layer_are_used_again(cuda: str) -> None:
+    arguments = inputs(2, device=cuda)
+    for _ in range(50):
+        here = way()
+        assert torch.equal(here.wait(here.submit(*arguments)).cpu(), plain(arguments))
+        del here
+        gc.collect()
+
+
+def test_a_capture_is_refused_what_it_cannot_hold(cuda: str) -> None:
+    here = way()
+    for tokens, match in [(2, "Run the model once before"), (handoff.MOST_TOKENS + 1, "Run prompts outside")]:
+        arguments = inputs(tokens, device=cuda)
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(OperatorError, match=match), torch.cuda.graph(graph):
+            here.submit(*arguments)
+    torch.cuda.synchronize()
