@@ -10,9 +10,9 @@
 #include <string>
 #include <utility>
 
-#include "moe/layout.hpp"
-#include "moe/pack.hpp"
-#include "moe/stages.hpp"
+#include "gemm/layout.hpp"
+#include "gemm/pack.hpp"
+#include "gemm/vector_ops.hpp"
 
 namespace ktinject {
 

@@ -1,5 +1,5 @@
 // One dense layer.
-#include "linear/linear.hpp"
+#include "gemm/linear.hpp"
 
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "cuda/stream.hpp"
-#include "moe/stages.hpp"
+#include "gemm/vector_ops.hpp"
 
 namespace ktinject::cuda {
 

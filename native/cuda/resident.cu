@@ -1,4 +1,4 @@
-// Two kernels. A thread block takes one panel (32 outputs; moe/layout.hpp draws it) of one (token, slot) pair in the
+// Two kernels. A thread block takes one panel (32 outputs; gemm/layout.hpp draws it) of one (token, slot) pair in the
 // first, of one token in the second, and leaves at once if the expert is not here. Its warps share the panel's blocks
 // along k; in a block, four lanes hold the 16 outputs of a tile, four each, and the eight groups of four lanes the
 // rows:

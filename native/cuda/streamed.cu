@@ -1,4 +1,4 @@
-// Unpacking: a thread block turns 128 inputs of one panel (32 outputs; see moe/layout.hpp) into rows of bf16 by way of
+// Unpacking: a thread block turns 128 inputs of one panel (32 outputs; see gemm/layout.hpp) into rows of bf16 by way of
 // shared memory, so that packed words are read and rows written in whole lines.
 #include "cuda/streamed.hpp"
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "decode/math.hpp"
+#include "gemm/step_ops.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject {

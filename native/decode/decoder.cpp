@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "runtime/scratch.hpp"
+
 namespace ktinject {
 
 namespace {
@@ -12,21 +14,7 @@ namespace {
 // Of a batch: so that it may be multiplied with any width of a layer.
 constexpr int kMostRows = (1 << 14) - 1;
 
-// Of a thread: what is borrowed at each depth of calls.
-thread_local std::vector<std::vector<float>> memory_at;
-thread_local size_t depth = 0;
-
 }  // namespace
-
-Scratch::Scratch(size_t count) {
-  if (depth == memory_at.size()) memory_at.emplace_back();
-  std::vector<float>& memory = memory_at[depth];
-  if (memory.size() < count) memory = std::vector<float>(count);
-  memory_ = memory.data();
-  ++depth;
-}
-
-Scratch::~Scratch() { --depth; }
 
 void Decoder::add(const Norm& before_attention, const DecoderAttention& attention, const Norm& before_feed_forward,
                   const FeedForward& unit) {

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "decode/decoder.hpp"
+#include "runtime/scratch.hpp"
 
 namespace ktinject {
 namespace {

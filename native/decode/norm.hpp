@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "decode/math.hpp"
+#include "gemm/step_ops.hpp"
 
 namespace ktinject {
 

@@ -41,8 +41,8 @@
 
 #include "decode/choose.hpp"
 #include "decode/decoder.hpp"
+#include "gemm/linear.hpp"
 #include "handoff/dispatcher.hpp"
-#include "linear/linear.hpp"
 #include "moe/experts.hpp"
 #include "runtime/thread_pool.hpp"
 

@@ -5,7 +5,7 @@
 #include <span>
 #include <string>
 
-#include "moe/layout.hpp"
+#include "gemm/layout.hpp"
 
 namespace ktinject {
 

@@ -1,4 +1,4 @@
-#include "moe/kernels/table.hpp"
+#include "gemm/backends.hpp"
 
 #include <stdexcept>
 

@@ -5,8 +5,8 @@
 // is broadcast from memory. Wide M amortises the weight loads; for M = 1 the loop is a stream at memory speed.
 #include <immintrin.h>
 
-#include "moe/kernels/decode.hpp"
-#include "moe/kernels/head.hpp"
+#include "gemm/kernels/dequantise.hpp"
+#include "gemm/kernels/head.hpp"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma")

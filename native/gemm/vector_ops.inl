@@ -1,7 +1,7 @@
-// Included by stages_<level>.cpp inside its target region and namespace. Nothing here may call an inline function of
-// the standard library: it would be compiled for that target and could be the copy the linker keeps for everybody.
+// Included by vector_ops_<level>.cpp inside its target region and namespace. Nothing here may call an inline function
+// of the standard library: it would be compiled for that target and could be the copy the linker keeps for everybody.
 
-#include "moe/values.inl"
+#include "gemm/values.inl"
 
 template <ActivationKind kind>
 static inline float activation_of(float x, float alpha) {

@@ -4,10 +4,10 @@
 #include <span>
 #include <string>
 
-#include "moe/kernels/table.hpp"
-#include "moe/layout.hpp"
-#include "moe/pack.hpp"
-#include "moe/stages.hpp"
+#include "gemm/backends.hpp"
+#include "gemm/layout.hpp"
+#include "gemm/pack.hpp"
+#include "gemm/vector_ops.hpp"
 #include "runtime/memory.hpp"
 
 namespace ktinject {

@@ -1,5 +1,5 @@
-// Included by math_<level>.cpp inside its target region and namespace, under the rules of moe/stages.inl.
-#include "moe/values.inl"
+// Included by step_ops_<level>.cpp inside its target region and namespace, under the rules of gemm/vector_ops.inl.
+#include "gemm/values.inl"
 
 // Nothing here is called from elsewhere than this file, so how lanes are passed does not matter.
 #pragma GCC diagnostic ignored "-Wpsabi"

@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "decode/decoder.hpp"
+#include "attention/attention.hpp"
+#include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject {

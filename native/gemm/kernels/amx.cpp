@@ -6,14 +6,14 @@
 // while all rows pass by, with the hint that these are not worth keeping there, and the rows' share of a stretch stays
 // in the L2 cache while all panels of the call pass by. The accumulators wait in c.
 //
-// int4 runs on the same int8 chains: q * scale becomes a whole number of the column's level (see moe/layout.hpp), which
-// rounds by at most half a level, 1/254 of the column's largest weight. fp8 and mxfp4 become bf16. A stretch of a panel
-// is expanded once for all rows; with some rows, between the tile products of the stretch before.
+// int4 runs on the same int8 chains: q * scale becomes a whole number of the column's level (see gemm/layout.hpp),
+// which rounds by at most half a level, 1/254 of the column's largest weight. fp8 and mxfp4 become bf16. A stretch of a
+// panel is expanded once for all rows; with some rows, between the tile products of the stretch before.
 #include <immintrin.h>
 
-#include "moe/kernels/decode.hpp"
-#include "moe/kernels/head.hpp"
-#include "moe/kernels/tiles.hpp"
+#include "gemm/kernels/dequantise.hpp"
+#include "gemm/kernels/head.hpp"
+#include "gemm/kernels/tiles.hpp"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")

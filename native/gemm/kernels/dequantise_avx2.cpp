@@ -1,10 +1,10 @@
 // Decoding with AVX2: the two bytes of a bf16 are looked up apart, 32 weights at a time, and then brought together.
-// The tables are those of decode_avx512.cpp.
+// The tables are those of dequantise_avx512.cpp.
 #include <immintrin.h>
 
-#include "moe/kernels/decode.hpp"
-#include "moe/kernels/head.hpp"
-#include "moe/stages.hpp"
+#include "gemm/kernels/dequantise.hpp"
+#include "gemm/kernels/head.hpp"
+#include "gemm/vector_ops.hpp"
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")

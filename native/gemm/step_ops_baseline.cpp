@@ -1,11 +1,11 @@
-// The loops of decode/math.inl for the baseline level.
-#include "decode/math.hpp"
+// The loops of gemm/step_ops.inl for the baseline level.
+#include "gemm/step_ops.hpp"
 
 #include "runtime/cpu_features.hpp"
 
 namespace ktinject {
 namespace baseline {
-#include "decode/math.inl"
+#include "gemm/step_ops.inl"
 }  // namespace baseline
 
 extern const Math kBaselineMath, kAvx2Math, kAvx512Math;

@@ -1,4 +1,4 @@
-#include "moe/ceilings.hpp"
+#include "gemm/ceilings.hpp"
 
 #include <immintrin.h>
 
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "moe/kernels/tiles.hpp"
+#include "gemm/kernels/tiles.hpp"
 #include "runtime/cpu_features.hpp"
 #include "runtime/thread_pool.hpp"
 

@@ -1,5 +1,5 @@
-// The loops of decode/math.inl for the avx512 level.
-#include "decode/math.hpp"
+// The loops of gemm/step_ops.inl for the avx512 level.
+#include "gemm/step_ops.hpp"
 
 #include "runtime/cpu_features.hpp"
 
@@ -7,7 +7,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
 namespace ktinject {
 namespace avx512 {
-#include "decode/math.inl"
+#include "gemm/step_ops.inl"
 }  // namespace avx512
 
 extern const Math kAvx512Math;

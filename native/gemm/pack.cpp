@@ -1,12 +1,12 @@
-#include "moe/pack.hpp"
+#include "gemm/pack.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
 
+#include "gemm/kernels/head.hpp"
 #include "moe/experts.hpp"
-#include "moe/kernels/head.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject {

@@ -1,7 +1,7 @@
-// Reading a packed panel's head; see moe/layout.hpp.
+// Reading a packed panel's head; see gemm/layout.hpp.
 #pragma once
 
-#include "moe/kernels/table.hpp"
+#include "gemm/backends.hpp"
 
 namespace ktinject {
 

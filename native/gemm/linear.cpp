@@ -1,6 +1,6 @@
 // Two steps: round or quantise each row of x once, then multiply in tasks of (some rows, some panels). With a single
 // row the first is done by the caller alone, so that a token costs one hand-out of tasks.
-#include "linear/linear.hpp"
+#include "gemm/linear.hpp"
 
 #include <algorithm>
 #include <array>

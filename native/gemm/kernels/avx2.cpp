@@ -5,8 +5,8 @@
 // goes through 16 bits, because vpmaddubsw saturates: 255 * 127 * 2 does not fit.
 #include <immintrin.h>
 
-#include "moe/kernels/decode.hpp"
-#include "moe/kernels/head.hpp"
+#include "gemm/kernels/dequantise.hpp"
+#include "gemm/kernels/head.hpp"
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")

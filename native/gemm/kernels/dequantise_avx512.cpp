@@ -6,8 +6,8 @@
 // sixteen values, to whose exponent that of the scale is added; zeros stay zero.
 #include <immintrin.h>
 
-#include "moe/kernels/decode.hpp"
-#include "moe/kernels/head.hpp"
+#include "gemm/kernels/dequantise.hpp"
+#include "gemm/kernels/head.hpp"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")

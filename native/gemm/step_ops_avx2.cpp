@@ -1,5 +1,5 @@
-// The loops of decode/math.inl for the avx2 level.
-#include "decode/math.hpp"
+// The loops of gemm/step_ops.inl for the avx2 level.
+#include "gemm/step_ops.hpp"
 
 #include "runtime/cpu_features.hpp"
 
@@ -7,7 +7,7 @@
 #pragma GCC target("avx2,fma")
 namespace ktinject {
 namespace avx2 {
-#include "decode/math.inl"
+#include "gemm/step_ops.inl"
 }  // namespace avx2
 
 extern const Math kAvx2Math;

@@ -1,5 +1,5 @@
 // The arithmetic between the matrix products of a decode step: norms, rotation, attention, activation. Plain loops,
-// compiled once for each level of vector unit like moe/stages.hpp.
+// compiled once for each level of vector unit like gemm/vector_ops.hpp.
 //
 // Values are fp32, but rounded to the model's dtype wherever transformers rounds them, so that a step gives what the
 // model's own modules give: the choice of experts would turn over else.
@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "moe/stages.hpp"
+#include "gemm/vector_ops.hpp"
 
 namespace ktinject {
 

@@ -1,14 +1,14 @@
-// The stages of moe/stages.inl for the avx2 level.
-#include "moe/stages.hpp"
+// The stages of gemm/vector_ops.inl for the avx2 level.
+#include "gemm/vector_ops.hpp"
 
-#include "moe/layout.hpp"
+#include "gemm/layout.hpp"
 #include "runtime/cpu_features.hpp"
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 namespace ktinject {
 namespace avx2 {
-#include "moe/stages.inl"
+#include "gemm/vector_ops.inl"
 }  // namespace avx2
 
 const Stages kAvx2Stages = {"avx2",

@@ -1,12 +1,12 @@
-// From checkpoint weights to the packed panels of moe/layout.hpp, and back.
+// From checkpoint weights to the packed panels of gemm/layout.hpp, and back.
 #pragma once
 
 #include <cstddef>
 #include <span>
 #include <string>
 
-#include "moe/layout.hpp"
-#include "moe/stages.hpp"
+#include "gemm/layout.hpp"
+#include "gemm/vector_ops.hpp"
 
 namespace ktinject {
 

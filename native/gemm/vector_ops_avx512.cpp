@@ -1,16 +1,16 @@
-// The stages of moe/stages.inl for the avx512 level.
-#include "moe/stages.hpp"
+// The stages of gemm/vector_ops.inl for the avx512 level.
+#include "gemm/vector_ops.hpp"
 
 #include <immintrin.h>
 
-#include "moe/layout.hpp"
+#include "gemm/layout.hpp"
 #include "runtime/cpu_features.hpp"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
 namespace ktinject {
 namespace avx512 {
-#include "moe/stages.inl"
+#include "gemm/vector_ops.inl"
 
 // The activation of nearly all models, which the compiler computes twice a value for the clamps in exp_of: once for
 // those that are clamped.

@@ -1,4 +1,4 @@
-#include "moe/stages.hpp"
+#include "gemm/vector_ops.hpp"
 
 #include "runtime/cpu_features.hpp"
 

@@ -4,7 +4,7 @@
 // in memory: they are touched once a group.
 #include <immintrin.h>
 
-#include "moe/kernels/head.hpp"
+#include "gemm/kernels/head.hpp"
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avxvnni")

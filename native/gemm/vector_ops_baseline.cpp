@@ -1,12 +1,12 @@
-// The stages of moe/stages.inl for the baseline level.
-#include "moe/stages.hpp"
+// The stages of gemm/vector_ops.inl for the baseline level.
+#include "gemm/vector_ops.hpp"
 
-#include "moe/layout.hpp"
+#include "gemm/layout.hpp"
 #include "runtime/cpu_features.hpp"
 
 namespace ktinject {
 namespace baseline {
-#include "moe/stages.inl"
+#include "gemm/vector_ops.inl"
 }  // namespace baseline
 
 const Stages kBaselineStages = {"baseline",

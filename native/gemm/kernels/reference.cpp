@@ -1,6 +1,6 @@
 // Scalar kernels for any x86-64: slow, and short enough to be read as the definition of the packed layout.
-#include "moe/kernels/head.hpp"
-#include "moe/stages.hpp"
+#include "gemm/kernels/head.hpp"
+#include "gemm/vector_ops.hpp"
 
 namespace ktinject {
 namespace {

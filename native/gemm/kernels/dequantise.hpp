@@ -3,7 +3,7 @@
 // A kernel decodes a stretch of a panel once, into scratch that stays in the L1 cache, and lets all its rows pass by.
 #pragma once
 
-#include "moe/layout.hpp"
+#include "gemm/layout.hpp"
 
 namespace ktinject {
 

@@ -1,0 +1,99 @@
+// Attention of a decode step on the CPU: one token a row, over keys and values in a cache.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gemm/linear.hpp"
+#include "gemm/step_ops.hpp"
+
+namespace ktinject {
+
+// Weight of the model's dtype, null where there is no norm.
+struct Norm {
+  const void* weight = nullptr;
+  int size = 0;
+  float epsilon = 0;
+};
+
+// Keys and values of one layer, [batch, heads, capacity, width] of the model's dtype, contiguous.
+struct LayerCache {
+  void* keys = nullptr;
+  void* values = nullptr;
+  int heads = 0, key_size = 0, value_size = 0;
+};
+
+// What is the same for all layers of a step.
+struct Step {
+  DType dtype = DType::bf16;
+  int batch = 1;
+  int place = 0;              // in the cache, of the tokens of this step
+  int capacity = 0;           // of the cache
+  const void* cos = nullptr;  // [batch or 1, rotary] of dtype
+  const void* sin = nullptr;
+  int rotary = 0;
+  bool shared_rotation = false;   // one row for all
+  const uint8_t* mask = nullptr;  // [batch, mask_stride], places up to `place`
+  size_t mask_stride = 0;
+
+  size_t width() const { return dtype_bytes(dtype); }
+  const std::byte* rotation(const void* table, int row) const {
+    return static_cast<const std::byte*>(table) +
+           (shared_rotation ? 0 : static_cast<size_t>(row) * static_cast<size_t>(rotary) * width());
+  }
+};
+
+class DecoderAttention {
+ public:
+  virtual ~DecoderAttention() = default;
+  // Whether it takes and gives rows of `hidden` values.
+  virtual bool fits(int hidden) const = 0;
+  // out [batch, hidden] of x [batch, hidden], rounded; keys and values of these tokens are left in the cache.
+  virtual void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const = 0;
+};
+
+// Heads in groups that share keys and values; queries and keys may be normed a head, then the first `rotary` values of
+// each are turned by halves.
+struct GroupedAttentionConfig {
+  const Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
+  Norm q_norm, k_norm;
+  int heads = 0, groups = 0, size = 0;
+  float scale = 1;
+};
+
+class GroupedAttention final : public DecoderAttention {
+ public:
+  explicit GroupedAttention(GroupedAttentionConfig config);
+  bool fits(int hidden) const override;
+  void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const override;
+
+ private:
+  GroupedAttentionConfig config_;
+};
+
+// operators/probes/attention.py has the formula; with the up-projections absorbed. expansion [heads, nope + value,
+// rank] of the model's dtype is kv_b_proj's weight. keys hold the latent, values the rotary key.
+struct LatentAttentionConfig {
+  const Linear* q = nullptr;  // from x; where it is null, q_a and q_b with a norm between them
+  const Linear *q_a = nullptr, *q_b = nullptr;
+  Norm q_norm;
+  const Linear* kv = nullptr;
+  Norm kv_norm;
+  const void* expansion = nullptr;
+  const Linear* o = nullptr;
+  int heads = 0, rank = 0, nope = 0, rope = 0, value = 0;
+  bool neighbours = false;
+  float scale = 1;
+};
+
+class LatentAttention final : public DecoderAttention {
+ public:
+  explicit LatentAttention(LatentAttentionConfig config);
+  bool fits(int hidden) const override;
+  void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const override;
+
+ private:
+  LatentAttentionConfig config_;
+};
+
+}  // namespace ktinject
