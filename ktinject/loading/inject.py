@@ -158,7 +158,7 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
         if entry.path in operators
         and (
             operators[entry.path].is_lossless()
-            or not copies.issuperset(f"{entry.path}.{n}" for n in entry.wants)
+            or not copies.issuperset(f"{entry.path}.{n}" for n in entry.parameter_shapes)
         )
     ]
     held = [operators[entry.path] for entry in entries]
@@ -169,7 +169,9 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
             f"this model cannot be saved: {', '.join(lossy)} holds rounded weights, not the checkpoint's. "
             f"Copy the original checkpoint folder{source} instead, and keep the rules beside it."
         )
-    shapes = {f"{e.path}.{name}": torch.Size(shape) for e in entries for name, shape in e.wants.items()}
+    shapes = {
+        f"{e.path}.{name}": torch.Size(shape) for e in entries for name, shape in e.parameter_shapes.items()
+    }
     needed = sum(shape.numel() for shape in shapes.values()) * model.dtype.itemsize
     free = machine.detect().memory_available_bytes
     if needed > free:
@@ -180,7 +182,7 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
     tensors = {}
     for entry in entries:
         operator = operators[entry.path]
-        for name, shape in entry.wants.items():
+        for name, shape in entry.parameter_shapes.items():
             tensors[f"{entry.path}.{name}"] = tensor = torch.empty(shape, dtype=model.dtype)
             for expert in range(shape[0]) if operator.per_expert else [None]:
                 exact = operator.unpack(name, expert)

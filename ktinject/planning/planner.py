@@ -83,7 +83,7 @@ def make(
                     entries = find_entries(found, where, device_map, machine, stack, {}, team)
             rest = _rest_bytes(model, entries, device_map)
             to_load = total([*(entry.bytes for entry in entries), {} if has_weights else rest])
-            if any(entry.config.fills for entry in entries):
+            if any(entry.config.auto_sized for entry in entries):
                 spare = {device: where.limits[device] - to_load.get(device, 0) for device in where.allowed}
                 with openmp.one_thread():
                     entries = find_entries(found, where, device_map, machine, stack, spare, team)
@@ -240,7 +240,7 @@ def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
 
 def _rest_sizes(model: PreTrainedModel, entries: Sequence[Entry]) -> Iterator[tuple[str, int]]:
     """Name and bytes of all that operators do not take: parameters, buffers, tied ones once, in their final dtype."""
-    swapped = {f"{entry.path}.{name}" for entry in entries for name in entry.wants}
+    swapped = {f"{entry.path}.{name}" for entry in entries for name in entry.parameter_shapes}
     dtype_of = models.final_dtype(model)
     for tensors in (model.named_parameters(), model.named_buffers()):
         for name, tensor in tensors:

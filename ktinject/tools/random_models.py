@@ -94,7 +94,7 @@ def build(
             continue
         operator = operators[entry.path]
         operator.allocate()
-        _fill(operator, entry.wants)
+        _fill(operator, entry.parameter_shapes)
         operator.finish()
     inject.apply(model, plan, operators, team)
     models.random_rest(model, plan.device_map)
@@ -105,10 +105,10 @@ def build(
     return model.eval()
 
 
-def _fill(operator: Operator, wants: Mapping[str, tuple[int, ...]]) -> None:
+def _fill(operator: Operator, parameter_shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Random weights, or one expert's for all where the operator can copy it."""
     repeat = getattr(operator, "repeat", None) if operator.per_expert else None
-    for name, shape in wants.items():
+    for name, shape in parameter_shapes.items():
         if not operator.per_expert:
             operator.load(name, _random(shape), None, None)
             continue
