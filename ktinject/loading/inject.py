@@ -16,6 +16,7 @@ from ktinject.distributed.first_process import Announced, Elsewhere
 from ktinject.distributed.process_group import Team
 from ktinject.errors import OperatorError
 from ktinject.hf import models
+from ktinject.hf.layers import Layers
 from ktinject.operators import REGISTRY, Operator
 from ktinject.planning.devices import show_bytes
 from ktinject.planning.plan import Plan
@@ -44,7 +45,7 @@ def apply(
     for path, operator in operators.items():
         operator.train(model.training)
         model.set_submodule(path, operator, strict=True)
-    stack = models.Layers(model).stack
+    stack = Layers(model).stack
     kinds: dict[type[Operator], None] = dict.fromkeys(type(operator) for operator in operators.values())
     for kind in kinds:
         theirs = {path: operator for path, operator in operators.items() if type(operator) is kind}

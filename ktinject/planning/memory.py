@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktinject.generation.graph_runner import power_of_two
 from ktinject.hf import models
+from ktinject.hf.layers import Layers
 from ktinject.machine import device_of
 from ktinject.planning.devices import show_bytes
 
@@ -111,7 +112,7 @@ def _token_bytes(
     values: Sequence[int] | None,
 ) -> int:
     """Bytes that a token adds to the cache on one device."""
-    layers = models.Layers(model)
+    layers = Layers(model)
     if values is None or len(values) != layers.count:
         return 0
     own = {
@@ -136,7 +137,7 @@ def _longest(room: int, token_bytes: int) -> int:
 
 def cached_values(model: PreTrainedModel) -> list[int] | None:
     """Keys and values that each layer caches for a token; None where the model does not run on meta."""
-    layers = models.Layers(model)
+    layers = Layers(model)
     kinds = [_kind(model, path, number) for number, path in enumerate(layers.paths)]
     if not kinds:
         return None

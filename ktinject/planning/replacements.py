@@ -21,6 +21,7 @@ from ktinject.distributed.process_group import Team
 from ktinject.errors import KTInjectError, OperatorError, PlanError, RuleError, few
 from ktinject.hf import models
 from ktinject.hf.key_map import KeyMap
+from ktinject.hf.layers import Layers, class_names, has_routed_experts
 from ktinject.machine import Machine, device_of
 from ktinject.operators import REGISTRY, Operator
 from ktinject.planning.devices import Devices
@@ -105,13 +106,13 @@ def find_modules(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[Found],
         if rule.operator not in REGISTRY:
             raise rules.unknown_operator(rule, REGISTRY)
         configs[rule.name] = rules.check_arguments(rule, REGISTRY[rule.operator].Config)
-    layers, modules = models.Layers(model), dict(model.named_modules())
-    described = [(path, models.class_names(module), layers.of(path)) for path, module in modules.items()]
+    layers, modules = Layers(model), dict(model.named_modules())
+    described = [(path, class_names(module), layers.of(path)) for path, module in modules.items()]
     keeps = {name: operator.keeps for name, operator in REGISTRY.items()}
     try:
         assignment = rules.assign(ruleset, described, keeps=keeps)
     except RuleError as error:
-        if "matches nothing" not in str(error) or models.has_routed_experts(model):
+        if "matches nothing" not in str(error) or has_routed_experts(model):
             raise
         raise RuleError(f"{error}\n{without_experts(model)}, which may be why.") from error
     found = [

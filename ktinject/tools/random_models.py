@@ -19,6 +19,7 @@ from ktinject.distributed.process_group import Team
 from ktinject.errors import PlanError
 from ktinject.generation import generate
 from ktinject.hf import models
+from ktinject.hf.layers import Layers
 from ktinject.loading import inject
 from ktinject.operators import Operator
 from ktinject.planning.plan import Plan
@@ -100,7 +101,7 @@ def build(
     models.random_rest(model, plan.device_map)
     if team is not None:
         tensor_parallel.install(model, plan.styles, team)
-    layer_split.install(model, models.Layers(model).paths, plan.device_map)
+    layer_split.install(model, Layers(model).paths, plan.device_map)
     generate.install(model, team)
     return model.eval()
 
