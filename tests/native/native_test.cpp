@@ -47,6 +47,11 @@
 #include "runtime/thread_pool.hpp"
 
 using namespace ktinject;
+using namespace ktinject::runtime;
+using namespace ktinject::gemm;
+using namespace ktinject::moe;
+using namespace ktinject::attention;
+using namespace ktinject::decode;
 
 namespace {
 
