@@ -10,7 +10,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -285,3 +285,9 @@ def _gpus() -> tuple[tuple[Gpu, ...], str]:
         name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         gpus.append(Gpu(index, name, total, free, capability))
     return tuple(gpus), ""
+
+
+def device_of(device_map: Mapping[str, str], path: str) -> str:
+    """The device of a module or tensor: that of the longest path in the map that it is in; "" is the whole model."""
+    inside = (p for p in device_map if not p or path == p or path.startswith(f"{p}."))
+    return device_map[max(inside, key=len)]

@@ -28,7 +28,8 @@ from ktinject.hf import models
 from ktinject.loading import fill, inject, swapped
 from ktinject.machine import Machine
 from ktinject.planning.devices import suppose
-from ktinject.planning.plan import Plan, auto_rules, check_class, make
+from ktinject.planning.plan import Plan
+from ktinject.planning.planner import auto_rules, check_class, make
 from ktinject.rules import RuleSet
 
 logger = logging.getLogger("ktinject")

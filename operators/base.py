@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from ktinject.errors import OperatorError
 
 if TYPE_CHECKING:
-    from ktinject.checkpoints.stored import Format
-    from ktinject.loading.fill import Stored
+    from ktinject.checkpoints.stored import Format, Stored
     from ktinject.machine import Machine
 
 

@@ -20,8 +20,7 @@ from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.operators.torch_ops.experts import experts_op, handle_of
 
 if TYPE_CHECKING:
-    from ktinject.checkpoints.stored import Format
-    from ktinject.loading.fill import Stored
+    from ktinject.checkpoints.stored import Format, Stored
     from ktinject.machine import Machine
 
 

@@ -45,8 +45,7 @@ from ktinject.operators.probes import moe_block
 from ktinject.operators.probes.moe_block import BlockSpec
 
 if TYPE_CHECKING:
-    from ktinject.checkpoints.stored import Format
-    from ktinject.loading.fill import Stored
+    from ktinject.checkpoints.stored import Format, Stored
     from ktinject.machine import Machine
 
 

@@ -18,8 +18,7 @@ from ktinject.operators.base import Config, register_operator
 from ktinject.operators.linears.gpu_linear import GpuLinear
 
 if TYPE_CHECKING:
-    from ktinject.checkpoints.stored import Format
-    from ktinject.loading.fill import Stored
+    from ktinject.checkpoints.stored import Format, Stored
 
 BLOCK = 128
 FP8_MAX = 448.0  # of float8_e4m3fn

@@ -20,8 +20,7 @@ from ktinject.operators.linears.gpu_linear import GpuLinear
 from ktinject.operators.linears.int4_layout import TILE
 
 if TYPE_CHECKING:
-    from ktinject.checkpoints.stored import Format
-    from ktinject.loading.fill import Stored
+    from ktinject.checkpoints.stored import Format, Stored
 
 
 @dataclass(frozen=True)

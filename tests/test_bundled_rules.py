@@ -17,7 +17,7 @@ from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_linear import CpuLinear
 from ktinject.operators.hybrid_experts import HybridExperts
 from ktinject.operators.rms_norm import RmsNorm
-from ktinject.planning.plan import make
+from ktinject.planning.planner import make
 from tests.models import AVAILABLE, tiny
 from tests.reference import relative_error
 

@@ -106,6 +106,10 @@ class Fp8Blocks:
         return Fp8Blocks(values, self.scales.narrow(dim, first, count).clone(), self.block)
 
 
+# A weight as an operator may take it without decoding.
+Stored = Codes | Fp8Blocks
+
+
 def _blocks(start: int, length: int, size: int, what: str) -> tuple[int, int]:
     """The first of the blocks of this size, and how many they are."""
     if start % size or length % size:

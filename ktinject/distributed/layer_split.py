@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ktinject.machine import device_of
 from ktinject.operators import Operator
 from ktinject.operators.base import HandsOn
-from ktinject.planning.devices import device_of
 
 
 class Border:

@@ -45,7 +45,7 @@ from ktinject.generation.cuda.fused import Fused
 from ktinject.generation.graph_runner import MAX_BATCH, Lane, power_of_two
 from ktinject.generation.sampling import Request, Sampler, Sampling
 from ktinject.generation.watch import Watch, active_mode, replaced_method, undeclared
-from ktinject.loading.swapped import Methods, own_class, put_before
+from ktinject.model_class import Methods, own_class, put_before
 from ktinject.operators import Operator
 from ktinject.operators.offload.handoff import Handoff, wake
 

@@ -42,7 +42,7 @@ from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import CheckpointError, PlanError, listed
 from ktinject.hf.key_map import KeyMap, matches
 from ktinject.hf.kimi_k2 import KimiK2Config
-from ktinject.planning.devices import device_of
+from ktinject.machine import device_of
 
 MAX_MODULES = 50_000  # DeepSeek-V3 has some 2,000
 

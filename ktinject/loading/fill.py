@@ -16,14 +16,13 @@ from transformers import PreTrainedModel
 
 from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.stored import Codes, Fp8Blocks, check_finite
+from ktinject.checkpoints.stored import Stored, check_finite
 from ktinject.distributed.tensor_parallel import Cut
 from ktinject.errors import CheckpointError
 from ktinject.operators import Operator
 from ktinject.planning.plan import Plan
 
 Advance = Callable[[int], None]
-Stored = Codes | Fp8Blocks
 
 
 class Reader:

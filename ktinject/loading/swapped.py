@@ -1,18 +1,18 @@
 """A swapped model's own methods, where transformers' look at parameters only: the weights of operators are none.
 
-A model gets them by `put_before`, the one way in which a swapped model's class is changed.
+A model gets them by `model_class.put_before`.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ktinject.errors import OperatorError
+from ktinject.model_class import Methods, put_before
 from ktinject.operators import Operator
 
 if TYPE_CHECKING:
@@ -26,41 +26,6 @@ logger = logging.getLogger("ktinject")
 def install(model: PreTrainedModel) -> None:
     """Give a model with operators the methods of `_Swapped`."""
     put_before(model, _Swapped)
-
-
-def put_before(model: Any, methods: type[Methods]) -> None:
-    """Make a model an instance of a subclass of its class, of the same name, where those methods come first."""
-    ours, own = _MADE.get(type(model), ((), type(model)))
-    model.__class__ = _class_of(methods, *ours, own)
-
-
-def own_class(model: Any) -> Any:
-    """The class that a model had before `put_before`."""
-    return next((_MADE[kind][1] for kind in type(model).__mro__ if kind in _MADE), type(model))
-
-
-# A class that `put_before` made → the classes whose methods come first, and the model's own.
-_MADE: dict[type, tuple[tuple[type, ...], Any]] = {}
-
-
-@cast(Any, functools.cache)
-def _class_of(*bases: Any) -> Any:
-    *ours, own = bases
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    made = type(own.__name__, bases, names)
-    _MADE[made] = tuple(ours), own
-    return made
-
-
-class Methods:
-    """What `put_before` puts before a model's own class derives from this."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is of the model's own class, and decodes so; operators refuse a deep one, but there may be none."""
-        own = own_class(self)
-        _, _, state, *rest = own.__reduce_ex__(self, protocol)
-        state = {name: value for name, value in state.items() if name != "ktinject_decoding"}
-        return object.__new__, (own,), state, *rest
 
 
 _Methods: Any = Methods  # at run time it stands before a PreTrainedModel

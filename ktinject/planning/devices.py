@@ -176,12 +176,6 @@ class Devices:
         return device
 
 
-def device_of(device_map: Mapping[str, str], path: str) -> str:
-    """The device of a module or tensor: that of the longest path in the map that it is in; "" is the whole model."""
-    inside = (p for p in device_map if not p or path == p or path.startswith(f"{p}."))
-    return device_map[max(inside, key=len)]
-
-
 def spread(
     outside_bytes: int, layers: Mapping[str, int], gpus: Sequence[str], limits: Mapping[str, int]
 ) -> dict[str, str]:

@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktinject.generation.graph_runner import power_of_two
 from ktinject.hf import models
-from ktinject.planning.devices import device_of, show_bytes
+from ktinject.machine import device_of
+from ktinject.planning.devices import show_bytes
 
 if TYPE_CHECKING:
     from ktinject.planning.replacements import Entry

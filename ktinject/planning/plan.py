@@ -1,46 +1,27 @@
-"""The plan: which operator replaces which module, what runs in it, where it stands and how many bytes it takes.
-
-Every refusal lives here, before a byte of weight is read or a module touched. Only what does not fit into memory
-is kept as a problem of the plan and not raised, so that the plan of a large model can be read on a small machine.
-"""
+"""The plan: which operator replaces which module, where it stands, how many bytes it takes; and how people read it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import html
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-from transformers import PreTrainedModel
-
-from ktinject import rules
-from ktinject.checkpoints import formats, gguf_blocks
-from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.distributed import tensor_parallel
-from ktinject.distributed.process_group import Team
 from ktinject.distributed.tensor_parallel import Cut, Style
 from ktinject.errors import PlanError, listed
-from ktinject.generation.cpu import openmp
-from ktinject.hf import models
-from ktinject.hf.key_map import KeyMap, key_map
-from ktinject.machine import Machine
-from ktinject.planning import match, memory, table
-from ktinject.planning.devices import Devices, device_of, show_bytes, spread
+from ktinject.grid import Grid, Lines
+from ktinject.hf.key_map import KeyMap
+from ktinject.planning.devices import show_bytes
 from ktinject.planning.memory import Running
 from ktinject.planning.replacements import (
     Entry,
-    Found,
-    adopt_format,
     blaming,
-    find_entries,
-    find_modules,
     some,
-    without_experts,
 )
-from ktinject.rules import RuleSet
+from ktinject.rules import KEEP, RuleSet
 
 
 @dataclass
@@ -93,7 +74,7 @@ class Plan:
     @property
     def bytes(self) -> dict[str, int]:
         """Device → bytes of the swapped model."""
-        return table.total([*(entry.bytes for entry in self.entries), self.rest_bytes])
+        return total([*(entry.bytes for entry in self.entries), self.rest_bytes])
 
     @property
     def swapped(self) -> dict[str, tuple[int, ...]]:
@@ -132,280 +113,96 @@ class Plan:
         }
 
     def __rich__(self) -> Any:
-        return table.rich(self)
+        return rich(self)
 
     def __str__(self) -> str:
-        return table.text(self)
+        return text(self)
 
     def _repr_html_(self) -> str:
-        return table.as_html(self)
+        return as_html(self)
 
 
-def make(
-    model: PreTrainedModel,
-    ruleset: RuleSet,
-    checkpoint: Checkpoint | None,
-    machine: Machine,
-    devices: str | Sequence[str] | None = None,
-    budget: Mapping[str, int | str] | None = None,
-    team: Team | None = None,
-) -> Plan:
-    """Decide everything, change nothing.
+TITLES = ("rule", "modules", "operator", "kernel", "weights", "device", "bytes")
 
-    model       on meta, or with weights: the checkpoint replaces them, without one they are taken
-    checkpoint  open; only its names and headers are used
-    devices     what may be used; None: the first GPU if what is not swapped fits it, else the CPU
-    budget      device → bytes, or text like "24GiB"
-    team        the processes that share the model; the plan is this one's
-    Raises      RuleError, PlanError, CheckpointError or OperatorError for everything but lack of memory
-    """
-    _check_model(model, ruleset)
-    where = Devices.choose(machine, devices if team is None else str(team.device), budget)
-    found, matched = find_modules(model, ruleset)
-    mapping = None
-    if checkpoint is not None:
-        mapping = _check_checkpoint(model, checkpoint)
-        found = [adopt_format(item, model, checkpoint, mapping) for item in found]
-    has_weights = checkpoint is None and not next(model.parameters()).is_meta
-    styles = {} if team is None else _cut(model, found, has_weights, team)
-    standings = ((_stands_on(model, where, devices),),) if has_weights else where.candidates
-    layouts = []
-    cuts: dict[str, Cut] = {}
-    with tensor_parallel.applied(model, styles, 1 if team is None else team.size):
-        if team is not None and mapping is not None:
-            cuts = tensor_parallel.key_cuts(model, styles, mapping, team)
-        cached = tensor_parallel.cached_values(
-            memory.cached_values(model), models.Layers(model).of, styles, team
-        )
-        for standing in standings:
-            layers = models.Layers(model)
-            stack, device_map = layers.stack, {"": standing[0]}
-            with openmp.one_thread():
-                entries = find_entries(found, where, device_map, machine, stack, {}, team)
-                if len(standing) > 1:
-                    device_map = _spread(model, entries, layers, standing, where)
-                    entries = find_entries(found, where, device_map, machine, stack, {}, team)
-            rest = _rest_bytes(model, entries, device_map)
-            to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
-            if any(entry.config.fills for entry in entries):
-                spare = {device: where.limits[device] - to_load.get(device, 0) for device in where.allowed}
-                with openmp.one_thread():
-                    entries = find_entries(found, where, device_map, machine, stack, spare, team)
-                to_load = table.total([*(entry.bytes for entry in entries), {} if has_weights else rest])
-            over = {device: size for device, size in to_load.items() if size > where.limits[device]}
-            excess = sum(size - where.limits[device] for device, size in over.items())
-            running, too_much = memory.find(entries, model, device_map, to_load, where.limits, cached)
-            layouts.append(
-                ((excess, len(too_much)), device_map, entries, rest, to_load, running, over, too_much)
-            )
-            if not over and not too_much:
-                break
-    _, device_map, entries, rest, to_load, running, over, too_much = min(
-        layouts, key=lambda layout: layout[0]
+
+def rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The cells under TITLES; modules of one rule that run alike share a line."""
+    groups: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in plan.entries:
+        runs = (str(entry.runs.get("kernel", "")), str(entry.runs.get("weights", "")))
+        groups.setdefault((entry.rule, entry.module, entry.operator, *runs, entry.device), []).append(entry)
+    table: list[tuple[str, ...]] = []
+    for rule in plan.ruleset.rules:
+        matched = plan.matched[rule.name]
+        # Under a rule that replaces, too, modules may stay as they are.
+        count = len(matched) - sum(entry.rule == rule.name for entry in plan.entries)
+        if not matched:
+            table.append((rule.name, "none (optional)", rule.operator, "", "", "", ""))
+        elif count:
+            table.append((rule.name, f"{count} modules", KEEP, "", "", "", ""))
+        for (name, module, *columns), entries in groups.items():
+            if name == rule.name:
+                size = sum(total(entry.bytes for entry in entries).values())
+                table.append((name, f"{len(entries)} × {module}", *columns, show_bytes(size)))
+    for device, size in plan.rest_bytes.items():
+        table.append(("(everything else)", "", "transformers", "", "", device, show_bytes(size)))
+    return table
+
+
+def remarks(plan: Plan) -> list[str]:
+    """The lines below the table."""
+    lines = [
+        f"{device}: {show_bytes(size)} to load, {show_bytes(plan.limits[device])} may be used"
+        for device, size in plan.to_load.items()
+    ]
+    for device, running in plan.running.items():
+        lines += running.lines(device)
+    lines += dict.fromkeys(
+        f"{entry.rule}: {key}: {value}"
+        for entry in plan.entries
+        for key, value in entry.runs.items()
+        if key not in ("kernel", "weights")
     )
-    plan = Plan(
-        model=type(model).__name__,
-        model_type=model.config.model_type,
-        ruleset=ruleset,
-        checkpoint=None if checkpoint is None else str(checkpoint.path),
-        matched=matched,
-        entries=entries,
-        rest_bytes=rest,
-        device_map=device_map,
-        limits=where.limits,
-        to_load=to_load,
-        running=running,
-        problems=[*(_too_large(device, size, where) for device, size in over.items()), *too_much],
-        mapping=mapping,
-        styles=styles,
-        cuts=cuts,
+    return lines + plan.notes + [f"does not fit: {problem}" for problem in plan.problems]
+
+
+def grid(plan: Plan) -> Grid:
+    """The table; on a narrow terminal, kernel and device stand below operator and weights."""
+    found = rows(plan)
+    narrow = [
+        (rule, modules, f"{operator}\n{kernel}".strip(), f"{weights}\n{device}".strip(), size)
+        for rule, modules, operator, kernel, weights, device, size in found
+    ]
+    titles = ("rule", "modules", "operator, kernel", "weights, device", "bytes")
+    return Grid(TITLES, found, ["bytes"], Grid(titles, narrow, ["bytes"]))
+
+
+def rich(plan: Plan) -> Any:
+    """Something that a rich console prints."""
+    from rich.console import Group
+
+    return Group(grid(plan), Lines(remarks(plan)))
+
+
+def text(plan: Plan) -> str:
+    """Plain text, as wide as its content needs."""
+    return "\n".join([str(grid(plan)), "", *remarks(plan)])
+
+
+def as_html(plan: Plan) -> str:
+    """A table for notebooks."""
+    head = "".join(f"<th>{title}</th>" for title in TITLES)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows(plan)
     )
-    _check_shared(plan, model)
-    plan.notes += where.notes
-    wanted, standing = standings[0], tuple(dict.fromkeys(device_map.values()))
-    if standing != wanted and len(standing) > 1:
-        plan.notes.append(f"decoder layers stand on {', '.join(standing)}: they do not fit on {wanted[0]}")
-    elif standing[0] not in wanted:
-        plan.notes.append(f"everything else stands on {standing[0]}: it does not fit on {', '.join(wanted)}")
-    unused = [device for device in where.allowed if device not in (*plan.bytes, "cpu")]
-    if unused and devices is None and not has_weights and team is None:
-        plan.notes.append(f"not used: {', '.join(unused)}; name several GPUs to spread the layers over them")
-    if not models.has_routed_experts(model):
-        plan.notes.append(f"{without_experts(model)}: what is swapped are its other modules alone")
-    if team is not None:
-        plan.notes.append(
-            f"process {team.rank} of {team.size}: has its part of {len(styles)} linear layers, and all of the others"
-        )
-    if (
-        checkpoint is not None
-        and not checkpoint.metadata
-        and (quantization := models.quantization(model.config))
-    ):
-        method = quantization["quant_method"]
-        plan.notes.append(f"the checkpoint is quantised ({method}); it is decoded while it is read")
-    if checkpoint is not None and (blocks := _block_formats(checkpoint)):
-        plan.notes.append(
-            f"the checkpoint is GGUF with {' and '.join(blocks)}; weights that do not run as stored are decoded, and "
-            "quantised again where the operator's format says so"
-        )
-    if checkpoint is not None and not checkpoint.complete:
-        plan.notes.append("only the checkpoint's index is there: shapes and formats could not be checked")
-    return plan
+    below = "".join(f"<li>{html.escape(line)}</li>" for line in remarks(plan))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><ul>{below}</ul>"
 
 
-def _cut(model: PreTrainedModel, found: list[Found], has_weights: bool, team: Team) -> dict[str, Style]:
-    """The linear layers that the processes share. Raises PlanError."""
-    if has_weights:
-        raise PlanError(
-            "tp: the model has its weights already; each process reads its own part of a checkpoint. "
-            "Build the model on meta and give checkpoint=<folder>."
-        )
-    for item in found:
-        if item.operator.across == "none":
-            text = f"{item.rule.operator} does not run with tp (tensor parallelism over processes)"
-            raise PlanError(str(item.rule.place().refusal(f"{text}. Use another operator, or leave tp out.")))
-    taken = [item.path for item in found if not isinstance(item.module, nn.Linear)]
-    return tensor_parallel.choose(model, team.size, taken)
-
-
-def check_class(model: object) -> None:
-    """Raises PlanError for something else than a model of transformers."""
-    if not isinstance(model, PreTrainedModel):
-        raise PlanError(
-            f"found a {type(model).__name__}; models of transformers are served. "
-            "Build one with AutoModelForCausalLM.from_config, or give its folder to ktinject.load."
-        )
-
-
-def auto_rules(model: PreTrainedModel) -> str:
-    """The bundled rules for a model. Raises PlanError for one that bundled rules have nothing for."""
-    check_class(model)
-    if not models.has_routed_experts(model):
-        raise PlanError(
-            f"{without_experts(model)}: it is a dense model, and the bundled rules put routed experts on the CPU. "
-            "Run it with transformers as it is, or write rules for its other modules, with dense_linear for example."
-        )
-    return rules.choose(model.config.model_type)
-
-
-def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
-    check_class(model)
-    if hasattr(model, "ktinject"):
-        raise PlanError("this model is swapped already (see model.ktinject). Build a new one on meta.")
-    model_type = model.config.model_type
-    if ruleset.model_types and model_type not in ruleset.model_types:
-        raise PlanError(
-            f"{ruleset.source}: these rules are for {', '.join(ruleset.model_types)}; "
-            f'the model is a {model_type}. Take other rules, or rules="auto".'
-        )
-    on_meta = {tensor.is_meta for tensor in model.parameters()}
-    if len(on_meta) > 1:
-        raise PlanError(
-            "the model is partly on the meta device; it must be wholly there or not at all. "
-            "Build it inside torch.device('meta')."
-        )
-    if not on_meta:
-        raise PlanError("the model has no parameters; there is nothing to plan.")
-
-
-def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
-    quantization = models.quantization(model.config)
-    method = (quantization or {}).get("quant_method")
-    if quantization and not checkpoint.metadata and method not in formats.METHODS:
-        raise PlanError(
-            f"{checkpoint.path}: its config.json says quant_method {method!r}; read are checkpoints in bf16, "
-            f"fp16, fp32 and {', '.join(formats.METHODS)}. Use one of these, such as the original this was made from."
-        )
-    mapping = key_map(model, formats.weight_names(checkpoint.names), formats.companions)
-    match.check(checkpoint, model, mapping, quantization)
-    return mapping
-
-
-def _block_formats(checkpoint: Checkpoint) -> list[str]:
-    """The quantised formats of GGUF that a checkpoint has."""
-    return sorted({info.dtype for info in checkpoint.tensors.values()} & {*gguf_blocks.TYPES})
-
-
-def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
-    """The device of a model that has its weights; it is not moved."""
-    standing = sorted({str(tensor.device) for tensor in model.parameters()})
-    if len(standing) > 1:
-        raise PlanError(
-            f"the model is spread over {', '.join(standing)}; one device is needed. Move it there."
-        )
-    candidates = [device for group in where.candidates for device in group]
-    if standing[0] not in where.free or (devices is not None and standing[0] not in candidates):
-        raise PlanError(
-            f"the model is on {standing[0]}; allowed are {', '.join(candidates)}. "
-            "Move it with model.to() before, or load it from its checkpoint."
-        )
-    return standing[0]
-
-
-def _rest_sizes(model: PreTrainedModel, entries: Sequence[Entry]) -> Iterator[tuple[str, int]]:
-    """Name and bytes of all that operators do not take: parameters, buffers, tied ones once, in their final dtype."""
-    swapped = {f"{entry.path}.{name}" for entry in entries for name in entry.wants}
-    dtype_of = models.final_dtype(model)
-    for tensors in (model.named_parameters(), model.named_buffers()):
-        for name, tensor in tensors:
-            if name not in swapped:
-                yield name, tensor.numel() * dtype_of(name, tensor).itemsize
-
-
-def _rest_bytes(
-    model: PreTrainedModel, entries: Sequence[Entry], device_map: Mapping[str, str]
-) -> dict[str, int]:
-    """Device → bytes of all that operators do not take."""
-    sizes = dict.fromkeys(device_map.values(), 0)
-    for name, size in _rest_sizes(model, entries):
-        sizes[device_of(device_map, name)] += size
-    return sizes
-
-
-def _spread(
-    model: PreTrainedModel,
-    entries: Sequence[Entry],
-    layers: models.Layers,
-    gpus: Sequence[str],
-    where: Devices,
-) -> dict[str, str]:
-    """A device map of several GPUs, from the bytes on the first one if all stood there."""
-    outside, inside = 0, dict.fromkeys(layers.paths, 0)
-    on_first = ((entry.path, entry.bytes.get(gpus[0], 0)) for entry in entries)
-    for path, size in (*_rest_sizes(model, entries), *on_first):
-        if (number := layers.of(path)) is None:
-            outside += size
-        else:
-            inside[layers.paths[number]] += size
-    return spread(outside, inside, gpus, where.limits)
-
-
-def _check_shared(plan: Plan, model: PreTrainedModel) -> None:
-    """Refuse to swap a part of what can only be loaded together."""
-    swapped = plan.swapped
-    for name, source in model.all_tied_weights_keys.items():
-        if source in swapped and name not in swapped:
-            raise PlanError(
-                f"{name} is tied to {source}, which a rule replaces; no operator shares its weights. "
-                f"Keep {source.rpartition('.')[0]}, or replace both."
-            )
-        if name in swapped:
-            plan.tied[name] = source
-            plan.notes.append(
-                f"{name} is tied to {source}: the operator has a copy of it, which does not follow later changes"
-            )
-    for conversion in (plan.mapping.conversions if plan.mapping else {}).values():
-        taken = [name for name in conversion.targets if name in swapped]
-        left = [name for name in conversion.targets if name not in swapped]
-        if taken and left:
-            raise PlanError(
-                f"{some(taken)} cannot be replaced alone: the checkpoint stores them together with "
-                f"{some(left)}. Replace or keep both."
-            )
-
-
-def _too_large(device: str, size: int, where: Devices) -> str:
-    limit, free = where.limits[device], where.free[device]
-    has = f"{show_bytes(free)} are free" if limit == free else f"the budget is {show_bytes(limit)}"
-    other = "a larger budget" if limit < free else "a machine with more memory"
-    return f"{device} needs {show_bytes(size)}, but {has}. Use smaller weights (int8, int4) or {other}."
+def total(parts: Iterable[dict[str, int]]) -> dict[str, int]:
+    """Bytes per device, summed, the CPU first."""
+    result: dict[str, int] = {}
+    for part in parts:
+        for device, size in part.items():
+            result[device] = result.get(device, 0) + size
+    return dict(sorted(result.items(), key=lambda item: (item[0] != "cpu", item[0])))

@@ -21,9 +21,9 @@ from ktinject.distributed.process_group import Team
 from ktinject.errors import KTInjectError, OperatorError, PlanError, RuleError, few
 from ktinject.hf import models
 from ktinject.hf.key_map import KeyMap
-from ktinject.machine import Machine
+from ktinject.machine import Machine, device_of
 from ktinject.operators import REGISTRY, Operator
-from ktinject.planning.devices import Devices, device_of
+from ktinject.planning.devices import Devices
 from ktinject.rules import Rule, RuleSet
 
 _SHOWN = 5

@@ -21,7 +21,8 @@ from ktinject.generation import generate
 from ktinject.hf import models
 from ktinject.loading import inject
 from ktinject.operators import Operator
-from ktinject.planning.plan import Plan, auto_rules, make
+from ktinject.planning.plan import Plan
+from ktinject.planning.planner import auto_rules, make
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {

@@ -12,15 +12,14 @@ import logging
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ktinject.operators.offload import handoff
-
-if TYPE_CHECKING:
-    from ktinject.operators.hybrid_experts import HybridExperts
+from ktinject.operators.offload.gpu_experts import GpuExperts
+from ktinject.operators.offload.handoff import Handoff
 
 logger = logging.getLogger("ktinject")
 
@@ -50,10 +49,18 @@ def exchanges(heat: Tensor, resident: list[int]) -> list[tuple[int, int]]:
     return pairs
 
 
+class Layer(Protocol):
+    """A layer with experts on the GPU."""
+
+    num_experts: int
+    on_gpu: GpuExperts | None
+    handoff: Handoff
+
+
 class Follower:
     """Follows the traffic of one layer; the layer itself is not kept alive."""
 
-    def __init__(self, operator: HybridExperts) -> None:
+    def __init__(self, operator: Layer) -> None:
         assert operator.on_gpu is not None
         self._operator = weakref.ref(operator)
         self._heat = torch.zeros(operator.num_experts)

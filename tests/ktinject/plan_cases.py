@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from ktinject import rules
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import KTInjectError
-from ktinject.planning.plan import Plan, make
+from ktinject.planning.plan import Plan
+from ktinject.planning.planner import make
 
 torch.set_num_threads(1)
 

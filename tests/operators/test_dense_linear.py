@@ -15,7 +15,8 @@ from ktinject import rules as language
 from ktinject.machine import Gpu, detect
 from ktinject.operators.cpu_linear import CpuLinear
 from ktinject.operators.dense_linear import DenseLinear, DenseLinearConfig
-from ktinject.planning.plan import Plan, make
+from ktinject.planning.plan import Plan
+from ktinject.planning.planner import make
 from tests.models import tiny
 from tests.reference import relative_error
 

@@ -21,7 +21,7 @@ from ktinject.errors import CheckpointError
 from ktinject.hf import models
 from ktinject.machine import Gpu
 from ktinject.operators.linears import int4_layout
-from ktinject.planning.plan import make
+from ktinject.planning.planner import make
 
 torch.set_num_threads(1)
 gguf = pytest.importorskip("gguf")

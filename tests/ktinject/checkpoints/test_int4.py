@@ -20,7 +20,7 @@ from ktinject.checkpoints.stored import Codes
 from ktinject.errors import CheckpointError
 from ktinject.hf import models
 from ktinject.machine import Gpu
-from ktinject.planning.plan import make
+from ktinject.planning.planner import make
 
 STEM = "model.layers.0.self_attn.o_proj"
 KEY = f"{STEM}.weight"

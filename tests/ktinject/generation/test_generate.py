@@ -21,7 +21,7 @@ from transformers import DynamicCache, GenerationMixin, LogitsProcessor, PreTrai
 
 import ktinject
 from ktinject.generation.graph_runner import power_of_two
-from ktinject.loading.swapped import own_class
+from ktinject.model_class import own_class
 from ktinject.operators import register_operator
 
 torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 
 from ktinject.generation import sampling
 from ktinject.generation.cpu import native_decoder
-from ktinject.loading.swapped import own_class
+from ktinject.model_class import own_class
 
 torch.set_num_threads(1)
 FAMILIES = ["qwen3_moe", "deepseek_v3"]

@@ -13,7 +13,8 @@ from double import EXPERTS, HeldExperts, machine, on_meta
 from ktinject import rules
 from ktinject.operators import register_operator
 from ktinject.planning import memory
-from ktinject.planning.plan import Plan, make
+from ktinject.planning.plan import Plan
+from ktinject.planning.planner import make
 
 torch.set_num_threads(1)
 # No kernel for its expert widths, no cache of keys at all, and a cache that leaves layers out.

@@ -15,7 +15,8 @@ from plan_cases import planned, refusal, rule
 from transformers import PreTrainedModel
 
 from ktinject.errors import PlanError
-from ktinject.planning.devices import Devices, device_of, parse_bytes, show_bytes, spread
+from ktinject.machine import device_of
+from ktinject.planning.devices import Devices, parse_bytes, show_bytes, spread
 
 
 @pytest.fixture(scope="module")
