@@ -25,6 +25,7 @@ from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.generation import generate
 from ktinject.hf import models
+from ktinject.hf.layers import Layers
 from ktinject.loading import fill, inject, swapped
 from ktinject.machine import Machine
 from ktinject.planning.devices import suppose
@@ -144,7 +145,7 @@ def _optimize(
                 _fill_from_checkpoint(model, decided, operators, source, shown, check_tensors, group)
         if group is not None:
             tensor_parallel.install(model, decided.styles, group)
-        layer_split.install(model, models.Layers(model).paths, decided.device_map)
+        layer_split.install(model, Layers(model).paths, decided.device_map)
         generate.install(model, group)
         if operators:
             swapped.install(model)

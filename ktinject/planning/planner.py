@@ -21,6 +21,7 @@ from ktinject.errors import PlanError
 from ktinject.generation.cpu import openmp
 from ktinject.hf import models
 from ktinject.hf.key_map import KeyMap, key_map
+from ktinject.hf.layers import Layers, has_routed_experts
 from ktinject.machine import Machine, device_of
 from ktinject.planning import match, memory
 from ktinject.planning.devices import Devices, show_bytes, spread
@@ -70,11 +71,9 @@ def make(
     with tensor_parallel.applied(model, styles, 1 if group is None else group.size):
         if group is not None and mapping is not None:
             cuts = tensor_parallel.key_cuts(model, styles, mapping, group)
-        cached = tensor_parallel.cached_values(
-            memory.cached_values(model), models.Layers(model).of, styles, group
-        )
+        cached = tensor_parallel.cached_values(memory.cached_values(model), Layers(model).of, styles, group)
         for standing in standings:
-            layers = models.Layers(model)
+            layers = Layers(model)
             stack, device_map = layers.stack, {"": standing[0]}
             with openmp.one_thread():
                 entries = find_entries(found, where, device_map, machine, stack, {}, group)
@@ -83,7 +82,7 @@ def make(
                     entries = find_entries(found, where, device_map, machine, stack, {}, group)
             rest = _rest_bytes(model, entries, device_map)
             to_load = total([*(entry.bytes for entry in entries), {} if has_weights else rest])
-            if any(entry.config.fills for entry in entries):
+            if any(entry.config.auto_sized for entry in entries):
                 spare = {device: where.limits[device] - to_load.get(device, 0) for device in where.allowed}
                 with openmp.one_thread():
                     entries = find_entries(found, where, device_map, machine, stack, spare, group)
@@ -126,7 +125,7 @@ def make(
     unused = [device for device in where.allowed if device not in (*plan.bytes, "cpu")]
     if unused and devices is None and not has_weights and group is None:
         plan.notes.append(f"not used: {', '.join(unused)}; name several GPUs to spread the layers over them")
-    if not models.has_routed_experts(model):
+    if not has_routed_experts(model):
         plan.notes.append(f"{without_experts(model)}: what is swapped are its other modules alone")
     if group is not None:
         plan.notes.append(
@@ -180,7 +179,7 @@ def check_class(model: object) -> None:
 def auto_rules(model: PreTrainedModel) -> str:
     """The bundled rules for a model. Raises PlanError for one that bundled rules have nothing for."""
     check_class(model)
-    if not models.has_routed_experts(model):
+    if not has_routed_experts(model):
         raise PlanError(
             f"{without_experts(model)}: it is a dense model, and the bundled rules put routed experts on the CPU. "
             "Run it with transformers as it is, or write rules for its other modules, with dense_linear for example."
@@ -244,7 +243,7 @@ def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
 
 def _rest_sizes(model: PreTrainedModel, entries: Sequence[Entry]) -> Iterator[tuple[str, int]]:
     """Name and bytes of all that operators do not take: parameters, buffers, tied ones once, in their final dtype."""
-    swapped = {f"{entry.path}.{name}" for entry in entries for name in entry.wants}
+    swapped = {f"{entry.path}.{name}" for entry in entries for name in entry.parameter_shapes}
     dtype_of = models.final_dtype(model)
     for tensors in (model.named_parameters(), model.named_buffers()):
         for name, tensor in tensors:
@@ -265,7 +264,7 @@ def _rest_bytes(
 def _spread(
     model: PreTrainedModel,
     entries: Sequence[Entry],
-    layers: models.Layers,
+    layers: Layers,
     gpus: Sequence[str],
     where: Devices,
 ) -> dict[str, str]:

@@ -19,6 +19,7 @@ from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import PlanError
 from ktinject.generation import generate
 from ktinject.hf import models
+from ktinject.hf.layers import Layers
 from ktinject.loading import inject
 from ktinject.operators import Operator
 from ktinject.planning.plan import Plan
@@ -94,21 +95,21 @@ def build(
             continue
         operator = operators[entry.path]
         operator.allocate()
-        _fill(operator, entry.wants)
+        _fill(operator, entry.parameter_shapes)
         operator.finish()
     inject.apply(model, plan, operators, group)
     models.random_rest(model, plan.device_map)
     if group is not None:
         tensor_parallel.install(model, plan.styles, group)
-    layer_split.install(model, models.Layers(model).paths, plan.device_map)
+    layer_split.install(model, Layers(model).paths, plan.device_map)
     generate.install(model, group)
     return model.eval()
 
 
-def _fill(operator: Operator, wants: Mapping[str, tuple[int, ...]]) -> None:
+def _fill(operator: Operator, parameter_shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Random weights, or one expert's for all where the operator can copy it."""
     repeat = getattr(operator, "repeat", None) if operator.per_expert else None
-    for name, shape in wants.items():
+    for name, shape in parameter_shapes.items():
         if not operator.per_expert:
             operator.load(name, _random(shape), None, None)
             continue

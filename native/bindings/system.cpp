@@ -90,12 +90,12 @@ void init_system(nb::module_& m) {
         return spans;
       },
       "Stop, and give (begin, end, Experts.id, tokens) of each span; nanoseconds of the system clock.");
-  m.def("cuda_built", &cuda_built, "Whether the CUDA parts were compiled in.");
+  m.def("cuda_built", &cuda::is_built, "Whether the CUDA parts were compiled in.");
   m.def(
       "cuda_devices",
       [] {
         nb::list devices;
-        for (const CudaDevice& device : cuda_devices()) {
+        for (const cuda::Device& device : cuda::devices()) {
           nb::dict row;
           row["name"] = device.name;
           row["capability"] = nb::make_tuple(device.major, device.minor);

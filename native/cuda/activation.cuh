@@ -5,7 +5,7 @@
 
 #include "moe/experts.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 __device__ inline float activated(const Activation& activation, float x) {
   switch (activation.kind) {
@@ -30,4 +30,4 @@ __device__ inline float gated(const Activation& activation, float gate, float up
   return activated(activation, fminf(gate, activation.gate_max)) * linear;
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

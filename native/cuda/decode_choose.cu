@@ -7,7 +7,7 @@
 #include "cuda/on_device.cuh"
 #include "cuda/values.cuh"
 
-namespace ktinject {
+namespace ktinject::cuda {
 namespace {
 
 constexpr int kThreads = 256;
@@ -120,4 +120,4 @@ void rotation(const int64_t* positions, const float* frequencies, void* cos, voi
   else with(float{});
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 // A packed weight [n, k] on one device.
 struct Int4Matrix {
@@ -35,4 +35,4 @@ void int4_linear(const Int4Matrix& weight, const float* bias, const void* x, boo
 // out [rows, k] bf16, or fp16, = W[first_row : first_row + rows], each value rounded once; first_row a multiple of 64.
 void int4_dequantise(const Int4Matrix& weight, int first_row, int rows, bool fp16, void* out, int device, void* stream);
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -22,7 +22,7 @@
 #include "cuda/activation.cuh"
 #include "cuda/on_device.cuh"
 
-namespace ktinject {
+namespace ktinject::cuda {
 namespace {
 
 constexpr int kWarps = 8;
@@ -296,4 +296,4 @@ void Resident::forward(const ResidentRequest& request, Stream to) const {
   else run(std::integral_constant<Format, Format::bf16>());
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -8,7 +8,7 @@
 #include "cuda/stream.hpp"
 #include "moe/experts.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 // What the GPU's part of a layer takes; device pointers, contiguous.
 struct ResidentRequest {
@@ -48,4 +48,4 @@ class Resident {
   size_t bytes_ = 0;
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -13,7 +13,7 @@
 #include "cuda/activation.cuh"
 #include "cuda/on_device.cuh"
 
-namespace ktinject {
+namespace ktinject::cuda {
 namespace {
 
 constexpr int kInputs = 128;  // of one thread block
@@ -304,4 +304,4 @@ void Streamed::activate(const void* gate_up, DType dtype, size_t rows, void* out
   check_cuda(cudaGetLastError(), "activating experts on the GPU");
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

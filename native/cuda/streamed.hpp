@@ -8,7 +8,7 @@
 #include "cuda/stream.hpp"
 #include "moe/experts.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 class Streamed {
  public:
@@ -42,4 +42,4 @@ class Streamed {
 // multiples of 16, count one of 8.
 void add_from_host(const void* host, const float* addend, void* out, size_t count, DType dtype, Stream stream);
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -17,7 +17,7 @@
 
 #include "runtime/thread_pool.hpp"
 
-namespace ktinject {
+namespace ktinject::handoff {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -247,4 +247,4 @@ void Task::wait() {
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::handoff

@@ -22,7 +22,7 @@
 #include "moe/experts.hpp"
 #include "runtime/waiting.hpp"
 
-namespace ktinject {
+namespace ktinject::handoff {
 
 // Something to compute. Whoever hands it in keeps it alive until run() has returned.
 class Work {
@@ -139,4 +139,4 @@ class Task : public Work {
 void set_answer_timeout(double seconds);
 double answer_timeout();
 
-}  // namespace ktinject
+}  // namespace ktinject::handoff

@@ -2,7 +2,7 @@
 
 #include "no_cuda/refuse.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 Streamed::Streamed(const Experts& experts) : experts_(experts) { refuse(); }
 Streamed::~Streamed() = default;
@@ -12,4 +12,4 @@ void Streamed::unpack(const void*, int, void*, void*, Stream) const {}
 void Streamed::activate(const void*, DType, size_t, void*, Stream) const {}
 void add_from_host(const void*, const float*, void*, size_t, DType, Stream) { refuse(); }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

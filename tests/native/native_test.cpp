@@ -47,6 +47,7 @@
 #include "runtime/thread_pool.hpp"
 
 using namespace ktinject;
+using namespace ktinject::handoff;
 
 namespace {
 
