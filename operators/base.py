@@ -40,13 +40,13 @@ class Config:
         return False
 
 
-class HandsOn(Protocol):
+class PendingOutput(Protocol):
     """What operators of a model hand from layer to layer beside the hidden states, within one forward pass."""
 
-    def lift(self) -> Tensor | None:
+    def detach(self) -> Tensor | None:
         """What is under way, complete, wherever that is; None: nothing is."""
 
-    def put_down(self, tensor: Tensor) -> None:
+    def attach(self, tensor: Tensor) -> None:
         """The same for the next layers, where they are."""
 
 
@@ -70,7 +70,7 @@ class Operator(nn.Module, ABC):
     capturable: bool = False
     # Attributes that the operator changes itself after it is finished, and whose change a recorded step may miss.
     changing: ClassVar[frozenset[str]] = frozenset()
-    hands_on: HandsOn | None = (
+    pending_output: PendingOutput | None = (
         None  # one for all operators that hand on to each other; crosses from GPU to GPU
     )
     kv_values_per_token: int | None = (

@@ -116,12 +116,12 @@ class Pass:
         self._local.deferred = None
         return deferred
 
-    def lift(self) -> Tensor | None:
+    def detach(self) -> Tensor | None:
         """What was handed on, complete: before the next layer is on another GPU, whose stream cannot wait for it."""
         deferred = self.take()
         return deferred.complete() if isinstance(deferred, Deferred) else deferred
 
-    def put_down(self, tensor: Tensor) -> None:
+    def attach(self, tensor: Tensor) -> None:
         self._local.deferred = tensor
 
     def _begin(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -330,7 +330,7 @@ class DeferredMoe(Operator):
         return f"{self._class}, defers {self.defers} of {self.spec.top_k}"
 
     @property
-    def hands_on(self) -> Pass | None:  # type: ignore[override]
+    def pending_output(self) -> Pass | None:  # type: ignore[override]
         return self._leaf.within
 
     @property

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktinject import machine
-from ktinject.distributed.first_process import Announced, Elsewhere
-from ktinject.distributed.process_group import Team
+from ktinject.distributed.first_process import BroadcastExperts, ReceivedExperts
+from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
 from ktinject.hf import models
 from ktinject.hf.layers import Layers
@@ -26,7 +26,7 @@ def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
     """The operators of a plan by module path, not filled, not allocated and not yet in the model."""
     operators: dict[str, Operator] = {}
     for replacement in plan.replacements:
-        kind = Elsewhere if replacement.elsewhere else REGISTRY[replacement.operator]
+        kind = ReceivedExperts if replacement.elsewhere else REGISTRY[replacement.operator]
         with plan.blaming(replacement.path):
             operators[replacement.path] = kind.build(
                 model.get_submodule(replacement.path), replacement.config
@@ -35,11 +35,11 @@ def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
 
 
 def apply(
-    model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator], team: Team | None = None
+    model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator], group: ProcessGroup | None = None
 ) -> None:
     """Set the operators; to be called while a `Transaction` is open.
 
-    team   the processes that share the model, which get the results of operators that only the first has
+    group  the processes that share the model, which get the results of operators that only the first has
 
     Modules come in the order of the model, so an operator that keeps a child is there before what replaces the child.
     """
@@ -53,12 +53,12 @@ def apply(
         theirs = {path: operator for path, operator in operators.items() if type(operator) is kind}
         with plan.blaming(*theirs):
             kind.connect(stack, [*theirs.values()])
-    if team is not None:
+    if group is not None:
         for path, operator in operators.items():
-            if isinstance(operator, Elsewhere):
-                operator.team = team
+            if isinstance(operator, ReceivedExperts):
+                operator.group = group
             elif operator.across == "first":
-                model.set_submodule(path, Announced(operator, team), strict=True)
+                model.set_submodule(path, BroadcastExperts(operator, group), strict=True)
     model.ktinject = plan
     if operators:
         # Weak, so that a model that is dropped is freed at once and not when Python next looks for cycles.

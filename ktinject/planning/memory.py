@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ktinject.generation.graph_runner import power_of_two
+from ktinject.generation.graph_runner import bucket_of
 from ktinject.hf import models
 from ktinject.hf.layers import Layers
 from ktinject.machine import device_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ktinject.planning.replacements import Replacement
 
 _TOKENS = 2  # that the model reads on meta
-_SHORTEST = power_of_two(1)
+_SHORTEST = bucket_of(1)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from ktinject import rules
 from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.checkpoints.stored import Format
-from ktinject.distributed.first_process import Elsewhere
-from ktinject.distributed.process_group import Team
+from ktinject.distributed.first_process import ReceivedExperts
+from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import KTInjectError, OperatorError, PlanError, RuleError, few
 from ktinject.hf import models
 from ktinject.hf.key_map import KeyMap
@@ -96,7 +96,7 @@ def blaming(rule: Rule, where: str, operator: str) -> Iterator[None]:
             raise
         text = str(error) if isinstance(error, OperatorError) else f"{type(error).__name__}: {error}"
         named = text if text.startswith(f"{operator}:") else f"{operator}: {text}"
-        raise OperatorError(str(rule.place().refusal(f"{where}: {named}"))) from error
+        raise OperatorError(str(rule.rank_and_size().refusal(f"{where}: {named}"))) from error
 
 
 def find_modules(
@@ -158,7 +158,7 @@ def find_replacements(
     machine: Machine,
     stack: nn.Module,
     spare: Mapping[str, int],
-    team: Team | None,
+    group: ProcessGroup | None,
 ) -> tuple[Replacement, ...]:
     replacements = []
     refused: dict[tuple[str, str], list[str]] = {}
@@ -190,7 +190,7 @@ def find_replacements(
             remedies[rule.name, text] = f"{change} the match, or replace: keep."
             continue
         inner = [other.path for other in found if other.path.startswith(f"{item.path}.")]
-        elsewhere = team is not None and team.rank > 0 and operator.across == "first"
+        elsewhere = group is not None and group.rank > 0 and operator.across == "first"
         with blaming(rule, item.path, operator.name):
             _check_contract(item, built, inner, {*where.allowed})
             replacements.append(
@@ -200,7 +200,7 @@ def find_replacements(
                     rule=rule.name,
                     operator=operator.name,
                     arguments=dict(rule.arguments),
-                    runs=Elsewhere().describe() if elsewhere else built.describe(),
+                    runs=ReceivedExperts().describe() if elsewhere else built.describe(),
                     device=config.device,
                     bytes={} if elsewhere else built.footprint(),
                     config=config,
@@ -211,7 +211,7 @@ def find_replacements(
                 )
             )
     if refused:
-        places = {item.rule.name: item.rule.place() for item in found}
+        places = {item.rule.name: item.rule.rank_and_size() for item in found}
         lines = [
             str(places[rule].refusal(f"{text}; matched {some(paths)}. {remedies[rule, text]}"))
             for (rule, text), paths in refused.items()
