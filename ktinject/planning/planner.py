@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktinject import rules
-from ktinject.checkpoints import formats, gguf_blocks
 from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.formats import table
 from ktinject.distributed import tensor_parallel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.distributed.tensor_parallel import Cut, Style
@@ -146,17 +146,13 @@ def make(
         plan.notes.append(
             f"process {group.rank} of {group.size}: has its part of {len(styles)} linear layers, and all of the others"
         )
-    if (
-        checkpoint is not None
-        and not checkpoint.metadata
-        and (quantization := models.quantization(model.config))
-    ):
-        method = quantization["quant_method"]
+    if checkpoint is not None and checkpoint.quantization:
+        method = checkpoint.quantization["quant_method"]
         plan.notes.append(f"the checkpoint is quantised ({method}); it is decoded while it is read")
-    if checkpoint is not None and (blocks := _block_formats(checkpoint)):
+    if checkpoint is not None and (blocks := checkpoint.block_dtypes):
         plan.notes.append(
-            f"the checkpoint is GGUF with {' and '.join(blocks)}; weights that do not run as stored are decoded, and "
-            "quantised again where the operator's format says so"
+            f"the checkpoint is {checkpoint.container} with {' and '.join(blocks)}; weights that do not run as "
+            "stored are decoded, and quantised again where the operator's format says so"
         )
     if checkpoint is not None and not checkpoint.complete:
         plan.notes.append("only the checkpoint's index is there: shapes and formats could not be checked")
@@ -175,9 +171,7 @@ def _cut(
     for item in found:
         if item.operator.across == "none":
             text = f"{item.rule.operator} does not run with tp (tensor parallelism over processes)"
-            raise PlanError(
-                str(item.rule.place().refusal(f"{text}. Use another operator, or leave tp out."))
-            )
+            raise PlanError(str(item.rule.place().refusal(f"{text}. Use another operator, or leave tp out.")))
     taken = [item.path for item in found if not isinstance(item.module, nn.Linear)]
     return tensor_parallel.choose(model, group.size, taken)
 
@@ -223,21 +217,17 @@ def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
 
 
 def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
-    quantization = models.quantization(model.config)
-    method = (quantization or {}).get("quant_method")
-    if quantization and not checkpoint.metadata and method not in formats.METHODS:
+    quantization = {} if checkpoint.states_formats else models.quantization(model.config) or {}
+    assert checkpoint.quantization == quantization, "the checkpoint was opened for another model"
+    method = quantization.get("quant_method")
+    if quantization and method not in table.METHODS:
         raise PlanError(
             f"{checkpoint.path}: its config.json says quant_method {method!r}; read are checkpoints in bf16, "
-            f"fp16, fp32 and {', '.join(formats.METHODS)}. Use one of these, such as the original this was made from."
+            f"fp16, fp32 and {', '.join(table.METHODS)}. Use one of these, such as the original this was made from."
         )
-    mapping = key_map(model, formats.weight_names(checkpoint.names), formats.companions)
-    match.check(checkpoint, model, mapping, quantization)
+    mapping = key_map(model, checkpoint.weights, table.companions)
+    match.check(checkpoint, model, mapping)
     return mapping
-
-
-def _block_formats(checkpoint: Checkpoint) -> list[str]:
-    """The quantised formats of GGUF that a checkpoint has."""
-    return sorted({info.dtype for info in checkpoint.tensors.values()} & {*gguf_blocks.TYPES})
 
 
 def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:

@@ -13,13 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktinject import rules
-from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.stored import Format
+from ktinject.checkpoints.formats.base import Format
 from ktinject.distributed.first_process import ReceivedExperts
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import KTInjectError, OperatorError, PlanError, RuleError, few
-from ktinject.hf import models
 from ktinject.hf.key_map import KeyMap
 from ktinject.hf.layers import Layers, class_names, has_routed_experts
 from ktinject.machine import Machine, device_of
@@ -134,20 +132,19 @@ def adopt_format(
     item: MatchedModule, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap
 ) -> MatchedModule:
     """With what the checkpoint has, and the arguments that fit it."""
-    quantization = models.quantization(model.config)
 
     @functools.cache
     def sources() -> Collection[tuple[str, Format, int | None]]:
         names = [name for name, parameter in item.module.named_parameters() if parameter.is_floating_point()]
         pieces = ((name, piece) for name in names for piece in mapping.targets.get(f"{item.path}.{name}", ()))
-        found = ((name, formats.detect(checkpoint, p.key, quantization), p.part) for name, p in pieces)
+        found = ((name, checkpoint.format_of(p.key), p.part) for name, p in pieces)
         return {(name, dataclasses.replace(form, companions=()), part): None for name, form, part in found}
 
     item = dataclasses.replace(item, sources=sources)
     keys = [piece.key for piece in mapping.targets.get(f"{item.path}.weight", ())]
     if not keys:
         return item
-    item = dataclasses.replace(item, source=formats.detect(checkpoint, keys[0], quantization))
+    item = dataclasses.replace(item, source=checkpoint.format_of(keys[0]))
     return dataclasses.replace(item, config=item.use_checkpoint_format(item.operator, item.config))
 
 

@@ -13,7 +13,7 @@ from double import EXPERTS, machine, on_meta, saved
 
 import ktinject
 from ktinject import OperatorError, PlanError
-from ktinject.checkpoints.stored import Codes, Fp8Blocks
+from ktinject.checkpoints.formats.base import Codes, Fp8Blocks
 from ktinject.distributed import process_group, tensor_parallel
 
 CPU = [{**EXPERTS, "replace": {"operator": "cpu_experts"}}]

@@ -26,8 +26,8 @@ from transformers import (
 from transformers.core_model_loading import dot_natural_key
 
 import ktinject
-from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.formats.table import companions
 from ktinject.errors import CheckpointError, KTInjectError, PlanError
 from ktinject.hf import models as hf
 from ktinject.hf.key_map import KeyMap, Piece, key_map
@@ -38,7 +38,7 @@ IDS = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
 
 
 def mapping_of(model: PreTrainedModel, names: list[str]) -> KeyMap:
-    return key_map(model, names, formats.companions)
+    return key_map(model, names, companions)
 
 
 def as_kimi(folder: Path) -> Path:

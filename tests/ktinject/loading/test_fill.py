@@ -21,6 +21,7 @@ from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist,
 
 import ktinject
 from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.reader import Reader
 from ktinject.errors import CheckpointError, OperatorError, PlanError
 from ktinject.hf import models as hf
 
@@ -32,13 +33,13 @@ IDS = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
     """What is read from checkpoints, in order."""
     seen: list[tuple[str, int | None]] = []
-    original = Checkpoint.read
+    original = Reader.read
 
-    def read(self: Checkpoint, name: str, index: int | None = None) -> torch.Tensor:
+    def read(self: Reader, name: str, index: int | None = None, rows: Any = None) -> torch.Tensor:
         seen.append((name, index))
-        return original(self, name, index)
+        return original(self, name, index, rows)
 
-    monkeypatch.setattr(Checkpoint, "read", read)
+    monkeypatch.setattr(Reader, "read", read)
     return seen
 
 

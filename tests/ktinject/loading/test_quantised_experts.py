@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import ktinject
-from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import OperatorError, PlanError
 
@@ -89,8 +88,8 @@ def stored_values(folder: Path, model: PreTrainedModel, path: str, name: str) ->
     pieces = plan.mapping.targets[f"{path}.{name}"]
     with Checkpoint.open(folder) as checkpoint:
         if pieces[0].expert is None:
-            return formats.decode(checkpoint, pieces[0].key).float()
-        parts = {(p.expert, p.part): formats.decode(checkpoint, p.key).float() for p in pieces}
+            return checkpoint.decode(pieces[0].key).float()
+        parts = {(p.expert, p.part): checkpoint.decode(p.key).float() for p in pieces}
     each = [
         torch.cat([parts[key] for key in sorted(parts, key=str) if key[0] == e])
         for e in sorted({key[0] for key in parts if key[0] is not None})

@@ -135,7 +135,7 @@ def test_a_quantised_checkpoint_that_is_not_read_is_refused(method: Any, folder:
     model.config.quantization_config = method if method == "plain text" else {"quant_method": method}
     said = refusal(PlanError, model, rule(), folder)
     assert (
-        f"its config.json says quant_method {method!r}; read are checkpoints in bf16, fp16, fp32 and fp8"
+        f"its config.json says quant_method {method!r}; read are checkpoints in bf16, fp16, fp32 and mxfp4"
         in said
     )
 
