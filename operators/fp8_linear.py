@@ -11,14 +11,14 @@ from torch.nn import functional
 
 from ktinject import _native
 from ktinject.addresses import address
-from ktinject.checkpoints.stored import Fp8Blocks
+from ktinject.checkpoints.formats.base import Fp8Blocks
 from ktinject.errors import OperatorError
 from ktinject.machine import has_gpu
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.linears.gpu_linear import GpuLinear
 
 if TYPE_CHECKING:
-    from ktinject.checkpoints.stored import Format, Stored
+    from ktinject.checkpoints.formats.base import Format, Stored
 
 BLOCK = 128
 FP8_MAX = 448.0  # of float8_e4m3fn
@@ -104,7 +104,7 @@ class Fp8Linear(GpuLinear):
     """
 
     Config = Fp8LinearConfig
-    takes = ("fp8_blocks",)
+    native_formats = ("fp8_blocks",)
 
     def __init__(self, module: nn.Linear, config: Fp8LinearConfig) -> None:
         super().__init__(module, config)
@@ -157,7 +157,7 @@ class Fp8Linear(GpuLinear):
         self._scales[:, : scales.shape[1]].copy_(scales)
 
     @classmethod
-    def adopt(cls, config: Any, source: Format) -> Any:
+    def use_checkpoint_format(cls, config: Any, source: Format) -> Any:
         return config
 
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
@@ -189,7 +189,9 @@ class Fp8Linear(GpuLinear):
             self._at(name)
             return self._bias.cpu()
         if name != "weight":
-            raise OperatorError(f"fp8_linear: found parameter {name}; allowed: {', '.join(self.wants())}.")
+            raise OperatorError(
+                f"fp8_linear: found parameter {name}; allowed: {', '.join(self.parameter_shapes())}."
+            )
         self._at(name)
         return self._unpacked().cpu()
 

@@ -1,4 +1,4 @@
-"""Which operator takes which module, and what that makes of it: the entries of a plan."""
+"""Which operator takes which module, and what that makes of it: the replacements of a plan."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktinject import rules
-from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.stored import Format
-from ktinject.distributed.first_process import Elsewhere
-from ktinject.distributed.process_group import Team
+from ktinject.checkpoints.formats.base import Format
+from ktinject.distributed.first_process import ReceivedExperts
+from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import KTInjectError, OperatorError, PlanError, RuleError, few
-from ktinject.hf import models
 from ktinject.hf.key_map import KeyMap
+from ktinject.hf.layers import Layers, class_names, has_routed_experts
 from ktinject.machine import Machine, device_of
 from ktinject.operators import REGISTRY, Operator
 from ktinject.planning.devices import Devices
@@ -30,7 +29,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Entry:
+class Replacement:
     """One module that is replaced.
 
     module     its class
@@ -39,9 +38,9 @@ class Entry:
     device     where the operator computes
     bytes      device → bytes that it takes
     config     the checked arguments, device resolved
-    wants      parameter name relative to the module → shape
-    shares     buffers, as the operator says
-    caches     values that it caches for a token, if it says
+    parameter_shapes     parameter name relative to the module → shape
+    workspace            buffers, as the operator says
+    kv_values_per_token  values that it caches for a token, if it says
     elsewhere  another process has it; nothing is read or held for it here
     """
 
@@ -54,14 +53,14 @@ class Entry:
     device: str
     bytes: dict[str, int]
     config: Any = field(repr=False)
-    wants: dict[str, tuple[int, ...]] = field(repr=False)
-    shares: dict[tuple[str, str], tuple[int, int]] = field(repr=False, default_factory=dict)
-    caches: int | None = field(repr=False, default=None)
+    parameter_shapes: dict[str, tuple[int, ...]] = field(repr=False)
+    workspace: dict[tuple[str, str], tuple[int, int]] = field(repr=False, default_factory=dict)
+    kv_values_per_token: int | None = field(repr=False, default=None)
     elsewhere: bool = False
 
 
 @dataclass(frozen=True)
-class Found:
+class MatchedModule:
     """A module that a rule replaces.
 
     source   how the checkpoint stores its weight, if it has one
@@ -76,11 +75,11 @@ class Found:
     source: Format | None = None
     sources: Callable[[], Collection[tuple[str, Format, int | None]]] = field(default=tuple, compare=False)
 
-    def adopt(self, operator: type[Operator], config: Any) -> Any:
+    def use_checkpoint_format(self, operator: type[Operator], config: Any) -> Any:
         """The arguments that fit the checkpoint, if the operator takes its format as it is."""
-        if self.source is None or self.source.name not in operator.takes:
+        if self.source is None or self.source.name not in operator.native_formats:
             return config
-        return operator.adopt(config, self.source)
+        return operator.use_checkpoint_format(config, self.source)
 
 
 @contextmanager
@@ -98,24 +97,26 @@ def blaming(rule: Rule, where: str, operator: str) -> Iterator[None]:
         raise OperatorError(str(rule.place().refusal(f"{where}: {named}"))) from error
 
 
-def find_modules(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[Found], dict[str, tuple[str, ...]]]:
+def find_modules(
+    model: PreTrainedModel, ruleset: RuleSet
+) -> tuple[list[MatchedModule], dict[str, tuple[str, ...]]]:
     """The modules that rules replace, in the order of the model, and the paths of every rule."""
     configs: dict[str, Any] = {}
     for rule in ruleset.rules:
         if rule.operator not in REGISTRY:
             raise rules.unknown_operator(rule, REGISTRY)
         configs[rule.name] = rules.check_arguments(rule, REGISTRY[rule.operator].Config)
-    layers, modules = models.Layers(model), dict(model.named_modules())
-    described = [(path, models.class_names(module), layers.of(path)) for path, module in modules.items()]
+    layers, modules = Layers(model), dict(model.named_modules())
+    described = [(path, class_names(module), layers.of(path)) for path, module in modules.items()]
     keeps = {name: operator.keeps for name, operator in REGISTRY.items()}
     try:
         assignment = rules.assign(ruleset, described, keeps=keeps)
     except RuleError as error:
-        if "matches nothing" not in str(error) or models.has_routed_experts(model):
+        if "matches nothing" not in str(error) or has_routed_experts(model):
             raise
         raise RuleError(f"{error}\n{without_experts(model)}, which may be why.") from error
     found = [
-        Found(path, modules[path], rule, REGISTRY[rule.operator], configs[rule.name])
+        MatchedModule(path, modules[path], rule, REGISTRY[rule.operator], configs[rule.name])
         for path, rule in assignment.rules.items()
         if REGISTRY[rule.operator].replaces
     ]
@@ -127,35 +128,36 @@ def without_experts(model: PreTrainedModel) -> str:
     return f"{type(model).__name__} (model type {model.config.model_type!r}) has no routed experts"
 
 
-def adopt_format(item: Found, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap) -> Found:
+def adopt_format(
+    item: MatchedModule, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap
+) -> MatchedModule:
     """With what the checkpoint has, and the arguments that fit it."""
-    quantization = models.quantization(model.config)
 
     @functools.cache
     def sources() -> Collection[tuple[str, Format, int | None]]:
         names = [name for name, parameter in item.module.named_parameters() if parameter.is_floating_point()]
         pieces = ((name, piece) for name in names for piece in mapping.targets.get(f"{item.path}.{name}", ()))
-        found = ((name, formats.detect(checkpoint, p.key, quantization), p.part) for name, p in pieces)
+        found = ((name, checkpoint.format_of(p.key), p.part) for name, p in pieces)
         return {(name, dataclasses.replace(form, companions=()), part): None for name, form, part in found}
 
     item = dataclasses.replace(item, sources=sources)
     keys = [piece.key for piece in mapping.targets.get(f"{item.path}.weight", ())]
     if not keys:
         return item
-    item = dataclasses.replace(item, source=formats.detect(checkpoint, keys[0], quantization))
-    return dataclasses.replace(item, config=item.adopt(item.operator, item.config))
+    item = dataclasses.replace(item, source=checkpoint.format_of(keys[0]))
+    return dataclasses.replace(item, config=item.use_checkpoint_format(item.operator, item.config))
 
 
-def find_entries(
-    found: list[Found],
+def find_replacements(
+    found: list[MatchedModule],
     where: Devices,
     device_map: Mapping[str, str],
     machine: Machine,
     stack: nn.Module,
     spare: Mapping[str, int],
-    team: Team | None,
-) -> tuple[Entry, ...]:
-    entries = []
+    group: ProcessGroup | None,
+) -> tuple[Replacement, ...]:
+    replacements = []
     refused: dict[tuple[str, str], list[str]] = {}
     remedies: dict[tuple[str, str], str] = {}
     arranged = _arrange(found, where, device_map, stack, spare)
@@ -165,11 +167,11 @@ def find_entries(
         reason = config if isinstance(config, str) else None
         if reason is None:
             with blaming(rule, item.path, operator.name):
-                chosen = operator.instead(item.module, config)
+                chosen = operator.resolve(item.module, config)
             if chosen is None:
                 continue
             if chosen[0] is not operator:
-                chosen = chosen[0], item.adopt(*chosen)
+                chosen = chosen[0], item.use_checkpoint_format(*chosen)
             operator, config = chosen
             with blaming(rule, item.path, operator.name):
                 reason = operator.supports(item.module, config, machine)
@@ -185,23 +187,23 @@ def find_entries(
             remedies[rule.name, text] = f"{change} the match, or replace: keep."
             continue
         inner = [other.path for other in found if other.path.startswith(f"{item.path}.")]
-        elsewhere = team is not None and team.rank > 0 and operator.across == "first"
+        elsewhere = group is not None and group.rank > 0 and operator.across == "first"
         with blaming(rule, item.path, operator.name):
             _check_contract(item, built, inner, {*where.allowed})
-            entries.append(
-                Entry(
+            replacements.append(
+                Replacement(
                     path=item.path,
                     module=type(item.module).__name__,
                     rule=rule.name,
                     operator=operator.name,
                     arguments=dict(rule.arguments),
-                    runs=Elsewhere().describe() if elsewhere else built.describe(),
+                    runs=ReceivedExperts().describe() if elsewhere else built.describe(),
                     device=config.device,
                     bytes={} if elsewhere else built.footprint(),
                     config=config,
-                    wants=built.wants(),
-                    shares={} if elsewhere else built.shares(),
-                    caches=built.caches,
+                    parameter_shapes=built.parameter_shapes(),
+                    workspace={} if elsewhere else built.workspace(),
+                    kv_values_per_token=built.kv_values_per_token,
                     elsewhere=elsewhere,
                 )
             )
@@ -212,11 +214,11 @@ def find_entries(
             for (rule, text), paths in refused.items()
         ]
         raise PlanError("\n".join(few(lines)))
-    return tuple(entries)
+    return tuple(replacements)
 
 
 def _arrange(
-    found: list[Found],
+    found: list[MatchedModule],
     where: Devices,
     device_map: Mapping[str, str],
     stack: nn.Module,
@@ -233,18 +235,18 @@ def _arrange(
     for operator, theirs in modules.items():
         first = next(item for item in found if item.path in theirs)
         with blaming(first.rule, some([*theirs]), operator.name):
-            arranged |= operator.arrange(stack, theirs, spare)
+            arranged |= operator.plan_placement(stack, theirs, spare)
     return arranged
 
 
-def _misfit(built: Operator, item: Found) -> str | None:
+def _misfit(built: Operator, item: MatchedModule) -> str | None:
     """Why an operator cannot take what the checkpoint has in a format that it takes undecoded."""
-    sources = item.sources() if built.takes else ()
-    reasons = (built.misfit_of(*source) for source in sources if source[1].name in built.takes)
+    sources = item.sources() if built.native_formats else ()
+    reasons = (built.misfit_of(*source) for source in sources if source[1].name in built.native_formats)
     return next((reason for reason in reasons if reason), None)
 
 
-def _check_contract(item: Found, built: Operator, inner: list[str], devices: set[str]) -> None:
+def _check_contract(item: MatchedModule, built: Operator, inner: list[str], devices: set[str]) -> None:
     """Everything the module has must be taken or kept by the operator, which may have nothing else."""
 
     def refuse(text: str) -> OperatorError:
@@ -263,13 +265,13 @@ def _check_contract(item: Found, built: Operator, inner: list[str], devices: set
             raise refuse(
                 f"it holds a parameter or buffer of its own, {name!r}; it may only keep the module's"
             )
-    wants = built.wants()
-    for name, shape in wants.items():
+    parameter_shapes = built.parameter_shapes()
+    for name, shape in parameter_shapes.items():
         if name not in theirs or tuple(theirs[name].shape) != tuple(shape):
             had = list(theirs[name].shape) if name in theirs else "nothing"
-            raise refuse(f"it wants {name!r} of shape {list(shape)}; the module has {had}")
+            raise refuse(f"its parameter_shapes() has {name!r} of {list(shape)}; the module has {had}")
     prefixes = tuple(path[len(item.path) + 1 :] + "." for path in inner)
-    lost = [name for name in item.module.state_dict() if name not in wants and name not in kept]
+    lost = [name for name in item.module.state_dict() if name not in parameter_shapes and name not in kept]
     lost = [name for name in lost if not name.startswith(prefixes)]
     if lost:
         raise refuse(f"it neither loads nor keeps {', '.join(few(lost))}")

@@ -13,7 +13,7 @@ from double import EXPERTS, machine, on_meta, saved
 
 import ktinject
 from ktinject import OperatorError, PlanError
-from ktinject.checkpoints.stored import Codes, Fp8Blocks
+from ktinject.checkpoints.formats.base import Codes, Fp8Blocks
 from ktinject.distributed import process_group, tensor_parallel
 
 CPU = [{**EXPERTS, "replace": {"operator": "cpu_experts"}}]
@@ -95,7 +95,9 @@ def test_what_each_has(found: dict[str, list[Any]], key: str) -> None:
     one = ktinject.plan(
         on_meta(found["folders"][0][key]), MODELS[key][2], checkpoint=found["folders"][0][key], devices="cpu"
     )
-    experts = sum(entry.bytes["cpu"] for entry in one.entries if "experts" in entry.operator)
+    experts = sum(
+        replacement.bytes["cpu"] for replacement in one.replacements if "experts" in replacement.operator
+    )
     assert first["bytes"]["cpu"] - second["bytes"]["cpu"] >= 0.9 * experts > 0, (
         "experts are in process 0 only"
     )
@@ -156,7 +158,7 @@ def test_sizes_that_cannot_be_shared(size: int, count: str) -> None:
 
 def test_what_a_process_caches() -> None:
     styles = {"layers.1.self_attn.k_proj": "colwise", "layers.0.mlp.up_proj": "colwise"}
-    one, two = None, process_group.Team(1, 2, torch.device("cpu"), None, None)
+    one, two = None, process_group.ProcessGroup(1, 2, torch.device("cpu"), None, None)
     for who, cached in ((one, [64, 64]), (two, [64, 32])):
         assert (
             tensor_parallel.cached_values([64, 64], lambda path: int(path.split(".")[1]), styles, who)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from double import on_meta, saved
 from transformers import (
-    AutoModelForCausalLM,
     Ernie4_5_VLMoeConfig,
     Ernie4_5_VLMoeForConditionalGeneration,
     GenerationConfig,
@@ -27,8 +26,8 @@ from transformers import (
 from transformers.core_model_loading import dot_natural_key
 
 import ktinject
-from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.formats.table import companions
 from ktinject.errors import CheckpointError, KTInjectError, PlanError
 from ktinject.hf import models as hf
 from ktinject.hf.key_map import KeyMap, Piece, key_map
@@ -39,7 +38,7 @@ IDS = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
 
 
 def mapping_of(model: PreTrainedModel, names: list[str]) -> KeyMap:
-    return key_map(model, names, formats.companions)
+    return key_map(model, names, companions)
 
 
 def as_kimi(folder: Path) -> Path:
@@ -94,11 +93,11 @@ def test_transformers_converter_gets_experts_by_number(tmp_path: Path) -> None:
         new = type(model)(copy.deepcopy(model.config))
     rule = {"name": "experts", "match": {"path": r".*\.experts"}, "replace": {"operator": "held_experts"}}
     ktinject.optimize(new, [rule], checkpoint=tmp_path, progress=False)
-    assert len(new.ktinject.entries) == 2
-    for entry in new.ktinject.entries:
-        for name in entry.wants:
-            found = new.get_submodule(entry.path).unpack(name)
-            assert torch.equal(found, model.get_parameter(f"{entry.path}.{name}"))
+    assert len(new.ktinject.replacements) == 2
+    for replacement in new.ktinject.replacements:
+        for name in replacement.parameter_shapes:
+            found = new.get_submodule(replacement.path).unpack(name)
+            assert torch.equal(found, model.get_parameter(f"{replacement.path}.{name}"))
     mapping = new.ktinject.mapping
     assert mapping is not None and mapping.conversions
     for conversion in mapping.conversions.values():
@@ -428,33 +427,6 @@ def test_a_config_that_makes_no_model_is_refused(change: dict[str, Any], tmp_pat
     (folder / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(KTInjectError):
         hf.meta_model(hf.read_config(folder))
-
-
-# Layers and classes
-
-
-def test_decoder_layers() -> None:
-    model = on_meta(models.tiny("qwen3_moe"))
-    layers = hf.Layers(model)
-    assert layers.count == 2
-    assert layers.of("model.layers.1.mlp.experts") == 1
-    assert layers.of("model.layers.1") == 1
-    assert layers.of("model.layers") is None and layers.of("lm_head") is None and layers.of("") is None
-
-
-def test_numbers_of_other_lists_are_no_layers() -> None:
-    model = AutoModelForCausalLM.from_config(models.config("qwen3_moe"))
-    model.visual = torch.nn.Module()
-    model.visual.blocks = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(2))
-    layers = hf.Layers(model)
-    assert layers.of("visual.blocks.1") is None and layers.of("model.layers.0.mlp") == 0
-
-
-def test_class_names_follow_the_bases() -> None:
-    class Mine(torch.nn.Linear):
-        pass
-
-    assert hf.class_names(Mine(1, 1)) == ("Mine", "Linear", "Module")
 
 
 def test_no_room_for_threads_is_no_room(tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

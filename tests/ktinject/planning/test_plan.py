@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import ktinject
 from ktinject.errors import OperatorError, PlanError, RuleError
-from ktinject.operators import REGISTRY, register_operator
+from ktinject.operators import REGISTRY, Config, register_operator
 from ktinject.tools import random_models
 
 
@@ -38,11 +39,11 @@ def test_bytes_are_exact(model: PreTrainedModel, folder: Path) -> None:
     plan = planned(model, [KEEP_ROUTER, *rule()], folder)
     experts = sum(p.numel() for p in model.model.layers[1].mlp.experts.parameters()) * 4
     everything = sum(t.numel() * t.itemsize for t in [*model.parameters(), *model.buffers()])
-    (entry,) = plan.entries
-    assert entry.path == "model.layers.1.mlp.experts" and entry.bytes == {"cpu": experts}
+    (replacement,) = plan.replacements
+    assert replacement.path == "model.layers.1.mlp.experts" and replacement.bytes == {"cpu": experts}
     assert plan.rest_bytes == {"cpu": everything - experts}
     assert plan.bytes == plan.to_load == {"cpu": everything}
-    assert plan.matched == {"router": ("model.layers.1.mlp.gate",), "experts": (entry.path,)}
+    assert plan.matched == {"router": ("model.layers.1.mlp.gate",), "experts": (replacement.path,)}
     assert not plan.problems and plan.checkpoint == str(folder)
 
 
@@ -83,7 +84,7 @@ def test_remarks_of_operators_are_shown_once(monkeypatch: pytest.MonkeyPatch) ->
     runs = {"kernel": "slow", "weights": "fp32", "instead of": "fast, which this CPU lacks"}
     monkeypatch.setattr(HeldExperts, "describe", lambda self: runs)
     plan = planned(on_meta(models.tiny("qwen3_moe")))
-    assert len(plan.entries) == 2
+    assert len(plan.replacements) == 2
     assert str(plan).count("experts: instead of: fast, which this CPU lacks") == 1
 
 
@@ -174,7 +175,9 @@ def test_a_model_whose_every_layer_is_dense_is_dense_too() -> None:
 def test_layers_of_rules_are_decoder_layers() -> None:
     model = on_meta(models.tiny("qwen3_moe"))
     source = [EXPERTS | {"match": {**EXPERTS["match"], "layers": "1"}}]
-    assert [entry.path for entry in planned(model, source).entries] == ["model.layers.1.mlp.experts"]
+    assert [replacement.path for replacement in planned(model, source).replacements] == [
+        "model.layers.1.mlp.experts"
+    ]
 
 
 def test_modules_an_operator_cannot_take_are_all_named_with_the_reason() -> None:
@@ -248,7 +251,17 @@ def test_an_operator_that_fails_to_build_is_located(
 
 
 @pytest.mark.parametrize(
-    "method", ["arrange", "instead", "supports", "build", "describe", "footprint", "wants", "shares"]
+    "method",
+    [
+        "plan_placement",
+        "resolve",
+        "supports",
+        "build",
+        "describe",
+        "footprint",
+        "parameter_shapes",
+        "workspace",
+    ],
 )
 def test_an_operator_whose_code_fails_is_named(
     method: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
@@ -284,17 +297,20 @@ def test_an_operator_with_a_parameter_of_its_own_is_refused(
 
 
 @pytest.mark.parametrize(
-    "wants, found",
+    "shapes, found",
     [
-        ({"gate_up_proj": (6, 48, 40), "down_proj": (6, 40, 24), "bias": (1,)}, "wants 'bias' of shape"),
+        (
+            {"gate_up_proj": (6, 48, 40), "down_proj": (6, 40, 24), "bias": (1,)},
+            "its parameter_shapes() has 'bias' of [1]; the module has nothing",
+        ),
         ({"gate_up_proj": (6, 48, 40), "down_proj": (6, 24, 40)}, "the module has [6, 40, 24]"),
         ({"gate_up_proj": (6, 48, 40)}, "neither loads nor keeps down_proj"),
     ],
 )
 def test_an_operator_takes_all_the_module_has_and_nothing_else(
-    wants: dict[str, Any], found: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    shapes: dict[str, Any], found: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken(monkeypatch, wants=lambda self: wants)
+    broken(monkeypatch, parameter_shapes=lambda self: shapes)
     assert found in refusal(OperatorError, model)
 
 
@@ -321,10 +337,31 @@ def test_registering_refuses_what_breaks_the_contract() -> None:
     with pytest.raises(OperatorError, match=r"is not a subclass of ktinject\.operators\.Operator"):
         register_operator("linear")(nn.Linear)  # type: ignore[type-var]
     with pytest.raises(
-        OperatorError, match="Operator does not define build, describe, footprint, load, wants"
+        OperatorError, match="Operator does not define build, describe, footprint, load, parameter_shapes"
     ):
         register_operator("abstract")(HeldExperts.__mro__[1])
     assert not {"no_config", "linear", "abstract"} & REGISTRY.keys()
+
+
+def test_registering_refuses_old_names_of_the_contract_and_says_the_new_ones() -> None:
+    @dataclass(frozen=True)
+    class OldConfig(Config):
+        fills = True
+
+    class Old(HeldExperts):
+        Config = OldConfig
+        takes = ("gptq",)
+
+        def wants(self) -> dict[str, tuple[int, ...]]:
+            return {}
+
+    with pytest.raises(OperatorError) as caught:
+        register_operator("old_names")(Old)
+    assert str(caught.value).endswith(
+        "Old defines names that the contract no longer has. Rename wants to parameter_shapes, "
+        "takes to native_formats, Config.fills to auto_sized."
+    )
+    assert "old_names" not in REGISTRY
 
 
 def test_registering_without_a_name_is_refused() -> None:
@@ -379,14 +416,14 @@ def test_the_source_of_a_tie_cannot_be_replaced_alone() -> None:
     source = [LINEAR | {"name": "words", "match": {"path": r".*\.embed_tokens"}}]
     said = refusal(PlanError, model, source)
     assert "lm_head.weight is tied to model.embed_tokens.weight, which a rule replaces" in said
-    assert len(planned(model, [LINEAR]).entries) == 1
-    assert len(planned(model, [LINEAR, *source]).entries) == 2
+    assert len(planned(model, [LINEAR]).replacements) == 1
+    assert len(planned(model, [LINEAR, *source]).replacements) == 2
 
 
 def test_an_operator_may_keep_children_which_others_replace() -> None:
     model = on_meta(models.tiny("qwen3_moe"))
     plan = planned(model, [BLOCK, EXPERTS])
-    assert [entry.path.partition("mlp")[2] for entry in plan.entries] == ["", ".experts"] * 2
+    assert [replacement.path.partition("mlp")[2] for replacement in plan.replacements] == ["", ".experts"] * 2
     kept = planned(model, [BLOCK])
     assert kept.bytes["cpu"] == planned(model, [KEEP_ROUTER]).bytes["cpu"]
 
