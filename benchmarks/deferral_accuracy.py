@@ -10,8 +10,8 @@ deferred. The held-out text is read token by token, so that all but the first to
 and every key and value in the cache comes from one: no prompt helps. Skipping leaves out, in the same layers, the
 experts that deferring would add late; the weights of the others stay as they are.
 
-Writes docs/explanation/deferral.csv, deferral-layers.csv or deferral-shares.csv, and deferral.png; prints the tables of
-deferral.md.
+Writes deferral-accuracy.csv, deferral-layers.csv or deferral-shares.csv beside it, and docs/images/deferral.png; prints the tables of
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 import ktinject
-from ktinject.hf import models
+from ktinject.hf.layers import Layers
 from ktinject.operators.deferred_moe import DeferredMoe, Pass
 from ktinject.operators.offload.handoff import of_ranks
 from ktinject.tools import evaluate
 
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "examples/models"
-DOCS = ROOT / "docs/explanation"
+OUT = ROOT / "benchmarks"
 BLOCKS = {"tiny-deepseek-v3": "DeepseekV3MoE", "tiny-qwen3-moe": "Qwen3MoeSparseMoeBlock"}
 TOP_K = 8
 NEW_TOKENS = 64
@@ -58,7 +58,7 @@ def load(name: str, deferred: int = 0) -> PreTrainedModel:
 
 def skip(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """Leave out at decode, in all but the last layer, the `count` experts of a token with the smallest weights."""
-    within = Pass(models.Layers(model).stack)
+    within = Pass(Layers(model).stack)
 
     def without(_: torch.nn.Module, arguments: tuple[Tensor, Tensor, Tensor]) -> Any:
         hidden_states, index, weights = arguments
@@ -92,7 +92,7 @@ def shares(model: PreTrainedModel, ids: Tensor, counts: Sequence[int]) -> list[d
     """For each Mixture-of-Experts layer: n → mean square of its n late experts' sum, over that of what it hands on."""
     leaves = {
         layer: layer.mlp.get_submodule("experts")
-        for layer in models.Layers(model).stack.layers
+        for layer in Layers(model).stack.layers
         if isinstance(layer.mlp, DeferredMoe)
     }
     late: dict[tuple[Any, int], list[Tensor]] = {(layer, n): [] for layer in leaves for n in counts}
@@ -240,10 +240,10 @@ def main() -> None:
     parser.add_argument("--layers", action="store_true", help="schedules that spare the first layers")
     parser.add_argument("--shares", action="store_true", help="one layer at a time, on half of --tokens")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--out", type=Path, default=DOCS)
+    parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     by_depth, by_layers, by_share = (
-        arguments.out / f"deferral{what}.csv" for what in ("", "-layers", "-shares")
+        arguments.out / f"deferral{what}.csv" for what in ("-accuracy", "-layers", "-shares")
     )
     measuring = functools.partial(measure, tokens=arguments.tokens), by_depth
     if arguments.layers:
@@ -269,7 +269,7 @@ def main() -> None:
             with figures.open(newline="") as file:
                 show(list(csv.DictReader(file)))
     with by_depth.open(newline="") as file:
-        draw(list(csv.DictReader(file)), arguments.out / "deferral.png")
+        draw(list(csv.DictReader(file)), ROOT / "docs/images/deferral.png")
 
 
 if __name__ == "__main__":

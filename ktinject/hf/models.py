@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,50 +23,20 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    DeepseekV3ForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from ktinject.checkpoints import beside, gguf_names
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import CheckpointError, PlanError, listed
 from ktinject.hf.key_map import KeyMap, matches
-from ktinject.hf.kimi_k2 import KimiK2Config
 from ktinject.machine import device_of
 
 MAX_MODULES = 50_000  # DeepSeek-V3 has some 2,000
-
-
-class KimiK2ForCausalLM(DeepseekV3ForCausalLM):
-    """DeepSeek-V3 under Kimi-K2's `model_type`, by which transformers looks up the names in a checkpoint."""
-
-    config_class = KimiK2Config
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        # transformers reads the source around a class to find out, which here is not the model's.
-        return DeepseekV3ForCausalLM._can_set_experts_implementation()
-
-
-def _register_kimi_k2() -> None:
-    if CONFIG_MAPPING[KimiK2Config.model_type] is not KimiK2Config:
-        return  # this version of transformers knows it by itself
-    AutoModelForCausalLM.register(KimiK2Config, KimiK2ForCausalLM)
-    # Without it, transformers' own from_pretrained leaves the experts random, with no more than a warning.
-    names = get_checkpoint_conversion_mapping("deepseek_v3")
-    register_checkpoint_conversion_mapping(KimiK2Config.model_type, names)
-
-
-_register_kimi_k2()
 
 
 class _Lazy:
@@ -182,7 +151,7 @@ def _stand_ins(model: PreTrainedModel) -> Iterator[None]:
 
     try:
         for entry in plan.entries if plan else ():
-            for name, shape in entry.wants.items():
+            for name, shape in entry.parameter_shapes.items():
                 owner: Any = model.get_submodule(entry.path)
                 *parents, last = name.split(".")
                 for parent in parents:
@@ -343,56 +312,3 @@ def _usual_dtype(checkpoint: Checkpoint | None) -> torch.dtype:
         return torch.get_default_dtype()
     known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
     return known.get(max(sizes, key=sizes.__getitem__), torch.bfloat16)
-
-
-class Layers:
-    """Which decoder layer a module belongs to."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-
-    @cached_property
-    def _prefix_and_count(self) -> tuple[str, int]:
-        count = getattr(self._model.config.get_text_config(), "num_hidden_layers", 0)
-        lists = [
-            (path, len(module))
-            for path, module in self._model.named_modules()
-            if isinstance(module, nn.ModuleList)
-        ]
-        # A vision tower may be as deep as the language model, whose layers are nearly always called `layers`.
-        lists.sort(key=lambda found: (found[1] != count, not found[0].endswith("layers")))
-        return lists[0] if lists and lists[0][1] == count else ("", 0)
-
-    @property
-    def count(self) -> int:
-        """Number of decoder layers; 0 if the model has none that can be told."""
-        return self._prefix_and_count[1]
-
-    @property
-    def paths(self) -> list[str]:
-        """The paths of the decoder layers."""
-        prefix, count = self._prefix_and_count
-        return [f"{prefix}.{number}" for number in range(count)]
-
-    @property
-    def stack(self) -> nn.Module:
-        """The module that owns the decoder layers, through whose forward all tokens go; else the model itself."""
-        prefix, count = self._prefix_and_count
-        return self._model.get_submodule(prefix.rpartition(".")[0]) if count else self._model
-
-    def of(self, path: str) -> int | None:
-        """The decoder layer of a module path, None outside of them."""
-        prefix, count = self._prefix_and_count
-        inside = path.removeprefix(f"{prefix}.")
-        number = inside.partition(".")[0]
-        return int(number) if count and inside != path and number.isdigit() else None
-
-
-def has_routed_experts(model: PreTrainedModel) -> bool:
-    """Whether a module of the model goes by the name that transformers gives routed experts in every family."""
-    return any(path.rpartition(".")[2] == "experts" for path, _ in model.named_modules())
-
-
-def class_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of a module's class and its bases, most derived first."""
-    return tuple(base.__name__ for base in type(module).__mro__[:-1])

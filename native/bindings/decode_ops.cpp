@@ -30,7 +30,7 @@ void init_decode_ops(nb::module_& m) {
       "attention",
       [](uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t q_weight, uintptr_t k_weight, uintptr_t cos, uintptr_t sin,
          uintptr_t cache_position, uintptr_t mask, uintptr_t keys, uintptr_t values, uintptr_t out, uintptr_t scratch,
-         uintptr_t block_count, int batch, int q_heads, int kv_heads, int size, int splits, int64_t q_stride,
+         uintptr_t block_counts, int batch, int q_heads, int kv_heads, int size, int splits, int64_t q_stride,
          int64_t kv_stride, int64_t rotation_stride, int64_t batch_stride, int64_t head_stride, int64_t mask_stride,
          float eps, float scale, int dtype, cuda::Stream stream) {
         cuda::attention({pointer<>(q),
@@ -46,7 +46,7 @@ void init_decode_ops(nb::module_& m) {
                          pointer<>(values),
                          pointer<>(out),
                          pointer<float>(scratch),
-                         pointer<unsigned>(block_count),
+                         pointer<unsigned>(block_counts),
                          batch,
                          q_heads,
                          kv_heads,
@@ -64,7 +64,7 @@ void init_decode_ops(nb::module_& m) {
       },
       nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("q_weight"), nb::arg("k_weight"), nb::arg("cos"),
       nb::arg("sin"), nb::arg("cache_position"), nb::arg("mask"), nb::arg("keys"), nb::arg("values"), nb::arg("out"),
-      nb::arg("scratch"), nb::arg("block_count"), nb::arg("batch"), nb::arg("q_heads"), nb::arg("kv_heads"),
+      nb::arg("scratch"), nb::arg("block_counts"), nb::arg("batch"), nb::arg("q_heads"), nb::arg("kv_heads"),
       nb::arg("size"), nb::arg("splits"), nb::arg("q_stride"), nb::arg("kv_stride"), nb::arg("rotation_stride"),
       nb::arg("batch_stride"), nb::arg("head_stride"), nb::arg("mask_stride"), nb::arg("eps"), nb::arg("scale"),
       nb::arg("dtype"), nb::arg("stream"),
@@ -136,15 +136,15 @@ void init_decode_ops(nb::module_& m) {
   m.def(
       "choose_on_gpu",
       [](uintptr_t scores, uintptr_t noise, uintptr_t ends, uintptr_t ids, uintptr_t result, uintptr_t seen,
-         uintptr_t length, uintptr_t best, uintptr_t block_count, int64_t pad, int rows, int vocab,
+         uintptr_t length, uintptr_t best, uintptr_t block_counts, int64_t pad, int rows, int vocab,
          cuda::Stream stream) {
         cuda::choose({pointer<const float>(scores), pointer<const float>(noise), pointer<const bool>(ends),
                       pointer<int64_t>(ids), pointer<int64_t>(result), pointer<bool>(seen), pointer<int64_t>(length),
-                      pointer<uint64_t>(best), pointer<unsigned>(block_count), pad, rows, vocab},
+                      pointer<uint64_t>(best), pointer<unsigned>(block_counts), pad, rows, vocab},
                      stream);
       },
       nb::kw_only(), nb::arg("scores"), nb::arg("noise"), nb::arg("ends"), nb::arg("ids"), nb::arg("result"),
-      nb::arg("seen"), nb::arg("length"), nb::arg("best"), nb::arg("block_count"), nb::arg("pad"), nb::arg("rows"),
+      nb::arg("seen"), nb::arg("length"), nb::arg("best"), nb::arg("block_counts"), nb::arg("pad"), nb::arg("rows"),
       nb::arg("vocab"), nb::arg("stream"), "The greatest score of each row, or a sample, and what follows from it.");
   m.def(
       "advance",

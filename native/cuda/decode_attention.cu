@@ -353,7 +353,7 @@ __device__ __forceinline__ bool is_last_block(const Attention& p, size_t cell) {
   // Back at zero when all have come.
   if (threadIdx.x == 0)
     is_last =
-        atomicInc(p.block_count + cell, static_cast<unsigned>(p.splits) - 1) == static_cast<unsigned>(p.splits) - 1;
+        atomicInc(p.block_counts + cell, static_cast<unsigned>(p.splits) - 1) == static_cast<unsigned>(p.splits) - 1;
   __syncthreads();
   if (!is_last) return false;
   __threadfence();

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cuda/stream.hpp"
-#include "gemm/vector_ops.hpp"
+#include "runtime/dtype.hpp"
 
 namespace ktinject::cuda {
 
@@ -12,16 +12,16 @@ namespace ktinject::cuda {
 // sample of the softmax over the scores instead: the greatest of softmax(scores) / noise. Then what the row goes on
 // with.
 struct Choice {
-  const float* scores = nullptr;    // [rows, vocab]
-  const float* noise = nullptr;     // [rows, vocab], or null
-  const bool* ends = nullptr;       // [vocab]: end tokens, or null
-  int64_t* ids = nullptr;           // [rows]: receives the tokens
-  int64_t* result = nullptr;        // [2, rows]: receives the tokens, and 1 while a row goes on, which is read, too
-  bool* seen = nullptr;             // [rows, vocab + 1]: the token is marked; or null
-  int64_t* length = nullptr;        // [1]: one is added
-  uint64_t* best = nullptr;         // [rows]: zero, and zero again after each call
-  unsigned* block_count = nullptr;  // [1]: likewise
-  int64_t pad = -1;                 // what a finished row goes on with; -1: its own token
+  const float* scores = nullptr;     // [rows, vocab]
+  const float* noise = nullptr;      // [rows, vocab], or null
+  const bool* ends = nullptr;        // [vocab]: end tokens, or null
+  int64_t* ids = nullptr;            // [rows]: receives the tokens
+  int64_t* result = nullptr;         // [2, rows]: receives the tokens, and 1 while a row goes on, which is read, too
+  bool* seen = nullptr;              // [rows, vocab + 1]: the token is marked; or null
+  int64_t* length = nullptr;         // [1]: one is added
+  uint64_t* best = nullptr;          // [rows]: zero, and zero again after each call
+  unsigned* block_counts = nullptr;  // [1]: likewise
+  int64_t pad = -1;                  // what a finished row goes on with; -1: its own token
   int rows = 0, vocab = 0;
 };
 void choose(const Choice& input, Stream stream);

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "cuda/stream.hpp"
-#include "gemm/vector_ops.hpp"
+#include "runtime/dtype.hpp"
 
 namespace ktinject::cuda {
 
@@ -26,8 +26,8 @@ struct Attention {
   void* keys = nullptr;                     // [batch, kv_heads, capacity, size]
   void* values = nullptr;
   void* out = nullptr;
-  float* scratch = nullptr;         // attention_scratch() values; unused with one split
-  unsigned* block_count = nullptr;  // [batch, q_heads]: zero, and zero again after each call
+  float* scratch = nullptr;          // attention_scratch() values; unused with one split
+  unsigned* block_counts = nullptr;  // [batch, q_heads]: zero, and zero again after each call
   int batch = 0, q_heads = 0, kv_heads = 0, size = 0;
   int splits = 1;                             // of the cache, each for blocks of its own
   int64_t q_stride = 0, kv_stride = 0;        // from row to row of the batch, in elements

@@ -139,7 +139,7 @@ struct Channel::Slot final : Work {
 struct Channel::Shared {
   ~Shared();
 
-  std::atomic<const Experts*> experts{nullptr};
+  std::atomic<const moe::Experts*> experts{nullptr};
   int expert_count = 0;
   int device = 0;
   Mode mode = Mode::flags;
@@ -179,7 +179,7 @@ void Channel::Slot::compute(uint32_t count) {
     weights[i] = std::bit_cast<float>(receive(view.weights + i));
     any = any || ids[i] != -1;
   }
-  const Experts* const experts = shared->experts.load();
+  const moe::Experts* const experts = shared->experts.load();
   if (experts == nullptr) throw std::runtime_error("the experts are gone");
   const auto dtype = static_cast<DType>(head.dtype);
   // Where all of them are elsewhere, there is nothing to wake the workers for.
@@ -216,7 +216,7 @@ void Channel::Slot::run() noexcept {
   ended.fetch_add(1, std::memory_order_release);
 }
 
-Channel::Channel(const Experts& experts, int device, int slots, int tokens, int value_bytes, Mode mode)
+Channel::Channel(const moe::Experts& experts, int device, int slots, int tokens, int value_bytes, Mode mode)
     : shared_(std::make_unique<Shared>()) {
   Shared& here = *shared_;
   here.experts = &experts;
@@ -398,7 +398,7 @@ void Channel::wait(int index, int tokens, DType dtype, void* out, const float* a
               stream);
 }
 
-void Channel::exchange(const cuda::Resident& shapes, const Experts& from, int leaving, int coming, int place,
+void Channel::exchange(const cuda::Resident& shapes, const moe::Experts& from, int leaving, int coming, int place,
                        int32_t* places, void* memory, uintptr_t raw_stream) {
   Shared& here = *shared_;
   auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);

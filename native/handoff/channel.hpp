@@ -59,7 +59,7 @@ std::string why_no_flags(int device);
 class Channel {
  public:
   // Slots hold `tokens` tokens of dtypes of up to `value_bytes` bytes. Throws std::runtime_error or std::bad_alloc.
-  Channel(const Experts& experts, int device, int slots, int tokens, int value_bytes, Mode mode);
+  Channel(const moe::Experts& experts, int device, int slots, int tokens, int value_bytes, Mode mode);
   ~Channel();
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
@@ -74,8 +74,8 @@ class Channel {
   void wait(int slot, int tokens, DType dtype, void* out, const float* addend, const void* residual, uintptr_t stream);
   // Puts expert `coming` of `from` to where `leaving` lies in `memory`, once no step that uses `leaving` is under way.
   // Enqueues in `stream`, which is not the one that submits; they go on meanwhile.
-  void exchange(const cuda::Resident& shapes, const Experts& from, int leaving, int coming, int place, int32_t* places,
-                void* memory, uintptr_t stream);
+  void exchange(const cuda::Resident& shapes, const moe::Experts& from, int leaving, int coming, int place,
+                int32_t* places, void* memory, uintptr_t stream);
   // Throws what went wrong since the last call: what the CPU threw, or that nobody answered in time.
   void check();
 

@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 with suppress(ImportError):
-    import ktinject.hf.models  # noqa: F401  registers kimi_k2
+    import ktinject.hf.kimi_k2  # noqa: F401  registers it
 
 # The oldest transformers that is supported lacks some of them.
 AVAILABLE = [name for name in FAMILIES if name in CONFIG_MAPPING]

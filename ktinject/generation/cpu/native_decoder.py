@@ -1,7 +1,7 @@
 """Decode steps of a model on the CPU: all decoder layers in one call of the native core (native/decode/).
 
 At one token, transformers runs some sixty tensor operations a layer, each microseconds of dispatch around nanoseconds
-of work; beside experts and linears of the native core that is most of a step. `CpuStep` knows layers by what they
+of work; beside experts and linears of the native core that is most of a step. `NativeDecoder` knows layers by what they
 hold: norms, attention and a feed-forward part made of `cpu_linear`, `cpu_router` and experts on the CPU. Whether it
 computes what they compute is not believed: before the first request's first step, `prove` runs both on that request's
 cache, until every layer has agreed with the model's own; a model with one that does not keeps transformers' steps. So
@@ -26,6 +26,7 @@ from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.operators.cpu_linear import CpuLinear
 from ktinject.operators.cpu_router import CpuRouter
+from ktinject.support import SUPPORTED, Support
 
 logger = logging.getLogger("ktinject")
 
@@ -43,23 +44,23 @@ class _Unknown(Exception):
 
 
 class _Call:
-    """One step. place: of its tokens in the cache."""
+    """One step. cache_position: of its tokens."""
 
     def __init__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> None:
         self.ids, self.mask, self.positions, self.cache = ids, mask, positions, cache
-        self.place = int(cache.layers[0].place)
+        self.cache_position = int(cache.layers[0].cache_position)
 
     def kept(self, index: int) -> list[Tensor]:
         """What a layer has left in the cache."""
         layer = self.cache.layers[index]
-        return [tensor[:, :, self.place].clone() for tensor in (layer.keys, layer.values)]
+        return [tensor[:, :, self.cache_position].clone() for tensor in (layer.keys, layer.values)]
 
 
-class CpuStep:
+class NativeDecoder:
     """The model on one token a row, as `graph.Forward`.
 
     is_proven  whether all layers have agreed, so that steps run natively
-    refused    why they never will
+    support    whether they may: no, and why, once a layer is unknown or has disagreed
 
     Until it is proven, a step is the model's own, and layers are compared.
     """
@@ -67,16 +68,16 @@ class CpuStep:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
         self._caches: weakref.WeakKeyDictionary[Cache, Any] = weakref.WeakKeyDictionary()
-        self.is_proven, self.refused = False, ""
+        self.is_proven, self.support = False, SUPPORTED
         try:
             self._layers = _Layers(model)
         except _Unknown as error:
-            self.refused = str(error)
+            self.support = Support.no(str(error))
             return
         self._unproven = dict.fromkeys(range(len(self._layers)), _TRIES)  # layer → tries left
 
     def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """ids [b, 1], mask [b, 1, 1, n] bool, positions [b, 1], a cache as `graph.Lane` has it → logits [b, v]."""
+        """ids [b, 1], mask [b, 1, 1, n] bool, positions [b, 1], a runner's `KVBucket` → logits [b, v]."""
         model: Any = self._model()
         assert model is not None
         call = _Call(ids, mask, positions, cache)
@@ -86,7 +87,7 @@ class CpuStep:
             out = self._run(call, x[:, 0], layers.rotary(x, positions), 0, len(layers), layers.norm)
             head: Tensor = model.lm_head(out)
             return head
-        model = model if self.refused else self._comparing(model, call)
+        model = self._comparing(model, call) if self.support else model
         return loop.logits_of(model, ids, mask, positions, cache)
 
     def prove(self, step: Callable[[], None], again: Callable[[], None]) -> None:
@@ -96,7 +97,7 @@ class CpuStep:
         again   puts the cache back to what it was before
         """
         for _ in range(_TRIES):
-            if self.is_proven or self.refused:
+            if self.is_proven or not self.support:
                 return
             step()
             again()
@@ -105,7 +106,7 @@ class CpuStep:
 
     def refresh(self) -> None:
         """Read anew what the native layers hold a copy of; for each request."""
-        if not self.refused:
+        if self.support:
             for copy, source in self._layers.copies:
                 copy.copy_(source)
 
@@ -125,7 +126,7 @@ class CpuStep:
             cos=cos[:, 0].contiguous(),
             sin=sin[:, 0].contiguous(),
             mask=call.mask[:, 0, 0],
-            place=call.place,
+            place=call.cache_position,
             cache=self._caches[call.cache],
             first=first,
             last=last,
@@ -201,8 +202,8 @@ class CpuStep:
             raise _Unknown(why)
 
     def _refuse(self, why: str) -> None:
-        if not self.refused:
-            self.is_proven, self.refused = False, why
+        if self.support:
+            self.is_proven, self.support = False, Support.no(why)
             logger.info("decode steps keep transformers' own operations: %s", why)
 
 
