@@ -25,15 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    DynamicCache,
+    DynamicLayer,
     EosTokenCriteria,
     GenerationConfig,
     GenerationMixin,
     MaxLengthCriteria,
     PreTrainedModel,
     StaticCache,
+    StaticLayer,
     StopStringCriteria,
 )
-from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ktinject.distributed.process_group import Team

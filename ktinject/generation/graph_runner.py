@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers import Cache, CacheLayerMixin
 
 from ktinject.generation.cuda.decode_ops import advance
 from ktinject.generation.piecewise_graph import AtOnce, Chain, NotCapturable, Route, capture_stream, record

@@ -16,12 +16,10 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ktinject import _native
+from ktinject.hf import compat
 from ktinject.operators import Operator
 
 # Kinds of entries, as native/bindings/watch.cpp knows them.
@@ -66,7 +64,7 @@ class Watch:
             self._note_module(module, path, model)
         for name in _GLOBAL_HOOKS:
             self._note_value(getattr(nn.modules.module, name), f"torch's {name}")
-        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        for registry in (compat.ALL_ATTENTION_FUNCTIONS, compat.ALL_MASK_ATTENTION_FUNCTIONS):
             for name in ("_local_mapping", "_global_mapping"):
                 self._note_value(getattr(registry, name, {}), "the attention functions")
         del self._seen, self._classes
@@ -233,5 +231,5 @@ def _address(tensor: Tensor) -> int | None:
 
 def active_mode() -> str:
     """The class of a mode of torch that sees every operation and is on, or "": of a recorded step it would see none."""
-    mode = _get_current_dispatch_mode()
+    mode = compat.get_current_dispatch_mode()
     return type(mode).__name__ if mode is not None else ""
