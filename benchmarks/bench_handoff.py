@@ -30,7 +30,7 @@ def layers(hidden: int, mode: handoff.Mode) -> list[handoff.Handoff]:
     config._experts_implementation = "eager"
     operator = CpuExperts.build(Qwen3MoeExperts(config), CpuExpertsConfig(device="cpu"))
     operator.allocate()
-    for name, shape in operator.wants().items():
+    for name, shape in operator.parameter_shapes().items():
         operator.load(name, torch.zeros(shape), None, None)
     operator.finish()
     made = [handoff.Handoff(operator.native, hidden, mode) for _ in range(LAYERS)]

@@ -38,7 +38,7 @@ class FusedRMSNorm(Operator):
     def footprint(self) -> dict[str, int]:
         return {self.device: self.shape[0] * self.dtype.itemsize}
 
-    def wants(self) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {"weight": self.shape}
 
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:

@@ -21,7 +21,7 @@ from ktinject import ending, machine
 from ktinject import rules as language
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.distributed import layer_split, tensor_parallel
-from ktinject.distributed.process_group import Team
+from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.generation import generate
 from ktinject.hf import models
@@ -60,9 +60,9 @@ def plan(
     if machine is not None and tp:
         raise PlanError("machine: the processes of tp are on this machine. Leave one of the two out.")
     found = _machine(machine)
-    team = Team.join(found, devices) if tp else None
-    with _together(team), _open(model, checkpoint) or nullcontext() as source:
-        decided = make(model, ruleset, source, found, devices, budget, team)
+    group = ProcessGroup.join(found, devices) if tp else None
+    with _sharing_errors(group), _open(model, checkpoint) or nullcontext() as source:
+        decided = make(model, ruleset, source, found, devices, budget, group)
     if machine is not None:
         decided.notes.append(
             "planned for another machine; its CPU is taken for this one's, and a GPU that is not here for one of "
@@ -102,9 +102,9 @@ def optimize(
     """
     ruleset = _read_rules(model, rules, variables)
     found = _machine()
-    team = Team.join(found, devices) if tp else None
-    with _together(team):
-        return _optimize(model, ruleset, checkpoint, found, devices, budget, progress, check_tensors, team)
+    group = ProcessGroup.join(found, devices) if tp else None
+    with _sharing_errors(group):
+        return _optimize(model, ruleset, checkpoint, found, devices, budget, progress, check_tensors, group)
 
 
 def _machine(memory: Mapping[str, int | str] | None = None) -> Machine:
@@ -112,8 +112,8 @@ def _machine(memory: Mapping[str, int | str] | None = None) -> Machine:
     return found if memory is None else suppose(found, memory)
 
 
-def _together(team: Team | None) -> AbstractContextManager[None]:
-    return nullcontext() if team is None else team.together()
+def _sharing_errors(group: ProcessGroup | None) -> AbstractContextManager[None]:
+    return nullcontext() if group is None else group.sharing_errors()
 
 
 def _optimize(
@@ -125,7 +125,7 @@ def _optimize(
     budget: Mapping[str, int | str] | None,
     progress: bool,
     check_tensors: bool,
-    team: Team | None,
+    group: ProcessGroup | None,
 ) -> PreTrainedModel:
     ending.install()
     operators: dict[str, Any] = {}
@@ -133,20 +133,20 @@ def _optimize(
     transaction = inject.Transaction(model)
     try:
         with _open(model, checkpoint) or nullcontext() as source:
-            decided = make(model, ruleset, source, found, devices, budget, team)
+            decided = make(model, ruleset, source, found, devices, budget, group)
             _check_ready(model, decided, source)
-            if team is not None:
-                tensor_parallel.apply(model, decided.styles, team.size)
+            if group is not None:
+                tensor_parallel.apply(model, decided.styles, group.size)
             operators |= inject.build(decided, model)
             if source is None:
                 _fill_from_model(model, decided, operators, progress, check_tensors)
             else:
-                shown = progress and (team is None or team.rank == 0)
-                _fill_from_checkpoint(model, decided, operators, source, shown, check_tensors, team)
-        if team is not None:
-            tensor_parallel.install(model, decided.styles, team)
+                shown = progress and (group is None or group.rank == 0)
+                _fill_from_checkpoint(model, decided, operators, source, shown, check_tensors, group)
+        if group is not None:
+            tensor_parallel.install(model, decided.styles, group)
         layer_split.install(model, Layers(model).paths, decided.device_map)
-        generate.install(model, team)
+        generate.install(model, group)
         if operators:
             swapped.install(model)
         logger.info("swapped %d modules of %s", len(decided.entries), decided.model)
@@ -257,7 +257,7 @@ def _fill_from_checkpoint(
     source: Checkpoint,
     progress: bool,
     check_tensors: bool,
-    team: Team | None,
+    group: ProcessGroup | None,
 ) -> None:
     assert decided.mapping is not None
     folder = source.path if source.path.is_dir() else source.path.parent
@@ -267,7 +267,7 @@ def _fill_from_checkpoint(
     with fill.progress(sum(fill.stored_bytes(source, key) for key in keys), progress) as advance:
         read = fill.Reader(source, models.quantization(model.config), advance, check_tensors, decided.cuts)
         fill.from_checkpoint(decided, operators, model, source, read)
-        inject.apply(model, decided, operators, team)
+        inject.apply(model, decided, operators, group)
         models.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))
         models.drop_quantization(model.config)
         if generation is not None:

@@ -72,7 +72,7 @@ class AbsorbedMla(Operator):
         super().__init__()
         self.spec = spec
         self.config = config
-        self.caches = spec.kv_lora_rank + spec.qk_rope_head_dim
+        self.kv_values_per_token = spec.kv_lora_rank + spec.qk_rope_head_dim
         self._dtype = getattr(module, EXPANSION).weight.dtype
         for name in attention.CHILDREN:
             setattr(self, name, getattr(module, name, None))
@@ -111,7 +111,7 @@ class AbsorbedMla(Operator):
     def footprint(self) -> dict[str, int]:
         return {}  # all its weights are children's, which the plan counts where they stand
 
-    def wants(self) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {}
 
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:

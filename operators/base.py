@@ -5,9 +5,9 @@ no buffer of its own: its weights live in a native object, filled piece by piece
 does not compute itself (a router, a norm) it keeps as a child, under the child's old name, and transformers loads
 that as it always did.
 
-The engine calls, in this order: `arrange` for all modules of an operator at once, `supports`, `build`, then
-`describe`, `footprint` and `wants` for the plan. When the plan stands it builds again and calls `allocate`, `load` for
-every piece, and `finish`; when all operators are in the model, `connect`.
+The engine calls, in this order: `plan_placement` for all modules of an operator at once, `resolve`, `supports`,
+`build`, then `describe`, `footprint` and `parameter_shapes` for the plan. When the plan stands it builds again and
+calls `allocate`, `load` for every piece, and `finish`; when all operators are in the model, `connect`.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Config:
     device: str = "auto"  # where the operator computes, whatever device its inputs are on
 
     @property
-    def fills(self) -> bool:
+    def auto_sized(self) -> bool:
         """Whether the operator takes what the rest of the plan leaves of a device."""
         return False
 
 
-class HandsOn(Protocol):
+class PendingOutput(Protocol):
     """What operators of a model hand from layer to layer beside the hidden states, within one forward pass."""
 
-    def lift(self) -> Tensor | None:
+    def detach(self) -> Tensor | None:
         """What is under way, complete, wherever that is; None: nothing is."""
 
-    def put_down(self, tensor: Tensor) -> None:
+    def attach(self, tensor: Tensor) -> None:
         """The same for the next layers, where they are."""
 
 
@@ -57,8 +57,10 @@ class Operator(nn.Module, ABC):
     Config: ClassVar[type] = Config
     replaces: ClassVar[bool] = True  # False only for `keep`
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)  # where the module may stand, preferred first
-    per_expert: ClassVar[bool] = False  # dimension 0 of all it wants is the expert: load() gets one at a time
-    takes: tuple[str, ...] = ()  # source formats that `load_stored` takes, see weights/formats.py
+    per_expert: ClassVar[bool] = (
+        False  # dimension 0 of every parameter is the expert: load() gets one at a time
+    )
+    native_formats: tuple[str, ...] = ()  # that `load_stored` takes as they are, see checkpoints/formats.py
     keeps: ClassVar[tuple[str, ...]] = ()  # direct children it keeps; rules may replace what is inside these
     # Of several tensor-parallel processes: each has one; only the first, which tells the others; it cannot be in any.
     across: ClassVar[Literal["each", "first", "none"]] = "each"
@@ -68,15 +70,15 @@ class Operator(nn.Module, ABC):
     capturable: bool = False
     # Attributes that the operator changes itself after it is finished, and whose change a recorded step may miss.
     changing: ClassVar[frozenset[str]] = frozenset()
-    hands_on: HandsOn | None = (
+    pending_output: PendingOutput | None = (
         None  # one for all operators that hand on to each other; crosses from GPU to GPU
     )
-    caches: int | None = (
+    kv_values_per_token: int | None = (
         None  # values that an attention caches for a token; None: as many as the module it replaces
     )
 
     @classmethod
-    def arrange(
+    def plan_placement(
         cls,
         stack: nn.Module,
         modules: Mapping[str, tuple[nn.Module, Any]],
@@ -86,7 +88,8 @@ class Operator(nn.Module, ABC):
 
         stack    the module that owns the decoder layers, not yet changed
         modules  path → module and config of all that rules give to this operator, in the order of the model
-        spare    device → bytes that may be used on top; empty at first, and again if some config then says `fills`
+        spare    device → bytes that may be used on top; empty at first. Called again with them if a config then says
+                 `auto_sized`
         Returns  path → the config that `supports` and `build` get, or the reason why not, as `supports` words it
         """
         return {path: config for path, (_, config) in modules.items()}
@@ -95,15 +98,15 @@ class Operator(nn.Module, ABC):
     _is_hf_initialized = True
 
     @classmethod
-    def adopt(cls, config: Any, source: Format) -> Any:
-        """The arguments for a weight that the checkpoint has in one of the formats of `takes`."""
+    def use_checkpoint_format(cls, config: Any, source: Format) -> Any:
+        """The arguments for a weight that the checkpoint has in one of its `native_formats`."""
         return config
 
     @classmethod
-    def instead(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:
+    def resolve(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:
         """The operator that takes this module now that the device is known, with its config; None: nobody, it stays.
 
-        Asked after `arrange`, before `supports`, which the operator that it names then answers.
+        Asked after `plan_placement`, before `supports`, which the operator that it names then answers.
         """
         return cls, config
 
@@ -131,7 +134,7 @@ class Operator(nn.Module, ABC):
     def footprint(self) -> dict[str, int]:
         """Bytes per device after `finish`, exact, known before anything is allocated."""
 
-    def shares(self) -> dict[tuple[str, str], tuple[int, int]]:
+    def workspace(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Buffers that operators share while the model runs: (device, what for) → bytes, the least and those wanted.
 
         Of several operators that name one, the greatest counts, and they take less where memory is short, but not less
@@ -140,7 +143,7 @@ class Operator(nn.Module, ABC):
         return {}
 
     @abstractmethod
-    def wants(self) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """What `load` takes: parameter name relative to the replaced module → shape of the parameter."""
 
     def allocate(self) -> None:
@@ -156,13 +159,13 @@ class Operator(nn.Module, ABC):
         """
 
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
-        """As `load`, with a weight as the checkpoint stores it; called for the formats of `takes` only."""
+        """As `load`, with a weight as the checkpoint stores it; called for its `native_formats` only."""
         raise NotImplementedError
 
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
         """Why `load_stored` would not take a piece of the parameter `name`, as `supports` words it; for the plan.
 
-        source   how the checkpoint stores it: one of the formats of `takes`
+        source   how the checkpoint stores it: one of its `native_formats`
         part     as `load_stored` would get it
         """
         return None
@@ -199,7 +202,7 @@ class Operator(nn.Module, ABC):
 
 
 class NeverBuilt(Operator):
-    """An operator that rules name and no plan holds: the module stays, or `instead` says who takes it."""
+    """An operator that rules name and no plan holds: the module stays, or `resolve` says who takes it."""
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> NoReturn:
@@ -211,7 +214,7 @@ class NeverBuilt(Operator):
     def footprint(self) -> dict[str, int]:
         return {}
 
-    def wants(self) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {}
 
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> NoReturn:
@@ -222,6 +225,18 @@ class NeverBuilt(Operator):
 
 
 REGISTRY: dict[str, type[Operator]] = {}
+
+# What the contract once called things, and what it calls them now.
+_RENAMED = {
+    "arrange": "plan_placement",
+    "instead": "resolve",
+    "adopt": "use_checkpoint_format",
+    "wants": "parameter_shapes",
+    "takes": "native_formats",
+    "shares": "workspace",
+    "caches": "kv_values_per_token",
+}
+_RENAMED_IN_CONFIG = {"fills": "auto_sized"}
 
 AnyOperator = TypeVar("AnyOperator", bound=type[Operator])
 
@@ -258,6 +273,10 @@ def _fault(cls: type) -> str | None:
     """How a class breaks the contract."""
     if not (isinstance(cls, type) and issubclass(cls, Operator)):
         return f"{cls!r} is not a subclass of ktinject.operators.Operator"
+    if renamed := _renamed(cls):
+        return (
+            f"{cls.__qualname__} defines names that the contract no longer has. Rename {', '.join(renamed)}"
+        )
     if inspect.isabstract(cls):
         return f"{cls.__qualname__} does not define {', '.join(sorted(cls.__abstractmethods__))}"
     if cls.replaces and cls.forward is nn.Module.forward:
@@ -265,3 +284,13 @@ def _fault(cls: type) -> str | None:
     if not (isinstance(cls.Config, type) and issubclass(cls.Config, Config) and is_dataclass(cls.Config)):
         return f"{cls.__qualname__}.Config is not a dataclass derived from ktinject.operators.Config"
     return None
+
+
+def _renamed(cls: type[Operator]) -> list[str]:
+    """The old names that a class, or its Config, still defines: the engine would never ask for them."""
+    return [
+        f"{prefix}{old} to {new}"
+        for prefix, owner, names in (("", cls, _RENAMED), ("Config.", cls.Config, _RENAMED_IN_CONFIG))
+        for old, new in names.items()
+        if hasattr(owner, old)
+    ]

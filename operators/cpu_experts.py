@@ -131,7 +131,7 @@ class CpuExperts(Operator):
             spec, config.weights, config.group_size, kernel, config.symmetric, config.numa
         )
         if config.weights == "fp8":
-            self.takes = ("fp8_blocks",)
+            self.native_formats = ("fp8_blocks",)
         self._loaded_dtype: torch.dtype | None = None
         self._handle = handle_of(self)
 
@@ -170,8 +170,8 @@ class CpuExperts(Operator):
     def footprint(self) -> dict[str, int]:
         return {"cpu": self.native.bytes}
 
-    def wants(self) -> dict[str, tuple[int, ...]]:
-        return routed_experts.wants(self.spec)
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return routed_experts.parameter_shapes(self.spec)
 
     def allocate(self) -> None:
         try:
@@ -258,7 +258,7 @@ class CpuExperts(Operator):
 
     def unpack(self, name: str, expert: int | None = None) -> Tensor:
         """The fp32 weights of parameter `name` in the replaced module's layout; of one expert if given."""
-        shapes = routed_experts.wants(self.spec)
+        shapes = routed_experts.parameter_shapes(self.spec)
         if name not in shapes:
             raise OperatorError(f"cpu_experts: found parameter {name}; allowed: {', '.join(shapes)}.")
         if expert is not None and not 0 <= expert < self.num_experts:

@@ -128,10 +128,12 @@ class CpuLinear(PackedLinear):
 
     def unpack(self, name: str, expert: int | None = None) -> Tensor:
         """The fp32 `weight` [out, in] or `bias` [out]."""
-        if name not in self.wants() or expert is not None:
-            raise OperatorError(f"cpu_linear: found parameter {name}; allowed: {', '.join(self.wants())}.")
+        if name not in self.parameter_shapes() or expert is not None:
+            raise OperatorError(
+                f"cpu_linear: found parameter {name}; allowed: {', '.join(self.parameter_shapes())}."
+            )
         self.finish()
-        out = torch.empty(self.wants()[name], dtype=torch.float32)
+        out = torch.empty(self.parameter_shapes()[name], dtype=torch.float32)
         (self.native.unpack_bias if name == "bias" else self.native.unpack)(out)
         return out
 

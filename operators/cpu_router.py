@@ -33,7 +33,7 @@ class _Packed:
     def __init__(self, linear: CpuLinear) -> None:
         self.linear = linear
         self.dtype, self.device = linear.dtype, torch.device("cpu")
-        self.shape = torch.Size(linear.wants()["weight"])
+        self.shape = torch.Size(linear.parameter_shapes()["weight"])
 
     def to(self, *args: Any, **kwargs: Any) -> _Packed:
         return self  # to fp32, for a product in fp32: the result has the input's dtype in any case
@@ -61,7 +61,7 @@ class CpuRouter(Operator):
     linear: CpuLinear
 
     @classmethod
-    def instead(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:
+    def resolve(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:
         weight = getattr(module, "weight", None)
         is_plain = isinstance(weight, Tensor) and weight.dtype != torch.bfloat16
         return None if config.device != "cpu" or is_plain else (cls, config)
@@ -105,8 +105,8 @@ class CpuRouter(Operator):
     def footprint(self) -> dict[str, int]:
         return self.linear.footprint()
 
-    def wants(self) -> dict[str, tuple[int, ...]]:
-        return self.linear.wants()
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.linear.parameter_shapes()
 
     def allocate(self) -> None:
         self.linear.allocate()

@@ -116,12 +116,12 @@ class Pass:
         self._local.deferred = None
         return deferred
 
-    def lift(self) -> Tensor | None:
+    def detach(self) -> Tensor | None:
         """What was handed on, complete: before the next layer is on another GPU, whose stream cannot wait for it."""
         deferred = self.take()
         return deferred.complete() if isinstance(deferred, Deferred) else deferred
 
-    def put_down(self, tensor: Tensor) -> None:
+    def attach(self, tensor: Tensor) -> None:
         self._local.deferred = tensor
 
     def _begin(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -222,7 +222,7 @@ class DeferredMoe(Operator):
         self._why: str = getattr(config, "why", "")
         self._class = type(block).__name__
         experts = HybridExperts.build(block.get_submodule(spec.leaf), _of_experts(config))
-        self.takes = experts.takes
+        self.native_formats = experts.native_formats
         leaf = _Leaf(experts, spec, self.defers)
         twin = moe_block.twin_of(block, **{spec.leaf: leaf})
         # No child, but this module under the block's class: children and tensors are the same, exchanged or not.
@@ -230,7 +230,7 @@ class DeferredMoe(Operator):
         vars(self).update({name: vars(twin)[name] for name in shared}, _block=twin)
 
     @classmethod
-    def arrange(
+    def plan_placement(
         cls,
         stack: nn.Module,
         modules: Mapping[str, tuple[nn.Module, Any]],
@@ -243,7 +243,7 @@ class DeferredMoe(Operator):
             f"{path}.{spec.leaf}": (modules[path][0].get_submodule(spec.leaf), _of_experts(modules[path][1]))
             for path, spec in blocks.items()
         }
-        placed = HybridExperts.arrange(stack, leaves, spare)
+        placed = HybridExperts.plan_placement(stack, leaves, spare)
         for path, spec in blocks.items():
             config, experts = modules[path][1], placed[f"{path}.{spec.leaf}"]
             depth = experts
@@ -288,8 +288,8 @@ class DeferredMoe(Operator):
     def footprint(self) -> dict[str, int]:
         return self._experts.footprint()
 
-    def wants(self) -> dict[str, tuple[int, ...]]:
-        return {f"{self.spec.leaf}.{name}": shape for name, shape in self._experts.wants().items()}
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {f"{self.spec.leaf}.{name}": shape for name, shape in self._experts.parameter_shapes().items()}
 
     def allocate(self) -> None:
         self._experts.allocate()
@@ -330,7 +330,7 @@ class DeferredMoe(Operator):
         return f"{self._class}, defers {self.defers} of {self.spec.top_k}"
 
     @property
-    def hands_on(self) -> Pass | None:  # type: ignore[override]
+    def pending_output(self) -> Pass | None:  # type: ignore[override]
         return self._leaf.within
 
     @property

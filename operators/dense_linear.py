@@ -43,7 +43,7 @@ class DenseLinear(NeverBuilt):
     device_types = ("cuda", "cpu")
 
     @classmethod
-    def instead(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:
+    def resolve(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:
         kind = config.device.partition(":")[0]
         if not isinstance(module, nn.Linear) or config.weights not in _SERVED[kind]:
             return cls, config

@@ -104,7 +104,7 @@ class Fp8Linear(GpuLinear):
     """
 
     Config = Fp8LinearConfig
-    takes = ("fp8_blocks",)
+    native_formats = ("fp8_blocks",)
 
     def __init__(self, module: nn.Linear, config: Fp8LinearConfig) -> None:
         super().__init__(module, config)
@@ -157,7 +157,7 @@ class Fp8Linear(GpuLinear):
         self._scales[:, : scales.shape[1]].copy_(scales)
 
     @classmethod
-    def adopt(cls, config: Any, source: Format) -> Any:
+    def use_checkpoint_format(cls, config: Any, source: Format) -> Any:
         return config
 
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
@@ -189,7 +189,9 @@ class Fp8Linear(GpuLinear):
             self._at(name)
             return self._bias.cpu()
         if name != "weight":
-            raise OperatorError(f"fp8_linear: found parameter {name}; allowed: {', '.join(self.wants())}.")
+            raise OperatorError(
+                f"fp8_linear: found parameter {name}; allowed: {', '.join(self.parameter_shapes())}."
+            )
         self._at(name)
         return self._unpacked().cpu()
 

@@ -85,7 +85,7 @@ class HybridExpertsConfig(CpuExpertsConfig):
             )
 
     @property
-    def fills(self) -> bool:
+    def auto_sized(self) -> bool:
         return isinstance(self.gpu_experts, str) and self.device != "cpu"
 
     @property
@@ -138,7 +138,7 @@ class HybridExperts(CpuExperts):
             self._for_gpu = native_experts(spec, config.gpu_weights, config.group_size, "auto")
 
     @classmethod
-    def arrange(
+    def plan_placement(
         cls,
         stack: nn.Module,
         modules: Mapping[str, tuple[nn.Module, Any]],
@@ -201,7 +201,7 @@ class HybridExperts(CpuExperts):
             sizes[self.config.device] = experts + GpuExperts.table_bytes(self.num_experts)
         return sizes
 
-    def shares(self) -> dict[tuple[str, str], tuple[int, int]]:
+    def workspace(self) -> dict[tuple[str, str], tuple[int, int]]:
         least, wanted = _ring_bytes(self.config, self.spec)
         if not wanted:
             return {}

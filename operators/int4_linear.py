@@ -62,7 +62,7 @@ class Int4Linear(GpuLinear):
 
     Config = Int4LinearConfig
     changing = frozenset({"_turn"})
-    takes = ("gptq", "awq", "packed", "q4_0")
+    native_formats = ("gptq", "awq", "packed", "q4_0")
     sm80_only = False  # for tests: leave sm_90's own kernels out
     every_lane = False  # for racecheck, which does not see that __syncwarp orders what a warp has read
 
@@ -80,7 +80,7 @@ class Int4Linear(GpuLinear):
         self._many_tokens = MANY_TOKENS if hopper else MANY_TOKENS_SM80
 
     @classmethod
-    def adopt(cls, config: Any, source: Format) -> Any:
+    def use_checkpoint_format(cls, config: Any, source: Format) -> Any:
         group_size = -1 if source.shape and source.group_size == source.shape[1] else source.group_size
         names_groups = any(name.endswith("g_idx") for name in source.companions)
         return _Adopted(config.device, group_size, not source.has_zeros, source.name, names_groups)
@@ -230,7 +230,9 @@ class Int4Linear(GpuLinear):
             self._at(name)
             return self._bias.cpu()
         if name != "weight":
-            raise OperatorError(f"int4_linear: found parameter {name}; allowed: {', '.join(self.wants())}.")
+            raise OperatorError(
+                f"int4_linear: found parameter {name}; allowed: {', '.join(self.parameter_shapes())}."
+            )
         return self.codes().values().cpu()
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:

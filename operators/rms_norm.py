@@ -102,7 +102,7 @@ class RmsNorm(Operator):
     def footprint(self) -> dict[str, int]:
         return {}
 
-    def wants(self) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {}
 
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:

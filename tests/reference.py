@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ktinject.operators.probes.experts import ExpertsSpec, describe, views, wants
+from ktinject.operators.probes.experts import ExpertsSpec, describe, parameter_shapes, views
 
 # Relative error ‖out - reference‖ / ‖reference‖ against the ORIGINAL weights, Gaussian weights and inputs.
 # The two layers, gate·up and down, each add an error of about the same size.
@@ -61,7 +61,7 @@ def relative_error(found: Tensor, want: Tensor) -> float:
 def weights_of(spec: ExpertsSpec, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """Stack a leaf's parameters by projection: gate, up, down [e, n, k] and their biases [e, n], in fp64."""
     cut: dict[str, list[Tensor]] = {}
-    for name in wants(spec):
+    for name in parameter_shapes(spec):
         for projection, expert, view in views(spec, name, parameters[name].detach(), None, None):
             assert expert == len(cut.setdefault(projection, []))
             cut[projection].append(view.double())

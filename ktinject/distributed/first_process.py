@@ -1,10 +1,10 @@
 """Routed experts that process 0 of a tensor-parallel model has, and all processes need the results of.
 
-    process 0   Announced: the operator inside ──► broadcast
-    others      Elsewhere                      ◄── [m, hidden]
+    process 0   BroadcastExperts: the operator inside ──► broadcast
+    others      ReceivedExperts                      ◄── [m, hidden]
 
 Their own routers gave the others the same ids and weights, which nobody looks at. A failure in process 0 is sent as
-NaN, and raised by all processes at the end of the forward pass (`Team.settle`).
+NaN, and raised by all processes at the end of the forward pass (`ProcessGroup.raise_if_failed`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ktinject.errors import OperatorError
 from ktinject.operators.base import Operator
 
 if TYPE_CHECKING:
-    from ktinject.distributed.process_group import Team
+    from ktinject.distributed.process_group import ProcessGroup
 
 
-class _InFirst(Operator):
+class _RankZeroExperts(Operator):
     """What both have in common; no rule can name them, and the plan knows the operator that it is about."""
 
     device_types = ("cuda", "cpu")
@@ -36,47 +36,47 @@ class _InFirst(Operator):
     def footprint(self) -> dict[str, int]:
         return {}
 
-    def wants(self) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {}
 
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> NoReturn:
         raise OperatorError(f"{name} is not for {self.name}")
 
 
-class Elsewhere(_InFirst):
+class ReceivedExperts(_RankZeroExperts):
     """Stands for experts of process 0."""
 
-    name = "elsewhere"
+    name = "received_experts"
     capturable = True
-    team: Team
+    group: ProcessGroup
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [m, hidden] → what process 0 computed, of the same shape, dtype and device."""
         out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-        return self.team.broadcast(out) if len(out) else out
+        return self.group.broadcast(out) if len(out) else out
 
 
-class Announced(_InFirst):
+class BroadcastExperts(_RankZeroExperts):
     """Tells the others what the operator inside computes.
 
     operator   filled
     """
 
-    name = "announced"
+    name = "broadcast_experts"
 
-    def __init__(self, operator: Operator, team: Team) -> None:
+    def __init__(self, operator: Operator, group: ProcessGroup) -> None:
         super().__init__()
-        self.operator, self.team, self.capturable = operator, team, operator.capturable
+        self.operator, self.group, self.capturable = operator, group, operator.capturable
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As the operator inside; but what that raises is left to `Team.settle`, and NaN is returned."""
+        """As the operator inside. Its errors are left to `ProcessGroup.raise_if_failed`; the output is then NaN."""
         try:
-            if self.team.failure:
-                raise OperatorError(self.team.failure)  # the rest of a pass that has failed
+            if self.group.failure:
+                raise OperatorError(self.group.failure)  # the rest of a pass that has failed
             out = self.operator(hidden_states, top_k_index, top_k_weights)
         except OperatorError as error:
             if hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise
-            self.team.failure = str(error)
+            self.group.failure = str(error)
             out = torch.full_like(hidden_states, torch.nan, memory_format=torch.contiguous_format)
-        return self.team.broadcast(out.contiguous()) if len(out) else out
+        return self.group.broadcast(out.contiguous()) if len(out) else out

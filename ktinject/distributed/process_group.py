@@ -1,4 +1,4 @@
-"""The processes of one tensor-parallel model: one a GPU, started by torchrun.
+"""The process group of a tensor-parallel model: one process a GPU, started by torchrun.
 
     process 0 ── data: NCCL on GPUs, gloo on CPUs; in the order of the stream ──► the others
               ── control: gloo; decisions and failures, from host to host ──────► the others
@@ -32,8 +32,8 @@ _COMPUTING = timedelta(minutes=30)
 _START = "Start it with `torchrun --nproc-per-node <number of GPUs> script.py`."
 
 
-class Team:
-    """One process's place among them.
+class ProcessGroup:
+    """The processes that share a model, as one of them sees them.
 
     rank     0 to size - 1; process 0 has the experts
     size     how many there are
@@ -48,12 +48,12 @@ class Team:
         self._checks: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @classmethod
-    def join(cls, machine: Machine, devices: str | Sequence[str] | None) -> Team | None:
+    def join(cls, machine: Machine, devices: str | Sequence[str] | None) -> ProcessGroup | None:
         """Meet the other processes; None if this is the only one. Raises PlanError, in all of them alike.
 
         devices  None: the n-th GPU for the n-th process, or the CPU where there is none; else one for each, or "cpu"
         """
-        rank, size = place()
+        rank, size = rank_and_size()
         device = torch.device(_device(machine, devices, rank, size))
         if size == 1:
             return None
@@ -64,12 +64,12 @@ class Team:
         dist.broadcast(tensor, 0, group=self._data)
         return tensor
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all processes in everybody's `tensor`, which is contiguous; the same bits everywhere."""
         dist.all_reduce(tensor, group=self._data)
         return tensor
 
-    def join_last(self, part: Tensor) -> Tensor:
+    def gather_last(self, part: Tensor) -> Tensor:
         """[…, n] → […, size · n]: the parts of all processes, in their order."""
         parts = part.new_empty(self.size, *part.shape)
         if part.device.type == "cuda":
@@ -78,25 +78,25 @@ class Team:
             dist.all_gather(list(parts.unbind(0)), part.contiguous(), group=self._data)
         return parts.movedim(0, -2).flatten(-2)
 
-    def tell(self, thing: Any) -> list[Any]:
-        """What each process says, in their order; small, picklable things."""
+    def all_gather(self, thing: Any) -> list[Any]:
+        """What each process gives, by rank; small, picklable objects, over the hosts."""
         said: list[Any] = [None] * self.size
         dist.all_gather_object(said, thing, group=self._control)
         return said
 
-    def all(self, fine: bool) -> bool:
-        """Whether all processes say so."""
-        return all(self.tell(fine))
+    def all_agree(self, fine: bool) -> bool:
+        """Whether `fine` is true in all processes."""
+        return all(self.all_gather(fine))
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def sharing_errors(self) -> Iterator[None]:
         """What one process raises within, the others raise at the end. No transfer within may be left half done."""
         try:
             yield
         except BaseException as error:
-            self.tell((type(error).__name__, str(error)))
+            self.all_gather((type(error).__name__, str(error)))
             raise
-        self._raise_what(self.tell(None))
+        self._raise_what(self.all_gather(None))
 
     def _raise_what(self, said: list[tuple[str, str] | None]) -> None:
         for rank, failure in enumerate(said):
@@ -105,11 +105,11 @@ class Team:
                 text = failure[1] if kind.__name__ == failure[0] else f"{failure[0]}: {failure[1]}"
                 raise kind(f"process {rank} of {self.size}: {text}")
 
-    def watch(self, check: Callable[[], None]) -> None:
-        """Have `settle` ask this method, too, what went wrong; it raises OperatorError."""
+    def add_check(self, check: Callable[[], None]) -> None:
+        """Have `raise_if_failed` ask this method, too, what went wrong; it raises OperatorError."""
         self._checks.append(weakref.WeakMethod(check))
 
-    def settle(self, logits: Tensor) -> None:
+    def raise_if_failed(self, logits: Tensor) -> None:
         """Raise in all processes what went wrong in one, at the end of a forward pass.
 
         logits  [b, …, v], the same bits in all processes. Whatever fails in the experts gives NaN for all tokens, and
@@ -117,23 +117,23 @@ class Team:
         Raises  OperatorError
         """
         if bool(logits[..., 0].isnan().any()):
-            self.settle_all()
+            self.raise_failures()
 
-    def settle_all(self) -> None:
-        """`settle` after NaN was seen in all processes."""
+    def raise_failures(self) -> None:
+        """`raise_if_failed` after NaN was seen in all processes."""
         for reference in self._checks:
             try:
                 if (check := reference()) is not None:
                     check()
             except OperatorError as error:
                 self.failure = self.failure or str(error)
-        said, self.failure = self.tell(self.failure), ""
+        said, self.failure = self.all_gather(self.failure), ""
         for rank, failure in enumerate(said):
             if failure:
                 where = "" if rank == self.rank else f"process {rank} of {self.size}: "
                 raise OperatorError(f"{where}{failure}")
 
-    def agree(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def begin_request(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Begin a request: all were given the same, and draw the same random numbers as process 0.
 
         Raises  OperatorError if the tensors in the arguments differ
@@ -143,7 +143,7 @@ class Team:
         state: list[Tensor] = [torch.get_rng_state()] if self.rank == 0 else []
         if self.rank == 0 and self.device.type == "cuda":
             state.append(torch.cuda.get_rng_state(self.device))
-        said = self.tell((mine, state))
+        said = self.all_gather((mine, state))
         for rank, (theirs, _) in enumerate(said):
             if theirs != said[0][0]:
                 raise OperatorError(
@@ -178,7 +178,7 @@ def _shapes(tensors: list[tuple[list[int], int]]) -> str:
     return ", ".join(f"{shape} (checksum {checksum:08x})" for shape, checksum in tensors) or "no tensor"
 
 
-def place() -> tuple[int, int]:
+def rank_and_size() -> tuple[int, int]:
     """This process's rank, and the number of processes. Raises PlanError."""
     if not dist.is_available():
         raise PlanError("tp: this build of torch has no torch.distributed. Use another one, or leave tp out.")

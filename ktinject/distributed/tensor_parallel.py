@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ktinject.distributed.process_group import Team
+from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError, PlanError
 from ktinject.hf.key_map import KeyMap
 
@@ -175,7 +175,9 @@ def apply(model: nn.Module, styles: Mapping[str, Style], size: int) -> None:
                 module._parameters[name] = nn.Parameter(part, requires_grad=False)
 
 
-def key_cuts(model: nn.Module, styles: Mapping[str, Style], mapping: KeyMap, team: Team) -> dict[str, Cut]:
+def key_cuts(
+    model: nn.Module, styles: Mapping[str, Style], mapping: KeyMap, group: ProcessGroup
+) -> dict[str, Cut]:
     """Checkpoint key → the part of it that this process has; for a model whose layers have the sizes of their parts.
 
     Raises  PlanError for a layer that the checkpoint stores together with others
@@ -186,7 +188,7 @@ def key_cuts(model: nn.Module, styles: Mapping[str, Style], mapping: KeyMap, tea
         by_output = style.startswith("colwise")
         length = module.out_features if by_output else module.in_features
         for name, parameter in module._parameters.items():
-            if parameter is None or (name == "bias" and not by_output and team.rank == 0):
+            if parameter is None or (name == "bias" and not by_output and group.rank == 0):
                 continue  # the sum of all processes has a bias once
             pieces = mapping.targets.get(f"{path}.{name}", ())
             if len(pieces) != 1 or pieces[0].part is not None:
@@ -197,7 +199,7 @@ def key_cuts(model: nn.Module, styles: Mapping[str, Style], mapping: KeyMap, tea
             if name == "bias" and not by_output:
                 cuts[pieces[0].key] = Cut(0, 0, 0)
             else:
-                cuts[pieces[0].key] = Cut(0 if by_output else 1, team.rank * length, length)
+                cuts[pieces[0].key] = Cut(0 if by_output else 1, group.rank * length, length)
     return cuts
 
 
@@ -205,13 +207,13 @@ def cached_values(
     whole: Sequence[int] | None,
     layer_of: Callable[[str], int | None],
     styles: Mapping[str, Style],
-    team: Team | None,
+    group: ProcessGroup | None,
 ) -> Sequence[int] | None:
     """The values that a process caches for a token in each layer, where all together cache `whole`."""
-    if whole is None or team is None:
+    if whole is None or group is None:
         return whole
     cut = {layer_of(path) for path, style in styles.items() if style == "colwise" and _is_attention(path)}
-    return [count // team.size if number in cut else count for number, count in enumerate(whole)]
+    return [count // group.size if number in cut else count for number, count in enumerate(whole)]
 
 
 class _Hook:
@@ -219,8 +221,8 @@ class _Hook:
 
     capturable = True
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
 
 
 class _Sum(_Hook):
@@ -230,24 +232,24 @@ class _Sum(_Hook):
                 "tp: gradients do not pass between processes. Call the model within torch.no_grad(), or load it "
                 "without tp to train."
             )
-        return self._team.sum(output.contiguous())
+        return self._group.all_reduce(output.contiguous())
 
 
 class _Join(_Hook):
     def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return self._team.join_last(output)
+        return self._group.gather_last(output)
 
 
 class _Split(_Hook):
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (args[0].chunk(self._team.size, -1)[self._team.rank].contiguous(), *args[1:])
+        return (args[0].chunk(self._group.size, -1)[self._group.rank].contiguous(), *args[1:])
 
 
 class _End(_Hook):
     """After the model: all processes have the same logits, and all raise what one of them met."""
 
-    def __init__(self, team: Team, share: bool) -> None:
-        super().__init__(team)
+    def __init__(self, group: ProcessGroup, share: bool) -> None:
+        super().__init__(group)
         self._share = share
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> Any:
@@ -256,24 +258,24 @@ class _End(_Hook):
             return None
         if self._share:
             # Sums come in the same bits everywhere, and so should these; tokens must.
-            output.logits = logits = self._team.broadcast(logits.contiguous())
+            output.logits = logits = self._group.broadcast(logits.contiguous())
         if not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._team.settle(logits)
+            self._group.raise_if_failed(logits)
         return output
 
 
-def install(model: PreTrainedModel, styles: Mapping[str, Style], team: Team) -> None:
+def install(model: PreTrainedModel, styles: Mapping[str, Style], group: ProcessGroup) -> None:
     """Let a loaded model's layers exchange what they must."""
     model.requires_grad_(False)
     for path, style in styles.items():
         module = model.get_submodule(path)
         if style == "rowwise_split_input":
-            module.register_forward_pre_hook(_Split(team))
+            module.register_forward_pre_hook(_Split(group))
         if style.startswith("rowwise"):
-            module.register_forward_hook(_Sum(team))
+            module.register_forward_hook(_Sum(group))
         if style == "colwise_gather_output":
-            module.register_forward_hook(_Join(team))
+            module.register_forward_hook(_Join(group))
     head = next(
         (path for path, module in model.named_modules() if module is model.get_output_embeddings()), ""
     )
-    model.register_forward_hook(_End(team, share=head not in styles))
+    model.register_forward_hook(_End(group, share=head not in styles))

@@ -38,13 +38,13 @@ from transformers import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ktinject.distributed.process_group import Team
+from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
 from ktinject.generation import loop, sampling
 from ktinject.generation.cpu import openmp
-from ktinject.generation.cpu.native_decoder import CpuStep
+from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cuda.fused import Fused
-from ktinject.generation.graph_runner import MAX_BATCH, Lane, power_of_two
+from ktinject.generation.graph_runner import MAX_BATCH, GraphRunner, bucket_of
 from ktinject.generation.sampling import Request, Sampler, Sampling
 from ktinject.generation.watch import Watch, active_mode, replaced_method, undeclared
 from ktinject.model_class import Methods, own_class, put_before
@@ -69,19 +69,19 @@ class Decoding:
     last      how the last request ran: "graph loop", "eager loop", "graph, stock loop: why" or "stock loop: why"
     reason    why the last request ran without graphs, or not all of it; "" if it ran with them
     requests  the same words → how many requests
-    lanes     batch size → what is captured for it
+    runners     batch size → what is captured for it
     fused     the modules that compute with few kernels in captured steps; None: all keep transformers' own
     native    decode steps of a model that stands on the CPU; None: of others, or before the first request
     """
 
-    def __init__(self, model: PreTrainedModel, team: Team | None = None) -> None:
-        self.team = team
+    def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
+        self.group = group
         self.graphs = _never(model)
         self.last, self.reason = "", ""
         self.requests: Counter[str] = Counter()
-        self.lanes: dict[int, Lane] = {}
-        self.fused = None if self.graphs else Fused(model, team)
-        self._native: CpuStep | None = None
+        self.runners: dict[int, GraphRunner] = {}
+        self.fused = None if self.graphs else Fused(model, group)
+        self._native: NativeDecoder | None = None
         self._model = weakref.ref(model)
         self._watch: Watch | None = None  # of the model that is recorded
         self._unrecordable = ""  # why that model cannot be
@@ -89,8 +89,8 @@ class Decoding:
         self._handoffs = [
             o.handoff for o in model.modules() if isinstance(getattr(o, "handoff", None), Handoff)
         ]
-        if team is not None:
-            team.watch(self.check)
+        if group is not None:
+            group.add_check(self.check)
         self._turn = threading.Lock()
         self._owner: int | None = None
         self._process = os.getpid()
@@ -106,12 +106,12 @@ class Decoding:
         self._local.replay = replay
 
     @property
-    def native(self) -> CpuStep | None:
+    def native(self) -> NativeDecoder | None:
         return self._native if self.graphs else None
 
     def release(self) -> None:
         """Give back all captured graphs and their caches; the next request captures again."""
-        self.lanes.clear()
+        self.runners.clear()
         self._native = None
 
     def check(self) -> None:
@@ -137,13 +137,13 @@ class Decoding:
 
     @contextmanager
     def turn(self) -> Iterator[str]:
-        """One request at a time uses the lanes, other threads wait. Gives why this one must not, or ""."""
-        # In a forked child, whoever had the turn and worked in the lanes is not there.
+        """One request at a time uses the runners, other threads wait. Gives why this one must not, or ""."""
+        # In a forked child, whoever had the turn and worked in the runners is not there.
         if self._process != os.getpid():
             self._turn, self._owner, self._process = threading.Lock(), None, os.getpid()
             self.release()
         model = self._model()
-        if self.graphs and (model is None or model.device.type != "cpu" or self.team is not None):
+        if self.graphs and (model is None or model.device.type != "cpu" or self.group is not None):
             yield self.graphs
         elif self._owner == threading.get_ident():
             yield "it is called from within another request of this model"
@@ -194,40 +194,40 @@ class Decoding:
         model = self._model()
         assert model is not None
         is_same = self._watch is not None and not self._watch.change()
-        if self.team is not None:
-            is_same = self.team.all(is_same)
+        if self.group is not None:
+            is_same = self.group.all_agree(is_same)
         if not is_same:
             self.release()
             self._fused_is_stale = True
             watch, why = Watch(model), _unrecordable(model)
-            if self.team is not None:
-                why = next((said for said in self.team.tell(why) if said), "")
+            if self.group is not None:
+                why = next((said for said in self.group.all_gather(why) if said), "")
             # In this order: an interrupt between the two makes the next request look again.
             self._unrecordable = why
             self._watch = watch
         if self._unrecordable or not self.graphs:
             if self._fused_is_stale and not self._unrecordable and self.fused is not None:
-                self.fused, self._fused_is_stale = Fused(model, self.team), False
+                self.fused, self._fused_is_stale = Fused(model, self.group), False
             return self._unrecordable
-        if self.team is not None:
+        if self.group is not None:
             return "several processes share the model"
-        self._native = self._native or CpuStep(model)
+        self._native = self._native or NativeDecoder(model)
         return self._native.refused
 
-    def lane(self, cache: Any, logits: Tensor, tokens: int) -> Lane | None:
-        """The lane of a request of up to so many tokens; None, and `reason` says so, if there is no room for one."""
+    def runner(self, cache: Any, logits: Tensor, tokens: int) -> GraphRunner | None:
+        """The runner of a request of up to so many tokens; None, and `reason` says so, if there is no room for one."""
         batch = len(logits)
         if self.native is not None:
             tokens = int(cache.get_seq_length()) + 1  # its cache grows
-        found = self.lanes.get(batch)
+        found = self.runners.get(batch)
         if found is not None and found.capacity >= tokens:
             return found
-        self.lanes.pop(batch, None)
+        self.runners.pop(batch, None)
         del found
-        lane: Lane | None
+        runner: GraphRunner | None
         assert self._watch is not None, "a request that was not refused"
         try:
-            lane = Lane(
+            runner = GraphRunner(
                 self.native or functools.partial(_forward, self._model, self.fused),
                 wake if self._handoffs else lambda: None,
                 cache,
@@ -238,28 +238,28 @@ class Decoding:
             )
         except torch.OutOfMemoryError:
             self.release()
-            self.reason = f"there is no room for a captured cache of {power_of_two(tokens)} tokens"
-            lane = None
-        if self.team is not None and not self.team.all(lane is not None):
+            self.reason = f"there is no room for a captured cache of {bucket_of(tokens)} tokens"
+            runner = None
+        if self.group is not None and not self.group.all_agree(runner is not None):
             self.reason = self.reason or "another process has no room for a captured cache"
-            lane = None
-        if lane is not None:
-            self.lanes[batch] = lane
-        return lane
+            runner = None
+        if runner is not None:
+            self.runners[batch] = runner
+        return runner
 
 
-def install(model: PreTrainedModel, team: Team | None = None) -> None:
+def install(model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
     """Let `generate` of a swapped model run as this file says.
 
-    team   the processes that share the model, all of which call it
+    group  the processes that share the model, all of which call it
     """
     if model.device.type == "cpu":
         openmp.let_threads_sleep()
         openmp.outlive_forks()
     if not isinstance(model, GenerationMixin) or type(model)._sample is not GenerationMixin._sample:
         return
-    model.ktinject_decoding = Decoding(model, team)
-    put_before(model, _Swapped if team is None else _Shared)
+    model.ktinject_decoding = Decoding(model, group)
+    put_before(model, _Swapped if group is None else _Shared)
 
 
 class _Swapped(Methods):
@@ -322,7 +322,7 @@ class _Swapped(Methods):
                     streamer=streamer,
                     **model_kwargs,
                 )
-                if decoding.team is None:
+                if decoding.group is None:
                     decoding.check()
                 if replay is not None:
                     decoding.reason = replay.stopped
@@ -346,7 +346,7 @@ class _Shared(_Swapped):
     """The same of a model that several processes share."""
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.ktinject_decoding.team.agree(args, kwargs)
+        self.ktinject_decoding.group.begin_request(args, kwargs)
         return own_class(self).generate(self, *args, **kwargs)
 
     def _get_static_cache_init_shape(self) -> None:
@@ -407,33 +407,33 @@ def _own(
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     del outputs
     new_tokens = max(1, plain.max_length - input_ids.shape[1])
-    lane = None
+    runner = None
     if not eager and new_tokens > 1:
         eager = _uneven(cache, input_ids) or decoding.refuse_model()  # the prompt ran code of the model
     if not eager and new_tokens > 1:
-        lane = decoding.lane(cache, logits, input_ids.shape[1] + new_tokens)
-        eager = "" if lane is not None else decoding.reason
+        runner = decoding.runner(cache, logits, input_ids.shape[1] + new_tokens)
+        eager = "" if runner is not None else decoding.reason
     step: _GraphStep | _EagerStep
-    native = decoding.native if lane is not None else None
+    native = decoding.native if runner is not None else None
     with model._optimize_model_for_decode(), nullcontext() if native is None else openmp.one_thread():
-        if lane is not None:
+        if runner is not None:
             positions = model_kwargs.get("position_ids")
             eager = _begin(
                 decoding,
-                lane,
+                runner,
                 logits,
                 cache,
                 model_kwargs.get("attention_mask"),
                 None if positions is None else positions[:, -1:],
             )
-            lane, native = (None, None) if eager else (lane, native)
-        if lane is not None:
+            runner, native = (None, None) if eager else (runner, native)
+        if runner is not None:
             _empty(cache)
-            step = _GraphStep(lane, plain, decoding)
+            step = _GraphStep(runner, plain, decoding)
         else:
             step = _EagerStep(model, plain, logits, input_ids, model_kwargs)
         step.sampler.begin(input_ids, plain.request)
-        draws = lane is not None and plain.sampling.do_sample and logits.is_cuda
+        draws = runner is not None and plain.sampling.do_sample and logits.is_cuda
         tokens = loop.run(
             input_ids,
             step,
@@ -442,15 +442,15 @@ def _own(
             pad=plain.sampling.pad,
             stop=None if plain.stop is None else lambda rows: plain.stop(rows, None),
             streamer=streamer,
-            late=lane is not None and native is None,
+            queue_ahead=runner is not None and native is None,
             generator=torch.cuda.default_generators[logits.device.index] if draws else None,
         )
-    if lane is None:
+    if runner is None:
         decoding.note("eager loop", eager)
     elif native is not None:
-        decoding.note("native loop", lane.changed)
+        decoding.note("native loop", runner.changed)
     else:
-        decoding.note("eager loop" if lane.failure else "graph loop", lane.failure or lane.changed)
+        decoding.note("eager loop" if runner.failure else "graph loop", runner.failure or runner.changed)
     return tokens
 
 
@@ -465,10 +465,15 @@ def _uneven(cache: Any, input_ids: Tensor) -> str:
 
 
 def _begin(
-    decoding: Decoding, lane: Lane, logits: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None
+    decoding: Decoding,
+    runner: GraphRunner,
+    logits: Tensor,
+    cache: Any,
+    mask: Tensor | None,
+    positions: Tensor | None,
 ) -> str:
-    """Have a lane take over a prefill's cache, which stays as it is; why the model's own steps must run, or ""."""
-    begin = functools.partial(lane.begin, cache, int(cache.get_seq_length()), mask, positions)
+    """Have a runner take over a prefill's cache, which stays as it is; why the model's own steps must run, or ""."""
+    begin = functools.partial(runner.begin, cache, int(cache.get_seq_length()), mask, positions)
     begin()
     native = decoding.native
     if native is None:
@@ -477,9 +482,9 @@ def _begin(
     found = [logits]
 
     def step() -> None:
-        lane.ids.copy_(found.pop().argmax(-1, keepdim=True))
-        lane.step()
-        found.append(lane.logits.clone())
+        runner.ids.copy_(found.pop().argmax(-1, keepdim=True))
+        runner.step()
+        found.append(runner.logits.clone())
 
     native.prove(step, begin)
     return native.refused
@@ -499,33 +504,33 @@ def _empty(cache: DynamicCache | StaticCache) -> None:
 class _GraphStep:
     """A step is two replays: the forward pass, then the choice."""
 
-    def __init__(self, lane: Lane, plain: _Plain, decoding: Decoding) -> None:
-        self._lane, self._decoding = lane, decoding
-        self._sampling, self.sampler = plain.sampling, lane.sampler(plain.sampling)
+    def __init__(self, runner: GraphRunner, plain: _Plain, decoding: Decoding) -> None:
+        self._runner, self._decoding = runner, decoding
+        self._sampling, self.sampler = plain.sampling, runner.sampler(plain.sampling)
         self.result, self.end_row = self.sampler.result, self.sampler.end_row
-        if decoding.team is not None:
+        if decoding.group is not None:
             self.result = torch.cat([self.result, self.result[:1]])  # a third row, see `check`
 
     def first(self, logits: Tensor) -> None:
-        self._lane.logits.copy_(logits)
+        self._runner.logits.copy_(logits)
         self._choose()
 
     def __call__(self) -> None:
-        self._lane.step()
+        self._runner.step()
         self._choose()
 
     def _choose(self) -> None:
-        self._lane.choose(self._sampling)
-        if self._decoding.team is not None:
+        self._runner.choose(self._sampling)
+        if self._decoding.group is not None:
             self.result[:2].copy_(self.sampler.result)
-            self.result[2].copy_(self._lane.logits[:, 0].isnan())
+            self.result[2].copy_(self._runner.logits[:, 0].isnan())
 
     def check(self, result: Tensor) -> None:
-        team = self._decoding.team
-        if team is None:
+        group = self._decoding.group
+        if group is None:
             self._decoding.check()
         elif bool(result[2].any()):
-            team.settle_all()  # all processes see NaN in the same step
+            group.raise_failures()  # all processes see NaN in the same step
 
 
 class _EagerStep:
@@ -561,24 +566,24 @@ class _Replay:
         self._model, self._max_length = model, max_length
         self._steps = 0
         self._shape: Tensor | None = None
-        self._lane: Lane | None = None
+        self._runner: GraphRunner | None = None
         self._refused = ""
 
     @property
     def stopped(self) -> str:
         """Why not all steps that could be replayed were; "" if they were."""
-        return self._refused or (self._lane.changed if self._lane is not None else "")
+        return self._refused or (self._runner.changed if self._runner is not None else "")
 
     def __call__(self, **inputs: Any) -> Any:
         ids: Tensor = inputs["input_ids"]
-        if self._lane is None and self._shape is not None:
-            self._lane, self._shape = self._begin(inputs, self._shape), None
-        if self._lane is not None:
-            self._lane.ids.copy_(ids)
-            self._lane.step()
-            logits = self._lane.logits[:, None]
-            if (team := self._model.ktinject_decoding.team) is not None:
-                team.settle(logits)
+        if self._runner is None and self._shape is not None:
+            self._runner, self._shape = self._begin(inputs, self._shape), None
+        if self._runner is not None:
+            self._runner.ids.copy_(ids)
+            self._runner.step()
+            logits = self._runner.logits[:, None]
+            if (group := self._model.ktinject_decoding.group) is not None:
+                group.raise_if_failed(logits)
             return CausalLMOutputWithPast(logits=logits, past_key_values=inputs["past_key_values"])
         outputs = self._model(**inputs)
         if ids.shape[1] == 1:
@@ -586,19 +591,19 @@ class _Replay:
             self._steps += 1
         return outputs
 
-    def _begin(self, inputs: dict[str, Any], logits: Tensor) -> Lane | None:
+    def _begin(self, inputs: dict[str, Any], logits: Tensor) -> GraphRunner | None:
         decoding: Decoding = self._model.ktinject_decoding
         self._refused = decoding.refuse_model()
         if self._refused:
             return None
         cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
-        lane = decoding.lane(cache, logits, max(self._max_length, int(cache.get_seq_length()) + 1))
-        if lane is None:
+        runner = decoding.runner(cache, logits, max(self._max_length, int(cache.get_seq_length()) + 1))
+        if runner is None:
             self._refused = decoding.reason
             return None
         mask = mask[:, 0, 0] if mask is not None and mask.dim() == 4 else mask
-        self._refused = _begin(decoding, lane, logits, cache, mask, inputs.get("position_ids"))
-        return None if self._refused else lane
+        self._refused = _begin(decoding, runner, logits, cache, mask, inputs.get("position_ids"))
+        return None if self._refused else runner
 
 
 def _forward(
@@ -609,7 +614,7 @@ def _forward(
     positions: Tensor,
     cache: Any,
 ) -> Tensor:
-    """The model, or its twin, on one token a row, [b, v]; weak, for a lane must not keep its model alive."""
+    """The model, or its twin, on one token a row, [b, v]; weak, for a runner must not keep its model alive."""
     model = reference()
     assert model is not None
     if why := _other_attention(model):

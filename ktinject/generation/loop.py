@@ -66,7 +66,7 @@ def run(
     pad: int | None,
     stop: Callable[[Tensor], Tensor] | None,
     streamer: Any,
-    late: bool,
+    queue_ahead: bool,
     generator: torch.Generator | None,
 ) -> Tensor:
     """Generate until every row has ended or has `new_tokens`.
@@ -76,7 +76,7 @@ def run(
     pad        what a finished row goes on with; None: what it produces
     stop       rows, [b, n] int64 on the host → which of them end in a stop string, [b] bool
     streamer   gets [b] int64 on the host for each step, or is None
-    late       queue the next step before the end of this one is known
+    queue_ahead  queue the next step before the end of this one is known
     generator  whose random numbers a thrown-away step must not use up; None if it uses none
     Returns    [b, n + new] int64 on the prompt's device
     """
@@ -89,7 +89,7 @@ def run(
     while True:
         is_last = len(produced) + 1 == new_tokens
         ahead, drawn = None, 0
-        if late and not is_last:
+        if queue_ahead and not is_last:
             drawn = generator.get_offset() if generator is not None else 0
             step()
             ahead = mailbox.send()

@@ -2,7 +2,7 @@
 
     graph on cuda:0 ──► copy ──► graph on cuda:1 ──► copy ──► graph on cuda:0
 
-The work says where it goes on on another GPU by calling `Route.cross`; on one GPU it never does, and the chain is a
+The work says where it goes on on another GPU by calling `Stages.transfer`; on one GPU it never does, and the graph is a
 single graph. What crosses is one copy: a graph ends by laying it side by side. Copies and graphs are queued in the
 current streams of their GPUs, which wait for each other; the host waits for none.
 """
@@ -20,15 +20,15 @@ from torch import Tensor
 from ktinject.errors import OperatorError
 
 
-class Route(Protocol):
-    """How work goes from one GPU to the next."""
+class Stages(Protocol):
+    """How work goes on from the stage on one GPU to the stage on the next."""
 
-    def cross(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    def transfer(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """Go on on this device, which becomes the current one. Returns the tensors there."""
 
 
-class AtOnce(ExitStack):
-    """A route of work that is computed now; to be left when that is done.
+class EagerStages(ExitStack):
+    """The stages of work that is computed now; to be left when that is done.
 
     stream_of  the stream to use on a GPU
     """
@@ -40,9 +40,9 @@ class AtOnce(ExitStack):
     ) -> None:
         super().__init__()
         self._stream_of = stream_of
-        self.cross([], home)
+        self.transfer([], home)
 
-    def cross(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    def transfer(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         if device.type == "cuda":
             stream, outer = self._stream_of(device), torch.cuda.current_stream(device)
             if stream != outer:
@@ -58,7 +58,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Chain:
+class PiecewiseGraph:
     """Captured work. parts: graphs, and (to, from) for what is copied behind each."""
 
     def __init__(self) -> None:
@@ -75,32 +75,32 @@ class NotCapturable(Exception):
     """A capture failed; says why."""
 
 
-def record(work: Callable[[Route], None], home: torch.device, pool: Any) -> Chain:
+def capture(work: Callable[[Stages], None], home: torch.device, pool: Any) -> PiecewiseGraph:
     """Capture work that begins on `home`; it must have been run before, in `capture_stream`s.
 
     pool     of the memory that graphs take on each GPU
     Raises   NotCapturable; whatever else the work raises
     """
-    recorder = _Recorder(pool)
+    capturing = _Capture(pool)
     try:
-        with recorder.open:
-            recorder.begin(home)
-            work(recorder)
+        with capturing.open:
+            capturing.begin(home)
+            work(capturing)
     except (RuntimeError, OperatorError) as error:
         first = error.__context__ or error  # the end of a spoiled capture fails, too
-        recorder.clean_up()
+        capturing.clean_up()
         raise NotCapturable(f"{type(first).__name__}: {str(first).splitlines()[0]}") from error
-    return recorder.chain
+    return capturing.graph
 
 
-class _Recorder:
-    """The route of work that is being captured.
+class _Capture:
+    """The stages of work that is being captured.
 
     open   the graph that is
     """
 
     def __init__(self, pool: Any) -> None:
-        self.chain, self.open = Chain(), ExitStack()
+        self.graph, self.open = PiecewiseGraph(), ExitStack()
         self._pool = pool
         self._device = torch.device("cpu")
 
@@ -112,9 +112,9 @@ class _Recorder:
         # Calls of other threads must not spoil the capture.
         options: Any = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
         self.open.enter_context(torch.cuda.graph(graph, **options))
-        self.chain.parts.append((graph, []))
+        self.graph.parts.append((graph, []))
 
-    def cross(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    def transfer(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         here = [tensor for tensor in tensors if tensor.device == self._device]
         bundle = pack(here)  # the last thing in the graph
         self.open.close()
@@ -123,7 +123,7 @@ class _Recorder:
             there = torch.empty_like(bundle, device=device)
             # What lies on a third GPU still lies there when this is replayed.
             others = {id(t): torch.empty_like(t, device=device) for t in tensors if t.device != self._device}
-        _, crossing = self.chain.parts[-1]
+        _, crossing = self.graph.parts[-1]
         crossing.append((there, bundle))
         crossing.extend((others[id(t)], t) for t in tensors if id(t) in others)
         arrived = iter(unpack(there, here))

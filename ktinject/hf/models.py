@@ -150,7 +150,7 @@ def _stand_ins(model: PreTrainedModel) -> Iterator[None]:
 
     try:
         for entry in plan.entries if plan else ():
-            for name, shape in entry.wants.items():
+            for name, shape in entry.parameter_shapes.items():
                 owner: Any = model.get_submodule(entry.path)
                 *parents, last = name.split(".")
                 for parent in parents:

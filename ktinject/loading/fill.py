@@ -118,7 +118,9 @@ def from_checkpoint(
     """
     assert plan.mapping is not None
     targets, conversions = plan.mapping.targets, plan.mapping.conversions
-    wanted = [(entry.path, name) for entry in plan.entries if not entry.elsewhere for name in entry.wants]
+    wanted = [
+        (entry.path, name) for entry in plan.entries if not entry.elsewhere for name in entry.parameter_shapes
+    ]
     pieces = [(path, name, piece) for path, name in wanted for piece in targets.get(f"{path}.{name}", ())]
     positions = {key: position for position, key in enumerate(checkpoint.tensors)}
     pieces.sort(key=lambda item: positions[formats.tensors_of(checkpoint, item[2].key)[0]])
@@ -130,7 +132,7 @@ def from_checkpoint(
     _allocate(plan, operators)
     for path, name, piece in pieces:
         operator = operators[path]
-        if (stored := read.stored(piece.key, operator.takes)) is not None:
+        if (stored := read.stored(piece.key, operator.native_formats)) is not None:
             load(path, operator.load_stored, name, stored, piece.expert, piece.part)
         elif piece.expert is None and operator.per_expert:
             for expert in range(read.shape(piece.key)[0]):
@@ -160,7 +162,7 @@ def from_model(
     """
     _allocate(plan, operators)
     for entry in plan.entries:
-        for name in entry.wants:
+        for name in entry.parameter_shapes:
             tensor = model.get_parameter_or_buffer(f"{entry.path}.{name}").detach()
             if check:
                 check_finite(f"{entry.path}.{name}", tensor)

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ktinject import machine
-from ktinject.distributed.first_process import Announced, Elsewhere
-from ktinject.distributed.process_group import Team
+from ktinject.distributed.first_process import BroadcastExperts, ReceivedExperts
+from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
 from ktinject.hf import models
 from ktinject.hf.layers import Layers
@@ -26,18 +26,18 @@ def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
     """The operators of a plan by module path, not filled, not allocated and not yet in the model."""
     operators: dict[str, Operator] = {}
     for entry in plan.entries:
-        kind = Elsewhere if entry.elsewhere else REGISTRY[entry.operator]
+        kind = ReceivedExperts if entry.elsewhere else REGISTRY[entry.operator]
         with plan.blaming(entry.path):
             operators[entry.path] = kind.build(model.get_submodule(entry.path), entry.config)
     return operators
 
 
 def apply(
-    model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator], team: Team | None = None
+    model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator], group: ProcessGroup | None = None
 ) -> None:
     """Set the operators; to be called while a `Transaction` is open.
 
-    team   the processes that share the model, which get the results of operators that only the first has
+    group  the processes that share the model, which get the results of operators that only the first has
 
     Modules come in the order of the model, so an operator that keeps a child is there before what replaces the child.
     """
@@ -51,12 +51,12 @@ def apply(
         theirs = {path: operator for path, operator in operators.items() if type(operator) is kind}
         with plan.blaming(*theirs):
             kind.connect(stack, [*theirs.values()])
-    if team is not None:
+    if group is not None:
         for path, operator in operators.items():
-            if isinstance(operator, Elsewhere):
-                operator.team = team
+            if isinstance(operator, ReceivedExperts):
+                operator.group = group
             elif operator.across == "first":
-                model.set_submodule(path, Announced(operator, team), strict=True)
+                model.set_submodule(path, BroadcastExperts(operator, group), strict=True)
     model.ktinject = plan
     if operators:
         # Weak, so that a model that is dropped is freed at once and not when Python next looks for cycles.
@@ -159,7 +159,7 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
         if entry.path in operators
         and (
             operators[entry.path].is_lossless()
-            or not copies.issuperset(f"{entry.path}.{n}" for n in entry.wants)
+            or not copies.issuperset(f"{entry.path}.{n}" for n in entry.parameter_shapes)
         )
     ]
     held = [operators[entry.path] for entry in entries]
@@ -170,7 +170,9 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
             f"this model cannot be saved: {', '.join(lossy)} holds rounded weights, not the checkpoint's. "
             f"Copy the original checkpoint folder{source} instead, and keep the rules beside it."
         )
-    shapes = {f"{e.path}.{name}": torch.Size(shape) for e in entries for name, shape in e.wants.items()}
+    shapes = {
+        f"{e.path}.{name}": torch.Size(shape) for e in entries for name, shape in e.parameter_shapes.items()
+    }
     needed = sum(shape.numel() for shape in shapes.values()) * model.dtype.itemsize
     free = machine.detect().memory_available_bytes
     if needed > free:
@@ -181,7 +183,7 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
     tensors = {}
     for entry in entries:
         operator = operators[entry.path]
-        for name, shape in entry.wants.items():
+        for name, shape in entry.parameter_shapes.items():
             tensors[f"{entry.path}.{name}"] = tensor = torch.empty(shape, dtype=model.dtype)
             for expert in range(shape[0]) if operator.per_expert else [None]:
                 exact = operator.unpack(name, expert)

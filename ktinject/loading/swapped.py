@@ -52,7 +52,7 @@ class _Swapped(_Methods):
                 len(frozen),
                 len(frozen) + len(left),
                 100 * share,
-                ", ".join(sorted({entry.operator for entry in plan.entries if entry.wants})),
+                ", ".join(sorted({entry.operator for entry in plan.entries if entry.parameter_shapes})),
                 len(left),
             )
         return self
@@ -91,7 +91,11 @@ class _Swapped(_Methods):
 
 def _held(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Full name → shape of what operators hold, without the copies of tied parameters."""
-    shapes = {f"{entry.path}.{name}": shape for entry in plan.entries for name, shape in entry.wants.items()}
+    shapes = {
+        f"{entry.path}.{name}": shape
+        for entry in plan.entries
+        for name, shape in entry.parameter_shapes.items()
+    }
     return {name: shape for name, shape in shapes.items() if name not in plan.tied}
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ktinject.generation.graph_runner import power_of_two
+from ktinject.generation.graph_runner import bucket_of
 from ktinject.hf import models
 from ktinject.hf.layers import Layers
 from ktinject.machine import device_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ktinject.planning.replacements import Entry
 
 _TOKENS = 2  # that the model reads on meta
-_SHORTEST = power_of_two(1)
+_SHORTEST = bucket_of(1)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _shared(entries: Sequence[Entry], device: str) -> list[tuple[str, int, int]]
     """(what for, least, wanted) bytes of buffers, each the greatest that an operator names: they share them."""
     found: dict[str, tuple[int, int]] = {}
     for entry in entries:
-        for (on, what), (least, wanted) in entry.shares.items():
+        for (on, what), (least, wanted) in entry.workspace.items():
             if on == device:
                 before = found.get(what, (0, 0))
                 found[what] = max(before[0], least), max(before[1], wanted)
@@ -115,7 +115,11 @@ def _token_bytes(
     layers = Layers(model)
     if values is None or len(values) != layers.count:
         return 0
-    own = {layers.of(entry.path): entry.caches for entry in entries if entry.caches is not None}
+    own = {
+        layers.of(entry.path): entry.kv_values_per_token
+        for entry in entries
+        if entry.kv_values_per_token is not None
+    }
     return sum(
         own.get(number, count) * model.dtype.itemsize
         for number, (path, count) in enumerate(zip(layers.paths, values))

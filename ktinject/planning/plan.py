@@ -80,13 +80,20 @@ class Plan:
     def swapped(self) -> dict[str, tuple[int, ...]]:
         """Full name → shape of the parameters that operators take."""
         return {
-            f"{entry.path}.{name}": shape for entry in self.entries for name, shape in entry.wants.items()
+            f"{entry.path}.{name}": shape
+            for entry in self.entries
+            for name, shape in entry.parameter_shapes.items()
         }
 
     @property
     def elsewhere(self) -> set[str]:
         """Those that another process takes."""
-        return {f"{entry.path}.{name}" for entry in self.entries if entry.elsewhere for name in entry.wants}
+        return {
+            f"{entry.path}.{name}"
+            for entry in self.entries
+            if entry.elsewhere
+            for name in entry.parameter_shapes
+        }
 
     def check(self) -> None:
         """Raises PlanError if something does not fit."""

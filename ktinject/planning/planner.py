@@ -15,7 +15,7 @@ from ktinject import rules
 from ktinject.checkpoints import formats, gguf_blocks
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.distributed import tensor_parallel
-from ktinject.distributed.process_group import Team
+from ktinject.distributed.process_group import ProcessGroup
 from ktinject.distributed.tensor_parallel import Cut, Style
 from ktinject.errors import PlanError
 from ktinject.generation.cpu import openmp
@@ -45,7 +45,7 @@ def make(
     machine: Machine,
     devices: str | Sequence[str] | None = None,
     budget: Mapping[str, int | str] | None = None,
-    team: Team | None = None,
+    group: ProcessGroup | None = None,
 ) -> Plan:
     """Decide everything, change nothing.
 
@@ -53,39 +53,39 @@ def make(
     checkpoint  open; only its names and headers are used
     devices     what may be used; None: the first GPU if what is not swapped fits it, else the CPU
     budget      device → bytes, or text like "24GiB"
-    team        the processes that share the model; the plan is this one's
+    group       the processes that share the model; the plan is this one's
     Raises      RuleError, PlanError, CheckpointError or OperatorError for everything but lack of memory
     """
     _check_model(model, ruleset)
-    where = Devices.choose(machine, devices if team is None else str(team.device), budget)
+    where = Devices.choose(machine, devices if group is None else str(group.device), budget)
     found, matched = find_modules(model, ruleset)
     mapping = None
     if checkpoint is not None:
         mapping = _check_checkpoint(model, checkpoint)
         found = [adopt_format(item, model, checkpoint, mapping) for item in found]
     has_weights = checkpoint is None and not next(model.parameters()).is_meta
-    styles = {} if team is None else _cut(model, found, has_weights, team)
+    styles = {} if group is None else _cut(model, found, has_weights, group)
     standings = ((_stands_on(model, where, devices),),) if has_weights else where.candidates
     layouts = []
     cuts: dict[str, Cut] = {}
-    with tensor_parallel.applied(model, styles, 1 if team is None else team.size):
-        if team is not None and mapping is not None:
-            cuts = tensor_parallel.key_cuts(model, styles, mapping, team)
-        cached = tensor_parallel.cached_values(memory.cached_values(model), Layers(model).of, styles, team)
+    with tensor_parallel.applied(model, styles, 1 if group is None else group.size):
+        if group is not None and mapping is not None:
+            cuts = tensor_parallel.key_cuts(model, styles, mapping, group)
+        cached = tensor_parallel.cached_values(memory.cached_values(model), Layers(model).of, styles, group)
         for standing in standings:
             layers = Layers(model)
             stack, device_map = layers.stack, {"": standing[0]}
             with openmp.one_thread():
-                entries = find_entries(found, where, device_map, machine, stack, {}, team)
+                entries = find_entries(found, where, device_map, machine, stack, {}, group)
                 if len(standing) > 1:
                     device_map = _spread(model, entries, layers, standing, where)
-                    entries = find_entries(found, where, device_map, machine, stack, {}, team)
+                    entries = find_entries(found, where, device_map, machine, stack, {}, group)
             rest = _rest_bytes(model, entries, device_map)
             to_load = total([*(entry.bytes for entry in entries), {} if has_weights else rest])
-            if any(entry.config.fills for entry in entries):
+            if any(entry.config.auto_sized for entry in entries):
                 spare = {device: where.limits[device] - to_load.get(device, 0) for device in where.allowed}
                 with openmp.one_thread():
-                    entries = find_entries(found, where, device_map, machine, stack, spare, team)
+                    entries = find_entries(found, where, device_map, machine, stack, spare, group)
                 to_load = total([*(entry.bytes for entry in entries), {} if has_weights else rest])
             over = {device: size for device, size in to_load.items() if size > where.limits[device]}
             excess = sum(size - where.limits[device] for device, size in over.items())
@@ -123,13 +123,13 @@ def make(
     elif standing[0] not in wanted:
         plan.notes.append(f"everything else stands on {standing[0]}: it does not fit on {', '.join(wanted)}")
     unused = [device for device in where.allowed if device not in (*plan.bytes, "cpu")]
-    if unused and devices is None and not has_weights and team is None:
+    if unused and devices is None and not has_weights and group is None:
         plan.notes.append(f"not used: {', '.join(unused)}; name several GPUs to spread the layers over them")
     if not has_routed_experts(model):
         plan.notes.append(f"{without_experts(model)}: what is swapped are its other modules alone")
-    if team is not None:
+    if group is not None:
         plan.notes.append(
-            f"process {team.rank} of {team.size}: has its part of {len(styles)} linear layers, and all of the others"
+            f"process {group.rank} of {group.size}: has its part of {len(styles)} linear layers, and all of the others"
         )
     if (
         checkpoint is not None
@@ -148,7 +148,9 @@ def make(
     return plan
 
 
-def _cut(model: PreTrainedModel, found: list[Found], has_weights: bool, team: Team) -> dict[str, Style]:
+def _cut(
+    model: PreTrainedModel, found: list[Found], has_weights: bool, group: ProcessGroup
+) -> dict[str, Style]:
     """The linear layers that the processes share. Raises PlanError."""
     if has_weights:
         raise PlanError(
@@ -158,9 +160,11 @@ def _cut(model: PreTrainedModel, found: list[Found], has_weights: bool, team: Te
     for item in found:
         if item.operator.across == "none":
             text = f"{item.rule.operator} does not run with tp (tensor parallelism over processes)"
-            raise PlanError(str(item.rule.place().refusal(f"{text}. Use another operator, or leave tp out.")))
+            raise PlanError(
+                str(item.rule.rank_and_size().refusal(f"{text}. Use another operator, or leave tp out."))
+            )
     taken = [item.path for item in found if not isinstance(item.module, nn.Linear)]
-    return tensor_parallel.choose(model, team.size, taken)
+    return tensor_parallel.choose(model, group.size, taken)
 
 
 def check_class(model: object) -> None:
@@ -239,7 +243,7 @@ def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
 
 def _rest_sizes(model: PreTrainedModel, entries: Sequence[Entry]) -> Iterator[tuple[str, int]]:
     """Name and bytes of all that operators do not take: parameters, buffers, tied ones once, in their final dtype."""
-    swapped = {f"{entry.path}.{name}" for entry in entries for name in entry.wants}
+    swapped = {f"{entry.path}.{name}" for entry in entries for name in entry.parameter_shapes}
     dtype_of = models.final_dtype(model)
     for tensors in (model.named_parameters(), model.named_buffers()):
         for name, tensor in tensors:

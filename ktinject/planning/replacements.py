@@ -16,8 +16,8 @@ from ktinject import rules
 from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.checkpoints.stored import Format
-from ktinject.distributed.first_process import Elsewhere
-from ktinject.distributed.process_group import Team
+from ktinject.distributed.first_process import ReceivedExperts
+from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import KTInjectError, OperatorError, PlanError, RuleError, few
 from ktinject.hf import models
 from ktinject.hf.key_map import KeyMap
@@ -40,9 +40,9 @@ class Entry:
     device     where the operator computes
     bytes      device → bytes that it takes
     config     the checked arguments, device resolved
-    wants      parameter name relative to the module → shape
-    shares     buffers, as the operator says
-    caches     values that it caches for a token, if it says
+    parameter_shapes     parameter name relative to the module → shape
+    workspace            buffers, as the operator says
+    kv_values_per_token  values that it caches for a token, if it says
     elsewhere  another process has it; nothing is read or held for it here
     """
 
@@ -55,9 +55,9 @@ class Entry:
     device: str
     bytes: dict[str, int]
     config: Any = field(repr=False)
-    wants: dict[str, tuple[int, ...]] = field(repr=False)
-    shares: dict[tuple[str, str], tuple[int, int]] = field(repr=False, default_factory=dict)
-    caches: int | None = field(repr=False, default=None)
+    parameter_shapes: dict[str, tuple[int, ...]] = field(repr=False)
+    workspace: dict[tuple[str, str], tuple[int, int]] = field(repr=False, default_factory=dict)
+    kv_values_per_token: int | None = field(repr=False, default=None)
     elsewhere: bool = False
 
 
@@ -77,11 +77,11 @@ class Found:
     source: Format | None = None
     sources: Callable[[], Collection[tuple[str, Format, int | None]]] = field(default=tuple, compare=False)
 
-    def adopt(self, operator: type[Operator], config: Any) -> Any:
+    def use_checkpoint_format(self, operator: type[Operator], config: Any) -> Any:
         """The arguments that fit the checkpoint, if the operator takes its format as it is."""
-        if self.source is None or self.source.name not in operator.takes:
+        if self.source is None or self.source.name not in operator.native_formats:
             return config
-        return operator.adopt(config, self.source)
+        return operator.use_checkpoint_format(config, self.source)
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def blaming(rule: Rule, where: str, operator: str) -> Iterator[None]:
             raise
         text = str(error) if isinstance(error, OperatorError) else f"{type(error).__name__}: {error}"
         named = text if text.startswith(f"{operator}:") else f"{operator}: {text}"
-        raise OperatorError(str(rule.place().refusal(f"{where}: {named}"))) from error
+        raise OperatorError(str(rule.rank_and_size().refusal(f"{where}: {named}"))) from error
 
 
 def find_modules(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[Found], dict[str, tuple[str, ...]]]:
@@ -144,7 +144,7 @@ def adopt_format(item: Found, model: PreTrainedModel, checkpoint: Checkpoint, ma
     if not keys:
         return item
     item = dataclasses.replace(item, source=formats.detect(checkpoint, keys[0], quantization))
-    return dataclasses.replace(item, config=item.adopt(item.operator, item.config))
+    return dataclasses.replace(item, config=item.use_checkpoint_format(item.operator, item.config))
 
 
 def find_entries(
@@ -154,7 +154,7 @@ def find_entries(
     machine: Machine,
     stack: nn.Module,
     spare: Mapping[str, int],
-    team: Team | None,
+    group: ProcessGroup | None,
 ) -> tuple[Entry, ...]:
     entries = []
     refused: dict[tuple[str, str], list[str]] = {}
@@ -166,11 +166,11 @@ def find_entries(
         reason = config if isinstance(config, str) else None
         if reason is None:
             with blaming(rule, item.path, operator.name):
-                chosen = operator.instead(item.module, config)
+                chosen = operator.resolve(item.module, config)
             if chosen is None:
                 continue
             if chosen[0] is not operator:
-                chosen = chosen[0], item.adopt(*chosen)
+                chosen = chosen[0], item.use_checkpoint_format(*chosen)
             operator, config = chosen
             with blaming(rule, item.path, operator.name):
                 reason = operator.supports(item.module, config, machine)
@@ -186,7 +186,7 @@ def find_entries(
             remedies[rule.name, text] = f"{change} the match, or replace: keep."
             continue
         inner = [other.path for other in found if other.path.startswith(f"{item.path}.")]
-        elsewhere = team is not None and team.rank > 0 and operator.across == "first"
+        elsewhere = group is not None and group.rank > 0 and operator.across == "first"
         with blaming(rule, item.path, operator.name):
             _check_contract(item, built, inner, {*where.allowed})
             entries.append(
@@ -196,18 +196,18 @@ def find_entries(
                     rule=rule.name,
                     operator=operator.name,
                     arguments=dict(rule.arguments),
-                    runs=Elsewhere().describe() if elsewhere else built.describe(),
+                    runs=ReceivedExperts().describe() if elsewhere else built.describe(),
                     device=config.device,
                     bytes={} if elsewhere else built.footprint(),
                     config=config,
-                    wants=built.wants(),
-                    shares={} if elsewhere else built.shares(),
-                    caches=built.caches,
+                    parameter_shapes=built.parameter_shapes(),
+                    workspace={} if elsewhere else built.workspace(),
+                    kv_values_per_token=built.kv_values_per_token,
                     elsewhere=elsewhere,
                 )
             )
     if refused:
-        places = {item.rule.name: item.rule.place() for item in found}
+        places = {item.rule.name: item.rule.rank_and_size() for item in found}
         lines = [
             str(places[rule].refusal(f"{text}; matched {some(paths)}. {remedies[rule, text]}"))
             for (rule, text), paths in refused.items()
@@ -234,14 +234,14 @@ def _arrange(
     for operator, theirs in modules.items():
         first = next(item for item in found if item.path in theirs)
         with blaming(first.rule, some([*theirs]), operator.name):
-            arranged |= operator.arrange(stack, theirs, spare)
+            arranged |= operator.plan_placement(stack, theirs, spare)
     return arranged
 
 
 def _misfit(built: Operator, item: Found) -> str | None:
     """Why an operator cannot take what the checkpoint has in a format that it takes undecoded."""
-    sources = item.sources() if built.takes else ()
-    reasons = (built.misfit_of(*source) for source in sources if source[1].name in built.takes)
+    sources = item.sources() if built.native_formats else ()
+    reasons = (built.misfit_of(*source) for source in sources if source[1].name in built.native_formats)
     return next((reason for reason in reasons if reason), None)
 
 
@@ -264,13 +264,13 @@ def _check_contract(item: Found, built: Operator, inner: list[str], devices: set
             raise refuse(
                 f"it holds a parameter or buffer of its own, {name!r}; it may only keep the module's"
             )
-    wants = built.wants()
-    for name, shape in wants.items():
+    parameter_shapes = built.parameter_shapes()
+    for name, shape in parameter_shapes.items():
         if name not in theirs or tuple(theirs[name].shape) != tuple(shape):
             had = list(theirs[name].shape) if name in theirs else "nothing"
-            raise refuse(f"it wants {name!r} of shape {list(shape)}; the module has {had}")
+            raise refuse(f"its parameter_shapes() has {name!r} of {list(shape)}; the module has {had}")
     prefixes = tuple(path[len(item.path) + 1 :] + "." for path in inner)
-    lost = [name for name in item.module.state_dict() if name not in wants and name not in kept]
+    lost = [name for name in item.module.state_dict() if name not in parameter_shapes and name not in kept]
     lost = [name for name in lost if not name.startswith(prefixes)]
     if lost:
         raise refuse(f"it neither loads nor keeps {', '.join(few(lost))}")

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktinject import machine, rules
 from ktinject.distributed import layer_split, tensor_parallel
-from ktinject.distributed.process_group import Team
+from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import PlanError
 from ktinject.generation import generate
 from ktinject.hf import models
@@ -84,32 +84,32 @@ def build(
     model = models.meta_model(config, dtype)
     source = auto_rules(model) if ruleset == "auto" else ruleset
     found = machine.detect()
-    team = Team.join(found, devices) if tp else None
-    plan = make(model, rules.read(source, variables=variables), None, found, devices, budget, team)
+    group = ProcessGroup.join(found, devices) if tp else None
+    plan = make(model, rules.read(source, variables=variables), None, found, devices, budget, group)
     plan.check()
-    if team is not None:
-        tensor_parallel.apply(model, plan.styles, team.size)
+    if group is not None:
+        tensor_parallel.apply(model, plan.styles, group.size)
     operators = inject.build(plan, model)
     for entry in plan.entries:
         if entry.elsewhere:
             continue
         operator = operators[entry.path]
         operator.allocate()
-        _fill(operator, entry.wants)
+        _fill(operator, entry.parameter_shapes)
         operator.finish()
-    inject.apply(model, plan, operators, team)
+    inject.apply(model, plan, operators, group)
     models.random_rest(model, plan.device_map)
-    if team is not None:
-        tensor_parallel.install(model, plan.styles, team)
+    if group is not None:
+        tensor_parallel.install(model, plan.styles, group)
     layer_split.install(model, Layers(model).paths, plan.device_map)
-    generate.install(model, team)
+    generate.install(model, group)
     return model.eval()
 
 
-def _fill(operator: Operator, wants: Mapping[str, tuple[int, ...]]) -> None:
+def _fill(operator: Operator, parameter_shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Random weights, or one expert's for all where the operator can copy it."""
     repeat = getattr(operator, "repeat", None) if operator.per_expert else None
-    for name, shape in wants.items():
+    for name, shape in parameter_shapes.items():
         if not operator.per_expert:
             operator.load(name, _random(shape), None, None)
             continue

@@ -10,6 +10,7 @@
 #include "bindings/stream.hpp"
 #include "bindings/subjects.hpp"
 #include "bindings/waiting.hpp"
+#include "cuda/devices.hpp"
 #include "cuda/resident.hpp"
 #include "cuda/rms_norm.hpp"
 #include "handoff/dispatcher.hpp"
@@ -33,37 +34,38 @@ T* pointer(uintptr_t address) {
 }  // namespace
 
 void init_handoff(nb::module_& m) {
-  using HeldTask = EndsWithoutGil<Task>;
+  using HeldTask = EndsWithoutGil<handoff::Task>;
   nb::class_<HeldTask>(m, "Task", "One request in host memory, run by the dispatcher thread while the caller goes on.")
       .def(
           "__init__",
-          [](HeldTask* self, const Experts& experts, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit,
+          [](HeldTask* self, const moe::Experts& experts, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit,
              uintptr_t weights, uintptr_t out, int tokens, int top_k) {
-            new (self) HeldTask(
-                experts, Request{pointer<const void>(x), pointer<const void>(ids), ids_are_64_bit,
-                                 pointer<const float>(weights), pointer<void>(out), dtype_of(dtype), tokens, top_k});
+            new (self) HeldTask(experts, handoff::Request{pointer<const void>(x), pointer<const void>(ids),
+                                                          ids_are_64_bit, pointer<const float>(weights),
+                                                          pointer<void>(out), dtype_of(dtype), tokens, top_k});
           },
           nb::arg("experts"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
           nb::arg("weights"), nb::arg("out"), nb::arg("tokens"), nb::arg("top_k"), nb::keep_alive<1, 2>(),
           "Addresses of contiguous tensors, which must outlive the task.")
-      .def("submit", &Task::submit, nb::call_guard<nb::gil_scoped_release>(), "Hand it to the dispatcher thread.")
-      .def("wait", &Task::wait, nb::call_guard<nb::gil_scoped_release>(),
+      .def("submit", &handoff::Task::submit, nb::call_guard<nb::gil_scoped_release>(),
+           "Hand it to the dispatcher thread.")
+      .def("wait", &handoff::Task::wait, nb::call_guard<nb::gil_scoped_release>(),
            "Return when it is computed. Raises what the computation raised, or RuntimeError if nobody answers.")
-      .def_prop_ro("done", &Task::done, "Whether it is computed.");
+      .def_prop_ro("done", &handoff::Task::done, "Whether it is computed.");
 
-  using HeldChannel = EndsWithoutGil<Channel>;
+  using HeldChannel = EndsWithoutGil<handoff::Channel>;
   nb::class_<HeldChannel>(m, "Channel", "The slots of one layer on one CUDA device.")
       .def(
           "__init__",
-          [](HeldChannel* self, const Experts& experts, int device, int slots, int tokens, int value_bytes,
+          [](HeldChannel* self, const moe::Experts& experts, int device, int slots, int tokens, int value_bytes,
              bool host_func) {
             nb::gil_scoped_release release;
             new (self) HeldChannel(experts, device, slots, tokens, value_bytes,
-                                   host_func ? HandoffMode::host_func : HandoffMode::flags);
+                                   host_func ? handoff::Mode::host_func : handoff::Mode::flags);
           },
           nb::kw_only(), nb::arg("experts"), nb::arg("device"), nb::arg("slots"), nb::arg("tokens"),
           nb::arg("value_bytes"), nb::arg("host_func"), nb::keep_alive<1, 2>())
-      .def_prop_ro("bytes", &Channel::bytes, "Pinned bytes that it holds.")
+      .def_prop_ro("bytes", &handoff::Channel::bytes, "Pinned bytes that it holds.")
       .def(
           "submit",
           [](HeldChannel& self, int slot, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit, uintptr_t weights,
@@ -102,32 +104,33 @@ void init_handoff(nb::module_& m) {
           nb::arg("stream"), "Put a wait into the stream; out 0: drop the answer, addend, residual 0: add nothing.")
       .def(
           "exchange",
-          [](HeldChannel& self, const Resident& shapes, const Experts& from, int leaving, int coming, int place,
-             uintptr_t places, uintptr_t memory, uintptr_t stream) {
+          [](HeldChannel& self, const cuda::Resident& shapes, const moe::Experts& from, int leaving, int coming,
+             int place, uintptr_t places, uintptr_t memory, uintptr_t stream) {
             self.exchange(shapes, from, leaving, coming, place, pointer<int32_t>(places), pointer<void>(memory),
                           stream);
           },
           nb::arg("shapes"), nb::arg("experts"), nb::arg("leaving"), nb::arg("coming"), nb::arg("place"),
           nb::arg("places"), nb::arg("memory"), nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>(),
           "Put one expert to where another lies, while other streams go on; returns when it is there.")
-      .def("check", &Channel::check, nb::call_guard<nb::gil_scoped_release>(),
+      .def("check", &handoff::Channel::check, nb::call_guard<nb::gil_scoped_release>(),
            "Raise what went wrong since the last call.");
 
-  nb::class_<Resident>(m, "Resident", "The shapes of the experts of one layer that lie on a GPU, and their part of it.")
-      .def(nb::init<const Experts&>(), nb::arg("experts"))
-      .def_prop_ro("bytes", &Resident::bytes, "Device bytes of one expert.")
-      .def_prop_ro("inner_width", &Resident::inner_width, "Values a (token, slot) pair of the working memory.")
+  nb::class_<cuda::Resident>(m, "Resident",
+                             "The shapes of the experts of one layer that lie on a GPU, and their part of it.")
+      .def(nb::init<const moe::Experts&>(), nb::arg("experts"))
+      .def_prop_ro("bytes", &cuda::Resident::bytes, "Device bytes of one expert.")
+      .def_prop_ro("inner_width", &cuda::Resident::inner_width, "Values a (token, slot) pair of the working memory.")
       .def(
           "copy",
-          [](const Resident& self, const Experts& experts, int expert, uintptr_t to, Stream stream) {
+          [](const cuda::Resident& self, const moe::Experts& experts, int expert, uintptr_t to, cuda::Stream stream) {
             self.copy(experts, expert, pointer<void>(to), stream);
           },
           nb::arg("experts"), nb::arg("expert"), nb::arg("to"), nb::arg("stream"),
           nb::call_guard<nb::gil_scoped_release>(), "Put the copy of one packed expert into the stream.")
       .def(
           "forward",
-          [](const Resident& self, uintptr_t x, int dtype, uintptr_t chosen, uintptr_t weights, int weights_dtype,
-             int tokens, int top_k, uintptr_t resident, uintptr_t inner, uintptr_t out, Stream stream) {
+          [](const cuda::Resident& self, uintptr_t x, int dtype, uintptr_t chosen, uintptr_t weights, int weights_dtype,
+             int tokens, int top_k, uintptr_t resident, uintptr_t inner, uintptr_t out, cuda::Stream stream) {
             self.forward({pointer<const void>(x), dtype_of(dtype), pointer<const void>(weights),
                           dtype_of(weights_dtype), tokens, top_k, pointer<const int32_t>(chosen),
                           pointer<const void>(resident), pointer<void>(inner), pointer<float>(out)},
@@ -137,35 +140,36 @@ void init_handoff(nb::module_& m) {
           nb::arg("tokens"), nb::arg("top_k"), nb::arg("resident"), nb::arg("inner"), nb::arg("out"), nb::arg("stream"),
           "Put out [tokens, hidden] fp32 = the weighted sum of the experts that are here into the stream.");
 
-  m.def("why_no_flags", &why_no_flags, nb::arg("device"), nb::call_guard<nb::gil_scoped_release>(),
+  m.def("why_no_flags", &handoff::why_no_flags, nb::arg("device"), nb::call_guard<nb::gil_scoped_release>(),
         "Why mapped flags do not work on a CUDA device; empty where they do. Tried once a process.");
   m.def(
       "read_device",
-      [](uintptr_t from, uintptr_t to, size_t bytes, Stream stream) {
-        read_device(pointer<const void>(from), pointer<void>(to), bytes, stream);
+      [](uintptr_t from, uintptr_t to, size_t bytes, cuda::Stream stream) {
+        cuda::read_device(pointer<const void>(from), pointer<void>(to), bytes, stream);
       },
       nb::arg("from_device"), nb::arg("to_host"), nb::arg("bytes"), nb::arg("stream"),
       nb::call_guard<nb::gil_scoped_release>(), "Copy from a device to the host through a stream.");
   m.def(
-      "handoff_wake", [] { dispatcher().wake(); },
+      "handoff_wake", [] { handoff::dispatcher().wake(); },
       "Wake the dispatcher thread: before the replay of a graph with submits in it.");
   m.def(
-      "handoff_pause", [](bool paused) { dispatcher().pause(paused); }, nb::arg("paused"),
+      "handoff_pause", [](bool paused) { handoff::dispatcher().pause(paused); }, nb::arg("paused"),
       "For tests: let nobody answer.");
   m.def(
-      "handoff_naps", [] { return dispatcher().naps(); },
+      "handoff_naps", [] { return handoff::dispatcher().naps(); },
       "For tests: whether the dispatcher naps where it would else sleep, since submits are under way or were "
       "captured.");
   m.def(
       "rms_norm",
-      [](uintptr_t x, uintptr_t weight, uintptr_t out, int dtype, int64_t rows, int n, float epsilon, Stream stream) {
-        rms_norm(pointer<const void>(x), pointer<const void>(weight), pointer<void>(out), dtype_of(dtype), rows, n,
-                 epsilon, stream);
+      [](uintptr_t x, uintptr_t weight, uintptr_t out, int dtype, int64_t rows, int n, float epsilon,
+         cuda::Stream stream) {
+        cuda::rms_norm(pointer<const void>(x), pointer<const void>(weight), pointer<void>(out), dtype_of(dtype), rows,
+                       n, epsilon, stream);
       },
       nb::arg("x"), nb::arg("weight"), nb::arg("out"), nb::arg("dtype"), nb::arg("rows"), nb::arg("n"),
       nb::arg("epsilon"), nb::arg("stream"), "Put the normalisation of rows into the stream; addresses on the device.");
-  m.def("set_answer_timeout", &set_answer_timeout, nb::arg("seconds"), "How long an answer may take.");
-  m.def("answer_timeout", &answer_timeout, "How long an answer may take, in seconds.");
+  m.def("set_answer_timeout", &handoff::set_answer_timeout, nb::arg("seconds"), "How long an answer may take.");
+  m.def("answer_timeout", &handoff::answer_timeout, "How long an answer may take, in seconds.");
 }
 
 }  // namespace ktinject

@@ -21,7 +21,7 @@ T* pointer(uintptr_t address) {
 }
 
 struct Int4Linear {
-  Int4Matrix weight;
+  cuda::Int4Matrix weight;
   const float* bias;
   int device;
 };
@@ -46,7 +46,7 @@ void init_int4_linear(nb::module_& m) {
       .def(
           "scratch",
           [](const Int4Linear& self, int m) {
-            const Int4Scratch scratch = int4_scratch(self.weight, m, self.device);
+            const cuda::Int4Scratch scratch = cuda::int4_scratch(self.weight, m, self.device);
             return std::make_tuple(scratch.partials_bytes, scratch.counters);
           },
           nb::arg("m"), "Scratch of a call with m tokens: bytes of partials, number of int32 counters.")
@@ -55,8 +55,8 @@ void init_int4_linear(nb::module_& m) {
           [](const Int4Linear& self, uintptr_t x, bool fp16, int m, uintptr_t y, uintptr_t partials, uintptr_t counters,
              uintptr_t stream) {
             nb::gil_scoped_release release;
-            int4_linear(self.weight, self.bias, pointer<>(x), fp16, m, pointer<>(y), pointer<>(partials),
-                        pointer<int>(counters), self.device, pointer<>(stream));
+            cuda::int4_linear(self.weight, self.bias, pointer<>(x), fp16, m, pointer<>(y), pointer<>(partials),
+                              pointer<int>(counters), self.device, pointer<>(stream));
           },
           nb::arg("x"), nb::arg("fp16"), nb::arg("m"), nb::arg("y"), nb::arg("partials"), nb::arg("counters"),
           nb::arg("stream"), "y [m, n] = x [m, k] times the weight, plus bias, on a stream.")
@@ -64,7 +64,7 @@ void init_int4_linear(nb::module_& m) {
           "dequantise",
           [](const Int4Linear& self, int first_row, int rows, bool fp16, uintptr_t out, uintptr_t stream) {
             nb::gil_scoped_release release;
-            int4_dequantise(self.weight, first_row, rows, fp16, pointer<>(out), self.device, pointer<>(stream));
+            cuda::int4_dequantise(self.weight, first_row, rows, fp16, pointer<>(out), self.device, pointer<>(stream));
           },
           nb::arg("first_row"), nb::arg("rows"), nb::arg("fp16"), nb::arg("out"), nb::arg("stream"),
           "out [rows, k] = the rows of the weight from first_row (a multiple of 64), rounded once.");
@@ -73,8 +73,8 @@ void init_int4_linear(nb::module_& m) {
       [](uintptr_t x, bool fp16, int rows, int padded, int k, uintptr_t values, uintptr_t scales, int device,
          uintptr_t stream) {
         nb::gil_scoped_release release;
-        fp8_quantise(pointer<>(x), fp16, rows, padded, k, pointer<>(values), pointer<float>(scales), device,
-                     pointer<>(stream));
+        cuda::fp8_quantise(pointer<>(x), fp16, rows, padded, k, pointer<>(values), pointer<float>(scales), device,
+                           pointer<>(stream));
       },
       nb::arg("x"), nb::arg("fp16"), nb::arg("m"), nb::arg("padded"), nb::arg("k"), nb::arg("values"),
       nb::arg("scales"), nb::arg("device"), nb::arg("stream"),

@@ -11,9 +11,9 @@
 namespace nanobind::detail {
 
 template <>
-struct type_caster<ktinject::Stream> {
+struct type_caster<ktinject::cuda::Stream> {
   using Both = make_caster<std::pair<int, uintptr_t>>;
-  NB_TYPE_CASTER(ktinject::Stream, Both::Name)
+  NB_TYPE_CASTER(ktinject::cuda::Stream, Both::Name)
 
   bool from_python(handle source, uint8_t flags, cleanup_list* cleanup) noexcept {
     Both both;

@@ -12,21 +12,22 @@ namespace nb = nanobind;
 namespace ktinject {
 
 void init_streamed(nb::module_& m) {
-  using HeldStreamed = EndsWithoutGil<Streamed>;
+  using HeldStreamed = EndsWithoutGil<cuda::Streamed>;
   nb::class_<HeldStreamed>(m, "Streamed", "A layer's packed experts, page-locked, to be copied to GPUs.")
-      .def(nb::init<const Experts&>(), nb::arg("experts"), nb::keep_alive<1, 2>(),
+      .def(nb::init<const moe::Experts&>(), nb::arg("experts"), nb::keep_alive<1, 2>(),
            nb::call_guard<nb::gil_scoped_release>(), "Raises RuntimeError where memory cannot be page-locked.")
-      .def("packed_bytes", &Streamed::packed_bytes, nb::arg("count"), "What copy() moves for `count` experts.")
+      .def("packed_bytes", &cuda::Streamed::packed_bytes, nb::arg("count"), "What copy() moves for `count` experts.")
       .def(
           "copy",
-          [](const HeldStreamed& self, int first, int count, uintptr_t slot, Stream stream) {
+          [](const HeldStreamed& self, int first, int count, uintptr_t slot, cuda::Stream stream) {
             self.copy(first, count, reinterpret_cast<void*>(slot), stream);
           },
           nb::arg("first"), nb::arg("count"), nb::arg("slot"), nb::arg("stream"),
           "Put a copy of experts first..first+count-1 to device memory into the stream.")
       .def(
           "unpack",
-          [](const HeldStreamed& self, uintptr_t slot, int count, uintptr_t gate_up, uintptr_t down, Stream stream) {
+          [](const HeldStreamed& self, uintptr_t slot, int count, uintptr_t gate_up, uintptr_t down,
+             cuda::Stream stream) {
             self.unpack(reinterpret_cast<const void*>(slot), count, reinterpret_cast<void*>(gate_up),
                         reinterpret_cast<void*>(down), stream);
           },
@@ -35,7 +36,7 @@ void init_streamed(nb::module_& m) {
           "down [count, hidden, intermediate], bf16.")
       .def(
           "activate",
-          [](const HeldStreamed& self, uintptr_t gate_up, int dtype, size_t rows, uintptr_t out, Stream stream) {
+          [](const HeldStreamed& self, uintptr_t gate_up, int dtype, size_t rows, uintptr_t out, cuda::Stream stream) {
             self.activate(reinterpret_cast<const void*>(gate_up), static_cast<DType>(dtype), rows,
                           reinterpret_cast<void*>(out), stream);
           },
@@ -43,9 +44,9 @@ void init_streamed(nb::module_& m) {
           "Put the activation into the stream: gate_up [rows, n] float32 or bfloat16 → out [rows, intermediate] bf16.");
   m.def(
       "add_from_host",
-      [](uintptr_t host, uintptr_t addend, uintptr_t out, size_t count, int dtype, Stream stream) {
-        add_from_host(reinterpret_cast<const void*>(host), reinterpret_cast<const float*>(addend),
-                      reinterpret_cast<void*>(out), count, static_cast<DType>(dtype), stream);
+      [](uintptr_t host, uintptr_t addend, uintptr_t out, size_t count, int dtype, cuda::Stream stream) {
+        cuda::add_from_host(reinterpret_cast<const void*>(host), reinterpret_cast<const float*>(addend),
+                            reinterpret_cast<void*>(out), count, static_cast<DType>(dtype), stream);
       },
       nb::arg("host"), nb::arg("addend"), nb::arg("out"), nb::arg("count"), nb::arg("dtype"), nb::arg("stream"),
       "Put out = host + addend into the stream: host page-locked, addend fp32, host and out of `dtype`.");

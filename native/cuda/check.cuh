@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 // Throws std::runtime_error: "what: CUDA's words".
 inline void check_cuda(cudaError_t error, const std::string& what) {
@@ -14,4 +14,4 @@ inline void check_cuda(cudaError_t error, const std::string& what) {
   throw std::runtime_error(what + ": " + cudaGetErrorString(error));
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -20,7 +20,7 @@
 #include "cuda/on_device.cuh"
 #include "cuda/values.cuh"
 
-namespace ktinject {
+namespace ktinject::cuda {
 namespace {
 
 constexpr int kHeads = 8;
@@ -347,4 +347,4 @@ void attention(const Attention& p, DType dtype, Stream to) {
   else with(__half{});
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

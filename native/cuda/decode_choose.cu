@@ -7,7 +7,7 @@
 #include "cuda/on_device.cuh"
 #include "cuda/values.cuh"
 
-namespace ktinject {
+namespace ktinject::cuda {
 namespace {
 
 constexpr int kThreads = 256;
@@ -22,7 +22,7 @@ __device__ uint64_t key_of(float score, int place) {
   return static_cast<uint64_t>(order) << 32 | static_cast<uint32_t>(~place);
 }
 
-__global__ void __launch_bounds__(kThreads) choose_kernel(const Choice p) {
+__global__ void __launch_bounds__(kThreads) gemm::choose_kernel(const Choice p) {
   __shared__ uint64_t found[kThreads / kWarp];
   __shared__ bool is_last;
   release_next();
@@ -96,7 +96,8 @@ void choose(const Choice& p, Stream stream) {
     throw std::invalid_argument("choose: 1 to " + std::to_string(kMostRows) + " rows");
   const OnStream on(stream);
   const auto blocks = static_cast<unsigned>(std::min(kMostBlocks, (p.vocab + 4 * kThreads - 1) / (4 * kThreads)));
-  launch_early("launching choose", choose_kernel, {dim3(blocks, static_cast<unsigned>(p.rows)), dim3(kThreads), on}, p);
+  launch_early("launching choose", gemm::choose_kernel,
+               {dim3(blocks, static_cast<unsigned>(p.rows)), dim3(kThreads), on}, p);
 }
 
 void advance(int64_t* place, int64_t* positions, bool* mask, int rows, int64_t mask_stride, Stream stream) {
@@ -120,4 +121,4 @@ void rotation(const int64_t* positions, const float* frequencies, void* cos, voi
   else with(float{});
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "cuda/stream.hpp"
-#include "gemm/vector_ops.hpp"
+#include "runtime/dtype.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 // The greatest score of each row, of equal ones the first; with `noise`, drawn from an exponential distribution, a
 // sample of the softmax over the scores instead: the greatest of softmax(scores) / noise. Then what the row goes on
@@ -33,4 +33,4 @@ void advance(int64_t* place, int64_t* positions, bool* mask, int rows, int64_t m
 void rotation(const int64_t* positions, const float* frequencies, void* cos, void* sin, int rows, int half, float scale,
               DType dtype, Stream stream);
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -9,7 +9,7 @@
 #include "cuda/on_device.cuh"
 #include "cuda/values.cuh"
 
-namespace ktinject {
+namespace ktinject::cuda {
 namespace {
 
 constexpr int kWarps = 8;
@@ -85,4 +85,4 @@ void latent(const Latent& p, DType dtype, Stream stream) {
   else launch_early("launching latent", latent_kernel<__half>, launch, p);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

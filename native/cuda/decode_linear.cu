@@ -19,7 +19,7 @@
 #include "cuda/on_device.cuh"
 #include "cuda/values.cuh"
 
-namespace ktinject {
+namespace ktinject::cuda {
 namespace {
 
 constexpr int kThreads = 512;
@@ -284,4 +284,4 @@ void decode_linear(const DecodeLinear& p, DType dtype, Stream to) {
   else launch(__half{});
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "cuda/stream.hpp"
-#include "gemm/vector_ops.hpp"
+#include "runtime/dtype.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 // out [rows, n] = norm(x) W^T + bias, rounded, + residual, rounded again; W are up to three matrices on top of each
 // other. All contiguous, of one dtype that is not fp32, 16-byte aligned; k is a multiple of 32.
@@ -32,4 +32,4 @@ struct DecodeLinear {
 // Throws std::invalid_argument for what it does not serve.
 void decode_linear(const DecodeLinear& input, DType dtype, Stream stream);
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

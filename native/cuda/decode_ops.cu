@@ -4,7 +4,7 @@
 #include "cuda/on_device.cuh"
 #include "cuda/route.cuh"
 
-namespace ktinject {
+namespace ktinject::cuda {
 namespace {
 
 template <class T>
@@ -149,4 +149,4 @@ void route(const void* logits, void* weights, int64_t* ids, int rows, int expert
   else with(float{});
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

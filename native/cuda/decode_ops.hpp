@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "cuda/stream.hpp"
-#include "gemm/vector_ops.hpp"
+#include "runtime/dtype.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 // out [batch, q_heads, size] = softmax(scale * q keys^T) values over the places up to `place` that the mask allows.
 // Before that, queries and the new key are normed (where there is a weight) and rotated, and the new key and value go
@@ -80,4 +80,4 @@ struct GroupedRoute {
 };
 void route_grouped(const GroupedRoute& input, DType bias, Stream stream);
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -3,8 +3,9 @@
 #include <stdexcept>
 
 #include "cuda/devices.hpp"
+#include "cuda/on_device.cuh"
 
-namespace ktinject {
+namespace ktinject::cuda {
 namespace {
 
 void check(cudaError_t error, const char* what) {
@@ -16,19 +17,26 @@ void check(cudaError_t error, const char* what) {
 
 }  // namespace
 
-bool cuda_built() { return true; }
+bool is_built() { return true; }
 
-std::vector<CudaDevice> cuda_devices() {
+std::vector<Device> devices() {
   int count = 0;
   check(cudaGetDeviceCount(&count), "counting CUDA devices");
-  std::vector<CudaDevice> devices;
+  std::vector<Device> found;
   for (int device = 0; device < count; ++device) {
     cudaDeviceProp properties;
     check(cudaGetDeviceProperties(&properties, device), "reading a CUDA device's properties");
-    devices.push_back({properties.name, properties.major, properties.minor, properties.totalGlobalMem,
-                       properties.multiProcessorCount});
+    found.push_back({properties.name, properties.major, properties.minor, properties.totalGlobalMem,
+                     properties.multiProcessorCount});
   }
-  return devices;
+  return found;
 }
 
-}  // namespace ktinject
+void read_device(const void* from, void* to, size_t bytes, Stream from_stream) {
+  const OnStream stream(from_stream);
+  const AsideOfCaptures aside;
+  check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), "reading from the device");
+  check_cuda(cudaStreamSynchronize(stream), "reading from the device");
+}
+
+}  // namespace ktinject::cuda

@@ -5,9 +5,11 @@
 #include <string>
 #include <vector>
 
-namespace ktinject {
+#include "cuda/stream.hpp"
 
-struct CudaDevice {
+namespace ktinject::cuda {
+
+struct Device {
   std::string name;
   int major = 0;  // compute capability
   int minor = 0;
@@ -16,9 +18,12 @@ struct CudaDevice {
 };
 
 // Whether the CUDA parts were compiled in.
-bool cuda_built();
+bool is_built();
 
 // Throws std::runtime_error where the core was built without CUDA, or the driver answers with an error.
-std::vector<CudaDevice> cuda_devices();
+std::vector<Device> devices();
 
-}  // namespace ktinject
+// Copies from a device to the host through a stream, and waits for it; captures of other threads go on.
+void read_device(const void* from, void* to, size_t bytes, Stream stream);
+
+}  // namespace ktinject::cuda

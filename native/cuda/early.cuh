@@ -9,7 +9,7 @@
 
 #include "cuda/check.cuh"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 // All work of the stream before this kernel is done, and seen. Before it, a kernel reads weights only and writes
 // nothing.
@@ -62,4 +62,4 @@ void launch_early(const char* what, void (*kernel)(Parameters...), const Launch&
   check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(std::forward<Arguments>(arguments))...), what);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -13,7 +13,7 @@
 
 #include "cuda/on_device.cuh"
 
-namespace ktinject {
+namespace ktinject::cuda {
 namespace {
 
 constexpr int kWarps = 8;
@@ -66,4 +66,4 @@ void fp8_quantise(const void* x, bool fp16, int m, int padded, int k, void* valu
   check_cuda(cudaGetLastError(), "fp8_quantise");
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

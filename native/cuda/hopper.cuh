@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-namespace ktinject::hopper {
+namespace ktinject::cuda::hopper {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -185,4 +185,4 @@ KT_WGMMA_BOTH(256, 128, "{%128, %129, %130, %131}, %132")
 #undef KT_TEXT_16
 #undef KT_TEXT_8
 
-}  // namespace ktinject::hopper
+}  // namespace ktinject::cuda::hopper

@@ -9,7 +9,7 @@
 // inputs at the most: fp32 has room for that.
 #include "cuda/int4_sm90.cuh"
 
-namespace ktinject::int4 {
+namespace ktinject::cuda::int4 {
 namespace {
 
 constexpr int kFewTiles = 4;  // of 64 outputs a block
@@ -222,4 +222,4 @@ void few(const Call& c) {
 
 void run_few_sm90(const Call& c, bool fp16) { fp16 ? few<__half>(c) : few<__nv_bfloat16>(c); }
 
-}  // namespace ktinject::int4
+}  // namespace ktinject::cuda::int4

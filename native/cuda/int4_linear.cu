@@ -26,7 +26,7 @@
 #include "cuda/int4_tile.cuh"
 #include "cuda/on_device.cuh"
 
-namespace ktinject::int4 {
+namespace ktinject::cuda::int4 {
 namespace {
 
 constexpr int kWarps = 8;
@@ -383,9 +383,9 @@ void run_sm80(Int4Arguments p, const Partition& part, bool fp16, int device, cud
 }
 
 }  // namespace
-}  // namespace ktinject::int4
+}  // namespace ktinject::cuda::int4
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 using namespace int4;
 
@@ -434,4 +434,4 @@ void int4_dequantise(const Int4Matrix& weight, int first_row, int rows, bool fp1
   check(cudaGetLastError(), "launch");
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

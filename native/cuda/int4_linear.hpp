@@ -1,9 +1,10 @@
-// y = x · Wᵀ + b with W in int4, packed for the tensor cores. operators/linears/int4_layout.py packs and draws the layout.
+// y = x · Wᵀ + b with W in int4, packed for the tensor cores. operators/linears/int4_layout.py packs and draws the
+// layout.
 #pragma once
 
 #include <cstddef>
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 // A packed weight [n, k] on one device.
 struct Int4Matrix {
@@ -35,4 +36,4 @@ void int4_linear(const Int4Matrix& weight, const float* bias, const void* x, boo
 // out [rows, k] bf16, or fp16, = W[first_row : first_row + rows], each value rounded once; first_row a multiple of 64.
 void int4_dequantise(const Int4Matrix& weight, int first_row, int rows, bool fp16, void* out, int device, void* stream);
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

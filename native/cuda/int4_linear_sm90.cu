@@ -9,7 +9,7 @@
 
 #include "cuda/int4_sm90.cuh"
 
-namespace ktinject::int4 {
+namespace ktinject::cuda::int4 {
 namespace {
 
 // cuTensorMapEncodeTiled, from the driver and not from a library to link with.
@@ -88,4 +88,4 @@ void run_sm90(Int4Arguments p, const Partition& part, bool fp16, int device, cud
   part.tokens <= 16 ? run_few_sm90(call, fp16) : run_many_sm90(call, fp16);
 }
 
-}  // namespace ktinject::int4
+}  // namespace ktinject::cuda::int4

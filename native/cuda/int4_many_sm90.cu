@@ -6,7 +6,7 @@
 
 #include "cuda/int4_sm90.cuh"
 
-namespace ktinject::int4 {
+namespace ktinject::cuda::int4 {
 namespace {
 
 // A word's codes, scaled, as the A operand. kMixed: the scales are of the other 16-bit type, and the product is fp32.
@@ -222,4 +222,4 @@ void run_many_sm90(const Call& c, bool fp16) {
   else c.p.fp16_scales ? many<__nv_bfloat16, true>(c) : many<__nv_bfloat16, false>(c);
 }
 
-}  // namespace ktinject::int4
+}  // namespace ktinject::cuda::int4

@@ -11,7 +11,7 @@
 #include "cuda/hopper.cuh"
 #include "cuda/int4_tile.cuh"
 
-namespace ktinject::int4 {
+namespace ktinject::cuda::int4 {
 
 using namespace hopper;  // NOLINT
 
@@ -317,4 +317,4 @@ inline void launch(void (*kernel)(Int4Arguments, CUtensorMap), std::atomic<uint6
   check(cudaLaunchKernelEx(&config, kernel, c.p, c.map), "launch");
 }
 
-}  // namespace ktinject::int4
+}  // namespace ktinject::cuda::int4

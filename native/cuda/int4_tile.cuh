@@ -13,7 +13,7 @@
 #include "cuda/check.cuh"
 #include "cuda/int4_linear.hpp"
 
-namespace ktinject::int4 {
+namespace ktinject::cuda::int4 {
 
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) check_cuda(error, std::string("int4_linear: ") + what);
@@ -184,4 +184,4 @@ inline Partition cut(int n, int k, int m, int tokens, int outputs, int most_bloc
 Partition partition_sm90(int n, int k, int m, int multiprocessors);
 void run_sm90(Int4Arguments p, const Partition& part, bool fp16, int device, cudaStream_t stream);
 
-}  // namespace ktinject::int4
+}  // namespace ktinject::cuda::int4

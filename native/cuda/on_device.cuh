@@ -5,7 +5,7 @@
 #include "cuda/check.cuh"
 #include "cuda/stream.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 // Makes a device the current one for as long as it lives: where launches and allocations go.
 class OnDevice {
@@ -26,6 +26,18 @@ class OnDevice {
   bool changed_ = false;
 };
 
+// Another thread may be capturing a graph, in streams of its own; what happens in this scope touches none of them.
+class AsideOfCaptures {
+ public:
+  AsideOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~AsideOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  AsideOfCaptures(const AsideOfCaptures&) = delete;
+  AsideOfCaptures& operator=(const AsideOfCaptures&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // The same for a stream's device; converts to the stream.
 class OnStream {
  public:
@@ -37,4 +49,4 @@ class OnStream {
   cudaStream_t stream_;
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

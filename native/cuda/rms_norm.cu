@@ -11,7 +11,7 @@
 
 #include "cuda/on_device.cuh"
 
-namespace ktinject {
+namespace ktinject::cuda {
 namespace {
 
 constexpr int kMostThreads = 1024;
@@ -108,4 +108,4 @@ void rms_norm(const void* x, const void* weight, void* out, DType dtype, int64_t
   check_cuda(cudaGetLastError(), "launching the normalisation");
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -4,13 +4,13 @@
 #include <cstdint>
 
 #include "cuda/stream.hpp"
-#include "gemm/vector_ops.hpp"
+#include "runtime/dtype.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 // out [rows, n] = weight [n] * round(x [rows, n] / sqrt(mean(x^2) + epsilon)), everything of `dtype`, sums fp32: the
 // rounding in between is what transformers does. Device pointers, contiguous; out may be x. Only enqueues.
 void rms_norm(const void* x, const void* weight, void* out, DType dtype, int64_t rows, int n, float epsilon,
               Stream stream);
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

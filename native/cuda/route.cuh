@@ -7,7 +7,7 @@
 
 #include "cuda/values.cuh"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 constexpr int kMostRouted = 1024;  // experts that a warp chooses from; of them it chooses up to 32
 constexpr int kFewRouted = 256;    // the same within kernels that have few registers for it
@@ -88,4 +88,4 @@ __device__ void route_token(const T* logits, int experts, int top_k, bool normed
   else if constexpr (kMost > 8 * kWarp) route_among<T, kMost / kWarp>(logits, experts, top_k, normed, take);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 // The handle alone would not do: the default stream has the same one on every device.
 struct Stream {
@@ -11,4 +11,4 @@ struct Stream {
   uintptr_t handle = 0;
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

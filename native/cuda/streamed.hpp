@@ -8,13 +8,13 @@
 #include "cuda/stream.hpp"
 #include "moe/experts.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 class Streamed {
  public:
   // Page-locks the packed weights of `experts`, which must be allocated and outlive this. Throws std::runtime_error
   // where the system refuses, or the build has no CUDA.
-  explicit Streamed(const Experts& experts);
+  explicit Streamed(const moe::Experts& experts);
   ~Streamed();
   Streamed(const Streamed&) = delete;
   Streamed& operator=(const Streamed&) = delete;
@@ -32,8 +32,8 @@ class Streamed {
 
  private:
   void unlock() noexcept;
-  const Experts& experts_;
-  std::vector<PackedRun> runs_;
+  const moe::Experts& experts_;
+  std::vector<moe::PackedRun> runs_;
   size_t locked_ = 0;  // runs that are page-locked
 };
 
@@ -42,4 +42,4 @@ class Streamed {
 // multiples of 16, count one of 8.
 void add_from_host(const void* host, const float* addend, void* out, size_t count, DType dtype, Stream stream);
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 constexpr int kWarp = 32;
 constexpr unsigned kAll = 0xffffffffu;
@@ -71,4 +71,4 @@ __device__ void multiply(float (&c)[2], uint32_t a0, uint32_t a2, uint32_t b0, u
         : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.0f));
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

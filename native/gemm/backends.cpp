@@ -4,7 +4,9 @@
 
 #include "runtime/cpu_features.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
+
+using namespace runtime;  // the bits of instruction sets
 namespace {
 
 constexpr uint32_t kAvx2Set = kAvx2 | kFma;
@@ -88,4 +90,4 @@ Kernels choose_kernel(Format format, const std::string& name) {
                               " weights; allowed: " + allowed);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

@@ -7,7 +7,7 @@
 
 #include "gemm/layout.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
 
 // Who takes results off a kernel as they come: c [count, 32] = rows `row` ... of panel `panel`, counted from the first
 // of the call.
@@ -80,4 +80,4 @@ void modelled_amx_int4(const Matrix&, const std::byte*, int, const Rows&, float*
 void modelled_amx_fp8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
 void modelled_amx_mxfp4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

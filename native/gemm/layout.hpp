@@ -33,7 +33,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace ktinject {
+namespace ktinject::gemm {
 
 enum class Format { bf16, int8, int4, fp8, mxfp4 };
 
@@ -126,4 +126,4 @@ inline void place_row(std::byte* rows, size_t row_bytes, int m, int row, const s
     __builtin_memcpy(to, from + at, 64);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

@@ -10,7 +10,7 @@
 #include "gemm/vector_ops.hpp"
 #include "runtime/memory.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
 
 struct LinearConfig {
   int out_features = 0;
@@ -63,12 +63,12 @@ class Linear {
 
   LinearConfig config_;
   Kernels kernels_;
-  const Stages* stages_;
+  const VectorOps* vector_ops_;
   Matrix matrix_;
-  Block data_;
-  Block bias_;  // float [panels * 32]
+  runtime::Block data_;
+  runtime::Block bias_;  // float [panels * 32]
   bool has_weight_ = false;
   bool has_bias_ = false;
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

@@ -10,7 +10,7 @@
 
 #include "gemm/vector_ops.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
 
 // Attention of some heads to some places of the cache. A key may lie in two parts: of latent attention, latent and
 // rotary key; the latent is the value, too.
@@ -33,7 +33,7 @@ inline constexpr int kAttendPlaces = 32;
 
 inline constexpr int kMersenneWords = 624;
 
-struct Math {
+struct StepOps {
   const char* name;
   uint32_t isa;
 
@@ -71,6 +71,6 @@ struct Math {
 };
 
 // The best that this CPU can run.
-const Math& math();
+const StepOps& step_ops();
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

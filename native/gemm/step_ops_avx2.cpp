@@ -5,13 +5,15 @@
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
-namespace ktinject {
+namespace ktinject::gemm {
+
+using namespace runtime;  // the bits of instruction sets
 namespace avx2 {
 #include "gemm/step_ops.inl"
 }  // namespace avx2
 
-extern const Math kAvx2Math;
-const Math kAvx2Math = avx2::math_of("avx2", kAvx2 | kFma);
+extern const StepOps kAvx2StepOps;
+const StepOps kAvx2StepOps = avx2::step_ops_of("avx2", kAvx2 | kFma);
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm
 #pragma GCC pop_options

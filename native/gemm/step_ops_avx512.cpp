@@ -5,13 +5,16 @@
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
-namespace ktinject {
+namespace ktinject::gemm {
+
+using namespace runtime;  // the bits of instruction sets
 namespace avx512 {
 #include "gemm/step_ops.inl"
 }  // namespace avx512
 
-extern const Math kAvx512Math;
-const Math kAvx512Math = avx512::math_of("avx512", kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2 | kFma);
+extern const StepOps kAvx512StepOps;
+const StepOps kAvx512StepOps =
+    avx512::step_ops_of("avx512", kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2 | kFma);
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm
 #pragma GCC pop_options

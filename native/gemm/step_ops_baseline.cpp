@@ -3,21 +3,23 @@
 
 #include "runtime/cpu_features.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
+
+using namespace runtime;  // the bits of instruction sets
 namespace baseline {
 #include "gemm/step_ops.inl"
 }  // namespace baseline
 
-extern const Math kBaselineMath, kAvx2Math, kAvx512Math;
-const Math kBaselineMath = baseline::math_of("baseline", 0);
+extern const StepOps kBaselineStepOps, kAvx2StepOps, kAvx512StepOps;
+const StepOps kBaselineStepOps = baseline::step_ops_of("baseline", 0);
 
-const Math& math() {
-  static const Math* best = [] {
-    for (const Math* one : {&kAvx512Math, &kAvx2Math})
+const StepOps& step_ops() {
+  static const StepOps* best = [] {
+    for (const StepOps* one : {&kAvx512StepOps, &kAvx2StepOps})
       if ((one->isa & ~cpu_features()) == 0) return one;
-    return &kBaselineMath;
+    return &kBaselineStepOps;
   }();
   return *best;
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

@@ -2,12 +2,14 @@
 
 #include "runtime/cpu_features.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
 
-const Stages& choose_stages(uint32_t isa) {
-  for (const Stages* stages : {&kAvx512Stages, &kAvx2Stages})
-    if ((stages->isa & ~(cpu_features() & isa)) == 0) return *stages;
-  return kBaselineStages;
+using namespace runtime;  // the bits of instruction sets
+
+const VectorOps& choose_vector_ops(uint32_t isa) {
+  for (const VectorOps* ops : {&kAvx512VectorOps, &kAvx2VectorOps})
+    if ((ops->isa & ~(cpu_features() & isa)) == 0) return *ops;
+  return kBaselineVectorOps;
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

@@ -6,10 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace ktinject {
+#include "runtime/dtype.hpp"
 
-enum class DType { f32, bf16, f16 };
-inline size_t dtype_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+namespace ktinject::gemm {
 
 enum class ActivationKind { silu, gelu, gelu_tanh, relu, relu2, identity };
 
@@ -24,7 +23,7 @@ struct Activation {
   float up_offset = 0;
 };
 
-struct Stages {
+struct VectorOps {
   const char* name;
   uint32_t isa;
 
@@ -70,12 +69,12 @@ struct Stages {
   uint8_t (*quantise_mxfp4)(const float* x, int k, uint8_t* codes);
 };
 
-extern const Stages kBaselineStages;
-extern const Stages kAvx2Stages;
-extern const Stages kAvx512Stages;
+extern const VectorOps kBaselineVectorOps;
+extern const VectorOps kAvx2VectorOps;
+extern const VectorOps kAvx512VectorOps;
 
 // The best this CPU can run, of those that need nothing beyond `isa`.
-const Stages& choose_stages(uint32_t isa);
+const VectorOps& choose_vector_ops(uint32_t isa);
 
 inline float bf16_to_float(uint16_t bits) {
   const uint32_t wide = uint32_t{bits} << 16;
@@ -91,4 +90,4 @@ inline uint16_t float_to_bf16(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

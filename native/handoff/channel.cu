@@ -18,20 +18,12 @@
 #include "handoff/dispatcher.hpp"
 #include "handoff/kernels.cuh"
 
-namespace ktinject {
+namespace ktinject::handoff {
 namespace {
 
-// Another thread may be capturing a graph, in streams of its own; what happens in this scope touches none of them.
-class AsideOfCaptures {
- public:
-  AsideOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~AsideOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  AsideOfCaptures(const AsideOfCaptures&) = delete;
-  AsideOfCaptures& operator=(const AsideOfCaptures&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
+using cuda::AsideOfCaptures;
+using cuda::check_cuda;
+using cuda::OnDevice;
 
 uint64_t timeout_ns() { return static_cast<uint64_t>(answer_timeout() * 1e9); }
 
@@ -130,13 +122,6 @@ std::string why_no_flags(int device) {
   return per_device(device).why_no_flags;
 }
 
-void read_device(const void* from, void* to, size_t bytes, Stream from_stream) {
-  const OnStream stream(from_stream);
-  const AsideOfCaptures aside;
-  check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream), "reading from the device");
-  check_cuda(cudaStreamSynchronize(stream), "reading from the device");
-}
-
 struct Channel::Slot final : Work {
   Shared* shared = nullptr;
   View view{};
@@ -154,10 +139,10 @@ struct Channel::Slot final : Work {
 struct Channel::Shared {
   ~Shared();
 
-  std::atomic<const Experts*> experts{nullptr};
+  std::atomic<const moe::Experts*> experts{nullptr};
   int expert_count = 0;
   int device = 0;
-  HandoffMode mode = HandoffMode::flags;
+  Mode mode = Mode::flags;
   size_t hidden = 0;
   size_t tokens = 0;
   size_t x_bytes = 0;
@@ -194,7 +179,7 @@ void Channel::Slot::compute(uint32_t count) {
     weights[i] = std::bit_cast<float>(receive(view.weights + i));
     any = any || ids[i] != -1;
   }
-  const Experts* const experts = shared->experts.load();
+  const moe::Experts* const experts = shared->experts.load();
   if (experts == nullptr) throw std::runtime_error("the experts are gone");
   const auto dtype = static_cast<DType>(head.dtype);
   // Where all of them are elsewhere, there is nothing to wake the workers for.
@@ -218,7 +203,7 @@ void Channel::Slot::run() noexcept {
     return;
   }
   // A host function runs even where its submit did not get the slot; then this is the one before.
-  const uint32_t count = shared->mode == HandoffMode::flags ? entry : view.head->count;
+  const uint32_t count = shared->mode == Mode::flags ? entry : view.head->count;
   try {
     compute(count);
   } catch (...) {
@@ -231,7 +216,7 @@ void Channel::Slot::run() noexcept {
   ended.fetch_add(1, std::memory_order_release);
 }
 
-Channel::Channel(const Experts& experts, int device, int slots, int tokens, int value_bytes, HandoffMode mode)
+Channel::Channel(const moe::Experts& experts, int device, int slots, int tokens, int value_bytes, Mode mode)
     : shared_(std::make_unique<Shared>()) {
   Shared& here = *shared_;
   here.experts = &experts;
@@ -251,7 +236,7 @@ Channel::Channel(const Experts& experts, int device, int slots, int tokens, int 
   OnDevice on(device);
   std::lock_guard lock(devices_mutex);
   PerDevice& shared = per_device(device);
-  if (mode == HandoffMode::flags && !shared.why_no_flags.empty())
+  if (mode == Mode::flags && !shared.why_no_flags.empty())
     throw std::runtime_error("mapped flags do not work here: " + shared.why_no_flags);
   if (auto found = shared.left.find(here.total); found != shared.left.end()) {
     std::tie(here.block, here.counts) = found->second;
@@ -271,7 +256,7 @@ Channel::Channel(const Experts& experts, int device, int slots, int tokens, int 
   check_cuda(cudaDeviceSynchronize(), "clearing counters");
   here.status = reinterpret_cast<uint32_t*>(here.block);
   *here.status = kFine;
-  here.bell = {mode == HandoffMode::flags ? shared.ring : nullptr, shared.ticket, 0};
+  here.bell = {mode == Mode::flags ? shared.ring : nullptr, shared.ticket, 0};
   std::byte* at = here.block + 256;
   here.slots.reserve(count);  // so that none is lost between open() and here
   for (size_t index = 0; index < count; ++index) {
@@ -320,7 +305,7 @@ Channel::Shared::~Shared() {
   devices()[device].left.emplace(total, std::pair(block, counts));
 }
 
-HandoffMode Channel::mode() const { return shared_->mode; }
+Mode Channel::mode() const { return shared_->mode; }
 size_t Channel::bytes() const { return shared_->total; }
 
 void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stream) {
@@ -331,7 +316,7 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
     throw std::invalid_argument("tokens: found " + std::to_string(request.tokens) + "; allowed: 1 to " +
                                 std::to_string(here.tokens));
   if (request.routing.logits != nullptr) {
-    check_route(here.expert_count, request.top_k, kFewRouted);
+    cuda::check_route(here.expert_count, request.top_k, cuda::kFewRouted);
     if (!request.ids_are_64_bit || request.rank_from != 0 || request.rank_to < request.top_k)
       throw std::invalid_argument("a submit that routes writes ids of 64 bits, and takes every rank");
   }
@@ -347,7 +332,7 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
   bell.address = slot.address;
   if (captured) {
     dispatcher().nap();
-  } else if (here.mode == HandoffMode::flags) {
+  } else if (here.mode == Mode::flags) {
     bell.address |= kAnnounced;
     dispatcher().announce();
   }
@@ -373,7 +358,7 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
     if (bell.address & kAnnounced) dispatcher().withdraw();
     throw;
   }
-  if (here.mode == HandoffMode::host_func)
+  if (here.mode == Mode::host_func)
     check_cuda(cudaLaunchHostFunc(
                    stream,
                    [](void* context) {
@@ -393,7 +378,7 @@ void Channel::wait(int index, int tokens, DType dtype, void* out, const float* a
   Slot& slot = *here.slots.at(static_cast<size_t>(index));
   auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
   OnDevice on(here.device);
-  if (here.mode == HandoffMode::host_func)
+  if (here.mode == Mode::host_func)
     check_cuda(cudaLaunchHostFunc(
                    stream,
                    [](void* context) {
@@ -413,8 +398,8 @@ void Channel::wait(int index, int tokens, DType dtype, void* out, const float* a
               stream);
 }
 
-void Channel::exchange(const Resident& shapes, const Experts& from, int leaving, int coming, int place, int32_t* places,
-                       void* memory, uintptr_t raw_stream) {
+void Channel::exchange(const cuda::Resident& shapes, const moe::Experts& from, int leaving, int coming, int place,
+                       int32_t* places, void* memory, uintptr_t raw_stream) {
   Shared& here = *shared_;
   auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
   OnDevice on(here.device);
@@ -439,7 +424,7 @@ void Channel::check() {
     for (size_t index = 0; index < here.slots.size(); ++index) {
       Slot& slot = *here.slots[index];
       // Host functions have all been called by now.
-      slot.given_up.store(here.mode == HandoffMode::flags ? counts[index].posted : slot.called.load());
+      slot.given_up.store(here.mode == Mode::flags ? counts[index].posted : slot.called.load());
       if (dispatcher().settle(here.slots[index].get(), answer_timeout()))
         check_cuda(cudaMemset(&here.counts[index].busy, 0, sizeof(uint32_t)), "freeing a slot");
     }
@@ -457,4 +442,4 @@ void Channel::check() {
   if (failure) std::rethrow_exception(failure);  // else another thread has taken it just now
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::handoff

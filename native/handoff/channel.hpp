@@ -20,9 +20,9 @@
 #include "cuda/resident.hpp"
 #include "moe/experts.hpp"
 
-namespace ktinject {
+namespace ktinject::handoff {
 
-enum class HandoffMode { flags, host_func };
+enum class Mode { flags, host_func };
 
 // Where the submit itself chooses the experts: by softmax over logits [tokens, experts], of the dtype of the weights,
 // which it writes with the ids; divided by their sum if `normed`.
@@ -55,19 +55,16 @@ struct DeviceRequest {
 // Whether mapped flags work on a device, found out by one round trip; the reason if not, else empty.
 std::string why_no_flags(int device);
 
-// Copies from a device to the host through a stream, and waits for it; captures of other threads go on.
-void read_device(const void* from, void* to, size_t bytes, Stream stream);
-
 // One owner's slots on one device. Calls for one slot alternate: submit, wait, submit, …
 class Channel {
  public:
   // Slots hold `tokens` tokens of dtypes of up to `value_bytes` bytes. Throws std::runtime_error or std::bad_alloc.
-  Channel(const Experts& experts, int device, int slots, int tokens, int value_bytes, HandoffMode mode);
+  Channel(const moe::Experts& experts, int device, int slots, int tokens, int value_bytes, Mode mode);
   ~Channel();
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
-  HandoffMode mode() const;
+  Mode mode() const;
   size_t bytes() const;
   // Throws std::invalid_argument for a request that does not fit.
   void submit(int slot, const DeviceRequest& request, uintptr_t stream);
@@ -77,8 +74,8 @@ class Channel {
   void wait(int slot, int tokens, DType dtype, void* out, const float* addend, const void* residual, uintptr_t stream);
   // Puts expert `coming` of `from` to where `leaving` lies in `memory`, once no step that uses `leaving` is under way.
   // Enqueues in `stream`, which is not the one that submits; they go on meanwhile.
-  void exchange(const Resident& shapes, const Experts& from, int leaving, int coming, int place, int32_t* places,
-                void* memory, uintptr_t stream);
+  void exchange(const cuda::Resident& shapes, const moe::Experts& from, int leaving, int coming, int place,
+                int32_t* places, void* memory, uintptr_t stream);
   // Throws what went wrong since the last call: what the CPU threw, or that nobody answered in time.
   void check();
 
@@ -88,4 +85,4 @@ class Channel {
   std::unique_ptr<Shared> shared_;
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::handoff

@@ -17,7 +17,7 @@
 
 #include "runtime/thread_pool.hpp"
 
-namespace ktinject {
+namespace ktinject::handoff {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -66,7 +66,7 @@ Global& state() {
 void set_answer_timeout(double seconds) { timeout_s = seconds; }
 double answer_timeout() { return timeout_s; }
 
-void Request::compute(const Experts& experts) const {
+void Request::compute(const moe::Experts& experts) const {
   if (ids_are_64_bit) experts.forward(x, dtype, static_cast<const int64_t*>(ids), weights, tokens, top_k, out);
   else experts.forward(x, dtype, static_cast<const int32_t*>(ids), weights, tokens, top_k, out);
 }
@@ -168,7 +168,7 @@ Work* Dispatcher::find(uint32_t address) {
 void Dispatcher::loop() {
   // Not pinned: it starts the pool where nobody has before, and threads inherit their mask from who starts them.
   pthread_setname_np(pthread_self(), "kt-dispatcher");
-  set_patience(kPatienceMicroseconds);
+  runtime::set_patience(kPatienceMicroseconds);
   uint32_t woken = wake_.load();
   auto active = Clock::now();
   for (int spins = 0;;) {
@@ -247,4 +247,4 @@ void Task::wait() {
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::handoff

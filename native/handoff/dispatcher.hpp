@@ -22,7 +22,7 @@
 #include "moe/experts.hpp"
 #include "runtime/waiting.hpp"
 
-namespace ktinject {
+namespace ktinject::handoff {
 
 // Something to compute. Whoever hands it in keeps it alive until run() has returned.
 class Work {
@@ -42,7 +42,7 @@ struct Request {
   int tokens = 0;
   int top_k = 0;
 
-  void compute(const Experts& experts) const;
+  void compute(const moe::Experts& experts) const;
 };
 
 class Dispatcher {
@@ -116,7 +116,7 @@ Dispatcher& dispatcher();
 // A request from the host, run by the dispatcher while the caller goes on.
 class Task : public Work {
  public:
-  Task(const Experts& experts, const Request& request) : experts_(experts), request_(request) {}
+  Task(const moe::Experts& experts, const Request& request) : experts_(experts), request_(request) {}
   ~Task() override;
   void submit();
   // Rethrows what the computation threw; std::runtime_error if there is no answer within the timeout.
@@ -125,12 +125,12 @@ class Task : public Work {
   void run() noexcept override;
 
  private:
-  const Experts& experts_;
+  const moe::Experts& experts_;
   const Request request_;
-  bool is_lost() const { return forks_ != forks(); }  // its dispatcher is the parent's
+  bool is_lost() const { return forks_ != runtime::forks(); }  // its dispatcher is the parent's
 
   bool submitted_ = false;
-  const int forks_ = forks();
+  const int forks_ = runtime::forks();
   std::atomic<bool> done_{false};
   std::exception_ptr failure_;
 };
@@ -139,4 +139,4 @@ class Task : public Work {
 void set_answer_timeout(double seconds);
 double answer_timeout();
 
-}  // namespace ktinject
+}  // namespace ktinject::handoff

@@ -9,8 +9,10 @@
 #include "cuda/early.cuh"
 #include "cuda/route.cuh"
 
-namespace ktinject {
+namespace ktinject::handoff {
 namespace {
+
+using namespace cuda;  // NOLINT
 
 constexpr int kMostThreads = 1024;
 constexpr uint32_t kMostRoutingWarps = 8;
@@ -363,4 +365,4 @@ cudaError_t launch_echo(uint32_t* ask, const uint32_t* answer, uint32_t* heard, 
   return cudaGetLastError();
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::handoff

@@ -6,7 +6,7 @@
 #include "handoff/channel.hpp"
 #include "handoff/protocol.hpp"
 
-namespace ktinject {
+namespace ktinject::handoff {
 
 struct Payload {
   const void* x;
@@ -44,4 +44,4 @@ void launch_admit(int32_t* places, int expert, int place, cudaStream_t stream);
 // Asks and spins on the answer: whether host and device see each other's writes while a kernel runs.
 cudaError_t launch_echo(uint32_t* ask, const uint32_t* answer, uint32_t* heard, cudaStream_t stream);
 
-}  // namespace ktinject
+}  // namespace ktinject::handoff

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace ktinject {
+namespace ktinject::handoff {
 
 constexpr uint32_t kRingEntries = 4096;
 constexpr uint32_t kAnnounced = 1u << 31;  // set in entries whose submit called announce()
@@ -52,4 +52,4 @@ struct Bell {
   uint32_t address = 0;  // the dispatcher's of the slot, announced or not
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::handoff

@@ -2,8 +2,8 @@
 
 #include "no_cuda/refuse.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 void choose(const Choice&, Stream) { refuse(); }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -2,8 +2,8 @@
 
 #include "no_cuda/refuse.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 void decode_linear(const DecodeLinear&, DType, Stream) { refuse(); }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

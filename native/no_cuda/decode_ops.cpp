@@ -2,7 +2,7 @@
 
 #include "no_cuda/refuse.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 void advance(int64_t*, int64_t*, bool*, int, int64_t, Stream) { refuse(); }
 void attention(const Attention&, DType, Stream) { refuse(); }
@@ -11,4 +11,4 @@ void route(const void*, void*, int64_t*, int, int, int, bool, DType, Stream) { r
 void route_grouped(const GroupedRoute&, DType, Stream) { refuse(); }
 void latent(const Latent&, DType, Stream) { refuse(); }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -2,10 +2,12 @@
 
 #include "no_cuda/refuse.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
-bool cuda_built() { return false; }
+bool is_built() { return false; }
 
-std::vector<CudaDevice> cuda_devices() { refuse(); }
+std::vector<Device> devices() { refuse(); }
 
-}  // namespace ktinject
+void read_device(const void*, void*, size_t, Stream) { refuse(); }
+
+}  // namespace ktinject::cuda

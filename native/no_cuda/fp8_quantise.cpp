@@ -2,8 +2,8 @@
 
 #include "no_cuda/refuse.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 void fp8_quantise(const void*, bool, int, int, int, void*, float*, int, void*) { refuse(); }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -2,7 +2,7 @@
 
 #include "no_cuda/refuse.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 Int4Scratch int4_scratch(const Int4Matrix&, int, int) { refuse(); }
 
@@ -10,4 +10,4 @@ void int4_linear(const Int4Matrix&, const float*, const void*, bool, int, void*,
 
 void int4_dequantise(const Int4Matrix&, int, int, bool, void*, int, void*) { refuse(); }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -3,7 +3,7 @@
 
 #include <stdexcept>
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 [[noreturn]] inline void refuse() {
   throw std::runtime_error(
@@ -11,4 +11,4 @@ namespace ktinject {
       "build again.");
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

@@ -2,8 +2,8 @@
 
 #include "no_cuda/refuse.hpp"
 
-namespace ktinject {
+namespace ktinject::cuda {
 
 void rms_norm(const void*, const void*, void*, DType, int64_t, int, float, Stream) { refuse(); }
 
-}  // namespace ktinject
+}  // namespace ktinject::cuda

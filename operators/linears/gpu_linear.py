@@ -99,7 +99,7 @@ class GpuLinear(PackedLinear):
         self._loaded.add(name)
 
     def finish(self) -> None:
-        absent = [name for name in self.wants() if name not in self._loaded]
+        absent = [name for name in self.parameter_shapes() if name not in self._loaded]
         if absent:
             raise OperatorError(f"{self.name}: never loaded: {', '.join(absent)}.")
 

@@ -118,14 +118,16 @@ class PackedLinear(Operator, nn.Linear):
             return "its forward is not that of nn.Linear"
         return None
 
-    def wants(self) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {"weight": (self.out_features, self.in_features)}
         return shapes | ({"bias": (self.out_features,)} if self.has_bias else {})
 
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
-        shape = self.wants().get(name)
+        shape = self.parameter_shapes().get(name)
         if shape is None:
-            raise OperatorError(f"{self.name}: found parameter {name}; allowed: {', '.join(self.wants())}.")
+            raise OperatorError(
+                f"{self.name}: found parameter {name}; allowed: {', '.join(self.parameter_shapes())}."
+            )
         if expert is not None or part is not None or tensor.shape != shape:
             raise OperatorError(
                 f"{self.name}: {name}: found shape {list(tensor.shape)}, expert {expert}, part {part}; "

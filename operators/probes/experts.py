@@ -74,7 +74,7 @@ def describe(module: nn.Module) -> ExpertsSpec | str:
         return f"its forward fails on a small copy of itself: {type(error).__name__}: {error}"
 
 
-def wants(spec: ExpertsSpec) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(spec: ExpertsSpec) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the leaf's parameters."""
     e, h, i = spec.num_experts, spec.hidden_size, spec.intermediate_size
     up = "gate_up_proj" if spec.has_gate else "up_proj"
@@ -99,7 +99,7 @@ def views(
              strides, for gate_bias, up_bias and down_bias a view [n outputs]
     Raises   OperatorError for a name, an expert or a part that the leaf has not, and for a wrong shape
     """
-    shapes = wants(spec)
+    shapes = parameter_shapes(spec)
     if name not in shapes:
         raise OperatorError(f"{name}: the leaf has no such parameter; it has {', '.join(shapes)}.")
     shape = list(shapes[name])
@@ -202,7 +202,7 @@ def _layout(module: nn.Module) -> ExpertsSpec | str:
         up_limit=inf,
         up_offset=0.0,
     )
-    shapes = wants(spec)
+    shapes = parameter_shapes(spec)
     for name, shape in shapes.items():
         if name not in parameters:
             return f"it has no parameter {name}, which its flags promise"
@@ -324,7 +324,7 @@ def _forward_difference(module: nn.Module, spec: ExpertsSpec) -> float:
     def gaussian(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random, dtype=torch.float64)
 
-    parameters = {name: gaussian(*shape) for name, shape in wants(spec).items()}
+    parameters = {name: gaussian(*shape) for name, shape in parameter_shapes(spec).items()}
     x, weights = gaussian(7, spec.hidden_size), gaussian(7, 2)
     index = torch.tensor([[0, 1], [2, 1], [1, 0], [2, 0], [0, 2], [1, 2], [2, 1]])
     cut: dict[tuple[str, int], Tensor] = {}
@@ -346,7 +346,7 @@ def _forward_difference(module: nn.Module, spec: ExpertsSpec) -> float:
 def _gate_of(module: nn.Module, spec: ExpertsSpec) -> Gate:
     """The leaf's gate alone: identity matrices on both sides of it, one expert, weight one."""
     parameters = {}
-    for name, (e, *shape) in wants(spec).items():
+    for name, (e, *shape) in parameter_shapes(spec).items():
         matrix = torch.zeros(shape[0]) if name.endswith("_bias") else torch.eye(*shape)
         parameters[name] = matrix.double().expand(e, *shape).contiguous()
 

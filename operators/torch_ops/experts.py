@@ -82,7 +82,7 @@ def experts_backward_op(
             continue
         parts = {
             projection: view.to(hidden_states.device)
-            for name in routed_experts.wants(spec)
+            for name in routed_experts.parameter_shapes(spec)
             for projection, _, view in routed_experts.views(spec, name, operator.unpack(name, e), e, None)
         }
         tokens, slots = torch.where(top_k_index == e)

@@ -62,7 +62,7 @@ class HeldExperts(Operator):
     def footprint(self) -> dict[str, int]:
         return {self.config.device: sum(torch.Size(shape).numel() * 4 for shape in self.shapes.values())}
 
-    def wants(self) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return self.shapes
 
     def allocate(self) -> None:

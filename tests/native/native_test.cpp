@@ -47,6 +47,12 @@
 #include "runtime/thread_pool.hpp"
 
 using namespace ktinject;
+using namespace ktinject::runtime;
+using namespace ktinject::gemm;
+using namespace ktinject::moe;
+using namespace ktinject::attention;
+using namespace ktinject::decode;
+using namespace ktinject::handoff;
 
 namespace {
 
@@ -359,7 +365,7 @@ struct Step {
   std::vector<float> operator()() const {
     std::vector<float> x(kHidden), y(kHidden), keys(kHeads * kPlaces * kSize, 0.5f), values = keys;
     for (int i = 0; i < kHidden; ++i) x[static_cast<size_t>(i)] = static_cast<float>(i % 7) / 7;
-    ktinject::Step step;
+    attention::Step step;
     step.dtype = DType::f32;
     step.place = 3;
     step.capacity = kPlaces;

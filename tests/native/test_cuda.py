@@ -47,8 +47,8 @@ def test_a_build_without_cuda_has_the_same_symbols_and_refuses(tmp_path):
     main.write_text(
         '#include <iostream>\n#include "cuda/devices.hpp"\n'
         "int main() {\n"
-        "  if (ktinject::cuda_built()) return 1;\n"
-        "  try { ktinject::cuda_devices(); } catch (const std::exception& e) { std::cout << e.what(); return 0; }\n"
+        "  if (ktinject::cuda::is_built()) return 1;\n"
+        "  try { ktinject::cuda::devices(); } catch (const std::exception& e) { std::cout << e.what(); return 0; }\n"
         "  return 2;\n}\n"
     )
     sources = [str(path) for path in (NATIVE / "no_cuda").glob("*.cpp")]

@@ -87,7 +87,9 @@ def ready(family_name: str, name: str, kernel: str = "auto") -> CpuExperts:
 
 
 def unpacked(operator: CpuExperts) -> dict[str, Tensor]:
-    return reference.weights_of(operator.spec, {name: operator.unpack(name) for name in operator.wants()})
+    return reference.weights_of(
+        operator.spec, {name: operator.unpack(name) for name in operator.parameter_shapes()}
+    )
 
 
 def multiplied(operator: CpuExperts) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ from expert_cases import (
 
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
-from ktinject.operators.probes.experts import wants
+from ktinject.operators.probes.experts import parameter_shapes
 
 # --- every family, every format, every kernel ---
 
@@ -80,7 +80,7 @@ def test_kernels_agree_on_the_packed_weights(family_name: str, name: str) -> Non
     """Packing does not depend on the kernel, but for ties that a fused multiply-add rounds the other way."""
     first, *others = [ready(family_name, name, kernel) for run, kernel in RUNS if run == name]
     for other in others:
-        for parameter in first.wants():
+        for parameter in first.parameter_shapes():
             a, b = first.unpack(parameter), other.unpack(parameter)
             if name == "int8":
                 assert (a != b).float().mean() < 1e-3
@@ -354,9 +354,9 @@ def test_plan_on_meta(family_name: str, name: str) -> None:
     planned, real = build(models.leaf(model)[1], name), ready(family_name, name)
     assert planned.spec == real.spec
     assert planned.footprint() == real.footprint() and planned.describe() == real.describe()
-    assert planned.wants() == wants(real.spec)
+    assert planned.parameter_shapes() == parameter_shapes(real.spec)
     parameters = reference.parameters_of(family(family_name))
-    assert planned.wants() == {key: tuple(value.shape) for key, value in parameters.items()}
+    assert planned.parameter_shapes() == {key: tuple(value.shape) for key, value in parameters.items()}
     weights = sum(value.numel() for key, value in parameters.items() if not key.endswith("_bias"))
     per_weight = {"bf16": 2.0, "int8": 1.0}.get(name, 0.5)
     assert planned.footprint()["cpu"] >= weights * per_weight

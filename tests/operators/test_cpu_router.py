@@ -56,7 +56,7 @@ def test_recorded_like_any_router() -> None:
 def test_other_models_and_devices_keep_their_routers() -> None:
     assert ktinject.plan(tiny("qwen3_moe"), RULES, devices=["cpu"]).entries == ()
     router = tiny("qwen3_moe").bfloat16().model.layers[0].mlp.gate
-    assert CpuRouter.instead(router, CpuLinearConfig(device="cuda:0")) is None
+    assert CpuRouter.resolve(router, CpuLinearConfig(device="cuda:0")) is None
 
 
 def test_saved_again_as_it_was(tmp_path: Path) -> None:

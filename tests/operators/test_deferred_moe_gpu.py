@@ -203,7 +203,7 @@ def test_deferral_across_borders(request: pytest.FixtureRequest, family: str, re
     swapped = on_gpu(model, deferred=2, gpu_experts=resident)
     layers = list(swapped.model.layers)
     for run in (layers[2:4], layers[4:]):
-        layer_split.Border("cuda:0", layer_split.handed_on(swapped)).around(run)
+        layer_split.StageBoundary("cuda:0", layer_split.pending_outputs(swapped)).install_on(run)
     same_as_defined(swapped, model)
 
 
@@ -215,7 +215,7 @@ def same_as_defined(swapped: PreTrainedModel, model: PreTrainedModel) -> None:
         for _ in range(2):
             assert torch.equal(generate(swapped, texts[rows, :PROMPT]), texts[rows])
             assert swapped.ktinject_decoding.last == "graph loop", swapped.ktinject_decoding.reason
-    steps = [*swapped.ktinject_decoding.lanes[3]._steps.values()]
+    steps = [*swapped.ktinject_decoding.runners[3]._steps.values()]
     assert all(len(step.parts) == 3 for step in steps), "on both sides of each border"
 
 

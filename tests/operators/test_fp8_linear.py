@@ -26,7 +26,7 @@ def linear(k: int, n: int, bias: bool = False, dtype: torch.dtype = torch.bfloat
 def filled(module: nn.Linear, device: str = "cpu") -> Fp8Linear:
     operator = Fp8Linear.build(module, Fp8LinearConfig(device=device))
     operator.allocate()
-    for name in operator.wants():
+    for name in operator.parameter_shapes():
         operator.load(name, getattr(module, name), None, None)
     operator.finish()
     return operator

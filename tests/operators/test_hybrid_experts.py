@@ -52,7 +52,7 @@ def filled(operator: CpuExperts, leaf: nn.Module) -> CpuExperts:
 def hybrid(device: str, leaf: nn.Module | None = None, **arguments: Any) -> HybridExperts:
     leaf = leaf or module()
     config = HybridExpertsConfig(device=device, **arguments)
-    placed = HybridExperts.arrange(nn.Module(), {"e": (leaf, config)}, {device: 1 << 34})["e"]
+    placed = HybridExperts.plan_placement(nn.Module(), {"e": (leaf, config)}, {device: 1 << 34})["e"]
     assert not isinstance(placed, str), placed
     made = filled(HybridExperts.build(leaf, placed), leaf)
     assert isinstance(made, HybridExperts)
@@ -117,7 +117,7 @@ def placed(
 ) -> list[tuple[int, ...]]:
     config = HybridExpertsConfig(device=device, **arguments)
     modules = {f"layers.{layer}.experts": (module(), config) for layer in range(layers)}
-    arranged = HybridExperts.arrange(nn.Module(), modules, {"cuda:0": spare})
+    arranged = HybridExperts.plan_placement(nn.Module(), modules, {"cuda:0": spare})
     assert [*arranged] == [*modules]
     for config in arranged.values():
         if isinstance(config, str):
@@ -327,7 +327,9 @@ def test_experts_on_the_gpu(
     resident[list(made.resident)] = True
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         inputs = x.to(dtype)
-        weights_of = reference.weights_of(spec, {name: gpu_side.unpack(name) for name in gpu_side.wants()})
+        weights_of = reference.weights_of(
+            spec, {name: gpu_side.unpack(name) for name in gpu_side.parameter_shapes()}
+        )
         want = (
             reference.experts(
                 inputs.float(), torch.where(resident[ids], ids, -1), routing, weights_of, spec, "bf16"

@@ -39,7 +39,7 @@ def filled(module: nn.Linear, device: str = "cpu", sm80_only: bool = False, **ar
     operator.sm80_only = sm80_only
     operator.every_lane = RACECHECK
     operator.allocate()
-    for name in operator.wants():
+    for name in operator.parameter_shapes():
         operator.load(name, getattr(module, name), None, None)
     operator.finish()
     return operator
@@ -142,7 +142,7 @@ def codes(n: int, k: int, groups: int, zeros: bool = True) -> Codes:
 def test_codes_of_a_checkpoint_are_taken_exactly(name: str, groups: int, zeros: bool) -> None:
     stored = codes(72, 384, groups, zeros)
     source = Format(name, (), None, (72, 384), 384 // groups, zeros)
-    config = Int4Linear.adopt(Int4LinearConfig("cpu"), source)
+    config = Int4Linear.use_checkpoint_format(Int4LinearConfig("cpu"), source)
     operator = Int4Linear.build(linear(384, 72), config)
     operator.allocate()
     operator.load_stored("weight", stored, None, None)
@@ -162,7 +162,9 @@ def in_activation_order(
         group_of = torch.randperm(k, generator=torch.Generator().manual_seed(k)) // group
     stored = dataclasses.replace(stored, group_of=group_of)
     source = Format("gptq", ("a.qweight", "a.qzeros", "a.scales", "a.g_idx"), None, (n, k), group, True)
-    operator = Int4Linear.build(linear(k, n), Int4Linear.adopt(Int4LinearConfig(device), source))
+    operator = Int4Linear.build(
+        linear(k, n), Int4Linear.use_checkpoint_format(Int4LinearConfig(device), source)
+    )
     operator.allocate()
     operator.load_stored("weight", stored, None, None)
     operator.finish()
@@ -270,7 +272,9 @@ def test_codes_that_are_refused() -> None:
     ]:
         with pytest.raises(OperatorError, match=words):
             operator.load_stored("weight", bad, None, None)
-    odd = Int4Linear.adopt(Int4LinearConfig("cpu"), Format("gptq", (), None, (8, 192), 48, False))
+    odd = Int4Linear.use_checkpoint_format(
+        Int4LinearConfig("cpu"), Format("gptq", (), None, (8, 192), 48, False)
+    )
     with pytest.raises(OperatorError, match="the checkpoint has groups of 48 inputs"):
         Int4Linear.build(linear(192, 8), odd)
 
@@ -332,7 +336,9 @@ def test_codes_of_a_checkpoint_with_scales_of_either_type(
     made = codes(n, k, k // group)
     stored = dataclasses.replace(made, scales=(made.scales.float() / 50 + 0.001).to(scales))
     source = Format("gptq", (), None, (n, k), group, True)
-    operator = Int4Linear.build(linear(k, n, dtype=dtype), Int4Linear.adopt(Int4LinearConfig(cuda), source))
+    operator = Int4Linear.build(
+        linear(k, n, dtype=dtype), Int4Linear.use_checkpoint_format(Int4LinearConfig(cuda), source)
+    )
     operator.every_lane = RACECHECK
     operator.allocate()
     operator.load_stored("weight", stored, None, None)

@@ -1,7 +1,7 @@
 """Decode steps of a model on the CPU: all decoder layers in one call of the native core (native/decode/).
 
 At one token, transformers runs some sixty tensor operations a layer, each microseconds of dispatch around nanoseconds
-of work; beside experts and linears of the native core that is most of a step. `CpuStep` knows layers by what they
+of work; beside experts and linears of the native core that is most of a step. `NativeDecoder` knows layers by what they
 hold: norms, attention and a feed-forward part made of `cpu_linear`, `cpu_router` and experts on the CPU. Whether it
 computes what they compute is not believed: before the first request's first step, `prove` runs both on that request's
 cache, until every layer has agreed with the model's own; a model with one that does not keeps transformers' steps. So
@@ -43,19 +43,19 @@ class _Unknown(Exception):
 
 
 class _Call:
-    """One step. place: of its tokens in the cache."""
+    """One step. cache_position: of its tokens."""
 
     def __init__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> None:
         self.ids, self.mask, self.positions, self.cache = ids, mask, positions, cache
-        self.place = int(cache.layers[0].place)
+        self.cache_position = int(cache.layers[0].cache_position)
 
     def kept(self, index: int) -> list[Tensor]:
         """What a layer has left in the cache."""
         layer = self.cache.layers[index]
-        return [tensor[:, :, self.place].clone() for tensor in (layer.keys, layer.values)]
+        return [tensor[:, :, self.cache_position].clone() for tensor in (layer.keys, layer.values)]
 
 
-class CpuStep:
+class NativeDecoder:
     """The model on one token a row, as `graph.Forward`.
 
     is_proven  whether all layers have agreed, so that steps run natively
@@ -76,7 +76,7 @@ class CpuStep:
         self._unproven = dict.fromkeys(range(len(self._layers)), _TRIES)  # layer → tries left
 
     def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """ids [b, 1], mask [b, 1, 1, n] bool, positions [b, 1], a cache as `graph.Lane` has it → logits [b, v]."""
+        """ids [b, 1], mask [b, 1, 1, n] bool, positions [b, 1], a runner's `KVBucket` → logits [b, v]."""
         model: Any = self._model()
         assert model is not None
         call = _Call(ids, mask, positions, cache)
@@ -125,7 +125,7 @@ class CpuStep:
             cos=cos[:, 0].contiguous(),
             sin=sin[:, 0].contiguous(),
             mask=call.mask[:, 0, 0],
-            place=call.place,
+            place=call.cache_position,
             cache=self._caches[call.cache],
             first=first,
             last=last,

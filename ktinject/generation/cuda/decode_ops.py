@@ -12,7 +12,7 @@ from ktinject import _native
 from ktinject.addresses import address
 from ktinject.operators.offload.handoff import CODES, stream_of
 
-_SPLIT = 256  # places of the cache that one block of attention takes at a time
+_SPLIT = 256  # positions of the cache that one block of attention takes at a time
 _MOST_SPLITS = 32
 MOST_ROWS = 8  # of `linear`
 
@@ -28,13 +28,13 @@ class Cache(NamedTuple):
     """One layer's cache, and where the token stands that is about to be written to it.
 
     keys, values  [b, g, n, d], rows contiguous
-    place         [1] int64; places after it are not read
+    cache_position  [1] int64; positions after it are not read
     mask          [b, 1, 1, n] bool
     """
 
     keys: Tensor
     values: Tensor
-    place: Tensor
+    cache_position: Tensor
     mask: Tensor
 
 
@@ -170,7 +170,7 @@ def attend(
     rotation: tuple[Tensor, Tensor],
     cache: Cache,
     scale: float,
-    arrived: Tensor,
+    block_counts: Tensor,
 ) -> Tensor:
     """Norm and rotate the queries and the new key, write the new key and value to the cache, and attend to it.
 
@@ -178,7 +178,7 @@ def attend(
     norms     of the heads of queries and keys
     rotation  cos and sin, each [b or 1, 1, d]
     cache     of q's dtype; keys and values of the same strides
-    arrived   at least [b · h] int32 zeros, which they are again afterwards
+    block_counts  at least [b · h] int32 zeros, which they are again afterwards
     Returns   [b, h, d] contiguous
     Raises    ValueError for what is not served
     """
@@ -186,8 +186,8 @@ def attend(
     cos, sin = rotation
     if (k.stride(), cos.stride()) != (v.stride(), sin.stride()) or cos.shape[1:] != (1, size):
         raise ValueError("keys and values, or cos and sin, are laid out in two ways")
-    if cos.shape[0] not in (1, batch) or len(cache.mask) != batch or arrived.numel() < batch * heads:
-        raise ValueError("cos, the mask, or what has arrived, is not of as many rows")
+    if cos.shape[0] not in (1, batch) or len(cache.mask) != batch or block_counts.numel() < batch * heads:
+        raise ValueError("cos, the mask, or the block counts, are not of as many rows")
     if cache.keys.stride() != cache.values.stride() or cache.mask.shape[-1] < cache.keys.shape[2]:
         raise ValueError("keys and values are laid out in two ways, or the mask is shorter than they are")
     groups, capacity = k.shape[1], cache.keys.shape[2]
@@ -208,13 +208,13 @@ def attend(
         k_weight=address("k's norm", k_weight, *like, (size,)),
         cos=address("cos", cos, *like, strided=1),
         sin=address("sin", sin, *like, cos.shape, strided=1),
-        place=address("place", cache.place, device, torch.int64, (1,)),
+        place=address("place", cache.cache_position, device, torch.int64, (1,)),
         mask=address("mask", cache.mask, device, torch.bool, (batch, 1, 1, cache.mask.shape[-1]), strided=1),
         keys=address("keys", cache.keys, *like, (batch, groups, capacity, size), strided=2),
         values=address("values", cache.values, *like, (batch, groups, capacity, size), strided=2),
         out=address("out", out, *like),
         scratch=address("scratch", scratch, device, torch.float32),
-        arrived=address("arrived", arrived, device, torch.int32),
+        arrived=address("block counts", block_counts, device, torch.int32),
         batch=batch,
         q_heads=heads,
         kv_heads=k.shape[1],
@@ -264,7 +264,7 @@ def latent(
         norm=address("norm", norm.weight, *like, (rank,)),
         cos=address("cos", cos, *like, strided=1),
         sin=address("sin", sin, *like, cos.shape, strided=1),
-        place=address("place", cache.place, device, torch.int64, (1,)),
+        place=address("place", cache.cache_position, device, torch.int64, (1,)),
         keys=address("keys", cache.keys, *like, (batch, 1, capacity, rank), strided=1),
         values=address("values", cache.values, *like, (batch, 1, capacity, rope), strided=1),
         rows=batch,
@@ -305,20 +305,20 @@ def rotation(
     return cos, sin
 
 
-def advance(place: Tensor, positions: Tensor, mask: Tensor) -> None:
-    """A token more: place [1] and positions [b, 1] int64 grow by one, and mask [b, 1, 1, n] allows the new place."""
-    if not (place.is_cuda and _native.cuda_built()):
-        place.add_(1)
+def advance(cache_position: Tensor, positions: Tensor, mask: Tensor) -> None:
+    """After a token: cache_position [1] and positions [b, 1] int64 grow by one, mask [b, 1, 1, n] allows the new."""
+    if not (cache_position.is_cuda and _native.cuda_built()):
+        cache_position.add_(1)
         positions.add_(1)
-        mask[..., place[place < mask.shape[-1]]] = True
+        mask[..., cache_position[cache_position < mask.shape[-1]]] = True
         return
     _native.advance(
-        address("place", place, place.device, torch.int64, (1,)),
-        address("positions", positions, place.device, torch.int64, (len(mask), 1)),
-        address("mask", mask, place.device, torch.bool, (len(mask), 1, 1, mask.shape[-1])),
+        address("place", cache_position, cache_position.device, torch.int64, (1,)),
+        address("positions", positions, cache_position.device, torch.int64, (len(mask), 1)),
+        address("mask", mask, cache_position.device, torch.bool, (len(mask), 1, 1, mask.shape[-1])),
         len(mask),
         mask.stride(0),
-        stream_of(place.device),
+        stream_of(cache_position.device),
     )
 
 
@@ -352,7 +352,7 @@ class Chooser:
         }
         # Of the kernel's blocks among themselves: zero between calls.
         self._best = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
-        self._arrived = torch.zeros(1, dtype=torch.int32, device=ids.device)
+        self._block_counts = torch.zeros(1, dtype=torch.int32, device=ids.device)
 
     def __call__(self, scores: Tensor, noise: Tensor | None) -> None:
         """The greatest of scores [b, v] float32, of equal ones the first; or, with noise [b, v] from the exponential
@@ -364,7 +364,7 @@ class Chooser:
             noise=address("noise", noise, device, torch.float32, shape),
             **self._addresses,
             best=address("best", self._best, device, torch.int64),
-            arrived=address("arrived", self._arrived, device, torch.int32),
+            arrived=address("arrived", self._block_counts, device, torch.int32),
             pad=self._pad,
             rows=scores.shape[0],
             vocab=scores.shape[1],

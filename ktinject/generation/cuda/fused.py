@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktinject.distributed.process_group import Team
+from ktinject.distributed.process_group import ProcessGroup
 from ktinject.generation import twin
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.fused_steps import Step, is_layer, known
@@ -42,20 +42,22 @@ class Fused:
     refused   path → why a module that looked known keeps its own forward
     """
 
-    def __init__(self, model: nn.Module, team: Team | None = None) -> None:
-        self._team = team
+    def __init__(self, model: nn.Module, group: ProcessGroup | None = None) -> None:
+        self._group = group
         self.refused: dict[str, str] = {}
         self._checked = False
         self._steps: dict[str, tuple[nn.Module, Step]] = {}
         # Blocks of attention count themselves here; requests of one model take turns.
         heads = max((getattr(m, "num_attention_heads", 0) for m in _configs(model)), default=0)
-        arrived: dict[torch.device, Tensor] = {}
+        block_counts: dict[torch.device, Tensor] = {}
 
         def counter(module: nn.Module) -> Tensor:
             device = _device(module)
-            if device not in arrived:
-                arrived[device] = torch.zeros(decode_ops.MOST_ROWS * heads, dtype=torch.int32, device=device)
-            return arrived[device]
+            if device not in block_counts:
+                block_counts[device] = torch.zeros(
+                    decode_ops.MOST_ROWS * heads, dtype=torch.int32, device=device
+                )
+            return block_counts[device]
 
         def step_of(module: nn.Module) -> Step | None:
             return None if "forward" in vars(module) else known(module, counter(module))
@@ -99,9 +101,9 @@ class Fused:
                 reason = reason or _difference(step(*args, **kwargs), theirs, tolerance)
             except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                 reason = f"{type(error).__name__}: {error}"
-            if self._team is not None:
+            if self._group is not None:
                 # Parts exchange what they compute: all processes must compare and replace the same ones.
-                reason = next((said for said in self._team.tell(reason) if said), "")
+                reason = next((said for said in self._group.all_gather(reason) if said), "")
             if reason:
                 self.refused[path] = reason
                 logger.info("%s: its decode step keeps its own kernels: %s", path, reason)

@@ -24,19 +24,19 @@ def is_layer(module: nn.Module) -> bool:
     return type(module).__name__.endswith("DecoderLayer")
 
 
-def known(module: nn.Module, arrived: Tensor) -> Step | None:
+def known(module: nn.Module, block_counts: Tensor) -> Step | None:
     """The decode step of a module by what it is made of, or None."""
     name = type(module).__name__
     if name.endswith("RMSNorm"):
         return _norm_step(module)
     if name.endswith("Attention") or isinstance(module, AbsorbedMla):
-        return _attention_step(module, arrived)
+        return _attention_step(module, block_counts)
     if name.endswith("Router"):
         return _router_step(module) or _grouped_router_step(module)
     if name.endswith("RotaryEmbedding"):
         return _rotation_step(module)
     if is_layer(module):
-        return _layer_step(module, arrived)
+        return _layer_step(module, block_counts)
     return _shared_step(module)
 
 
@@ -208,11 +208,11 @@ class _Attention:
         "num_key_value_groups",
     )
 
-    def __init__(self, module: Any, norms: tuple[Norm | None, Norm | None], arrived: Tensor) -> None:
-        self.module, self.norms, self.arrived = module, norms, arrived
+    def __init__(self, module: Any, norms: tuple[Norm | None, Norm | None], block_counts: Tensor) -> None:
+        self.module, self.norms, self.block_counts = module, norms, block_counts
 
     @classmethod
-    def of(cls, module: Any, arrived: Tensor) -> _Attention | None:
+    def of(cls, module: Any, block_counts: Tensor) -> _Attention | None:
         if not all(hasattr(module, name) for name in cls._NEEDED) or hasattr(module, "sinks"):
             return None
         if getattr(module, "attn_logit_softcapping", None):
@@ -226,7 +226,7 @@ class _Attention:
                 return None
         if norms[0] is not None and norms[1] is not None and norms[0].eps != norms[1].eps:
             return None
-        return cls(module, (norms[0], norms[1]), arrived)
+        return cls(module, (norms[0], norms[1]), block_counts)
 
     def __call__(self, x: Tensor, norm: Norm | None, rotation: Any, cache: Cache) -> Tensor:
         """x [b, hidden] → what the heads found [b, heads · size]; the output projection is left."""
@@ -236,9 +236,9 @@ class _Attention:
             part.view(len(x), -1, module.head_dim)
             for part in _project(x, (module.q_proj, module.k_proj, module.v_proj), norm, then=then)
         )
-        return decode_ops.attend(q, k, v, self.norms, rotation, cache, module.scaling, self.arrived).flatten(
-            1
-        )
+        return decode_ops.attend(
+            q, k, v, self.norms, rotation, cache, module.scaling, self.block_counts
+        ).flatten(1)
 
 
 class _Latent:
@@ -279,15 +279,15 @@ def _cache_of(module: Any, hidden_states: Tensor, args: Any, kwargs: Any) -> Cac
     layer: Any = held.layers[index] if held is not None else None
     if hidden_states.shape[1] != 1 or args or kwargs.get("position_embeddings") is None:
         return None
-    if mask is None or not hasattr(layer, "place"):
+    if mask is None or not hasattr(layer, "cache_position"):
         return None
     if isinstance(module, AbsorbedMla) and not module.absorbs(1, layer.keys.shape[2]):
         return None
-    return Cache(layer.keys, layer.values, layer.place, mask)
+    return Cache(layer.keys, layer.values, layer.cache_position, mask)
 
 
-def _attention_step(module: Any, arrived: Tensor) -> Step | None:
-    attention = _Latent.of(module) or _Attention.of(module, arrived)
+def _attention_step(module: Any, block_counts: Tensor) -> Step | None:
+    attention = _Latent.of(module) or _Attention.of(module, block_counts)
     if attention is None:
         return None
     own = type(module).forward
@@ -343,7 +343,7 @@ class _Routed:
         return x + self.experts.complete(started, residual=shared)
 
 
-def _layer_step(module: Any, arrived: Tensor) -> Step | None:
+def _layer_step(module: Any, block_counts: Tensor) -> Step | None:
     """norm, attention, residual, norm, experts or a dense part, residual."""
     parts = [
         getattr(module, n, None) for n in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -351,7 +351,7 @@ def _layer_step(module: Any, arrived: Tensor) -> Step | None:
     if any(part is None for part in parts):
         return None
     before, behind = _norm_of(parts[0]), _norm_of(parts[2])
-    attention, mlp = _Latent.of(parts[1]) or _Attention.of(parts[1], arrived), module.mlp
+    attention, mlp = _Latent.of(parts[1]) or _Attention.of(parts[1], block_counts), module.mlp
     if before is None or behind is None or attention is None:
         return None
     if len([*module.children()]) != len(parts) or before.weight.dtype == torch.float32:

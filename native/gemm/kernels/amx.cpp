@@ -18,7 +18,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
 
-namespace ktinject {
+namespace ktinject::gemm {
 namespace {
 
 constexpr int kStretch = 16;
@@ -445,6 +445,6 @@ void modelled_amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count
   decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, sink, avx512_decode_mxfp4);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm
 
 #pragma GCC pop_options

@@ -11,7 +11,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 
-namespace ktinject {
+namespace ktinject::gemm {
 namespace {
 
 // How far ahead of the loads weights are asked for: see avx512.cpp.
@@ -211,6 +211,6 @@ void avx2_int4(const Matrix& matrix, const std::byte* panels, int count, const R
               });
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm
 
 #pragma GCC pop_options

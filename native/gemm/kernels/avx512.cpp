@@ -11,7 +11,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma")
 
-namespace ktinject {
+namespace ktinject::gemm {
 namespace {
 
 // Far enough ahead that a single stream keeps the memory busy, across the end of a panel too; the more a kernel has to
@@ -384,6 +384,6 @@ void avx512_mxfp4(const Matrix& matrix, const std::byte* panels, int count, cons
   decoded(matrix, panels, count, rows, c, scratch, avx512_decode_mxfp4);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm
 
 #pragma GCC pop_options

@@ -9,7 +9,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avxvnni")
 
-namespace ktinject {
+namespace ktinject::gemm {
 namespace {
 
 // How far ahead of the loads weights are asked for: see avx512.cpp.
@@ -141,6 +141,6 @@ void avxvnni_int4(const Matrix& matrix, const std::byte* panels, int count, cons
             });
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm
 
 #pragma GCC pop_options

@@ -2,7 +2,7 @@
 #include "gemm/kernels/head.hpp"
 #include "gemm/vector_ops.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
 namespace {
 
 // Byte of tile `tile` that holds (row r, byte b of the 64) in block `block`.
@@ -121,4 +121,4 @@ void reference_mxfp4(const Matrix& matrix, const std::byte* panels, int count, c
   });
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

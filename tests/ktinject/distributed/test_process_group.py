@@ -156,7 +156,7 @@ def test_sizes_that_cannot_be_shared(size: int, count: str) -> None:
 
 def test_what_a_process_caches() -> None:
     styles = {"layers.1.self_attn.k_proj": "colwise", "layers.0.mlp.up_proj": "colwise"}
-    one, two = None, process_group.Team(1, 2, torch.device("cpu"), None, None)
+    one, two = None, process_group.ProcessGroup(1, 2, torch.device("cpu"), None, None)
     for who, cached in ((one, [64, 64]), (two, [64, 32])):
         assert (
             tensor_parallel.cached_values([64, 64], lambda path: int(path.split(".")[1]), styles, who)

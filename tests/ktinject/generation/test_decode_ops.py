@@ -209,14 +209,15 @@ def test_what_linear_does_not_serve_is_refused() -> None:
     [(1, 32, 4, 128), (3, 4, 4, 64), (8, 8, 1, 256), (2, 6, 2, 32), (2, 24, 2, 64)],
 )
 @pytest.mark.parametrize(
-    "capacity, place", [(256, 0), (256, 15), (256, 16), (256, 255), (512, 100), (4096, 3000), (16384, 16383)]
+    "capacity, position",
+    [(256, 0), (256, 15), (256, 16), (256, 255), (512, 100), (4096, 3000), (16384, 16383)],
 )
 class TestAttend:
     pytestmark = gpu
 
     @pytest.mark.parametrize("has_norms", [False, True])
     def test_is_norm_rotation_and_sdpa(
-        self, dtype, batch, heads, groups, size, capacity, place, has_norms
+        self, dtype, batch, heads, groups, size, capacity, position, has_norms
     ) -> None:
         torch.manual_seed(0)
         make = {"device": "cuda", "dtype": dtype}
@@ -230,17 +231,17 @@ class TestAttend:
             torch.randn(batch, groups, 2 * capacity, size, **make)[:, :, :capacity] for _ in range(2)
         )
         # What nobody has written may be anything.
-        keys[:, :, place:], values[:, :, place:] = torch.nan, torch.nan
+        keys[:, :, position:], values[:, :, position:] = torch.nan, torch.nan
         mask = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device="cuda")
-        mask[..., : place + 1] = True
-        mask[0, ..., : place // 3] = False
+        mask[..., : position + 1] = True
+        mask[0, ..., : position // 3] = False
         config = Qwen3MoeConfig(hidden_size=size * heads, num_attention_heads=heads, head_dim=size)
         rotary = Qwen3MoeRotaryEmbedding(config).cuda()
-        rotation = rotary(q, torch.arange(place, place + batch, device="cuda")[:, None])
+        rotation = rotary(q, torch.arange(position, position + batch, device="cuda")[:, None])
         norms = [Qwen3MoeRMSNorm(size).to("cuda", dtype) for _ in range(2)]
         for norm in norms:
             nn.init.normal_(norm.weight, 1)
-        at = torch.tensor([place], device="cuda")
+        at = torch.tensor([position], device="cuda")
         arrived = torch.zeros(batch * heads, dtype=torch.int32, device="cuda")
         kept = keys.clone(), values.clone()
         given = [Norm(norm.weight, norm.variance_epsilon) if has_norms else None for norm in norms]
@@ -252,14 +253,14 @@ class TestAttend:
             q, k = norms[0](q), norms[1](k)
         q, k = apply_rotary_pos_emb(q[:, :, None], k[:, :, None], *rotation)
         for cache, new, before in zip((keys, values), (k, v[:, :, None]), kept):
-            assert_close(cache[:, :, place], new[:, :, 0])
-            others = [n for n in range(capacity) if n != place]
+            assert_close(cache[:, :, position], new[:, :, 0])
+            others = [n for n in range(capacity) if n != position]
             assert torch.equal(cache[:, :, others].nan_to_num(7), before[:, :, others].nan_to_num(7))
         wanted = nn.functional.scaled_dot_product_attention(
             q.float(),
-            keys[:, :, : place + 1].float().repeat_interleave(heads // groups, 1),
-            values[:, :, : place + 1].float().repeat_interleave(heads // groups, 1),
-            attn_mask=mask[..., : place + 1],
+            keys[:, :, : position + 1].float().repeat_interleave(heads // groups, 1),
+            values[:, :, : position + 1].float().repeat_interleave(heads // groups, 1),
+            attn_mask=mask[..., : position + 1],
             scale=size**-0.5,
         )
         assert_close(out, wanted[:, :, 0].to(dtype))
@@ -302,8 +303,10 @@ class TestLatent:
         make = {"device": "cuda", "dtype": dtype}
         q, kv = torch.zeros(1, 2, 4 + rope, **make), torch.zeros(1, rank + rope, **make)
         turn = (torch.zeros(1, 1, rope, **make),) * 2
-        place = torch.zeros(1, dtype=torch.int64, device="cuda")
-        cache = Cache(torch.zeros(1, 1, 4, rank, **make), torch.zeros(1, 1, 4, rope, **make), place, place)
+        position = torch.zeros(1, dtype=torch.int64, device="cuda")
+        cache = Cache(
+            torch.zeros(1, 1, 4, rank, **make), torch.zeros(1, 1, 4, rope, **make), position, position
+        )
         for weights in (rank - 1, rank + 1):
             with pytest.raises(ValueError, match="do not belong together"):
                 decode_ops.latent(q, kv, Norm(torch.ones(weights, **make), 1e-6), turn, cache, True)
@@ -377,9 +380,9 @@ class TestBetweenSteps:
 
     def test_advance_moves_on_by_one(self, dtype: torch.dtype, half: int) -> None:
         for device in ("cuda", "cpu"):
-            place, positions = torch.tensor([half], device=device), torch.tensor([[3], [5]], device=device)
+            position, positions = torch.tensor([half], device=device), torch.tensor([[3], [5]], device=device)
             mask = torch.zeros(2, 1, 1, half + 2, dtype=torch.bool, device=device)
-            for _ in range(2):  # the second time there is no such place
-                decode_ops.advance(place, positions, mask)
-            assert place.item() == half + 2 and positions.tolist() == [[5], [7]]
+            for _ in range(2):  # the second time there is no such position
+                decode_ops.advance(position, positions, mask)
+            assert position.item() == half + 2 and positions.tolist() == [[5], [7]]
             assert mask.nonzero()[:, 3].tolist() == [half + 1] * 2

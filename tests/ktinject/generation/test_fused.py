@@ -204,7 +204,7 @@ def test_processes_refuse_the_same() -> None:
     """What one of several processes finds to differ, none replaces: parts exchange what they compute."""
 
     class Others:
-        def tell(self, reason: str) -> list[str]:
+        def all_gather(self, reason: str) -> list[str]:
             return [reason, self.reason]
 
     module, others = nn.Identity(), Others()

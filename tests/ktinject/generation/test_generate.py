@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, LogitsProcessor, PreTrainedModel
 
 import ktinject
-from ktinject.generation.graph_runner import power_of_two
+from ktinject.generation.graph_runner import bucket_of
 from ktinject.model_class import own_class
 from ktinject.operators import register_operator
 
@@ -117,7 +117,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 @pytest.fixture
-def laned(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def with_runner(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """The same, its requests on the tensors of a graph, though nothing can be captured on a CPU."""
     decoding = model.ktinject_decoding
     found, decoding.graphs = decoding.graphs, ""
@@ -142,20 +142,20 @@ def test_own_loop_gives_the_stock_loop_s_tokens_from_the_same_seed(
 
 @pytest.mark.parametrize("case", PLAIN, ids=name_of)
 def test_a_late_end_on_fixed_tensors_gives_the_same_tokens(
-    laned: PreTrainedModel, case: dict[str, Any]
+    with_runner: PreTrainedModel, case: dict[str, Any]
 ) -> None:
     for seed, batch in enumerate([1, 3, 1]):
         arguments = {**prompt(batch), **case}
         torch.manual_seed(seed)
-        ours = laned.generate(**arguments)
+        ours = with_runner.generate(**arguments)
         if arguments["max_new_tokens"] > 1:
-            assert "CUDA graphs" in laned.ktinject_decoding.reason, "the lane's own: it was used"
+            assert "CUDA graphs" in with_runner.ktinject_decoding.reason, "the runner's own: it was used"
         torch.manual_seed(seed)
-        assert torch.equal(ours, stock(laned, **arguments))
+        assert torch.equal(ours, stock(with_runner, **arguments))
 
 
-def test_a_longer_request_gets_a_longer_cache(laned: PreTrainedModel) -> None:
-    lanes = laned.ktinject_decoding.lanes
+def test_a_longer_request_gets_a_longer_cache(with_runner: PreTrainedModel) -> None:
+    runners = with_runner.ktinject_decoding.runners
     capacities = []
     for length in (9, 60, 9):
         arguments = {
@@ -166,14 +166,14 @@ def test_a_longer_request_gets_a_longer_cache(laned: PreTrainedModel) -> None:
         }
         if length == 60:
             arguments["max_length"] = 300
-        ours = laned.generate(**arguments)
-        assert torch.equal(ours, stock(laned, **arguments))
-        capacities.append(lanes[2].capacity)
+        ours = with_runner.generate(**arguments)
+        assert torch.equal(ours, stock(with_runner, **arguments))
+        capacities.append(runners[2].capacity)
     assert capacities == [256, 512, 512]
 
 
 def test_stretches_are_powers_of_two() -> None:
-    assert [power_of_two(n) for n in (1, 256, 257, 512, 513, 40000)] == [256, 256, 512, 512, 1024, 65536]
+    assert [bucket_of(n) for n in (1, 256, 257, 512, 513, 40000)] == [256, 256, 512, 512, 1024, 65536]
 
 
 class Heard:
@@ -191,11 +191,11 @@ class Heard:
 
 
 @pytest.mark.parametrize("ends", [{}, {"eos_token_id": list(range(3, 70))}])
-def test_a_streamer_hears_the_same(laned: PreTrainedModel, ends: dict[str, Any]) -> None:
+def test_a_streamer_hears_the_same(with_runner: PreTrainedModel, ends: dict[str, Any]) -> None:
     arguments = {**prompt(1, padding=0), **ends}
     ours, theirs = Heard(), Heard()
-    laned.generate(**arguments, streamer=ours)
-    stock(laned, **arguments, streamer=theirs)
+    with_runner.generate(**arguments, streamer=ours)
+    stock(with_runner, **arguments, streamer=theirs)
     assert ours.heard == theirs.heard and len(ours.heard) > 2
 
 
@@ -219,14 +219,16 @@ STOCK: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("case, how", STOCK, ids=[how + name_of(case) for case, how in STOCK])
-def test_every_other_case_is_the_stock_loop_s(laned: PreTrainedModel, case: dict[str, Any], how: str) -> None:
+def test_every_other_case_is_the_stock_loop_s(
+    with_runner: PreTrainedModel, case: dict[str, Any], how: str
+) -> None:
     arguments = {**prompt(1, padding=0), **case}
     torch.manual_seed(1)
-    ours = laned.generate(**arguments)
-    assert laned.ktinject_decoding.last.startswith(how)
-    assert bool(laned.ktinject_decoding.reason) == (not how.startswith("graph"))
+    ours = with_runner.generate(**arguments)
+    assert with_runner.ktinject_decoding.last.startswith(how)
+    assert bool(with_runner.ktinject_decoding.reason) == (not how.startswith("graph"))
     torch.manual_seed(1)
-    theirs = stock(laned, **arguments)
+    theirs = stock(with_runner, **arguments)
     if isinstance(ours, Tensor):
         assert torch.equal(ours, theirs)
     else:
@@ -236,38 +238,41 @@ def test_every_other_case_is_the_stock_loop_s(laned: PreTrainedModel, case: dict
 
 
 @pytest.mark.parametrize("with_tokens", [False, True])
-def test_a_prompt_of_embeddings(laned: PreTrainedModel, with_tokens: bool) -> None:
+def test_a_prompt_of_embeddings(with_runner: PreTrainedModel, with_tokens: bool) -> None:
     arguments = prompt(2)
-    embeddings = laned.get_input_embeddings()(arguments["input_ids"])
-    want = laned.generate(**arguments)
+    embeddings = with_runner.get_input_embeddings()(arguments["input_ids"])
+    want = with_runner.generate(**arguments)
     given = arguments if with_tokens else {name: v for name, v in arguments.items() if name != "input_ids"}
-    found = laned.generate(inputs_embeds=embeddings, **given)
+    found = with_runner.generate(inputs_embeds=embeddings, **given)
     assert torch.equal(found[:, -8:], want[:, -8:])
-    assert "inputs_embeds" in laned.ktinject_decoding.reason + laned.ktinject_decoding.last
+    assert "inputs_embeds" in with_runner.ktinject_decoding.reason + with_runner.ktinject_decoding.last
 
 
-def test_a_static_cache_that_was_asked_for_is_taken_over(laned: PreTrainedModel) -> None:
+def test_a_static_cache_that_was_asked_for_is_taken_over(with_runner: PreTrainedModel) -> None:
     arguments = {**prompt(), "cache_implementation": "static"}
-    assert torch.equal(laned.generate(**arguments), stock(laned, **arguments))
-    assert laned.ktinject_decoding.reason == next(iter(laned.ktinject_decoding.lanes.values())).failure
+    assert torch.equal(with_runner.generate(**arguments), stock(with_runner, **arguments))
+    assert (
+        with_runner.ktinject_decoding.reason
+        == next(iter(with_runner.ktinject_decoding.runners.values())).failure
+    )
 
 
-def test_a_caller_s_own_cache_stays_his(laned: PreTrainedModel) -> None:
-    ours, theirs = DynamicCache(config=laned.config), DynamicCache(config=laned.config)
+def test_a_caller_s_own_cache_stays_his(with_runner: PreTrainedModel) -> None:
+    ours, theirs = DynamicCache(config=with_runner.config), DynamicCache(config=with_runner.config)
     arguments = prompt(1, padding=0)
-    tokens = laned.generate(**arguments, past_key_values=ours)
-    assert torch.equal(tokens, stock(laned, **arguments, past_key_values=theirs))
-    assert "caller's own" in laned.ktinject_decoding.reason
+    tokens = with_runner.generate(**arguments, past_key_values=ours)
+    assert torch.equal(tokens, stock(with_runner, **arguments, past_key_values=theirs))
+    assert "caller's own" in with_runner.ktinject_decoding.reason
     assert ours.get_seq_length() == theirs.get_seq_length() == tokens.shape[1] - 1
 
 
 def test_why_there_are_no_graphs_can_be_read(
-    laned: PreTrainedModel, caplog: pytest.LogCaptureFixture
+    with_runner: PreTrainedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    decoding = laned.ktinject_decoding
+    decoding = with_runner.ktinject_decoding
 
     def reason(**changed: Any) -> str:
-        laned.generate(**{**prompt(1, padding=0), "max_new_tokens": 3, **changed})
+        with_runner.generate(**{**prompt(1, padding=0), "max_new_tokens": 3, **changed})
         return decoding.reason
 
     decoding.requests.clear()
@@ -275,35 +280,35 @@ def test_why_there_are_no_graphs_can_be_read(
         assert "batch size 9" in reason(**prompt(9))
         assert "batch size 9" in reason(**prompt(9))
     assert len(caplog.records) == 1, "said once"
-    handle = laned.lm_head.register_forward_hook(lambda *_: None)
+    handle = with_runner.lm_head.register_forward_hook(lambda *_: None)
     assert reason() == "lm_head has forward hooks"
     handle.remove()
     with torch.autocast("cuda", enabled=True) if torch.cuda.is_available() else torch.autocast("cpu"):
         pass
-    laned.lm_head.train()
+    with_runner.lm_head.train()
     assert reason() == "the model is in training mode"
-    laned.lm_head.eval()
-    assert "CUDA graphs" in reason(), "the lane's own reason: a CPU has none"
+    with_runner.lm_head.eval()
+    assert "CUDA graphs" in reason(), "the runner's own reason: a CPU has none"
 
 
-def test_graphs_of_replaced_weights_are_dropped(laned: PreTrainedModel) -> None:
-    laned.generate(**prompt())
-    first = laned.ktinject_decoding.lanes[3]
-    laned.generate(**prompt())
-    assert laned.ktinject_decoding.lanes[3] is first
-    laned.lm_head.weight = torch.nn.Parameter(laned.lm_head.weight.detach().clone())
-    assert torch.equal(laned.generate(**prompt()), stock(laned, **prompt()))
-    assert laned.ktinject_decoding.lanes[3] is not first
+def test_graphs_of_replaced_weights_are_dropped(with_runner: PreTrainedModel) -> None:
+    with_runner.generate(**prompt())
+    first = with_runner.ktinject_decoding.runners[3]
+    with_runner.generate(**prompt())
+    assert with_runner.ktinject_decoding.runners[3] is first
+    with_runner.lm_head.weight = torch.nn.Parameter(with_runner.lm_head.weight.detach().clone())
+    assert torch.equal(with_runner.generate(**prompt()), stock(with_runner, **prompt()))
+    assert with_runner.ktinject_decoding.runners[3] is not first
 
 
-def test_threads_take_turns(laned: PreTrainedModel) -> None:
+def test_threads_take_turns(with_runner: PreTrainedModel) -> None:
     arguments = [prompt(batch) for batch in (1, 2, 1, 2)]
-    wanted = [stock(laned, **case) for case in arguments]
+    wanted = [stock(with_runner, **case) for case in arguments]
     found: list[Any] = [None] * len(arguments)
 
     def work(i: int) -> None:
         for _ in range(3):
-            found[i] = laned.generate(**arguments[i])
+            found[i] = with_runner.generate(**arguments[i])
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(len(arguments))]
     for thread in threads:
@@ -313,7 +318,7 @@ def test_threads_take_turns(laned: PreTrainedModel) -> None:
     assert all(torch.equal(*pair) for pair in zip(found, wanted))
 
 
-def test_an_exception_in_a_request_leaves_the_next_one_whole(laned: PreTrainedModel) -> None:
+def test_an_exception_in_a_request_leaves_the_next_one_whole(with_runner: PreTrainedModel) -> None:
     class Broken(Heard):
         def put(self, tokens: Tensor) -> None:
             super().put(tokens)
@@ -322,22 +327,22 @@ def test_an_exception_in_a_request_leaves_the_next_one_whole(laned: PreTrainedMo
 
     arguments = prompt(1, padding=0)
     with pytest.raises(KeyboardInterrupt):
-        laned.generate(**arguments, streamer=Broken())
-    assert torch.equal(laned.generate(**arguments), stock(laned, **arguments))
+        with_runner.generate(**arguments, streamer=Broken())
+    assert torch.equal(with_runner.generate(**arguments), stock(with_runner, **arguments))
 
 
 @pytest.mark.parametrize("new_tokens", [100_000, 1], ids=["decode", "prefill"])
-def test_ctrl_c_ends_a_request_at_once(laned: PreTrainedModel, new_tokens: int) -> None:
+def test_ctrl_c_ends_a_request_at_once(with_runner: PreTrainedModel, new_tokens: int) -> None:
     arguments = {**prompt(2, 60), "max_new_tokens": new_tokens, "eos_token_id": None}
-    wanted = stock(laned, **prompt())
+    wanted = stock(with_runner, **prompt())
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         while time.monotonic() < start + 10:
-            laned.generate(**arguments)
+            with_runner.generate(**arguments)
     assert time.monotonic() < start + 1.3
-    assert torch.equal(laned.generate(**prompt()), wanted)
+    assert torch.equal(with_runner.generate(**prompt()), wanted)
 
 
 def test_a_model_that_is_dropped_takes_its_lanes_along() -> None:
@@ -346,9 +351,9 @@ def test_a_model_that_is_dropped_takes_its_lanes_along() -> None:
     model = swapped("qwen3_moe")
     model.ktinject_decoding.graphs = ""
     model.generate(**prompt())
-    lane = weakref.ref(model.ktinject_decoding.lanes[3])
+    runner = weakref.ref(model.ktinject_decoding.runners[3])
     del model
-    assert lane() is None
+    assert runner() is None
 
 
 def test_a_refused_optimize_leaves_the_class(monkeypatch: pytest.MonkeyPatch) -> None:

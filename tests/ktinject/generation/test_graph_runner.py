@@ -28,7 +28,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def captures(model: PreTrainedModel) -> int:
-    return sum(lane.captures for lane in model.ktinject_decoding.lanes.values())
+    return sum(runner.captures for runner in model.ktinject_decoding.runners.values())
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=name_of)
@@ -70,7 +70,7 @@ def test_one_capture_serves_every_later_request(model: PreTrainedModel) -> None:
 def test_a_long_answer_moves_to_longer_stretches(model: PreTrainedModel) -> None:
     arguments = {**prompt(2, 100, "cuda"), "max_new_tokens": 600, "eos_token_id": None}
     ours = model.generate(**arguments)
-    assert model.ktinject_decoding.lanes[2].capacity == 1024
+    assert model.ktinject_decoding.runners[2].capacity == 1024
     eager = stock(model, **arguments)
     assert (ours == eager).float().mean() > 0.99 or (ours != eager).any(0).nonzero()[0] > 300
 
@@ -94,10 +94,10 @@ def test_a_dropped_model_gives_its_memory_back() -> None:
     before = torch.cuda.memory_allocated()
     model = swapped("qwen3_moe", device="cuda")
     model.generate(**prompt(device="cuda"))
-    lane = weakref.ref(model.ktinject_decoding.lanes[3])
+    runner = weakref.ref(model.ktinject_decoding.runners[3])
     del model
     gc.collect()
-    assert lane() is None
+    assert runner() is None
     assert torch.cuda.memory_allocated() <= before + 2**20
 
 

@@ -14,9 +14,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 import ktinject
 from ktinject import OperatorError
-from ktinject.generation.cpu.native_decoder import CpuStep
+from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.generate import _forward
-from ktinject.generation.graph_runner import Lane
+from ktinject.generation.graph_runner import GraphRunner
 from tests.models import tiny
 
 torch.set_num_threads(1)
@@ -47,7 +47,9 @@ def stock_step(model: PreTrainedModel) -> Any:
     return functools.partial(_forward, weakref.ref(model), None)
 
 
-def logits_of(model: PreTrainedModel, forward: Any, batch: int = 3, steps: int = 6) -> tuple[Tensor, Lane]:
+def logits_of(
+    model: PreTrainedModel, forward: Any, batch: int = 3, steps: int = 6
+) -> tuple[Tensor, GraphRunner]:
     """Of steps after a prompt with padding, [steps, b, v]."""
     ids = torch.randint(3, 90, (batch, 9 + steps), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -61,14 +63,14 @@ def logits_of(model: PreTrainedModel, forward: Any, batch: int = 3, steps: int =
             position_ids=positions[:, :9],
             past_key_values=cache,
         ).logits[:, -1]
-        lane = Lane(forward, lambda: None, cache, 40, first)
-        lane.begin(cache, 9, mask[:, :9], positions[:, 9:10])
+        runner = GraphRunner(forward, lambda: None, cache, 40, first)
+        runner.begin(cache, 9, mask[:, :9], positions[:, 9:10])
         found = []
         for at in range(9, 9 + steps):
-            lane.ids.copy_(ids[:, at : at + 1])
-            lane.step()
-            found.append(lane.logits.clone())
-    return torch.stack(found), lane
+            runner.ids.copy_(ids[:, at : at + 1])
+            runner.step()
+            found.append(runner.logits.clone())
+    return torch.stack(found), runner
 
 
 def difference(a: Tensor, b: Tensor) -> float:
@@ -81,13 +83,13 @@ def assert_as_exact_as_its_own(
     model: PreTrainedModel, truth: PreTrainedModel, tolerance: float = TOLERANCE
 ) -> None:
     """Native steps differ from the model's own by roundings, and from the truth by no more than these do."""
-    native = CpuStep(model)
+    native = NativeDecoder(model)
     logits_of(model, native)
     assert native.is_proven, native.refused
-    ours, our_lane = logits_of(model, native)
-    theirs, their_lane = logits_of(model, stock_step(model))
+    ours, our_runner = logits_of(model, native)
+    theirs, their_runner = logits_of(model, stock_step(model))
     assert difference(ours, theirs) <= tolerance
-    for mine, own in zip(our_lane._cache, their_lane._cache):
+    for mine, own in zip(our_runner._cache, their_runner._cache):
         assert all(difference(x[:, :, :15], y[:, :, :15]) <= tolerance for x, y in zip(mine, own))
     want, _ = logits_of(truth, stock_step(truth))
     assert difference(ours, want) <= 1.3 * difference(theirs, want)
@@ -177,11 +179,11 @@ class TestGenerate:
         mask = torch.ones_like(ids)
         mask[1, :200] = 0
         long = {**prompt(3), "input_ids": ids, "attention_mask": mask}
-        lanes = model.ktinject_decoding.lanes
+        runners = model.ktinject_decoding.runners
         model.generate(**prompt(3))  # which proves the steps
-        short, capacity = model.generate(**prompt(3)), lanes[3].capacity
+        short, capacity = model.generate(**prompt(3)), runners[3].capacity
         want = model.generate(**long)
-        assert capacity == 256 and lanes[3].capacity == 512
+        assert capacity == 256 and runners[3].capacity == 512
         with pytest.raises(KeyboardInterrupt):
             model.generate(**long, streamer=_Interrupt())
         assert torch.equal(model.generate(**prompt(3)), short)
@@ -285,8 +287,8 @@ class TestRefusals:
     def test_layers_that_are_not_swapped(self) -> None:
         model = tiny("qwen3_moe").bfloat16()
         ktinject.optimize(model, ALL[:2], devices=["cpu"], progress=False)
-        assert "layer 0: " in CpuStep(model).refused
-        assert "has a Linear as q_proj, not a CpuLinear" in CpuStep(model).refused
+        assert "layer 0: " in NativeDecoder(model).refused
+        assert "has a Linear as q_proj, not a CpuLinear" in NativeDecoder(model).refused
 
     def test_attention_with_another_kind_of_mask(self) -> None:
         model = swapped("qwen3_moe")

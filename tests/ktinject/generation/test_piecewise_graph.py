@@ -28,15 +28,15 @@ def cut(model: PreTrainedModel, device: str = "cuda:0") -> PreTrainedModel:
     """Borders before layer 1, before the last one, and behind it."""
     layers = list(model.model.layers)
     for run in (layers[1:-1], layers[-1:]):
-        layer_split.Border(device, layer_split.handed_on(model)).around(run)
-    layers[-1].register_forward_hook(layer_split.back(torch.device(device)), with_kwargs=True)
+        layer_split.StageBoundary(device, layer_split.pending_outputs(model)).install_on(run)
+    layers[-1].register_forward_hook(layer_split.return_hook(torch.device(device)), with_kwargs=True)
     return model
 
 
 def parts(model: PreTrainedModel) -> set[int]:
     """Graphs of each captured step."""
-    lanes = model.ktinject_decoding.lanes.values()
-    return {len(step.parts) for lane in lanes for step in lane._steps.values()}
+    runners = model.ktinject_decoding.runners.values()
+    return {len(step.parts) for runner in runners for step in runner._steps.values()}
 
 
 class At:
@@ -91,14 +91,14 @@ def test_what_lies_elsewhere_is_copied_from_there_at_each_replay() -> None:
     home = torch.device("cuda:0")
     x, elsewhere, out = torch.ones(4, device=home), torch.ones(4), torch.zeros(4, device=home)
 
-    def work(route: piecewise_graph.Route) -> None:
-        near, far = route.cross([x + 1, elsewhere], home)
+    def work(stages: piecewise_graph.Stages) -> None:
+        near, far = stages.transfer([x + 1, elsewhere], home)
         out.copy_(near * 2 + far)
 
-    with piecewise_graph.AtOnce(home, piecewise_graph.capture_stream) as route:
-        work(route)
+    with piecewise_graph.EagerStages(home, piecewise_graph.capture_stream) as stages:
+        work(stages)
     assert torch.equal(out.cpu(), torch.full([4], 5.0))
-    recorded = piecewise_graph.record(work, home, torch.cuda.graph_pool_handle())
+    recorded = piecewise_graph.capture(work, home, torch.cuda.graph_pool_handle())
     for number in range(3):
         x.fill_(number)
         elsewhere.fill_(10 * number)
@@ -107,12 +107,12 @@ def test_what_lies_elsewhere_is_copied_from_there_at_each_replay() -> None:
 
 
 def test_borders_change_nothing_on_the_tensors_of_a_graph() -> None:
-    """Without a GPU: all that layers are given crosses, at each step, through the lane's own cache."""
+    """Without a GPU: all that layers are given crosses, at each step, through the runner's own cache."""
     model = cut(swapped("qwen3_moe", num_hidden_layers=4), "cpu")
     model.ktinject_decoding.graphs = ""
     arguments = prompt()
     found = model.generate(**arguments)
-    assert "CUDA graphs" in model.ktinject_decoding.reason, "the lane's own: it was used"
+    assert "CUDA graphs" in model.ktinject_decoding.reason, "the runner's own: it was used"
     assert torch.equal(found, stock(model, **arguments))
 
 
@@ -141,7 +141,7 @@ def test_a_long_answer_goes_on_in_other_graphs(model: PreTrainedModel) -> None:
     arguments = {**prompt(1, 200, "cuda", 0), "max_new_tokens": 120, "eos_token_id": None}
     ours = model.generate(**arguments)
     assert torch.equal(ours, stock(model, **arguments))
-    assert len(model.ktinject_decoding.lanes[1]._steps) > 1
+    assert len(model.ktinject_decoding.runners[1]._steps) > 1
 
 
 @gpu
@@ -165,10 +165,10 @@ def test_a_dropped_model_gives_its_memory_back() -> None:
     before = torch.cuda.memory_allocated()
     model = cut(swapped("qwen3_moe", device="cuda", num_hidden_layers=4))
     model.generate(**prompt(device="cuda"))
-    lane = weakref.ref(model.ktinject_decoding.lanes[3])
+    runner = weakref.ref(model.ktinject_decoding.runners[3])
     del model
     gc.collect()
-    assert lane() is None
+    assert runner() is None
     assert torch.cuda.memory_allocated() <= before + 2**20
 
 

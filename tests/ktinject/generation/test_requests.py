@@ -147,7 +147,7 @@ def test_a_cache_grows_with_the_text_and_not_with_what_is_allowed(model: PreTrai
     wanted = stock(model, **arguments)
     assert torch.equal(model.generate(**arguments), wanted)
     assert model.ktinject_decoding.last == "native loop"
-    assert model.ktinject_decoding.lanes[2].capacity == 256
+    assert model.ktinject_decoding.runners[2].capacity == 256
 
 
 @pytest.mark.parametrize("how", [{}, {"max_time": 1e6}], ids=["own loop", "stock loop"])
@@ -155,10 +155,10 @@ def test_a_text_that_outgrows_its_cache_goes_on(model: PreTrainedModel, how: dic
     arguments = {**prompt(2, 200), "eos_token_id": None, "max_new_tokens": 400, **how}
     model.ktinject_decoding.release()
     grown = model.generate(**arguments)
-    lane = model.ktinject_decoding.lanes[2]
-    assert lane.capacity == 1024
+    runner = model.ktinject_decoding.runners[2]
+    assert runner.capacity == 1024
     assert torch.equal(grown, model.generate(**arguments)), "from a cache that is long enough at once"
-    assert model.ktinject_decoding.lanes[2] is lane
+    assert model.ktinject_decoding.runners[2] is runner
 
 
 def test_no_memory_to_grow_is_said_as_such(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

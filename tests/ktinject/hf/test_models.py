@@ -95,7 +95,7 @@ def test_transformers_converter_gets_experts_by_number(tmp_path: Path) -> None:
     ktinject.optimize(new, [rule], checkpoint=tmp_path, progress=False)
     assert len(new.ktinject.entries) == 2
     for entry in new.ktinject.entries:
-        for name in entry.wants:
+        for name in entry.parameter_shapes:
             found = new.get_submodule(entry.path).unpack(name)
             assert torch.equal(found, model.get_parameter(f"{entry.path}.{name}"))
     mapping = new.ktinject.mapping

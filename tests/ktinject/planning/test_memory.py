@@ -25,9 +25,9 @@ UNKNOWN = {"nemotron_h", "kimi_linear", "minimax"}
 class SharingExperts(HeldExperts):
     """Takes 600 bytes, or 200 where there are no more, and caches 5 values a token."""
 
-    caches = 5
+    kv_values_per_token = 5
 
-    def shares(self) -> dict[tuple[str, str], tuple[int, int]]:
+    def workspace(self) -> dict[tuple[str, str], tuple[int, int]]:
         return {("cpu", "a buffer"): (200, 600), ("elsewhere", "nothing"): (1, 1)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import ktinject
 from ktinject.errors import OperatorError, PlanError, RuleError
-from ktinject.operators import REGISTRY, register_operator
+from ktinject.operators import REGISTRY, Config, register_operator
 from ktinject.tools import random_models
 
 
@@ -248,7 +249,17 @@ def test_an_operator_that_fails_to_build_is_located(
 
 
 @pytest.mark.parametrize(
-    "method", ["arrange", "instead", "supports", "build", "describe", "footprint", "wants", "shares"]
+    "method",
+    [
+        "plan_placement",
+        "resolve",
+        "supports",
+        "build",
+        "describe",
+        "footprint",
+        "parameter_shapes",
+        "workspace",
+    ],
 )
 def test_an_operator_whose_code_fails_is_named(
     method: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
@@ -284,17 +295,20 @@ def test_an_operator_with_a_parameter_of_its_own_is_refused(
 
 
 @pytest.mark.parametrize(
-    "wants, found",
+    "shapes, found",
     [
-        ({"gate_up_proj": (6, 48, 40), "down_proj": (6, 40, 24), "bias": (1,)}, "wants 'bias' of shape"),
+        (
+            {"gate_up_proj": (6, 48, 40), "down_proj": (6, 40, 24), "bias": (1,)},
+            "its parameter_shapes() has 'bias' of [1]; the module has nothing",
+        ),
         ({"gate_up_proj": (6, 48, 40), "down_proj": (6, 24, 40)}, "the module has [6, 40, 24]"),
         ({"gate_up_proj": (6, 48, 40)}, "neither loads nor keeps down_proj"),
     ],
 )
 def test_an_operator_takes_all_the_module_has_and_nothing_else(
-    wants: dict[str, Any], found: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    shapes: dict[str, Any], found: str, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken(monkeypatch, wants=lambda self: wants)
+    broken(monkeypatch, parameter_shapes=lambda self: shapes)
     assert found in refusal(OperatorError, model)
 
 
@@ -321,10 +335,31 @@ def test_registering_refuses_what_breaks_the_contract() -> None:
     with pytest.raises(OperatorError, match=r"is not a subclass of ktinject\.operators\.Operator"):
         register_operator("linear")(nn.Linear)  # type: ignore[type-var]
     with pytest.raises(
-        OperatorError, match="Operator does not define build, describe, footprint, load, wants"
+        OperatorError, match="Operator does not define build, describe, footprint, load, parameter_shapes"
     ):
         register_operator("abstract")(HeldExperts.__mro__[1])
     assert not {"no_config", "linear", "abstract"} & REGISTRY.keys()
+
+
+def test_registering_refuses_old_names_of_the_contract_and_says_the_new_ones() -> None:
+    @dataclass(frozen=True)
+    class OldConfig(Config):
+        fills = True
+
+    class Old(HeldExperts):
+        Config = OldConfig
+        takes = ("gptq",)
+
+        def wants(self) -> dict[str, tuple[int, ...]]:
+            return {}
+
+    with pytest.raises(OperatorError) as caught:
+        register_operator("old_names")(Old)
+    assert str(caught.value).endswith(
+        "Old defines names that the contract no longer has. Rename wants to parameter_shapes, "
+        "takes to native_formats, Config.fills to auto_sized."
+    )
+    assert "old_names" not in REGISTRY
 
 
 def test_registering_without_a_name_is_refused() -> None:

@@ -111,7 +111,7 @@ def test_the_plan_warns_beyond_the_bound(model: PreTrainedModel, deferred: int, 
 def test_measured_speeds() -> None:
     assert 1e8 < deferral.cpu_bandwidth() < 1e13
     config = dataclasses.replace(DeferredMoeConfig(), schedule="auto")
-    assert not config.fills
+    assert not config.auto_sized
 
 
 @pytest.mark.gpu

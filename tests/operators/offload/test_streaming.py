@@ -548,7 +548,7 @@ def test_fp16_does_not_overflow_on_the_way(prefill: Any, gpu_experts: int) -> No
     """The intermediate is beyond what fp16 holds, and the sum is not."""
     x, ids, _ = inputs(40, 256)
     config = HybridExpertsConfig(device="cuda:0", prefill=prefill, gpu_experts=gpu_experts)
-    config = HybridExperts.arrange(torch.nn.Module(), {"e": (leaf(256, 96), config)}, {})["e"]
+    config = HybridExperts.plan_placement(torch.nn.Module(), {"e": (leaf(256, 96), config)}, {})["e"]
     operator = filled(256, 96, operator=HybridExperts, config=config)
     x = x * 300
     weights = torch.full(ids.shape, 2e-3)

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 from ktinject.errors import OperatorError
-from ktinject.operators.probes.experts import views, wants
+from ktinject.operators.probes.experts import parameter_shapes, views
 
 # --- gates of all descriptions ---
 
@@ -302,7 +302,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_views_copy_nothing_and_cover_everything(layout: str) -> None:
     spec = LAYOUTS[layout]
-    for name, shape in wants(spec).items():
+    for name, shape in parameter_shapes(spec).items():
         tensor = torch.randn(shape)
         whole = views(spec, name, tensor, None, None)
         assert sum(view.numel() for _, _, view in whole) == tensor.numel()
@@ -322,7 +322,7 @@ def test_views_copy_nothing_and_cover_everything(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_views_of_pieces_are_those_of_the_whole(layout: str) -> None:
     spec = LAYOUTS[layout]
-    for name, shape in wants(spec).items():
+    for name, shape in parameter_shapes(spec).items():
         tensor = torch.randn(shape)
         whole = {(projection, e): view for projection, e, view in views(spec, name, tensor, None, None)}
         pieces = {}
