@@ -6,8 +6,8 @@
                                                                  replaced by replays where that changes nothing
 
 `install` makes the model an instance of a subclass of its class with that method in it; what other ways of generating
-call is transformers' own. The private methods of transformers that generation is made of are called in this
-file only; they are the same in 5.17 and 5.23.
+call is transformers' own. In a version of transformers that has other private methods than these, all of it is, see
+`hf.compat`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from ktinject.generation.cuda.fused import Fused
 from ktinject.generation.graph_runner import MAX_BATCH, GraphRunner, bucket_of
 from ktinject.generation.sampling import Request, Sampler, Sampling
 from ktinject.generation.watch import Watch, active_mode, replaced_method, undeclared
+from ktinject.hf import compat
 from ktinject.model_class import Methods, own_class, put_before
 from ktinject.operators import Operator
 from ktinject.operators.offload.handoff import Handoff, wake
@@ -256,10 +257,32 @@ def install(model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
     if model.device.type == "cpu":
         openmp.let_threads_sleep()
         openmp.outlive_forks()
-    if not isinstance(model, GenerationMixin) or type(model)._sample is not GenerationMixin._sample:
+    if not isinstance(model, GenerationMixin):
         return
-    model.ktinject_decoding = Decoding(model, group)
-    put_before(model, _Swapped if group is None else _Shared)
+    if not (known := compat.support("generation")):
+        model.ktinject_decoding = Decoding(model, group)
+        model.ktinject_decoding.reason = known.reason
+        put_before(model, _Stock)
+    elif type(model)._sample is GenerationMixin._sample:
+        model.ktinject_decoding = Decoding(model, group)
+        put_before(model, _Swapped if group is None else _Shared)
+
+
+class _Stock(Methods):
+    """The only method that differs where transformers' inside is not what it was: it says so, and calls the model's."""
+
+    ktinject_decoding: Decoding
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decoding = self.ktinject_decoding
+        if decoding.group is not None:
+            decoding.group.begin_request(args, kwargs)
+        decoding.note("stock loop", compat.support("generation").reason)
+        try:
+            return own_class(self).generate(self, *args, **kwargs)
+        except OperatorError:
+            decoding.drain()
+            raise
 
 
 class _Swapped(Methods):
@@ -654,6 +677,8 @@ def _is_harmless(hook: Any) -> bool:
 
 def _never(model: PreTrainedModel) -> str:
     """Why no decode step of a model can ever be captured; "" if it may be."""
+    if not (known := compat.support("generation")):
+        return known.reason
     devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
     plan = getattr(model, "ktinject", None)
     laid = len(devices) == 1 or (plan is not None and {*devices} <= {*plan.device_map.values()})

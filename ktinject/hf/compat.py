@@ -1,6 +1,6 @@
 """Every name of transformers and of torch that ktinject uses and that neither promises to keep.
 
-    PRIVATE ──► `lacking(feature)`: what of a feature this version has not, or has otherwise; looked at once a process
+    PRIVATE ──► `support(feature)`: whether this version has all that a feature needs; looked at once a process
     callers ──► `compat.name`: a function or class of it, looked up when it is first used
 
 What a version lacks costs the features that need it, and no others:
@@ -25,13 +25,13 @@ import inspect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from inspect import Parameter
 from typing import Any
 
 from ktinject.errors import PlanError
+from ktinject.support import SUPPORTED, Support
 
-SUPPORTED = "transformers>=5.17,<6"  # as pyproject.toml has it
+VERSIONS = "transformers>=5.17,<6"  # as pyproject.toml has it
 TESTED = ("5.17.0", "5.23.0")
 
 THERE = "there"  # a signature: the owner has such an attribute, whatever it is
@@ -281,23 +281,25 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
 
 
 @functools.cache
-def lacking(feature: str) -> str:
-    """Why a feature cannot be had with this version of transformers and torch; "" if it can."""
+def support(feature: str) -> Support:
+    """Whether this version of transformers and torch has what a feature needs, as it is needed."""
     faults = [fault for private in PRIVATE[feature] if (fault := private.fault())]
     if not faults:
-        return ""
-    versions = " and ".join(f"{name} {version(name)}" for name in ("transformers", "torch"))
+        return SUPPORTED
+    versions = " and ".join(
+        f"{name} {importlib.import_module(name).__version__}" for name in ("transformers", "torch")
+    )
     more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-    return f"in {versions}, {faults[0]}{more}"
+    return Support.no(f"in {versions}, {faults[0]}{more}")
 
 
 def require(*features: str) -> None:
     """Raises PlanError for the first feature that cannot be had."""
     for feature in features:
-        if why := lacking(feature):
+        if not (found := support(feature)):
             raise PlanError(
-                f"{feature.replace('_', ' ')}: {why}. Supported is {SUPPORTED}, tested with {' and '.join(TESTED)}. "
-                f"Install one of those: pip install 'transformers=={TESTED[-1]}'."
+                f"{feature.replace('_', ' ')}: {found.reason}. Supported is {VERSIONS}, tested with "
+                f"{' and '.join(TESTED)}. Install one of those: pip install 'transformers=={TESTED[-1]}'."
             )
 
 

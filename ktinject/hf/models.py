@@ -267,6 +267,7 @@ def meta_model(
     dtype       None or "auto": what the config says, else what most of the checkpoint is, else torch's default
     Raises      PlanError
     """
+    compat.require("loading")
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise PlanError(
             f"model type {config.model_type!r}: transformers has no causal language model for it. "
