@@ -149,7 +149,7 @@ def _optimize(
         generate.install(model, group)
         if operators:
             swapped.install(model)
-        logger.info("swapped %d modules of %s", len(decided.entries), decided.model)
+        logger.info("swapped %d modules of %s", len(decided.replacements), decided.model)
         if found.huge_pages not in ("always", "madvise"):
             logger.info("packed weights lie in pages of 4 KiB; `ktinject doctor` says why not in huge ones")
     except BaseException as error:

@@ -150,9 +150,9 @@ def _stand_ins(model: PreTrainedModel) -> Iterator[None]:
             added.append((owner, name))
 
     try:
-        for entry in plan.entries if plan else ():
-            for name, shape in entry.parameter_shapes.items():
-                owner: Any = model.get_submodule(entry.path)
+        for replacement in plan.replacements if plan else ():
+            for name, shape in replacement.parameter_shapes.items():
+                owner: Any = model.get_submodule(replacement.path)
                 *parents, last = name.split(".")
                 for parent in parents:
                     if not hasattr(owner, parent):

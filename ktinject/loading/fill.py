@@ -100,7 +100,10 @@ def from_checkpoint(
     assert plan.mapping is not None
     targets, conversions = plan.mapping.targets, plan.mapping.conversions
     wanted = [
-        (entry.path, name) for entry in plan.entries if not entry.elsewhere for name in entry.parameter_shapes
+        (replacement.path, name)
+        for replacement in plan.replacements
+        if not replacement.elsewhere
+        for name in replacement.parameter_shapes
     ]
     pieces = [(path, name, piece) for path, name in wanted for piece in targets.get(f"{path}.{name}", ())]
     positions = {key: position for position, key in enumerate(checkpoint.tensors)}
@@ -142,12 +145,12 @@ def from_model(
     Raises   CheckpointError for these, or OperatorError with rule, module and operator
     """
     _allocate(plan, operators)
-    for entry in plan.entries:
-        for name in entry.parameter_shapes:
-            tensor = model.get_parameter_or_buffer(f"{entry.path}.{name}").detach()
+    for replacement in plan.replacements:
+        for name in replacement.parameter_shapes:
+            tensor = model.get_parameter_or_buffer(f"{replacement.path}.{name}").detach()
             if check:
-                check_finite(f"{entry.path}.{name}", tensor)
-            _load_whole(plan, entry.path, operators[entry.path], name, tensor)
+                check_finite(f"{replacement.path}.{name}", tensor)
+            _load_whole(plan, replacement.path, operators[replacement.path], name, tensor)
             advance(tensor.nbytes)
     _finish(plan, operators)
 

@@ -27,11 +27,11 @@ from ktinject.planning import match, memory
 from ktinject.planning.devices import Devices, show_bytes, spread
 from ktinject.planning.plan import Plan, total
 from ktinject.planning.replacements import (
-    Entry,
-    Found,
+    MatchedModule,
+    Replacement,
     adopt_format,
-    find_entries,
     find_modules,
+    find_replacements,
     some,
     without_experts,
 )
@@ -76,26 +76,41 @@ def make(
             layers = Layers(model)
             stack, device_map = layers.stack, {"": standing[0]}
             with openmp.one_thread():
-                entries = find_entries(found, where, device_map, machine, stack, {}, group)
+                replacements = find_replacements(found, where, device_map, machine, stack, {}, group)
                 if len(standing) > 1:
-                    device_map = _spread(model, entries, layers, standing, where)
-                    entries = find_entries(found, where, device_map, machine, stack, {}, group)
-            rest = _rest_bytes(model, entries, device_map)
-            to_load = total([*(entry.bytes for entry in entries), {} if has_weights else rest])
-            if any(entry.config.auto_sized for entry in entries):
+                    device_map = _spread(model, replacements, layers, standing, where)
+                    replacements = find_replacements(found, where, device_map, machine, stack, {}, group)
+            rest = _rest_bytes(model, replacements, device_map)
+            to_load = total(
+                [*(replacement.bytes for replacement in replacements), {} if has_weights else rest]
+            )
+            if any(replacement.config.auto_sized for replacement in replacements):
                 spare = {device: where.limits[device] - to_load.get(device, 0) for device in where.allowed}
                 with openmp.one_thread():
-                    entries = find_entries(found, where, device_map, machine, stack, spare, group)
-                to_load = total([*(entry.bytes for entry in entries), {} if has_weights else rest])
+                    replacements = find_replacements(found, where, device_map, machine, stack, spare, group)
+                to_load = total(
+                    [*(replacement.bytes for replacement in replacements), {} if has_weights else rest]
+                )
             over = {device: size for device, size in to_load.items() if size > where.limits[device]}
             excess = sum(size - where.limits[device] for device, size in over.items())
-            running, too_much = memory.find(entries, model, device_map, to_load, where.limits, cached)
+            runtime_memory, too_much = memory.find(
+                replacements, model, device_map, to_load, where.limits, cached
+            )
             layouts.append(
-                ((excess, len(too_much)), device_map, entries, rest, to_load, running, over, too_much)
+                (
+                    (excess, len(too_much)),
+                    device_map,
+                    replacements,
+                    rest,
+                    to_load,
+                    runtime_memory,
+                    over,
+                    too_much,
+                )
             )
             if not over and not too_much:
                 break
-    _, device_map, entries, rest, to_load, running, over, too_much = min(
+    _, device_map, replacements, rest, to_load, runtime_memory, over, too_much = min(
         layouts, key=lambda layout: layout[0]
     )
     plan = Plan(
@@ -104,12 +119,12 @@ def make(
         ruleset=ruleset,
         checkpoint=None if checkpoint is None else str(checkpoint.path),
         matched=matched,
-        entries=entries,
+        replacements=replacements,
         rest_bytes=rest,
         device_map=device_map,
         limits=where.limits,
         to_load=to_load,
-        running=running,
+        runtime_memory=runtime_memory,
         problems=[*(_too_large(device, size, where) for device, size in over.items()), *too_much],
         mapping=mapping,
         styles=styles,
@@ -145,7 +160,7 @@ def make(
 
 
 def _cut(
-    model: PreTrainedModel, found: list[Found], has_weights: bool, group: ProcessGroup
+    model: PreTrainedModel, found: list[MatchedModule], has_weights: bool, group: ProcessGroup
 ) -> dict[str, Style]:
     """The linear layers that the processes share. Raises PlanError."""
     if has_weights:
@@ -231,9 +246,11 @@ def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
     return standing[0]
 
 
-def _rest_sizes(model: PreTrainedModel, entries: Sequence[Entry]) -> Iterator[tuple[str, int]]:
+def _rest_sizes(model: PreTrainedModel, replacements: Sequence[Replacement]) -> Iterator[tuple[str, int]]:
     """Name and bytes of all that operators do not take: parameters, buffers, tied ones once, in their final dtype."""
-    swapped = {f"{entry.path}.{name}" for entry in entries for name in entry.parameter_shapes}
+    swapped = {
+        f"{replacement.path}.{name}" for replacement in replacements for name in replacement.parameter_shapes
+    }
     dtype_of = models.final_dtype(model)
     for tensors in (model.named_parameters(), model.named_buffers()):
         for name, tensor in tensors:
@@ -242,26 +259,26 @@ def _rest_sizes(model: PreTrainedModel, entries: Sequence[Entry]) -> Iterator[tu
 
 
 def _rest_bytes(
-    model: PreTrainedModel, entries: Sequence[Entry], device_map: Mapping[str, str]
+    model: PreTrainedModel, replacements: Sequence[Replacement], device_map: Mapping[str, str]
 ) -> dict[str, int]:
     """Device → bytes of all that operators do not take."""
     sizes = dict.fromkeys(device_map.values(), 0)
-    for name, size in _rest_sizes(model, entries):
+    for name, size in _rest_sizes(model, replacements):
         sizes[device_of(device_map, name)] += size
     return sizes
 
 
 def _spread(
     model: PreTrainedModel,
-    entries: Sequence[Entry],
+    replacements: Sequence[Replacement],
     layers: Layers,
     gpus: Sequence[str],
     where: Devices,
 ) -> dict[str, str]:
     """A device map of several GPUs, from the bytes on the first one if all stood there."""
     outside, inside = 0, dict.fromkeys(layers.paths, 0)
-    on_first = ((entry.path, entry.bytes.get(gpus[0], 0)) for entry in entries)
-    for path, size in (*_rest_sizes(model, entries), *on_first):
+    on_first = ((replacement.path, replacement.bytes.get(gpus[0], 0)) for replacement in replacements)
+    for path, size in (*_rest_sizes(model, replacements), *on_first):
         if (number := layers.of(path)) is None:
             outside += size
         else:

@@ -1,4 +1,4 @@
-"""Which operator takes which module, and what that makes of it: the entries of a plan."""
+"""Which operator takes which module, and what that makes of it: the replacements of a plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Entry:
+class Replacement:
     """One module that is replaced.
 
     module     its class
@@ -60,7 +60,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Found:
+class MatchedModule:
     """A module that a rule replaces.
 
     source   how the checkpoint stores its weight, if it has one
@@ -97,7 +97,9 @@ def blaming(rule: Rule, where: str, operator: str) -> Iterator[None]:
         raise OperatorError(str(rule.place().refusal(f"{where}: {named}"))) from error
 
 
-def find_modules(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[Found], dict[str, tuple[str, ...]]]:
+def find_modules(
+    model: PreTrainedModel, ruleset: RuleSet
+) -> tuple[list[MatchedModule], dict[str, tuple[str, ...]]]:
     """The modules that rules replace, in the order of the model, and the paths of every rule."""
     configs: dict[str, Any] = {}
     for rule in ruleset.rules:
@@ -114,7 +116,7 @@ def find_modules(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[Found],
             raise
         raise RuleError(f"{error}\n{without_experts(model)}, which may be why.") from error
     found = [
-        Found(path, modules[path], rule, REGISTRY[rule.operator], configs[rule.name])
+        MatchedModule(path, modules[path], rule, REGISTRY[rule.operator], configs[rule.name])
         for path, rule in assignment.rules.items()
         if REGISTRY[rule.operator].replaces
     ]
@@ -126,7 +128,9 @@ def without_experts(model: PreTrainedModel) -> str:
     return f"{type(model).__name__} (model type {model.config.model_type!r}) has no routed experts"
 
 
-def adopt_format(item: Found, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap) -> Found:
+def adopt_format(
+    item: MatchedModule, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap
+) -> MatchedModule:
     """With what the checkpoint has, and the arguments that fit it."""
 
     @functools.cache
@@ -144,16 +148,16 @@ def adopt_format(item: Found, model: PreTrainedModel, checkpoint: Checkpoint, ma
     return dataclasses.replace(item, config=item.use_checkpoint_format(item.operator, item.config))
 
 
-def find_entries(
-    found: list[Found],
+def find_replacements(
+    found: list[MatchedModule],
     where: Devices,
     device_map: Mapping[str, str],
     machine: Machine,
     stack: nn.Module,
     spare: Mapping[str, int],
     group: ProcessGroup | None,
-) -> tuple[Entry, ...]:
-    entries = []
+) -> tuple[Replacement, ...]:
+    replacements = []
     refused: dict[tuple[str, str], list[str]] = {}
     remedies: dict[tuple[str, str], str] = {}
     arranged = _arrange(found, where, device_map, stack, spare)
@@ -186,8 +190,8 @@ def find_entries(
         elsewhere = group is not None and group.rank > 0 and operator.across == "first"
         with blaming(rule, item.path, operator.name):
             _check_contract(item, built, inner, {*where.allowed})
-            entries.append(
-                Entry(
+            replacements.append(
+                Replacement(
                     path=item.path,
                     module=type(item.module).__name__,
                     rule=rule.name,
@@ -210,11 +214,11 @@ def find_entries(
             for (rule, text), paths in refused.items()
         ]
         raise PlanError("\n".join(few(lines)))
-    return tuple(entries)
+    return tuple(replacements)
 
 
 def _arrange(
-    found: list[Found],
+    found: list[MatchedModule],
     where: Devices,
     device_map: Mapping[str, str],
     stack: nn.Module,
@@ -235,14 +239,14 @@ def _arrange(
     return arranged
 
 
-def _misfit(built: Operator, item: Found) -> str | None:
+def _misfit(built: Operator, item: MatchedModule) -> str | None:
     """Why an operator cannot take what the checkpoint has in a format that it takes undecoded."""
     sources = item.sources() if built.native_formats else ()
     reasons = (built.misfit_of(*source) for source in sources if source[1].name in built.native_formats)
     return next((reason for reason in reasons if reason), None)
 
 
-def _check_contract(item: Found, built: Operator, inner: list[str], devices: set[str]) -> None:
+def _check_contract(item: MatchedModule, built: Operator, inner: list[str], devices: set[str]) -> None:
     """Everything the module has must be taken or kept by the operator, which may have nothing else."""
 
     def refuse(text: str) -> OperatorError:

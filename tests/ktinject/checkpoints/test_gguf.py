@@ -168,8 +168,8 @@ def test_q4_0_is_kept_value_for_value_by_int4_linear(
     with Checkpoint.open(file) as checkpoint:
         model = models.meta_model(models.read_config(file, checkpoint), "auto", checkpoint)
         decided = make(model, rules.read([rule]), checkpoint, box)
-        (runs,) = {entry.runs["weights"] for entry in decided.entries}
-        assert runs == "int4 group 32, as stored (q4_0)" and len(decided.entries) == 6
+        (runs,) = {replacement.runs["weights"] for replacement in decided.replacements}
+        assert runs == "int4 group 32, as stored (q4_0)" and len(decided.replacements) == 6
         assert decided.notes[-1].startswith(
             "the checkpoint is GGUF with Q4_0; weights that do not run as stored"
         )

@@ -46,7 +46,11 @@ def q4_0(tmp_path: Path) -> Path:
 @pytest.mark.gpu
 def test_q4_0_on_the_gpu(q4_0: Path) -> None:
     model = ktinject.load(q4_0, variables={"dense": "int4"}, devices="cuda:0", progress=False)
-    (runs,) = {entry.runs["weights"] for entry in model.ktinject.entries if entry.path.endswith("_proj")}
+    (runs,) = {
+        replacement.runs["weights"]
+        for replacement in model.ktinject.replacements
+        if replacement.path.endswith("_proj")
+    }
     assert runs == "int4 group 32, as stored (q4_0)"
     name = "model.layers.1.self_attn.q_proj"
     with Checkpoint.open(q4_0) as checkpoint:
@@ -64,7 +68,11 @@ def test_q4_0_on_the_gpu(q4_0: Path) -> None:
 def test_q4_0_is_planned_for_a_gpu_only(q4_0: Path) -> None:
     """On the CPU the same rules decode the file and quantise again, and the plan says so."""
     model = ktinject.load(q4_0, variables={"dense": "int4", "group_size": 32}, devices="cpu", progress=False)
-    (runs,) = {entry.runs["weights"] for entry in model.ktinject.entries if entry.path.endswith("_proj")}
+    (runs,) = {
+        replacement.runs["weights"]
+        for replacement in model.ktinject.replacements
+        if replacement.path.endswith("_proj")
+    }
     assert runs == "int4 group 32"
     assert any("quantised again where the operator's format says so" in note for note in model.ktinject.notes)
     with Checkpoint.open(q4_0) as checkpoint:

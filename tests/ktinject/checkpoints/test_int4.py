@@ -291,12 +291,15 @@ def test_the_plan_takes_group_size_and_zero_points_from_the_checkpoint(
     with Checkpoint.open(tmp_path, CONFIGS[name]) as checkpoint:
         model = models.meta_model(models.read_config(tmp_path), "auto", checkpoint)
         decided = make(model, rules.read([rule]), checkpoint, box)
-    weights = {entry.path.rpartition(".")[2]: entry.runs["weights"] for entry in decided.entries}
+    weights = {
+        replacement.path.rpartition(".")[2]: replacement.runs["weights"]
+        for replacement in decided.replacements
+    }
     assert weights == {
         "q_proj": f"int4 group 32, zero points, as stored ({name})",
         "o_proj": "int4 group 64",
     }
-    assert {entry.device for entry in decided.entries} == {"cuda:0"}
+    assert {replacement.device for replacement in decided.replacements} == {"cuda:0"}
 
 
 def drawn_like(n: int, k: int) -> Codes:

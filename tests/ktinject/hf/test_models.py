@@ -93,11 +93,11 @@ def test_transformers_converter_gets_experts_by_number(tmp_path: Path) -> None:
         new = type(model)(copy.deepcopy(model.config))
     rule = {"name": "experts", "match": {"path": r".*\.experts"}, "replace": {"operator": "held_experts"}}
     ktinject.optimize(new, [rule], checkpoint=tmp_path, progress=False)
-    assert len(new.ktinject.entries) == 2
-    for entry in new.ktinject.entries:
-        for name in entry.parameter_shapes:
-            found = new.get_submodule(entry.path).unpack(name)
-            assert torch.equal(found, model.get_parameter(f"{entry.path}.{name}"))
+    assert len(new.ktinject.replacements) == 2
+    for replacement in new.ktinject.replacements:
+        for name in replacement.parameter_shapes:
+            found = new.get_submodule(replacement.path).unpack(name)
+            assert torch.equal(found, model.get_parameter(f"{replacement.path}.{name}"))
     mapping = new.ktinject.mapping
     assert mapping is not None and mapping.conversions
     for conversion in mapping.conversions.values():

@@ -53,7 +53,7 @@ def test_each_tensor_is_read_once_and_experts_in_the_order_of_the_files(
         assert len({checkpoint.tensors[name].shard for name in experts}) > 2
         assert [name for name, _ in reads[: len(experts)]] == experts
         assert sorted(name for name, _ in reads) == sorted(checkpoint.names)
-    assert len(model.ktinject.entries) == 2
+    assert len(model.ktinject.replacements) == 2
 
 
 def test_fused_experts_are_read_one_by_one(reads: list[tuple[str, int | None]], tmp_path: Path) -> None:

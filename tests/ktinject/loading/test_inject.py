@@ -232,7 +232,9 @@ def test_a_swapped_model_cannot_be_swapped_again(swapped: PreTrainedModel) -> No
 
 
 def test_the_plan_is_on_the_model(swapped: PreTrainedModel) -> None:
-    assert [entry.path for entry in swapped.ktinject.entries] == ["model.layers.1.mlp.experts"]
+    assert [replacement.path for replacement in swapped.ktinject.replacements] == [
+        "model.layers.1.mlp.experts"
+    ]
     assert isinstance(swapped.model.layers[1].mlp.experts, HeldExperts)
     assert not any(".experts." in name for name in swapped.state_dict())
 
