@@ -1,4 +1,4 @@
-"""`describe` on every leaf of transformers: either described rightly or refused with the reason.
+"""`probe` on every leaf of transformers: either described rightly or refused with the reason.
 
 A description is shown to be right by computing: the reference, fed by it and by the views, must be the leaf.
 """
@@ -18,7 +18,8 @@ import torch
 import transformers
 from leaf_cases import KINDS, assert_reference_is, described, family_leaf, refusal, spec_of
 
-from ktinject.operators.probes.experts import ExpertsSpec, describe
+from ktinject.operators.probes.answer import Refusal
+from ktinject.operators.probes.experts import ExpertsSpec, probe
 
 # --- every family ---
 
@@ -114,9 +115,9 @@ NOT_SERVED = {
 def test_every_expert_class(module_name: str, class_name: str) -> None:
     expert_class = getattr(importlib.import_module(module_name), class_name)
     with torch.device("meta"):
-        spec = describe(expert_class(SimpleNamespace(**ANY_CONFIG)))
+        spec = probe(expert_class(SimpleNamespace(**ANY_CONFIG)))
     if class_name in NOT_SERVED:
-        assert isinstance(spec, str) and NOT_SERVED[class_name] in spec
+        assert isinstance(spec, Refusal) and NOT_SERVED[class_name] in spec.reason
         return
     assert isinstance(spec, ExpertsSpec), spec
     module = expert_class(SimpleNamespace(**ANY_CONFIG))
