@@ -16,6 +16,7 @@ from ktinject.checkpoints.formats.base import Fp8Blocks
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.probes import experts as routed_experts
+from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.operators.torch_ops.experts import experts_op, handle_of
 
@@ -142,9 +143,9 @@ class CpuExperts(Operator):
 
     @classmethod
     def _unsupported(cls, module: nn.Module, config: Any) -> str | None:
-        spec = routed_experts.describe(module)
-        if isinstance(spec, str):
-            return spec
+        spec = routed_experts.probe(module)
+        if isinstance(spec, Refusal):
+            return spec.reason
         try:
             cls(spec, config)
         except OperatorError as error:
@@ -153,9 +154,9 @@ class CpuExperts(Operator):
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
-        spec = routed_experts.describe(module)
-        if isinstance(spec, str):
-            raise OperatorError(f"cpu_experts: {type(module).__name__} cannot be replaced: {spec}.")
+        spec = routed_experts.probe(module)
+        if isinstance(spec, Refusal):
+            raise OperatorError(f"cpu_experts: {type(module).__name__} cannot be replaced: {spec.reason}.")
         return cls(spec, config)
 
     def describe(self) -> dict[str, Any]:

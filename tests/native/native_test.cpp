@@ -637,13 +637,13 @@ struct Counted final : Work {
   void run() noexcept override { ++runs; }
 };
 
-// A ring as a GPU writes it, and the dispatcher that reads it.
+// A ring as a GPU writes it, which the dispatcher reads.
 class TestRing {
  public:
   TestRing() { dispatcher().watch(entries_->data()); }
   void ring(uint32_t address) {
-    const uint64_t entry = uint64_t{++tickets_} << 32 | address;
-    __atomic_store_n(&(*entries_)[(tickets_ - 1) % kRingEntries], entry, __ATOMIC_RELEASE);
+    const uint32_t ticket = tickets_++;
+    __atomic_store_n(&(*entries_)[ticket % kRingEntries], ring_entry(ticket, address), __ATOMIC_RELEASE);
     dispatcher().wake();
   }
   // Returns when the dispatcher has seen all that was written before.
