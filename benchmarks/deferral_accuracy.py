@@ -10,8 +10,8 @@ deferred. The held-out text is read token by token, so that all but the first to
 and every key and value in the cache comes from one: no prompt helps. Skipping leaves out, in the same layers, the
 experts that deferring would add late; the weights of the others stay as they are.
 
-Writes docs/explanation/deferral.csv, deferral-layers.csv or deferral-shares.csv, and deferral.png; prints the tables of
-deferral.md.
+Writes deferral-accuracy.csv, deferral-layers.csv or deferral-shares.csv beside it, and docs/images/deferral.png; prints the tables of
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ktinject.tools import evaluate
 
 ROOT = Path(__file__).parents[1]
 MODELS = ROOT / "examples/models"
-DOCS = ROOT / "docs/explanation"
+OUT = ROOT / "benchmarks"
 BLOCKS = {"tiny-deepseek-v3": "DeepseekV3MoE", "tiny-qwen3-moe": "Qwen3MoeSparseMoeBlock"}
 TOP_K = 8
 NEW_TOKENS = 64
@@ -240,10 +240,10 @@ def main() -> None:
     parser.add_argument("--layers", action="store_true", help="schedules that spare the first layers")
     parser.add_argument("--shares", action="store_true", help="one layer at a time, on half of --tokens")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--out", type=Path, default=DOCS)
+    parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
     by_depth, by_layers, by_share = (
-        arguments.out / f"deferral{what}.csv" for what in ("", "-layers", "-shares")
+        arguments.out / f"deferral{what}.csv" for what in ("-accuracy", "-layers", "-shares")
     )
     measuring = functools.partial(measure, tokens=arguments.tokens), by_depth
     if arguments.layers:
@@ -269,7 +269,7 @@ def main() -> None:
             with figures.open(newline="") as file:
                 show(list(csv.DictReader(file)))
     with by_depth.open(newline="") as file:
-        draw(list(csv.DictReader(file)), arguments.out / "deferral.png")
+        draw(list(csv.DictReader(file)), ROOT / "docs/images/deferral.png")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Draw some layers of one decode step from Chrome traces that `ktinject bench --trace FILE` wrote, one below the other.
 
-    python benchmarks/draw_timeline.py docs/explanation/deferral-timeline.png none=trace0.json four=trace4.json
+    python benchmarks/draw_timeline.py docs/images/deferral-timeline.png none=trace0.json four=trace4.json
 
 Two rows a trace: what the GPU does, its waits for the CPU pale; and when the CPU computes experts, deferred ones pale.
 All traces share one scale and begin where the CPU begins with the same layer.

@@ -1,6 +1,6 @@
 """Draws rows of results.csv: the roofline with every cell on it, and the share of it by tokens.
 
-    python benchmarks/plot_moe.py docs/explanation/roofline.png --commit 1a2b3c4 --machine "reference box"
+    python benchmarks/plot_moe.py docs/images/speed.png --commit 1a2b3c4 --machine "reference box"
 
 Needs matplotlib (pip install matplotlib).
 """

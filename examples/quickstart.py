@@ -1,4 +1,4 @@
-"""Build a model on meta, swap its experts, and use it as ever.
+"""Build a model on the meta device, swap its modules, and generate.
 
 python examples/quickstart.py
 """
@@ -14,10 +14,12 @@ path = Path(__file__).parent / "models" / "tiny-deepseek-v3"
 
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-ktinject.optimize(model, "deepseek-v3", checkpoint=path)
+ktinject.optimize(
+    model, "deepseek-v3", checkpoint=path
+)  # in place; "auto" chooses the rules by the model's type
 print(model.ktinject)
 
 tokenizer = AutoTokenizer.from_pretrained(path)
-inputs = tokenizer("def read_lines(path):\n    with open(path) as f:\n", return_tensors="pt")
+inputs = tokenizer("def read_lines(path):\n    with open(path) as f:\n", return_tensors="pt").to(model.device)
 output = model.generate(**inputs, max_new_tokens=32)
 print(tokenizer.decode(output[0]))

@@ -149,7 +149,7 @@ def _optimize(
         generate.install(model, group)
         if operators:
             swapped.install(model)
-        logger.info("swapped %d modules of %s", len(decided.entries), decided.model)
+        logger.info("swapped %d modules of %s", len(decided.replacements), decided.model)
         if found.huge_pages not in ("always", "madvise"):
             logger.info("packed weights lie in pages of 4 KiB; `ktinject doctor` says why not in huge ones")
     except BaseException as error:
@@ -206,12 +206,12 @@ def _read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, An
 def _open(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None) -> Checkpoint | None:
     """The checkpoint to load from; None if there is none, or if the model has its weights."""
     if checkpoint is None:
-        name = model.config._name_or_path
+        name = model.config.name_or_path
         on_meta = any(tensor.is_meta for tensor in model.parameters())
         if not on_meta or not name or not (os.path.isdir(name) or name.endswith(".gguf")):
             return None
         checkpoint = name
-    return Checkpoint.open(_folder(checkpoint))
+    return Checkpoint.open(_folder(checkpoint), models.quantization(model.config))
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
@@ -227,7 +227,7 @@ def _folder(path: str | os.PathLike[str]) -> Path:
 def _check_ready(model: PreTrainedModel, decided: Plan, source: Checkpoint | None) -> None:
     """Refuse what may be planned but not done."""
     if source is None and any(tensor.is_meta for tensor in model.parameters()):
-        name = model.config._name_or_path
+        name = model.config.name_or_path
         raise CheckpointError(
             f"the model is on meta and there is no checkpoint to load; its config names {name or 'no folder'!r}. "
             "Give checkpoint=<folder>."
@@ -264,8 +264,8 @@ def _fill_from_checkpoint(
     generation = models.generation_config(model, folder)
     names = model.state_dict().keys() - decided.elsewhere
     keys = {key for name in names for key in decided.mapping.keys(name)}
-    with fill.progress(sum(fill.stored_bytes(source, key) for key in keys), progress) as advance:
-        read = fill.Reader(source, models.quantization(model.config), advance, check_tensors, decided.cuts)
+    with fill.progress(sum(source.bytes_of(key) for key in keys), progress) as advance:
+        read = fill.Reader(source, advance, check_tensors, decided.cuts)
         fill.from_checkpoint(decided, operators, model, source, read)
         inject.apply(model, decided, operators, group)
         models.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))

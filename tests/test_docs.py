@@ -124,9 +124,9 @@ def test_the_table_of_deferral_is_what_was_measured(capsys):
     spec = importlib.util.spec_from_file_location("accuracy", ROOT / "benchmarks/deferral_accuracy.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    with (ROOT / "docs/explanation/deferral.csv").open(newline="") as file:
+    with (ROOT / "benchmarks/deferral-accuracy.csv").open(newline="") as file:
         module.table(list(csv.DictReader(file)))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 18
-    page = (ROOT / "docs/explanation/deferral.md").read_text()
+    page = (ROOT / "docs/benchmarks.md").read_text()
     assert "\n".join(lines) in page, "run `python benchmarks/deferral_accuracy.py --draw` and copy its table"

@@ -7,7 +7,7 @@
 #include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
 
-namespace ktinject {
+namespace ktinject::attention {
 namespace {
 
 // Heads of a task: their queries and sums share the widened keys, and stay in L1 with them.
@@ -17,7 +17,7 @@ constexpr size_t kSerialProducts = 100'000;
 constexpr int kTasksPerThread = 2;
 
 template <class Task>
-void each(ThreadPool& workers, bool serial, int tasks, Task&& task) {
+void each(runtime::ThreadPool& workers, bool serial, int tasks, Task&& task) {
   if (serial)
     for (int index = 0; index < tasks; ++index) task(index, 0);
   else workers.parallel_for(tasks, task);
@@ -31,28 +31,28 @@ struct Over {
 };
 
 template <class Of>
-void attend_all(const Math& math, const Over& over, DType dtype, float* out, Of&& of) {
-  const Session session;
-  ThreadPool& workers = *session;
+void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* out, Of&& of) {
+  const runtime::Session session;
+  runtime::ThreadPool& workers = *session;
   const auto all = static_cast<size_t>(over.batch * over.groups * over.heads);
   const size_t products = all * static_cast<size_t>(over.places) * static_cast<size_t>(over.d + over.dv);
   const bool serial = products < kSerialProducts || workers.threads() == 1;
   const int blocks = (over.heads + kMostHeads - 1) / kMostHeads, most = (over.heads + blocks - 1) / blocks;
   const int units = over.batch * over.groups * blocks;
-  const int stretches = (over.places + kAttendPlaces - 1) / kAttendPlaces;
+  const int stretches = (over.places + gemm::kAttendPlaces - 1) / gemm::kAttendPlaces;
   const int wanted = serial ? 1 : std::clamp(workers.threads() * kTasksPerThread / units, 1, stretches);
-  const int length = (stretches + wanted - 1) / wanted * kAttendPlaces;
+  const int length = (stretches + wanted - 1) / wanted * gemm::kAttendPlaces;
   const int splits = (over.places + length - 1) / length;
 
   const size_t part = 2 + static_cast<size_t>(over.dv);
-  const auto wide = static_cast<size_t>(std::max(over.d, over.dv) + most) * kAttendPlaces;
+  const auto wide = static_cast<size_t>(std::max(over.d, over.dv) + most) * gemm::kAttendPlaces;
   const size_t parts_count = (all * static_cast<size_t>(splits) * part + 15) / 16 * 16;
-  const Scratch parts(parts_count + wide * static_cast<size_t>(serial ? 1 : workers.threads()));
+  const runtime::Scratch parts(parts_count + wide * static_cast<size_t>(serial ? 1 : workers.threads()));
   float* own = parts + parts_count;
   // Parts of a split lie together: [splits, batch, groups, heads].
   each(workers, serial, units * splits, [&](int index, int worker) {
     const int split = index % splits, unit = index / splits, block = unit % blocks, pair = unit / blocks;
-    Attend task = of(pair / over.groups, pair % over.groups);
+    gemm::Attend task = of(pair / over.groups, pair % over.groups);
     const int first = block * most;
     task.heads = std::min(most, over.heads - first);
     task.q += static_cast<size_t>(first) * static_cast<size_t>(over.d);
@@ -60,18 +60,18 @@ void attend_all(const Math& math, const Over& over, DType dtype, float* out, Of&
     task.last = std::min(over.places, task.first + length);
     task.scratch = own + static_cast<size_t>(worker) * wide;
     task.out = parts + (static_cast<size_t>(split) * all + static_cast<size_t>(pair * over.heads + first)) * part;
-    math.attend(task);
+    ops.attend(task);
   });
   const bool few = serial || all * static_cast<size_t>(splits) * part < kSerialProducts;
   each(workers, few, static_cast<int>(all), [&](int head, int) {
-    math.merge(parts + static_cast<size_t>(head) * part, splits, all * part, over.dv, dtype,
-               out + static_cast<size_t>(head) * static_cast<size_t>(over.dv));
+    ops.merge(parts + static_cast<size_t>(head) * part, splits, all * part, over.dv, dtype,
+              out + static_cast<size_t>(head) * static_cast<size_t>(over.dv));
   });
 }
 
 // q [n] with its first `rotary` values turned, the rest as it is.
-void turn(const Math& math, const float* q, int n, const Step& step, int row, bool neighbours, float* out) {
-  math.rotate(q, step.rotation(step.cos, row), step.rotation(step.sin, row), step.rotary, neighbours, step.dtype, out);
+void turn(const gemm::StepOps& ops, const float* q, int n, const Step& step, int row, bool neighbours, float* out) {
+  ops.rotate(q, step.rotation(step.cos, row), step.rotation(step.sin, row), step.rotary, neighbours, step.dtype, out);
   std::copy(q + step.rotary, q + n, out + step.rotary);
 }
 
@@ -83,7 +83,7 @@ void* at(void* base, size_t element, const Step& step) {
   return static_cast<std::byte*>(base) + element * step.width();
 }
 
-void expect(const Linear* linear, int out, const char* name) {
+void expect(const gemm::Linear* linear, int out, const char* name) {
   if (linear == nullptr || linear->config().out_features != out)
     throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(out) + " outputs");
 }
@@ -113,33 +113,33 @@ GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(conf
 }
 
 bool GroupedAttention::fits(int hidden) const {
-  for (const Linear* linear : {config_.q, config_.k, config_.v})
+  for (const gemm::Linear* linear : {config_.q, config_.k, config_.v})
     if (linear->config().in_features != hidden) return false;
   return config_.o->config().in_features == config_.heads * config_.size && config_.o->config().out_features == hidden;
 }
 
 void GroupedAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
   expect(cache, config_.groups, config_.size, config_.size);
-  const Math& math = ktinject::math();
+  const gemm::StepOps& ops = gemm::step_ops();
   const int heads = config_.heads, groups = config_.groups, size = config_.size, batch = step.batch;
   if (step.rotary > size) throw std::invalid_argument("attention: more values are turned than a head has");
-  Arrays arrays;
+  runtime::Arrays arrays;
   const size_t q_at = arrays.take(product(batch, heads, size)), k_at = arrays.take(product(batch, groups, size)),
                v_at = arrays.take(product(batch, groups, size)), head_at = arrays.take(product(2, size)),
                sum_at = arrays.take(product(batch, heads, size));
-  const Scratch memory(arrays.count());
+  const runtime::Scratch memory(arrays.count());
   float *q = memory + q_at, *k = memory + k_at, *v = memory + v_at, *head = memory + head_at, *sum = memory + sum_at;
 
-  const Linear::Product products[] = {{config_.q, q}, {config_.k, k}, {config_.v, v}};
-  Linear::forward(products, x, DType::f32, batch);
+  const gemm::Linear::Product products[] = {{config_.q, q}, {config_.k, k}, {config_.v, v}};
+  gemm::Linear::forward(products, x, DType::f32, batch);
   auto norm_and_turn = [&](float* values, const Norm& norm, int row) {
-    math.round(values, size, step.dtype);
+    ops.round(values, size, step.dtype);
     const float* from = values;
     if (norm.weight != nullptr) {
-      math.rms_norm(values, norm.weight, size, norm.epsilon, step.dtype, head);
+      ops.rms_norm(values, norm.weight, size, norm.epsilon, step.dtype, head);
       from = head;
     }
-    turn(math, from, size, step, row, false, head + size);
+    turn(ops, from, size, step, row, false, head + size);
   };
   for (int row = 0; row < batch; ++row) {
     for (int h = 0; h < heads; ++h) {
@@ -151,14 +151,14 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
       float* one = k + product(row * groups + g, size);
       norm_and_turn(one, config_.k_norm, row);
       const size_t place = product(row * groups + g, step.capacity, size) + product(step.place, size);
-      math.store(head + size, size, step.dtype, at(cache.keys, place, step));
-      math.store(v + product(row * groups + g, size), size, step.dtype, at(cache.values, place, step));
+      ops.store(head + size, size, step.dtype, at(cache.keys, place, step));
+      ops.store(v + product(row * groups + g, size), size, step.dtype, at(cache.values, place, step));
     }
   }
   const int shared = heads / groups;
-  attend_all(math, {batch, groups, shared, step.place + 1, size, size}, step.dtype, sum, [&](int row, int group) {
+  attend_all(ops, {batch, groups, shared, step.place + 1, size, size}, step.dtype, sum, [&](int row, int group) {
     const size_t begin = product(row * groups + group, step.capacity, size);
-    Attend task;
+    gemm::Attend task;
     task.q = q + product((row * groups + group) * shared, size);
     task.k1 = at(cache.keys, begin, step);
     task.v = at(cache.values, begin, step);
@@ -168,7 +168,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     return task;
   });
   config_.o->forward(sum, DType::f32, batch, out);
-  math.round(out, config_.o->config().out_features * batch, step.dtype);
+  ops.round(out, config_.o->config().out_features * batch, step.dtype);
 }
 
 LatentAttention::LatentAttention(LatentAttentionConfig config) : config_(config) {
@@ -187,73 +187,73 @@ LatentAttention::LatentAttention(LatentAttentionConfig config) : config_(config)
 }
 
 bool LatentAttention::fits(int hidden) const {
-  for (const Linear* linear : {config_.q == nullptr ? config_.q_a : config_.q, config_.kv})
+  for (const gemm::Linear* linear : {config_.q == nullptr ? config_.q_a : config_.q, config_.kv})
     if (linear->config().in_features != hidden) return false;
   return config_.o->config().in_features == config_.heads * config_.value && config_.o->config().out_features == hidden;
 }
 
 void LatentAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
   expect(cache, 1, config_.rank, config_.rope);
-  const Math& math = ktinject::math();
+  const gemm::StepOps& ops = gemm::step_ops();
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, rope = config_.rope, batch = step.batch;
   const int value = config_.value, wide = rank + rope;
   if (step.rotary != rope && step.rotary != 0)
     throw std::invalid_argument("attention: found a rotation of " + std::to_string(step.rotary) + " values; expected " +
                                 std::to_string(rope));
   const int low = config_.q == nullptr ? config_.q_a->config().out_features : 0;
-  Arrays arrays;
+  runtime::Arrays arrays;
   const size_t low_at = arrays.take(product(2 * batch, low)), q_at = arrays.take(product(batch, heads, nope + rope)),
                kv_at = arrays.take(product(batch, wide)), latent_at = arrays.take(static_cast<size_t>(wide)),
                query_at = arrays.take(product(batch, heads, wide)), sum_at = arrays.take(product(batch, heads, rank)),
                head_at = arrays.take(product(batch, heads, value));
-  const Scratch memory(arrays.count());
+  const runtime::Scratch memory(arrays.count());
   float *q = memory + q_at, *kv = memory + kv_at, *latent = memory + latent_at, *query = memory + query_at;
   float *sum = memory + sum_at, *head = memory + head_at;
 
   if (config_.q != nullptr) {
-    const Linear::Product products[] = {{config_.q, q}, {config_.kv, kv}};
-    Linear::forward(products, x, DType::f32, batch);
+    const gemm::Linear::Product products[] = {{config_.q, q}, {config_.kv, kv}};
+    gemm::Linear::forward(products, x, DType::f32, batch);
   } else {
     float *before = memory + low_at, *after = before + product(batch, low);
-    const Linear::Product products[] = {{config_.q_a, before}, {config_.kv, kv}};
-    Linear::forward(products, x, DType::f32, batch);
-    math.round(before, batch * low, step.dtype);
+    const gemm::Linear::Product products[] = {{config_.q_a, before}, {config_.kv, kv}};
+    gemm::Linear::forward(products, x, DType::f32, batch);
+    ops.round(before, batch * low, step.dtype);
     for (int row = 0; row < batch; ++row)
-      math.rms_norm(before + product(row, low), config_.q_norm.weight, low, config_.q_norm.epsilon, step.dtype,
-                    after + product(row, low));
+      ops.rms_norm(before + product(row, low), config_.q_norm.weight, low, config_.q_norm.epsilon, step.dtype,
+                   after + product(row, low));
     config_.q_b->forward(after, DType::f32, batch, q);
   }
-  math.round(q, batch * heads * (nope + rope), step.dtype);
-  math.round(kv, batch * wide, step.dtype);
+  ops.round(q, batch * heads * (nope + rope), step.dtype);
+  ops.round(kv, batch * wide, step.dtype);
 
   auto turned = [&](const float* from, int row, float* to) {
     if (step.rotary == 0) std::copy(from, from + rope, to);
-    else turn(math, from, rope, step, row, config_.neighbours, to);
+    else turn(ops, from, rope, step, row, config_.neighbours, to);
   };
   for (int row = 0; row < batch; ++row) {
     float* one = kv + product(row, wide);
-    math.rms_norm(one, config_.kv_norm.weight, rank, config_.kv_norm.epsilon, step.dtype, latent);
+    ops.rms_norm(one, config_.kv_norm.weight, rank, config_.kv_norm.epsilon, step.dtype, latent);
     turned(one + rank, row, latent + rank);
     const size_t place = product(row, step.capacity) + static_cast<size_t>(step.place);
-    math.store(latent, rank, step.dtype, at(cache.keys, place * static_cast<size_t>(rank), step));
-    math.store(latent + rank, rope, step.dtype, at(cache.values, place * static_cast<size_t>(rope), step));
+    ops.store(latent, rank, step.dtype, at(cache.keys, place * static_cast<size_t>(rank), step));
+    ops.store(latent + rank, rope, step.dtype, at(cache.values, place * static_cast<size_t>(rope), step));
   }
   {
-    const Session session;
+    const runtime::Session session;
     const bool serial = product(batch, heads, nope * rank) < kSerialProducts;
     each(*session, serial, heads, [&](int h, int) {
       const void* w = at(const_cast<void*>(config_.expansion), product(h, nope + value, rank), step);
       for (int row = 0; row < batch; ++row) {
         const float* from = q + product(row * heads + h, nope + rope);
         float* to = query + product(row * heads + h, wide);
-        math.times_rows(from, w, nope, rank, step.dtype, to);
+        ops.times_rows(from, w, nope, rank, step.dtype, to);
         turned(from + nope, row, to + rank);
         for (int i = 0; i < wide; ++i) to[i] *= config_.scale;
       }
     });
   }
-  attend_all(math, {batch, 1, heads, step.place + 1, wide, rank}, step.dtype, sum, [&](int row, int) {
-    Attend task;
+  attend_all(ops, {batch, 1, heads, step.place + 1, wide, rank}, step.dtype, sum, [&](int row, int) {
+    gemm::Attend task;
     task.q = query + product(row * heads, wide);
     task.k1 = task.v = at(cache.keys, product(row, step.capacity, rank), step);
     task.k2 = at(cache.values, product(row, step.capacity, rope), step);
@@ -264,18 +264,18 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
     return task;
   });
   {
-    const Session session;
+    const runtime::Session session;
     const bool serial = product(batch, heads, value * rank) < kSerialProducts;
     each(*session, serial, heads, [&](int h, int) {
       const void* w =
           at(const_cast<void*>(config_.expansion), product(h, nope + value, rank) + product(nope, rank), step);
       for (int row = 0; row < batch; ++row)
-        math.rows_times(w, sum + product(row * heads + h, rank), value, rank, step.dtype,
-                        head + product(row * heads + h, value));
+        ops.rows_times(w, sum + product(row * heads + h, rank), value, rank, step.dtype,
+                       head + product(row * heads + h, value));
     });
   }
   config_.o->forward(head, DType::f32, batch, out);
-  math.round(out, config_.o->config().out_features * batch, step.dtype);
+  ops.round(out, config_.o->config().out_features * batch, step.dtype);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::attention

@@ -7,7 +7,7 @@
 #include "gemm/linear.hpp"
 #include "gemm/step_ops.hpp"
 
-namespace ktinject {
+namespace ktinject::attention {
 
 // Weight of the model's dtype, null where there is no norm.
 struct Norm {
@@ -55,7 +55,7 @@ class DecoderAttention {
 // Heads in groups that share keys and values; queries and keys may be normed a head, then the first `rotary` values of
 // each are turned by halves.
 struct GroupedAttentionConfig {
-  const Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
+  const gemm::Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
   Norm q_norm, k_norm;
   int heads = 0, groups = 0, size = 0;
   float scale = 1;
@@ -74,13 +74,13 @@ class GroupedAttention final : public DecoderAttention {
 // operators/probes/attention.py has the formula; with the up-projections absorbed. expansion [heads, nope + value,
 // rank] of the model's dtype is kv_b_proj's weight. keys hold the latent, values the rotary key.
 struct LatentAttentionConfig {
-  const Linear* q = nullptr;  // from x; where it is null, q_a and q_b with a norm between them
-  const Linear *q_a = nullptr, *q_b = nullptr;
+  const gemm::Linear* q = nullptr;  // from x; where it is null, q_a and q_b with a norm between them
+  const gemm::Linear *q_a = nullptr, *q_b = nullptr;
   Norm q_norm;
-  const Linear* kv = nullptr;
+  const gemm::Linear* kv = nullptr;
   Norm kv_norm;
   const void* expansion = nullptr;
-  const Linear* o = nullptr;
+  const gemm::Linear* o = nullptr;
   int heads = 0, rank = 0, nope = 0, rope = 0, value = 0;
   bool neighbours = false;
   float scale = 1;
@@ -96,4 +96,4 @@ class LatentAttention final : public DecoderAttention {
   LatentAttentionConfig config_;
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::attention

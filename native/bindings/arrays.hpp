@@ -62,9 +62,9 @@ T one_of(const std::string& value, const char* what, std::initializer_list<std::
   throw std::invalid_argument(std::string(what) + ": found '" + value + "'; allowed: " + allowed);
 }
 
-inline Format format_of(const std::string& weights) {
+inline gemm::Format format_of(const std::string& weights) {
   std::string allowed;
-  for (const FormatName& format : kFormatNames) {
+  for (const gemm::FormatName& format : gemm::kFormatNames) {
     if (weights == format.name) return format.format;
     allowed += (allowed.empty() ? "" : ", ") + std::string(format.name);
   }
@@ -80,7 +80,7 @@ inline int size_of(size_t size, const char* what) {
   return static_cast<int>(size);
 }
 
-inline Source source_of(const Weight& weight) {
+inline gemm::Source source_of(const Weight& weight) {
   return {weight.data(),
           dtype_of(weight.dtype(), "weight"),
           size_of(weight.shape(0), "weight"),
@@ -89,7 +89,7 @@ inline Source source_of(const Weight& weight) {
           weight.stride(1)};
 }
 
-inline Source source_of(const Bias& bias) {
+inline gemm::Source source_of(const Bias& bias) {
   return {bias.data(), dtype_of(bias.dtype(), "bias"), size_of(bias.shape(0), "bias"), 1, bias.stride(0), 1};
 }
 

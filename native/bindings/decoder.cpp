@@ -25,15 +25,15 @@ using Mask = Array<const bool, nb::ndim<2>>;
 // A norm and the tensor that it points to.
 struct HeldNorm {
   Vector weight;
-  Norm norm;
+  attention::Norm norm;
 };
 
-Norm norm_of(const HeldNorm* held) { return held == nullptr ? Norm() : held->norm; }
+attention::Norm norm_of(const HeldNorm* held) { return held == nullptr ? attention::Norm() : held->norm; }
 
 // Keys and values of all layers.
 struct HeldCache {
   std::vector<Cached> held;
-  std::vector<LayerCache> layers;
+  std::vector<attention::LayerCache> layers;
   DType dtype;
   int batch, capacity;
 };
@@ -60,13 +60,13 @@ HeldCache make_cache(std::vector<Cached> keys, std::vector<Cached> values) {
   return cache;
 }
 
-void forward(const Decoder& self, const Input& x, const std::optional<Input>& cos, const std::optional<Input>& sin,
-             const std::optional<Mask>& mask, int place, const HeldCache& cache, int first, int last,
-             const HeldNorm* final_norm, const Output& out) {
+void forward(const decode::Decoder& self, const Input& x, const std::optional<Input>& cos,
+             const std::optional<Input>& sin, const std::optional<Mask>& mask, int place, const HeldCache& cache,
+             int first, int last, const HeldNorm* final_norm, const Output& out) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("decoder: " + what); };
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto batch = x.shape(0);
-  Step step;
+  attention::Step step;
   step.dtype = dtype;
   step.batch = size_of(batch, "batch");
   step.place = place;
@@ -108,11 +108,11 @@ void choose(const Logits& scores, const std::optional<Generator>& generator, con
   const int rows = size_of(scores.shape(0), "scores"), n = size_of(scores.shape(1), "scores");
   if (n < 1 || scores.shape(1) > (1u << 28) || tokens.shape(0) != scores.shape(0))
     throw std::invalid_argument("choose: expected scores [b, v], v at least 1, and tokens [b]");
-  if (generator && generator->shape(0) != kGeneratorBytes)
-    throw std::invalid_argument("choose: the generator's state must have " + std::to_string(kGeneratorBytes) +
+  if (generator && generator->shape(0) != decode::kGeneratorBytes)
+    throw std::invalid_argument("choose: the generator's state must have " + std::to_string(decode::kGeneratorBytes) +
                                 " bytes");
-  if (generator) draw(scores.data(), rows, n, reinterpret_cast<std::byte*>(generator->data()), tokens.data());
-  else choose_greatest(scores.data(), rows, n, tokens.data());
+  if (generator) decode::draw(scores.data(), rows, n, reinterpret_cast<std::byte*>(generator->data()), tokens.data());
+  else decode::choose_greatest(scores.data(), rows, n, tokens.data());
 }
 
 std::byte* bytes_of(const nb::object& state) {
@@ -124,13 +124,13 @@ std::byte* bytes_of(const nb::object& state) {
 // comes between.
 bool exchange_state(nb::object generator, nb::object expected, nb::object desired) {
   for (const nb::object& state : {expected, desired})
-    if (nb::cast<size_t>(state.attr("nbytes")) != kGeneratorBytes || !nb::cast<bool>(state.attr("is_cpu")))
+    if (nb::cast<size_t>(state.attr("nbytes")) != decode::kGeneratorBytes || !nb::cast<bool>(state.attr("is_cpu")))
       throw std::invalid_argument("exchange_state: expected the states of torch's generator on the CPU");
   const std::byte *before = bytes_of(expected), *now = nullptr;
   nb::object set = generator.attr("set_state"), get = generator.attr("get_state");
   nb::object found = get();
   now = bytes_of(found);
-  if (std::memcmp(before, now, kGeneratorBytes) != 0) return false;
+  if (std::memcmp(before, now, decode::kGeneratorBytes) != 0) return false;
   set(desired);
   return true;
 }
@@ -140,7 +140,7 @@ void normalise(const Input& x, const Vector& weight, float epsilon, const Output
   if (weight.dtype() != x.dtype() || out.dtype() != x.dtype() || weight.shape(0) != x.shape(1) || x.shape(1) == 0 ||
       x.shape(1) > (1u << 24) || out.shape(0) != x.shape(0) || out.shape(1) != x.shape(1))
     throw std::invalid_argument("norm: expected x and out [rows, n] and weight [n] of one dtype, n at least 1");
-  norm_rows(x.data(), dtype, x.shape(0), static_cast<int>(x.shape(1)), weight.data(), epsilon, out.data());
+  decode::norm_rows(x.data(), dtype, x.shape(0), static_cast<int>(x.shape(1)), weight.data(), epsilon, out.data());
 }
 
 }  // namespace
@@ -158,7 +158,7 @@ void init_decoder(nb::module_& m) {
       .def(
           "__init__",
           [](HeldNorm* self, Vector weight, float epsilon) {
-            const Norm norm{weight.data(), size_of(weight.shape(0), "norm"), epsilon};
+            const attention::Norm norm{weight.data(), size_of(weight.shape(0), "norm"), epsilon};
             new (self) HeldNorm{std::move(weight), norm};
           },
           nb::arg("weight"), nb::arg("epsilon"));
@@ -170,28 +170,32 @@ void init_decoder(nb::module_& m) {
           },
           nb::arg("keys"), nb::arg("values"));
 
-  nb::class_<DecoderAttention>(m, "DecoderAttention", "Attention of one token a row.");
-  nb::class_<GroupedAttention, DecoderAttention>(m, "GroupedAttention", "Heads in groups that share keys and values.")
+  nb::class_<attention::DecoderAttention>(m, "DecoderAttention", "Attention of one token a row.");
+  nb::class_<attention::GroupedAttention, attention::DecoderAttention>(m, "GroupedAttention",
+                                                                       "Heads in groups that share keys and values.")
       .def(
           "__init__",
-          [](GroupedAttention* self, const Linear& q, const Linear& k, const Linear& v, const Linear& o,
-             const HeldNorm* q_norm, const HeldNorm* k_norm, int heads, int groups, int size, float scale) {
-            new (self) GroupedAttention({&q, &k, &v, &o, norm_of(q_norm), norm_of(k_norm), heads, groups, size, scale});
+          [](attention::GroupedAttention* self, const gemm::Linear& q, const gemm::Linear& k, const gemm::Linear& v,
+             const gemm::Linear& o, const HeldNorm* q_norm, const HeldNorm* k_norm, int heads, int groups, int size,
+             float scale) {
+            new (self) attention::GroupedAttention(
+                {&q, &k, &v, &o, norm_of(q_norm), norm_of(k_norm), heads, groups, size, scale});
           },
           nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("q_norm").none(),
           nb::arg("k_norm").none(), nb::arg("heads"), nb::arg("groups"), nb::arg("size"), nb::arg("scale"),
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>());
-  nb::class_<LatentAttention, DecoderAttention>(m, "LatentAttention", "Latent attention, absorbed.")
+  nb::class_<attention::LatentAttention, attention::DecoderAttention>(m, "LatentAttention",
+                                                                      "Latent attention, absorbed.")
       .def(
           "__init__",
-          [](LatentAttention* self, const Linear* q, const Linear* q_a, const HeldNorm* q_norm, const Linear* q_b,
-             const Linear& kv, const HeldNorm& kv_norm, Input expansion, const Linear& o, int heads, int rank, int nope,
-             int rope, int value, bool neighbours, float scale) {
+          [](attention::LatentAttention* self, const gemm::Linear* q, const gemm::Linear* q_a, const HeldNorm* q_norm,
+             const gemm::Linear* q_b, const gemm::Linear& kv, const HeldNorm& kv_norm, Input expansion,
+             const gemm::Linear& o, int heads, int rank, int nope, int rope, int value, bool neighbours, float scale) {
             if (expansion.shape(0) != static_cast<size_t>(heads) * static_cast<size_t>(nope + value) ||
                 expansion.shape(1) != static_cast<size_t>(rank))
               throw std::invalid_argument("attention: kv_b_proj's weight has another shape");
-            LatentAttentionConfig config;
+            attention::LatentAttentionConfig config;
             config.q = q;
             config.q_a = q_a;
             config.q_norm = norm_of(q_norm);
@@ -207,7 +211,7 @@ void init_decoder(nb::module_& m) {
             config.value = value;
             config.neighbours = neighbours;
             config.scale = scale;
-            new (self) LatentAttention(config);
+            new (self) attention::LatentAttention(config);
           },
           nb::kw_only(), nb::arg("q").none(), nb::arg("q_a").none(), nb::arg("q_norm").none(), nb::arg("q_b").none(),
           nb::arg("kv"), nb::arg("kv_norm"), nb::arg("expansion"), nb::arg("o"), nb::arg("heads"), nb::arg("rank"),
@@ -215,22 +219,23 @@ void init_decoder(nb::module_& m) {
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
 
-  nb::class_<FeedForward>(m, "DecoderFeedForward", "What follows the attention of a layer.");
-  nb::class_<GatedUnit, FeedForward>(m, "GatedUnit", "down(silu(gate(x)) * up(x)).")
-      .def(nb::init<const Linear&, const Linear&, const Linear&>(), nb::arg("gate"), nb::arg("up"), nb::arg("down"),
-           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
-  nb::class_<Mixture, FeedForward>(m, "Mixture", "Router and routed experts, maybe with a unit beside them.")
+  nb::class_<decode::FeedForward>(m, "DecoderFeedForward", "What follows the attention of a layer.");
+  nb::class_<decode::GatedUnit, decode::FeedForward>(m, "GatedUnit", "down(silu(gate(x)) * up(x)).")
+      .def(nb::init<const gemm::Linear&, const gemm::Linear&, const gemm::Linear&>(), nb::arg("gate"), nb::arg("up"),
+           nb::arg("down"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+  nb::class_<decode::Mixture, decode::FeedForward>(m, "Mixture",
+                                                   "Router and routed experts, maybe with a unit beside them.")
       .def(
           "__init__",
-          [](Mixture* self, const Linear& router, const std::string& scores, std::optional<FloatVector> correction,
-             int top_k, int groups, int top_groups, bool normed, float factor, const Experts& experts,
-             FeedForward* shared, std::optional<Input> gate) {
+          [](decode::Mixture* self, const gemm::Linear& router, const std::string& scores,
+             std::optional<FloatVector> correction, int top_k, int groups, int top_groups, bool normed, float factor,
+             const moe::Experts& experts, decode::FeedForward* shared, std::optional<Input> gate) {
             if (gate && (gate->shape(0) != 1 || gate->shape(1) != static_cast<size_t>(experts.config().hidden_size)))
               throw std::invalid_argument("the shared experts' gate must be [1, hidden]");
-            RouterConfig config;
+            decode::RouterConfig config;
             config.linear = &router;
-            config.scores =
-                one_of<Scores>(scores, "scores", {{"softmax", Scores::softmax}, {"sigmoid", Scores::sigmoid}});
+            config.scores = one_of<decode::Scores>(
+                scores, "scores", {{"softmax", decode::Scores::softmax}, {"sigmoid", decode::Scores::sigmoid}});
             if (correction) {
               if (correction->shape(0) != static_cast<size_t>(experts.config().experts))
                 throw std::invalid_argument("router: one correction an expert is needed");
@@ -241,26 +246,26 @@ void init_decoder(nb::module_& m) {
             config.top_groups = top_groups;
             config.normed = normed;
             config.factor = factor;
-            new (self) Mixture(config, experts, shared, gate ? gate->data() : nullptr);
+            new (self) decode::Mixture(config, experts, shared, gate ? gate->data() : nullptr);
           },
           nb::kw_only(), nb::arg("router"), nb::arg("scores"), nb::arg("correction").none(), nb::arg("top_k"),
           nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"), nb::arg("factor"), nb::arg("experts"),
           nb::arg("shared").none(), nb::arg("gate").none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),
           nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>(), nb::keep_alive<1, 12>());
 
-  nb::class_<Decoder>(m, "Decoder", "The decoder layers of a model on one token a row.")
+  nb::class_<decode::Decoder>(m, "Decoder", "The decoder layers of a model on one token a row.")
       .def(
           "__init__",
-          [](Decoder* self, int hidden, const std::string& dtype) {
-            new (self) Decoder(
+          [](decode::Decoder* self, int hidden, const std::string& dtype) {
+            new (self) decode::Decoder(
                 hidden, one_of<DType>(dtype, "dtype",
                                       {{"float32", DType::f32}, {"bfloat16", DType::bf16}, {"float16", DType::f16}}));
           },
           nb::arg("hidden"), nb::arg("dtype"))
       .def(
           "add",
-          [](Decoder& self, const HeldNorm& before_attention, DecoderAttention& attention,
-             const HeldNorm& before_feed_forward, FeedForward& unit) {
+          [](decode::Decoder& self, const HeldNorm& before_attention, attention::DecoderAttention& attention,
+             const HeldNorm& before_feed_forward, decode::FeedForward& unit) {
             for (const HeldNorm* held : {&before_attention, &before_feed_forward})
               if (dtype_of(held->weight.dtype(), "norm") != self.dtype())
                 throw std::invalid_argument("a layer's norm must be of the model's dtype");

@@ -17,16 +17,17 @@ using Codes = Array<const uint8_t, nb::ndim<2>>;
 using Scales = Array<const float, nb::ndim<2>, nb::c_contig>;
 using RoutingWeights = Array<const float, nb::ndim<2>, nb::c_contig>;
 
-Projection projection_of(const std::string& name) {
-  return one_of<Projection>(name, "projection",
-                            {{"gate", Projection::gate}, {"up", Projection::up}, {"down", Projection::down}});
+moe::Projection projection_of(const std::string& name) {
+  return one_of<moe::Projection>(
+      name, "projection",
+      {{"gate", moe::Projection::gate}, {"up", moe::Projection::up}, {"down", moe::Projection::down}});
 }
 
-ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, const std::string& weights,
-                          int group_size, bool symmetric, bool has_gate, bool has_bias, const std::string& activation,
-                          float alpha, float gate_max, float up_limit, float up_offset, const std::string& kernel,
-                          int nodes) {
-  ExpertsConfig config;
+moe::ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, const std::string& weights,
+                               int group_size, bool symmetric, bool has_gate, bool has_bias,
+                               const std::string& activation, float alpha, float gate_max, float up_limit,
+                               float up_offset, const std::string& kernel, int nodes) {
+  moe::ExpertsConfig config;
   config.experts = experts;
   config.hidden_size = hidden_size;
   config.intermediate_size = intermediate_size;
@@ -34,13 +35,13 @@ ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, c
   config.group_size = group_size;
   config.symmetric = symmetric;
   config.has_bias = has_bias;
-  config.activation.kind = one_of<ActivationKind>(activation, "activation",
-                                                  {{"silu", ActivationKind::silu},
-                                                   {"gelu", ActivationKind::gelu},
-                                                   {"gelu_tanh", ActivationKind::gelu_tanh},
-                                                   {"relu", ActivationKind::relu},
-                                                   {"relu2", ActivationKind::relu2},
-                                                   {"identity", ActivationKind::identity}});
+  config.activation.kind = one_of<gemm::ActivationKind>(activation, "activation",
+                                                        {{"silu", gemm::ActivationKind::silu},
+                                                         {"gelu", gemm::ActivationKind::gelu},
+                                                         {"gelu_tanh", gemm::ActivationKind::gelu_tanh},
+                                                         {"relu", gemm::ActivationKind::relu},
+                                                         {"relu2", gemm::ActivationKind::relu2},
+                                                         {"identity", gemm::ActivationKind::identity}});
   config.activation.has_gate = has_gate;
   config.activation.alpha = alpha;
   config.activation.gate_max = gate_max;
@@ -51,27 +52,28 @@ ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, c
   return config;
 }
 
-void load(Experts& self, const std::string& projection, int expert, const Weight& weight) {
+void load(moe::Experts& self, const std::string& projection, int expert, const Weight& weight) {
   self.load(projection_of(projection), expert, source_of(weight));
 }
 
-void load_fp8(Experts& self, const std::string& projection, int expert, const Codes& codes, const Scales& scales) {
-  const Fp8Source source{codes.data(),
-                         size_of(codes.shape(0), "codes"),
-                         size_of(codes.shape(1), "codes"),
-                         codes.stride(0),
-                         codes.stride(1),
-                         scales.data(),
-                         size_of(scales.shape(0), "scales"),
-                         size_of(scales.shape(1), "scales")};
+void load_fp8(moe::Experts& self, const std::string& projection, int expert, const Codes& codes, const Scales& scales) {
+  const gemm::Fp8Source source{codes.data(),
+                               size_of(codes.shape(0), "codes"),
+                               size_of(codes.shape(1), "codes"),
+                               codes.stride(0),
+                               codes.stride(1),
+                               scales.data(),
+                               size_of(scales.shape(0), "scales"),
+                               size_of(scales.shape(1), "scales")};
   self.load_fp8(projection_of(projection), expert, source);
 }
 
-void load_bias(Experts& self, const std::string& projection, int expert, const Bias& bias) {
+void load_bias(moe::Experts& self, const std::string& projection, int expert, const Bias& bias) {
   self.load_bias(projection_of(projection), expert, source_of(bias));
 }
 
-void forward(const Experts& self, const Input& x, const Input& ids, const RoutingWeights& weights, const Output& out) {
+void forward(const moe::Experts& self, const Input& x, const Input& ids, const RoutingWeights& weights,
+             const Output& out) {
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto hidden = static_cast<size_t>(self.config().hidden_size);
   auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
@@ -96,46 +98,46 @@ void forward(const Experts& self, const Input& x, const Input& ids, const Routin
 }  // namespace
 
 void init_experts(nb::module_& m) {
-  nb::class_<Experts>(m, "Experts", "Packed routed experts of one layer.")
+  nb::class_<moe::Experts>(m, "Experts", "Packed routed experts of one layer.")
       .def(
           "__init__",
-          [](Experts* self, int experts, int hidden_size, int intermediate_size, const std::string& weights,
+          [](moe::Experts* self, int experts, int hidden_size, int intermediate_size, const std::string& weights,
              int group_size, bool symmetric, bool has_gate, bool has_bias, const std::string& activation, float alpha,
              float gate_max, float up_limit, float up_offset, const std::string& kernel, int nodes) {
-            new (self)
-                Experts(make_config(experts, hidden_size, intermediate_size, weights, group_size, symmetric, has_gate,
-                                    has_bias, activation, alpha, gate_max, up_limit, up_offset, kernel, nodes));
+            new (self) moe::Experts(make_config(experts, hidden_size, intermediate_size, weights, group_size, symmetric,
+                                                has_gate, has_bias, activation, alpha, gate_max, up_limit, up_offset,
+                                                kernel, nodes));
           },
           nb::kw_only(), nb::arg("experts"), nb::arg("hidden_size"), nb::arg("intermediate_size"), nb::arg("weights"),
           nb::arg("group_size"), nb::arg("symmetric") = true, nb::arg("has_gate"), nb::arg("has_bias"),
           nb::arg("activation"), nb::arg("alpha"), nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("up_offset"),
           nb::arg("kernel"), nb::arg("nodes") = 0, "Nothing is allocated before allocate().")
       .def_prop_ro(
-          "hidden_size", [](const Experts& self) { return self.config().hidden_size; }, "Inputs and outputs.")
+          "hidden_size", [](const moe::Experts& self) { return self.config().hidden_size; }, "Inputs and outputs.")
       .def_prop_ro(
-          "id", [](const Experts& self) { return reinterpret_cast<uintptr_t>(&self); },
+          "id", [](const moe::Experts& self) { return reinterpret_cast<uintptr_t>(&self); },
           "Tells these experts from others in what trace_stop() gives.")
-      .def_prop_ro("bytes", &Experts::bytes, "Bytes of packed weights and biases, known before allocation.")
+      .def_prop_ro("bytes", &moe::Experts::bytes, "Bytes of packed weights and biases, known before allocation.")
       .def_prop_ro(
           "kernels",
-          [](const Experts& self) {
+          [](const moe::Experts& self) {
             return std::make_tuple(std::string(self.kernels().many->name), std::string(self.kernels().few->name));
           },
           "(kernel for experts with many rows, kernel for few).")
       .def(
-          "kernel_for", [](const Experts& self, int rows) { return std::string(self.kernels()(rows).name); },
+          "kernel_for", [](const moe::Experts& self, int rows) { return std::string(self.kernels()(rows).name); },
           nb::arg("rows"), "The kernel for an expert with so many rows.")
       .def_prop_ro(
           "shards",
-          [](const Experts& self) {
+          [](const moe::Experts& self) {
             std::vector<std::tuple<int, int>> panels;
-            for (const Shard& shard : self.shards()) panels.emplace_back(shard.gate_up.panels, shard.down.panels);
+            for (const moe::Shard& shard : self.shards()) panels.emplace_back(shard.gate_up.panels, shard.down.panels);
             return panels;
           },
           "Of each node: (panels of gate and up, panels of down) of an expert.")
-      .def_prop_ro("not_placed", &Experts::not_placed, nb::call_guard<WithoutGil>(),
+      .def_prop_ro("not_placed", &moe::Experts::not_placed, nb::call_guard<WithoutGil>(),
                    "After allocate(): why the system would not place the shards on their nodes; empty if it did.")
-      .def("allocate", &Experts::allocate, nb::call_guard<WithoutGil>(),
+      .def("allocate", &moe::Experts::allocate, nb::call_guard<WithoutGil>(),
            "Reserve the packed weights, zeroed; once. Raises MemoryError.")
       .def("load", &load, nb::arg("projection"), nb::arg("expert"), nb::arg("weight"), nb::call_guard<WithoutGil>(),
            "Pack weight [n, k], any strides, of projection 'gate', 'up' or 'down'.")
@@ -145,14 +147,14 @@ void init_experts(nb::module_& m) {
            "weights.")
       .def("load_bias", &load_bias, nb::arg("projection"), nb::arg("expert"), nb::arg("bias"),
            nb::call_guard<WithoutGil>(), "Take bias [n].")
-      .def("repeat", &Experts::repeat, nb::arg("expert"), nb::call_guard<WithoutGil>(),
+      .def("repeat", &moe::Experts::repeat, nb::arg("expert"), nb::call_guard<WithoutGil>(),
            "Make every expert a copy of this one, for benchmarks.")
-      .def("absent", &Experts::absent, nb::arg("limit"), nb::call_guard<WithoutGil>(),
+      .def("absent", &moe::Experts::absent, nb::arg("limit"), nb::call_guard<WithoutGil>(),
            "Up to `limit` weights and biases that were not loaded.")
       .def(
           "unpack",
-          [](const Experts& self, const std::string& projection, int expert, const Float2d& out) {
-            const bool down = projection_of(projection) == Projection::down;
+          [](const moe::Experts& self, const std::string& projection, int expert, const Float2d& out) {
+            const bool down = projection_of(projection) == moe::Projection::down;
             const auto n = static_cast<size_t>(down ? self.config().hidden_size : self.config().intermediate_size);
             const auto k = static_cast<size_t>(down ? self.config().intermediate_size : self.config().hidden_size);
             if (out.shape(0) != n || out.shape(1) != k)
@@ -163,8 +165,8 @@ void init_experts(nb::module_& m) {
           "Write the dequantised weight to out [n, k] fp32.")
       .def(
           "unpack_bias",
-          [](const Experts& self, const std::string& projection, int expert, const Float1d& out) {
-            const bool down = projection_of(projection) == Projection::down;
+          [](const moe::Experts& self, const std::string& projection, int expert, const Float1d& out) {
+            const bool down = projection_of(projection) == moe::Projection::down;
             if (out.shape(0) != static_cast<size_t>(down ? self.config().hidden_size : self.config().intermediate_size))
               throw std::invalid_argument("unpack_bias: the output has the wrong shape");
             self.unpack_bias(projection_of(projection), expert, out.data());

@@ -38,7 +38,7 @@ void init_handoff(nb::module_& m) {
   nb::class_<HeldTask>(m, "Task", "One request in host memory, run by the dispatcher thread while the caller goes on.")
       .def(
           "__init__",
-          [](HeldTask* self, const Experts& experts, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit,
+          [](HeldTask* self, const moe::Experts& experts, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit,
              uintptr_t weights, uintptr_t out, int tokens, int top_k) {
             new (self) HeldTask(experts, handoff::Request{pointer<const void>(x), pointer<const void>(ids),
                                                           ids_are_64_bit, pointer<const float>(weights),
@@ -57,7 +57,7 @@ void init_handoff(nb::module_& m) {
   nb::class_<HeldChannel>(m, "Channel", "The slots of one layer on one CUDA device.")
       .def(
           "__init__",
-          [](HeldChannel* self, const Experts& experts, int device, int slots, int tokens, int value_bytes,
+          [](HeldChannel* self, const moe::Experts& experts, int device, int slots, int tokens, int value_bytes,
              bool host_func) {
             nb::gil_scoped_release release;
             new (self) HeldChannel(experts, device, slots, tokens, value_bytes,
@@ -104,8 +104,8 @@ void init_handoff(nb::module_& m) {
           nb::arg("stream"), "Put a wait into the stream; out 0: drop the answer, addend, residual 0: add nothing.")
       .def(
           "exchange",
-          [](HeldChannel& self, const cuda::Resident& shapes, const Experts& from, int leaving, int coming, int place,
-             uintptr_t places, uintptr_t memory, uintptr_t stream) {
+          [](HeldChannel& self, const cuda::Resident& shapes, const moe::Experts& from, int leaving, int coming,
+             int place, uintptr_t places, uintptr_t memory, uintptr_t stream) {
             self.exchange(shapes, from, leaving, coming, place, pointer<int32_t>(places), pointer<void>(memory),
                           stream);
           },
@@ -117,12 +117,12 @@ void init_handoff(nb::module_& m) {
 
   nb::class_<cuda::Resident>(m, "Resident",
                              "The shapes of the experts of one layer that lie on a GPU, and their part of it.")
-      .def(nb::init<const Experts&>(), nb::arg("experts"))
+      .def(nb::init<const moe::Experts&>(), nb::arg("experts"))
       .def_prop_ro("bytes", &cuda::Resident::bytes, "Device bytes of one expert.")
       .def_prop_ro("inner_width", &cuda::Resident::inner_width, "Values a (token, slot) pair of the working memory.")
       .def(
           "copy",
-          [](const cuda::Resident& self, const Experts& experts, int expert, uintptr_t to, cuda::Stream stream) {
+          [](const cuda::Resident& self, const moe::Experts& experts, int expert, uintptr_t to, cuda::Stream stream) {
             self.copy(experts, expert, pointer<void>(to), stream);
           },
           nb::arg("experts"), nb::arg("expert"), nb::arg("to"), nb::arg("stream"),

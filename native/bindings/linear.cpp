@@ -13,7 +13,7 @@
 namespace ktinject {
 namespace {
 
-void forward(const Linear& self, const Input& x, const Output& out) {
+void forward(const gemm::Linear& self, const Input& x, const Output& out) {
   const DType dtype = dtype_of(x.dtype(), "input");
   const auto in = static_cast<size_t>(self.config().in_features), n = static_cast<size_t>(self.config().out_features);
   auto refuse = [](const std::string& what) { throw std::invalid_argument(what); };
@@ -28,36 +28,37 @@ void forward(const Linear& self, const Input& x, const Output& out) {
 }  // namespace
 
 void init_linear(nb::module_& m) {
-  nb::class_<Linear>(m, "Linear", "One packed dense layer.")
+  nb::class_<gemm::Linear>(m, "Linear", "One packed dense layer.")
       .def(
           "__init__",
-          [](Linear* self, int out_features, int in_features, const std::string& weights, int group_size,
+          [](gemm::Linear* self, int out_features, int in_features, const std::string& weights, int group_size,
              bool symmetric, bool has_bias, const std::string& kernel) {
-            new (self) Linear({out_features, in_features, format_of(weights), group_size, symmetric, has_bias, kernel});
+            new (self)
+                gemm::Linear({out_features, in_features, format_of(weights), group_size, symmetric, has_bias, kernel});
           },
           nb::kw_only(), nb::arg("out_features"), nb::arg("in_features"), nb::arg("weights"), nb::arg("group_size"),
           nb::arg("symmetric") = true, nb::arg("has_bias"), nb::arg("kernel"),
           "Nothing is allocated before allocate().")
-      .def_prop_ro("bytes", &Linear::bytes, "Bytes of packed weight and bias, known before allocation.")
+      .def_prop_ro("bytes", &gemm::Linear::bytes, "Bytes of packed weight and bias, known before allocation.")
       .def_prop_ro(
           "kernels",
-          [](const Linear& self) {
+          [](const gemm::Linear& self) {
             return std::make_tuple(std::string(self.kernels().many->name), std::string(self.kernels().few->name));
           },
           "(kernel for many rows, kernel for few).")
-      .def_prop_ro("has_weight", &Linear::has_weight, nb::call_guard<WithoutGil>(), "Whether load() was called.")
-      .def_prop_ro("has_bias", &Linear::has_bias, nb::call_guard<WithoutGil>(), "Whether load_bias() was called.")
-      .def("allocate", &Linear::allocate, nb::call_guard<WithoutGil>(),
+      .def_prop_ro("has_weight", &gemm::Linear::has_weight, nb::call_guard<WithoutGil>(), "Whether load() was called.")
+      .def_prop_ro("has_bias", &gemm::Linear::has_bias, nb::call_guard<WithoutGil>(), "Whether load_bias() was called.")
+      .def("allocate", &gemm::Linear::allocate, nb::call_guard<WithoutGil>(),
            "Reserve the packed weight, zeroed; once. Raises MemoryError.")
       .def(
-          "load", [](Linear& self, const Weight& weight) { self.load(source_of(weight)); }, nb::arg("weight"),
+          "load", [](gemm::Linear& self, const Weight& weight) { self.load(source_of(weight)); }, nb::arg("weight"),
           nb::call_guard<WithoutGil>(), "Pack weight [out, in], any strides.")
       .def(
-          "load_bias", [](Linear& self, const Bias& bias) { self.load_bias(source_of(bias)); }, nb::arg("bias"),
+          "load_bias", [](gemm::Linear& self, const Bias& bias) { self.load_bias(source_of(bias)); }, nb::arg("bias"),
           nb::call_guard<WithoutGil>(), "Take bias [out].")
       .def(
           "unpack",
-          [](const Linear& self, const Float2d& out) {
+          [](const gemm::Linear& self, const Float2d& out) {
             if (out.shape(0) != static_cast<size_t>(self.config().out_features) ||
                 out.shape(1) != static_cast<size_t>(self.config().in_features))
               throw std::invalid_argument("unpack: the output has the wrong shape");
@@ -66,7 +67,7 @@ void init_linear(nb::module_& m) {
           nb::arg("out"), nb::call_guard<WithoutGil>(), "Write the dequantised weight to out [out, in] fp32.")
       .def(
           "unpack_bias",
-          [](const Linear& self, const Float1d& out) {
+          [](const gemm::Linear& self, const Float1d& out) {
             if (out.shape(0) != static_cast<size_t>(self.config().out_features))
               throw std::invalid_argument("unpack_bias: the output has the wrong shape");
             self.unpack_bias(out.data());

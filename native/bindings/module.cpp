@@ -62,7 +62,7 @@ nb::object exported(nb::handle source) noexcept {
 }  // namespace ktinject
 
 NB_MODULE(_native, m) {
-  ktinject::set_wait_guard(ktinject::refuse_with_gil);
+  ktinject::runtime::set_wait_guard(ktinject::refuse_with_gil);
   // A model that lives until the interpreter ends, as in any script, is no leak.
   nanobind::set_leak_warnings(false);
   m.doc() = "Native core of ktinject.";

@@ -20,44 +20,48 @@ void init_system(nb::module_& m) {
       "cpu_features",
       [] {
         nb::dict features;
-        for (const IsaName& isa : kIsaNames) features[isa.name] = (cpu_features() & isa.bit) != 0;
+        for (const runtime::IsaName& isa : runtime::kIsaNames)
+          features[isa.name] = (runtime::cpu_features() & isa.bit) != 0;
         return features;
       },
       "Instruction sets that CPU and operating system let this process use.");
-  m.def("amx_permission", [] { return amx_permission(); }, "'granted', 'absent' or 'refused: <why>'.");
+  m.def("amx_permission", [] { return runtime::amx_permission(); }, "'granted', 'absent' or 'refused: <why>'.");
   m.def(
       "kernels",
       [] {
         nb::list rows;
-        for (const Kernel& kernel : kernel_table()) {
+        for (const gemm::Kernel& kernel : gemm::kernel_table()) {
           nb::dict row;
           std::string isa;
-          for (const IsaName& name : kIsaNames)
+          for (const runtime::IsaName& name : runtime::kIsaNames)
             if (kernel.isa & name.bit) isa += (isa.empty() ? "" : " ") + std::string(name.name);
-          const std::string reason = why_unavailable(kernel);
+          const std::string reason = gemm::why_unavailable(kernel);
           row["name"] = kernel.name;
-          row["weights"] = format_name(kernel.format);
+          row["weights"] = gemm::format_name(kernel.format);
           row["isa"] = isa;
           row["available"] = reason.empty();
-          row["automatic"] = kernel.automatic;
+          row["automatic"] = kernel.backend->automatic;
           row["reason"] = reason;
           rows.append(row);
         }
         return rows;
       },
       "The kernel table, best first.");
-  m.def("default_threads", &default_threads, "min(CPU affinity, cgroup quota).");
-  m.def("set_threads", &set_threads, nb::arg("threads"), nb::arg("crowded") = false,
+  m.def("force_kernel", &gemm::force_kernel, nb::arg("name"),
+        "From now on 'auto' is this kernel for its weight format, and loops that belong to no layer are those of its "
+        "backend;\n'auto' takes that back. Raises ValueError.");
+  m.def("default_threads", &runtime::default_threads, "min(CPU affinity, cgroup quota).");
+  m.def("set_threads", &runtime::set_threads, nb::arg("threads"), nb::arg("crowded") = false,
         "Threads that compute, the caller included; 0: default_threads(). No more than CPUs, unless `crowded`.");
-  m.def("threads", [] { return pool()->threads(); }, "Threads in use.");
-  m.def("sessions", &Session::count, "How many turns at the pool there have been, for tests.");
-  m.def("set_nodes", &set_nodes, nb::arg("virtual_nodes"),
+  m.def("threads", [] { return runtime::pool()->threads(); }, "Threads in use.");
+  m.def("sessions", &runtime::Session::count, "How many turns at the pool there have been, for tests.");
+  m.def("set_nodes", &runtime::set_nodes, nb::arg("virtual_nodes"),
         "Virtual NUMA nodes that threads and the weights allocated from now on are cut into; 0: the machine's nodes.");
   m.def(
       "nodes",
       [] {
         nb::list rows;
-        for (const Node& node : nodes()) rows.append(nb::make_tuple(node.id, node.cpus));
+        for (const runtime::Node& node : runtime::nodes()) rows.append(nb::make_tuple(node.id, node.cpus));
         return rows;
       },
       "(id, CPUs) of each node that weights are cut for; id -1 where memory is not placed: one node, or virtual ones.");
@@ -65,26 +69,28 @@ void init_system(nb::module_& m) {
       "find_nodes",
       [](const std::string& root, const std::vector<int>& cpus, const std::vector<int>& mems) {
         nb::list rows;
-        for (const Node& node : find_nodes(root, cpus, mems)) rows.append(nb::make_tuple(node.id, node.cpus));
+        for (const runtime::Node& node : runtime::find_nodes(root, cpus, mems))
+          rows.append(nb::make_tuple(node.id, node.cpus));
         return rows;
       },
       nb::arg("root"), nb::arg("cpus"), nb::arg("mems"),
       "The same as read under another root, for these CPUs and nodes with memory ([]: all).");
-  m.def("empty_call_us", &empty_call_us, nb::arg("calls"), nb::arg("pause_us"), nb::arg("everyone"),
+  m.def("empty_call_us", &gemm::empty_call_us, nb::arg("calls"), nb::arg("pause_us"), nb::arg("everyone"),
         nb::call_guard<WithoutGil>(),
         "Median microseconds of a call with an empty task for each worker, `pause_us` between two calls; with "
         "`everyone`,\neach worker runs one of them.");
-  m.def("read_bandwidth", &read_bandwidth, nb::arg("bytes_per_thread"), nb::call_guard<WithoutGil>(),
+  m.def("read_bandwidth", &gemm::read_bandwidth, nb::arg("bytes_per_thread"), nb::call_guard<WithoutGil>(),
         "Bytes a second that all threads read together, measured now.");
-  m.def("multiply_units", &multiply_units, "Multiply units of this CPU.");
-  m.def("multiply_rate", &multiply_rate, nb::arg("unit"), nb::call_guard<WithoutGil>(),
+  m.def("multiply_units", &gemm::multiply_units, "Multiply units of this CPU.");
+  m.def("multiply_rate", &gemm::multiply_rate, nb::arg("unit"), nb::call_guard<WithoutGil>(),
         "Operations a second of all threads on one unit, operands in registers, measured now.");
-  m.def("trace_start", &trace_start, "Record from now on when experts compute; the first 65,536 spans are kept.");
+  m.def("trace_start", &runtime::trace_start,
+        "Record from now on when experts compute; the first 65,536 spans are kept.");
   m.def(
       "trace_stop",
       [] {
         nb::list spans;
-        for (const Span& span : trace_stop())
+        for (const runtime::Span& span : runtime::trace_stop())
           spans.append(
               nb::make_tuple(span.begin_ns, span.end_ns, reinterpret_cast<uintptr_t>(span.owner), span.tokens));
         return spans;

@@ -14,7 +14,7 @@ void raise_pending_signal();
 // The call guard of whatever computes or waits for those who do.
 class WithoutGil {
   nanobind::gil_scoped_release release_;
-  Interruptible interruptible_{raise_pending_signal};
+  runtime::Interruptible interruptible_{raise_pending_signal};
 };
 
 // T, whose destructor waits. Bound functions that are lambdas take this as `self`: Python does not know T.

@@ -1,5 +1,5 @@
-// Whether Python objects still hold what was written down of them (ktinject/generation/watch.py). In C++, since it is asked before
-// every decode step: a model of 48 layers has some 20,000 attributes.
+// Whether Python objects still hold what was written down of them (ktinject/generation/watch.py). In C++, since it is
+// asked before every decode step: a model of 48 layers has some 20,000 attributes.
 #include <vector>
 
 #include "bindings/subjects.hpp"

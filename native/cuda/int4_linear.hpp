@@ -1,4 +1,5 @@
-// y = x · Wᵀ + b with W in int4, packed for the tensor cores. operators/linears/int4_layout.py packs and draws the layout.
+// y = x · Wᵀ + b with W in int4, packed for the tensor cores. operators/linears/int4_layout.py packs and draws the
+// layout.
 #pragma once
 
 #include <cstddef>

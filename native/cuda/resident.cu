@@ -118,7 +118,7 @@ __device__ void multiply_bf16(const Panels& matrix, const std::byte* panel, cons
 template <class T>
 __device__ void multiply_int4(const Panels& matrix, const std::byte* panel, const T* row, float (&sums)[2][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const auto* scales = reinterpret_cast<const uint16_t*>(panel + kPanel * sizeof(float));
+  const auto* scales = reinterpret_cast<const uint16_t*>(panel + gemm::kPanel * sizeof(float));
   const std::byte* data = panel + matrix.head_bytes;
 #pragma unroll 2
   for (int block = warp; block < matrix.blocks; block += kWarps) {
@@ -130,14 +130,15 @@ __device__ void multiply_int4(const Panels& matrix, const std::byte* panel, cons
     float total = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) total += x[i];
-    const size_t group = static_cast<size_t>(input / matrix.group_size) * kPanel + lane % 4 * 4;
+    const size_t group = static_cast<size_t>(input / matrix.group_size) * gemm::kPanel + lane % 4 * 4;
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       const uint32_t w[4] = {weights[tile].x, weights[tile].y, weights[tile].z, weights[tile].w};
-      const uint2 scale = *reinterpret_cast<const uint2*>(scales + group + tile * kTile);
-      const uint32_t zeros = matrix.zeros_at == 0
-                                 ? 0x08080808u
-                                 : *reinterpret_cast<const uint32_t*>(panel + matrix.zeros_at + group + tile * kTile);
+      const uint2 scale = *reinterpret_cast<const uint2*>(scales + group + tile * gemm::kTile);
+      const uint32_t zeros =
+          matrix.zeros_at == 0
+              ? 0x08080808u
+              : *reinterpret_cast<const uint32_t*>(panel + matrix.zeros_at + group + tile * gemm::kTile);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float dot = -(128.0f + static_cast<float>(zeros >> (8 * j) & 255u)) * total;
@@ -155,14 +156,14 @@ __device__ void multiply_int4(const Panels& matrix, const std::byte* panel, cons
   }
 }
 
-template <Format kFormat, class T>
+template <gemm::Format kFormat, class T>
 __device__ void multiply(const Panels& matrix, const std::byte* panel, const T* row, float (&sums)[2][4]) {
-  if constexpr (kFormat == Format::int4) multiply_int4(matrix, panel, row, sums);
+  if constexpr (kFormat == gemm::Format::int4) multiply_int4(matrix, panel, row, sums);
   else multiply_bf16(matrix, panel, row, sums);
 }
 
 // The sums of all lanes and warps; the result for output i of the panel is valid in thread i < 32.
-__device__ float gather(float (&sums)[2][4], float (&shared)[kWarps][kPanel]) {
+__device__ float gather(float (&sums)[2][4], float (&shared)[kWarps][gemm::kPanel]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile)
@@ -170,20 +171,21 @@ __device__ float gather(float (&sums)[2][4], float (&shared)[kWarps][kPanel]) {
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) sums[tile][j] += __shfl_xor_sync(~0u, sums[tile][j], step);
-      if (lane < 4) shared[warp][tile * kTile + lane * 4 + j] = sums[tile][j];
+      if (lane < 4) shared[warp][tile * gemm::kTile + lane * 4 + j] = sums[tile][j];
     }
   __syncthreads();
   float total = 0;
-  if (threadIdx.x < kPanel)
+  if (threadIdx.x < gemm::kPanel)
     for (int from = 0; from < kWarps; ++from) total += shared[from][threadIdx.x];
   return total;
 }
 
 // inner [tokens * top_k, width] = activation of the gate and up outputs.
-template <Format kFormat, class T>
-__global__ void __launch_bounds__(kThreads) gate_up_kernel(const T* x, Routes routes, Panels matrix, size_t bias_at,
-                                                           Activation activation, __nv_bfloat16* inner, int width) {
-  __shared__ float shared[kWarps][kPanel];
+template <gemm::Format kFormat, class T>
+__global__ void __launch_bounds__(kThreads)
+    gate_up_kernel(const T* x, Routes routes, Panels matrix, size_t bias_at, gemm::Activation activation,
+                   __nv_bfloat16* inner, int width) {
+  __shared__ float shared[kWarps][gemm::kPanel];
   const size_t slot = blockIdx.y;
   const std::byte* expert = expert_of(routes, slot);
   if (expert == nullptr) return;
@@ -192,13 +194,13 @@ __global__ void __launch_bounds__(kThreads) gate_up_kernel(const T* x, Routes ro
   float sums[2][4] = {};
   multiply<kFormat>(matrix, panel, x + slot / routes.top_k * matrix.k, sums);
   float value = gather(sums, shared);
-  if (threadIdx.x >= kPanel) return;
-  if (bias_at != 0) value += reinterpret_cast<const float*>(expert + bias_at)[index * kPanel + threadIdx.x];
-  int column = index * kPanel + static_cast<int>(threadIdx.x);
+  if (threadIdx.x >= gemm::kPanel) return;
+  if (bias_at != 0) value += reinterpret_cast<const float*>(expert + bias_at)[index * gemm::kPanel + threadIdx.x];
+  int column = index * gemm::kPanel + static_cast<int>(threadIdx.x);
   if (activation.has_gate) {
-    const float up = __shfl_down_sync(~0u, value, kTile);
-    if (threadIdx.x >= kTile) return;
-    column = index * kTile + static_cast<int>(threadIdx.x);
+    const float up = __shfl_down_sync(~0u, value, gemm::kTile);
+    if (threadIdx.x >= gemm::kTile) return;
+    column = index * gemm::kTile + static_cast<int>(threadIdx.x);
     value = gated(activation, value, up);
   } else {
     value = activated(activation, value);
@@ -207,12 +209,12 @@ __global__ void __launch_bounds__(kThreads) gate_up_kernel(const T* x, Routes ro
 }
 
 // out [tokens, hidden] = the weighted sum of the down outputs.
-template <Format kFormat>
+template <gemm::Format kFormat>
 __global__ void __launch_bounds__(kThreads) down_kernel(const __nv_bfloat16* inner, Routes routes, Panels matrix,
                                                         size_t at, size_t bias_at, float* out, int hidden) {
-  __shared__ float shared[kWarps][kPanel];
+  __shared__ float shared[kWarps][gemm::kPanel];
   const size_t token = blockIdx.y;
-  const int index = static_cast<int>(blockIdx.x), column = index * kPanel + static_cast<int>(threadIdx.x);
+  const int index = static_cast<int>(blockIdx.x), column = index * gemm::kPanel + static_cast<int>(threadIdx.x);
   float sums[2][4] = {}, bias = 0;
   for (int i = 0; i < routes.top_k; ++i) {
     const size_t slot = token * routes.top_k + i;
@@ -224,38 +226,38 @@ __global__ void __launch_bounds__(kThreads) down_kernel(const __nv_bfloat16* inn
                       terms);
 #pragma unroll
     for (int j = 0; j < 8; ++j) sums[j / 4][j % 4] = fmaf(weight, terms[j / 4][j % 4], sums[j / 4][j % 4]);
-    if (bias_at != 0 && threadIdx.x < kPanel)
+    if (bias_at != 0 && threadIdx.x < gemm::kPanel)
       bias = fmaf(weight, reinterpret_cast<const float*>(expert + bias_at)[column], bias);
   }
   const float value = gather(sums, shared) + bias;
-  if (threadIdx.x < kPanel && column < hidden) out[token * hidden + column] = value;
+  if (threadIdx.x < gemm::kPanel && column < hidden) out[token * hidden + column] = value;
 }
 
 }  // namespace
 
-Resident::Resident(const Experts& experts) : config_(experts.config()) {
-  if (config_.format != Format::bf16 && config_.format != Format::int4)
+Resident::Resident(const moe::Experts& experts) : config_(experts.config()) {
+  if (config_.format != gemm::Format::bf16 && config_.format != gemm::Format::int4)
     throw std::invalid_argument("experts on a GPU: found weights that have no kernel there; allowed: bf16, int4");
-  for (const PackedRun& run : experts.packed()) (run.is_down ? down_ : gate_up_) = run.matrix;
+  for (const moe::PackedRun& run : experts.packed()) (run.is_down ? down_ : gate_up_) = run.matrix;
   // Panels and biases are multiples of 64 bytes, so everything is aligned without padding.
   down_at_ = gate_up_.bytes();
   gate_up_bias_at_ = down_at_ + down_.bytes();
-  down_bias_at_ = gate_up_bias_at_ + static_cast<size_t>(gate_up_.panels) * kPanel * sizeof(float);
+  down_bias_at_ = gate_up_bias_at_ + static_cast<size_t>(gate_up_.panels) * gemm::kPanel * sizeof(float);
   bytes_ = experts.bytes() / static_cast<size_t>(config_.experts);
 }
 
-void Resident::copy(const Experts& experts, int expert, void* to, Stream stream) const {
+void Resident::copy(const moe::Experts& experts, int expert, void* to, Stream stream) const {
   const OnStream on(stream);
   auto put = [&](size_t at, const void* from, size_t bytes) {
     check_cuda(cudaMemcpyAsync(static_cast<std::byte*>(to) + at, from, bytes, cudaMemcpyHostToDevice, on),
                "copying an expert to the GPU");
   };
-  for (const PackedRun& run : experts.packed())
+  for (const moe::PackedRun& run : experts.packed())
     put((run.is_down ? down_at_ : 0) + static_cast<size_t>(run.first_panel) * run.matrix.panel_bytes(),
         run.data + run.bytes(expert), run.bytes(1));
   if (!config_.has_bias) return;
   for (const bool down : {false, true}) {
-    const auto values = static_cast<size_t>((down ? down_ : gate_up_).panels) * kPanel;
+    const auto values = static_cast<size_t>((down ? down_ : gate_up_).panels) * gemm::kPanel;
     put(down ? down_bias_at_ : gate_up_bias_at_, experts.packed_bias(down) + static_cast<size_t>(expert) * values,
         values * sizeof(float));
   }
@@ -263,20 +265,20 @@ void Resident::copy(const Experts& experts, int expert, void* to, Stream stream)
 
 void Resident::forward(const ResidentRequest& request, Stream to) const {
   const OnStream stream(to);
-  const auto panels = [](const Matrix& matrix) {
-    const bool zeros = matrix.format == Format::int4 && !matrix.symmetric;
+  const auto panels = [](const gemm::Matrix& matrix) {
+    const bool zeros = matrix.format == gemm::Format::int4 && !matrix.symmetric;
     return Panels{matrix.panels,
                   matrix.k,
                   matrix.blocks(),
                   matrix.group_size,
                   matrix.panel_bytes(),
                   matrix.head_bytes(),
-                  zeros ? kPanel * (sizeof(float) + static_cast<size_t>(matrix.groups()) * sizeof(uint16_t)) : 0};
+                  zeros ? gemm::kPanel * (sizeof(float) + static_cast<size_t>(matrix.groups()) * sizeof(uint16_t)) : 0};
   };
   const Routes routes{request.chosen, request.weights, static_cast<const std::byte*>(request.resident),
                       bytes_,         request.top_k,   request.weights_dtype};
   auto* inner = static_cast<__nv_bfloat16*>(request.inner);
-  const auto run = [&]<Format kFormat>(std::integral_constant<Format, kFormat>) {
+  const auto run = [&]<gemm::Format kFormat>(std::integral_constant<gemm::Format, kFormat>) {
     const dim3 slots(static_cast<unsigned>(gate_up_.panels), static_cast<unsigned>(request.tokens * request.top_k));
     const auto first = [&]<class T>(const T* x) {
       gate_up_kernel<kFormat><<<slots, kThreads, 0, stream>>>(x, routes, panels(gate_up_),
@@ -292,8 +294,8 @@ void Resident::forward(const ResidentRequest& request, Stream to) const {
         inner, routes, panels(down_), down_at_, config_.has_bias ? down_bias_at_ : 0, request.out, config_.hidden_size);
     check_cuda(cudaGetLastError(), "launching the down kernel");
   };
-  if (config_.format == Format::int4) run(std::integral_constant<Format, Format::int4>());
-  else run(std::integral_constant<Format, Format::bf16>());
+  if (config_.format == gemm::Format::int4) run(std::integral_constant<gemm::Format, gemm::Format::int4>());
+  else run(std::integral_constant<gemm::Format, gemm::Format::bf16>());
 }
 
 }  // namespace ktinject::cuda

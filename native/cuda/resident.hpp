@@ -28,20 +28,20 @@ struct ResidentRequest {
 class Resident {
  public:
   // Throws std::invalid_argument for a format that has no kernel on GPUs.
-  explicit Resident(const Experts& experts);
+  explicit Resident(const moe::Experts& experts);
 
   size_t bytes() const { return bytes_; }
   int inner_width() const { return config_.intermediate_size; }
   // Copies one expert of `experts`, which must have the same shapes, to `to` on the device, in the order of `stream`.
   // Unless the memory is page-locked, the host waits for it.
-  void copy(const Experts& experts, int expert, void* to, Stream stream) const;
+  void copy(const moe::Experts& experts, int expert, void* to, Stream stream) const;
   // out = the weighted sum over the experts that are chosen; zero for a token without any. Only enqueues.
   void forward(const ResidentRequest& request, Stream stream) const;
 
  private:
-  ExpertsConfig config_;
-  Matrix gate_up_;
-  Matrix down_;
+  moe::ExpertsConfig config_;
+  gemm::Matrix gate_up_;
+  gemm::Matrix down_;
   size_t down_at_ = 0;
   size_t gate_up_bias_at_ = 0;
   size_t down_bias_at_ = 0;

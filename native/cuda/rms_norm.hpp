@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "cuda/stream.hpp"
-#include "gemm/vector_ops.hpp"
+#include "runtime/dtype.hpp"
 
 namespace ktinject::cuda {
 

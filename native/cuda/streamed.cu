@@ -40,15 +40,15 @@ struct Shape {
 
 __device__ float bf16_value(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
 
-using Tile = __nv_bfloat16[kPanel][kInputs + kPad];
+using Tile = __nv_bfloat16[gemm::kPanel][kInputs + kPad];
 
 // One 32-bit word of a panel's data → the values that it holds. `word` counts from the first block of this thread
 // block's inputs; `first` is its first input.
-template <Format kFormat>
+template <gemm::Format kFormat>
 struct Words;
 
 template <>
-struct Words<Format::bf16> {
+struct Words<gemm::Format::bf16> {
   static constexpr int kBlock = 32, kTileWords = 256;
   static __device__ void put(Tile& tile, const Shape&, const std::byte*, uint32_t bits, int column, int input, int row,
                              int) {
@@ -57,7 +57,7 @@ struct Words<Format::bf16> {
 };
 
 template <>
-struct Words<Format::int8> {
+struct Words<gemm::Format::int8> {
   static constexpr int kBlock = 64, kTileWords = 256;
   static __device__ void put(Tile& tile, const Shape&, const std::byte* panel, uint32_t bits, int column, int input,
                              int row, int) {
@@ -69,12 +69,12 @@ struct Words<Format::int8> {
 };
 
 template <>
-struct Words<Format::int4> {
+struct Words<gemm::Format::int4> {
   static constexpr int kBlock = 64, kTileWords = 128;
   static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
                              int input, int row, int first) {
-    const auto* scales = reinterpret_cast<const uint16_t*>(panel + kPanel * sizeof(float));
-    const int at = input + 8 * row, group = (first + at) / shape.group_size * kPanel + column;
+    const auto* scales = reinterpret_cast<const uint16_t*>(panel + gemm::kPanel * sizeof(float));
+    const int at = input + 8 * row, group = (first + at) / shape.group_size * gemm::kPanel + column;
     const float scale = bf16_value(scales[group]);
     const int zero = shape.zeros_at == 0 ? 8 : static_cast<int>(panel[shape.zeros_at + group]);
     for (int i = 0; i < 8; ++i) {
@@ -86,11 +86,12 @@ struct Words<Format::int4> {
 
 // Two rows of the bf16 block lie in one: byte 0 and 2 are row 2 * row, byte 1 and 3 the next.
 template <>
-struct Words<Format::fp8> {
+struct Words<gemm::Format::fp8> {
   static constexpr int kBlock = 32, kTileWords = 128;
   static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
                              int input, int row, int first) {
-    const float scale = reinterpret_cast<const float*>(panel)[(first + input) / shape.group_size * 2 + column / kTile];
+    const float scale =
+        reinterpret_cast<const float*>(panel)[(first + input) / shape.group_size * 2 + column / gemm::kTile];
     for (int i = 0; i < 4; ++i) {
       const uint32_t code = bits >> (8 * i) & 255, mantissa = code & 7;
       const uint32_t exponent = (code & 0xe0) >> 4 | (code & 8) >> 3;
@@ -104,11 +105,11 @@ struct Words<Format::fp8> {
 
 // Four rows of the bf16 block lie in one: nibble i of each half of the word is row 4 * row + i.
 template <>
-struct Words<Format::mxfp4> {
+struct Words<gemm::Format::mxfp4> {
   static constexpr int kBlock = 32, kTileWords = 64;
   static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
                              int input, int row, int first) {
-    const auto e8m0 = static_cast<uint32_t>(panel[(first + input) / shape.group_size * kPanel + column]);
+    const auto e8m0 = static_cast<uint32_t>(panel[(first + input) / shape.group_size * gemm::kPanel + column]);
     const float scale = __uint_as_float(e8m0 << 23);
     for (int i = 0; i < 8; ++i) {
       const uint32_t code = bits >> (16 * (i % 2) + 4 * (i / 2)) & 15, exponent = code >> 1 & 3;
@@ -119,7 +120,7 @@ struct Words<Format::mxfp4> {
   }
 };
 
-template <Format kFormat>
+template <gemm::Format kFormat>
 __global__ void __launch_bounds__(kThreads) unpack_kernel(const std::byte* packed, Shape shape, Target target) {
   using W = Words<kFormat>;
   constexpr int kBlocks = kInputs / W::kBlock;
@@ -133,17 +134,17 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(const std::byte* packe
                       static_cast<size_t>(first_block) * 2 * W::kTileWords;
   for (int w = static_cast<int>(threadIdx.x); w < blocks * 2 * W::kTileWords; w += kThreads) {
     const int in_block = w % (2 * W::kTileWords), in_tile = in_block % W::kTileWords;
-    const int column = in_block / W::kTileWords * kTile + in_tile % kTile;
-    W::put(tile, shape, panel, words[w], column, w / (2 * W::kTileWords) * W::kBlock, in_tile / kTile, first);
+    const int column = in_block / W::kTileWords * gemm::kTile + in_tile % gemm::kTile;
+    W::put(tile, shape, panel, words[w], column, w / (2 * W::kTileWords) * W::kBlock, in_tile / gemm::kTile, first);
   }
   __syncthreads();
   const int width = min(kInputs, target.k - first);
-  for (int i = static_cast<int>(threadIdx.x); i < kPanel * kInputs / 8; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < gemm::kPanel * kInputs / 8; i += kThreads) {
     const int column = i / (kInputs / 8), input = i % (kInputs / 8) * 8;
     const int panel_at = target.first_panel + panel_index;
-    const int within = target.half ? panel_at * kTile + column % kTile : panel_at * kPanel + column;
+    const int within = target.half ? panel_at * gemm::kTile + column % gemm::kTile : panel_at * gemm::kPanel + column;
     if (input >= width || within >= (target.half ? target.half : target.rows)) continue;
-    const int row = within + (target.half && column >= kTile ? target.half : 0);
+    const int row = within + (target.half && column >= gemm::kTile ? target.half : 0);
     auto* out = target.out + (static_cast<size_t>(expert) * target.rows + row) * target.k + first + input;
     *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(&tile[column][input]);
   }
@@ -154,7 +155,7 @@ constexpr int kActivateThreads = 256;
 // Four outputs a thread: widths are multiples of 8.
 template <class T>
 __global__ void __launch_bounds__(kActivateThreads)
-    activate_kernel(const T* in, __nv_bfloat16* out, size_t rows, int width, Activation activation) {
+    activate_kernel(const T* in, __nv_bfloat16* out, size_t rows, int width, gemm::Activation activation) {
   constexpr int kEach = 4;
   struct alignas(sizeof(T) * kEach) Run {
     T values[kEach];
@@ -209,8 +210,8 @@ void add_from_host(const void* host, const float* addend, void* out, size_t coun
   check_cuda(cudaGetLastError(), "adding what the CPU computed");
 }
 
-Streamed::Streamed(const Experts& experts) : experts_(experts), runs_(experts.packed()) {
-  for (const PackedRun& run : runs_) {
+Streamed::Streamed(const moe::Experts& experts) : experts_(experts), runs_(experts.packed()) {
+  for (const moe::PackedRun& run : runs_) {
     const auto error = cudaHostRegister(const_cast<std::byte*>(run.data), run.bytes(experts.config().experts),
                                         cudaHostRegisterPortable);
     if (error != cudaSuccess) {
@@ -232,14 +233,14 @@ void Streamed::unlock() noexcept {
 
 size_t Streamed::packed_bytes(int count) const {
   size_t bytes = 0;
-  for (const PackedRun& run : runs_) bytes += run.bytes(count);
+  for (const moe::PackedRun& run : runs_) bytes += run.bytes(count);
   return bytes;
 }
 
 void Streamed::copy(int first, int count, void* slot, Stream stream) const {
   const OnStream on(stream);
   auto* to = static_cast<std::byte*>(slot);
-  for (const PackedRun& run : runs_) {
+  for (const moe::PackedRun& run : runs_) {
     const size_t bytes = run.bytes(count);
     for (size_t at = 0; at < bytes; at += kPieceBytes)
       check_cuda(cudaMemcpyAsync(to + at, run.data + run.bytes(first) + at, std::min(kPieceBytes, bytes - at),
@@ -252,36 +253,36 @@ void Streamed::copy(int first, int count, void* slot, Stream stream) const {
 void Streamed::unpack(const void* slot, int count, void* gate_up, void* down, Stream stream) const {
   const OnStream on(stream);
   const auto* from = static_cast<const std::byte*>(slot);
-  const ExpertsConfig& config = experts_.config();
-  for (const PackedRun& run : runs_) {
-    const Matrix& matrix = run.matrix;
+  const moe::ExpertsConfig& config = experts_.config();
+  for (const moe::PackedRun& run : runs_) {
+    const gemm::Matrix& matrix = run.matrix;
     if (matrix.k % 8 != 0) throw std::invalid_argument("unpacking on a GPU: widths must be multiples of 8");
     const bool paired = !run.is_down && config.activation.has_gate;
     const int rows = run.is_down ? config.hidden_size : config.intermediate_size * (paired ? 2 : 1);
     const Target target{static_cast<__nv_bfloat16*>(run.is_down ? down : gate_up), rows, matrix.k,
                         paired ? config.intermediate_size : 0, run.first_panel};
     size_t zeros_at = 0;
-    if (matrix.format == Format::int4 && !matrix.symmetric)
-      zeros_at = kPanel * (sizeof(float) + static_cast<size_t>(matrix.groups()) * sizeof(uint16_t));
+    if (matrix.format == gemm::Format::int4 && !matrix.symmetric)
+      zeros_at = gemm::kPanel * (sizeof(float) + static_cast<size_t>(matrix.groups()) * sizeof(uint16_t));
     const Shape shape{matrix.panel_bytes(), matrix.head_bytes(), matrix.blocks(), matrix.group_size, zeros_at};
     const dim3 grid(static_cast<unsigned>((matrix.k + kInputs - 1) / kInputs), static_cast<unsigned>(run.panels),
                     static_cast<unsigned>(count));
     const auto launch = [&](auto kernel) { kernel<<<grid, kThreads, 0, on>>>(from, shape, target); };
     switch (matrix.format) {
-      case Format::bf16:
-        launch(unpack_kernel<Format::bf16>);
+      case gemm::Format::bf16:
+        launch(unpack_kernel<gemm::Format::bf16>);
         break;
-      case Format::int8:
-        launch(unpack_kernel<Format::int8>);
+      case gemm::Format::int8:
+        launch(unpack_kernel<gemm::Format::int8>);
         break;
-      case Format::int4:
-        launch(unpack_kernel<Format::int4>);
+      case gemm::Format::int4:
+        launch(unpack_kernel<gemm::Format::int4>);
         break;
-      case Format::fp8:
-        launch(unpack_kernel<Format::fp8>);
+      case gemm::Format::fp8:
+        launch(unpack_kernel<gemm::Format::fp8>);
         break;
-      case Format::mxfp4:
-        launch(unpack_kernel<Format::mxfp4>);
+      case gemm::Format::mxfp4:
+        launch(unpack_kernel<gemm::Format::mxfp4>);
         break;
     }
     check_cuda(cudaGetLastError(), "unpacking experts on the GPU");
@@ -290,7 +291,7 @@ void Streamed::unpack(const void* slot, int count, void* gate_up, void* down, St
 }
 
 void Streamed::activate(const void* gate_up, DType dtype, size_t rows, void* out, Stream stream) const {
-  const ExpertsConfig& config = experts_.config();
+  const moe::ExpertsConfig& config = experts_.config();
   if (rows == 0) return;
   const OnStream on(stream);
   const size_t threads = rows * static_cast<size_t>(config.intermediate_size) / 4;

@@ -14,7 +14,7 @@ class Streamed {
  public:
   // Page-locks the packed weights of `experts`, which must be allocated and outlive this. Throws std::runtime_error
   // where the system refuses, or the build has no CUDA.
-  explicit Streamed(const Experts& experts);
+  explicit Streamed(const moe::Experts& experts);
   ~Streamed();
   Streamed(const Streamed&) = delete;
   Streamed& operator=(const Streamed&) = delete;
@@ -32,8 +32,8 @@ class Streamed {
 
  private:
   void unlock() noexcept;
-  const Experts& experts_;
-  std::vector<PackedRun> runs_;
+  const moe::Experts& experts_;
+  std::vector<moe::PackedRun> runs_;
   size_t locked_ = 0;  // runs that are page-locked
 };
 

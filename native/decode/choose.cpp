@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "gemm/step_ops.hpp"
+#include "gemm/backends.hpp"
 #include "runtime/thread_pool.hpp"
 
-namespace ktinject {
+namespace ktinject::decode {
 namespace {
 
 // Scores of a task; fewer in all are left to the caller.
@@ -30,25 +30,25 @@ class Twister {
     uint64_t next, word;
     std::memcpy(&left, bytes + 8, sizeof left);
     std::memcpy(&next, bytes + 16, sizeof next);
-    if (left < 1 || left > kMersenneWords || next > static_cast<uint64_t>(kMersenneWords))
+    if (left < 1 || left > gemm::kMersenneWords || next > static_cast<uint64_t>(gemm::kMersenneWords))
       throw std::invalid_argument("generator: not the state of torch's generator on the CPU");
     left_ = left - 1;
     next_ = static_cast<int>(next);
-    for (int i = 0; i < kMersenneWords; ++i) {
+    for (int i = 0; i < gemm::kMersenneWords; ++i) {
       std::memcpy(&word, bytes + 24 + static_cast<size_t>(i) * 8, sizeof word);
       state_[i] = static_cast<uint32_t>(word);
     }
   }
 
-  void draw(uint32_t* out, size_t count, const Math& math) {
+  void draw(uint32_t* out, size_t count, const gemm::StepOps& ops) {
     while (count > 0) {
       if (left_ == 0) {
-        math.mersenne_next(state_);
-        left_ = kMersenneWords;
+        ops.mersenne_next(state_);
+        left_ = gemm::kMersenneWords;
         next_ = 0;
       }
       const auto some = static_cast<int>(std::min(count, static_cast<size_t>(left_)));
-      math.mersenne_temper(state_ + next_, some, out);
+      ops.mersenne_temper(state_ + next_, some, out);
       next_ += some;
       left_ -= some;
       out += some;
@@ -61,7 +61,7 @@ class Twister {
     const auto next = static_cast<uint64_t>(next_);
     std::memcpy(bytes_ + 8, &left, sizeof left);
     std::memcpy(bytes_ + 16, &next, sizeof next);
-    for (int i = 0; i < kMersenneWords; ++i) {
+    for (int i = 0; i < gemm::kMersenneWords; ++i) {
       const uint64_t word = state_[i];
       std::memcpy(bytes_ + 24 + static_cast<size_t>(i) * 8, &word, sizeof word);
     }
@@ -70,12 +70,12 @@ class Twister {
  private:
   std::byte* bytes_;
   int left_, next_;
-  uint32_t state_[kMersenneWords];
+  uint32_t state_[gemm::kMersenneWords];
 };
 
 // find(first, count) for parts of a row; the best of what is found, the first of those that tie.
 template <class Find>
-Found best_of(ThreadPool& workers, int n, Find&& find) {
+Found best_of(runtime::ThreadPool& workers, int n, Find&& find) {
   const int parts = (n + kPart - 1) / kPart;
   auto* found = reinterpret_cast<Found*>(workers.buffer(kFound, static_cast<size_t>(parts) * sizeof(Found)));
   auto task = [&](int index, int) {
@@ -91,10 +91,10 @@ Found best_of(ThreadPool& workers, int n, Find&& find) {
   });
 }
 
-Found greatest(ThreadPool& workers, const Math& math, const float* scores, int n) {
+Found greatest(runtime::ThreadPool& workers, const gemm::StepOps& ops, const float* scores, int n) {
   return best_of(workers, n, [&](int first, int count) {
     Found found{};
-    found.best = math.greatest(scores + first, count);
+    found.best = ops.greatest(scores + first, count);
     auto is_it = [&](float x) { return std::isnan(found.best) ? std::isnan(x) : x == found.best; };
     while (found.index + 1 < count && !is_it(scores[first + found.index])) ++found.index;
     return found;
@@ -104,21 +104,22 @@ Found greatest(ThreadPool& workers, const Math& math, const float* scores, int n
 }  // namespace
 
 void choose_greatest(const float* scores, int rows, int n, int64_t* tokens) {
-  const Session session;
+  const runtime::Session session;
   for (int row = 0; row < rows; ++row)
-    tokens[row] = greatest(*session, math(), scores + static_cast<size_t>(row) * static_cast<size_t>(n), n).index;
+    tokens[row] =
+        greatest(*session, gemm::step_ops(), scores + static_cast<size_t>(row) * static_cast<size_t>(n), n).index;
 }
 
 void draw(const float* scores, int rows, int n, std::byte* generator, int64_t* tokens) {
-  const Math& math = ktinject::math();
-  const Session session;
+  const gemm::StepOps& ops = gemm::step_ops();
+  const runtime::Session session;
   Twister twister(generator);
   const auto count = static_cast<size_t>(n) * 2;
   auto* words = reinterpret_cast<uint32_t*>(session->buffer(kWords, count * sizeof(uint32_t)));
   for (int row = 0; row < rows; ++row) {
     const float* here = scores + static_cast<size_t>(row) * static_cast<size_t>(n);
-    twister.draw(words, count, math);
-    const float most = greatest(*session, math, here, n).best;
+    twister.draw(words, count, ops);
+    const float most = greatest(*session, ops, here, n).best;
     if (!std::isfinite(most))  // before anything is saved: no random number is used up
       throw std::invalid_argument("scores: the greatest of row " + std::to_string(row) + " is " +
                                   (std::isnan(most) ? "NaN"
@@ -128,11 +129,11 @@ void draw(const float* scores, int rows, int n, std::byte* generator, int64_t* t
     tokens[row] = best_of(*session, n, [&](int first, int size) {
                     Found found{};
                     found.best =
-                        math.race(here + first, words + static_cast<size_t>(first) * 2, size, most, &found.index);
+                        ops.race(here + first, words + static_cast<size_t>(first) * 2, size, most, &found.index);
                     return found;
                   }).index;
   }
   twister.save();
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::decode

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace ktinject {
+namespace ktinject::decode {
 
 // tokens [rows] = where scores [rows, n] are greatest, the first of those that tie.
 void choose_greatest(const float* scores, int rows, int n, int64_t* tokens);
@@ -20,4 +20,4 @@ inline constexpr size_t kGeneratorBytes = 5056;
 // tokens [rows], each drawn from softmax(scores [rows, n]); `generator`, such a state, is left as torch would leave it.
 void draw(const float* scores, int rows, int n, std::byte* generator, int64_t* tokens);
 
-}  // namespace ktinject
+}  // namespace ktinject::decode

@@ -7,7 +7,7 @@
 
 #include "runtime/scratch.hpp"
 
-namespace ktinject {
+namespace ktinject::decode {
 
 namespace {
 
@@ -16,10 +16,10 @@ constexpr int kMostRows = (1 << 14) - 1;
 
 }  // namespace
 
-void Decoder::add(const Norm& before_attention, const DecoderAttention& attention, const Norm& before_feed_forward,
-                  const FeedForward& unit) {
+void Decoder::add(const attention::Norm& before_attention, const attention::DecoderAttention& attention,
+                  const attention::Norm& before_feed_forward, const FeedForward& unit) {
   const std::string width = std::to_string(hidden_) + " values";
-  for (const Norm& norm : {before_attention, before_feed_forward})
+  for (const attention::Norm& norm : {before_attention, before_feed_forward})
     if (norm.weight == nullptr || norm.size != hidden_)
       throw std::invalid_argument("a layer's norm must be one of " + width);
   if (!attention.fits(hidden_)) throw std::invalid_argument("attention: expected " + width + " in and out");
@@ -30,39 +30,39 @@ void Decoder::add(const Norm& before_attention, const DecoderAttention& attentio
   layers_ = std::move(longer);
 }
 
-void Decoder::forward(const void* x, const Step& step, const std::vector<LayerCache>& caches, int first, int last,
-                      const Norm& final_norm, void* y) const {
+void Decoder::forward(const void* x, const attention::Step& step, const std::vector<attention::LayerCache>& caches,
+                      int first, int last, const attention::Norm& final_norm, void* y) const {
   const auto layers = [&] {
     const std::lock_guard turn(turn_);
     return layers_;
   }();
-  check_size("batch", step.batch, kMostRows);
+  gemm::check_size("batch", step.batch, kMostRows);
   if (caches.size() != layers->size()) throw std::invalid_argument("decoder: the cache has another number of layers");
   if (first < 0 || last > static_cast<int>(layers->size()) || first > last)
     throw std::invalid_argument("decoder: there are no such layers");
-  const Math& math = ktinject::math();
+  const gemm::StepOps& ops = gemm::step_ops();
   const int count = step.batch * hidden_;
-  Arrays arrays;
+  runtime::Arrays arrays;
   const size_t stream_at = arrays.take(static_cast<size_t>(count)), normed_at = arrays.take(static_cast<size_t>(count)),
                out_at = arrays.take(static_cast<size_t>(count));
-  const Scratch memory(arrays.count());
+  const runtime::Scratch memory(arrays.count());
   float *stream = memory + stream_at, *normed = memory + normed_at, *out = memory + out_at;
-  choose_stages(~uint32_t{0}).widen(x, step.dtype, 1, count, stream);
-  auto norm_all = [&](const Norm& norm) {
+  gemm::vector_ops().widen(x, step.dtype, 1, count, stream);
+  auto norm_all = [&](const attention::Norm& norm) {
     for (int row = 0; row < step.batch; ++row)
-      math.rms_norm(stream + row * hidden_, norm.weight, hidden_, norm.epsilon, step.dtype, normed + row * hidden_);
+      ops.rms_norm(stream + row * hidden_, norm.weight, hidden_, norm.epsilon, step.dtype, normed + row * hidden_);
   };
   for (int i = first; i < last; ++i) {
     const Layer& layer = (*layers)[static_cast<size_t>(i)];
     norm_all(layer.before_attention);
     layer.attention->forward(normed, step, caches[static_cast<size_t>(i)], out);
-    math.add(stream, out, count, step.dtype);
+    ops.add(stream, out, count, step.dtype);
     norm_all(layer.before_feed_forward);
     layer.feed_forward->forward(normed, step.dtype, step.batch, out);
-    math.add(stream, out, count, step.dtype);
+    ops.add(stream, out, count, step.dtype);
   }
   if (final_norm.weight != nullptr) norm_all(final_norm);
-  math.store(final_norm.weight == nullptr ? stream : normed, count, step.dtype, y);
+  ops.store(final_norm.weight == nullptr ? stream : normed, count, step.dtype, y);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::decode

@@ -18,7 +18,7 @@
 #include "moe/experts.hpp"
 #include "runtime/waiting.hpp"
 
-namespace ktinject {
+namespace ktinject::decode {
 
 class FeedForward {
  public:
@@ -31,19 +31,19 @@ class FeedForward {
 // down(silu(gate(x)) * up(x))
 class GatedUnit final : public FeedForward {
  public:
-  GatedUnit(const Linear& gate, const Linear& up, const Linear& down);
+  GatedUnit(const gemm::Linear& gate, const gemm::Linear& up, const gemm::Linear& down);
   bool fits(int hidden) const override;
   void forward(const float* x, DType dtype, int batch, float* out) const override;
 
  private:
-  const Linear &gate_, &up_, &down_;
+  const gemm::Linear &gate_, &up_, &down_;
 };
 
 enum class Scores { softmax, sigmoid };
 
 // Chooses a token's experts as transformers' routers do.
 struct RouterConfig {
-  const Linear* linear = nullptr;
+  const gemm::Linear* linear = nullptr;
   Scores scores = Scores::softmax;
   const float* correction = nullptr;  // [experts], added for the choice only; sigmoid
   int top_k = 0;
@@ -56,7 +56,7 @@ struct RouterConfig {
 // x) where there is a gate [hidden] of the model's dtype.
 class Mixture final : public FeedForward {
  public:
-  Mixture(RouterConfig router, const Experts& experts, const FeedForward* shared, const void* gate = nullptr);
+  Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate = nullptr);
   bool fits(int hidden) const override;
   void forward(const float* x, DType dtype, int batch, float* out) const override;
 
@@ -64,7 +64,7 @@ class Mixture final : public FeedForward {
   void choose(float* logits, int32_t* ids, float* weights, DType dtype) const;
 
   RouterConfig router_;
-  const Experts& experts_;
+  const moe::Experts& experts_;
   const FeedForward* shared_;
   const void* gate_;
 };
@@ -73,28 +73,28 @@ class Decoder {
  public:
   Decoder(int hidden, DType dtype) : hidden_(hidden), dtype_(dtype) {}
 
-  void add(const Norm& before_attention, const DecoderAttention& attention, const Norm& before_feed_forward,
-           const FeedForward& unit);
+  void add(const attention::Norm& before_attention, const attention::DecoderAttention& attention,
+           const attention::Norm& before_feed_forward, const FeedForward& unit);
   int hidden() const { return hidden_; }
   DType dtype() const { return dtype_; }
 
   // y [batch, hidden] = x through layers first to last - 1, and through `final_norm` where that has a weight. `caches`
   // has one for each layer.
-  void forward(const void* x, const Step& step, const std::vector<LayerCache>& caches, int first, int last,
-               const Norm& final_norm, void* y) const;
+  void forward(const void* x, const attention::Step& step, const std::vector<attention::LayerCache>& caches, int first,
+               int last, const attention::Norm& final_norm, void* y) const;
 
  private:
   struct Layer {
-    Norm before_attention;
-    const DecoderAttention* attention;
-    Norm before_feed_forward;
+    attention::Norm before_attention;
+    const attention::DecoderAttention* attention;
+    attention::Norm before_feed_forward;
     const FeedForward* feed_forward;
   };
   using Layers = std::vector<Layer>;
   int hidden_;
   DType dtype_;
-  mutable Turns turn_;  // of the pointer
+  mutable runtime::Turns turn_;  // of the pointer
   std::shared_ptr<const Layers> layers_ = std::make_shared<Layers>();
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::decode

@@ -7,7 +7,7 @@
 #include "decode/decoder.hpp"
 #include "runtime/scratch.hpp"
 
-namespace ktinject {
+namespace ktinject::decode {
 namespace {
 
 // The k greatest, in front. With torch's own algorithm, so that of experts that tie the same ones are taken.
@@ -26,7 +26,8 @@ void take_top(std::vector<std::pair<float, int>>& order, int k, bool sorted) {
 
 }  // namespace
 
-GatedUnit::GatedUnit(const Linear& gate, const Linear& up, const Linear& down) : gate_(gate), up_(up), down_(down) {
+GatedUnit::GatedUnit(const gemm::Linear& gate, const gemm::Linear& up, const gemm::Linear& down)
+    : gate_(gate), up_(up), down_(down) {
   if (gate.config().out_features != up.config().out_features || down.config().in_features != up.config().out_features)
     throw std::invalid_argument("feed-forward: gate, up and down do not fit together");
 }
@@ -37,22 +38,22 @@ bool GatedUnit::fits(int hidden) const {
 }
 
 void GatedUnit::forward(const float* x, DType dtype, int batch, float* out) const {
-  const Math& math = ktinject::math();
+  const gemm::StepOps& ops = gemm::step_ops();
   const int inner = gate_.config().out_features, count = batch * inner;
-  Arrays arrays;
+  runtime::Arrays arrays;
   const size_t up_at = (arrays.take(static_cast<size_t>(count)), arrays.take(static_cast<size_t>(count)));
-  const Scratch gate(arrays.count());
+  const runtime::Scratch gate(arrays.count());
   float* up = gate + up_at;
-  const Linear::Product products[] = {{&gate_, gate}, {&up_, up}};
-  Linear::forward(products, x, DType::f32, batch);
-  math.round(gate, count, dtype);
-  math.round(up, count, dtype);
-  math.gate_up(gate, up, count, dtype);
+  const gemm::Linear::Product products[] = {{&gate_, gate}, {&up_, up}};
+  gemm::Linear::forward(products, x, DType::f32, batch);
+  ops.round(gate, count, dtype);
+  ops.round(up, count, dtype);
+  ops.gate_up(gate, up, count, dtype);
   down_.forward(gate, DType::f32, batch, out);
-  math.round(out, batch * down_.config().out_features, dtype);
+  ops.round(out, batch * down_.config().out_features, dtype);
 }
 
-Mixture::Mixture(RouterConfig router, const Experts& experts, const FeedForward* shared, const void* gate)
+Mixture::Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate)
     : router_(router), experts_(experts), shared_(shared), gate_(gate) {
   const int count = experts.config().experts;
   if (router_.linear == nullptr || router_.linear->config().out_features != count)
@@ -71,43 +72,43 @@ bool Mixture::fits(int hidden) const {
 }
 
 void Mixture::forward(const float* x, DType dtype, int batch, float* out) const {
-  const Math& math = ktinject::math();
+  const gemm::StepOps& ops = gemm::step_ops();
   const int count = experts_.config().experts, hidden = experts_.config().hidden_size, top_k = router_.top_k;
-  Arrays arrays;
+  runtime::Arrays arrays;
   const size_t logits_at = arrays.take(static_cast<size_t>(batch * count)),
                weights_at = arrays.take(static_cast<size_t>(batch * top_k)),
                ids_at = arrays.take(static_cast<size_t>(batch * top_k)),
                beside_at = arrays.take(shared_ == nullptr ? 0 : static_cast<size_t>(batch * hidden));
-  const Scratch memory(arrays.count());
+  const runtime::Scratch memory(arrays.count());
   float *logits = memory + logits_at, *weights = memory + weights_at, *beside = memory + beside_at;
   auto* ids = reinterpret_cast<int32_t*>(memory + ids_at);
   router_.linear->forward(x, DType::f32, batch, logits);
   for (int row = 0; row < batch; ++row) choose(logits + row * count, ids + row * top_k, weights + row * top_k, dtype);
   experts_.forward(x, DType::f32, ids, weights, batch, top_k, out);
-  math.round(out, batch * hidden, dtype);
+  ops.round(out, batch * hidden, dtype);
   if (shared_ == nullptr) return;
   shared_->forward(x, dtype, batch, beside);
   for (int row = 0; gate_ != nullptr && row < batch; ++row) {
     float factor;
-    math.rows_times(gate_, x + row * hidden, 1, hidden, dtype, &factor);
-    math.sigmoid(&factor, 1);
-    math.round(&factor, 1, dtype);
+    ops.rows_times(gate_, x + row * hidden, 1, hidden, dtype, &factor);
+    ops.sigmoid(&factor, 1);
+    ops.round(&factor, 1, dtype);
     float* one = beside + row * hidden;
     for (int i = 0; i < hidden; ++i) one[i] *= factor;
-    math.round(one, hidden, dtype);
+    ops.round(one, hidden, dtype);
   }
-  math.add(out, beside, batch * hidden, dtype);
+  ops.add(out, beside, batch * hidden, dtype);
 }
 
 void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) const {
-  const Math& math = ktinject::math();
+  const gemm::StepOps& ops = gemm::step_ops();
   const int count = experts_.config().experts, top_k = router_.top_k;
   const bool is_softmax = router_.scores == Scores::softmax;
   if (is_softmax) {
-    math.round(logits, count, dtype);
-    math.softmax(logits, count);
+    ops.round(logits, count, dtype);
+    ops.softmax(logits, count);
   } else {
-    math.sigmoid(logits, count);
+    ops.sigmoid(logits, count);
   }
   static thread_local std::vector<std::pair<float, int>> order, groups;
   order.resize(static_cast<size_t>(count));
@@ -140,7 +141,7 @@ void Mixture::choose(float* logits, int32_t* ids, float* weights, DType dtype) c
     sum += weights[i];
   }
   for (int i = 0; i < top_k; ++i) weights[i] = (router_.normed ? weights[i] / sum : weights[i]) * router_.factor;
-  if (is_softmax) math.round(weights, top_k, dtype);
+  if (is_softmax) ops.round(weights, top_k, dtype);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::decode

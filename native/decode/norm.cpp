@@ -2,9 +2,10 @@
 
 #include <algorithm>
 
+#include "gemm/backends.hpp"
 #include "runtime/thread_pool.hpp"
 
-namespace ktinject {
+namespace ktinject::decode {
 namespace {
 
 // Values of a task; as many in all are left to the caller, since waking workers would cost more.
@@ -14,9 +15,9 @@ constexpr size_t kSlot = 1;
 }  // namespace
 
 void norm_rows(const void* x, DType dtype, size_t rows, int n, const void* weight, float epsilon, void* out) {
-  const Math& math = ktinject::math();
-  const auto widen = choose_stages(~uint32_t{0}).widen;
-  const Session session;
+  const gemm::StepOps& ops = gemm::step_ops();
+  const auto widen = gemm::vector_ops().widen;
+  const runtime::Session session;
   const auto size = static_cast<size_t>(n), line = (size + 15) / 16 * 16;
   const size_t step = std::max<size_t>(1, kPart / size), tasks = (rows + step - 1) / step;
   const bool alone = tasks <= 1;
@@ -28,8 +29,8 @@ void norm_rows(const void* x, DType dtype, size_t rows, int n, const void* weigh
     for (size_t row = first; row < last; ++row) {
       const size_t at = row * size * dtype_bytes(dtype);
       widen(static_cast<const std::byte*>(x) + at, dtype, 1, n, wide);
-      math.rms_norm(wide, weight, n, epsilon, dtype, normed);
-      math.store(normed, n, dtype, static_cast<std::byte*>(out) + at);
+      ops.rms_norm(wide, weight, n, epsilon, dtype, normed);
+      ops.store(normed, n, dtype, static_cast<std::byte*>(out) + at);
     }
   };
   if (alone)
@@ -37,4 +38,4 @@ void norm_rows(const void* x, DType dtype, size_t rows, int n, const void* weigh
   else session->parallel_for(static_cast<int>(tasks), task);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::decode

@@ -3,11 +3,11 @@
 
 #include <cstddef>
 
-#include "gemm/step_ops.hpp"
+#include "runtime/dtype.hpp"
 
-namespace ktinject {
+namespace ktinject::decode {
 
-// out [rows, n] = norm of x [rows, n], both of dtype, as is weight [n]; see Math::rms_norm.
+// out [rows, n] = norm of x [rows, n], both of dtype, as is weight [n]; see StepOps::rms_norm.
 void norm_rows(const void* x, DType dtype, size_t rows, int n, const void* weight, float epsilon, void* out);
 
-}  // namespace ktinject
+}  // namespace ktinject::decode

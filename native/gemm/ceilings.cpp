@@ -12,7 +12,9 @@
 #include "runtime/cpu_features.hpp"
 #include "runtime/thread_pool.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
+
+using namespace runtime;  // the bits of instruction sets
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -21,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 // core, with another thread or with another guest of the host, does less and holds up nobody: equal shares would make
 // the slowest thread the machine's ceiling, and layers would exceed it.
 template <class Body>
-double seconds_for(ThreadPool& workers, int tasks, Body body) {
+double seconds_for(runtime::ThreadPool& workers, int tasks, Body body) {
   const auto start = Clock::now();
   workers.parallel_for(tasks, [&](int index, int) { body(index); });
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -119,9 +121,9 @@ uint64_t read_512(const std::byte* from, size_t ahead) {
 }  // namespace
 
 double read_bandwidth(size_t bytes_per_thread) {
-  const Session workers;
+  const runtime::Session workers;
   const int pieces = static_cast<int>(std::max<size_t>(1, bytes_per_thread / kPiece)) * workers->threads();
-  Block block(static_cast<size_t>(pieces) * kPiece);
+  runtime::Block block(static_cast<size_t>(pieces) * kPiece);
   auto piece = [&](int index) { return block.data() + static_cast<size_t>(index) * kPiece; };
   seconds_for(*workers, pieces, [&](int index) { std::memset(piece(index), index + 1, kPiece); });
   const bool wide = (cpu_features() & kAvx512f) != 0;
@@ -139,7 +141,7 @@ double read_bandwidth(size_t bytes_per_thread) {
 }
 
 double empty_call_us(int calls, double pause_us, bool everyone) {
-  const Session workers;
+  const runtime::Session workers;
   const int threads = workers->threads();
   std::vector<double> us;
   for (int call = 0; call < std::max(1, calls); ++call) {
@@ -150,7 +152,7 @@ double empty_call_us(int calls, double pause_us, bool everyone) {
     if (everyone)
       workers->parallel_for(threads, [&](int, int) {
         arrived.fetch_add(1);
-        for (int turn = 0; arrived.load() < threads; ++turn) ThreadPool::relax(turn);
+        for (int turn = 0; arrived.load() < threads; ++turn) runtime::ThreadPool::relax(turn);
       });
     else workers->parallel_for(threads, [](int, int) {});
     us.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start).count());
@@ -169,7 +171,7 @@ std::vector<std::string> multiply_units() {
 double multiply_rate(const std::string& name) {
   for (const Unit& unit : kUnits) {
     if (unit.name != name || !available(unit)) continue;
-    const Session workers;
+    const runtime::Session workers;
     constexpr int kTasksPerThread = 64;
     const int tasks = kTasksPerThread * workers->threads();
     const double pilot = seconds_for(*workers, tasks, [&](int) { unit.run(400); });
@@ -184,4 +186,4 @@ double multiply_rate(const std::string& name) {
   throw std::invalid_argument("multiply unit '" + name + "' is not one this CPU has");
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

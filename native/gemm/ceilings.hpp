@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace ktinject {
+namespace ktinject::gemm {
 
 // Bytes a second that all threads of the pool read together, from `bytes_per_thread` times as many bytes as there are
 // threads, handed out by the megabyte.
@@ -24,4 +24,4 @@ std::vector<std::string> multiply_units();
 // for a unit that is not there.
 double multiply_rate(const std::string& unit);
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

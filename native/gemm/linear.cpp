@@ -8,7 +8,7 @@
 
 #include "runtime/thread_pool.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
 namespace {
 
 // Slots of the pool's buffers; 0 belongs to packing. A layer has them to itself while it runs, as the experts have.
@@ -30,7 +30,7 @@ constexpr size_t kMostTogether = 4;
 Linear::Linear(LinearConfig config)
     : config_(std::move(config)),
       kernels_(choose_kernel(config_.format, config_.kernel)),
-      stages_(&choose_stages(kernels_.many->isa & kernels_.few->isa)) {
+      vector_ops_(&kernels_.vector_ops()) {
   check_size("out_features", config_.out_features, 1 << 24);
   check_size("in_features", config_.in_features, kMostInputs);
   check_format(config_.format, config_.group_size, config_.symmetric);
@@ -47,10 +47,10 @@ size_t Linear::bytes() const {
 }
 
 void Linear::allocate() {
-  const Session session;
+  const runtime::Session session;
   if (data_.data() != nullptr) throw std::logic_error("allocate: this layer has its memory already; make another one");
-  Block data(matrix_.bytes()), bias;
-  if (config_.has_bias) bias = Block(static_cast<size_t>(matrix_.panels) * kPanel * sizeof(float));
+  runtime::Block data(matrix_.bytes()), bias;
+  if (config_.has_bias) bias = runtime::Block(static_cast<size_t>(matrix_.panels) * kPanel * sizeof(float));
   data_ = std::move(data);
   bias_ = std::move(bias);
 }
@@ -64,39 +64,39 @@ void Linear::check(const Source& source, int k, const char* what) const {
 }
 
 void Linear::load(const Source& weight) {
-  const Session workers;
+  const runtime::Session workers;
   check(weight, config_.in_features, "weight");
   has_weight_ = false;  // what an error leaves is no weight
-  pack_matrix(*workers, matrix_, *stages_, weight, paired_tiles, data_.data(), "weight");
+  pack_matrix(*workers, matrix_, *vector_ops_, weight, paired_tiles, data_.data(), "weight");
   has_weight_ = true;
 }
 
 void Linear::load_bias(const Source& bias) {
   if (!config_.has_bias) throw std::invalid_argument("bias: this layer was built without one");
-  const Session session;
+  const runtime::Session session;
   check(bias, 1, "bias");
-  stages_->widen(bias.data, bias.dtype, bias.n_stride, bias.n, reinterpret_cast<float*>(bias_.data()));
+  vector_ops_->widen(bias.data, bias.dtype, bias.n_stride, bias.n, reinterpret_cast<float*>(bias_.data()));
   has_bias_ = true;
 }
 
 bool Linear::has_weight() const {
-  const Session session;
+  const runtime::Session session;
   return has_weight_;
 }
 
 bool Linear::has_bias() const {
-  const Session session;
+  const runtime::Session session;
   return has_bias_;
 }
 
 void Linear::unpack(float* out) const {
-  const Session workers;
+  const runtime::Session workers;
   check({nullptr, DType::f32, config_.out_features, config_.in_features, 0, 0}, config_.in_features, "weight");
   unpack_matrix(*workers, matrix_, data_.data(), paired_tiles, config_.out_features, out);
 }
 
 void Linear::unpack_bias(float* out) const {
-  const Session session;
+  const runtime::Session session;
   if (bias_.data() == nullptr) throw std::invalid_argument("bias: there is none");
   const auto* bias = reinterpret_cast<const float*>(bias_.data());
   std::copy(bias, bias + config_.out_features, out);
@@ -135,13 +135,13 @@ bool Linear::reads_as(const Linear& other) const {
 }
 
 void Linear::run(std::span<const Product> products, const void* x, DType dtype, int rows) {
-  const Session session;
+  const runtime::Session session;
   for (const Product& product : products)
     if (product.linear->data_.data() == nullptr) throw std::invalid_argument("forward before allocate()");
-  ThreadPool& workers = *session;
+  runtime::ThreadPool& workers = *session;
   const Linear& front = *products.front().linear;
   const Matrix& matrix = front.matrix_;
-  const Stages& stages = *front.stages_;
+  const VectorOps& ops = *front.vector_ops_;
   const bool quantised = has_int8_rows(matrix.format), summed = matrix.format == Format::int4;
   size_t bytes = 0, scratch = 0;
   int panels = 0;
@@ -171,10 +171,10 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
   const size_t x_bytes = static_cast<size_t>(matrix.k) * dtype_bytes(dtype);
   auto convert = [&](int row, std::byte* to) {
     const void* from = static_cast<const std::byte*>(x) + static_cast<size_t>(row) * x_bytes;
-    if (!quantised) return stages.round_row(from, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(to));
-    scale[row] = stages.quantise_row(from, dtype, matrix.k, matrix.padded_k(), matrix.format == Format::int8 ? 128 : 0,
-                                     matrix.group_size, reinterpret_cast<uint8_t*>(to),
-                                     summed ? sums + static_cast<size_t>(row) * groups : nullptr);
+    if (!quantised) return ops.round_row(from, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(to));
+    scale[row] = ops.quantise_row(from, dtype, matrix.k, matrix.padded_k(), matrix.format == Format::int8 ? 128 : 0,
+                                  matrix.group_size, reinterpret_cast<uint8_t*>(to),
+                                  summed ? sums + static_cast<size_t>(row) * groups : nullptr);
   };
   if (rows == 1) {
     convert(0, input);
@@ -202,9 +202,9 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
     const Linear& linear = *products[i].linear;
     const int first_panel = (run - starts[i]) * run_length, count = std::min(kMostRows, rows - first);
     // A run of whole groups of 16 rows is laid out like rows of its own.
-    const Rows taken{input + static_cast<size_t>(first) * matrix.row_bytes(), matrix.row_bytes(), count,
-                     quantised ? scale + first : nullptr,
-                     summed ? sums + static_cast<size_t>(first) * groups : nullptr};
+    const PackedActivations taken{input + static_cast<size_t>(first) * matrix.row_bytes(), matrix.row_bytes(), count,
+                                  quantised ? scale + first : nullptr,
+                                  summed ? sums + static_cast<size_t>(first) * groups : nullptr};
     std::byte* mine = own + static_cast<size_t>(worker) * thread_bytes;
     const size_t y_bytes = static_cast<size_t>(linear.config_.out_features) * dtype_bytes(dtype);
     linear.multiply(taken, kernel, first_panel, std::min(run_length, linear.matrix_.panels - first_panel), dtype,
@@ -213,8 +213,8 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
   });
 }
 
-void Linear::multiply(const Rows& rows, const Kernel& kernel, int first_panel, int panels, DType dtype, std::byte* y,
-                      std::byte* own, std::byte* scratch) const {
+void Linear::multiply(const PackedActivations& rows, const Kernel& kernel, int first_panel, int panels, DType dtype,
+                      std::byte* y, std::byte* own, std::byte* scratch) const {
   auto* c = reinterpret_cast<float*>(own);
   kernel.multiply(matrix_, data_.data() + static_cast<size_t>(first_panel) * matrix_.panel_bytes(), panels, rows, c,
                   scratch, nullptr);
@@ -228,9 +228,9 @@ void Linear::multiply(const Rows& rows, const Kernel& kernel, int first_panel, i
           y + (static_cast<size_t>(row) * static_cast<size_t>(config_.out_features) + static_cast<size_t>(column)) *
                   dtype_bytes(dtype);
       const float* values = c;
-      stages_->combine(&values, bias == nullptr ? nullptr : &column_bias, &one, 1, width, dtype, to);
+      vector_ops_->combine(&values, bias == nullptr ? nullptr : &column_bias, &one, 1, width, dtype, to);
     }
   }
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

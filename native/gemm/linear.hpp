@@ -10,7 +10,7 @@
 #include "gemm/vector_ops.hpp"
 #include "runtime/memory.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
 
 struct LinearConfig {
   int out_features = 0;
@@ -58,17 +58,17 @@ class Linear {
   void check(const Source& source, int k, const char* what) const;
   bool reads_as(const Linear& other) const;
   static void run(std::span<const Product> products, const void* x, DType dtype, int rows);
-  void multiply(const Rows& rows, const Kernel& kernel, int first_panel, int panels, DType dtype, std::byte* y,
-                std::byte* own, std::byte* scratch) const;
+  void multiply(const PackedActivations& rows, const Kernel& kernel, int first_panel, int panels, DType dtype,
+                std::byte* y, std::byte* own, std::byte* scratch) const;
 
   LinearConfig config_;
   Kernels kernels_;
-  const Stages* stages_;
+  const VectorOps* vector_ops_;
   Matrix matrix_;
-  Block data_;
-  Block bias_;  // float [panels * 32]
+  runtime::Block data_;
+  runtime::Block bias_;  // float [panels * 32]
   bool has_weight_ = false;
   bool has_bias_ = false;
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

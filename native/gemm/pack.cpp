@@ -4,27 +4,13 @@
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
+#include <vector>
 
 #include "gemm/kernels/head.hpp"
-#include "moe/experts.hpp"
 #include "runtime/thread_pool.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
 namespace {
-
-const char* name_of(Projection projection) {
-  return projection == Projection::gate ? "gate" : projection == Projection::up ? "up" : "down";
-}
-
-// Where a projection's outputs lie.
-TileMap tiles_of(const ExpertsConfig& config, Projection projection) {
-  if (projection == Projection::down || !config.activation.has_gate) return paired_tiles;
-  return projection == Projection::up ? second_tiles : first_tiles;
-}
-
-std::string title(Projection projection, int expert) {
-  return "expert " + std::to_string(expert) + ", " + name_of(projection);
-}
 
 // Of a matrix alone, the last panel may have only its first tile: the second is packed as zeros.
 int tiles_of(const Matrix& matrix, TileMap place) { return place == paired_tiles ? 2 * matrix.panels : matrix.panels; }
@@ -60,7 +46,7 @@ void pack_codes(const Matrix& matrix, std::byte* panel, int column, const uint8_
 }
 
 // One tile's 16 outputs x padded_k inputs, fp32, zero padded. fp8: the tile's scales are there already.
-void pack_tile(const Matrix& matrix, const Stages& stages, const float* values, std::byte* panel, int second,
+void pack_tile(const Matrix& matrix, const VectorOps& ops, const float* values, std::byte* panel, int second,
                int8_t* quantised) {
   const int padded_k = matrix.padded_k();
   std::byte* data = panel + matrix.head_bytes() + static_cast<size_t>(second) * matrix.tile_bytes();
@@ -68,8 +54,8 @@ void pack_tile(const Matrix& matrix, const Stages& stages, const float* values, 
   if (matrix.format == Format::bf16) {
     std::vector<uint16_t> row(static_cast<size_t>(padded_k));
     for (int j = 0; j < kTile; ++j) {
-      stages.round_row(values + static_cast<size_t>(j) * static_cast<size_t>(padded_k), DType::f32, padded_k, padded_k,
-                       row.data());
+      ops.round_row(values + static_cast<size_t>(j) * static_cast<size_t>(padded_k), DType::f32, padded_k, padded_k,
+                    row.data());
       for (int k = 0; k < padded_k; k += 2)
         std::memcpy(data + static_cast<size_t>(k / 32) * block_stride + static_cast<size_t>(k % 32 / 2 * 64 + j * 4),
                     row.data() + k, 4);
@@ -81,8 +67,8 @@ void pack_tile(const Matrix& matrix, const Stages& stages, const float* values, 
     const int column = second * kTile + j;
     if (matrix.format == Format::int8) {
       auto& head = *reinterpret_cast<Int8Head*>(panel);
-      const float scale = stages.max_abs(row, padded_k) / 127.0f;
-      stages.quantise_int8(row, padded_k, scale, quantised);
+      const float scale = ops.max_abs(row, padded_k) / 127.0f;
+      ops.quantise_int8(row, padded_k, scale, quantised);
       int32_t sum = 0;
       for (int k = 0; k < padded_k; ++k) sum += quantised[k];
       head.scale[column] = scale;
@@ -101,10 +87,10 @@ void pack_tile(const Matrix& matrix, const Stages& stages, const float* values, 
         uint8_t zero = 8;
         uint16_t scale;
         if (matrix.symmetric) {
-          scale = stages.quantise_int4(row + start, length, q);
+          scale = ops.quantise_int4(row + start, length, q);
           for (int k = 0; k < length; ++k) q[k] = static_cast<int8_t>(q[k] + 8);
         } else {
-          scale = stages.quantise_int4_zero(row + start, length, q, &zero);
+          scale = ops.quantise_int4_zero(row + start, length, q, &zero);
           zeros[g * kPanel + column] = zero;
         }
         scales[g * kPanel + column] = scale;
@@ -120,10 +106,10 @@ void pack_tile(const Matrix& matrix, const Stages& stages, const float* values, 
       for (int g = 0; g < matrix.groups(); ++g) {
         const int start = g * matrix.group_size, length = std::min(matrix.group_size, padded_k - start);
         if (matrix.format == Format::fp8)
-          stages.quantise_fp8(row + start, length, fp8_scale(panel, g, second), codes + start);
+          ops.quantise_fp8(row + start, length, fp8_scale(panel, g, second), codes + start);
         else
           reinterpret_cast<uint8_t*>(panel)[g * kPanel + column] =
-              stages.quantise_mxfp4(row + start, length, codes + start);
+              ops.quantise_mxfp4(row + start, length, codes + start);
       }
       pack_codes(matrix, panel, column, codes);
     }
@@ -173,7 +159,7 @@ std::byte* panel_of(const Matrix& matrix, std::span<const PanelRun> runs, int pa
 // use(tile, worker) for all tiles, those of a run by the workers of its node: where memory cannot be asked for on a
 // node, their first touch puts it there.
 template <class Use>
-void each_tile(ThreadPool& workers, std::span<const PanelRun> runs, TileMap place, Use&& use) {
+void each_tile(runtime::ThreadPool& workers, std::span<const PanelRun> runs, TileMap place, Use&& use) {
   const int tiles_a_panel = place == paired_tiles ? 2 : 1;
   const bool by_node = runs.size() <= workers.nodes().size();
   std::vector<int> lists(by_node ? runs.size() : 1, 0);
@@ -181,7 +167,8 @@ void each_tile(ThreadPool& workers, std::span<const PanelRun> runs, TileMap plac
   auto task = [&](int list, int index, int worker) {
     use((by_node ? runs[static_cast<size_t>(list)].first : 0) * tiles_a_panel + index, worker);
   };
-  workers.parallel_lists(lists, task, lists.size() > 1 ? ThreadPool::Steal::no : ThreadPool::Steal::yes);
+  workers.parallel_lists(lists, task,
+                         lists.size() > 1 ? runtime::ThreadPool::Steal::no : runtime::ThreadPool::Steal::yes);
 }
 
 }  // namespace
@@ -199,8 +186,8 @@ void check_format(Format format, int group_size, bool symmetric) {
     throw std::invalid_argument("symmetric: found false; only int4 weights have zero points");
 }
 
-void pack_matrix(ThreadPool& workers, const Matrix& matrix, const Stages& stages, const Source& source, TileMap place,
-                 std::span<const PanelRun> runs, const std::string& what) {
+void pack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, const VectorOps& ops, const Source& source,
+                 TileMap place, std::span<const PanelRun> runs, const std::string& what) {
   const auto padded_k = static_cast<size_t>(matrix.padded_k());
   const size_t element = dtype_bytes(source.dtype);
   const size_t values_bytes = kTile * padded_k * sizeof(float), worker_bytes = values_bytes + padded_k + 64;
@@ -215,9 +202,9 @@ void pack_matrix(ThreadPool& workers, const Matrix& matrix, const Stages& stages
       if (output >= source.n) continue;
       const auto* start =
           static_cast<const std::byte*>(source.data) + output * source.n_stride * static_cast<ptrdiff_t>(element);
-      stages.widen(start, source.dtype, source.k_stride, source.k, row);
+      ops.widen(start, source.dtype, source.k_stride, source.k, row);
       // A scale that is not finite would spoil the whole row; bf16 has no scales and keeps what it was given.
-      if (matrix.format != Format::bf16 && !std::isfinite(stages.max_abs(row, source.k)))
+      if (matrix.format != Format::bf16 && !std::isfinite(ops.max_abs(row, source.k)))
         throw std::domain_error(what + ": output row " + std::to_string(output) +
                                 " holds a NaN or an infinity, so it has no scale");
     }
@@ -235,7 +222,7 @@ void pack_matrix(ThreadPool& workers, const Matrix& matrix, const Stages& stages
         for (size_t j = 0; j < kTile; ++j) {
           const size_t start = g * kFp8Block, length = std::min<size_t>(kFp8Block, padded_k - start);
           float& found = most[static_cast<size_t>(t) * groups + g];
-          found = std::max(found, stages.max_abs(values + j * padded_k + start, static_cast<int>(length)));
+          found = std::max(found, ops.max_abs(values + j * padded_k + start, static_cast<int>(length)));
         }
     });
   auto fp8_block_scale = [&](int t, size_t g) {
@@ -253,11 +240,11 @@ void pack_matrix(ThreadPool& workers, const Matrix& matrix, const Stages& stages
     std::byte* panel = panel_of(matrix, runs, at.panel);
     for (size_t g = 0; g < groups; ++g)
       reinterpret_cast<float*>(panel)[g * 2 + static_cast<size_t>(at.second)] = fp8_block_scale(t, g);
-    pack_tile(matrix, stages, values, panel, at.second, reinterpret_cast<int8_t*>(values) + values_bytes);
+    pack_tile(matrix, ops, values, panel, at.second, reinterpret_cast<int8_t*>(values) + values_bytes);
   });
 }
 
-void pack_fp8(ThreadPool& workers, const Matrix& matrix, const Fp8Source& source, TileMap place,
+void pack_fp8(runtime::ThreadPool& workers, const Matrix& matrix, const Fp8Source& source, TileMap place,
               std::span<const PanelRun> runs, const std::string& what) {
   auto refuse = [&](const std::string& why) { throw std::domain_error(what + ": " + why); };
   if (matrix.format != Format::fp8)
@@ -293,8 +280,8 @@ void pack_fp8(ThreadPool& workers, const Matrix& matrix, const Fp8Source& source
   });
 }
 
-void unpack_matrix(ThreadPool& workers, const Matrix& matrix, std::span<const PanelRun> runs, TileMap place, int n,
-                   float* out) {
+void unpack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, std::span<const PanelRun> runs, TileMap place,
+                   int n, float* out) {
   workers.parallel_for((n + kTile - 1) / kTile, [&](int t, int) {
     const TileAt at = place(t);
     for (int row = t * kTile; row < std::min(n, (t + 1) * kTile); ++row)
@@ -303,123 +290,4 @@ void unpack_matrix(ThreadPool& workers, const Matrix& matrix, std::span<const Pa
   });
 }
 
-int Experts::rows_of(Projection projection) const {
-  return projection == Projection::down ? config_.hidden_size : config_.intermediate_size;
-}
-int Experts::inputs_of(Projection projection) const {
-  return projection == Projection::down ? config_.intermediate_size : config_.hidden_size;
-}
-
-void Experts::check(Projection projection, int expert, const Source& source, bool bias) const {
-  auto refuse = [&](const std::string& why) {
-    throw std::invalid_argument(title(projection, expert) + (bias ? " bias" : "") + ": " + why);
-  };
-  if (!allocated_) refuse("allocate() was not called");
-  if (expert < 0 || expert >= config_.experts)
-    refuse("there is no such expert; allowed: 0 to " + std::to_string(config_.experts - 1));
-  if (projection == Projection::gate && !config_.activation.has_gate) refuse("these experts have no gate; use up");
-  if (bias && !config_.has_bias) refuse("these experts were built without biases");
-  const int n = rows_of(projection), k = bias ? 1 : inputs_of(projection);
-  if (source.n != n || source.k != k)
-    refuse("found shape [" + std::to_string(source.n) + ", " + std::to_string(source.k) + "]; expected [" +
-           std::to_string(n) + ", " + std::to_string(k) + "]");
-}
-
-std::vector<PanelRun> Experts::runs_of(Projection projection, int expert) const {
-  std::vector<PanelRun> runs;
-  for (const Shard& shard : shards_) {
-    const Shard::Part& part = part_of(shard, projection);
-    const size_t before = static_cast<size_t>(expert) * static_cast<size_t>(part.panels);
-    runs.push_back({part.first, part.panels, part.data.data() + before * matrix_of(projection).panel_bytes()});
-  }
-  return runs;
-}
-
-void Experts::load(Projection projection, int expert, const Source& source) {
-  const Session workers;
-  check(projection, expert, source, false);
-  mark(projection, expert, false) = 0;  // what an error leaves is no weight
-  pack_matrix(*workers, matrix_of(projection), *stages_, source, tiles_of(config_, projection),
-              runs_of(projection, expert), title(projection, expert));
-  mark(projection, expert, false) = 1;
-}
-
-void Experts::load_fp8(Projection projection, int expert, const Fp8Source& source) {
-  Source shape;
-  shape.n = source.n;
-  shape.k = source.k;
-  const Session workers;
-  check(projection, expert, shape, false);
-  mark(projection, expert, false) = 0;
-  pack_fp8(*workers, matrix_of(projection), source, tiles_of(config_, projection), runs_of(projection, expert),
-           title(projection, expert));
-  mark(projection, expert, false) = 1;
-}
-
-void Experts::load_bias(Projection projection, int expert, const Source& source) {
-  const Session session;
-  check(projection, expert, source, true);
-  const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
-  auto* bias = reinterpret_cast<float*>((projection == Projection::down ? down_bias_ : gate_up_bias_).data()) +
-               static_cast<size_t>(expert) * static_cast<size_t>(matrix.panels) * kPanel;
-  const TileMap place = tiles_of(config_, projection);
-  std::vector<float> values(static_cast<size_t>(source.n));
-  stages_->widen(source.data, source.dtype, source.n_stride, source.n, values.data());
-  for (int n = 0; n < source.n; ++n) {
-    const TileAt at = place(n / kTile);
-    bias[at.panel * kPanel + at.second * kTile + n % kTile] = values[static_cast<size_t>(n)];
-  }
-  mark(projection, expert, true) = 1;
-}
-
-std::vector<std::string> Experts::absent(size_t limit) const {
-  const Session session;
-  std::vector<std::string> names;
-  for (int expert = 0; expert < config_.experts; ++expert)
-    for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
-      if (projection == Projection::gate && !config_.activation.has_gate) continue;
-      const std::string name = "expert " + std::to_string(expert) + " " + name_of(projection);
-      if (!is_loaded(projection, expert, false)) names.push_back(name);
-      if (config_.has_bias && !is_loaded(projection, expert, true)) names.push_back(name + " bias");
-      if (names.size() >= limit) return names;
-    }
-  return names;
-}
-
-void Experts::unpack(Projection projection, int expert, float* out) const {
-  Source shape;
-  shape.n = rows_of(projection);
-  shape.k = inputs_of(projection);
-  const Session workers;
-  check(projection, expert, shape, false);
-  unpack_matrix(*workers, matrix_of(projection), runs_of(projection, expert), tiles_of(config_, projection), shape.n,
-                out);
-}
-
-void Experts::unpack_bias(Projection projection, int expert, float* out) const {
-  Source shape;
-  shape.n = rows_of(projection);
-  shape.k = 1;
-  const Session session;
-  check(projection, expert, shape, true);
-  const Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
-  const auto* bias =
-      reinterpret_cast<const float*>((projection == Projection::down ? down_bias_ : gate_up_bias_).data()) +
-      static_cast<size_t>(expert) * static_cast<size_t>(matrix.panels) * kPanel;
-  const TileMap place = tiles_of(config_, projection);
-  for (int n = 0; n < shape.n; ++n) {
-    const TileAt at = place(n / kTile);
-    out[n] = bias[at.panel * kPanel + at.second * kTile + n % kTile];
-  }
-}
-
-std::vector<PackedRun> Experts::packed() const {
-  std::vector<PackedRun> runs;
-  for (const Shard& shard : shards_) {
-    runs.push_back({gate_up_, false, shard.gate_up.first, shard.gate_up.panels, shard.gate_up.data.data()});
-    runs.push_back({down_, true, shard.down.first, shard.down.panels, shard.down.data.data()});
-  }
-  return runs;
-}
-
-}  // namespace ktinject
+}  // namespace ktinject::gemm

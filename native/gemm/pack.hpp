@@ -8,9 +8,11 @@
 #include "gemm/layout.hpp"
 #include "gemm/vector_ops.hpp"
 
-namespace ktinject {
-
+namespace ktinject::runtime {
 class ThreadPool;
+}
+
+namespace ktinject::gemm {
 
 // A weight as it comes from a checkpoint: [n, k], element strides of any kind, so that transposed and interleaved
 // parameters are packed from a view.
@@ -64,26 +66,26 @@ struct PanelRun {
 
 // Packs `source` to the panels of `runs`, in parallel. `what` names it in the std::domain_error that a NaN or an
 // infinity is when the format has scales.
-void pack_matrix(ThreadPool& workers, const Matrix& matrix, const Stages& stages, const Source& source, TileMap place,
-                 std::span<const PanelRun> runs, const std::string& what);
-inline void pack_matrix(ThreadPool& workers, const Matrix& matrix, const Stages& stages, const Source& source,
+void pack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, const VectorOps& ops, const Source& source,
+                 TileMap place, std::span<const PanelRun> runs, const std::string& what);
+inline void pack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, const VectorOps& ops, const Source& source,
                         TileMap place, std::byte* panels, const std::string& what) {
   const PanelRun whole[] = {{0, matrix.panels, panels}};
-  pack_matrix(workers, matrix, stages, source, place, whole, what);
+  pack_matrix(workers, matrix, ops, source, place, whole, what);
 }
 
 // The same from fp8 codes, for an fp8 matrix: they are kept bit by bit. std::domain_error for a NaN and for scales out
 // of range, too.
-void pack_fp8(ThreadPool& workers, const Matrix& matrix, const Fp8Source& source, TileMap place,
+void pack_fp8(runtime::ThreadPool& workers, const Matrix& matrix, const Fp8Source& source, TileMap place,
               std::span<const PanelRun> runs, const std::string& what);
 
 // out [n, matrix.k] fp32 = the dequantised outputs 0..n-1, in parallel.
-void unpack_matrix(ThreadPool& workers, const Matrix& matrix, std::span<const PanelRun> runs, TileMap place, int n,
-                   float* out);
-inline void unpack_matrix(ThreadPool& workers, const Matrix& matrix, std::byte* panels, TileMap place, int n,
+void unpack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, std::span<const PanelRun> runs, TileMap place,
+                   int n, float* out);
+inline void unpack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, std::byte* panels, TileMap place, int n,
                           float* out) {
   const PanelRun whole[] = {{0, matrix.panels, panels}};
   unpack_matrix(workers, matrix, whole, place, n, out);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

@@ -10,7 +10,7 @@
 
 #include "gemm/vector_ops.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
 
 // Attention of some heads to some places of the cache. A key may lie in two parts: of latent attention, latent and
 // rotary key; the latent is the value, too.
@@ -33,10 +33,7 @@ inline constexpr int kAttendPlaces = 32;
 
 inline constexpr int kMersenneWords = 624;
 
-struct Math {
-  const char* name;
-  uint32_t isa;
-
+struct StepOps {
   // x [n] rounded to dtype.
   void (*round)(float* x, int n, DType dtype);
   // x [n] += y [n], rounded.
@@ -70,7 +67,8 @@ struct Math {
   float (*race)(const float* scores, const uint32_t* words, int n, float most, int* index);
 };
 
-// The best that this CPU can run.
-const Math& math();
+extern const StepOps kBaselineStepOps;
+extern const StepOps kAvx2StepOps;
+extern const StepOps kAvx512StepOps;
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

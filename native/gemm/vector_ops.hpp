@@ -6,10 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace ktinject {
+#include "runtime/dtype.hpp"
 
-enum class DType { f32, bf16, f16 };
-inline size_t dtype_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+namespace ktinject::gemm {
 
 enum class ActivationKind { silu, gelu, gelu_tanh, relu, relu2, identity };
 
@@ -24,10 +23,7 @@ struct Activation {
   float up_offset = 0;
 };
 
-struct Stages {
-  const char* name;
-  uint32_t isa;
-
+struct VectorOps {
   // out [padded_k] bf16 = x [k]; the padding is zero.
   void (*round_row)(const void* x, DType dtype, int k, int padded_k, uint16_t* out);
 
@@ -70,12 +66,9 @@ struct Stages {
   uint8_t (*quantise_mxfp4)(const float* x, int k, uint8_t* codes);
 };
 
-extern const Stages kBaselineStages;
-extern const Stages kAvx2Stages;
-extern const Stages kAvx512Stages;
-
-// The best this CPU can run, of those that need nothing beyond `isa`.
-const Stages& choose_stages(uint32_t isa);
+extern const VectorOps kBaselineVectorOps;
+extern const VectorOps kAvx2VectorOps;
+extern const VectorOps kAvx512VectorOps;
 
 inline float bf16_to_float(uint16_t bits) {
   const uint32_t wide = uint32_t{bits} << 16;
@@ -91,4 +84,4 @@ inline uint16_t float_to_bf16(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

@@ -1,26 +1,16 @@
-// The stages of gemm/vector_ops.inl for the baseline level.
+// The loops of gemm/vector_ops.inl for the baseline level.
 #include "gemm/vector_ops.hpp"
 
 #include "gemm/layout.hpp"
-#include "runtime/cpu_features.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
 namespace baseline {
 #include "gemm/vector_ops.inl"
 }  // namespace baseline
 
-const Stages kBaselineStages = {"baseline",
-                                0,
-                                baseline::round_row,
-                                baseline::quantise_row,
-                                baseline::activate,
-                                baseline::combine,
-                                baseline::widen,
-                                baseline::max_abs,
-                                baseline::quantise_int8,
-                                baseline::quantise_int4,
-                                baseline::quantise_int4_zero,
-                                baseline::quantise_fp8,
-                                baseline::quantise_mxfp4};
+const VectorOps kBaselineVectorOps = {baseline::round_row,     baseline::quantise_row,  baseline::activate,
+                                      baseline::combine,       baseline::widen,         baseline::max_abs,
+                                      baseline::quantise_int8, baseline::quantise_int4, baseline::quantise_int4_zero,
+                                      baseline::quantise_fp8,  baseline::quantise_mxfp4};
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

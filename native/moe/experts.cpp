@@ -1,4 +1,5 @@
-// What a layer is made of: sizes, shards, memory. Packing is in pack.cpp, the forward pass in forward.cpp.
+// What a layer is made of: sizes, shards, memory. The weights are in experts_weights.cpp, the forward pass in
+// forward.cpp.
 #include "moe/experts.hpp"
 
 #include <algorithm>
@@ -8,30 +9,31 @@
 
 #include "runtime/thread_pool.hpp"
 
-namespace ktinject {
+namespace ktinject::moe {
 
 Experts::Experts(ExpertsConfig config)
     : config_(std::move(config)),
-      kernels_(choose_kernel(config_.format, config_.kernel)),
-      stages_(&choose_stages(kernels_.many->isa & kernels_.few->isa)) {
-  check_size("experts", config_.experts, 1 << 16);
-  check_size("hidden_size", config_.hidden_size, kMostInputs);
-  check_size("intermediate_size", config_.intermediate_size, kMostInputs);
-  check_format(config_.format, config_.group_size, config_.symmetric);
+      kernels_(gemm::choose_kernel(config_.format, config_.kernel)),
+      vector_ops_(&kernels_.vector_ops()) {
+  gemm::check_size("experts", config_.experts, 1 << 16);
+  gemm::check_size("hidden_size", config_.hidden_size, gemm::kMostInputs);
+  gemm::check_size("intermediate_size", config_.intermediate_size, gemm::kMostInputs);
+  gemm::check_format(config_.format, config_.group_size, config_.symmetric);
   const bool gate = config_.activation.has_gate;
   const int inner = config_.intermediate_size;
-  const int group_size = scale_group(config_.format, config_.group_size);
+  const int group_size = gemm::scale_group(config_.format, config_.group_size);
   gate_up_ = {config_.format,
               gate ? 2 * inner : inner,
               config_.hidden_size,
               group_size,
-              gate ? (inner + kTile - 1) / kTile : (inner + kPanel - 1) / kPanel,
+              gate ? (inner + gemm::kTile - 1) / gemm::kTile : (inner + gemm::kPanel - 1) / gemm::kPanel,
               config_.symmetric};
-  down_ = {config_.format,   config_.hidden_size, inner, group_size, (config_.hidden_size + kPanel - 1) / kPanel,
-           config_.symmetric};
+  down_ = {
+      config_.format,   config_.hidden_size, inner, group_size, (config_.hidden_size + gemm::kPanel - 1) / gemm::kPanel,
+      config_.symmetric};
   loaded_.assign(static_cast<size_t>(config_.experts) * 3 * 2, 0);
 
-  const std::vector<Node> there = nodes();
+  const std::vector<runtime::Node> there = runtime::nodes();
   const auto most = static_cast<int>(there.size());
   const int parts = config_.nodes == 0 ? most : config_.nodes;
   if (parts < 1 || parts > most)
@@ -40,7 +42,7 @@ Experts::Experts(ExpertsConfig config)
                                 ", the usable NUMA nodes here (KTINJECT_NUMA makes virtual ones)");
   // Real nodes get panels by their CPUs, which may differ; virtual ones as many each.
   auto weight = [&](int i) {
-    const Node& node = there[static_cast<size_t>(i)];
+    const runtime::Node& node = there[static_cast<size_t>(i)];
     return node.id >= 0 ? static_cast<int64_t>(node.cpus.size()) : int64_t{1};
   };
   int64_t all = 0, before = 0;
@@ -61,36 +63,37 @@ Experts::Experts(ExpertsConfig config)
 size_t Experts::bytes() const {
   const size_t weights = gate_up_.bytes() + down_.bytes();
   const size_t biases =
-      config_.has_bias ? static_cast<size_t>(gate_up_.panels + down_.panels) * kPanel * sizeof(float) : 0;
+      config_.has_bias ? static_cast<size_t>(gate_up_.panels + down_.panels) * gemm::kPanel * sizeof(float) : 0;
   return static_cast<size_t>(config_.experts) * (weights + biases);
 }
 
 std::string Experts::not_placed() const {
-  const Session session;
+  const runtime::Session session;
   return not_placed_;
 }
 
 void Experts::allocate() {
-  const Session session;
+  const runtime::Session session;
   if (allocated_) throw std::logic_error("allocate: these experts have their memory already; make others");
   const auto experts = static_cast<size_t>(config_.experts);
-  Block gate_up_bias, down_bias;
-  std::vector<Block> blocks;
+  runtime::Block gate_up_bias, down_bias;
+  std::vector<runtime::Block> blocks;
   std::string refused;
-  const std::vector<Node> there = nodes();
+  const std::vector<runtime::Node> there = runtime::nodes();
   for (size_t i = 0; i < shards_.size(); ++i)
     for (const Projection projection : {Projection::up, Projection::down}) {
       const auto panels = static_cast<size_t>(part_of(shards_[i], projection).panels);
-      const Block& block = blocks.emplace_back(experts * panels * matrix_of(projection).panel_bytes());
+      const runtime::Block& block = blocks.emplace_back(experts * panels * matrix_of(projection).panel_bytes());
       // Uncut weights on several nodes: their pages take turns, so that all memory channels serve them.
       std::string reason;
-      if (shards_.size() == 1 && there[0].id >= 0) reason = interleave(block.data(), block.size(), there);
-      else if (i < there.size() && there[i].id >= 0) reason = place_on_node(block.data(), block.size(), there[i].id);
+      if (shards_.size() == 1 && there[0].id >= 0) reason = runtime::interleave(block.data(), block.size(), there);
+      else if (i < there.size() && there[i].id >= 0)
+        reason = runtime::place_on_node(block.data(), block.size(), there[i].id);
       if (refused.empty()) refused = reason;
     }
   if (config_.has_bias) {
-    gate_up_bias = Block(experts * static_cast<size_t>(gate_up_.panels) * kPanel * sizeof(float));
-    down_bias = Block(experts * static_cast<size_t>(down_.panels) * kPanel * sizeof(float));
+    gate_up_bias = runtime::Block(experts * static_cast<size_t>(gate_up_.panels) * gemm::kPanel * sizeof(float));
+    down_bias = runtime::Block(experts * static_cast<size_t>(down_.panels) * gemm::kPanel * sizeof(float));
   }
   for (size_t i = 0; i < shards_.size(); ++i) {
     shards_[i].gate_up.data = std::move(blocks[2 * i]);
@@ -114,18 +117,18 @@ std::byte* Experts::panel(Projection projection, int expert, int index) const {
 }
 
 void Experts::repeat(int expert) {
-  const Session workers;
+  const runtime::Session workers;
   if (expert < 0 || expert >= config_.experts || !allocated_)
     throw std::invalid_argument("repeat: there is no such expert, or no memory yet");
   workers->parallel_for(config_.experts, [&](int e, int) {
     if (e == expert) return;
     for (const Projection projection : {Projection::up, Projection::down}) {
-      const Matrix& matrix = matrix_of(projection);
+      const gemm::Matrix& matrix = matrix_of(projection);
       for (int i = 0; i < matrix.panels; ++i)
         std::memcpy(panel(projection, e, i), panel(projection, expert, i), matrix.panel_bytes());
       if (!config_.has_bias) continue;
-      const Block& biases = projection == Projection::down ? down_bias_ : gate_up_bias_;
-      const size_t bytes = static_cast<size_t>(matrix.panels) * kPanel * sizeof(float);
+      const runtime::Block& biases = projection == Projection::down ? down_bias_ : gate_up_bias_;
+      const size_t bytes = static_cast<size_t>(matrix.panels) * gemm::kPanel * sizeof(float);
       std::memcpy(biases.data() + static_cast<size_t>(e) * bytes, biases.data() + static_cast<size_t>(expert) * bytes,
                   bytes);
     }
@@ -135,4 +138,4 @@ void Experts::repeat(int expert) {
     if (e != expert) std::copy_n(loaded_.begin() + expert * marks, marks, loaded_.begin() + e * marks);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::moe

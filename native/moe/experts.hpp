@@ -10,17 +10,17 @@
 #include "gemm/vector_ops.hpp"
 #include "runtime/memory.hpp"
 
-namespace ktinject {
+namespace ktinject::moe {
 
 struct ExpertsConfig {
   int experts = 0;
   int hidden_size = 0;
   int intermediate_size = 0;
-  Format format = Format::bf16;
+  gemm::Format format = gemm::Format::bf16;
   int group_size = 0;     // int4
   bool symmetric = true;  // int4: no zero points
   bool has_bias = false;
-  Activation activation;
+  gemm::Activation activation;
   std::string kernel = "auto";
   int nodes = 0;  // shards; 0: one for each node of the pool
 };
@@ -31,7 +31,7 @@ struct Shard {
   struct Part {
     int first = 0;
     int panels = 0;
-    Block data;  // [experts, panels] panels
+    runtime::Block data;  // [experts, panels] panels
   };
   Part gate_up;
   Part down;
@@ -41,7 +41,7 @@ enum class Projection { gate, up, down };
 
 // Packed panels that lie together: of each expert the same ones, [experts, panels] panels.
 struct PackedRun {
-  Matrix matrix;
+  gemm::Matrix matrix;
   bool is_down = false;
   int first_panel = 0;
   int panels = 0;
@@ -58,7 +58,7 @@ class Experts {
   explicit Experts(ExpertsConfig config);
 
   const ExpertsConfig& config() const { return config_; }
-  const Kernels& kernels() const { return kernels_; }
+  const gemm::Kernels& kernels() const { return kernels_; }
   const std::vector<Shard>& shards() const { return shards_; }
   // After allocate(): why the weights could not be asked for on their nodes; then the pinned workers' first touch
   // places them. Empty where all is well or nothing is to be placed.
@@ -70,11 +70,11 @@ class Experts {
   void allocate();
   // Packs one projection of one expert; without a gate the first projection is `up`. Throws std::domain_error when a
   // row holds a NaN or an infinity and the format has scales.
-  void load(Projection projection, int expert, const Source& source);
+  void load(Projection projection, int expert, const gemm::Source& source);
   // The same from fp8 codes, for fp8 weights: they are kept bit by bit. Throws std::domain_error for NaN and for scales
   // out of range.
-  void load_fp8(Projection projection, int expert, const Fp8Source& source);
-  void load_bias(Projection projection, int expert, const Source& source);
+  void load_fp8(Projection projection, int expert, const gemm::Fp8Source& source);
+  void load_bias(Projection projection, int expert, const gemm::Source& source);
   // Every expert becomes a copy of this one, for benchmarks: only the packing of one is paid for.
   void repeat(int expert);
   // Every projection (and bias) that load() has not been called for, as "expert 3 up", at most `limit` of them.
@@ -107,26 +107,28 @@ class Experts {
   }
   int rows_of(Projection projection) const;
   int inputs_of(Projection projection) const;
-  void check(Projection projection, int expert, const Source& source, bool bias) const;
-  const Matrix& matrix_of(Projection projection) const { return projection == Projection::down ? down_ : gate_up_; }
+  void check(Projection projection, int expert, const gemm::Source& source, bool bias) const;
+  const gemm::Matrix& matrix_of(Projection projection) const {
+    return projection == Projection::down ? down_ : gate_up_;
+  }
   static const Shard::Part& part_of(const Shard& shard, Projection projection) {
     return projection == Projection::down ? shard.down : shard.gate_up;
   }
-  std::vector<PanelRun> runs_of(Projection projection, int expert) const;
+  std::vector<gemm::PanelRun> runs_of(Projection projection, int expert) const;
   // Where a panel lies; those of one expert and shard follow each other.
   std::byte* panel(Projection projection, int expert, int index) const;
 
   ExpertsConfig config_;
-  Kernels kernels_;
-  const Stages* stages_;
-  Matrix gate_up_;
-  Matrix down_;
+  gemm::Kernels kernels_;
+  const gemm::VectorOps* vector_ops_;
+  gemm::Matrix gate_up_;
+  gemm::Matrix down_;
   std::vector<Shard> shards_;
   std::string not_placed_;
   bool allocated_ = false;
-  Block gate_up_bias_;           // float [experts, panels * 32], in panel order
-  Block down_bias_;              // float [experts, panels * 32]
+  runtime::Block gate_up_bias_;  // float [experts, panels * 32], in panel order
+  runtime::Block down_bias_;     // float [experts, panels * 32]
   std::vector<uint8_t> loaded_;  // [experts][projection][weight, bias]
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::moe

@@ -26,7 +26,7 @@
 #include "runtime/thread_pool.hpp"
 #include "runtime/trace.hpp"
 
-namespace ktinject {
+namespace ktinject::moe {
 namespace {
 
 // Slots of the pool's buffers; 0 belongs to packing.
@@ -80,7 +80,7 @@ struct Activations {
   size_t row_bytes;
   size_t groups;
 
-  Rows rows(size_t first, int m) const {
+  gemm::PackedActivations rows(size_t first, int m) const {
     return {data + first * row_bytes, row_bytes, m, scale == nullptr ? nullptr : scale + first,
             sums == nullptr ? nullptr : sums + first * groups};
   }
@@ -88,7 +88,7 @@ struct Activations {
 
 // Past the caches; before others may read it, _mm_sfence().
 void stream_row(float* to, const float* from) {
-  for (int i = 0; i < kPanel; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
+  for (int i = 0; i < gemm::kPanel; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
 }
 
 }  // namespace
@@ -96,13 +96,13 @@ void stream_row(float* to, const float* from) {
 // One pass over at most as many tokens as the workspace holds.
 class Forward {
  public:
-  Forward(const Experts& layer, RoutingPlan& routing, ThreadPool& workers, const void* x, DType dtype,
+  Forward(const Experts& layer, RoutingPlan& routing, runtime::ThreadPool& workers, const void* x, DType dtype,
           const float* weights, int tokens, int top_k, void* out)
       : layer_(layer),
         config_(layer.config_),
         gate_up_(layer.gate_up_),
         down_(layer.down_),
-        stages_(*layer.stages_),
+        vector_ops_(*layer.vector_ops_),
         routing_(routing),
         workers_(workers),
         x_(static_cast<const std::byte*>(x)),
@@ -112,16 +112,16 @@ class Forward {
         top_k_(top_k),
         out_(static_cast<std::byte*>(out)),
         rows_(routing.expert.size()),
-        is_quantised_(has_int8_rows(config_.format)),
-        has_sums_(config_.format == Format::int4),
-        is_passing_(rows_ * static_cast<size_t>(down_.panels) * kPanel * sizeof(float) > kPassingBytes) {}
+        is_quantised_(gemm::has_int8_rows(config_.format)),
+        has_sums_(config_.format == gemm::Format::int4),
+        is_passing_(rows_ * static_cast<size_t>(down_.panels) * gemm::kPanel * sizeof(float) > kPassingBytes) {}
 
   void run();
 
  private:
-  static constexpr size_t kResultBytes = size_t{kMostResults} * kPanel * sizeof(float);
+  static constexpr size_t kResultBytes = size_t{kMostResults} * gemm::kPanel * sizeof(float);
 
-  Activations activations(const Matrix& matrix, size_t count, Slot data, Slot scale, Slot sums);
+  Activations activations(const gemm::Matrix& matrix, size_t count, Slot data, Slot scale, Slot sums);
   void reserve();
   void plan();
   template <class Add>
@@ -149,17 +149,19 @@ class Forward {
   }
   void done(size_t counter) { routing_.counters[counter].fetch_sub(1, std::memory_order_acq_rel); }
 
-  void convert(const Activations& to, const Matrix& matrix, size_t at, const void* values, DType dtype, std::byte* out);
+  void convert(const Activations& to, const gemm::Matrix& matrix, size_t at, const void* values, DType dtype,
+               std::byte* out);
   template <class Use>
-  void multiply(Projection projection, const LayerTask& task, const Rows& all, int worker, Use&& use);
+  void multiply(Projection projection, const LayerTask& task, const gemm::PackedActivations& all, int worker,
+                Use&& use);
 
   // The groups of up to 16 rows of every expert that has more than one.
   template <class Use>
   void for_groups(Use&& use) const {
     for (size_t place = 0; place < routing_.active.size(); ++place) {
       const int count = count_of(routing_.active[place]);
-      for (int first = 0; count > 1 && first < count; first += kTile)
-        use(LayerTask{static_cast<int>(place), first, std::min(kTile, count - first)});
+      for (int first = 0; count > 1 && first < count; first += gemm::kTile)
+        use(LayerTask{static_cast<int>(place), first, std::min(gemm::kTile, count - first)});
     }
   }
   LayerTask of_expert(LayerTask task) const {
@@ -194,11 +196,11 @@ class Forward {
 
   const Experts& layer_;
   const ExpertsConfig& config_;
-  const Matrix& gate_up_;
-  const Matrix& down_;
-  const Stages& stages_;
+  const gemm::Matrix& gate_up_;
+  const gemm::Matrix& down_;
+  const gemm::VectorOps& vector_ops_;
   RoutingPlan& routing_;
-  ThreadPool& workers_;
+  runtime::ThreadPool& workers_;
   const std::byte* const x_;
   const DType dtype_;
   const float* const weights_;
@@ -218,7 +220,7 @@ class Forward {
   size_t own_bytes_ = 0;  // of a worker: a block of results, a row, the kernel's scratch
 };
 
-Activations Forward::activations(const Matrix& matrix, size_t count, Slot data, Slot scale, Slot sums) {
+Activations Forward::activations(const gemm::Matrix& matrix, size_t count, Slot data, Slot scale, Slot sums) {
   const auto groups = has_sums_ ? static_cast<size_t>(matrix.groups()) : 0;
   return {workers_.buffer(data, count * matrix.row_bytes()),
           is_quantised_ ? reinterpret_cast<float*>(workers_.buffer(scale, count * sizeof(float))) : nullptr,
@@ -230,18 +232,18 @@ void Forward::reserve() {
   input_ = activations(gate_up_, static_cast<size_t>(tokens_), kInput, kInputScale, kInputSums);
   gathered_ = activations(gate_up_, rows_, kGathered, kGatheredScale, kGatheredSums);
   inner_ = activations(down_, rows_, kHiddenQ, kHiddenScale, kHiddenSums);
-  hidden_stride_ = static_cast<size_t>(round_up(config_.intermediate_size, kPanel));
+  hidden_stride_ = static_cast<size_t>(gemm::round_up(config_.intermediate_size, gemm::kPanel));
   if (is_quantised_)
     hidden_ = reinterpret_cast<uint16_t*>(workers_.buffer(kHidden, rows_ * hidden_stride_ * sizeof(uint16_t)));
   const size_t nodes = workers_.nodes().size();
   routing_.results.resize(layer_.shards_.size());
   routing_.own.resize(nodes);
   for (size_t shard = 0; shard < layer_.shards_.size(); ++shard) {
-    const size_t columns = static_cast<size_t>(layer_.shards_[shard].down.panels) * kPanel;
+    const size_t columns = static_cast<size_t>(layer_.shards_[shard].down.panels) * gemm::kPanel;
     routing_.results[shard] = reinterpret_cast<float*>(
         workers_.buffer(kOutput + shard / nodes, rows_ * columns * sizeof(float), shard % nodes));
   }
-  own_bytes_ = kResultBytes + down_.row_bytes() + std::max(scratch_bytes(gate_up_), scratch_bytes(down_));
+  own_bytes_ = kResultBytes + down_.row_bytes() + std::max(gemm::scratch_bytes(gate_up_), gemm::scratch_bytes(down_));
   for (size_t node = 0; node < nodes; ++node)
     routing_.own[node] =
         workers_.buffer(kThread, own_bytes_ * static_cast<size_t>(workers_.workers_of(static_cast<int>(node))), node);
@@ -332,7 +334,7 @@ void Forward::plan() {
   }
   begin_stage(kQuantise);
   if (is_quantised_) {
-    const int size = std::clamp(static_cast<int>(rows_) / (workers_.threads() * kTasksPerThread), 1, kTile);
+    const int size = std::clamp(static_cast<int>(rows_) / (workers_.threads() * kTasksPerThread), 1, gemm::kTile);
     next = 0;
     for (int place = 0; place < static_cast<int>(routing_.active.size()); ++place) {
       const int count = count_of(routing_.active[static_cast<size_t>(place)]);
@@ -406,17 +408,18 @@ void Forward::run() {
           add_up(task);
         }
       },
-      ThreadPool::Steal::yes, alone ? ThreadPool::Wake::none : ThreadPool::Wake::all);
+      runtime::ThreadPool::Steal::yes, alone ? runtime::ThreadPool::Wake::none : runtime::ThreadPool::Wake::all);
 }
 
 // Rounds or quantises `values` to the contiguous row `out`, and its scale and sums to those of row `at`.
-void Forward::convert(const Activations& to, const Matrix& matrix, size_t at, const void* values, DType dtype,
+void Forward::convert(const Activations& to, const gemm::Matrix& matrix, size_t at, const void* values, DType dtype,
                       std::byte* out) {
   if (!is_quantised_)
-    return stages_.round_row(values, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(out));
-  const int zero_point = config_.format == Format::int8 ? 128 : 0;
-  to.scale[at] = stages_.quantise_row(values, dtype, matrix.k, matrix.padded_k(), zero_point, matrix.group_size,
-                                      reinterpret_cast<uint8_t*>(out), has_sums_ ? to.sums + at * to.groups : nullptr);
+    return vector_ops_.round_row(values, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(out));
+  const int zero_point = config_.format == gemm::Format::int8 ? 128 : 0;
+  to.scale[at] =
+      vector_ops_.quantise_row(values, dtype, matrix.k, matrix.padded_k(), zero_point, matrix.group_size,
+                               reinterpret_cast<uint8_t*>(out), has_sums_ ? to.sums + at * to.groups : nullptr);
 }
 
 void Forward::convert_inputs(const LayerTask& task) {
@@ -447,63 +450,65 @@ void Forward::gather(const LayerTask& task) {
 
 // Calls use(first row of the expert, rows, panel, c) for the results of a task, c [rows, 32], piece by piece.
 template <class Use>
-void Forward::multiply(Projection projection, const LayerTask& task, const Rows& all, int worker, Use&& use) {
-  const Matrix& matrix = layer_.matrix_of(projection);
-  const Kernel& kernel = layer_.kernels_(all.m);
+void Forward::multiply(Projection projection, const LayerTask& task, const gemm::PackedActivations& all, int worker,
+                       Use&& use) {
+  const gemm::Matrix& matrix = layer_.matrix_of(projection);
+  const gemm::Kernel& kernel = layer_.kernels_(all.m);
   float* c = results(worker);
   const int pieces = (all.m + kMostRows - 1) / kMostRows;
-  const int size = round_up((all.m + pieces - 1) / pieces, 2 * kTile);
+  const int size = gemm::round_up((all.m + pieces - 1) / pieces, 2 * gemm::kTile);
   const int most = std::max(1, kMostResults / size);
   for (int p = task.first; p < task.first + task.count; p += most)
     for (int first = 0; first < all.m; first += size) {
       // A run of whole groups of 16 rows is laid out like rows of its own.
       const int m = std::min(size, all.m - first), panels = std::min(most, task.first + task.count - p);
-      const Rows x{all.group(first), all.row_bytes, m, all.scale == nullptr ? nullptr : all.scale + first,
-                   all.group_sum == nullptr
-                       ? nullptr
-                       : all.group_sum + static_cast<size_t>(first) * static_cast<size_t>(matrix.groups())};
+      const gemm::PackedActivations x{
+          all.group(first), all.row_bytes, m, all.scale == nullptr ? nullptr : all.scale + first,
+          all.group_sum == nullptr ? nullptr
+                                   : all.group_sum + static_cast<size_t>(first) * static_cast<size_t>(matrix.groups())};
       auto take = [&](int panel, int row, int count, const float* results) {
         use(first + row, count, p + panel, results);
       };
-      const Sink sink{[](void* context, int panel, int row, int count, const float* results) {
-                        (*static_cast<decltype(take)*>(context))(panel, row, count, results);
-                      },
-                      &take};
+      const gemm::Epilogue epilogue{[](void* context, int panel, int row, int count, const float* results) {
+                                      (*static_cast<decltype(take)*>(context))(panel, row, count, results);
+                                    },
+                                    &take};
       kernel.multiply(matrix, layer_.panel(projection, task.of, p), panels, x, c, kernel_scratch(worker),
-                      kernel.feeds ? &sink : nullptr);
-      if (!kernel.feeds)
+                      kernel.backend->has_epilogue ? &epilogue : nullptr);
+      if (!kernel.backend->has_epilogue)
         for (int panel = 0; panel < panels; ++panel)
-          take(panel, 0, m, c + static_cast<size_t>(panel) * static_cast<size_t>(m) * kPanel);
+          take(panel, 0, m, c + static_cast<size_t>(panel) * static_cast<size_t>(m) * gemm::kPanel);
     }
 }
 
 // bf16 results are the next product's rows at once; the others are quantised first, as whole rows.
 void Forward::compute_gate_up(const LayerTask& task, int worker) {
-  const int columns = config_.activation.has_gate ? kTile : kPanel;
+  const int columns = config_.activation.has_gate ? gemm::kTile : gemm::kPanel;
   const auto* biases = reinterpret_cast<const float*>(layer_.gate_up_bias_.data());
   const size_t start = start_of(task.of);
   const int count = count_of(task.of);
-  const Rows x = count == 1 ? input_.rows(static_cast<size_t>(routing_.token[start]), 1) : gathered_.rows(start, count);
+  const gemm::PackedActivations x =
+      count == 1 ? input_.rows(static_cast<size_t>(routing_.token[start]), 1) : gathered_.rows(start, count);
   multiply(Projection::up, task, x, worker, [&](int first, int m, int p, const float* c) {
     const auto panel = static_cast<size_t>(task.of) * static_cast<size_t>(gate_up_.panels) + static_cast<size_t>(p);
-    const float* bias = biases == nullptr ? nullptr : biases + panel * kPanel;
+    const float* bias = biases == nullptr ? nullptr : biases + panel * gemm::kPanel;
     const int column = p * columns;
     if (is_quantised_) {
       uint16_t* h = hidden_ + (start + static_cast<size_t>(first)) * hidden_stride_ + static_cast<size_t>(column);
-      stages_.activate(config_.activation, c, bias, m, h, hidden_stride_);
+      vector_ops_.activate(config_.activation, c, bias, m, h, hidden_stride_);
       return;
     }
-    const Rows to = inner_.rows(start, count);
+    const gemm::PackedActivations to = inner_.rows(start, count);
     for (int row = first; row < first + m;) {
-      const int group = row / kTile * kTile, height = to.group_rows(group);
+      const int group = row / gemm::kTile * gemm::kTile, height = to.group_rows(group);
       const int rows = std::min(group + height, first + m) - row;
       auto* h = reinterpret_cast<uint16_t*>(const_cast<std::byte*>(to.group(group)) +
                                             static_cast<size_t>(column / 32 * height + row - group) * 64) +
                 column % 32;
-      stages_.activate(config_.activation, c + (row - first) * kPanel, bias, rows, h, 32);
+      vector_ops_.activate(config_.activation, c + (row - first) * gemm::kPanel, bias, rows, h, 32);
       // A half block at the end belongs to no panel. The weights there are zero, but zero times a stale NaN is not.
-      if (p + 1 == gate_up_.panels && column % 32 == 0 && columns == kTile)
-        for (int r = 0; r < rows; ++r) std::fill(h + r * 32 + kTile, h + r * 32 + 32, uint16_t{0});
+      if (p + 1 == gate_up_.panels && column % 32 == 0 && columns == gemm::kTile)
+        for (int r = 0; r < rows; ++r) std::fill(h + r * 32 + gemm::kTile, h + r * 32 + 32, uint16_t{0});
       row += rows;
     }
   });
@@ -514,22 +519,22 @@ void Forward::quantise(const LayerTask& task, int worker) {
   for (int row = task.first; row < task.first + task.count; ++row) {
     const size_t at = start + static_cast<size_t>(row);
     convert(inner_, down_, at, hidden_ + at * hidden_stride_, DType::bf16, one_row(worker));
-    place_row(inner_.data + start * inner_.row_bytes, inner_.row_bytes, count_of(task.of), row, one_row(worker));
+    gemm::place_row(inner_.data + start * inner_.row_bytes, inner_.row_bytes, count_of(task.of), row, one_row(worker));
   }
 }
 
 void Forward::compute_down(const LayerTask& task, int worker) {
   const size_t shard = shard_of(Projection::down, task.first);
   const Shard::Part& part = layer_.shards_[shard].down;
-  const size_t stride = static_cast<size_t>(part.panels) * kPanel;
+  const size_t stride = static_cast<size_t>(part.panels) * gemm::kPanel;
   const size_t start = start_of(task.of);
   multiply(Projection::down, task, inner_.rows(start, count_of(task.of)), worker,
            [&](int first, int m, int p, const float* c) {
              float* to = routing_.results[shard] + (start + static_cast<size_t>(first)) * stride +
-                         static_cast<size_t>(p - part.first) * kPanel;
-             for (int row = 0; row < m; ++row, c += kPanel, to += stride) {
+                         static_cast<size_t>(p - part.first) * gemm::kPanel;
+             for (int row = 0; row < m; ++row, c += gemm::kPanel, to += stride) {
                if (is_passing_) stream_row(to, c);
-               else std::memcpy(to, c, kPanel * sizeof(float));
+               else std::memcpy(to, c, gemm::kPanel * sizeof(float));
              }
            });
   if (is_passing_) _mm_sfence();
@@ -538,12 +543,12 @@ void Forward::compute_down(const LayerTask& task, int worker) {
 void Forward::add_up(const LayerTask& task) {
   const Chunk& chunk = routing_.chunks[static_cast<size_t>(task.of)];
   const Shard::Part& part = layer_.shards_[static_cast<size_t>(chunk.shard)].down;
-  const size_t stride = static_cast<size_t>(part.panels) * kPanel;
+  const size_t stride = static_cast<size_t>(part.panels) * gemm::kPanel;
   const float* y =
-      routing_.results[static_cast<size_t>(chunk.shard)] + static_cast<size_t>(chunk.first - part.first) * kPanel;
+      routing_.results[static_cast<size_t>(chunk.shard)] + static_cast<size_t>(chunk.first - part.first) * gemm::kPanel;
   const auto* down_bias = reinterpret_cast<const float*>(layer_.down_bias_.data());
-  const int column = chunk.first * kPanel;
-  const int columns = std::min(chunk.panels * kPanel, config_.hidden_size - column);
+  const int column = chunk.first * gemm::kPanel;
+  const int columns = std::min(chunk.panels * gemm::kPanel, config_.hidden_size - column);
   for (int token = task.first; token < task.first + task.count; ++token) {
     const float* terms[kMostSlots];
     const float* biases[kMostSlots];
@@ -555,14 +560,15 @@ void Forward::add_up(const LayerTask& task) {
       const auto row = static_cast<size_t>(routing_.row[at]);
       terms[used] = y + row * stride;
       if (down_bias != nullptr)
-        biases[used] =
-            down_bias + static_cast<size_t>(routing_.expert[row]) * static_cast<size_t>(down_.panels) * kPanel + column;
+        biases[used] = down_bias +
+                       static_cast<size_t>(routing_.expert[row]) * static_cast<size_t>(down_.panels) * gemm::kPanel +
+                       column;
       weight[used++] = weights_[at];
     }
     const size_t to =
         static_cast<size_t>(token) * static_cast<size_t>(config_.hidden_size) + static_cast<size_t>(column);
-    stages_.combine(terms, down_bias == nullptr ? nullptr : biases, weight, used, columns, dtype_,
-                    out_ + to * dtype_bytes(dtype_));
+    vector_ops_.combine(terms, down_bias == nullptr ? nullptr : biases, weight, used, columns, dtype_,
+                        out_ + to * dtype_bytes(dtype_));
   }
 }
 
@@ -580,18 +586,19 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
 
   const size_t row_bytes =
       gate_up_.row_bytes() +
-      static_cast<size_t>(top_k) * (gate_up_.row_bytes() + static_cast<size_t>(down_.panels) * kPanel * sizeof(float) +
-                                    static_cast<size_t>(config_.intermediate_size) * 3);
+      static_cast<size_t>(top_k) *
+          (gate_up_.row_bytes() + static_cast<size_t>(down_.panels) * gemm::kPanel * sizeof(float) +
+           static_cast<size_t>(config_.intermediate_size) * 3);
   const int most = std::max(64, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / row_bytes, 1u << 20)));
   // As even as possible: each pass reads the weights, and a few tokens at the end would do so for little.
   const auto passes = static_cast<int>((int64_t{tokens} + most - 1) / most);
   static thread_local RoutingPlan routing;  // keeps its capacity from call to call
   for (int pass = 0; pass < passes; ++pass) {
-    const Session workers;  // given back in between: others wait for a pass, not for a whole prompt
+    const runtime::Session workers;  // given back in between: others wait for a pass, not for a whole prompt
     if (!allocated_) throw std::invalid_argument("forward before allocate()");
     const int first = static_cast<int>(int64_t{tokens} * pass / passes);
     const int take = static_cast<int>(int64_t{tokens} * (pass + 1) / passes) - first;
-    const TraceSpan span(this, take);
+    const runtime::TraceSpan span(this, take);
     const size_t slots = static_cast<size_t>(first) * static_cast<size_t>(top_k);
     routing.sort(ids + slots, take, top_k, config_.experts);
     const size_t offset = static_cast<size_t>(first) * static_cast<size_t>(config_.hidden_size) * dtype_bytes(dtype);
@@ -604,4 +611,4 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
 template void Experts::forward(const void*, DType, const int32_t*, const float*, int, int, void*) const;
 template void Experts::forward(const void*, DType, const int64_t*, const float*, int, int, void*) const;
 
-}  // namespace ktinject
+}  // namespace ktinject::moe

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-namespace ktinject {
+namespace ktinject::moe {
 
 template <class Id>
 void RoutingPlan::sort(const Id* ids, int tokens, int top_k, int experts) {
@@ -40,4 +40,4 @@ void RoutingPlan::sort(const Id* ids, int tokens, int top_k, int experts) {
 template void RoutingPlan::sort(const int32_t*, int, int, int);
 template void RoutingPlan::sort(const int64_t*, int, int, int);
 
-}  // namespace ktinject
+}  // namespace ktinject::moe

@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-namespace ktinject {
+namespace ktinject::moe {
 
 // Stages of a layer, in the order in which their tasks stand in a list.
 enum Stage { kInputs, kGather, kGateUp, kQuantise, kDown, kSum, kStages };
@@ -73,4 +73,4 @@ struct RoutingPlan {
   void sort(const Id* ids, int tokens, int top_k, int experts);
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::moe

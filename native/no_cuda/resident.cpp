@@ -4,8 +4,8 @@
 
 namespace ktinject::cuda {
 
-Resident::Resident(const Experts&) { refuse(); }
-void Resident::copy(const Experts&, int, void*, Stream) const { refuse(); }
+Resident::Resident(const moe::Experts&) { refuse(); }
+void Resident::copy(const moe::Experts&, int, void*, Stream) const { refuse(); }
 void Resident::forward(const ResidentRequest&, Stream) const { refuse(); }
 
 }  // namespace ktinject::cuda

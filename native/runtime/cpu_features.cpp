@@ -7,7 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
-namespace ktinject {
+namespace ktinject::runtime {
 namespace {
 
 // arch_prctl(2): tile data is state component 18, and is off until a process asks for it.
@@ -84,4 +84,4 @@ bool has_waitpkg() {
 }
 const std::string& amx_permission() { return detected().amx; }
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-namespace ktinject {
+namespace ktinject::runtime {
 
 // Bits of an ISA mask. A kernel states what it needs; it runs where all its bits are set.
 enum Isa : uint32_t {
@@ -56,4 +56,4 @@ bool has_waitpkg();
 // "granted", "absent" or "refused: <why>".
 const std::string& amx_permission();
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

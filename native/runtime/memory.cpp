@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <new>
 
-namespace ktinject {
+namespace ktinject::runtime {
 
 Block::Block(size_t bytes) {
   if (bytes == 0) return;
@@ -29,4 +29,4 @@ Block::~Block() {
   if (mapping_ != nullptr) munmap(mapping_, mapped_);
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

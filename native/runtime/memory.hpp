@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <utility>
 
-namespace ktinject {
+namespace ktinject::runtime {
 
 // Anonymous zeroed pages, given back on destruction. Blocks of 2 MiB and more are aligned to 2 MiB and ask for huge
 // pages; where the system has none to give they stay on 4 KiB pages.
@@ -37,4 +37,4 @@ class Block {
   size_t mapped_ = 0;
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-namespace ktinject {
+namespace ktinject::runtime {
 namespace {
 
 // Of a thread: what is borrowed at each depth of calls.
@@ -21,4 +21,4 @@ Scratch::Scratch(size_t count) {
 
 Scratch::~Scratch() { --depth; }
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

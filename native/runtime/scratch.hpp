@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-namespace ktinject {
+namespace ktinject::runtime {
 
 // Memory of the calling thread for as long as this lives, contents undefined. A thread keeps what it has had, so that a
 // warmed-up step allocates nothing, and no two threads meet in it.
@@ -34,4 +34,4 @@ class Arrays {
   size_t count_ = 0;
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

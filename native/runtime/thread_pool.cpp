@@ -17,7 +17,7 @@
 
 #include "runtime/cpu_features.hpp"
 
-namespace ktinject {
+namespace ktinject::runtime {
 namespace {
 
 // Long enough to bridge what a model does between two layers' experts on one token (40 to 60 µs on a GPU, more with a
@@ -440,4 +440,4 @@ void set_nodes(int virtual_nodes) {
   here.pool.reset();
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

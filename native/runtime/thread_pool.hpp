@@ -28,7 +28,7 @@
 #include "runtime/topology.hpp"
 #include "runtime/waiting.hpp"
 
-namespace ktinject {
+namespace ktinject::runtime {
 
 // Thrown by a call that `cancel` met.
 struct Cancelled : std::runtime_error {
@@ -197,4 +197,4 @@ std::vector<Node> nodes();
 // 0 means the machine's. Holds from the next call on.
 void set_nodes(int virtual_nodes);
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

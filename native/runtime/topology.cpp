@@ -15,7 +15,7 @@
 #include <cstring>
 #include <memory>
 
-namespace ktinject {
+namespace ktinject::runtime {
 namespace {
 
 // Of <linux/mempolicy.h>, which need not be installed.
@@ -236,4 +236,4 @@ std::vector<PagesOnNode> pages_by_node(const void* data, size_t bytes, size_t sa
   return found;
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-namespace ktinject {
+namespace ktinject::runtime {
 
 inline constexpr int kMostNodes = 1024;  // the kernel's own limit
 
@@ -65,4 +65,4 @@ struct PagesOnNode {
 };
 std::vector<PagesOnNode> pages_by_node(const void* data, size_t bytes, size_t samples);
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <chrono>
 
-namespace ktinject {
+namespace ktinject::runtime {
 namespace {
 
 constexpr size_t kSpans = 1 << 16;
@@ -51,4 +51,4 @@ TraceSpan::~TraceSpan() {
   spans()[index] = span_;
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

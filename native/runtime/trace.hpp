@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace ktinject {
+namespace ktinject::runtime {
 
 struct Span {
   int64_t begin_ns = 0;  // of the system clock, which torch's profiler uses, too
@@ -30,4 +30,4 @@ class TraceSpan {
   Span span_;
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

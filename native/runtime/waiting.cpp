@@ -8,7 +8,7 @@
 #include <new>
 #include <stdexcept>
 
-namespace ktinject {
+namespace ktinject::runtime {
 namespace {
 
 constexpr std::chrono::milliseconds kBetweenChecks{100};
@@ -109,4 +109,4 @@ void Turns::unlock() noexcept {
   next->called.notify_one();  // within the lock: the waiter, and with it this variable, lives until it has returned
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <mutex>
 
-namespace ktinject {
+namespace ktinject::runtime {
 
 // How many forks lie between the first process and this one. What was remembered under another number belonged to the
 // parent, whose threads do not exist here.
@@ -58,4 +58,4 @@ class Turns {
   std::atomic<int> forks_{0};  // that all this belongs to
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::runtime

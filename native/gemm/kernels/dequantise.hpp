@@ -5,7 +5,7 @@
 
 #include "gemm/layout.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
 
 // to [blocks][2 tiles][16 rows][64 bytes], 64-byte aligned = blocks `first` ... of `panel`. What lies `ahead` bytes
 // further on is prefetched: where panels are read from end to end, far enough to keep the memory busy.
@@ -28,4 +28,4 @@ inline constexpr int kDecodedBlocks = 4;
 inline constexpr uint16_t kE2m1Bits[16] = {0xc080, 0xff80, 0x0000, 0x0040, 0x0080, 0x00c0, 0x0100, 0x0140,
                                            0x4080, 0x7f80, 0x8000, 0x8040, 0x8080, 0x80c0, 0x8100, 0x8140};
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

@@ -9,7 +9,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 
-namespace ktinject {
+namespace ktinject::gemm {
 namespace {
 
 inline __m256i load(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
@@ -111,6 +111,6 @@ void avx2_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, 
     }
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm
 
 #pragma GCC pop_options

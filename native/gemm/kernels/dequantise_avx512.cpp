@@ -12,7 +12,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")
 
-namespace ktinject {
+namespace ktinject::gemm {
 namespace {
 
 struct Fp8Tables {
@@ -103,6 +103,6 @@ void avx512_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first
   }
 }
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm
 
 #pragma GCC pop_options

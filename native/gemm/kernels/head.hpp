@@ -3,7 +3,7 @@
 
 #include "gemm/backends.hpp"
 
-namespace ktinject {
+namespace ktinject::gemm {
 
 struct Int8Head {
   float scale[kPanel];
@@ -62,4 +62,4 @@ struct Mxfp4 {
   }
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

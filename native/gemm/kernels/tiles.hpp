@@ -12,7 +12,7 @@
 #include <cstring>
 #include <stdexcept>
 
-namespace ktinject {
+namespace ktinject::gemm {
 
 // One 64-byte tile configuration: palette 1, rows and bytes a row of the eight tiles.
 struct alignas(64) TileShapes {
@@ -210,4 +210,4 @@ struct ModelTiles {
   static void signed_signed(bool two) { bytes<int8_t, int8_t>(two); }
 };
 
-}  // namespace ktinject
+}  // namespace ktinject::gemm

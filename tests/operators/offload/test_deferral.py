@@ -26,7 +26,7 @@ def model() -> PreTrainedModel:
 def depth(model: PreTrainedModel, at: int, **arguments: Any) -> Any:
     config = DeferredMoeConfig(**{"device": "cuda:0", "schedule": "auto"} | arguments)
     modules = {f"model.layers.{i}.mlp": (model.model.layers[i].mlp, config) for i in (0, 2, 4)}
-    spec = moe_block.describe(model.model.layers[at].mlp)
+    spec = moe_block.probe(model.model.layers[at].mlp)
     assert isinstance(spec, BlockSpec)
     return deferral.depth(model.model, modules, f"model.layers.{at}.mlp", spec, expert_bytes=1e6)
 
@@ -96,7 +96,7 @@ def test_nothing_to_overlap_with(model: PreTrainedModel) -> None:
     assert depth(model, 4) == (0, "it is the last")
     rule = {"name": "e", "match": {"class": "Qwen3MoeSparseMoeBlock"}}
     rule["replace"] = {"operator": "deferred_moe", "schedule": "auto", "deferred": 3}  # type: ignore[assignment]
-    runs = [entry.runs["deferred"] for entry in ktinject.plan(model, [rule]).entries]
+    runs = [replacement.runs["deferred"] for replacement in ktinject.plan(model, [rule]).replacements]
     assert runs[0] == "0 of 6 (auto: no GPU computes meanwhile)"
 
 

@@ -1,0 +1,145 @@
+// The weights of experts: checked, packed, and given back.
+#include <stdexcept>
+
+#include "moe/experts.hpp"
+#include "runtime/thread_pool.hpp"
+
+namespace ktinject::moe {
+namespace {
+
+const char* name_of(Projection projection) {
+  return projection == Projection::gate ? "gate" : projection == Projection::up ? "up" : "down";
+}
+
+// Where a projection's outputs lie.
+gemm::TileMap tiles_of(const ExpertsConfig& config, Projection projection) {
+  if (projection == Projection::down || !config.activation.has_gate) return gemm::paired_tiles;
+  return projection == Projection::up ? gemm::second_tiles : gemm::first_tiles;
+}
+
+std::string title(Projection projection, int expert) {
+  return "expert " + std::to_string(expert) + ", " + name_of(projection);
+}
+
+}  // namespace
+
+int Experts::rows_of(Projection projection) const {
+  return projection == Projection::down ? config_.hidden_size : config_.intermediate_size;
+}
+int Experts::inputs_of(Projection projection) const {
+  return projection == Projection::down ? config_.intermediate_size : config_.hidden_size;
+}
+
+void Experts::check(Projection projection, int expert, const gemm::Source& source, bool bias) const {
+  auto refuse = [&](const std::string& why) {
+    throw std::invalid_argument(title(projection, expert) + (bias ? " bias" : "") + ": " + why);
+  };
+  if (!allocated_) refuse("allocate() was not called");
+  if (expert < 0 || expert >= config_.experts)
+    refuse("there is no such expert; allowed: 0 to " + std::to_string(config_.experts - 1));
+  if (projection == Projection::gate && !config_.activation.has_gate) refuse("these experts have no gate; use up");
+  if (bias && !config_.has_bias) refuse("these experts were built without biases");
+  const int n = rows_of(projection), k = bias ? 1 : inputs_of(projection);
+  if (source.n != n || source.k != k)
+    refuse("found shape [" + std::to_string(source.n) + ", " + std::to_string(source.k) + "]; expected [" +
+           std::to_string(n) + ", " + std::to_string(k) + "]");
+}
+
+std::vector<gemm::PanelRun> Experts::runs_of(Projection projection, int expert) const {
+  std::vector<gemm::PanelRun> runs;
+  for (const Shard& shard : shards_) {
+    const Shard::Part& part = part_of(shard, projection);
+    const size_t before = static_cast<size_t>(expert) * static_cast<size_t>(part.panels);
+    runs.push_back({part.first, part.panels, part.data.data() + before * matrix_of(projection).panel_bytes()});
+  }
+  return runs;
+}
+
+void Experts::load(Projection projection, int expert, const gemm::Source& source) {
+  const runtime::Session workers;
+  check(projection, expert, source, false);
+  mark(projection, expert, false) = 0;  // what an error leaves is no weight
+  gemm::pack_matrix(*workers, matrix_of(projection), *vector_ops_, source, tiles_of(config_, projection),
+                    runs_of(projection, expert), title(projection, expert));
+  mark(projection, expert, false) = 1;
+}
+
+void Experts::load_fp8(Projection projection, int expert, const gemm::Fp8Source& source) {
+  gemm::Source shape;
+  shape.n = source.n;
+  shape.k = source.k;
+  const runtime::Session workers;
+  check(projection, expert, shape, false);
+  mark(projection, expert, false) = 0;
+  gemm::pack_fp8(*workers, matrix_of(projection), source, tiles_of(config_, projection), runs_of(projection, expert),
+                 title(projection, expert));
+  mark(projection, expert, false) = 1;
+}
+
+void Experts::load_bias(Projection projection, int expert, const gemm::Source& source) {
+  const runtime::Session session;
+  check(projection, expert, source, true);
+  const gemm::Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
+  auto* bias = reinterpret_cast<float*>((projection == Projection::down ? down_bias_ : gate_up_bias_).data()) +
+               static_cast<size_t>(expert) * static_cast<size_t>(matrix.panels) * gemm::kPanel;
+  const gemm::TileMap place = tiles_of(config_, projection);
+  std::vector<float> values(static_cast<size_t>(source.n));
+  vector_ops_->widen(source.data, source.dtype, source.n_stride, source.n, values.data());
+  for (int n = 0; n < source.n; ++n) {
+    const gemm::TileAt at = place(n / gemm::kTile);
+    bias[at.panel * gemm::kPanel + at.second * gemm::kTile + n % gemm::kTile] = values[static_cast<size_t>(n)];
+  }
+  mark(projection, expert, true) = 1;
+}
+
+std::vector<std::string> Experts::absent(size_t limit) const {
+  const runtime::Session session;
+  std::vector<std::string> names;
+  for (int expert = 0; expert < config_.experts; ++expert)
+    for (const Projection projection : {Projection::gate, Projection::up, Projection::down}) {
+      if (projection == Projection::gate && !config_.activation.has_gate) continue;
+      const std::string name = "expert " + std::to_string(expert) + " " + name_of(projection);
+      if (!is_loaded(projection, expert, false)) names.push_back(name);
+      if (config_.has_bias && !is_loaded(projection, expert, true)) names.push_back(name + " bias");
+      if (names.size() >= limit) return names;
+    }
+  return names;
+}
+
+void Experts::unpack(Projection projection, int expert, float* out) const {
+  gemm::Source shape;
+  shape.n = rows_of(projection);
+  shape.k = inputs_of(projection);
+  const runtime::Session workers;
+  check(projection, expert, shape, false);
+  gemm::unpack_matrix(*workers, matrix_of(projection), runs_of(projection, expert), tiles_of(config_, projection),
+                      shape.n, out);
+}
+
+void Experts::unpack_bias(Projection projection, int expert, float* out) const {
+  gemm::Source shape;
+  shape.n = rows_of(projection);
+  shape.k = 1;
+  const runtime::Session session;
+  check(projection, expert, shape, true);
+  const gemm::Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
+  const auto* bias =
+      reinterpret_cast<const float*>((projection == Projection::down ? down_bias_ : gate_up_bias_).data()) +
+      static_cast<size_t>(expert) * static_cast<size_t>(matrix.panels) * gemm::kPanel;
+  const gemm::TileMap place = tiles_of(config_, projection);
+  for (int n = 0; n < shape.n; ++n) {
+    const gemm::TileAt at = place(n / gemm::kTile);
+    out[n] = bias[at.panel * gemm::kPanel + at.second * gemm::kTile + n % gemm::kTile];
+  }
+}
+
+std::vector<PackedRun> Experts::packed() const {
+  std::vector<PackedRun> runs;
+  for (const Shard& shard : shards_) {
+    runs.push_back({gate_up_, false, shard.gate_up.first, shard.gate_up.panels, shard.gate_up.data.data()});
+    runs.push_back({down_, true, shard.down.first, shard.down.panels, shard.down.data.data()});
+  }
+  return runs;
+}
+
+}  // namespace ktinject::moe
