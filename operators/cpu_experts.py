@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from ktinject import _native, env
+from ktinject import _native
 from ktinject.checkpoints.formats.base import Fp8Blocks
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
@@ -127,9 +127,8 @@ class CpuExperts(Operator):
         self.spec = spec
         self.config = config
         self.num_experts = spec.num_experts
-        kernel = env.kernel_for(config.weights) if config.kernel == "auto" else config.kernel
         self.native = native_experts(
-            spec, config.weights, config.group_size, kernel, config.symmetric, config.numa
+            spec, config.weights, config.group_size, config.kernel, config.symmetric, config.numa
         )
         if config.weights == "fp8":
             self.native_formats = ("fp8_blocks",)
