@@ -8,7 +8,7 @@ from typing import Any
 import reference
 import torch
 import transformers
-from leaf_cases import family_leaf
+from probe_cases import experts_module
 from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -40,7 +40,7 @@ emulated = reference.rounding
 
 @cache
 def family(name: str) -> nn.Module:
-    return family_leaf(name)
+    return experts_module(name)
 
 
 @cache

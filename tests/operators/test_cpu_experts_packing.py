@@ -17,7 +17,7 @@ from expert_cases import (
     inputs,
     ready,
 )
-from leaf_cases import KINDS
+from probe_cases import KINDS
 from torch import Tensor
 
 from ktinject.errors import OperatorError

@@ -23,7 +23,7 @@ from expert_cases import (
     ready,
     unpacked,
 )
-from leaf_cases import KINDS
+from probe_cases import KINDS
 from torch import Tensor, nn
 
 from ktinject import _native

@@ -1,6 +1,6 @@
-"""`probe` on every leaf of transformers: either described rightly or refused with the reason.
+"""`probe` on every experts module of transformers: either described rightly or refused with the reason.
 
-A description is shown to be right by computing: the reference, fed by it and by the views, must be the leaf.
+A description is shown to be right by computing: the reference, fed by it and by the views, must be the module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import models
 import pytest
 import torch
 import transformers
-from leaf_cases import KINDS, assert_reference_is, described, family_leaf, refusal, spec_of
+from probe_cases import KINDS, assert_reference_is, described, experts_module, refusal, spec_of
 
 from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.experts import ExpertsSpec, probe
@@ -26,7 +26,7 @@ from ktinject.operators.probes.experts import ExpertsSpec, probe
 
 @pytest.mark.parametrize("name", models.AVAILABLE)
 def test_family_is_described_and_is_the_reference(name: str) -> None:
-    module = family_leaf(name)
+    module = experts_module(name)
     spec = described(module)
     assert spec == spec_of(name)
     assert_reference_is(module, spec)
@@ -34,7 +34,7 @@ def test_family_is_described_and_is_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_family_is_described_on_meta(name: str) -> None:
-    assert described(family_leaf(name, "meta")) == spec_of(name)
+    assert described(experts_module(name, "meta")) == spec_of(name)
 
 
 def test_every_spec_has_one_family_that_kernels_are_tested_with() -> None:
@@ -59,7 +59,7 @@ def test_family_is_alive(name: str) -> None:
 @pytest.mark.parametrize("name", models.REFUSED)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_family_is_refused(name: str, device: str) -> None:
-    assert re.search(models.REFUSED[name][1], refusal(family_leaf(name, device)))
+    assert re.search(models.REFUSED[name][1], refusal(experts_module(name, device)))
 
 
 def test_at_least_eighteen_families() -> None:

@@ -1,4 +1,4 @@
-"""Leaves of routed experts, described or refused, and compared with the reference."""
+"""Modules of routed experts, described or refused, and compared with the reference."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ WIDE = {
 
 
 def spec_of(family: str) -> ExpertsSpec:
-    """What the leaf of a tiny family has to be described as."""
+    """What the experts of a tiny family have to be described as."""
     size = 56 if family in WIDE else 24
     return replace(PLAIN, intermediate_size=size, **ODD.get(family, {}))
 
@@ -72,7 +72,7 @@ def spec_of(family: str) -> ExpertsSpec:
 KINDS = [name for name in (*ODD, "qwen3_moe", "mixtral") if name in models.AVAILABLE]
 
 
-def family_leaf(name: str, device: str = "cpu") -> nn.Module:
+def experts_module(name: str, device: str = "cpu") -> nn.Module:
     if device == "cpu":
         module = models.leaf(models.tiny(name))[1]
     else:
@@ -110,7 +110,7 @@ def inputs(
 
 
 def assert_reference_is(module: nn.Module, spec: ExpertsSpec) -> None:
-    """Fill the leaf with Gaussian weights and compare its own eager forward with the reference."""
+    """Fill the module with Gaussian weights and compare its own eager forward with the reference."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
