@@ -1,6 +1,7 @@
 // The native core by itself, for what Python is in the way of: sanitizers, and a machine that is booted for one test.
 //
 //   native_test forward      every kernel of the table against the reference kernel of its format, for 1 to 4 nodes
+//   native_test plan         that tasks cover each row and panel once, wait for earlier ones only, and fit their memory
 //   native_test pool         exceptions, cancelling, waiting tasks, turns, forks, many CPUs and nodes
 //   native_test dispatcher   late entries of rings and of the host, whose owner has gone; naps that end
 //   native_test sharing      several threads on one object, which others change
@@ -44,6 +45,7 @@
 #include "gemm/linear.hpp"
 #include "handoff/dispatcher.hpp"
 #include "moe/experts.hpp"
+#include "native_test.hpp"
 #include "runtime/thread_pool.hpp"
 
 using namespace ktinject;
@@ -114,6 +116,8 @@ constexpr bool is_sanitized = false;
 int failures = 0;
 int checks = 0;
 
+}  // namespace
+
 bool check(bool holds, const std::string& what) {
   ++checks;
   if (!holds) {
@@ -123,6 +127,8 @@ bool check(bool holds, const std::string& what) {
   }
   return holds;
 }
+
+namespace {
 
 struct Problem {
   int experts = 5;
@@ -232,14 +238,14 @@ void test_forward() {
             const Experts* experts = cut[static_cast<size_t>(nodes - 1)].get();
             const std::vector<float> found = forward(*experts, in, tokens, problem.top_k);
             if (nodes == 1) first = found;
-            check(found == first, std::string(kernel.name) + ": the same bits on several nodes");
+            check(found == first, kernel.name + ": the same bits on several nodes");
           }
           worst = std::max(worst, relative_error(first, want));
         }
       }
-    std::printf("%-20s worst %.1e\n", kernel.name, worst);
+    std::printf("%-20s worst %.1e\n", kernel.name.c_str(), worst);
     // An intermediate may fall to the other side of a rounding boundary; AMX rounds int4 once more.
-    check(worst < 0.03, std::string(kernel.name) + " agrees with the reference");
+    check(worst < 0.03, kernel.name + " agrees with the reference");
   }
   set_nodes(0);
 }
@@ -631,13 +637,13 @@ struct Counted final : Work {
   void run() noexcept override { ++runs; }
 };
 
-// A ring as a GPU writes it, and the dispatcher that reads it.
+// A ring as a GPU writes it, which the dispatcher reads.
 class TestRing {
  public:
   TestRing() { dispatcher().watch(entries_->data()); }
   void ring(uint32_t address) {
-    const uint64_t entry = uint64_t{++tickets_} << 32 | address;
-    __atomic_store_n(&(*entries_)[(tickets_ - 1) % kRingEntries], entry, __ATOMIC_RELEASE);
+    const uint32_t ticket = tickets_++;
+    __atomic_store_n(&(*entries_)[ticket % kRingEntries], ring_entry(ticket, address), __ATOMIC_RELEASE);
     dispatcher().wake();
   }
   // Returns when the dispatcher has seen all that was written before.
@@ -862,13 +868,14 @@ int main(int argc, char** argv) {
   const bool forks = std::getenv("KTINJECT_TEST_NO_FORKS") == nullptr;
   try {
     if (mode == "forward") test_forward();
+    else if (mode == "plan") test_plan();
     else if (mode == "pool") test_pool(forks), test_turns(forks), test_big_machines(forks);
     else if (mode == "dispatcher") test_dispatcher();
     else if (mode == "sharing") test_sharing();
     else if (mode == "allocations") test_allocations();
     else if (mode == "churn") test_churn(argc > 2 ? std::atoi(argv[2]) : 1000, forks);
     else if (mode == "placement") test_placement();
-    else check(false, "a mode is named: forward, pool, dispatcher, sharing, allocations, churn N or placement");
+    else check(false, "a mode is named: forward, plan, pool, dispatcher, sharing, allocations, churn N or placement");
   } catch (const std::exception& error) {
     check(false, error.what());
   }

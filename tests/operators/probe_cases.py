@@ -1,4 +1,4 @@
-"""Leaves of routed experts, described or refused, and compared with the reference."""
+"""Modules of routed experts, described or refused, and compared with the reference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import reference
 import torch
 from torch import Tensor, nn
 
-from ktinject.operators.probes.experts import ExpertsSpec, describe
+from ktinject.operators.probes.answer import Refusal
+from ktinject.operators.probes.experts import ExpertsSpec, probe
 
 torch.set_num_threads(1)
 
@@ -32,16 +33,16 @@ TOKENS = 7
 
 
 def described(module: nn.Module) -> ExpertsSpec:
-    spec = describe(module)
+    spec = probe(module)
     assert isinstance(spec, ExpertsSpec), spec
     return spec
 
 
 def refusal(module: nn.Module) -> str:
-    reason = describe(module)
-    assert isinstance(reason, str), reason
-    assert "\n" not in reason and not reason.endswith(".")
-    return reason
+    found = probe(module)
+    assert isinstance(found, Refusal), found
+    assert "\n" not in found.reason and not found.reason.endswith(".")
+    return found.reason
 
 
 def inputs(
@@ -54,7 +55,7 @@ def inputs(
 
 
 def assert_reference_is(module: nn.Module, spec: ExpertsSpec) -> None:
-    """Fill the leaf with Gaussian weights and compare its own eager forward with the reference."""
+    """Fill the module with Gaussian weights and compare its own eager forward with the reference."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
