@@ -24,7 +24,7 @@ Prompts = Annotated[
         "--prompts",
         metavar="FILE",
         autocompletion=options.files,
-        help='Lines of {"prompt": "…"} that show what you use it for.',
+        help='Prompts that show what you use the model for, lines of {"prompt": "…"}.',
     ),
 ]
 Out = Annotated[
@@ -33,7 +33,7 @@ Out = Annotated[
         "--out",
         metavar="FILE",
         autocompletion=options.files,
-        help="Write here; default: profile.json in MODEL.",
+        help="Write the counts here; default: profile.json in MODEL.",
     ),
 ]
 
