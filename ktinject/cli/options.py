@@ -283,7 +283,7 @@ def one_voice(tp: bool) -> Iterator[bool]:
     """Of several processes, only the first prints. Yields whether this is the first. Raises PlanError."""
     from ktinject.distributed import process_group
 
-    if not tp or process_group.place()[0] == 0:
+    if not tp or process_group.rank_and_size()[0] == 0:
         yield True
         return
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):

@@ -24,6 +24,7 @@ from torch import Tensor
 from ktinject import env, errors
 from ktinject.errors import OperatorError, PlanError
 from ktinject.machine import Machine
+from ktinject.support import SUPPORTED, Support
 
 # Process 0 packs all experts, the others wait for it.
 _LOADING = timedelta(hours=2)
@@ -87,6 +88,10 @@ class ProcessGroup:
     def all_agree(self, fine: bool) -> bool:
         """Whether `fine` is true in all processes."""
         return all(self.all_gather(fine))
+
+    def all_support(self, support: Support) -> Support:
+        """What a process refuses, all refuse: the first refusal, by rank."""
+        return next((said for said in self.all_gather(support) if not said), SUPPORTED)
 
     @contextmanager
     def sharing_errors(self) -> Iterator[None]:

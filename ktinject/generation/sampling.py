@@ -29,6 +29,7 @@ from transformers import (
 from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.generation.cuda.decode_ops import Chooser
+from ktinject.support import Support
 
 _TIES = 64  # tokens beyond the k-th that may tie with it, looked at where top-p follows top-k
 
@@ -67,8 +68,8 @@ class Request:
 
 def read(
     processors: Iterable[Any], do_sample: bool, ends: Tensor | None, pad: int | None
-) -> tuple[Sampling, Request] | str:
-    """transformers' prepared processors as a Sampling; the reason as text if one of them is not plain.
+) -> tuple[Sampling, Request] | Support:
+    """transformers' prepared processors as a Sampling, or why that cannot be: one of them is not plain.
 
     ends  of the end-token criterion; None if there is none, and then no row is padded
     """
@@ -81,7 +82,7 @@ def read(
             getattr(processor, "filter_value", -inf) != -inf
             or getattr(processor, "min_tokens_to_keep", 1) != 1
         ):
-            return f"{kind.__name__} with a filter value or a number of tokens to keep"
+            return Support.no(f"{kind.__name__} with a filter value or a number of tokens to keep")
         if kind is TemperatureLogitsWarper:
             steps.append(("temperature", processor.temperature))
         elif kind is TopKLogitsWarper:
@@ -95,7 +96,7 @@ def read(
             ignore = processor.prompt_ignore_length
         elif kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
             if tuple(processor.eos_token_id.tolist()) != end_tokens:
-                return f"{kind.__name__} with end tokens of its own"
+                return Support.no(f"{kind.__name__} with end tokens of its own")
             if kind is MinLengthLogitsProcessor:
                 least = processor.min_length
             else:
@@ -103,10 +104,10 @@ def read(
             min_length = max(min_length, least)
             steps.append(("min_length", 0))
         else:
-            return kind.__name__
+            return Support.no(kind.__name__)
     names = [name for name, _ in steps]
     if names.count("penalty") > 1:
-        return "two repetition penalties"
+        return Support.no("two repetition penalties")
     return Sampling(tuple(steps), do_sample, end_tokens, pad), Request(min_length, ignore)
 
 

@@ -11,17 +11,17 @@ values of weights are not, for a recorded step reads them where they lie.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ktinject import _native
+from ktinject.generation.trust import BASES, is_trusted
 from ktinject.operators import Operator
 
 # Kinds of entries, as native/bindings/watch.cpp knows them.
@@ -44,12 +44,7 @@ _DECISIVE = frozenset({"_modules", "_parameters", "_buffers", "_forward_hooks", 
 _BOOKKEEPING = frozenset(vars(nn.Module())) - _DECISIVE
 # A list or dict that is longer is noted as a whole, as the names of 100,000 labels in a config.
 _MOST_ITEMS = 4096
-# What all models and operators have, beside nn.Module's: no forward is made of it.
-_BASES = frozenset({*PreTrainedModel.__mro__, *GenerationMixin.__mro__, Operator})
-
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-# Packages whose classes do in `forward` what it returns, and nothing besides.
-_TRUSTED = ("torch", "transformers", "ktinject")
 
 
 class Watch:
@@ -142,7 +137,7 @@ class Watch:
         if kind in self._classes:
             return
         self._classes.add(kind)
-        names = {name for base in kind.__mro__ if base not in _BASES for name in vars(base)}
+        names = {name for base in kind.__mro__ if base not in BASES for name in vars(base)}
         names |= {"forward", "__call__", "_call_impl", "__getattr__"}
         found = {name: getattr(kind, name, None) for name in names if not name.startswith("_abc")}
         methods = {
@@ -152,67 +147,11 @@ class Watch:
         for base in kind.__mro__:
             file = vars(base).get("forward")
             names_of_file = getattr(file, "__globals__", None)
-            if names_of_file is None or base in _BASES or id(names_of_file) in self._seen:
+            if names_of_file is None or base in BASES or id(names_of_file) in self._seen:
                 continue
             self._seen.add(id(names_of_file))
             used = {n: v for n, v in names_of_file.items() if isinstance(v, (FunctionType, type, ModuleType))}
             self._note(str(names_of_file.get("__name__")), _LOOKUPS, names_of_file, _paired(used))
-
-
-def undeclared(module: nn.Module) -> str:
-    """Why it is not known that a module's forward does nothing that a recorded step would miss; "" if it is known.
-
-    transformers', torch's and our own do nothing of the kind. Others, and what is derived from ours, must say so by
-    `capturable = True`.
-    """
-    if "capturable" in vars(module):
-        return ""
-    for name in ("forward", "__call__"):
-        if name in vars(module):
-            return f"has a {name} of its own"
-    for base in type(module).__mro__:
-        why = _strange_part(base)
-        if why and ("capturable" not in vars(base) or is_trusted(base.__module__)):
-            return f"is a {type(module).__qualname__}, {why}; capturable = True says that a replay misses nothing"
-        if "capturable" in vars(base):
-            return ""
-    return ""
-
-
-def _strange_part(base: type) -> str:
-    """What of a class is neither torch's nor transformers' nor ours, or ""."""
-    functions = {name: value for name, value in vars(base).items() if callable(value)}
-    if not is_trusted(base.__module__):
-        return f"whose {next(iter(functions))} is from {base.__module__}" if functions else ""
-    names = ("forward", "__call__") if base in _BASES else functions
-    found = ((name, _stranger(functions.get(name))) for name in names)
-    return next((f"whose {name} is from {file}" for name, file in found if file), "")
-
-
-def is_trusted(name: str) -> bool:
-    """Whether a Python module is one of a package that is known."""
-    return name.partition(".")[0] in _TRUSTED or name in ("builtins", "abc", "typing")
-
-
-def _stranger(function: Any) -> str:
-    """The file that a function, or what it wraps, is from if that is not known. Decorators copy names, but not this."""
-    while function is not None:
-        file = getattr(function, "__globals__", {}).get("__name__", "torch")
-        if not is_trusted(file):
-            return str(file)
-        function = getattr(function, "__wrapped__", None)
-    return ""
-
-
-def replaced_method(model: Any, names: Iterable[str]) -> str:
-    """The first of a model's methods that is not its own class's, or not of a class that is known; "" if all are."""
-    for name in names:
-        own = getattr(type(model), name, None)
-        here = vars(model).get(name)
-        bound = here is None or (getattr(here, "__func__", None) is own and here.__self__ is model)
-        if not bound or _stranger(own):
-            return name
-    return ""
 
 
 def _paired(values: Mapping[Any, Any]) -> tuple[Any, ...]:
@@ -229,9 +168,3 @@ def _address(tensor: Tensor) -> int | None:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def active_mode() -> str:
-    """The class of a mode of torch that sees every operation and is on, or "": of a recorded step it would see none."""
-    mode = _get_current_dispatch_mode()
-    return type(mode).__name__ if mode is not None else ""

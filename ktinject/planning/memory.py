@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ktinject.generation.graph_runner import bucket_of
+from ktinject.generation.cache import bucket_of
 from ktinject.hf import models
 from ktinject.hf.layers import Layers
 from ktinject.machine import device_of

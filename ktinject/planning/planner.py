@@ -161,7 +161,7 @@ def _cut(
         if item.operator.across == "none":
             text = f"{item.rule.operator} does not run with tp (tensor parallelism over processes)"
             raise PlanError(
-                str(item.rule.rank_and_size().refusal(f"{text}. Use another operator, or leave tp out."))
+                str(item.rule.place().refusal(f"{text}. Use another operator, or leave tp out."))
             )
     taken = [item.path for item in found if not isinstance(item.module, nn.Linear)]
     return tensor_parallel.choose(model, group.size, taken)

@@ -96,7 +96,7 @@ def blaming(rule: Rule, where: str, operator: str) -> Iterator[None]:
             raise
         text = str(error) if isinstance(error, OperatorError) else f"{type(error).__name__}: {error}"
         named = text if text.startswith(f"{operator}:") else f"{operator}: {text}"
-        raise OperatorError(str(rule.rank_and_size().refusal(f"{where}: {named}"))) from error
+        raise OperatorError(str(rule.place().refusal(f"{where}: {named}"))) from error
 
 
 def find_modules(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[Found], dict[str, tuple[str, ...]]]:
@@ -207,7 +207,7 @@ def find_entries(
                 )
             )
     if refused:
-        places = {item.rule.name: item.rule.rank_and_size() for item in found}
+        places = {item.rule.name: item.rule.place() for item in found}
         lines = [
             str(places[rule].refusal(f"{text}; matched {some(paths)}. {remedies[rule, text]}"))
             for (rule, text), paths in refused.items()

@@ -26,6 +26,7 @@ from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.operators.cpu_linear import CpuLinear
 from ktinject.operators.cpu_router import CpuRouter
+from ktinject.support import SUPPORTED, Support
 
 logger = logging.getLogger("ktinject")
 
@@ -59,7 +60,7 @@ class NativeDecoder:
     """The model on one token a row, as `graph.Forward`.
 
     is_proven  whether all layers have agreed, so that steps run natively
-    refused    why they never will
+    support    whether they may: no, and why, once a layer is unknown or has disagreed
 
     Until it is proven, a step is the model's own, and layers are compared.
     """
@@ -67,11 +68,11 @@ class NativeDecoder:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
         self._caches: weakref.WeakKeyDictionary[Cache, Any] = weakref.WeakKeyDictionary()
-        self.is_proven, self.refused = False, ""
+        self.is_proven, self.support = False, SUPPORTED
         try:
             self._layers = _Layers(model)
         except _Unknown as error:
-            self.refused = str(error)
+            self.support = Support.no(str(error))
             return
         self._unproven = dict.fromkeys(range(len(self._layers)), _TRIES)  # layer → tries left
 
@@ -86,7 +87,7 @@ class NativeDecoder:
             out = self._run(call, x[:, 0], layers.rotary(x, positions), 0, len(layers), layers.norm)
             head: Tensor = model.lm_head(out)
             return head
-        model = model if self.refused else self._comparing(model, call)
+        model = self._comparing(model, call) if self.support else model
         return loop.logits_of(model, ids, mask, positions, cache)
 
     def prove(self, step: Callable[[], None], again: Callable[[], None]) -> None:
@@ -96,7 +97,7 @@ class NativeDecoder:
         again   puts the cache back to what it was before
         """
         for _ in range(_TRIES):
-            if self.is_proven or self.refused:
+            if self.is_proven or not self.support:
                 return
             step()
             again()
@@ -105,7 +106,7 @@ class NativeDecoder:
 
     def refresh(self) -> None:
         """Read anew what the native layers hold a copy of; for each request."""
-        if not self.refused:
+        if self.support:
             for copy, source in self._layers.copies:
                 copy.copy_(source)
 
@@ -201,8 +202,8 @@ class NativeDecoder:
             raise _Unknown(why)
 
     def _refuse(self, why: str) -> None:
-        if not self.refused:
-            self.is_proven, self.refused = False, why
+        if self.support:
+            self.is_proven, self.support = False, Support.no(why)
             logger.info("decode steps keep transformers' own operations: %s", why)
 
 

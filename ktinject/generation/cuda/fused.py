@@ -25,6 +25,7 @@ from ktinject.distributed.process_group import ProcessGroup
 from ktinject.generation import twin
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.fused_steps import Step, is_layer, known
+from ktinject.support import Support
 
 logger = logging.getLogger("ktinject")
 
@@ -103,7 +104,7 @@ class Fused:
                 reason = f"{type(error).__name__}: {error}"
             if self._group is not None:
                 # Parts exchange what they compute: all processes must compare and replace the same ones.
-                reason = next((said for said in self._group.all_gather(reason) if said), "")
+                reason = self._group.all_support(Support(not reason, reason)).reason
             if reason:
                 self.refused[path] = reason
                 logger.info("%s: its decode step keeps its own kernels: %s", path, reason)

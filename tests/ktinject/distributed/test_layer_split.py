@@ -92,7 +92,7 @@ def test_two_gpus_give_the_same_tokens(name: str, operator: str, tmp_path: Path)
             sampled.append(model.generate(**arguments, do_sample=True, temperature=0.7))
         assert torch.equal(*sampled)
     runner = two.ktinject_decoding.runners[3]
-    assert {str(keys.device) for keys, _ in runner._cache} == {"cuda:0", "cuda:1"}
+    assert {str(keys.device) for keys, _ in runner.cache.layers} == {"cuda:0", "cuda:1"}
     assert runner.replays > runner.captures and {len(step.parts) for step in runner._steps.values()} == {3}
 
 

@@ -16,6 +16,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 import ktinject
 from ktinject.generation import twin
 from ktinject.generation.cuda import fused
+from ktinject.support import Support
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SIZES: dict[str, dict[str, Any]] = {
@@ -57,7 +58,7 @@ class TestLayersWithLatents:
         for graphs in (True, False):
             model = layered(rules, family="deepseek_v3")
             if not graphs:
-                model.ktinject_decoding.graphs = "for comparison"
+                model.ktinject_decoding.graphs = Support.no("for comparison")
             recorder = _Recorder()
             arguments = {**prompt(batch, device="cuda"), "eos_token_id": None, "do_sample": True}
             torch.manual_seed(1)
@@ -94,7 +95,7 @@ class TestWholeLayers:
         for graphs in (True, False):
             model = layered(rules)
             if not graphs:
-                model.ktinject_decoding.graphs = "for comparison"
+                model.ktinject_decoding.graphs = Support.no("for comparison")
             recorder = _Recorder()
             arguments = {**prompt(batch, device="cuda"), "eos_token_id": None, "do_sample": True}
             torch.manual_seed(1)
@@ -204,8 +205,8 @@ def test_processes_refuse_the_same() -> None:
     """What one of several processes finds to differ, none replaces: parts exchange what they compute."""
 
     class Others:
-        def all_gather(self, reason: str) -> list[str]:
-            return [reason, self.reason]
+        def all_support(self, support: Support) -> Support:
+            return support and Support(not self.reason, self.reason)
 
     module, others = nn.Identity(), Others()
     found = fused.Fused(nn.Module(), others)

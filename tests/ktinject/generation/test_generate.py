@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, LogitsProcessor, PreTrainedModel
 
 import ktinject
-from ktinject.generation.graph_runner import bucket_of
+from ktinject.generation.cache import bucket_of
 from ktinject.model_class import own_class
 from ktinject.operators import register_operator
+from ktinject.support import SUPPORTED
 
 torch.set_num_threads(1)
 FAMILIES = ["qwen3_moe", "deepseek_v3"]
@@ -120,7 +121,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 def with_runner(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """The same, its requests on the tensors of a graph, though nothing can be captured on a CPU."""
     decoding = model.ktinject_decoding
-    found, decoding.graphs = decoding.graphs, ""
+    found, decoding.graphs = decoding.graphs, SUPPORTED
     yield model
     decoding.graphs = found
     decoding.release()
@@ -168,7 +169,7 @@ def test_a_longer_request_gets_a_longer_cache(with_runner: PreTrainedModel) -> N
             arguments["max_length"] = 300
         ours = with_runner.generate(**arguments)
         assert torch.equal(ours, stock(with_runner, **arguments))
-        capacities.append(runners[2].capacity)
+        capacities.append(runners[2].cache.capacity)
     assert capacities == [256, 512, 512]
 
 
@@ -253,7 +254,7 @@ def test_a_static_cache_that_was_asked_for_is_taken_over(with_runner: PreTrained
     assert torch.equal(with_runner.generate(**arguments), stock(with_runner, **arguments))
     assert (
         with_runner.ktinject_decoding.reason
-        == next(iter(with_runner.ktinject_decoding.runners.values())).failure
+        == next(iter(with_runner.ktinject_decoding.runners.values())).graphs.reason
     )
 
 
@@ -349,7 +350,7 @@ def test_a_model_that_is_dropped_takes_its_lanes_along() -> None:
     import weakref
 
     model = swapped("qwen3_moe")
-    model.ktinject_decoding.graphs = ""
+    model.ktinject_decoding.graphs = SUPPORTED
     model.generate(**prompt())
     runner = weakref.ref(model.ktinject_decoding.runners[3])
     del model

@@ -16,6 +16,7 @@ from test_generate import PLAIN, STOCK, name_of, prompt, stock, swapped
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, PreTrainedModel
 
 import ktinject
+from ktinject.support import Support
 
 MODELS = Path(__file__).parents[3] / "examples/models"
 
@@ -70,7 +71,7 @@ def test_one_capture_serves_every_later_request(model: PreTrainedModel) -> None:
 def test_a_long_answer_moves_to_longer_stretches(model: PreTrainedModel) -> None:
     arguments = {**prompt(2, 100, "cuda"), "max_new_tokens": 600, "eos_token_id": None}
     ours = model.generate(**arguments)
-    assert model.ktinject_decoding.runners[2].capacity == 1024
+    assert model.ktinject_decoding.runners[2].cache.capacity == 1024
     eager = stock(model, **arguments)
     assert (ours == eager).float().mean() > 0.99 or (ours != eager).any(0).nonzero()[0] > 300
 
@@ -166,7 +167,7 @@ def test_experts_on_the_cpu_within_the_graph(batch: int) -> None:
         swapped("qwen3_moe", operator, "cuda", hidden_size=64, head_dim=32)
         for operator in ("hybrid_experts", "hybrid_experts", "cpu_experts")
     )
-    eager.ktinject_decoding.graphs = "for comparison"
+    eager.ktinject_decoding.graphs = Support.no("for comparison")
     arguments = prompt(batch, device="cuda")
     wanted = graphs.generate(**arguments)
     assert graphs.ktinject_decoding.last == "graph loop", graphs.ktinject_decoding.reason
@@ -207,7 +208,7 @@ def test_the_trained_models_write_in_graphs_what_they_write_eagerly(folder: Path
     model = ktinject.load(folder, devices=["cuda:0"], progress=False)
     assert model.dtype == torch.bfloat16
 
-    graphs, model.ktinject_decoding.graphs = model.ktinject_decoding.graphs, "for comparison"
+    graphs, model.ktinject_decoding.graphs = model.ktinject_decoding.graphs, Support.no("for comparison")
     tokens, logits = reference.write(model, prompts, steps)
     rounding = reference.Rounding.between(logits, reference.read(plain, prompts, tokens))
     model.ktinject_decoding.graphs = graphs

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 import ktinject
 from ktinject import OperatorError
 from ktinject.generation.cpu.native_decoder import NativeDecoder
-from ktinject.generation.generate import _forward
+from ktinject.generation.decoding import run_model
 from ktinject.generation.graph_runner import GraphRunner
 from tests.models import tiny
 
@@ -44,7 +44,7 @@ def swapped(family: str, weights: str = "bf16", **config: Any) -> PreTrainedMode
 
 
 def stock_step(model: PreTrainedModel) -> Any:
-    return functools.partial(_forward, weakref.ref(model), None)
+    return functools.partial(run_model, weakref.ref(model), None)
 
 
 def logits_of(
@@ -85,11 +85,11 @@ def assert_as_exact_as_its_own(
     """Native steps differ from the model's own by roundings, and from the truth by no more than these do."""
     native = NativeDecoder(model)
     logits_of(model, native)
-    assert native.is_proven, native.refused
+    assert native.is_proven, native.support.reason
     ours, our_runner = logits_of(model, native)
     theirs, their_runner = logits_of(model, stock_step(model))
     assert difference(ours, theirs) <= tolerance
-    for mine, own in zip(our_runner._cache, their_runner._cache):
+    for mine, own in zip(our_runner.cache.layers, their_runner.cache.layers):
         assert all(difference(x[:, :, :15], y[:, :, :15]) <= tolerance for x, y in zip(mine, own))
     want, _ = logits_of(truth, stock_step(truth))
     assert difference(ours, want) <= 1.3 * difference(theirs, want)
@@ -181,9 +181,9 @@ class TestGenerate:
         long = {**prompt(3), "input_ids": ids, "attention_mask": mask}
         runners = model.ktinject_decoding.runners
         model.generate(**prompt(3))  # which proves the steps
-        short, capacity = model.generate(**prompt(3)), runners[3].capacity
+        short, capacity = model.generate(**prompt(3)), runners[3].cache.capacity
         want = model.generate(**long)
-        assert capacity == 256 and runners[3].capacity == 512
+        assert capacity == 256 and runners[3].cache.capacity == 512
         with pytest.raises(KeyboardInterrupt):
             model.generate(**long, streamer=_Interrupt())
         assert torch.equal(model.generate(**prompt(3)), short)
@@ -287,8 +287,8 @@ class TestRefusals:
     def test_layers_that_are_not_swapped(self) -> None:
         model = tiny("qwen3_moe").bfloat16()
         ktinject.optimize(model, ALL[:2], devices=["cpu"], progress=False)
-        assert "layer 0: " in NativeDecoder(model).refused
-        assert "has a Linear as q_proj, not a CpuLinear" in NativeDecoder(model).refused
+        assert "layer 0: " in NativeDecoder(model).support.reason
+        assert "has a Linear as q_proj, not a CpuLinear" in NativeDecoder(model).support.reason
 
     def test_attention_with_another_kind_of_mask(self) -> None:
         model = swapped("qwen3_moe")

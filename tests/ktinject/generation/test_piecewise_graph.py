@@ -20,6 +20,7 @@ from ktinject.distributed import layer_split
 from ktinject.errors import OperatorError
 from ktinject.generation import piecewise_graph
 from ktinject.operators.hybrid_experts import HybridExperts
+from ktinject.support import SUPPORTED
 
 gpu = pytest.mark.gpu
 
@@ -109,7 +110,7 @@ def test_what_lies_elsewhere_is_copied_from_there_at_each_replay() -> None:
 def test_borders_change_nothing_on_the_tensors_of_a_graph() -> None:
     """Without a GPU: all that layers are given crosses, at each step, through the runner's own cache."""
     model = cut(swapped("qwen3_moe", num_hidden_layers=4), "cpu")
-    model.ktinject_decoding.graphs = ""
+    model.ktinject_decoding.graphs = SUPPORTED
     arguments = prompt()
     found = model.generate(**arguments)
     assert "CUDA graphs" in model.ktinject_decoding.reason, "the runner's own: it was used"

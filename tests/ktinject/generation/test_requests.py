@@ -147,7 +147,7 @@ def test_a_cache_grows_with_the_text_and_not_with_what_is_allowed(model: PreTrai
     wanted = stock(model, **arguments)
     assert torch.equal(model.generate(**arguments), wanted)
     assert model.ktinject_decoding.last == "native loop"
-    assert model.ktinject_decoding.runners[2].capacity == 256
+    assert model.ktinject_decoding.runners[2].cache.capacity == 256
 
 
 @pytest.mark.parametrize("how", [{}, {"max_time": 1e6}], ids=["own loop", "stock loop"])
@@ -156,7 +156,7 @@ def test_a_text_that_outgrows_its_cache_goes_on(model: PreTrainedModel, how: dic
     model.ktinject_decoding.release()
     grown = model.generate(**arguments)
     runner = model.ktinject_decoding.runners[2]
-    assert runner.capacity == 1024
+    assert runner.cache.capacity == 1024
     assert torch.equal(grown, model.generate(**arguments)), "from a cache that is long enough at once"
     assert model.ktinject_decoding.runners[2] is runner
 

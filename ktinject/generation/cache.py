@@ -1,0 +1,211 @@
+"""The cache of recorded decode steps: tensors that stay where they are.
+
+    eager prefill ──► its cache ──► `FixedCache.begin` copies it
+                                    `FixedCache.bucket` is what a step sees: the first 256, 512, 1024 … positions
+
+A captured graph holds addresses and sizes. So one `FixedCache` holds the longest request so far, rounded up to a power
+of two, and a step sees the smallest bucket, a power of two again, that holds what there is. Attention over the empty
+rest costs at most as much as over what is there, and nothing is captured again until a request needs a longer cache. On
+the CPU, where no graph holds an address, the cache grows with the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, StaticCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
+
+from ktinject.generation.cuda.decode_ops import advance
+from ktinject.generation.piecewise_graph import Stages
+from ktinject.support import SUPPORTED, Support
+
+_SMALLEST_BUCKET = 256
+
+
+def bucket_of(tokens: int) -> int:
+    """The size of the smallest bucket that holds so many tokens."""
+    return max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length())
+
+
+class BucketLayer(CacheLayerMixin):
+    """A bucket of one layer's cache. Layers share the next token's position, where transformers' count each."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, cache_position: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.cache_position = keys, values, cache_position
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass  # it always is
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.cache_position, key_states)
+        self.values.index_copy_(2, self.cache_position, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> Any:
+        return self.cache_position  # a tensor, as transformers' static layers give
+
+    def get_max_length(self) -> int:
+        return self.keys.shape[2]
+
+
+class KVBucket(Cache):
+    """What a step sees of a `FixedCache`.
+
+    stages  how the step goes on where the next layers are on another GPU
+    """
+
+    def __init__(self, layers: Sequence[BucketLayer], cache_position: Tensor) -> None:
+        super().__init__(layers=[*layers])
+        self.stages: Stages | None = None
+        self._cache_position = cache_position
+
+    def transfer(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """As `Stages.transfer`. The next token's position goes along, for the layers on that GPU."""
+        assert self.stages is not None
+        if device == self._cache_position.device:
+            return self.stages.transfer(tensors, device)
+        *there, cache_position = self.stages.transfer([*tensors, self._cache_position], device)
+        for layer in self.layers:
+            if layer.keys.device == device:
+                layer.cache_position = cache_position
+        return there
+
+
+class FixedCache:
+    """Keys, values, mask and positions of the requests of one batch size, one after the other.
+
+    layers          keys and values of each layer, [b, h, capacity, d]
+    capacity        tokens that there is room for
+    mask            [b, 1, 1, capacity] bool: what the next step may attend to
+    positions       [b, 1] int64: of the next tokens in their rows
+    cache_position  [1] int64: of the next token in the cache
+    """
+
+    def __init__(self, like: Cache, capacity: int, batch: int, device: torch.device) -> None:
+        """Take the memory. Raises torch.OutOfMemoryError.
+
+        like      a cache that a prefill left: the shapes of its keys and values are taken
+        capacity  a bucket's size
+        device    of mask and positions; keys and values are where those of `like` are
+        """
+        self.capacity, self.device = capacity, device
+        # Made outside of inference mode, whose tensors could not be written outside of it later.
+        with torch.inference_mode(False):
+            self.layers = [
+                (_empty(layer.keys, capacity), _empty(layer.values, capacity)) for layer in like.layers
+            ]
+            self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+            self.cache_position = torch.zeros(1, dtype=torch.int64, device=device)
+            self.mask = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device=device)
+        self._used = 0  # tokens of this request
+        self._written = 0  # tokens that keys and values hold, of this request or the one before
+        self._buckets: dict[int, KVBucket] = {}
+
+    @property
+    def state(self) -> list[Tensor]:
+        """What a step changes, beside keys and values."""
+        return [self.positions, self.cache_position, self.mask]
+
+    def begin(self, cache: Cache, length: int, mask: Tensor | None, positions: Tensor | None) -> None:
+        """Take over what a prefill left.
+
+        cache      its layers' keys and values, [b, h, n ≥ length, d]
+        length     tokens in it
+        mask       [b, ≥ length], 0 or False for padding; None: there is none
+        positions  [b or 1, 1] of the next token; None: `length`
+        """
+        for (keys, values), layer in zip(self.layers, cache.layers):
+            keys[:, :, :length].copy_(layer.keys[:, :, :length])
+            values[:, :, :length].copy_(layer.values[:, :, :length])
+            # What a failed request left is not finite, which a mask does not hide.
+            keys[:, :, length : self._written].zero_()
+            values[:, :, length : self._written].zero_()
+        self._used = self._written = length
+        self.mask.zero_()
+        self.mask[:, 0, 0, : length + 1] = True
+        if mask is not None:
+            self.mask[:, 0, 0, :length] = mask[:, :length] != 0
+        self.cache_position.fill_(length)
+        self.positions.copy_(self.cache_position if positions is None else positions)
+
+    def reserve(self) -> int:
+        """Make room for one more token; returns the size of the bucket that the next step needs."""
+        self._used += 1
+        on_cpu = self.device.type == "cpu"
+        if on_cpu and self._used > self.capacity:
+            self._grow()
+        self._written = max(self._written, self._used)
+        # A step on the CPU reads no empty position, so there one bucket is enough.
+        return self.capacity if on_cpu else bucket_of(self._used)
+
+    def bucket(self, size: int) -> KVBucket:
+        if size not in self._buckets:
+            layers = [
+                BucketLayer(k[:, :, :size], v[:, :, :size], self.cache_position) for k, v in self.layers
+            ]
+            self._buckets[size] = KVBucket(layers, self.cache_position)
+        return self._buckets[size]
+
+    def advance(self) -> None:
+        """What follows from a token more."""
+        advance(self.cache_position, self.positions, self.mask)
+
+    def _grow(self) -> None:
+        """Double the capacity, layer by layer, so that only one layer is in memory twice."""
+        capacity = 2 * self.capacity
+        self._buckets.clear()
+        with torch.inference_mode(False):
+            for index, tensors in enumerate(self.layers):
+                longer = [_empty(tensor, capacity) for tensor in tensors]
+                for tensor, new in zip(tensors, longer):
+                    new[:, :, : self._written].copy_(tensor[:, :, : self._written])
+                self.layers[index] = (longer[0], longer[1])
+            mask = torch.zeros(*self.mask.shape[:-1], capacity, dtype=torch.bool, device=self.device)
+            mask[..., : self.capacity] = self.mask
+            # The last step found no room in the mask to allow this position.
+            mask[..., self._used - 1] = True
+        self.mask, self.capacity = mask, capacity
+
+
+def _empty(like: Tensor, capacity: int) -> Tensor:
+    batch, heads, _, size = like.shape
+    try:
+        return torch.zeros(batch, heads, capacity, size, dtype=like.dtype, device=like.device)
+    except RuntimeError as error:  # what the CPU says, or a size beyond 64 bits
+        raise torch.OutOfMemoryError(f"a cache of {capacity} tokens: {error}") from None
+
+
+def kind_support(cache: Any) -> Support:
+    """Whether a request's cache is of a kind that a `FixedCache` can take over."""
+    wanted = {DynamicCache: DynamicLayer, StaticCache: StaticLayer}.get(type(cache))
+    odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not wanted}
+    if wanted is None or odd or cache.offloading:
+        kinds = ", ".join(sorted(odd)) or "offloaded layers"
+        return Support.no(f"the cache is a {type(cache).__name__} of {kinds}")
+    return SUPPORTED
+
+
+def length_support(cache: Any, prompt: Tensor) -> Support:
+    """Whether a cache holds the tokens of the prompt, [b, n], and no others."""
+    held = int(cache.get_seq_length()) if cache is not None else 0
+    if held == prompt.shape[1]:
+        return SUPPORTED
+    return Support.no(f"the cache holds {held} tokens, the prompt {prompt.shape[1]}")
+
+
+def give_back(cache: DynamicCache | StaticCache) -> None:
+    """Free a cache that was copied; nobody else holds it."""
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()

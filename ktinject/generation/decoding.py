@@ -1,0 +1,236 @@
+"""How a swapped model decodes: what is captured of it, and who may use that when."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from ktinject.distributed.process_group import ProcessGroup
+from ktinject.errors import OperatorError
+from ktinject.generation import eligibility, loop
+from ktinject.generation.cache import bucket_of
+from ktinject.generation.cpu.native_decoder import NativeDecoder
+from ktinject.generation.cuda.fused import Fused
+from ktinject.generation.graph_runner import GraphRunner
+from ktinject.generation.watch import Watch
+from ktinject.operators.offload.handoff import Handoff, wake
+from ktinject.support import SUPPORTED, Support
+
+logger = logging.getLogger("ktinject")
+
+
+class Decoding:
+    """`model.ktinject_decoding`.
+
+    graphs    whether decode steps can run as CUDA graphs, and why not
+    last      how the last request ran: "graph loop", "eager loop", "graph, stock loop: why" or "stock loop: why"
+    reason    why the last request ran without graphs, or not all of it; "" if it ran with them
+    requests  the same words → how many requests
+    runners   batch size → what is captured for it
+    """
+
+    def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
+        self.group = group
+        self.graphs = eligibility.graph_support(model)
+        self.last, self.reason = "", ""
+        self.requests: Counter[str] = Counter()
+        self.runners: dict[int, GraphRunner] = {}
+        self._native: NativeDecoder | None = None
+        self._fused: Fused | None = None
+        self._fuses = True
+        self._model = weakref.ref(model)
+        self._watch: Watch | None = None  # of the model that is recorded
+        self._recordable = SUPPORTED  # whether that model can be
+        self._handoffs = [
+            o.handoff for o in model.modules() if isinstance(getattr(o, "handoff", None), Handoff)
+        ]
+        if group is not None:
+            group.add_check(self.check)
+        self._turn = threading.Lock()
+        self._owner: int | None = None
+        self._process = os.getpid()
+        self._local = threading.local()
+
+    @property
+    def replay(self) -> Callable[..., Any] | None:
+        """What the stock loop calls for the model, during one request of this thread."""
+        return getattr(self._local, "replay", None)
+
+    @replay.setter
+    def replay(self, replay: Callable[..., Any] | None) -> None:
+        self._local.replay = replay
+
+    @property
+    def native(self) -> NativeDecoder | None:
+        """Decode steps of a model that stands on the CPU; None: of others, or before the first request."""
+        return None if self.graphs else self._native
+
+    @property
+    def fused(self) -> Fused | None:
+        """The modules that compute with few kernels in captured steps; None before the first captured request.
+
+        Set to None before the first request, all modules keep transformers' kernels.
+        """
+        return self._fused
+
+    @fused.setter
+    def fused(self, nothing: None) -> None:
+        self._fused, self._fuses = None, False
+
+    def release(self) -> None:
+        """Give back all captured graphs and their caches; the next request captures again."""
+        self.runners.clear()
+        self._native = None
+
+    def check(self) -> None:
+        """Raise what went wrong on the CPU in replays whose results were looked at. Raises OperatorError."""
+        for handoff in self._handoffs:
+            handoff.check()
+
+    def drain(self) -> None:
+        """Discard errors from steps queued after a failed one; they belong to the same request."""
+        for handoff in self._handoffs:
+            handoff.forget()
+
+    def note(self, how: str, why: str) -> None:
+        """Remember how a request runs; a reason is logged once."""
+        self.last, self.reason = how, why
+        if why and not self.requests[how]:
+            level = logging.DEBUG if why == self.graphs.reason else logging.WARNING
+            model = self._model()
+            on_cpu = model is not None and model.device.type == "cpu"
+            without = "its own decode steps" if on_cpu else "CUDA graphs"
+            logger.log(level, "generate runs without %s: %s", without, why)
+        self.requests[how] += 1
+
+    @contextmanager
+    def turn(self) -> Iterator[Support]:
+        """One request at a time uses the runners, other threads wait. Gives whether this request may."""
+        # A forked child has neither the thread that had the turn nor what that thread was doing.
+        if self._process != os.getpid():
+            self._turn, self._owner, self._process = threading.Lock(), None, os.getpid()
+            self.release()
+        model = self._model()
+        if not self.graphs and (model is None or model.device.type != "cpu" or self.group is not None):
+            yield self.graphs
+        elif self._owner == threading.get_ident():
+            yield Support.no("it is called from within another request of this model")
+        else:
+            with self._turn:
+                self._owner = threading.get_ident()
+                try:
+                    yield SUPPORTED
+                finally:
+                    self._owner = None
+
+    def request_support(
+        self, input_ids: Tensor, model_kwargs: Mapping[str, Any], config: GenerationConfig
+    ) -> Support:
+        """Whether this request can run in recorded steps. To be called in one's turn."""
+        model = self._model()
+        assert model is not None
+        request = eligibility.request_support(model, input_ids, model_kwargs, config)
+        return request and self.model_support()
+
+    def model_support(self) -> Support:
+        """Whether steps of the model as it is can be recorded. To be called in one's turn.
+
+        What was recorded of the model before it changed is dropped.
+        """
+        model = self._model()
+        assert model is not None
+        is_same = self._watch is not None and not self._watch.change()
+        if self.group is not None:
+            is_same = self.group.all_agree(is_same)
+        if not is_same:
+            self._look_at(model)
+        if not self._recordable or self.graphs:
+            return self._recordable
+        if self.group is not None:
+            return Support.no("several processes share the model")
+        self._native = self._native or NativeDecoder(model)
+        return self._native.support
+
+    def _look_at(self, model: PreTrainedModel) -> None:
+        """Note the model as it is now."""
+        self.release()
+        self._fused = None
+        watch, support = Watch(model), eligibility.recording_support(model)
+        if self.group is not None:
+            support = self.group.all_support(support)
+        # In this order: an interrupt between the two makes the next request look again.
+        self._recordable = support
+        self._watch = watch
+
+    def runner(self, cache: Any, logits: Tensor, tokens: int) -> tuple[GraphRunner | None, Support]:
+        """The runner of a request of up to so many tokens; None, and why, if there is no room for one."""
+        batch = len(logits)
+        if self.native is not None:
+            tokens = int(cache.get_seq_length()) + 1  # its cache grows
+        found = self.runners.get(batch)
+        if found is not None and found.cache.capacity >= tokens:
+            return found, SUPPORTED
+        self.runners.pop(batch, None)
+        del found
+        runner: GraphRunner | None = None
+        support = SUPPORTED
+        try:
+            runner = self._new_runner(cache, logits, tokens)
+        except torch.OutOfMemoryError:
+            self.release()
+            support = Support.no(f"there is no room for a captured cache of {bucket_of(tokens)} tokens")
+        if self.group is not None and not self.group.all_agree(runner is not None):
+            support = support and Support.no("another process has no room for a captured cache")
+            runner = None
+        if runner is not None:
+            self.runners[batch] = runner
+        return runner, support
+
+    def _new_runner(self, cache: Any, logits: Tensor, tokens: int) -> GraphRunner:
+        """Raises torch.OutOfMemoryError."""
+        model = self._model()
+        assert model is not None and self._watch is not None, "a request that was not refused"
+        if self._fuses and self._fused is None and logits.is_cuda:
+            self._fused = Fused(model, self.group)
+        return GraphRunner(
+            self.native or functools.partial(run_model, self._model, self._fused),
+            wake if self._handoffs else lambda: None,
+            cache,
+            tokens,
+            logits,
+            own=functools.partial(run_model, self._model, None),
+            change=self._watch.change,
+        )
+
+
+def run_model(
+    reference: weakref.ref[PreTrainedModel],
+    fused: Fused | None,
+    ids: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    cache: Any,
+) -> Tensor:
+    """The model, or its fused twin, on one token a row → logits [b, v].
+
+    reference  weak, for a runner must not keep its model alive
+    Raises     OperatorError if the model's attention was changed within a request
+    """
+    model = reference()
+    assert model is not None
+    if not (attention := eligibility.attention_support(model)):
+        raise OperatorError(
+            f"generate: {attention.reason}, of which a request's mask is made. Change it between requests."
+        )
+    return loop.logits_of(model if fused is None else fused, ids, mask, positions, cache)

@@ -1,0 +1,170 @@
+"""Which requests run in recorded steps (CUDA graphs, or the native decoder) and in our own loop, and why others do not.
+
+Three questions, each answered by a `Support`:
+
+    graph_support       of a model, once: can its steps ever be captured?
+    recording_support   of a model as it is now: would a recorded step miss anything?
+    request_support     of one request: does it ask for anything that a recorded step does not give?
+
+and `read_plain`: can our own loop run the request, or must transformers' loop?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StopStringCriteria,
+)
+
+from ktinject.generation import cache, sampling, trust
+from ktinject.generation.graph_runner import MAX_BATCH
+from ktinject.generation.sampling import Request, Sampling
+from ktinject.operators import Operator
+from ktinject.support import SUPPORTED, Support
+
+# What a captured step makes itself, or what was used when the request was prepared.
+_KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "tokenizer"}
+_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
+# Methods that decide what a step is given. A recorded step does not call them.
+_PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "__call__")
+# transformers' hooks that record what was asked for with output_…=True, and else do nothing; they stay once set.
+_RECORDING = "transformers.utils.output_capturing"
+
+
+def graph_support(model: PreTrainedModel) -> Support:
+    """Whether decode steps of a swapped model can be captured at all."""
+    devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
+    plan = getattr(model, "ktinject", None)
+    is_planned = len(devices) == 1 or (plan is not None and {*devices} <= {*plan.device_map.values()})
+    if not is_planned or not all(device.startswith("cuda") for device in devices):
+        where = ", ".join(devices)
+        return Support.no(
+            f"what is not swapped stands on {where}; it must stand on one GPU, or by layers on several"
+        )
+    fixed = {o.name for o in model.modules() if isinstance(o, Operator) and not o.capturable}
+    if fixed:
+        return Support.no(f"{', '.join(sorted(fixed))} cannot be captured")
+    if not model._can_compile_fullgraph:
+        return Support.no(f"transformers does not say that {type(model).__name__} is free of host decisions")
+    return attention_support(model)
+
+
+def attention_support(model: PreTrainedModel) -> Support:
+    """Whether masks are made for attention of the kind that is captured."""
+    attention = model.config.get_text_config()._attn_implementation
+    if attention == "sdpa":
+        return SUPPORTED
+    return Support.no(f"attention runs as {attention!r}; captured is 'sdpa'")
+
+
+def recording_support(model: PreTrainedModel) -> Support:
+    """Whether a recorded step would miss nothing of the model as it is now."""
+    if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+        return Support.no("there are hooks on all modules")
+    for path, module in model.named_modules():
+        where = path or "the model"
+        if type(module).__module__.startswith("peft."):
+            return Support.no("there are adapters on the model (PEFT)")
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if not all(map(_is_harmless, hooks)):
+            return Support.no(f"{where} has forward hooks")
+        if module.training:
+            return Support.no("the model is in training mode")
+        if not (replay := trust.replay_support(module)):
+            return Support.no(f"{where} {replay.reason}")
+    if name := trust.replaced_method(model, _PREPARING):
+        return Support.no(f"{name} of the model was replaced, which decides what each step is given")
+    return SUPPORTED if model.device.type == "cpu" else attention_support(model)
+
+
+def _is_harmless(hook: Any) -> bool:
+    return getattr(hook, "capturable", False) or getattr(hook, "__module__", "") == _RECORDING
+
+
+def request_support(
+    model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any], config: GenerationConfig
+) -> Support:
+    """Whether recorded steps can serve a request, if they can serve the model.
+
+    input_ids     [b, n]
+    model_kwargs  what transformers has prepared for the model
+    """
+    held = model_kwargs.get("past_key_values")
+    if len(input_ids) > MAX_BATCH:
+        return Support.no(f"batch size {len(input_ids)}; captured are 1 to {MAX_BATCH}")
+    if input_ids.device != model.device:
+        return Support.no(f"the prompt is on {input_ids.device}, the model on {model.device}")
+    if not config.use_cache or held is None:
+        return Support.no("there is no cache (use_cache=False)")
+    if getattr(held, "_is_user_defined", False):
+        return Support.no("the cache is the caller's own (past_key_values)")
+    if config.cache_implementation not in (None, "static"):
+        return Support.no(f"cache_implementation={config.cache_implementation!r}")
+    if config.return_dict_in_generate:
+        return Support.no("return_dict_in_generate=True returns the cache")
+    if not (kind := cache.kind_support(held)):
+        return kind
+    unknown = {name for name, value in model_kwargs.items() if value is not None} - _KNOWN
+    if unknown:
+        return Support.no(f"the model gets {', '.join(sorted(unknown))}")
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and positions.dim() != 2:
+        return Support.no("positions have more than one dimension")
+    if torch.is_autocast_enabled(model.device.type):
+        return Support.no("autocast is on")
+    if mode := trust.active_mode():
+        return Support.no(f"{mode} is to see every operation")
+    return SUPPORTED
+
+
+@dataclass(frozen=True)
+class PlainRequest:
+    """A request that our own loop can run.
+
+    max_length  tokens, with the prompt
+    stop        transformers' criterion for stop strings, or None
+    """
+
+    sampling: Sampling
+    request: Request
+    max_length: int
+    stop: Any
+
+
+def read_plain(
+    model: Any, processors: Any, criteria: Any, config: GenerationConfig, synced_gpus: bool
+) -> PlainRequest | Support:
+    """The request, or why our own loop cannot run it; the arguments are those of transformers' `_sample`."""
+    if synced_gpus:
+        return Support.no("synced_gpus")
+    if config.return_dict_in_generate or any(getattr(config, name) for name in _OUTPUTS):
+        return Support.no("more than tokens is asked for (return_dict_in_generate, output_…)")
+    if config.is_assistant or model.config.is_encoder_decoder:
+        return Support.no("an assistant, or an encoder and decoder")
+    max_length, stop, ends = 0, None, None
+    for criterion in criteria:
+        kind = type(criterion)
+        if kind is MaxLengthCriteria and not max_length:
+            max_length = criterion.max_length
+        elif kind is EosTokenCriteria and ends is None:
+            ends = criterion.eos_token_id
+        elif kind is StopStringCriteria and stop is None:
+            stop = criterion
+        else:
+            return Support.no(kind.__name__)
+    if not max_length:
+        return Support.no("there is no maximal length")
+    pad = config._pad_token_tensor
+    found = sampling.read(
+        processors, config.do_sample, ends, int(pad) if ends is not None and pad is not None else None
+    )
+    return found if isinstance(found, Support) else PlainRequest(*found, max_length, stop)

@@ -1,0 +1,162 @@
+"""The three kinds of decode step: replayed in our loop, eager in our loop, replayed in transformers' loop."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ktinject.generation.decoding import Decoding
+from ktinject.generation.eligibility import PlainRequest
+from ktinject.generation.graph_runner import GraphRunner
+from ktinject.generation.sampling import Sampler
+from ktinject.support import SUPPORTED, Support
+
+
+def begin(
+    decoding: Decoding,
+    runner: GraphRunner,
+    logits: Tensor,
+    cache: Any,
+    mask: Tensor | None,
+    positions: Tensor | None,
+) -> Support:
+    """Have a runner take over a prefill's cache, which stays as it is. Returns whether the runner's steps may run.
+
+    logits     [b, v] of the prefill
+    mask       [b, n], 0 or False for padding
+    positions  [b or 1, 1] of the next token
+    """
+    take_over = functools.partial(runner.begin, cache, int(cache.get_seq_length()), mask, positions)
+    take_over()
+    native = decoding.native
+    if native is None:
+        return SUPPORTED
+    native.refresh()
+    last = logits
+
+    def step() -> None:
+        nonlocal last
+        runner.ids.copy_(last.argmax(-1, keepdim=True))
+        runner.step()
+        last = runner.logits.clone()
+
+    native.prove(step, take_over)
+    return native.support
+
+
+def last_logits(outputs: Any, input_ids: Tensor) -> Tensor:
+    """[b, v] fp32, a copy: a view would keep the logits of a long prompt alive."""
+    return outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+
+
+class GraphStep:
+    """A `loop.Step` of two replays: the forward pass, then the choice."""
+
+    def __init__(self, runner: GraphRunner, plain: PlainRequest, decoding: Decoding) -> None:
+        self._runner, self._decoding = runner, decoding
+        self._sampling, self.sampler = plain.sampling, runner.sampler(plain.sampling)
+        self.result, self.end_row = self.sampler.result, self.sampler.end_row
+        if decoding.group is not None:
+            self.result = torch.cat([self.result, self.result[:1]])  # a third row, see `check`
+
+    def first(self, logits: Tensor) -> None:
+        self._runner.logits.copy_(logits)
+        self._choose()
+
+    def __call__(self) -> None:
+        self._runner.step()
+        self._choose()
+
+    def _choose(self) -> None:
+        self._runner.choose(self._sampling)
+        if self._decoding.group is not None:
+            self.result[:2].copy_(self.sampler.result)
+            self.result[2].copy_(self._runner.logits[:, 0].isnan())
+
+    def check(self, result: Tensor) -> None:
+        group = self._decoding.group
+        if group is None:
+            self._decoding.check()
+        elif bool(result[2].any()):
+            group.raise_failures()  # all processes see NaN in the same step
+
+
+class EagerStep:
+    """A `loop.Step` as transformers makes it, with our choice of the token."""
+
+    def __init__(
+        self, model: Any, plain: PlainRequest, logits: Tensor, input_ids: Tensor, model_kwargs: dict[str, Any]
+    ) -> None:
+        self._model, self._tokens, self._kwargs = model, input_ids, model_kwargs
+        self.sampler = Sampler(plain.sampling, input_ids[:, -1:].clone(), logits.shape[1])
+        self.result, self.end_row = self.sampler.result, self.sampler.end_row
+
+    def first(self, logits: Tensor) -> None:
+        self.sampler.choose(logits)
+
+    def check(self, result: Tensor) -> None:
+        pass  # the forward pass raises what went wrong
+
+    def __call__(self) -> None:
+        self._tokens = torch.cat([self._tokens, self.sampler.ids], dim=1)
+        inputs = self._model.prepare_inputs_for_generation(
+            self._tokens, next_sequence_length=1 if self._kwargs["use_cache"] else None, **self._kwargs
+        )
+        outputs = self._model(**inputs, return_dict=True)
+        self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
+        self.sampler.choose(last_logits(outputs, self._tokens))
+
+
+class StockReplay:
+    """Stands for the model in the stock loop. The first step with one token shows the shapes; the next ones replay.
+
+    support  whether all steps that could be replayed were
+    """
+
+    def __init__(self, model: Any, max_length: int) -> None:
+        self._model, self._max_length = model, max_length
+        self._steps = 0
+        self._shape: Tensor | None = None
+        self._runner: GraphRunner | None = None
+        self._support = SUPPORTED
+
+    @property
+    def support(self) -> Support:
+        if self._support and self._runner is not None and self._runner.changed:
+            return Support.no(self._runner.changed)
+        return self._support
+
+    def __call__(self, **inputs: Any) -> Any:
+        ids: Tensor = inputs["input_ids"]
+        if self._runner is None and self._shape is not None:
+            self._runner, self._shape = self._begin(inputs, self._shape), None
+        if self._runner is not None:
+            self._runner.ids.copy_(ids)
+            self._runner.step()
+            logits = self._runner.logits[:, None]
+            if (group := self._model.ktinject_decoding.group) is not None:
+                group.raise_if_failed(logits)
+            return CausalLMOutputWithPast(logits=logits, past_key_values=inputs["past_key_values"])
+        outputs = self._model(**inputs)
+        if ids.shape[1] == 1:
+            self._shape = outputs.logits[:, -1] if self._steps == 0 else None
+            self._steps += 1
+        return outputs
+
+    def _begin(self, inputs: dict[str, Any], logits: Tensor) -> GraphRunner | None:
+        decoding: Decoding = self._model.ktinject_decoding
+        self._support = decoding.model_support()
+        if not self._support:
+            return None
+        cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
+        tokens = max(self._max_length, int(cache.get_seq_length()) + 1)
+        runner, self._support = decoding.runner(cache, logits, tokens)
+        if runner is None:
+            return None
+        mask = mask[:, 0, 0] if mask is not None and mask.dim() == 4 else mask
+        self._support = begin(decoding, runner, logits, cache, mask, inputs.get("position_ids"))
+        return runner if self._support else None
