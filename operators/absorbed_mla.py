@@ -43,9 +43,8 @@ class AbsorbedMlaConfig(Config):
     """Arguments of `absorbed_mla` in a rule."""
 
     device: Literal["auto"] = "auto"  # always where the attention's own linears are
-    prefill: Literal["auto", "expanded", "absorbed"] = (
-        "auto"  # how several tokens at once are computed; auto: the cheaper form
-    )
+    # How several tokens at once are computed; auto: the cheaper form
+    prefill: Literal["auto", "expanded", "absorbed"] = "auto"
 
 
 @register_operator("absorbed_mla")

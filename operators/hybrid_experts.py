@@ -45,16 +45,14 @@ class HybridExpertsConfig(CpuExpertsConfig):
 
     # Experts of each layer on the GPU: a number, a share below 1, auto (as many as fit), or a profile.
     gpu_experts: int | float | str = 0
-    gpu_weights: Literal["bf16", "int4"] = (
-        "bf16"  # the format of the experts on the GPU; int4 in groups of group_size
-    )
+    # The format of the experts on the GPU; int4 in groups of group_size
+    gpu_weights: Literal["bf16", "int4"] = "bf16"
     profile: str | None = None  # a file of `ktinject profile`: its most used experts go to the GPU
     dynamic: bool = False  # exchange experts on the GPU for those in use, while the model runs
     # gpu: long prompts stream the experts through the GPU; a number: from so many tokens on; auto: the fastest.
     prefill: int | Literal["auto", "cpu", "gpu"] = "auto"
-    handoff: Literal["auto", "flags", "host_func"] = (
-        "auto"  # how the GPU signals the CPU; auto: flags where they work
-    )
+    # How the GPU signals the CPU; auto: flags where they work
+    handoff: Literal["auto", "flags", "host_func"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

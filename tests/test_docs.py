@@ -45,6 +45,10 @@ def test_generated_page(generator, name):
     assert found == generator.page(name), "run `python docs/reference/generate.py`"
 
 
+def test_every_argument_of_an_operator_is_described(generator):
+    assert not [line for line in generator.operators() if line.startswith("| `") and line.endswith("|  |")]
+
+
 def test_every_variable_of_the_environment_is_described():
     read = set(re.findall(r"KTINJECT_[A-Z]+", (ROOT / "ktinject/env.py").read_text()))
     assert read == set(re.findall(r"KTINJECT_[A-Z]+", (ROOT / "docs/reference/environment.md").read_text()))
