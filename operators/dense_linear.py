@@ -32,11 +32,12 @@ class DenseLinearConfig(Config):
 class DenseLinear(NeverBuilt):
     """Leaves to the planner which operator computes a linear layer, by format and device. Takes every nn.Linear.
 
-    weights   on the CPU    on a GPU
-    bf16      cpu_linear    the layer stays; on the CPU too, in a model that is not bf16
-    fp8       cpu_linear    fp8_linear
-    int8      cpu_linear    refused
-    int4      cpu_linear    int4_linear
+    | weights | on the CPU | on a GPU |
+    |---|---|---|
+    | bf16 | cpu_linear; a model that is not bf16 keeps the layer | keeps the layer |
+    | fp8 | cpu_linear | fp8_linear |
+    | int8 | cpu_linear | refused |
+    | int4 | cpu_linear | int4_linear |
     """
 
     Config = DenseLinearConfig
