@@ -46,7 +46,11 @@ def rules(shape: str, model_type: str, weights: str, **arguments: Any) -> dict[s
 
 def chosen(planned: ktinject.Plan) -> list[int]:
     """How many each layer defers by a plan."""
-    runs = [entry.runs["deferred"] for entry in planned.entries if entry.operator == "deferred_moe"]
+    runs = [
+        replacement.runs["deferred"]
+        for replacement in planned.replacements
+        if replacement.operator == "deferred_moe"
+    ]
     print("  auto:", *dict.fromkeys(runs), sep="\n    ")
     return [int(run.split()[0]) for run in runs]
 

@@ -73,7 +73,7 @@ def main() -> None:
             config.num_hidden_layers,
             routing="random tokens",
             weights=weights,
-            kernel=next(e.runs["kernel"] for e in model.ktinject.entries if "expert" in e.path),
+            kernel=next(e.runs["kernel"] for e in model.ktinject.replacements if "expert" in e.path),
         )
         linears = sum(module.native.bytes for module in model.modules() if isinstance(module, CpuLinear))
         found = benchmark.run(model, arguments.prompt, arguments.write, arguments.repetitions)

@@ -5,10 +5,16 @@ A message says where, what was found, what is allowed and what to do, in that or
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 LISTED, _LONG = 20, 1000
+
+# A found value is shown in part: a name or a list may be as long as the file that it is from.
+_repr = reprlib.Repr()
+_repr.maxstring, _repr.maxlist, _repr.maxdict, _repr.maxlevel, _repr.maxlong = 200, 8, 4, 3, 40
+shown = _repr.repr
 
 
 class KTInjectError(ValueError):
@@ -39,9 +45,9 @@ def few(items: Iterable[Any], show: Callable[[Any], str] = str) -> list[str]:
     """
     found = list(items)
     texts = map(show, found[:LISTED])
-    shown = [text if text.isprintable() else repr(text) for text in texts]
+    safe = [text if text.isprintable() else repr(text) for text in texts]
     more = [f"and {len(found) - LISTED:,} more"] if len(found) > LISTED else []
-    return [text if len(text) <= _LONG else f"{text[:_LONG]}…" for text in shown] + more
+    return [text if len(text) <= _LONG else f"{text[:_LONG]}…" for text in safe] + more
 
 
 def listed(items: Iterable[Any], show: Callable[[Any], str] = str) -> str:

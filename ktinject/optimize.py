@@ -153,7 +153,7 @@ def _optimize(
         generate.install(model, group)
         if operators:
             swapped.install(model)
-        logger.info("swapped %d modules of %s", len(decided.entries), decided.model)
+        logger.info("swapped %d modules of %s", len(decided.replacements), decided.model)
         if found.huge_pages not in ("always", "madvise"):
             logger.info("packed weights lie in pages of 4 KiB; `ktinject doctor` says why not in huge ones")
     except BaseException as error:
@@ -180,7 +180,7 @@ def load(
 
     path    a model folder with config.json and safetensors or GGUF, or a file in it; a .gguf file needs no config.json
             for some models, and is best with it
-    dtype   the type of everything that is not replaced; "auto": what the config says, else what most of the checkpoint has
+    dtype   the type of everything that is not replaced; "auto": the config's, else what most tensors have
     others  as `optimize` takes them
     Returns the model, in evaluation mode; `model.ktinject` is the plan
     Raises  as `optimize`
@@ -216,7 +216,7 @@ def _open(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None) -> 
         if not on_meta or not name or not (os.path.isdir(name) or name.endswith(".gguf")):
             return None
         checkpoint = name
-    return Checkpoint.open(_folder(checkpoint))
+    return Checkpoint.open(_folder(checkpoint), models.quantization(model.config))
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
@@ -269,8 +269,8 @@ def _fill_from_checkpoint(
     generation = models.generation_config(model, folder)
     names = model.state_dict().keys() - decided.elsewhere
     keys = {key for name in names for key in decided.mapping.keys(name)}
-    with fill.progress(sum(fill.stored_bytes(source, key) for key in keys), progress) as advance:
-        read = fill.Reader(source, models.quantization(model.config), advance, check_tensors, decided.cuts)
+    with fill.progress(sum(source.bytes_of(key) for key in keys), progress) as advance:
+        read = fill.Reader(source, advance, check_tensors, decided.cuts)
         fill.from_checkpoint(decided, operators, model, source, read)
         inject.apply(model, decided, operators, group)
         models.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ktinject.errors import OperatorError
 
 if TYPE_CHECKING:
-    from ktinject.checkpoints.stored import Format, Stored
+    from ktinject.checkpoints.formats.base import Format, Stored
     from ktinject.machine import Machine
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native, env
-from ktinject.checkpoints.stored import Fp8Blocks
+from ktinject.checkpoints.formats.base import Fp8Blocks
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.probes import experts as routed_experts
@@ -20,7 +20,7 @@ from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.operators.torch_ops.experts import experts_op, handle_of
 
 if TYPE_CHECKING:
-    from ktinject.checkpoints.stored import Format, Stored
+    from ktinject.checkpoints.formats.base import Format, Stored
     from ktinject.machine import Machine
 
 

@@ -45,7 +45,7 @@ from ktinject.operators.probes import moe_block
 from ktinject.operators.probes.moe_block import BlockSpec
 
 if TYPE_CHECKING:
-    from ktinject.checkpoints.stored import Format, Stored
+    from ktinject.checkpoints.formats.base import Format, Stored
     from ktinject.machine import Machine
 
 

@@ -11,14 +11,14 @@ from torch.nn import functional
 
 from ktinject import _native
 from ktinject.addresses import address
-from ktinject.checkpoints.stored import Fp8Blocks
+from ktinject.checkpoints.formats.base import Fp8Blocks
 from ktinject.errors import OperatorError
 from ktinject.machine import has_gpu
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.linears.gpu_linear import GpuLinear
 
 if TYPE_CHECKING:
-    from ktinject.checkpoints.stored import Format, Stored
+    from ktinject.checkpoints.formats.base import Format, Stored
 
 BLOCK = 128
 FP8_MAX = 448.0  # of float8_e4m3fn

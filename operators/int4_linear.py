@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ktinject import _native
 from ktinject.addresses import address
-from ktinject.checkpoints.stored import Codes
+from ktinject.checkpoints.formats.base import Codes
 from ktinject.errors import OperatorError
 from ktinject.machine import has_gpu
 from ktinject.operators.base import Config, register_operator
@@ -20,7 +20,7 @@ from ktinject.operators.linears.gpu_linear import GpuLinear
 from ktinject.operators.linears.int4_layout import TILE
 
 if TYPE_CHECKING:
-    from ktinject.checkpoints.stored import Format, Stored
+    from ktinject.checkpoints.formats.base import Format, Stored
 
 
 @dataclass(frozen=True)

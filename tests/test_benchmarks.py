@@ -148,7 +148,6 @@ def test_gguf_files_hold_a_model_whose_tokens_differ(
     import numpy
 
     import ktinject
-    from ktinject.checkpoints import formats
     from ktinject.checkpoints.checkpoint import Checkpoint
 
     config = ktinject.tools.random_models.config(
@@ -165,8 +164,8 @@ def test_gguf_files_hold_a_model_whose_tokens_differ(
     pieces = gguf_file.data(tensors, numpy.random.default_rng(0))
     path.write_bytes(gguf_file.header(metadata, tensors) + b"".join(pieces))
     with Checkpoint.open(path) as checkpoint:
-        expert = formats.decode(checkpoint, "model.layers.1.mlp.experts.15.down_proj.weight").float()
-        embeddings = formats.decode(checkpoint, "model.embed_tokens.weight").float()
+        expert = checkpoint.decode("model.layers.1.mlp.experts.15.down_proj.weight").float()
+        embeddings = checkpoint.decode("model.embed_tokens.weight").float()
     assert expert.shape == (64, 96) and abs(expert.mean()) < 0.002 and 0.017 < expert.std() < 0.023
     assert len(embeddings.unique(dim=0)) == 600 and 0.9 < embeddings.std() < 1.1
     model = ktinject.load(path, devices="cpu", progress=False)

@@ -96,15 +96,19 @@ def test_planned_for_a_gpu(family: str, dense: str, operator: str | None) -> Non
     has = with_gpu()
     found = make(model, language.read(FILES[family], variables={"dense": dense}), None, has)
     assert found.device_map == {"": "cuda:0"}
-    by_rule = {entry.rule: entry for entry in found.entries}
+    by_rule = {replacement.rule: replacement for replacement in found.replacements}
     assert by_rule["routed experts"].operator == "hybrid_experts"
     for rule in ("attention", "shared experts"):
         assert (by_rule[rule].operator if rule in by_rule else None) == operator
         if operator:
             assert [*by_rule[rule].bytes] == ["cuda:0"]
     assert "output layer" not in by_rule  # in bf16, which is torch's own
-    assert not any(entry.path.endswith((".gate", "kv_b_proj")) for entry in found.entries)
-    assert all(entry.operator == "rms_norm" for entry in found.entries if entry.path.endswith("norm"))
+    assert not any(replacement.path.endswith((".gate", "kv_b_proj")) for replacement in found.replacements)
+    assert all(
+        replacement.operator == "rms_norm"
+        for replacement in found.replacements
+        if replacement.path.endswith("norm")
+    )
 
 
 @pytest.mark.usefixtures("without_a_driver")

@@ -33,11 +33,17 @@ def table(*rows: tuple[str, ...]) -> Iterator[str]:
 
 def cli() -> Iterator[str]:
     yield "# Command line\n"
-    yield "| exit code | |\n|---|---|"
-    yield "| 0 | done |\n| 1 | failed |\n| 2 | refused, or wrong usage; the message is on stderr |\n| 130 | interrupted |\n"
+    yield from table(
+        ("exit code", "means"),
+        ("0", "done"),
+        ("1", "failed"),
+        ("2", "refused, or wrong usage; the message is on stderr"),
+        ("130", "interrupted"),
+    )
     yield 'With `--json`, a refusal is also on stdout: `{"ok": false, "problems": ["…"]}`.\n'
-    yield "`-h` is `--help`. `python -m ktinject` is `ktinject`. `ktinject --install-completion` lets your shell complete"
-    yield "commands, options and the names of bundled rules. ktinject also reads [environment variables](environment.md).\n"
+    yield "`-h` is `--help`. `python -m ktinject` is `ktinject`. `ktinject --install-completion` lets your shell"
+    yield "complete commands, options and the names of bundled rules. ktinject also reads"
+    yield "[environment variables](environment.md).\n"
     yield from _command(typer.main.get_command(app), "ktinject")
 
 

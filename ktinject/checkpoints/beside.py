@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ktinject.checkpoints.safetensors import open_file, out_of_proportion, shown
-from ktinject.errors import CheckpointError, listed
+from ktinject.checkpoints.files import open_file
+from ktinject.checkpoints.json_text import out_of_proportion
+from ktinject.errors import CheckpointError, listed, shown
 
 MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES = (
     4 << 20,

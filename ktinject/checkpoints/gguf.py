@@ -1,4 +1,6 @@
-"""Read and check the header of a GGUF file: metadata, and names, types, shapes and places of tensors; no data.
+"""GGUF: a file or all parts of a model, and the header of each: metadata, and names, types, shapes and places.
+
+Tensors get the names that they have in safetensors (gguf_names.py). A file:
 
     "GGUF", version u32 (2 or 3), number of tensors u64, number of metadata entries u64; all little-endian
     entries of metadata   key, type u32, value; a string is its length u64 and so many bytes of UTF-8
@@ -16,12 +18,19 @@ Source: docs/gguf.md of ggml, and the sizes of its blocks.
 from __future__ import annotations
 
 import os
+import re
 import struct
-from dataclasses import dataclass
-from typing import Any, Never
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Never, Self
 
-from ktinject.checkpoints.safetensors import DOWNLOAD_AGAIN, MAX_ELEMENTS, Entry, shown
-from ktinject.errors import CheckpointError
+from ktinject.checkpoints import gguf_names
+from ktinject.checkpoints.files import DOWNLOAD_AGAIN, check_inside, names_in
+from ktinject.checkpoints.formats import gguf_blocks
+from ktinject.checkpoints.reader import MAX_ELEMENTS, Entry, Header, Reader, open_shards
+from ktinject.errors import CheckpointError, few, listed, shown
 
 MAX_HEADER_BYTES = 100_000_000  # words of a tokenizer are most of it
 MAX_ENTRIES, MAX_TENSORS, MAX_WORDS = 65_536, 131_072, 1_500_000  # metadata; tensors; strings in arrays
@@ -50,16 +59,63 @@ _LEAST_METADATA, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8  # bytes of the sh
 _READ_BYTES = 1 << 18
 
 
-@dataclass(frozen=True)
-class Header:
-    """A checked header.
+_PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
-    tensors   name → type, shape (the outermost extent first), place; in the order of the data
-    metadata  key → number, truth value or string; None for an array
+
+class GgufReader(Reader):
+    """A file, or all parts of a model, with its metadata."""
+
+    container = "GGUF"
+    suffixes = (".gguf",)
+    states_formats = True
+    block_dtypes = gguf_blocks.TYPES
+    metadata: Mapping[str, Any]
+
+    @classmethod
+    def main_file(cls, folder: Path) -> str | None:
+        found = [name for name in names_in(folder) if name.endswith(".gguf")]
+        if found and _parts(folder, found[0]) != found:
+            raise CheckpointError(
+                f"{folder}: {len(found)} GGUF files that are not one model:{listed(map(shown, found))}\n"
+                "Give the path of one, of several parts the first."
+            )
+        return found[0] if found else None
+
+    @classmethod
+    def open(cls, path: Path, file: Path, quantization: Mapping[str, Any]) -> Self:
+        parts = _parts(file.parent, file.name)
+        for name in parts:
+            if name != file.name:  # a link that the user named is followed, others are the folder's
+                check_inside(file.parent, name)
+        with ExitStack() as opened:
+            shards = open_shards(file.parent, parts, opened, read_header)
+            headers = {name: (shard.metadata, shard.entries) for name, shard in shards.items()}
+            for name, entries in gguf_names.rename(headers, path).items():
+                shards[name] = replace(shards[name], entries=entries)
+            opened.pop_all()
+        found = cls(path, shards, quantization)
+        found.metadata = shards[parts[0]].metadata  # the first part has it all
+        return found
+
+    def config_values(self) -> dict[str, Any]:
+        return gguf_names.config_values(self.metadata, self.tensors, str(self.path))
+
+
+def _parts(folder: Path, name: str) -> list[str]:
+    """The files that belong together with this one, in their order: itself, or all of a model cut into several.
+
+    Raises   CheckpointError if some are not there
     """
-
-    tensors: dict[str, Entry]
-    metadata: dict[str, Any]
+    if not (found := _PART.fullmatch(name)):
+        return [name]
+    count = int(found[3])
+    names = [f"{found[1]}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+    absent = [name for name in names if not (folder / name).exists()]
+    if absent or name not in names:
+        raise CheckpointError(
+            f"{folder / name}: one of {count} files, of which are not there: {', '.join(few(absent))}. Download them."
+        )
+    return names
 
 
 class _Cursor:
@@ -121,7 +177,7 @@ class _Cursor:
 
 
 def read_header(path: str | os.PathLike[str], fd: int) -> Header:
-    """Read and check the header of a GGUF file.
+    """Read and check the header of a GGUF file: its metadata is key → number, truth value or string; None for an array.
 
     path     only names the file in messages
     fd       an open descriptor; its position is neither used nor moved

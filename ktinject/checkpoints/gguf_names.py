@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ktinject.checkpoints import gguf_blocks
-from ktinject.checkpoints.safetensors import DOWNLOAD_AGAIN, MAX_TENSORS, Entry, shown
-from ktinject.errors import CheckpointError, few
+from ktinject.checkpoints.files import DOWNLOAD_AGAIN
+from ktinject.checkpoints.formats import gguf_blocks
+from ktinject.checkpoints.reader import MAX_TENSORS, Entry
+from ktinject.errors import CheckpointError, shown
 
 # What is served of `general.architecture` → what its shared experts are called.
 ARCHITECTURES = {
@@ -58,26 +59,8 @@ _WHOLE = {
     "attn_k_b.weight": "self_attn.kv_b_proj.k_b",
     "attn_v_b.weight": "self_attn.kv_b_proj.v_b",
 }
-_PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 _IN_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
 _OF_EXPERTS = re.compile(r"ffn_(gate|up|down)_(exps|shexp)\.weight")
-
-
-def parts(folder: Path, name: str) -> list[str]:
-    """The files that belong together with this one, in their order: itself, or all of a model cut into several.
-
-    Raises   CheckpointError if some are not there
-    """
-    if not (found := _PART.fullmatch(name)):
-        return [name]
-    count = int(found[3])
-    names = [f"{found[1]}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
-    absent = [name for name in names if not (folder / name).exists()]
-    if absent or name not in names:
-        raise CheckpointError(
-            f"{folder / name}: one of {count} files, of which are not there: {', '.join(few(absent))}. Download them."
-        )
-    return names
 
 
 def rename(

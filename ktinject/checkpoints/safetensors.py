@@ -1,13 +1,18 @@
-"""Read and check the header of a safetensors file: names, dtypes, shapes and places, no data.
+"""safetensors: the files of a checkpoint, what their index says, and the header of each file, checked.
+
+    folder ─┬─ model.safetensors
+            ├─ model.safetensors.index.json ── its shards
+            └─ the only *.safetensors file
+
+A file:
 
     0       8 bytes   n, little-endian
     8       n bytes   UTF-8 JSON {name: {"dtype": "BF16", "shape": [n, k], "data_offsets": [begin, end]}, …}
     8 + n   the rest  the tensors, row-major, back to back: no holes, no overlap, nothing before or after
 
 No number is trusted before it is compared with the size of the file: what is allocated depends on the
-header's own bytes (at most `MAX_HEADER_BYTES`, and really in the file), never on what they claim. And before a parser
-makes objects of them, brackets, commas and quotes are counted: a file out of proportion to its use is refused with
-little memory (256 MiB) and time (5 s).
+header's own bytes (at most `MAX_HEADER_BYTES`, and really in the file), never on what they claim. A file out of
+proportion to its use is refused with little memory (256 MiB) and time (5 s).
 
 Source: the format section of the safetensors README. Stricter than that library where two readers could
 disagree; docs/reference/checkpoints.md lists where.
@@ -15,21 +20,21 @@ disagree; docs/reference/checkpoints.md lists where.
 
 from __future__ import annotations
 
-import io
-import json
 import os
-import re
-import reprlib
-import stat
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
 
-from ktinject.errors import CheckpointError
+from ktinject.checkpoints.files import CONVERT, DOWNLOAD_AGAIN, PICKLES, check_inside, names_in, open_file
+from ktinject.checkpoints.json_text import parse_json
+from ktinject.checkpoints.reader import MAX_ELEMENTS, Entry, Header, Reader, Shard, open_shards
+from ktinject.errors import CheckpointError, few, listed, shown
 
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 32 << 20  # the index of DeepSeek-V3, with some 91,000 names, has 9 MB
 MAX_HEADER_BYTES = 16 << 20  # of 100,000 tensors; shards have a thousand or two
-MAX_TENSORS = 400_000  # of all files of a checkpoint; Kimi-K2's int4 has 210,000
-MAX_ELEMENTS = 2**63 - 1  # torch counts in int64
-DOWNLOAD_AGAIN = "Download the file again."
 
 BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -41,51 +46,124 @@ BITS = {
 }
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_JSON_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_JSON_DEPTH = 3
-# Objects made of a JSON text take up to 300 bytes for a pair of key and value, 80 for a value in a list.
-_MAX_PAIRS, _MAX_VALUES, _MAX_STRING = 400_000, 1_500_000, 65_535
-
-# A found value is shown in part: a name or a list may be as long as the header.
-_repr = reprlib.Repr()
-_repr.maxstring, _repr.maxlist, _repr.maxdict, _repr.maxlevel, _repr.maxlong = 200, 8, 4, 3, 40
-shown = _repr.repr
 
 
-class Entry(NamedTuple):
-    """One tensor of a file; `offset` counts from the start of the file."""
+class SafetensorsReader(Reader):
+    """A file, or an index and its shards."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    bytes: int
+    container = "safetensors"
+    suffixes = (".safetensors", ".json")
+
+    @classmethod
+    def main_file(cls, folder: Path) -> str | None:
+        # In the order of transformers, which loads what is not swapped.
+        for name in (SINGLE, INDEX):
+            if os.path.isfile(folder / name):
+                return name
+        found = [name for name in names_in(folder) if name.endswith(".safetensors")]
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{folder}: {len(found)} safetensors files but no {INDEX}, which says what belongs together:"
+                f"{listed(map(shown, found))}\nDownload the index, or give the path of one file or index."
+            )
+        return found[0] if found else None
+
+    @classmethod
+    def open(cls, path: Path, file: Path, quantization: Mapping[str, Any]) -> Self:
+        folder = file.parent
+        if file.suffix.lower() != ".json":
+            with ExitStack() as opened:
+                shards = open_shards(folder, [file.name], opened, _read_tensors)
+                opened.pop_all()
+            return cls(path, shards, quantization)
+        weight_map, total_bytes = _read_index(file)
+        files = sorted(set(weight_map.values()))
+        for name in files:
+            check_inside(folder, name)
+        absent = [shown(name) for name in files if not os.path.exists(folder / name)]
+        if len(absent) == len(files):
+            return cls(path, {}, quantization, weight_map, total_bytes)
+        if absent:
+            raise CheckpointError(
+                f"{file}: {len(absent)} of its {len(files)} shards are not there:{listed(absent)}\n"
+                "Download them, or, to plan from the index alone, keep no shard beside it."
+            )
+        with ExitStack() as opened:
+            shards = open_shards(folder, files, opened, _read_tensors)
+            _agree(file, weight_map, shards)
+            opened.pop_all()
+        return cls(path, shards, quantization)
 
 
-@dataclass(frozen=True)
-class Header:
-    """A checked header; `tensors` is in the order of the data."""
-
-    tensors: dict[str, Entry]
-    metadata: dict[str, str]
-
-
-def open_file(path: str | os.PathLike[str]) -> io.FileIO:
-    """Open a regular file for reading, unbuffered. Raises CheckpointError for anything else."""
-    try:
-        # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
-        file = io.FileIO(path, opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK))
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
+def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
+    """name → file name, and the bytes of all tensors if the index says so. Raises CheckpointError."""
+    remedy = "Download the index again."
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_INDEX_BYTES:
+            raise CheckpointError(
+                f"{path}: {size} bytes; an index of at most {MAX_INDEX_BYTES} is read. {remedy}"
+            )
+        index = parse_json(os.pread(file.fileno(), size, 0), str(path), remedy)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
-            f"{os.fspath(path)}: cannot be opened: {why}. Put a readable file there."
-        ) from error
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise CheckpointError(
-            f"{os.fspath(path)}: not a regular file; only those are read. Put the file itself there."
+            f"{path}: weight_map is {shown(weight_map)}; tensor names with files are needed. {remedy}"
         )
-    return file
+    metadata = index.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise CheckpointError(f"{path}: metadata is {shown(metadata)}; an object is allowed. {remedy}")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} is in {shown(shard)}; a file name is needed. {remedy}"
+            )
+        if shard.endswith(PICKLES):
+            raise CheckpointError(f"{path}: tensor {shown(name)} is in {shown(shard)}. {CONVERT}")
+        if not shard.endswith(".safetensors") or not {"/", "\\", "\0"}.isdisjoint(shard):
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} is in {shown(shard)}; "
+                f"the name of a .safetensors file in the same folder is needed. {remedy}"
+            )
+    total = metadata.get("total_size")
+    return weight_map, total if type(total) is int and total >= 0 else None
+
+
+def _agree(index: Path, weight_map: dict[str, str], shards: dict[str, Shard]) -> None:
+    """Refuse shards that do not hold exactly what the index says, with everything that differs."""
+    held: dict[str, list[str]] = {}
+    for file, shard in shards.items():
+        for name in shard.entries:
+            held.setdefault(name, []).append(file)
+    missing = [name for name in weight_map if name not in held]
+    doubled = [name for name, files in held.items() if len(files) > 1]
+    single = [(name, files[0]) for name, files in held.items() if len(files) == 1]
+    moved = [name for name, file in single if weight_map.get(name, file) != file]
+    unnamed = [name for name, _ in single if name not in weight_map]
+    report = ""
+    for title, names, where in (
+        ("named by the index but in no shard", missing, lambda name: f"should be in {weight_map[name]}"),
+        ("in more than one shard", doubled, lambda name: f"in {' and '.join(few(held[name]))}"),
+        (
+            "not in the shard that the index names",
+            moved,
+            lambda name: f"in {held[name][0]}, not in {weight_map[name]}",
+        ),
+        ("in a shard but not named by the index", unnamed, lambda name: f"in {held[name][0]}"),
+    ):
+        if names:
+            lines = listed(names, lambda name, where=where: f"{shown(name)} ({where(name)})")  # type: ignore[misc]
+            report += f"\n{len(names)} tensors are {title}:{lines}"
+    if report:
+        raise CheckpointError(
+            f"{index}: the index and its shards do not agree.{report}\n"
+            "Download the index and the shards again, from one revision."
+        )
+
+
+def _read_tensors(path: Path, fd: int) -> Header:
+    """The header without its metadata, which nobody asks for."""
+    return Header(read_header(path, fd).tensors, {})
 
 
 def read_header(path: str | os.PathLike[str], fd: int | None = None) -> Header:
@@ -129,80 +207,6 @@ def read_header(path: str | os.PathLike[str], fd: int | None = None) -> Header:
     table = parse_json(raw, f"{where}: header", DOWNLOAD_AGAIN)
     metadata = _metadata(table.pop("__metadata__", {}), where)
     return Header(_entries(table, 8 + length, size, where), metadata)
-
-
-def parse_json(raw: bytes, where: str, remedy: str) -> dict[str, Any]:
-    """Parse one JSON object, refusing what JSON readers disagree on.
-
-    Refused besides bad JSON: bytes that are not UTF-8, a key given twice in one object, NaN and Infinity,
-    lone surrogates, deep nesting. An integer of 20 digits or more, and -0, come back as floats.
-
-    Raises   CheckpointError, starting with `where` and ending with `remedy`
-    """
-
-    def refused(found: str) -> CheckpointError:
-        return CheckpointError(f"{where}: {found}. {remedy}")
-
-    if found := out_of_proportion(raw, _JSON_DEPTH):
-        raise refused(found)
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise refused(f"byte {error.start} is not UTF-8") from None
-
-    repeated: list[tuple[dict[str, Any], str]] = []
-
-    def table_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) < len(pairs):
-            seen: set[str] = set()
-            repeated.append((table, next(key for key, _ in pairs if key in seen or seen.add(key))))  # type: ignore[func-returns-value]
-        return table
-
-    try:
-        table = json.loads(text, object_pairs_hook=table_of, parse_int=_integer, parse_constant=_no_constant)
-        if b"\\u" in raw:
-            json.dumps(table, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise refused("a string holds half of a surrogate pair") from None
-    except ValueError as error:
-        raise refused(f"not JSON: {error}") from None
-    if not isinstance(table, dict):
-        raise refused(f"found {shown(table)}; a JSON object is needed")
-    if repeated:
-        inner, key = repeated[0]
-        owner = next((f" in {shown(name)}" for name, value in table.items() if value is inner), "")
-        raise refused(f"key {shown(key)} is given twice{owner}")
-    return table
-
-
-def out_of_proportion(raw: bytes, depth: int) -> str | None:
-    """What makes a JSON text one that no parser should be given; a count of quotes counts those in strings, too."""
-    pairs = max(raw.count(b":"), raw.count(b'"') // 4)
-    values = raw.count(b",") + raw.count(b"[") + raw.count(b"{")
-    if pairs > _MAX_PAIRS or values > _MAX_VALUES:
-        most = f"{_MAX_PAIRS:,} with a key and {_MAX_VALUES:,} in all"
-        return f"it has {max(pairs, values):,} values; at most {most} are read"
-    # A text that is not ASCII takes up to four bytes a character, and a long string as much again.
-    if len(raw) > 4 * _MAX_STRING and not raw.isascii():
-        longest = max((found.end() - found.start() for found in _JSON_STRING.finditer(raw)), default=0)
-        if longest > _MAX_STRING:
-            return f"a string of {longest:,} bytes; at most {_MAX_STRING:,} are allowed"
-    # `json` recurses in C as deep as the text nests, so the depth is bounded before it runs: each round
-    # takes away at least the innermost level.
-    brackets = _JSON_STRING.sub(b"", raw).translate(None, _NOT_BRACKETS)
-    for _ in range(depth):
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
-    return "the JSON's brackets do not pair up, or nest too deep" if brackets else None
-
-
-def _integer(text: str) -> int | float:
-    # A float is refused wherever an integer is needed; the safetensors library reads -0 as a float too.
-    return int(text) if len(text) < 20 and text != "-0" else float(text)
-
-
-def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is not a JSON number")
 
 
 def _metadata(metadata: Any, where: str) -> dict[str, str]:

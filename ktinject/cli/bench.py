@@ -208,7 +208,9 @@ def _row(title: str, model: PreTrainedModel, result: Result) -> dict[str, Any]:
     from ktinject.operators import REGISTRY
 
     plan: Any = model.ktinject
-    of_experts = [entry.runs for entry in plan.entries if REGISTRY[entry.operator].per_expert]
+    of_experts = [
+        replacement.runs for replacement in plan.replacements if REGISTRY[replacement.operator].per_expert
+    ]
     runs = sorted({runs["weights"] for runs in of_experts if "weights" in runs})
     return {
         "model": title,

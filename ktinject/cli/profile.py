@@ -77,7 +77,7 @@ def command(
         }
         nothing = f"{rules}: no rule of it gives routed experts to an operator; there is nothing to count."
         plan = ktinject.plan(on_meta, rules, checkpoint=model, **arguments)
-        if not any(REGISTRY[entry.operator].per_expert for entry in plan.entries):
+        if not any(REGISTRY[replacement.operator].per_expert for replacement in plan.replacements):
             raise PlanError(nothing)
         swapped = ktinject.load(model, rules, dtype=dtype, progress=False, **arguments)
         counts: dict[str, Tensor] = {}

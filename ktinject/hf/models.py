@@ -30,7 +30,7 @@ from transformers import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
-from ktinject.checkpoints import beside, gguf_names
+from ktinject.checkpoints import beside
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import CheckpointError, PlanError, listed
 from ktinject.hf.key_map import KeyMap, matches
@@ -150,9 +150,9 @@ def _stand_ins(model: PreTrainedModel) -> Iterator[None]:
             added.append((owner, name))
 
     try:
-        for entry in plan.entries if plan else ():
-            for name, shape in entry.parameter_shapes.items():
-                owner: Any = model.get_submodule(entry.path)
+        for replacement in plan.replacements if plan else ():
+            for name, shape in replacement.parameter_shapes.items():
+                owner: Any = model.get_submodule(replacement.path)
                 *parents, last = name.split(".")
                 for parent in parents:
                     if not hasattr(owner, parent):
@@ -237,13 +237,15 @@ def read_config(path: str | os.PathLike[str], checkpoint: Checkpoint | None = No
     Raises       CheckpointError
     """
     folder = path if os.path.isdir(path) else Path(path).parent
-    if checkpoint is None or not checkpoint.metadata:
+    if checkpoint is None or not checkpoint.states_formats:
         return _config_in(folder)
-    if os.path.isfile(os.path.join(folder, "config.json")):
+    values = None
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        values = checkpoint.config_values()
+    if values is None:
         config = _config_in(folder)
         drop_quantization(config)  # it speaks of other files
     else:
-        values = gguf_names.config_values(checkpoint.metadata, checkpoint.tensors, os.fspath(path))
         beside.check_counts(values, os.fspath(path))
         config = AutoConfig.for_model(**values)
     config.name_or_path = os.fspath(path)

@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.stored import Stored, check_finite
+from ktinject.checkpoints.formats.base import Stored, check_finite
 from ktinject.distributed.tensor_parallel import Cut
 from ktinject.errors import CheckpointError
 from ktinject.operators import Operator
@@ -28,22 +27,19 @@ Advance = Callable[[int], None]
 class Reader:
     """Reads tensors of a checkpoint as floats, counts their bytes, and looks for NaN and infinity if asked to.
 
-    quantization  the config's `quantization_config`
-    advance       called with the bytes of each tensor that was read; may be called from several threads
-    check         refuse values that are not finite; scales are checked in any case
-    cuts          key → the part of it that is wanted
+    advance  called with the bytes of each tensor that was read; may be called from several threads
+    check    refuse values that are not finite; scales are checked in any case
+    cuts     key → the part of it that is wanted
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        quantization: Mapping[str, Any] | None,
         advance: Advance,
         check: bool = False,
         cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         self._checkpoint = checkpoint
-        self._quantization = quantization
         self._advance = advance
         self._check = check
         self._cuts = cuts or {}
@@ -53,10 +49,10 @@ class Reader:
         cut = self._cuts.get(key)
         if cut is None:
             return self._whole(key, index)
-        if cut.dim == 0 and cut.length and formats.detect(self._checkpoint, key, self._quantization).is_plain:
+        if cut.dim == 0 and cut.length and self._checkpoint.format_of(key).is_plain:
             tensor = self._checkpoint.read(key, rows=(cut.start, cut.length))
             if self._check:
-                formats.check_finite(key, tensor)
+                check_finite(key, tensor)
             self._advance(tensor.nbytes)
             return tensor
         # Columns lie apart, and blocks and codes are decoded as a whole.
@@ -64,44 +60,29 @@ class Reader:
 
     def _whole(self, key: str, index: int | None) -> Tensor:
         info = self._checkpoint.tensors.get(key)
-        if info is None:
-            tensor = formats.decode(self._checkpoint, key, index, self._quantization)
-            self._advance(stored_bytes(self._checkpoint, key) // (1 if index is None else self.shape(key)[0]))
-            return tensor
-        if info.dtype.startswith(("F", "BF", "Q")):
-            tensor = formats.decode(self._checkpoint, key, index, self._quantization)
-        else:
-            tensor = self._checkpoint.read(key, index)
+        # Integers are no weights: counters and tables of indices are taken as they are.
+        is_weight = info is None or info.dtype.startswith(("F", "BF", "Q"))
+        tensor = (self._checkpoint.decode if is_weight else self._checkpoint.read)(key, index)
         if self._check:
             check_finite(key, tensor)
-        self._advance(info.bytes if index is None else info.bytes // info.shape[0])
+        self._advance(self._checkpoint.bytes_of(key) // (1 if index is None else self.shape(key)[0]))
         return tensor
 
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of what `__call__` gives for a whole weight. Raises CheckpointError."""
-        return formats.shape(self._checkpoint, key, self._quantization)
+        return self._checkpoint.shape(key)
 
     def stored(self, key: str, takes: Collection[str]) -> Stored | None:
         """The weight as it is stored, if that is one of the formats that are taken so. Raises CheckpointError."""
-        form = formats.detect(self._checkpoint, key, self._quantization) if takes else None
-        if form is None or form.name not in takes:
+        if not takes or self._checkpoint.format_of(key).name not in takes:
             return None
-        value: Stored
-        if form.block is not None:
-            value = formats.fp8_blocks(self._checkpoint, key, None, self._quantization)
-        else:
-            value = formats.codes(self._checkpoint, key, self._quantization)
-        self._advance(stored_bytes(self._checkpoint, key))
+        value = self._checkpoint.stored(key)
+        self._advance(self._checkpoint.bytes_of(key))
         cut = self._cuts.get(key)
         try:
             return value if cut is None else value.narrow(cut.dim, cut.start, cut.length)
         except ValueError as error:
             raise CheckpointError(f"{self._checkpoint.path}: {key}: {error}.") from None
-
-
-def stored_bytes(checkpoint: Checkpoint, key: str) -> int:
-    """Bytes in the checkpoint of the tensors that hold a weight's values."""
-    return sum(checkpoint.tensors[name].bytes for name in formats.tensors_of(checkpoint, key))
 
 
 def from_checkpoint(
@@ -119,11 +100,14 @@ def from_checkpoint(
     assert plan.mapping is not None
     targets, conversions = plan.mapping.targets, plan.mapping.conversions
     wanted = [
-        (entry.path, name) for entry in plan.entries if not entry.elsewhere for name in entry.parameter_shapes
+        (replacement.path, name)
+        for replacement in plan.replacements
+        if not replacement.elsewhere
+        for name in replacement.parameter_shapes
     ]
     pieces = [(path, name, piece) for path, name in wanted for piece in targets.get(f"{path}.{name}", ())]
     positions = {key: position for position, key in enumerate(checkpoint.tensors)}
-    pieces.sort(key=lambda item: positions[formats.tensors_of(checkpoint, item[2].key)[0]])
+    pieces.sort(key=lambda item: positions[checkpoint.tensors_of(item[2].key)[0]])
 
     def load(path: str, call: Callable[..., None], *arguments: Any) -> None:
         with plan.blaming(path):
@@ -161,12 +145,12 @@ def from_model(
     Raises   CheckpointError for these, or OperatorError with rule, module and operator
     """
     _allocate(plan, operators)
-    for entry in plan.entries:
-        for name in entry.parameter_shapes:
-            tensor = model.get_parameter_or_buffer(f"{entry.path}.{name}").detach()
+    for replacement in plan.replacements:
+        for name in replacement.parameter_shapes:
+            tensor = model.get_parameter_or_buffer(f"{replacement.path}.{name}").detach()
             if check:
-                check_finite(f"{entry.path}.{name}", tensor)
-            _load_whole(plan, entry.path, operators[entry.path], name, tensor)
+                check_finite(f"{replacement.path}.{name}", tensor)
+            _load_whole(plan, replacement.path, operators[replacement.path], name, tensor)
             advance(tensor.nbytes)
     _finish(plan, operators)
 

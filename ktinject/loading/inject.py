@@ -25,10 +25,12 @@ from ktinject.planning.plan import Plan
 def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
     """The operators of a plan by module path, not filled, not allocated and not yet in the model."""
     operators: dict[str, Operator] = {}
-    for entry in plan.entries:
-        kind = ReceivedExperts if entry.elsewhere else REGISTRY[entry.operator]
-        with plan.blaming(entry.path):
-            operators[entry.path] = kind.build(model.get_submodule(entry.path), entry.config)
+    for replacement in plan.replacements:
+        kind = ReceivedExperts if replacement.elsewhere else REGISTRY[replacement.operator]
+        with plan.blaming(replacement.path):
+            operators[replacement.path] = kind.build(
+                model.get_submodule(replacement.path), replacement.config
+            )
     return operators
 
 
@@ -124,14 +126,15 @@ def _save_pretrained(
 def _operators(model: PreTrainedModel, plan: Plan) -> dict[str, Operator]:
     """The operators of a plan that are in the model still. Raises OperatorError for one within another module."""
     found = {}
-    for entry in plan.entries:
-        module = model.get_submodule(entry.path)
+    for replacement in plan.replacements:
+        module = model.get_submodule(replacement.path)
         if isinstance(module, Operator):
-            found[entry.path] = module
+            found[replacement.path] = module
         elif any(isinstance(inner, Operator) for inner in module.modules()):
             raise OperatorError(
-                f"this model cannot be saved: {entry.operator} is inside the {type(module).__name__} that stands for "
-                f"{entry.path} now. Save the adapter alone, with PEFT's save_pretrained, or take it off before."
+                f"this model cannot be saved: {replacement.operator} is inside the {type(module).__name__} that "
+                f"stands for {replacement.path} now. Save the adapter alone, with PEFT's save_pretrained, or take it "
+                "off before."
             )
     return found
 
@@ -153,16 +156,16 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
     # A copy of a tied parameter that is there is no loss; an exact one may differ from what it was copied from by now.
     state = model.state_dict()
     copies = {name for name, source in plan.tied.items() if source in state}
-    entries = [
-        entry
-        for entry in plan.entries
-        if entry.path in operators
+    replacements = [
+        replacement
+        for replacement in plan.replacements
+        if replacement.path in operators
         and (
-            operators[entry.path].is_lossless()
-            or not copies.issuperset(f"{entry.path}.{n}" for n in entry.parameter_shapes)
+            operators[replacement.path].is_lossless()
+            or not copies.issuperset(f"{replacement.path}.{n}" for n in replacement.parameter_shapes)
         )
     ]
-    held = [operators[entry.path] for entry in entries]
+    held = [operators[replacement.path] for replacement in replacements]
     lossy = sorted({_with_weights(operator) for operator in held if not operator.is_lossless()})
     source = f" ({plan.checkpoint})" if plan.checkpoint else ""
     if lossy:
@@ -171,7 +174,9 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
             f"Copy the original checkpoint folder{source} instead, and keep the rules beside it."
         )
     shapes = {
-        f"{e.path}.{name}": torch.Size(shape) for e in entries for name, shape in e.parameter_shapes.items()
+        f"{e.path}.{name}": torch.Size(shape)
+        for e in replacements
+        for name, shape in e.parameter_shapes.items()
     }
     needed = sum(shape.numel() for shape in shapes.values()) * model.dtype.itemsize
     free = machine.detect().memory_available_bytes
@@ -181,17 +186,17 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
             f"Copy the original checkpoint folder{source} instead."
         )
     tensors = {}
-    for entry in entries:
-        operator = operators[entry.path]
-        for name, shape in entry.parameter_shapes.items():
-            tensors[f"{entry.path}.{name}"] = tensor = torch.empty(shape, dtype=model.dtype)
+    for replacement in replacements:
+        operator = operators[replacement.path]
+        for name, shape in replacement.parameter_shapes.items():
+            tensors[f"{replacement.path}.{name}"] = tensor = torch.empty(shape, dtype=model.dtype)
             for expert in range(shape[0]) if operator.per_expert else [None]:
                 exact = operator.unpack(name, expert)
                 part = tensor if expert is None else tensor[expert]
                 part.copy_(exact)
                 if not torch.equal(part.float(), exact):
                     raise OperatorError(
-                        f"this model cannot be saved: {entry.path}.{name} does not fit {model.dtype}. "
+                        f"this model cannot be saved: {replacement.path}.{name} does not fit {model.dtype}. "
                         f"Copy the original checkpoint folder{source} instead."
                     )
     for name in copies & tensors.keys():

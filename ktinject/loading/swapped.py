@@ -52,7 +52,15 @@ class _Swapped(_Methods):
                 len(frozen),
                 len(frozen) + len(left),
                 100 * share,
-                ", ".join(sorted({entry.operator for entry in plan.entries if entry.parameter_shapes})),
+                ", ".join(
+                    sorted(
+                        {
+                            replacement.operator
+                            for replacement in plan.replacements
+                            if replacement.parameter_shapes
+                        }
+                    )
+                ),
                 len(left),
             )
         return self
@@ -65,7 +73,7 @@ class _Swapped(_Methods):
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """As of any model of transformers: bytes, those that operators hold on all devices among them."""
         found: int = super().get_memory_footprint(return_buffers)
-        return found + sum(sum(entry.bytes.values()) for entry in self.ktinject.entries)
+        return found + sum(sum(replacement.bytes.values()) for replacement in self.ktinject.replacements)
 
     def resize_token_embeddings(
         self: Any,
@@ -92,9 +100,9 @@ class _Swapped(_Methods):
 def _held(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Full name → shape of what operators hold, without the copies of tied parameters."""
     shapes = {
-        f"{entry.path}.{name}": shape
-        for entry in plan.entries
-        for name, shape in entry.parameter_shapes.items()
+        f"{replacement.path}.{name}": shape
+        for replacement in plan.replacements
+        for name, shape in replacement.parameter_shapes.items()
     }
     return {name: shape for name, shape in shapes.items() if name not in plan.tied}
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import LISTED, CheckpointError, few, listed
 from ktinject.hf.key_map import Conversion, KeyMap
@@ -19,14 +17,11 @@ from ktinject.hf.key_map import Conversion, KeyMap
 _NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
 
 
-def check(
-    checkpoint: Checkpoint, model: PreTrainedModel, mapping: KeyMap, quantization: Mapping[str, Any] | None
-) -> None:
+def check(checkpoint: Checkpoint, model: PreTrainedModel, mapping: KeyMap) -> None:
     """Refuse a checkpoint that has not exactly what the model needs, in shapes and formats that are read.
 
-    model         not swapped
-    quantization  the config's `quantization_config`
-    Raises        CheckpointError that lists all tensors that are missing, unexpected, misshapen or unreadable
+    model    not swapped
+    Raises   CheckpointError that lists all tensors that are missing, unexpected, misshapen or unreadable
     """
     state = model.state_dict()
     shapes, unreadable = [], []
@@ -36,20 +31,18 @@ def check(
             if piece.key in seen:
                 continue
             seen.add(piece.key)
-            fault = _unreadable(checkpoint, piece.key, state[name], quantization)
+            fault = _unreadable(checkpoint, piece.key, state[name])
             unreadable += fault
             expected = _shape(state[name], piece.expert is not None, mapping.parts.get(name, 1))
             if checkpoint.complete and not fault:
-                found = formats.shape(checkpoint, piece.key, quantization)
+                found = checkpoint.shape(piece.key)
                 if found != expected:
                     shapes.append(f"{piece.key}: found {list(found)}, expected {list(expected)}")
     for conversion in {id(found): found for found in mapping.conversions.values()}.values():
-        faults = [
-            _unreadable(checkpoint, key, state[conversion.name], quantization) for key in conversion.keys
-        ]
+        faults = [_unreadable(checkpoint, key, state[conversion.name]) for key in conversion.keys]
         unreadable += [line for fault in faults for line in fault]
         if checkpoint.complete and not any(faults):
-            shapes += _misconverted(checkpoint, conversion, model, state, quantization)
+            shapes += _misconverted(checkpoint, conversion, model, state)
 
     sections = [
         _section("missing", mapping.missing),
@@ -109,13 +102,11 @@ def _shape(parameter: Tensor, is_slice: bool, parts: int) -> tuple[int, ...]:
     return tuple(shape[1:] if is_slice else shape)
 
 
-def _unreadable(
-    checkpoint: Checkpoint, key: str, parameter: Tensor, quantization: Mapping[str, Any] | None
-) -> list[str]:
+def _unreadable(checkpoint: Checkpoint, key: str, parameter: Tensor) -> list[str]:
     if not parameter.is_floating_point():
         return []  # a counter or a table of indices: transformers takes it as it is
     try:
-        formats.detect(checkpoint, key, quantization)
+        checkpoint.format_of(key)
     except CheckpointError as error:
         return [str(error).removeprefix(f"{checkpoint.path}: ")]
     return []
@@ -126,12 +117,11 @@ def _misconverted(
     conversion: Conversion,
     model: PreTrainedModel,
     state: Mapping[str, Tensor],
-    quantization: Mapping[str, Any] | None,
 ) -> list[str]:
     """Run the converter on tensors without data and compare what comes out."""
 
     def without_data(key: str) -> Tensor:
-        return torch.empty(formats.shape(checkpoint, key, quantization), device="meta")
+        return torch.empty(checkpoint.shape(key), device="meta")
 
     try:
         made = conversion.run(without_data, model)

@@ -21,91 +21,91 @@ from ktinject.machine import device_of
 from ktinject.planning.devices import show_bytes
 
 if TYPE_CHECKING:
-    from ktinject.planning.replacements import Entry
+    from ktinject.planning.replacements import Replacement
 
 _TOKENS = 2  # that the model reads on meta
 _SHORTEST = bucket_of(1)
 
 
 @dataclass(frozen=True)
-class Running:
+class RuntimeMemory:
     """On one device.
 
-    buffers        what for → bytes
-    token_bytes    of cache, for a token; 0 where the model caches nothing here, or nobody can tell
-    longest        tokens of the longest request that there is room for, prompt and answer, all rows together; None
-                   where nobody can tell
+    workspace           what for → bytes of buffers that operators share
+    kv_bytes_per_token  that a token adds to the KV cache; 0 where the model caches nothing here, or nobody can tell
+    longest_request     tokens of the longest request that there is room for, prompt and answer, all rows together; None
+                        where nobody can tell
     """
 
-    buffers: dict[str, int]
-    token_bytes: int
-    longest: int | None
+    workspace: dict[str, int]
+    kv_bytes_per_token: int
+    longest_request: int | None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def lines(self, device: str) -> list[str]:
         """For people."""
-        found = [f"{device}: {show_bytes(size)} for {what}" for what, size in self.buffers.items() if size]
-        if self.token_bytes and self.longest is not None:
+        found = [f"{device}: {show_bytes(size)} for {what}" for what, size in self.workspace.items() if size]
+        if self.kv_bytes_per_token and self.longest_request is not None:
             found.append(
-                f"{device}: {show_bytes(self.token_bytes)} of cache for a token, room for {self.longest:,} tokens of a "
-                "request, all rows together"
+                f"{device}: {show_bytes(self.kv_bytes_per_token)} of cache for a token, "
+                f"room for {self.longest_request:,} tokens of a request, all rows together"
             )
         return found
 
 
 def find(
-    entries: Sequence[Entry],
+    replacements: Sequence[Replacement],
     model: PreTrainedModel,
     device_map: Mapping[str, str],
     to_load: Mapping[str, int],
     limits: Mapping[str, int],
     cached: Sequence[int] | None,
-) -> tuple[dict[str, Running], list[str]]:
+) -> tuple[dict[str, RuntimeMemory], list[str]]:
     """Device → what it holds while the model runs; and what does not fit.
 
     to_load   bytes of weights that are not in memory yet
     cached    as `cached_values` says
     """
-    running, problems = {}, []
+    runtime_memory, problems = {}, []
     for device in {**to_load, **dict.fromkeys(device_map.values())}:
         room = limits.get(device, 0) - to_load.get(device, 0)
-        buffers: dict[str, int] = {}
-        for what, least, wanted in _shared(entries, device):
+        workspace: dict[str, int] = {}
+        for what, least, wanted in _shared(replacements, device):
             if least > room >= 0:
                 problems.append(
                     f"{device} has {show_bytes(room)} left beside the weights, and {what} need {show_bytes(least)}. "
                     "Use smaller weights, a larger budget, or prefill: cpu."
                 )
-            buffers[what] = max(0, min(wanted, room))
-            room -= buffers[what]
-        token_bytes = _token_bytes(entries, model, device_map, device, cached)
-        longest = _longest(room, token_bytes) if token_bytes else None
+            workspace[what] = max(0, min(wanted, room))
+            room -= workspace[what]
+        kv_bytes_per_token = _kv_bytes_per_token(replacements, model, device_map, device, cached)
+        longest = _longest(room, kv_bytes_per_token) if kv_bytes_per_token else None
         if longest is not None and longest < _SHORTEST and room >= 0:
             problems.append(
                 f"{device} has {show_bytes(room)} left beside the weights, and each token of a request takes "
-                f"{show_bytes(token_bytes)} of cache: no room for {_SHORTEST} tokens. Use smaller weights, or a larger "
-                "budget."
+                f"{show_bytes(kv_bytes_per_token)} of cache: no room for {_SHORTEST} tokens. "
+                "Use smaller weights, or a larger budget."
             )
-        if buffers or token_bytes:
-            running[device] = Running(buffers, token_bytes, longest)
-    return running, problems
+        if workspace or kv_bytes_per_token:
+            runtime_memory[device] = RuntimeMemory(workspace, kv_bytes_per_token, longest)
+    return runtime_memory, problems
 
 
-def _shared(entries: Sequence[Entry], device: str) -> list[tuple[str, int, int]]:
+def _shared(replacements: Sequence[Replacement], device: str) -> list[tuple[str, int, int]]:
     """(what for, least, wanted) bytes of buffers, each the greatest that an operator names: they share them."""
     found: dict[str, tuple[int, int]] = {}
-    for entry in entries:
-        for (on, what), (least, wanted) in entry.workspace.items():
+    for replacement in replacements:
+        for (on, what), (least, wanted) in replacement.workspace.items():
             if on == device:
                 before = found.get(what, (0, 0))
                 found[what] = max(before[0], least), max(before[1], wanted)
     return [(what, *sizes) for what, sizes in found.items()]
 
 
-def _token_bytes(
-    entries: Sequence[Entry],
+def _kv_bytes_per_token(
+    replacements: Sequence[Replacement],
     model: PreTrainedModel,
     device_map: Mapping[str, str],
     device: str,
@@ -116,9 +116,9 @@ def _token_bytes(
     if values is None or len(values) != layers.count:
         return 0
     own = {
-        layers.of(entry.path): entry.kv_values_per_token
-        for entry in entries
-        if entry.kv_values_per_token is not None
+        layers.of(replacement.path): replacement.kv_values_per_token
+        for replacement in replacements
+        if replacement.kv_values_per_token is not None
     }
     return sum(
         own.get(number, count) * model.dtype.itemsize
@@ -127,11 +127,11 @@ def _token_bytes(
     )
 
 
-def _longest(room: int, token_bytes: int) -> int:
+def _longest(room: int, kv_bytes_per_token: int) -> int:
     """Captured steps hold a power of two of tokens; what a prompt left behind is copied into that."""
-    if room < 2 * token_bytes * _SHORTEST:
+    if room < 2 * kv_bytes_per_token * _SHORTEST:
         return 0
-    tokens: int = 1 << (room // (2 * token_bytes)).bit_length() - 1
+    tokens: int = 1 << (room // (2 * kv_bytes_per_token)).bit_length() - 1
     return tokens
 
 

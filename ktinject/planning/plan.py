@@ -15,9 +15,9 @@ from ktinject.errors import PlanError, listed
 from ktinject.grid import Grid, Lines
 from ktinject.hf.key_map import KeyMap
 from ktinject.planning.devices import show_bytes
-from ktinject.planning.memory import Running
+from ktinject.planning.memory import RuntimeMemory
 from ktinject.planning.replacements import (
-    Entry,
+    Replacement,
     blaming,
     some,
 )
@@ -28,19 +28,19 @@ from ktinject.rules import KEEP, RuleSet
 class Plan:
     """All decisions of one call. `str(plan)` is a table, `to_dict()` is ready for JSON.
 
-    matched     rule → paths of its modules, in the order of the rules; those of `keep` too
-    entries     the replaced modules, in the order of the model
-    rest_bytes  device → bytes of everything that is not replaced
-    device_map  where that stands, as transformers wants it
-    limits      device → bytes the plan may use
-    to_load     device → bytes that are not in memory yet
-    running     device → what the model takes there while it runs, beside its weights
-    problems    what does not fit
-    notes       what else one should know
-    mapping     of the checkpoint's keys; None if the model has its weights
-    styles      path → how tensor parallelism cuts a linear layer
-    cuts        checkpoint key → the part of it that this process has
-    tied        parameter that an operator takes → the one that it is tied to, of which the operator has a copy
+    matched         rule → paths of its modules, in the order of the rules; those of `keep` too
+    replacements    the replaced modules, in the order of the model
+    rest_bytes      device → bytes of everything that is not replaced
+    device_map      where that stands, as transformers wants it
+    limits          device → bytes the plan may use
+    to_load         device → bytes that are not in memory yet
+    runtime_memory  device → what the model takes there while it runs, beside its weights
+    problems        what does not fit
+    notes           what else one should know
+    mapping         of the checkpoint's keys; None if the model has its weights
+    styles          path → how tensor parallelism cuts a linear layer
+    cuts            checkpoint key → the part of it that this process has
+    tied            parameter that an operator takes → the one that it is tied to, of which the operator has a copy
     """
 
     model: str
@@ -48,12 +48,12 @@ class Plan:
     ruleset: RuleSet
     checkpoint: str | None
     matched: dict[str, tuple[str, ...]]
-    entries: tuple[Entry, ...]
+    replacements: tuple[Replacement, ...]
     rest_bytes: dict[str, int]
     device_map: dict[str, str]
     limits: dict[str, int]
     to_load: dict[str, int]
-    running: dict[str, Running] = field(default_factory=dict)
+    runtime_memory: dict[str, RuntimeMemory] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     mapping: KeyMap | None = field(default=None, repr=False)
@@ -63,36 +63,36 @@ class Plan:
 
     def blaming(self, *paths: str) -> AbstractContextManager[None]:
         """Within, what operators of one kind refuse or raise is an OperatorError with rule, paths and operator."""
-        entry = self._entries_by_path[paths[0]]
-        rule = next(rule for rule in self.ruleset.rules if rule.name == entry.rule)
-        return blaming(rule, some(paths), entry.operator)
+        replacement = self._replacements_by_path[paths[0]]
+        rule = next(rule for rule in self.ruleset.rules if rule.name == replacement.rule)
+        return blaming(rule, some(paths), replacement.operator)
 
     @functools.cached_property
-    def _entries_by_path(self) -> dict[str, Entry]:
-        return {entry.path: entry for entry in self.entries}
+    def _replacements_by_path(self) -> dict[str, Replacement]:
+        return {replacement.path: replacement for replacement in self.replacements}
 
     @property
     def bytes(self) -> dict[str, int]:
         """Device → bytes of the swapped model."""
-        return total([*(entry.bytes for entry in self.entries), self.rest_bytes])
+        return total([*(replacement.bytes for replacement in self.replacements), self.rest_bytes])
 
     @property
     def swapped(self) -> dict[str, tuple[int, ...]]:
         """Full name → shape of the parameters that operators take."""
         return {
-            f"{entry.path}.{name}": shape
-            for entry in self.entries
-            for name, shape in entry.parameter_shapes.items()
+            f"{replacement.path}.{name}": shape
+            for replacement in self.replacements
+            for name, shape in replacement.parameter_shapes.items()
         }
 
     @property
     def elsewhere(self) -> set[str]:
         """Those that another process takes."""
         return {
-            f"{entry.path}.{name}"
-            for entry in self.entries
-            if entry.elsewhere
-            for name in entry.parameter_shapes
+            f"{replacement.path}.{name}"
+            for replacement in self.replacements
+            if replacement.elsewhere
+            for name in replacement.parameter_shapes
         }
 
     def check(self) -> None:
@@ -102,18 +102,20 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Lists, dicts, numbers and strings only."""
-        fields = [f.name for f in dataclasses.fields(Entry) if f.repr]
+        fields = [f.name for f in dataclasses.fields(Replacement) if f.repr]
         return {
             "model": self.model,
             "model_type": self.model_type,
             "rules": self.ruleset.source,
             "checkpoint": self.checkpoint,
             "matched": {name: list(paths) for name, paths in self.matched.items()},
-            "modules": [{name: getattr(entry, name) for name in fields} for entry in self.entries],
+            "modules": [
+                {name: getattr(replacement, name) for name in fields} for replacement in self.replacements
+            ],
             "rest": {"bytes": self.rest_bytes, "device_map": self.device_map},
             "bytes": self.bytes,
             "to_load": self.to_load,
-            "running": {device: running.to_dict() for device, running in self.running.items()},
+            "runtime_memory": {device: running.to_dict() for device, running in self.runtime_memory.items()},
             "limits": self.limits,
             "problems": list(self.problems),
             "notes": list(self.notes),
@@ -134,23 +136,25 @@ TITLES = ("rule", "modules", "operator", "kernel", "weights", "device", "bytes")
 
 def rows(plan: Plan) -> list[tuple[str, ...]]:
     """The cells under TITLES; modules of one rule that run alike share a line."""
-    groups: dict[tuple[str, ...], list[Entry]] = {}
-    for entry in plan.entries:
-        runs = (str(entry.runs.get("kernel", "")), str(entry.runs.get("weights", "")))
-        groups.setdefault((entry.rule, entry.module, entry.operator, *runs, entry.device), []).append(entry)
+    groups: dict[tuple[str, ...], list[Replacement]] = {}
+    for replacement in plan.replacements:
+        runs = (str(replacement.runs.get("kernel", "")), str(replacement.runs.get("weights", "")))
+        groups.setdefault(
+            (replacement.rule, replacement.module, replacement.operator, *runs, replacement.device), []
+        ).append(replacement)
     table: list[tuple[str, ...]] = []
     for rule in plan.ruleset.rules:
         matched = plan.matched[rule.name]
         # Under a rule that replaces, too, modules may stay as they are.
-        count = len(matched) - sum(entry.rule == rule.name for entry in plan.entries)
+        count = len(matched) - sum(replacement.rule == rule.name for replacement in plan.replacements)
         if not matched:
             table.append((rule.name, "none (optional)", rule.operator, "", "", "", ""))
         elif count:
             table.append((rule.name, f"{count} modules", KEEP, "", "", "", ""))
-        for (name, module, *columns), entries in groups.items():
+        for (name, module, *columns), replacements in groups.items():
             if name == rule.name:
-                size = sum(total(entry.bytes for entry in entries).values())
-                table.append((name, f"{len(entries)} × {module}", *columns, show_bytes(size)))
+                size = sum(total(replacement.bytes for replacement in replacements).values())
+                table.append((name, f"{len(replacements)} × {module}", *columns, show_bytes(size)))
     for device, size in plan.rest_bytes.items():
         table.append(("(everything else)", "", "transformers", "", "", device, show_bytes(size)))
     return table
@@ -162,12 +166,12 @@ def remarks(plan: Plan) -> list[str]:
         f"{device}: {show_bytes(size)} to load, {show_bytes(plan.limits[device])} may be used"
         for device, size in plan.to_load.items()
     ]
-    for device, running in plan.running.items():
+    for device, running in plan.runtime_memory.items():
         lines += running.lines(device)
     lines += dict.fromkeys(
-        f"{entry.rule}: {key}: {value}"
-        for entry in plan.entries
-        for key, value in entry.runs.items()
+        f"{replacement.rule}: {key}: {value}"
+        for replacement in plan.replacements
+        for key, value in replacement.runs.items()
         if key not in ("kernel", "weights")
     )
     return lines + plan.notes + [f"does not fit: {problem}" for problem in plan.problems]

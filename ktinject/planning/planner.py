@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktinject import rules
-from ktinject.checkpoints import formats, gguf_blocks
 from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.formats import table
 from ktinject.distributed import tensor_parallel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.distributed.tensor_parallel import Cut, Style
@@ -27,11 +27,11 @@ from ktinject.planning import match, memory
 from ktinject.planning.devices import Devices, show_bytes, spread
 from ktinject.planning.plan import Plan, total
 from ktinject.planning.replacements import (
-    Entry,
-    Found,
+    MatchedModule,
+    Replacement,
     adopt_format,
-    find_entries,
     find_modules,
+    find_replacements,
     some,
     without_experts,
 )
@@ -76,26 +76,41 @@ def make(
             layers = Layers(model)
             stack, device_map = layers.stack, {"": standing[0]}
             with openmp.one_thread():
-                entries = find_entries(found, where, device_map, machine, stack, {}, group)
+                replacements = find_replacements(found, where, device_map, machine, stack, {}, group)
                 if len(standing) > 1:
-                    device_map = _spread(model, entries, layers, standing, where)
-                    entries = find_entries(found, where, device_map, machine, stack, {}, group)
-            rest = _rest_bytes(model, entries, device_map)
-            to_load = total([*(entry.bytes for entry in entries), {} if has_weights else rest])
-            if any(entry.config.auto_sized for entry in entries):
+                    device_map = _spread(model, replacements, layers, standing, where)
+                    replacements = find_replacements(found, where, device_map, machine, stack, {}, group)
+            rest = _rest_bytes(model, replacements, device_map)
+            to_load = total(
+                [*(replacement.bytes for replacement in replacements), {} if has_weights else rest]
+            )
+            if any(replacement.config.auto_sized for replacement in replacements):
                 spare = {device: where.limits[device] - to_load.get(device, 0) for device in where.allowed}
                 with openmp.one_thread():
-                    entries = find_entries(found, where, device_map, machine, stack, spare, group)
-                to_load = total([*(entry.bytes for entry in entries), {} if has_weights else rest])
+                    replacements = find_replacements(found, where, device_map, machine, stack, spare, group)
+                to_load = total(
+                    [*(replacement.bytes for replacement in replacements), {} if has_weights else rest]
+                )
             over = {device: size for device, size in to_load.items() if size > where.limits[device]}
             excess = sum(size - where.limits[device] for device, size in over.items())
-            running, too_much = memory.find(entries, model, device_map, to_load, where.limits, cached)
+            runtime_memory, too_much = memory.find(
+                replacements, model, device_map, to_load, where.limits, cached
+            )
             layouts.append(
-                ((excess, len(too_much)), device_map, entries, rest, to_load, running, over, too_much)
+                (
+                    (excess, len(too_much)),
+                    device_map,
+                    replacements,
+                    rest,
+                    to_load,
+                    runtime_memory,
+                    over,
+                    too_much,
+                )
             )
             if not over and not too_much:
                 break
-    _, device_map, entries, rest, to_load, running, over, too_much = min(
+    _, device_map, replacements, rest, to_load, runtime_memory, over, too_much = min(
         layouts, key=lambda layout: layout[0]
     )
     plan = Plan(
@@ -104,12 +119,12 @@ def make(
         ruleset=ruleset,
         checkpoint=None if checkpoint is None else str(checkpoint.path),
         matched=matched,
-        entries=entries,
+        replacements=replacements,
         rest_bytes=rest,
         device_map=device_map,
         limits=where.limits,
         to_load=to_load,
-        running=running,
+        runtime_memory=runtime_memory,
         problems=[*(_too_large(device, size, where) for device, size in over.items()), *too_much],
         mapping=mapping,
         styles=styles,
@@ -131,17 +146,13 @@ def make(
         plan.notes.append(
             f"process {group.rank} of {group.size}: has its part of {len(styles)} linear layers, and all of the others"
         )
-    if (
-        checkpoint is not None
-        and not checkpoint.metadata
-        and (quantization := models.quantization(model.config))
-    ):
-        method = quantization["quant_method"]
+    if checkpoint is not None and checkpoint.quantization:
+        method = checkpoint.quantization["quant_method"]
         plan.notes.append(f"the checkpoint is quantised ({method}); it is decoded while it is read")
-    if checkpoint is not None and (blocks := _block_formats(checkpoint)):
+    if checkpoint is not None and (blocks := checkpoint.block_dtypes):
         plan.notes.append(
-            f"the checkpoint is GGUF with {' and '.join(blocks)}; weights that do not run as stored are decoded, and "
-            "quantised again where the operator's format says so"
+            f"the checkpoint is {checkpoint.container} with {' and '.join(blocks)}; weights that do not run as "
+            "stored are decoded, and quantised again where the operator's format says so"
         )
     if checkpoint is not None and not checkpoint.complete:
         plan.notes.append("only the checkpoint's index is there: shapes and formats could not be checked")
@@ -149,7 +160,7 @@ def make(
 
 
 def _cut(
-    model: PreTrainedModel, found: list[Found], has_weights: bool, group: ProcessGroup
+    model: PreTrainedModel, found: list[MatchedModule], has_weights: bool, group: ProcessGroup
 ) -> dict[str, Style]:
     """The linear layers that the processes share. Raises PlanError."""
     if has_weights:
@@ -160,9 +171,7 @@ def _cut(
     for item in found:
         if item.operator.across == "none":
             text = f"{item.rule.operator} does not run with tp (tensor parallelism over processes)"
-            raise PlanError(
-                str(item.rule.place().refusal(f"{text}. Use another operator, or leave tp out."))
-            )
+            raise PlanError(str(item.rule.place().refusal(f"{text}. Use another operator, or leave tp out.")))
     taken = [item.path for item in found if not isinstance(item.module, nn.Linear)]
     return tensor_parallel.choose(model, group.size, taken)
 
@@ -208,21 +217,17 @@ def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
 
 
 def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
-    quantization = models.quantization(model.config)
-    method = (quantization or {}).get("quant_method")
-    if quantization and not checkpoint.metadata and method not in formats.METHODS:
+    quantization = {} if checkpoint.states_formats else models.quantization(model.config) or {}
+    assert checkpoint.quantization == quantization, "the checkpoint was opened for another model"
+    method = quantization.get("quant_method")
+    if quantization and method not in table.METHODS:
         raise PlanError(
             f"{checkpoint.path}: its config.json says quant_method {method!r}; read are checkpoints in bf16, "
-            f"fp16, fp32 and {', '.join(formats.METHODS)}. Use one of these, such as the original this was made from."
+            f"fp16, fp32 and {', '.join(table.METHODS)}. Use one of these, such as the original this was made from."
         )
-    mapping = key_map(model, formats.weight_names(checkpoint.names), formats.companions)
-    match.check(checkpoint, model, mapping, quantization)
+    mapping = key_map(model, checkpoint.weights, table.companions)
+    match.check(checkpoint, model, mapping)
     return mapping
-
-
-def _block_formats(checkpoint: Checkpoint) -> list[str]:
-    """The quantised formats of GGUF that a checkpoint has."""
-    return sorted({info.dtype for info in checkpoint.tensors.values()} & {*gguf_blocks.TYPES})
 
 
 def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
@@ -241,9 +246,11 @@ def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
     return standing[0]
 
 
-def _rest_sizes(model: PreTrainedModel, entries: Sequence[Entry]) -> Iterator[tuple[str, int]]:
+def _rest_sizes(model: PreTrainedModel, replacements: Sequence[Replacement]) -> Iterator[tuple[str, int]]:
     """Name and bytes of all that operators do not take: parameters, buffers, tied ones once, in their final dtype."""
-    swapped = {f"{entry.path}.{name}" for entry in entries for name in entry.parameter_shapes}
+    swapped = {
+        f"{replacement.path}.{name}" for replacement in replacements for name in replacement.parameter_shapes
+    }
     dtype_of = models.final_dtype(model)
     for tensors in (model.named_parameters(), model.named_buffers()):
         for name, tensor in tensors:
@@ -252,26 +259,26 @@ def _rest_sizes(model: PreTrainedModel, entries: Sequence[Entry]) -> Iterator[tu
 
 
 def _rest_bytes(
-    model: PreTrainedModel, entries: Sequence[Entry], device_map: Mapping[str, str]
+    model: PreTrainedModel, replacements: Sequence[Replacement], device_map: Mapping[str, str]
 ) -> dict[str, int]:
     """Device → bytes of all that operators do not take."""
     sizes = dict.fromkeys(device_map.values(), 0)
-    for name, size in _rest_sizes(model, entries):
+    for name, size in _rest_sizes(model, replacements):
         sizes[device_of(device_map, name)] += size
     return sizes
 
 
 def _spread(
     model: PreTrainedModel,
-    entries: Sequence[Entry],
+    replacements: Sequence[Replacement],
     layers: Layers,
     gpus: Sequence[str],
     where: Devices,
 ) -> dict[str, str]:
     """A device map of several GPUs, from the bytes on the first one if all stood there."""
     outside, inside = 0, dict.fromkeys(layers.paths, 0)
-    on_first = ((entry.path, entry.bytes.get(gpus[0], 0)) for entry in entries)
-    for path, size in (*_rest_sizes(model, entries), *on_first):
+    on_first = ((replacement.path, replacement.bytes.get(gpus[0], 0)) for replacement in replacements)
+    for path, size in (*_rest_sizes(model, replacements), *on_first):
         if (number := layers.of(path)) is None:
             outside += size
         else:

@@ -1,4 +1,4 @@
-"""Which operator takes which module, and what that makes of it: the entries of a plan."""
+"""Which operator takes which module, and what that makes of it: the replacements of a plan."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ktinject import rules
-from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.stored import Format
+from ktinject.checkpoints.formats.base import Format
 from ktinject.distributed.first_process import ReceivedExperts
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import KTInjectError, OperatorError, PlanError, RuleError, few
-from ktinject.hf import models
 from ktinject.hf.key_map import KeyMap
 from ktinject.hf.layers import Layers, class_names, has_routed_experts
 from ktinject.machine import Machine, device_of
@@ -31,7 +29,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Entry:
+class Replacement:
     """One module that is replaced.
 
     module     its class
@@ -62,7 +60,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Found:
+class MatchedModule:
     """A module that a rule replaces.
 
     source   how the checkpoint stores its weight, if it has one
@@ -99,7 +97,9 @@ def blaming(rule: Rule, where: str, operator: str) -> Iterator[None]:
         raise OperatorError(str(rule.place().refusal(f"{where}: {named}"))) from error
 
 
-def find_modules(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[Found], dict[str, tuple[str, ...]]]:
+def find_modules(
+    model: PreTrainedModel, ruleset: RuleSet
+) -> tuple[list[MatchedModule], dict[str, tuple[str, ...]]]:
     """The modules that rules replace, in the order of the model, and the paths of every rule."""
     configs: dict[str, Any] = {}
     for rule in ruleset.rules:
@@ -116,7 +116,7 @@ def find_modules(model: PreTrainedModel, ruleset: RuleSet) -> tuple[list[Found],
             raise
         raise RuleError(f"{error}\n{without_experts(model)}, which may be why.") from error
     found = [
-        Found(path, modules[path], rule, REGISTRY[rule.operator], configs[rule.name])
+        MatchedModule(path, modules[path], rule, REGISTRY[rule.operator], configs[rule.name])
         for path, rule in assignment.rules.items()
         if REGISTRY[rule.operator].replaces
     ]
@@ -128,35 +128,36 @@ def without_experts(model: PreTrainedModel) -> str:
     return f"{type(model).__name__} (model type {model.config.model_type!r}) has no routed experts"
 
 
-def adopt_format(item: Found, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap) -> Found:
+def adopt_format(
+    item: MatchedModule, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap
+) -> MatchedModule:
     """With what the checkpoint has, and the arguments that fit it."""
-    quantization = models.quantization(model.config)
 
     @functools.cache
     def sources() -> Collection[tuple[str, Format, int | None]]:
         names = [name for name, parameter in item.module.named_parameters() if parameter.is_floating_point()]
         pieces = ((name, piece) for name in names for piece in mapping.targets.get(f"{item.path}.{name}", ()))
-        found = ((name, formats.detect(checkpoint, p.key, quantization), p.part) for name, p in pieces)
+        found = ((name, checkpoint.format_of(p.key), p.part) for name, p in pieces)
         return {(name, dataclasses.replace(form, companions=()), part): None for name, form, part in found}
 
     item = dataclasses.replace(item, sources=sources)
     keys = [piece.key for piece in mapping.targets.get(f"{item.path}.weight", ())]
     if not keys:
         return item
-    item = dataclasses.replace(item, source=formats.detect(checkpoint, keys[0], quantization))
+    item = dataclasses.replace(item, source=checkpoint.format_of(keys[0]))
     return dataclasses.replace(item, config=item.use_checkpoint_format(item.operator, item.config))
 
 
-def find_entries(
-    found: list[Found],
+def find_replacements(
+    found: list[MatchedModule],
     where: Devices,
     device_map: Mapping[str, str],
     machine: Machine,
     stack: nn.Module,
     spare: Mapping[str, int],
     group: ProcessGroup | None,
-) -> tuple[Entry, ...]:
-    entries = []
+) -> tuple[Replacement, ...]:
+    replacements = []
     refused: dict[tuple[str, str], list[str]] = {}
     remedies: dict[tuple[str, str], str] = {}
     arranged = _arrange(found, where, device_map, stack, spare)
@@ -189,8 +190,8 @@ def find_entries(
         elsewhere = group is not None and group.rank > 0 and operator.across == "first"
         with blaming(rule, item.path, operator.name):
             _check_contract(item, built, inner, {*where.allowed})
-            entries.append(
-                Entry(
+            replacements.append(
+                Replacement(
                     path=item.path,
                     module=type(item.module).__name__,
                     rule=rule.name,
@@ -213,11 +214,11 @@ def find_entries(
             for (rule, text), paths in refused.items()
         ]
         raise PlanError("\n".join(few(lines)))
-    return tuple(entries)
+    return tuple(replacements)
 
 
 def _arrange(
-    found: list[Found],
+    found: list[MatchedModule],
     where: Devices,
     device_map: Mapping[str, str],
     stack: nn.Module,
@@ -238,14 +239,14 @@ def _arrange(
     return arranged
 
 
-def _misfit(built: Operator, item: Found) -> str | None:
+def _misfit(built: Operator, item: MatchedModule) -> str | None:
     """Why an operator cannot take what the checkpoint has in a format that it takes undecoded."""
     sources = item.sources() if built.native_formats else ()
     reasons = (built.misfit_of(*source) for source in sources if source[1].name in built.native_formats)
     return next((reason for reason in reasons if reason), None)
 
 
-def _check_contract(item: Found, built: Operator, inner: list[str], devices: set[str]) -> None:
+def _check_contract(item: MatchedModule, built: Operator, inner: list[str], devices: set[str]) -> None:
     """Everything the module has must be taken or kept by the operator, which may have nothing else."""
 
     def refuse(text: str) -> OperatorError:

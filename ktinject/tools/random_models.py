@@ -90,12 +90,12 @@ def build(
     if group is not None:
         tensor_parallel.apply(model, plan.styles, group.size)
     operators = inject.build(plan, model)
-    for entry in plan.entries:
-        if entry.elsewhere:
+    for replacement in plan.replacements:
+        if replacement.elsewhere:
             continue
-        operator = operators[entry.path]
+        operator = operators[replacement.path]
         operator.allocate()
-        _fill(operator, entry.parameter_shapes)
+        _fill(operator, replacement.parameter_shapes)
         operator.finish()
     inject.apply(model, plan, operators, group)
     models.random_rest(model, plan.device_map)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ktinject.checkpoints.stored import Codes
+from ktinject.checkpoints.formats.base import Codes
 
 TILE = 64
 STRIP = 4  # tiles

@@ -15,7 +15,7 @@ from torch import Tensor
 from ktinject import _native
 from ktinject.addresses import address
 from ktinject.checkpoints.beside import read
-from ktinject.checkpoints.safetensors import parse_json
+from ktinject.checkpoints.json_text import parse_json
 from ktinject.errors import CheckpointError, OperatorError
 from ktinject.operators.offload.handoff import CODES, OnGpu, stream_of
 

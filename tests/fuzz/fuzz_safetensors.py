@@ -22,8 +22,7 @@ import fuzzer
 from safetensors import SafetensorError, deserialize
 
 from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.files import INDEX
-from ktinject.checkpoints.safetensors import BITS, read_header
+from ktinject.checkpoints.safetensors import BITS, INDEX, read_header
 from ktinject.errors import CheckpointError
 
 # See docs/reference/checkpoints.md, "Where the safetensors library reads more".

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ktinject import rules
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import KTInjectError
+from ktinject.hf import models
 from ktinject.planning.plan import Plan
 from ktinject.planning.planner import make
 
@@ -31,7 +32,7 @@ def planned(model: PreTrainedModel, source: Any = None, folder: Path | None = No
     has = kwargs.pop("machine", None) or machine()
     if folder is None:
         return make(model, ruleset, None, has, **kwargs)
-    with Checkpoint.open(folder) as checkpoint:
+    with Checkpoint.open(folder, models.quantization(model.config)) as checkpoint:
         return make(model, ruleset, checkpoint, has, **kwargs)
 
 

@@ -100,7 +100,7 @@ def test_nothing_to_swap_is_an_ordinary_load(tmp_path: Path) -> None:
     keep = {"name": "all", "match": {"class": "Qwen3MoeExperts"}, "replace": "keep"}
     model = ktinject.load(saved(original, tmp_path), [keep], progress=False)
     assert_same(model, original)
-    assert model.ktinject.entries == ()
+    assert model.ktinject.replacements == ()
 
 
 @pytest.mark.parametrize("there", ["model.embed_tokens.weight", "lm_head.weight"])
@@ -212,7 +212,10 @@ def test_a_scale_that_is_not_a_number_is_always_refused(
 def test_load_with_automatic_rules_and_variables(tmp_path: Path) -> None:
     folder = saved(models.tiny("qwen3_moe"), tmp_path)
     model = ktinject.load(folder, variables={"experts": "int8"}, progress=False)
-    assert {entry.runs["weights"] for entry in model.ktinject.entries} == {"int8", "kept"}  # kept: norms
+    assert {replacement.runs["weights"] for replacement in model.ktinject.replacements} == {
+        "int8",
+        "kept",
+    }  # kept: norms
     with torch.no_grad():
         assert model.generate(IDS, max_new_tokens=4).shape == (2, 16)
     plan = ktinject.plan(on_meta(folder), "auto", variables={"experts": "int8"})

@@ -191,7 +191,7 @@ def test_a_token_takes_1152_bytes_a_layer(static: bool) -> None:
     ]
     assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 7 * 1152
     assert "1152 bytes a token a layer (bfloat16)" in str(swapped.ktinject)
-    assert swapped.ktinject.entries[0].bytes == {}
+    assert swapped.ktinject.replacements[0].bytes == {}
 
 
 def test_bf16_is_as_close_to_fp32_as_transformers_own() -> None:

@@ -54,7 +54,7 @@ def test_recorded_like_any_router() -> None:
 
 
 def test_other_models_and_devices_keep_their_routers() -> None:
-    assert ktinject.plan(tiny("qwen3_moe"), RULES, devices=["cpu"]).entries == ()
+    assert ktinject.plan(tiny("qwen3_moe"), RULES, devices=["cpu"]).replacements == ()
     router = tiny("qwen3_moe").bfloat16().model.layers[0].mlp.gate
     assert CpuRouter.resolve(router, CpuLinearConfig(device="cuda:0")) is None
 

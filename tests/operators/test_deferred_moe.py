@@ -58,7 +58,7 @@ def test_the_definition(seed: int) -> None:
 
 def test_a_fixed_schedule_leaves_the_last_layer_alone(qwen: PreTrainedModel) -> None:
     swapped = swap(qwen, deferred=3)
-    runs = [entry.runs["deferred"] for entry in swapped.ktinject.entries]
+    runs = [replacement.runs["deferred"] for replacement in swapped.ktinject.replacements]
     assert runs == ["3 of 4", "3 of 4", "3 of 4", "0 of 4 (it is the last)"]
     assert "experts: deferred: 0 of 4 (it is the last)" in str(swapped.ktinject)
     ids = tokens(3, 12)
@@ -73,7 +73,7 @@ def test_each_run_of_neighbours_ends_undeferred(qwen: PreTrainedModel) -> None:
     rule["match"]["layers"] = "0-3,6"
     other = {"name": "plain", "match": {"path": r".*\.experts"}, "replace": {"operator": "cpu_experts"}}
     ktinject.optimize(model, [rule, other | {"match": {"path": r".*\.4\.mlp\.experts"}}], progress=False)
-    runs = [entry.runs.get("deferred") for entry in model.ktinject.entries]
+    runs = [replacement.runs.get("deferred") for replacement in model.ktinject.replacements]
     assert runs == ["2 of 4", "0 of 4 (the next is not deferred_moe)", None, "0 of 4 (it is the last)"]
     definition = reference.Deferral(qwen_copy := copy.deepcopy(qwen), [2, 0, 0, 0])
     ids = tokens(2, 8)

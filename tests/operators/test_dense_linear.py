@@ -50,10 +50,12 @@ def planned(model: PreTrainedModel, gpus: int, **arguments: Any) -> Plan:
 def test_what_it_comes_to(weights: str, gpus: int, operator: str | None) -> None:
     sizes = {"hidden_size": 128, "head_dim": 64}
     found = planned(tiny("qwen3_moe", **sizes).bfloat16(), gpus, weights=weights, group_size=64)
-    assert [entry.operator for entry in found.entries] == ([operator] * 8 if operator else [])
-    assert {entry.config.device for entry in found.entries} <= {"cuda:0" if gpus else "cpu"}
+    assert [replacement.operator for replacement in found.replacements] == (
+        [operator] * 8 if operator else []
+    )
+    assert {replacement.config.device for replacement in found.replacements} <= {"cuda:0" if gpus else "cpu"}
     if weights == "int4":
-        assert {entry.config.group_size for entry in found.entries} == {64}
+        assert {replacement.config.group_size for replacement in found.replacements} == {64}
     if operator is None:
         assert "dense               8 modules   keep" in str(found)
         assert found.matched["dense"][0] == "model.layers.0.self_attn.q_proj"
@@ -62,15 +64,15 @@ def test_what_it_comes_to(weights: str, gpus: int, operator: str | None) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_bf16_leaves_a_model_of_more_digits_alone(dtype: torch.dtype) -> None:
     model = tiny("qwen3_moe").to(dtype)
-    assert planned(model, 0).entries == ()
-    assert len(planned(model, 0, weights="int8").entries) == 8
+    assert planned(model, 0).replacements == ()
+    assert len(planned(model, 0, weights="int8").replacements) == 8
 
 
 def test_what_runs_is_what_was_planned() -> None:
     model, other = tiny("qwen3_moe").bfloat16(), tiny("qwen3_moe").bfloat16()
     ktinject.optimize(other, rules(), progress=False, devices=["cpu"])
     assert isinstance(other.model.layers[0].self_attn.q_proj, CpuLinear)
-    assert {entry.operator for entry in other.ktinject.entries} == {"cpu_linear"}
+    assert {replacement.operator for replacement in other.ktinject.replacements} == {"cpu_linear"}
     ids = torch.randint(3, 96, (2, 7))
     with torch.inference_mode():
         exact = model.float()(ids).logits

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import machine
-from ktinject.checkpoints.stored import Format, Fp8Blocks
+from ktinject.checkpoints.formats.base import Format, Fp8Blocks
 from ktinject.errors import OperatorError
 from ktinject.machine import Gpu
 from ktinject.operators import fp8_linear

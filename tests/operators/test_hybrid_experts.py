@@ -225,7 +225,7 @@ def test_a_build_without_cuda_parts_refuses_a_gpu(
     config = transformers.AutoConfig.from_pretrained(tiny_qwen3_moe)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    assert {entry.device for entry in ktinject.plan(model, "auto").entries} == {"cpu"}
+    assert {replacement.device for replacement in ktinject.plan(model, "auto").replacements} == {"cpu"}
     for value in (0, 2):
         with pytest.raises(
             ktinject.PlanError, match="it needs ktinject's CUDA parts, and this build has none"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import ktinject
 from ktinject import machine
-from ktinject.checkpoints.stored import Codes, Format
+from ktinject.checkpoints.formats.base import Codes, Format
 from ktinject.errors import OperatorError, PlanError
 from ktinject.machine import Gpu
 from ktinject.operators.int4_linear import MANY_TOKENS, Int4Linear, Int4LinearConfig

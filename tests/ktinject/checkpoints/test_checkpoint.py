@@ -15,8 +15,9 @@ import torch
 from handmade import INDEX, field, hub_cache, image, sharded, tensors, write_index
 from safetensors.torch import load_file, save_file
 
-from ktinject.checkpoints import checkpoint as module
-from ktinject.checkpoints.checkpoint import TORCH_DTYPES, Checkpoint, TensorInfo
+from ktinject.checkpoints import files
+from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.reader import TORCH_DTYPES, TensorInfo
 from ktinject.errors import CheckpointError
 
 
@@ -212,7 +213,7 @@ def test_descriptors_are_neither_copied_nor_leaked(two_shards: Path) -> None:
 
 
 def test_a_tensor_larger_than_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_READ_BYTES", 7)
+    monkeypatch.setattr(files, "_READ_BYTES", 7)
     save_file(tensors("a"), tmp_path / "model.safetensors")
     with Checkpoint.open(tmp_path) as checkpoint:
         assert torch.equal(checkpoint.read("a"), tensors("a")["a"])

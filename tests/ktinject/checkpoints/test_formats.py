@@ -12,23 +12,26 @@ from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from ktinject.checkpoints import formats, stored
 from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.formats import companions, decode, detect, shape, weight_names
-from ktinject.checkpoints.stored import Format, check_finite
+from ktinject.checkpoints.formats import base
+from ktinject.checkpoints.formats.base import Format, check_finite
+from ktinject.checkpoints.formats.table import companions
+from ktinject.checkpoints.formats.unsupported import UNSUPPORTED
 from ktinject.errors import CheckpointError
 
 KEY = "model.layers.3.mlp.experts.7.gate_proj.weight"
 SCALE = KEY + "_scale_inv"
 
 
-def write(folder: Path, weight: torch.Tensor, scale: torch.Tensor | None = None) -> Checkpoint:
-    return write_all(folder, {KEY: weight} if scale is None else {KEY: weight, SCALE: scale})
+def write(
+    folder: Path, weight: torch.Tensor, scale: torch.Tensor | None = None, config: Any = None
+) -> Checkpoint:
+    return write_all(folder, {KEY: weight} if scale is None else {KEY: weight, SCALE: scale}, config)
 
 
-def write_all(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+def write_all(folder: Path, tensors: dict[str, torch.Tensor], config: Any = None) -> Checkpoint:
     save_file(tensors, folder / "model.safetensors")
-    return Checkpoint.open(folder)
+    return Checkpoint.open(folder, config)
 
 
 def fp8(*shape: int) -> torch.Tensor:
@@ -56,9 +59,9 @@ def reference(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int])
 def test_floats_come_as_they_are(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     weight = torch.randn(2, 3, 4).to(dtype)
     with write(tmp_path, weight=weight) as checkpoint:
-        assert detect(checkpoint, KEY) == Format(name)
-        assert decode(checkpoint, KEY).equal(weight) and decode(checkpoint, KEY).dtype == dtype
-        assert decode(checkpoint, KEY, 1).equal(weight[1])
+        assert checkpoint.format_of(KEY) == Format(name)
+        assert checkpoint.decode(KEY).equal(weight) and checkpoint.decode(KEY).dtype == dtype
+        assert checkpoint.decode(KEY, 1).equal(weight[1])
 
 
 @pytest.mark.parametrize(
@@ -69,9 +72,9 @@ def test_fp8_is_the_exact_product(shape: tuple[int, int], block: tuple[int, int]
     n, k = shape
     weight, scale = fp8(n, k), scales(-(-n // block[0]), -(-k // block[1]))
     config = {"quant_method": "fp8", "weight_block_size": list(block)}
-    with write(tmp_path, weight=weight, scale=scale) as checkpoint:
-        assert detect(checkpoint, KEY, config) == Format("fp8_blocks", (SCALE,), block)
-        got = decode(checkpoint, KEY, quantization=config)
+    with write(tmp_path, weight=weight, scale=scale, config=config) as checkpoint:
+        assert checkpoint.format_of(KEY) == Format("fp8_blocks", (SCALE,), block)
+        got = checkpoint.decode(KEY)
         assert got.dtype == torch.float32 and got.is_contiguous()
         assert got.equal(reference(weight, scale, block))
 
@@ -80,23 +83,23 @@ def test_fp8_as_transformers_decodes_it(tmp_path: Path) -> None:
     weight, scale = fp8(384, 256), scales(3, 2)
     theirs = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.float32)
     with write(tmp_path, weight=weight, scale=scale) as checkpoint:
-        assert decode(checkpoint, KEY).equal(theirs)
+        assert checkpoint.decode(KEY).equal(theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
 def test_scales_of_every_exact_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     weight, scale = fp8(130, 130), scales(2, 2).to(dtype)
     with write(tmp_path, weight=weight, scale=scale) as checkpoint:
-        assert decode(checkpoint, KEY).equal(reference(weight, scale, (128, 128)))
+        assert checkpoint.decode(KEY).equal(reference(weight, scale, (128, 128)))
 
 
 def test_one_expert_of_a_stacked_fp8_tensor(tmp_path: Path) -> None:
     key = "model.layers.3.mlp.experts.gate_up_proj"
     weight, scale = fp8(3, 140, 260), scales(3, 2, 3)
     with write_all(tmp_path, {key: weight, f"{key}_scale_inv": scale}) as checkpoint:
-        whole = decode(checkpoint, key)
+        whole = checkpoint.decode(key)
         assert whole.equal(reference(weight, scale, (128, 128)))
-        assert decode(checkpoint, key, 2).equal(whole[2])
+        assert checkpoint.decode(key, 2).equal(whole[2])
 
 
 def test_companions() -> None:
@@ -106,10 +109,10 @@ def test_companions() -> None:
 def test_an_index_alone_tells_fp8_from_floats(tmp_path: Path) -> None:
     write_index(tmp_path, dict.fromkeys((KEY, SCALE, "norm.weight"), "one.safetensors"))
     with Checkpoint.open(tmp_path) as checkpoint:
-        assert detect(checkpoint, KEY) == Format("fp8_blocks", (SCALE,), (128, 128))
-        assert detect(checkpoint, "norm.weight") == Format("float")
+        assert checkpoint.format_of(KEY) == Format("fp8_blocks", (SCALE,), (128, 128))
+        assert checkpoint.format_of("norm.weight") == Format("float")
         with pytest.raises(CheckpointError, match="only the index is there"):
-            decode(checkpoint, KEY)
+            checkpoint.decode(KEY)
 
 
 # Refusals
@@ -129,10 +132,10 @@ def test_an_index_alone_tells_fp8_from_floats(tmp_path: Path) -> None:
 )
 def test_a_scale_grid_that_does_not_fit(grid: Any, block: Any, expected: str, tmp_path: Path) -> None:
     config = {"weight_block_size": block} if block else None
-    with write(tmp_path, weight=fp8(200, 300), scale=torch.ones(grid)) as checkpoint:
-        for call in (detect, lambda *a: decode(*a[:2], None, a[2])):
+    with write(tmp_path, weight=fp8(200, 300), scale=torch.ones(grid), config=config) as checkpoint:
+        for call in (checkpoint.format_of, checkpoint.decode):
             with pytest.raises(CheckpointError) as caught:
-                call(checkpoint, KEY, config)
+                call(KEY)
             message = str(caught.value)
             assert f"'{SCALE}'" in message and str(tmp_path) in message
             assert f"grid of {list(grid)}; {expected} is needed for [200, 300]" in message
@@ -143,18 +146,19 @@ def test_scales_must_be_positive_and_finite(value: float, tmp_path: Path) -> Non
     scale = torch.ones(2, 3)
     scale[1, 2] = value
     with write(tmp_path, weight=fp8(200, 300), scale=scale) as checkpoint:
-        detect(checkpoint, KEY)
+        checkpoint.format_of(KEY)
         with pytest.raises(CheckpointError, match=rf"{SCALE}': {value} at \[1, 2\]; scales must be positive"):
-            decode(checkpoint, KEY)
+            checkpoint.decode(KEY)
 
 
 @pytest.mark.parametrize(
     "block", [None, 128, [128], [128, 0], [128, -128], [128, 128.0], [128, True], "128", [1, 2, 3]]
 )
 def test_block_sizes_that_mean_nothing(block: Any, tmp_path: Path) -> None:
-    with write(tmp_path, weight=fp8(128, 128), scale=torch.ones(1, 1)) as checkpoint:
+    config = {"weight_block_size": block}
+    with write(tmp_path, weight=fp8(128, 128), scale=torch.ones(1, 1), config=config) as checkpoint:
         with pytest.raises(CheckpointError, match=r"weight_block_size is .*two positive integers"):
-            detect(checkpoint, KEY, {"weight_block_size": block})
+            checkpoint.format_of(KEY)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +177,7 @@ def test_dtypes_that_do_not_belong_together(
 ) -> None:
     with write(tmp_path, weight=weight, scale=scale) as checkpoint:
         with pytest.raises(CheckpointError) as caught:
-            detect(checkpoint, KEY)
+            checkpoint.format_of(KEY)
         assert words in str(caught.value) and "Read are bf16" in str(caught.value)
 
 
@@ -184,10 +188,10 @@ def test_dtypes_that_are_not_weights_alone(dtype: torch.dtype, tmp_path: Path) -
     why = f"without '{SCALE}'" if dtype == torch.float8_e4m3fn else "is not that of a weight"
     with write(tmp_path, weight=torch.ones(4, 4).to(dtype)) as checkpoint:
         with pytest.raises(CheckpointError, match=rf"{KEY}': dtype \w+ {why}\. Read are bf16"):
-            detect(checkpoint, KEY)
+            checkpoint.format_of(KEY)
 
 
-@pytest.mark.parametrize("suffix", formats.UNSUPPORTED)
+@pytest.mark.parametrize("suffix", UNSUPPORTED)
 @pytest.mark.parametrize("complete", [True, False])
 def test_other_formats_are_refused_by_name(suffix: str, complete: bool, tmp_path: Path) -> None:
     companion = KEY.removesuffix(".weight") + suffix
@@ -197,22 +201,22 @@ def test_other_formats_are_refused_by_name(suffix: str, complete: bool, tmp_path
         write_index(tmp_path, {companion: "one.safetensors"})
         checkpoint = Checkpoint.open(tmp_path)
     with checkpoint, pytest.raises(CheckpointError) as caught:
-        detect(checkpoint, KEY)
+        checkpoint.format_of(KEY)
     message = str(caught.value)
-    assert f"{formats.UNSUPPORTED[suffix]} format" in message and f"'{companion}'" in message
+    assert f"{UNSUPPORTED[suffix]} format" in message and f"'{companion}'" in message
     assert f"tensor '{KEY}'" in message and str(tmp_path) in message
 
 
 def test_a_weight_that_is_not_there(tmp_path: Path) -> None:
     with write(tmp_path, weight=torch.ones(2)) as checkpoint:
         with pytest.raises(CheckpointError, match=r"tensor 'model\.norm\.weight': not in the checkpoint"):
-            detect(checkpoint, "model.norm.weight")
+            checkpoint.format_of("model.norm.weight")
 
 
 def test_no_rows_of_an_fp8_matrix(tmp_path: Path) -> None:
     with write(tmp_path, weight=fp8(128, 128), scale=torch.ones(1, 1)) as checkpoint:
         with pytest.raises(CheckpointError, match="no expert 1 in a matrix"):
-            decode(checkpoint, KEY, 1)
+            checkpoint.decode(KEY, 1)
 
 
 # Values
@@ -234,7 +238,7 @@ def test_no_rows_of_an_fp8_matrix(tmp_path: Path) -> None:
 def test_the_first_value_that_is_not_finite_is_named(
     dtype: torch.dtype, position: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored, "_CHECK_ELEMENTS", 4)
+    monkeypatch.setattr(base, "_CHECK_ELEMENTS", 4)
     tensor = torch.ones(3, 5)
     check_finite("w", tensor.to(dtype))
     tensor[position] = tensor[2, 4] = float("nan")
@@ -272,17 +276,17 @@ def test_mxfp4_as_transformers_decodes_it(dtype: torch.dtype, tmp_path: Path) ->
     theirs = convert_moe_packed_tensors(blocks.clone(), scale.clone())
     tensors = {f"{MX_KEY}_blocks": blocks, f"{MX_KEY}_scales": scale.view(dtype)}
     with write_all(tmp_path, tensors) as checkpoint:
-        assert weight_names(checkpoint.names) == {MX_KEY}
-        assert shape(checkpoint, MX_KEY) == (3, 160, 12) == theirs.shape
-        whole = decode(checkpoint, MX_KEY)
+        assert checkpoint.weights == {MX_KEY}
+        assert checkpoint.shape(MX_KEY) == (3, 160, 12) == theirs.shape
+        whole = checkpoint.decode(MX_KEY)
         assert whole.dtype == torch.bfloat16 and whole.equal(theirs)
-        assert decode(checkpoint, MX_KEY, 2).equal(whole[2])
+        assert checkpoint.decode(MX_KEY, 2).equal(whole[2])
 
 
 def test_an_index_alone_tells_mxfp4(tmp_path: Path) -> None:
     write_index(tmp_path, dict.fromkeys((f"{MX_KEY}_blocks", f"{MX_KEY}_scales"), "one.safetensors"))
     with Checkpoint.open(tmp_path) as checkpoint:
-        assert detect(checkpoint, MX_KEY).name == "mxfp4"
+        assert checkpoint.format_of(MX_KEY).name == "mxfp4"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +305,7 @@ def test_mxfp4_that_does_not_fit(blocks: torch.Tensor, scale: Any, words: str, t
     scales = torch.zeros(scale or blocks.shape[:-1], dtype=torch.uint8)
     with write_all(tmp_path, {f"{MX_KEY}_blocks": blocks, f"{MX_KEY}_scales": scales}) as checkpoint:
         with pytest.raises(CheckpointError, match=words):
-            detect(checkpoint, MX_KEY)
+            checkpoint.format_of(MX_KEY)
 
 
 def test_mxfp4_scales_that_are_no_number(tmp_path: Path) -> None:
@@ -311,11 +315,11 @@ def test_mxfp4_scales_that_are_no_number(tmp_path: Path) -> None:
         with pytest.raises(
             CheckpointError, match=r"_scales': 255 at \[1, 2, 4\]; scales must be at most 252"
         ):
-            decode(checkpoint, MX_KEY)
-        assert decode(checkpoint, MX_KEY, 0).isfinite().all()
+            checkpoint.decode(MX_KEY)
+        assert checkpoint.decode(MX_KEY, 0).isfinite().all()
 
 
 def test_blocks_without_scales_are_named(tmp_path: Path) -> None:
     with write_all(tmp_path, {f"{MX_KEY}_blocks": mxfp4(3, 12, 5)[0]}) as checkpoint:
         with pytest.raises(CheckpointError, match="MXFP4 format"):
-            detect(checkpoint, MX_KEY)
+            checkpoint.format_of(MX_KEY)

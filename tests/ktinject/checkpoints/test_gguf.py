@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import ktinject
 from ktinject import machine, rules
-from ktinject.checkpoints import formats, gguf_blocks
 from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.formats import gguf_blocks
 from ktinject.errors import CheckpointError
 from ktinject.hf import models
 from ktinject.machine import Gpu
@@ -79,12 +79,12 @@ def test_every_tensor_has_its_name_shape_and_values(kind: str, tiny_qwen3_moe: P
             name: tuple(value.shape) for name, value in want.items()
         }
         expected = {"F32": "fp32", "F16": "fp16"}.get(kind, kind.lower())
-        assert formats.detect(checkpoint, "model.layers.1.mlp.experts.3.up_proj.weight").name == expected
+        assert checkpoint.format_of("model.layers.1.mlp.experts.3.up_proj.weight").name == expected
         for name, value in want.items():
-            found = formats.decode(checkpoint, name)
+            found = checkpoint.decode(name)
             assert found.shape == value.shape and torch.equal(found.float(), value.float()), name
-        assert checkpoint.metadata["qwen3moe.block_count"] == 3
-        assert checkpoint.metadata["tokenizer.ggml.tokens"] is None
+        config = checkpoint.config_values()
+        assert config is not None and config["num_hidden_layers"] == 3
 
 
 @pytest.mark.parametrize("split_kv_b", [True, False])
@@ -168,14 +168,14 @@ def test_q4_0_is_kept_value_for_value_by_int4_linear(
     with Checkpoint.open(file) as checkpoint:
         model = models.meta_model(models.read_config(file, checkpoint), "auto", checkpoint)
         decided = make(model, rules.read([rule]), checkpoint, box)
-        (runs,) = {entry.runs["weights"] for entry in decided.entries}
-        assert runs == "int4 group 32, as stored (q4_0)" and len(decided.entries) == 6
+        (runs,) = {replacement.runs["weights"] for replacement in decided.replacements}
+        assert runs == "int4 group 32, as stored (q4_0)" and len(decided.replacements) == 6
         assert decided.notes[-1].startswith(
             "the checkpoint is GGUF with Q4_0; weights that do not run as stored"
         )
         key = "model.layers.0.self_attn.q_proj.weight"
-        codes = formats.codes(checkpoint, key)
-        values = formats.decode(checkpoint, key)
+        codes = checkpoint.stored(key)
+        values = checkpoint.decode(key)
     dtype = int4_layout.scale_dtype(codes.scales)
     assert dtype == torch.float16
     n, k = codes.codes.shape
@@ -195,7 +195,7 @@ def test_q4_0_loses_its_scales_last_bits_in_cpu_experts(tiny_qwen3_moe: Path, tm
     found = model.get_submodule("model.layers.1.mlp.experts").unpack("down_proj")
     with Checkpoint.open(file) as checkpoint:
         names = [f"model.layers.1.mlp.experts.{e}.down_proj.weight" for e in range(8)]
-        want = torch.stack([formats.decode(checkpoint, name) for name in names])
+        want = torch.stack([checkpoint.decode(name) for name in names])
     assert ((found - want).abs() <= want.abs() * 2**-8).all() and not found.equal(want)
 
 
@@ -338,8 +338,8 @@ def test_scales_must_be_finite(tmp_path: Path) -> None:
             Checkpoint.open(path) as checkpoint,
             pytest.raises(CheckpointError, match=r"inf at .* must be finite"),
         ):
-            assert formats.detect(checkpoint, "lm_head.weight").name == name
-            formats.decode(checkpoint, "lm_head.weight")
+            assert checkpoint.format_of("lm_head.weight").name == name
+            checkpoint.decode("lm_head.weight")
 
 
 @pytest.mark.parametrize("extents", [((8, 4, 2), (4, 8, 3)), ((8, 4, 2), (5, 8, 2)), ((8, 4), (4, 8, 2))])
@@ -359,7 +359,7 @@ def test_halves_of_kv_b_that_do_not_fit(extents: tuple[Any, Any], tmp_path: Path
         Checkpoint.open(path) as checkpoint,
         pytest.raises(CheckpointError, match=r"kv_b_proj\.k_b.*are needed"),
     ):
-        formats.detect(checkpoint, "model.layers.0.self_attn.kv_b_proj.weight")
+        checkpoint.format_of("model.layers.0.self_attn.kv_b_proj.weight")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import ktinject
-from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.tools import random_models
 
@@ -35,7 +34,7 @@ def q4_0(tmp_path: Path) -> Path:
     # Scales of all bits, and of both signs, as real files have them.
     with Checkpoint.open(path) as checkpoint:
         name = "model.layers.1.self_attn.q_proj.weight"
-        place = checkpoint._shards["a.gguf"].entries[name]
+        place = checkpoint._reader._shards["a.gguf"].entries[name]
         rows = checkpoint.read(name).view(-1, 18)
     scales = (torch.randn(len(rows), generator=torch.Generator().manual_seed(0)) / 200).half()
     rows[:, :2] = scales.view(torch.uint8).view(-1, 2)
@@ -47,11 +46,15 @@ def q4_0(tmp_path: Path) -> Path:
 @pytest.mark.gpu
 def test_q4_0_on_the_gpu(q4_0: Path) -> None:
     model = ktinject.load(q4_0, variables={"dense": "int4"}, devices="cuda:0", progress=False)
-    (runs,) = {entry.runs["weights"] for entry in model.ktinject.entries if entry.path.endswith("_proj")}
+    (runs,) = {
+        replacement.runs["weights"]
+        for replacement in model.ktinject.replacements
+        if replacement.path.endswith("_proj")
+    }
     assert runs == "int4 group 32, as stored (q4_0)"
     name = "model.layers.1.self_attn.q_proj"
     with Checkpoint.open(q4_0) as checkpoint:
-        weight = formats.decode(checkpoint, f"{name}.weight")
+        weight = checkpoint.decode(f"{name}.weight")
     layer = model.get_submodule(name)
     assert layer.unpack("weight").equal(weight), "every value is that of the file"
     for m in (1, 7, 40, 300):
@@ -65,11 +68,15 @@ def test_q4_0_on_the_gpu(q4_0: Path) -> None:
 def test_q4_0_is_planned_for_a_gpu_only(q4_0: Path) -> None:
     """On the CPU the same rules decode the file and quantise again, and the plan says so."""
     model = ktinject.load(q4_0, variables={"dense": "int4", "group_size": 32}, devices="cpu", progress=False)
-    (runs,) = {entry.runs["weights"] for entry in model.ktinject.entries if entry.path.endswith("_proj")}
+    (runs,) = {
+        replacement.runs["weights"]
+        for replacement in model.ktinject.replacements
+        if replacement.path.endswith("_proj")
+    }
     assert runs == "int4 group 32"
     assert any("quantised again where the operator's format says so" in note for note in model.ktinject.notes)
     with Checkpoint.open(q4_0) as checkpoint:
         name = "model.layers.1.self_attn.q_proj"
-        want = formats.decode(checkpoint, f"{name}.weight")
+        want = checkpoint.decode(f"{name}.weight")
     found = model.get_submodule(name).unpack("weight")
     assert ((found - want).norm() / want.norm()) <= 4e-3, "scales are bf16 there"

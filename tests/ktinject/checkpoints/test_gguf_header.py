@@ -27,7 +27,8 @@ from gguf_by_hand import (
     text,
 )
 
-from ktinject.checkpoints.gguf import MAX_HEADER_BYTES, TYPES, Header, read_header
+from ktinject.checkpoints.gguf import MAX_HEADER_BYTES, TYPES, read_header
+from ktinject.checkpoints.reader import Header
 from ktinject.errors import CheckpointError
 
 A, B = "a.weight", "b.weight"

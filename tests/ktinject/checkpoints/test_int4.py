@@ -14,9 +14,9 @@ from torch import Tensor
 
 import ktinject
 from ktinject import machine, rules
-from ktinject.checkpoints import formats, int4
 from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.stored import Codes
+from ktinject.checkpoints.formats import int4_packing
+from ktinject.checkpoints.formats.base import Codes
 from ktinject.errors import CheckpointError
 from ktinject.hf import models
 from ktinject.machine import Gpu
@@ -85,22 +85,22 @@ def tensors(name: str, codes: Codes, group_of: Tensor | None = None) -> dict[str
     }
 
 
-def write(folder: Path, found: dict[str, Tensor]) -> Checkpoint:
+def write(folder: Path, found: dict[str, Tensor], config: Any) -> Checkpoint:
     save_file({f"{STEM}.{name}": tensor for name, tensor in found.items()}, folder / "model.safetensors")
-    return Checkpoint.open(folder)
+    return Checkpoint.open(folder, config)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_codes_come_back_bit_by_bit(name: str, tmp_path: Path) -> None:
     want = drawn()
     assert want.zeros is not None
-    with write(tmp_path, tensors(name, want)) as checkpoint:
-        assert formats.weight_names(checkpoint.names) == {KEY}
-        form = formats.detect(checkpoint, KEY, CONFIGS[name])
+    with write(tmp_path, tensors(name, want), CONFIGS[name]) as checkpoint:
+        assert checkpoint.weights == {KEY}
+        form = checkpoint.format_of(KEY)
         assert (form.name, form.shape, form.group_size, form.has_zeros) == (name, (N, K), GROUP, True)
-        assert formats.shape(checkpoint, KEY, CONFIGS[name]) == (N, K)
-        found = formats.codes(checkpoint, KEY, CONFIGS[name])
-        values = formats.decode(checkpoint, KEY, None, CONFIGS[name])
+        assert checkpoint.shape(KEY) == (N, K)
+        found = checkpoint.stored(KEY)
+        values = checkpoint.decode(KEY)
     assert found.codes.equal(want.codes) and found.scales.equal(want.scales) and found.group_of is None
     assert found.zeros is not None and found.zeros.equal(want.zeros)
     grid = want.scales.double().repeat_interleave(GROUP, 1)
@@ -112,17 +112,17 @@ def test_zero_points_that_are_all_eight_are_none(tmp_path: Path) -> None:
     codes = drawn()
     symmetric = Codes(codes.codes, codes.scales, torch.full(codes.scales.shape, 8, dtype=torch.uint8))
     config = CONFIGS["gptq"] | {"sym": True}
-    with write(tmp_path, tensors("gptq", symmetric)) as checkpoint:
-        assert not formats.detect(checkpoint, KEY, config).has_zeros
-        assert formats.codes(checkpoint, KEY, config).zeros is None
+    with write(tmp_path, tensors("gptq", symmetric), config) as checkpoint:
+        assert not checkpoint.format_of(KEY).has_zeros
+        assert checkpoint.stored(KEY).zeros is None
 
 
 def test_gptq_version_2_stores_zero_points_as_they_are(tmp_path: Path) -> None:
     want = drawn()
     assert want.zeros is not None
     found = tensors("gptq", want) | {"qzeros": pack(want.zeros.T, 1)}
-    with write(tmp_path, found) as checkpoint:
-        codes = formats.codes(checkpoint, KEY, CONFIGS["gptq"] | {"checkpoint_format": "gptq_v2"})
+    with write(tmp_path, found, CONFIGS["gptq"] | {"checkpoint_format": "gptq_v2"}) as checkpoint:
+        codes = checkpoint.stored(KEY)
     assert codes.zeros is not None and codes.zeros.equal(want.zeros)
 
 
@@ -130,8 +130,8 @@ def test_activation_order_is_decoded(tmp_path: Path) -> None:
     want = drawn()
     assert want.zeros is not None
     group_of = torch.randperm(K, generator=torch.Generator().manual_seed(2)).int() // GROUP
-    with write(tmp_path, tensors("gptq", want, group_of)) as checkpoint:
-        values = formats.decode(checkpoint, KEY, None, CONFIGS["gptq"])
+    with write(tmp_path, tensors("gptq", want, group_of), CONFIGS["gptq"]) as checkpoint:
+        values = checkpoint.decode(KEY)
     for output, column in [(0, 0), (5, 77), (23, 127)]:
         group = int(group_of[column])
         step = int(want.codes[output, column]) - int(want.zeros[output, group])
@@ -146,7 +146,7 @@ def test_q4_0_blocks_of_gguf() -> None:
             block = want.codes[output, 32 * group : 32 * group + 32].tolist()
             rows.append(want.scales[output, group : group + 1].view(torch.uint8).tolist())
             rows[-1] += [block[i] | block[i + 16] << 4 for i in range(16)]
-    found = int4.from_q4_0(torch.tensor(rows, dtype=torch.uint8).view(N, -1), K)
+    found = int4_packing.from_q4_0(torch.tensor(rows, dtype=torch.uint8).view(N, -1), K)
     assert found.codes.equal(want.codes) and found.scales.equal(want.scales) and found.zeros is None
 
 
@@ -154,9 +154,9 @@ def test_q4_0_blocks_of_gguf() -> None:
 
 
 def test_without_a_method_gptq_and_awq_cannot_be_told_apart(tmp_path: Path) -> None:
-    with write(tmp_path, tensors("gptq", drawn())) as checkpoint:
+    with write(tmp_path, tensors("gptq", drawn()), {}) as checkpoint:
         with pytest.raises(CheckpointError, match=r"GPTQ or AWQ; quantization_config\.quant_method is None"):
-            formats.detect(checkpoint, KEY, {})
+            checkpoint.format_of(KEY)
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,9 @@ def test_without_a_method_gptq_and_awq_cannot_be_told_apart(tmp_path: Path) -> N
 def test_other_ways_to_pack_are_refused(
     name: str, change: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    with write(tmp_path, tensors(name, drawn())) as checkpoint:
+    with write(tmp_path, tensors(name, drawn()), CONFIGS[name] | change) as checkpoint:
         with pytest.raises(CheckpointError, match=words):
-            formats.detect(checkpoint, KEY, CONFIGS[name] | change)
+            checkpoint.format_of(KEY)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +192,9 @@ def test_other_ways_to_pack_are_refused(
 def test_parts_that_do_not_fit_together(
     name: str, part: str, tensor: Tensor, words: str, tmp_path: Path
 ) -> None:
-    with write(tmp_path, tensors(name, drawn()) | {part: tensor}) as checkpoint:
+    with write(tmp_path, tensors(name, drawn()) | {part: tensor}, CONFIGS[name]) as checkpoint:
         with pytest.raises(CheckpointError, match=words) as caught:
-            formats.detect(checkpoint, KEY, CONFIGS[name])
+            checkpoint.format_of(KEY)
     assert f"{STEM}.{part}" in str(caught.value)
 
 
@@ -216,15 +216,15 @@ def test_parts_that_do_not_fit_together(
 def test_values_that_make_no_sense(
     name: str, part: str, tensor: Tensor, config: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    with write(tmp_path, tensors(name, drawn()) | {part: tensor}) as checkpoint:
+    with write(tmp_path, tensors(name, drawn()) | {part: tensor}, CONFIGS[name] | config) as checkpoint:
         with pytest.raises(CheckpointError, match=words):
-            formats.codes(checkpoint, KEY, CONFIGS[name] | config)
+            checkpoint.stored(KEY)
 
 
 def test_no_expert_of_a_matrix(tmp_path: Path) -> None:
-    with write(tmp_path, tensors("awq", drawn())) as checkpoint:
+    with write(tmp_path, tensors("awq", drawn()), CONFIGS["awq"]) as checkpoint:
         with pytest.raises(CheckpointError, match="no expert 1 in a matrix"):
-            formats.decode(checkpoint, KEY, 1, CONFIGS["awq"])
+            checkpoint.decode(KEY, 1)
 
 
 # A whole model
@@ -288,15 +288,18 @@ def test_the_plan_takes_group_size_and_zero_points_from_the_checkpoint(
         "match": {"path": r".*\.[qo]_proj"},
         "replace": operator | {"group_size": 64},
     }
-    with Checkpoint.open(tmp_path) as checkpoint:
+    with Checkpoint.open(tmp_path, CONFIGS[name]) as checkpoint:
         model = models.meta_model(models.read_config(tmp_path), "auto", checkpoint)
         decided = make(model, rules.read([rule]), checkpoint, box)
-    weights = {entry.path.rpartition(".")[2]: entry.runs["weights"] for entry in decided.entries}
+    weights = {
+        replacement.path.rpartition(".")[2]: replacement.runs["weights"]
+        for replacement in decided.replacements
+    }
     assert weights == {
         "q_proj": f"int4 group 32, zero points, as stored ({name})",
         "o_proj": "int4 group 64",
     }
-    assert {entry.device for entry in decided.entries} == {"cuda:0"}
+    assert {replacement.device for replacement in decided.replacements} == {"cuda:0"}
 
 
 def drawn_like(n: int, k: int) -> Codes:

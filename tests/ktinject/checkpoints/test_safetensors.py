@@ -12,7 +12,8 @@ import pytest
 from handmade import field, image
 from safetensors import SafetensorError, safe_open
 
-from ktinject.checkpoints.safetensors import BITS, MAX_HEADER_BYTES, Header, read_header
+from ktinject.checkpoints.reader import Header
+from ktinject.checkpoints.safetensors import BITS, MAX_HEADER_BYTES, read_header
 from ktinject.errors import CheckpointError
 
 DATA = b"1234"

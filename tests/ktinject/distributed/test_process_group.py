@@ -13,7 +13,7 @@ from double import EXPERTS, machine, on_meta, saved
 
 import ktinject
 from ktinject import OperatorError, PlanError
-from ktinject.checkpoints.stored import Codes, Fp8Blocks
+from ktinject.checkpoints.formats.base import Codes, Fp8Blocks
 from ktinject.distributed import process_group, tensor_parallel
 
 CPU = [{**EXPERTS, "replace": {"operator": "cpu_experts"}}]
@@ -95,7 +95,9 @@ def test_what_each_has(found: dict[str, list[Any]], key: str) -> None:
     one = ktinject.plan(
         on_meta(found["folders"][0][key]), MODELS[key][2], checkpoint=found["folders"][0][key], devices="cpu"
     )
-    experts = sum(entry.bytes["cpu"] for entry in one.entries if "experts" in entry.operator)
+    experts = sum(
+        replacement.bytes["cpu"] for replacement in one.replacements if "experts" in replacement.operator
+    )
     assert first["bytes"]["cpu"] - second["bytes"]["cpu"] >= 0.9 * experts > 0, (
         "experts are in process 0 only"
     )

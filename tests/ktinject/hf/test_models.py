@@ -26,8 +26,8 @@ from transformers import (
 from transformers.core_model_loading import dot_natural_key
 
 import ktinject
-from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.formats.table import companions
 from ktinject.errors import CheckpointError, KTInjectError, PlanError
 from ktinject.hf import models as hf
 from ktinject.hf.key_map import KeyMap, Piece, key_map
@@ -38,7 +38,7 @@ IDS = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
 
 
 def mapping_of(model: PreTrainedModel, names: list[str]) -> KeyMap:
-    return key_map(model, names, formats.companions)
+    return key_map(model, names, companions)
 
 
 def as_kimi(folder: Path) -> Path:
@@ -93,11 +93,11 @@ def test_transformers_converter_gets_experts_by_number(tmp_path: Path) -> None:
         new = type(model)(copy.deepcopy(model.config))
     rule = {"name": "experts", "match": {"path": r".*\.experts"}, "replace": {"operator": "held_experts"}}
     ktinject.optimize(new, [rule], checkpoint=tmp_path, progress=False)
-    assert len(new.ktinject.entries) == 2
-    for entry in new.ktinject.entries:
-        for name in entry.parameter_shapes:
-            found = new.get_submodule(entry.path).unpack(name)
-            assert torch.equal(found, model.get_parameter(f"{entry.path}.{name}"))
+    assert len(new.ktinject.replacements) == 2
+    for replacement in new.ktinject.replacements:
+        for name in replacement.parameter_shapes:
+            found = new.get_submodule(replacement.path).unpack(name)
+            assert torch.equal(found, model.get_parameter(f"{replacement.path}.{name}"))
     mapping = new.ktinject.mapping
     assert mapping is not None and mapping.conversions
     for conversion in mapping.conversions.values():

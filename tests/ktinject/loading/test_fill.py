@@ -21,6 +21,7 @@ from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist,
 
 import ktinject
 from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.reader import Reader
 from ktinject.errors import CheckpointError, OperatorError, PlanError
 from ktinject.hf import models as hf
 
@@ -32,13 +33,13 @@ IDS = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
     """What is read from checkpoints, in order."""
     seen: list[tuple[str, int | None]] = []
-    original = Checkpoint.read
+    original = Reader.read
 
-    def read(self: Checkpoint, name: str, index: int | None = None) -> torch.Tensor:
+    def read(self: Reader, name: str, index: int | None = None, rows: Any = None) -> torch.Tensor:
         seen.append((name, index))
-        return original(self, name, index)
+        return original(self, name, index, rows)
 
-    monkeypatch.setattr(Checkpoint, "read", read)
+    monkeypatch.setattr(Reader, "read", read)
     return seen
 
 
@@ -52,7 +53,7 @@ def test_each_tensor_is_read_once_and_experts_in_the_order_of_the_files(
         assert len({checkpoint.tensors[name].shard for name in experts}) > 2
         assert [name for name, _ in reads[: len(experts)]] == experts
         assert sorted(name for name, _ in reads) == sorted(checkpoint.names)
-    assert len(model.ktinject.entries) == 2
+    assert len(model.ktinject.replacements) == 2
 
 
 def test_fused_experts_are_read_one_by_one(reads: list[tuple[str, int | None]], tmp_path: Path) -> None:

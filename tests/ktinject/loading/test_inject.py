@@ -85,10 +85,10 @@ STEPS = [
     ("ktinject.hf.models.load_rest", 1),
     ("ktinject.hf.models.drop_quantization", 1),
     ("ktinject.hf.models.generation_config", 1),
-    ("ktinject.checkpoints.checkpoint.Checkpoint.read", 1),
-    ("ktinject.checkpoints.checkpoint.Checkpoint.read", 7),
-    ("ktinject.checkpoints.checkpoint.Checkpoint.read", 19),
-    ("ktinject.checkpoints.checkpoint.Checkpoint.read", 30),
+    ("ktinject.checkpoints.reader.Reader.read", 1),
+    ("ktinject.checkpoints.reader.Reader.read", 7),
+    ("ktinject.checkpoints.reader.Reader.read", 19),
+    ("ktinject.checkpoints.reader.Reader.read", 30),
     ("double.HeldExperts.build", 1),
     ("double.HeldExperts.build", 2),
     ("double.HeldExperts.allocate", 1),
@@ -232,7 +232,9 @@ def test_a_swapped_model_cannot_be_swapped_again(swapped: PreTrainedModel) -> No
 
 
 def test_the_plan_is_on_the_model(swapped: PreTrainedModel) -> None:
-    assert [entry.path for entry in swapped.ktinject.entries] == ["model.layers.1.mlp.experts"]
+    assert [replacement.path for replacement in swapped.ktinject.replacements] == [
+        "model.layers.1.mlp.experts"
+    ]
     assert isinstance(swapped.model.layers[1].mlp.experts, HeldExperts)
     assert not any(".experts." in name for name in swapped.state_dict())
 

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import ktinject
-from ktinject.checkpoints import formats
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import OperatorError, PlanError
 
@@ -89,8 +88,8 @@ def stored_values(folder: Path, model: PreTrainedModel, path: str, name: str) ->
     pieces = plan.mapping.targets[f"{path}.{name}"]
     with Checkpoint.open(folder) as checkpoint:
         if pieces[0].expert is None:
-            return formats.decode(checkpoint, pieces[0].key).float()
-        parts = {(p.expert, p.part): formats.decode(checkpoint, p.key).float() for p in pieces}
+            return checkpoint.decode(pieces[0].key).float()
+        parts = {(p.expert, p.part): checkpoint.decode(p.key).float() for p in pieces}
     each = [
         torch.cat([parts[key] for key in sorted(parts, key=str) if key[0] == e])
         for e in sorted({key[0] for key in parts if key[0] is not None})
@@ -105,11 +104,11 @@ def test_every_value_comes_back_bit_by_bit(weights: str, tmp_path: Path) -> None
     leaves = [
         module for _, module in model.named_modules() if isinstance(module, ktinject.operators.Operator)
     ]
-    assert len(leaves) == len(model.ktinject.entries) >= 1
-    for entry, leaf in zip(model.ktinject.entries, leaves):
-        assert entry.runs["weights"] == weights
+    assert len(leaves) == len(model.ktinject.replacements) >= 1
+    for replacement, leaf in zip(model.ktinject.replacements, leaves):
+        assert replacement.runs["weights"] == weights
         for name in ("gate_up_proj", "down_proj"):
-            want = stored_values(folder, model, entry.path, name)
+            want = stored_values(folder, model, replacement.path, name)
             assert want.abs().max() > 0 and torch.equal(leaf.unpack(name), want)
     # And it computes what the weights mean, but for bf16 activations.
     plain = ktinject.load(folder, experts_as("bf16"), progress=False)
@@ -122,9 +121,9 @@ def test_every_value_comes_back_bit_by_bit(weights: str, tmp_path: Path) -> None
 def test_operators_that_hold_experts_take_fp8_as_it_is(operator: str, tmp_path: Path) -> None:
     folder = fp8_checkpoint(tmp_path)
     model = ktinject.load(folder, experts_as("fp8", operator), progress=False)
-    entry = model.ktinject.entries[-1]
-    leaf, inner = model.get_submodule(entry.path), "experts." if operator == "deferred_moe" else ""
-    path = entry.path + (".experts" if inner else "")
+    replacement = model.ktinject.replacements[-1]
+    leaf, inner = model.get_submodule(replacement.path), "experts." if operator == "deferred_moe" else ""
+    path = replacement.path + (".experts" if inner else "")
     want = stored_values(folder, model, path, "down_proj")
     assert torch.equal(leaf.unpack(f"{inner}down_proj"), want)
 
@@ -142,7 +141,7 @@ def test_blocks_of_another_size_are_refused_by_the_plan(operator: str, tmp_path:
     folder = fp8_checkpoint(tmp_path, side=64)
     with pytest.raises(PlanError, match=r"blocks of 64 × 64; weights: fp8 keeps 128 × 128; choose other"):
         ktinject.plan(on_meta(folder), experts_as("fp8", operator), checkpoint=folder)
-    assert ktinject.load(folder, experts_as("int8", operator), progress=False).ktinject.entries
+    assert ktinject.load(folder, experts_as("int8", operator), progress=False).ktinject.replacements
 
 
 @pytest.mark.parametrize("value", [0x7F, 0xFF])

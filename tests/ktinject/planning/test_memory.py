@@ -56,37 +56,40 @@ def test_the_cache_is_as_large_as_was_said(family: str) -> None:
 def test_what_cannot_be_told_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "cached_values", lambda model: None)
     plan = planned()
-    assert plan.running == {} and not plan.problems
+    assert plan.runtime_memory == {} and not plan.problems
 
 
 def test_the_plan_shows_it_and_counts_the_largest_buffer_once() -> None:
     plain, plan = planned(), planned("sharing_experts", memory=2**30)
-    assert len(plan.entries) > 1
-    found = plan.running["cpu"]
-    assert found.buffers == {"a buffer": 600} and found.token_bytes == 5 * 4 * len(plan.entries)
-    assert plain.running["cpu"].buffers == {} and plain.running["cpu"].token_bytes > found.token_bytes
+    assert len(plan.replacements) > 1
+    found = plan.runtime_memory["cpu"]
+    assert found.workspace == {"a buffer": 600} and found.kv_bytes_per_token == 5 * 4 * len(plan.replacements)
+    assert (
+        plain.runtime_memory["cpu"].workspace == {}
+        and plain.runtime_memory["cpu"].kv_bytes_per_token > found.kv_bytes_per_token
+    )
     for line in ("cpu: 600 B for a buffer", "of cache for a token, room for"):
         assert line in str(plan)
-    assert json.loads(json.dumps(plan.to_dict()))["running"]["cpu"]["buffers"] == {"a buffer": 600}
+    assert json.loads(json.dumps(plan.to_dict()))["runtime_memory"]["cpu"]["workspace"] == {"a buffer": 600}
 
 
 def test_room_is_what_weights_and_buffers_leave() -> None:
     weights = planned().to_load["cpu"]
-    token = planned("sharing_experts", memory=2**30).running["cpu"].token_bytes
+    token = planned("sharing_experts", memory=2**30).runtime_memory["cpu"].kv_bytes_per_token
     for tokens in (256, 1024):
         room = weights + 600 + 2 * tokens * token
         plan = planned("sharing_experts", memory=room)
-        assert plan.running["cpu"].longest == tokens and not plan.problems
-        assert planned("sharing_experts", memory=room - 1).running["cpu"].longest == (tokens // 2) * (
-            tokens > 256
-        )
+        assert plan.runtime_memory["cpu"].longest_request == tokens and not plan.problems
+        assert planned("sharing_experts", memory=room - 1).runtime_memory["cpu"].longest_request == (
+            tokens // 2
+        ) * (tokens > 256)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     weights = planned().to_load["cpu"]
-    token = planned("sharing_experts", memory=2**30).running["cpu"].token_bytes
+    token = planned("sharing_experts", memory=2**30).runtime_memory["cpu"].kv_bytes_per_token
     short = planned("sharing_experts", memory=weights + 300)
-    assert short.running["cpu"].buffers == {"a buffer": 300}
+    assert short.runtime_memory["cpu"].workspace == {"a buffer": 300}
     assert short.problems == [
         f"cpu has 0 B left beside the weights, and each token of a request takes {token} B of cache: no room for 256 "
         "tokens. Use smaller weights, or a larger budget."

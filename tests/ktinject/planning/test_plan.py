@@ -39,11 +39,11 @@ def test_bytes_are_exact(model: PreTrainedModel, folder: Path) -> None:
     plan = planned(model, [KEEP_ROUTER, *rule()], folder)
     experts = sum(p.numel() for p in model.model.layers[1].mlp.experts.parameters()) * 4
     everything = sum(t.numel() * t.itemsize for t in [*model.parameters(), *model.buffers()])
-    (entry,) = plan.entries
-    assert entry.path == "model.layers.1.mlp.experts" and entry.bytes == {"cpu": experts}
+    (replacement,) = plan.replacements
+    assert replacement.path == "model.layers.1.mlp.experts" and replacement.bytes == {"cpu": experts}
     assert plan.rest_bytes == {"cpu": everything - experts}
     assert plan.bytes == plan.to_load == {"cpu": everything}
-    assert plan.matched == {"router": ("model.layers.1.mlp.gate",), "experts": (entry.path,)}
+    assert plan.matched == {"router": ("model.layers.1.mlp.gate",), "experts": (replacement.path,)}
     assert not plan.problems and plan.checkpoint == str(folder)
 
 
@@ -84,7 +84,7 @@ def test_remarks_of_operators_are_shown_once(monkeypatch: pytest.MonkeyPatch) ->
     runs = {"kernel": "slow", "weights": "fp32", "instead of": "fast, which this CPU lacks"}
     monkeypatch.setattr(HeldExperts, "describe", lambda self: runs)
     plan = planned(on_meta(models.tiny("qwen3_moe")))
-    assert len(plan.entries) == 2
+    assert len(plan.replacements) == 2
     assert str(plan).count("experts: instead of: fast, which this CPU lacks") == 1
 
 
@@ -175,7 +175,9 @@ def test_a_model_whose_every_layer_is_dense_is_dense_too() -> None:
 def test_layers_of_rules_are_decoder_layers() -> None:
     model = on_meta(models.tiny("qwen3_moe"))
     source = [EXPERTS | {"match": {**EXPERTS["match"], "layers": "1"}}]
-    assert [entry.path for entry in planned(model, source).entries] == ["model.layers.1.mlp.experts"]
+    assert [replacement.path for replacement in planned(model, source).replacements] == [
+        "model.layers.1.mlp.experts"
+    ]
 
 
 def test_modules_an_operator_cannot_take_are_all_named_with_the_reason() -> None:
@@ -414,14 +416,14 @@ def test_the_source_of_a_tie_cannot_be_replaced_alone() -> None:
     source = [LINEAR | {"name": "words", "match": {"path": r".*\.embed_tokens"}}]
     said = refusal(PlanError, model, source)
     assert "lm_head.weight is tied to model.embed_tokens.weight, which a rule replaces" in said
-    assert len(planned(model, [LINEAR]).entries) == 1
-    assert len(planned(model, [LINEAR, *source]).entries) == 2
+    assert len(planned(model, [LINEAR]).replacements) == 1
+    assert len(planned(model, [LINEAR, *source]).replacements) == 2
 
 
 def test_an_operator_may_keep_children_which_others_replace() -> None:
     model = on_meta(models.tiny("qwen3_moe"))
     plan = planned(model, [BLOCK, EXPERTS])
-    assert [entry.path.partition("mlp")[2] for entry in plan.entries] == ["", ".experts"] * 2
+    assert [replacement.path.partition("mlp")[2] for replacement in plan.replacements] == ["", ".experts"] * 2
     kept = planned(model, [BLOCK])
     assert kept.bytes["cpu"] == planned(model, [KEEP_ROUTER]).bytes["cpu"]
 

@@ -135,7 +135,7 @@ def test_a_quantised_checkpoint_that_is_not_read_is_refused(method: Any, folder:
     model.config.quantization_config = method if method == "plain text" else {"quant_method": method}
     said = refusal(PlanError, model, rule(), folder)
     assert (
-        f"its config.json says quant_method {method!r}; read are checkpoints in bf16, fp16, fp32 and fp8"
+        f"its config.json says quant_method {method!r}; read are checkpoints in bf16, fp16, fp32 and mxfp4"
         in said
     )
 
@@ -226,7 +226,7 @@ plan = ktinject.plan(hf.meta_model(hf.read_config(folder)), "deepseek-v3", check
 print(plan)
 seconds = time.process_time() - started  # without the imports, and ours alone, whoever else computes here
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps([seconds, peak, len(plan.entries), plan.bytes]))
+print(json.dumps([seconds, peak, len(plan.replacements), plan.bytes]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

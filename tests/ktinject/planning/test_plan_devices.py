@@ -38,8 +38,8 @@ def test_without_a_gpu_everything_is_on_the_cpu(model: PreTrainedModel) -> None:
 
 def test_the_rest_goes_to_the_first_gpu_if_it_fits(model: PreTrainedModel) -> None:
     plan = planned(model, machine=machine(gpus=2))
-    assert plan.device_map == {"": "cuda:0"} and plan.entries[0].device == "cpu"
-    assert plan.bytes == {"cpu": plan.entries[0].bytes["cpu"], "cuda:0": plan.rest_bytes["cuda:0"]}
+    assert plan.device_map == {"": "cuda:0"} and plan.replacements[0].device == "cpu"
+    assert plan.bytes == {"cpu": plan.replacements[0].bytes["cpu"], "cuda:0": plan.rest_bytes["cuda:0"]}
     assert plan.notes == ["not used: cuda:1; name several GPUs to spread the layers over them"]
     plan = planned(model, machine=machine(gpus=1, gpu_memory=2**10))
     assert plan.device_map == {"": "cpu"} and not plan.problems
@@ -66,7 +66,7 @@ def test_layers_are_spread_over_gpus_by_their_limits(model: PreTrainedModel) -> 
     first = plan.rest_bytes["cuda:0"]
     plan = planned(model, machine=two, devices=["cuda:0", "cuda:1"], budget={"cuda:1": 0})
     assert plan.device_map == {"": "cuda:0"} and plan.rest_bytes["cuda:0"] > first
-    cache = 2 * 256 * plan.running["cuda:0"].token_bytes  # of the shortest request
+    cache = 2 * 256 * plan.runtime_memory["cuda:0"].kv_bytes_per_token  # of the shortest request
     small = machine(gpus=2, gpu_memory=first + cache + 1000)
     plan = planned(model, machine=small)
     assert set(plan.device_map.values()) == {"cuda:0", "cuda:1"} and not plan.problems
@@ -124,9 +124,9 @@ def test_the_device_of_a_rule(model: PreTrainedModel, monkeypatch: pytest.Monkey
     assert "device 'cuda:0' is not among the devices of this call; usable are cpu." in said
 
     monkeypatch.setattr(HeldExperts, "device_types", ("cuda", "cpu"))
-    assert planned(model, machine=one).entries[0].device == "cuda:0"
-    assert planned(model, machine=one, devices="cpu").entries[0].device == "cpu"
-    assert planned(model, rule(device="cpu"), machine=one).entries[0].device == "cpu"
+    assert planned(model, machine=one).replacements[0].device == "cuda:0"
+    assert planned(model, machine=one, devices="cpu").replacements[0].device == "cpu"
+    assert planned(model, rule(device="cpu"), machine=one).replacements[0].device == "cpu"
     monkeypatch.setattr(HeldExperts, "device_types", ("cuda",))
     said = refusal(PlanError, model)
     assert "held_experts computes on cuda only; the plan may use cpu. Use another operator" in said
@@ -137,7 +137,7 @@ def test_an_operators_device_is_the_rests_only_if_it_can(
 ) -> None:
     monkeypatch.setattr(HeldExperts, "device_types", ("cuda",))
     plan = planned(model, machine=machine(gpus=1), devices=["cuda:0"])
-    assert plan.entries[0].device == "cuda:0" and list(plan.bytes) == ["cuda:0"]
+    assert plan.replacements[0].device == "cuda:0" and list(plan.bytes) == ["cuda:0"]
 
 
 def test_what_does_not_fit_is_a_problem_of_the_plan(model: PreTrainedModel) -> None:
@@ -204,7 +204,7 @@ def test_a_budget_above_what_is_free_counts_as_what_is_free() -> None:
 def test_only_the_operators_count_for_a_model_with_weights() -> None:
     model = models.tiny("deepseek_v3")
     plan = planned(model, machine=machine(memory=170 * 2**10))
-    assert not plan.problems and plan.to_load == plan.entries[0].bytes
+    assert not plan.problems and plan.to_load == plan.replacements[0].bytes
     assert plan.rest_bytes["cpu"] > 0 and plan.device_map == {"": "cpu"}
 
 

@@ -96,7 +96,7 @@ def test_nothing_to_overlap_with(model: PreTrainedModel) -> None:
     assert depth(model, 4) == (0, "it is the last")
     rule = {"name": "e", "match": {"class": "Qwen3MoeSparseMoeBlock"}}
     rule["replace"] = {"operator": "deferred_moe", "schedule": "auto", "deferred": 3}  # type: ignore[assignment]
-    runs = [entry.runs["deferred"] for entry in ktinject.plan(model, [rule]).entries]
+    runs = [replacement.runs["deferred"] for replacement in ktinject.plan(model, [rule]).replacements]
     assert runs[0] == "0 of 6 (auto: no GPU computes meanwhile)"
 
 

@@ -1,24 +1,24 @@
-"""What the formats of weights have in common: how one is described, what codes are called, and how to refuse."""
+"""The contract of a source format, what it says of a weight, and how a weight may be handed on undecoded."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ktinject.checkpoints.safetensors import DOWNLOAD_AGAIN, shown
-from ktinject.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.files import DOWNLOAD_AGAIN
+from ktinject.checkpoints.reader import Reader
+from ktinject.errors import CheckpointError, shown
 
 READ = (
     "Read are bf16, fp16, fp32, FP8 (F8_E4M3) with block scales, MXFP4 as gpt-oss has it, int4 of GPTQ, AWQ and "
     "compressed-tensors, and most types of GGUF; use a checkpoint in one of these."
 )
-FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}  # dtype → format
 _CHECK_ELEMENTS = 1 << 22
 
 
@@ -26,7 +26,7 @@ _CHECK_ELEMENTS = 1 << 22
 class Format:
     """How one weight is stored.
 
-    name        a row of the table in formats.py; "float" if only an index is there, which does not tell the dtype
+    name        a row of the table in __init__.py; "float" if only an index is there, which does not tell the dtype
     companions  further tensors that belong to the weight; for int4, kv_b and mxfp4 all of its tensors
     block       (n, k) of fp8_blocks, else None
     shape       of the weight where it has no tensor of its own: int4, kv_b, mxfp4; None if only an index is there
@@ -110,6 +110,74 @@ class Fp8Blocks:
 Stored = Codes | Fp8Blocks
 
 
+@dataclass(frozen=True)
+class OwnTensors:
+    """The tensors that a format keeps a weight in, where none has the weight's own name.
+
+    needed    what stands in their names in place of `ending`
+    optional  the same, of tensors that may be absent
+    ending    of the weight's name
+    """
+
+    needed: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    ending: str = ".weight"
+
+    def of(self, names: Collection[str], key: str) -> tuple[str, ...]:
+        """The names of the tensors that hold the weight `key`; () if some are absent."""
+        stem = key.removesuffix(self.ending)
+        if not all(stem + suffix in names for suffix in self.needed):
+            return ()
+        return tuple(stem + s for s in (*self.needed, *self.optional) if stem + s in names)
+
+    def replace_in(self, names: set[str]) -> None:
+        """Put the names of weights in place of those of their tensors."""
+        for name in [name for name in names if name.endswith(self.needed[0])]:
+            stem = name.removesuffix(self.needed[0])
+            if all(stem + suffix in names for suffix in self.needed):
+                names -= {stem + suffix for suffix in (*self.needed, *self.optional)}
+                names.add(stem + self.ending)
+
+
+class SourceFormat(ABC):
+    """One way in which checkpoints store weights. An instance stands in the list of table.py.
+
+    methods     values of quant_method in config.json that stand for it
+    own         for a format that keeps weights in tensors of its own: which ones
+    companions  what the names of further tensors add to the weight's name
+    """
+
+    methods: ClassVar[tuple[str, ...]] = ()
+    own: ClassVar[tuple[OwnTensors, ...]] = ()
+    companions: ClassVar[tuple[str, ...]] = ()
+
+    def held(self, reader: Reader, key: str) -> tuple[str, ...]:
+        """The tensors that hold a weight's values; () if it is not in this format. Names may be all there is."""
+        if key in reader.names:
+            return ()
+        return next((held for own in self.own if (held := own.of(reader.names, key))), ())
+
+    @abstractmethod
+    def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
+        """How the weight is stored, from headers alone, or from names if the checkpoint is not complete.
+
+        held     its tensors, as `held` gave them
+        Raises   CheckpointError if its tensors do not fit together, or config.json does not say how to read them
+        """
+
+    @abstractmethod
+    def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
+        """Read the weight, or one slice of its first dimension, as floats on the CPU.
+
+        form     as `detect` gave it, of a complete checkpoint
+        Raises   CheckpointError, also if scales or codes make no sense
+        """
+
+    def stored(self, reader: Reader, key: str, form: Format) -> Stored:
+        """Read the weight undecoded, for operators that list the format as one that they take so."""
+        raise NotImplementedError(f"{form.name} is read decoded only")
+
+
 def _blocks(start: int, length: int, size: int, what: str) -> tuple[int, int]:
     """The first of the blocks of this size, and how many they are."""
     if start % size or length % size:
@@ -143,6 +211,6 @@ def place_of(tensor: torch.Tensor, flat: int) -> list[int]:
     return [int(i) for i in torch.unravel_index(torch.tensor(flat), tensor.shape)]
 
 
-def refused(checkpoint: Checkpoint, key: str, found: str) -> CheckpointError:
+def refused(reader: Reader, key: str, found: str) -> CheckpointError:
     """The error that says where `found` was found."""
-    return CheckpointError(f"{checkpoint.path}: tensor {shown(key)}: {found}")
+    return CheckpointError(f"{reader.path}: tensor {shown(key)}: {found}")

@@ -23,12 +23,42 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ktinject.checkpoints.formats import int4_packing
+from ktinject.checkpoints.formats.base import Codes, Format, SourceFormat, check_finite
+from ktinject.checkpoints.reader import Reader
+
 # Bytes of a block, and where its fp16 numbers begin.
 _LAYOUT = {
     "Q4_0": (18, (0,)), "Q4_1": (20, (0, 2)), "Q5_0": (22, (0,)), "Q5_1": (24, (0, 2)), "Q8_0": (34, (0,)),
     "Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,)),
 }  # fmt: skip
 TYPES = tuple(_LAYOUT)
+_Q4_0_GROUP = 32  # inputs in a block
+
+
+class GgufBlocks(SourceFormat):
+    def held(self, reader: Reader, key: str) -> tuple[str, ...]:
+        info = reader.tensors.get(key)
+        return (key,) if info is not None and info.dtype in TYPES else ()
+
+    def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
+        dtype = reader.tensors[key].dtype
+        return Format(dtype.lower(), group_size=_Q4_0_GROUP if dtype == "Q4_0" else 0)
+
+    def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
+        """fp32, as ggml dequantises them."""
+        return values(form.name.upper(), _blocks(reader, key, form, index))
+
+    def stored(self, reader: Reader, key: str, form: Format) -> Codes:
+        assert form.name == "q4_0", "the one type that operators take as it is"
+        return int4_packing.from_q4_0(_blocks(reader, key, form), reader.tensors[key].shape[-1])
+
+
+def _blocks(reader: Reader, key: str, form: Format, index: int | None = None) -> Tensor:
+    """The bytes of the blocks, their fp16 numbers checked."""
+    rows = reader.read(key, index)
+    check_finite(key, scales(form.name.upper(), rows))
+    return rows
 
 
 def scales(kind: str, rows: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktinject.checkpoints.stored import Codes
+from ktinject.checkpoints.formats.base import Codes
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output of each nibble
 
