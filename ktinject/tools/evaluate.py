@@ -4,9 +4,9 @@ Letters: T tokens of the text, V entries of the vocabulary. The text is cut into
 token of a window is context only; every other token is predicted from those before it in its window. Memory stays
 bounded by two windows of logits and `CHUNK_BYTES`, however long the text is.
 
-With `decode`, the model reads the windows token by token through a cache, as `generate` writes after the prompt, several
-windows side by side. Only this measures what acts at decode alone, such as deferred experts. It takes some ten times as
-long.
+With `decode`, the model reads the windows token by token through a cache, as `generate` writes after the prompt,
+several windows side by side. Only this measures what acts at decode alone, such as deferred experts. It takes some ten
+times as long.
 """
 
 from __future__ import annotations
