@@ -28,6 +28,7 @@ from ktinject.operators.offload.handoff import MOST_TOKENS, Handoff, Routing, Ti
 from ktinject.operators.offload.hot_experts import Follower
 from ktinject.operators.offload.streaming import StreamedExperts
 from ktinject.operators.probes import experts as routed_experts
+from ktinject.operators.probes.answer import Refusal
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -374,9 +375,9 @@ def _place(modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, in
     specs: dict[str, ExpertsSpec] = {}
     placed: dict[str, Any] = {}
     for path, module in modules.items():
-        spec = routed_experts.describe(module)
-        if isinstance(spec, str):
-            placed[path] = spec
+        spec = routed_experts.probe(module)
+        if isinstance(spec, Refusal):
+            placed[path] = spec.reason
         else:
             specs[path] = spec
     counts = {path: [0] * spec.num_experts for path, spec in specs.items()}

@@ -19,7 +19,7 @@ from ktinject.distributed.process_group import ProcessGroup
 from ktinject.distributed.tensor_parallel import Cut, Style
 from ktinject.errors import PlanError
 from ktinject.generation.cpu import openmp
-from ktinject.hf import models
+from ktinject.hf import compat, models
 from ktinject.hf.key_map import KeyMap, key_map
 from ktinject.hf.layers import Layers, has_routed_experts
 from ktinject.machine import Machine, device_of
@@ -56,6 +56,9 @@ def make(
     group       the processes that share the model; the plan is this one's
     Raises      RuleError, PlanError, CheckpointError or OperatorError for everything but lack of memory
     """
+    compat.require("swapping")
+    if checkpoint is not None:
+        compat.require("loading")
     _check_model(model, ruleset)
     where = Devices.choose(machine, devices if group is None else str(group.device), budget)
     found, matched = find_modules(model, ruleset)
@@ -140,6 +143,8 @@ def make(
     unused = [device for device in where.allowed if device not in (*plan.bytes, "cpu")]
     if unused and devices is None and not has_weights and group is None:
         plan.notes.append(f"not used: {', '.join(unused)}; name several GPUs to spread the layers over them")
+    if not (known := compat.support("generation")):
+        plan.notes.append(f"generate runs transformers' own loop: {known.reason}")
     if not has_routed_experts(model):
         plan.notes.append(f"{without_experts(model)}: what is swapped are its other modules alone")
     if group is not None:

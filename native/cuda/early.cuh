@@ -12,7 +12,8 @@
 namespace ktinject::cuda {
 
 // All work of the stream before this kernel is done, and seen. Before it, a kernel reads weights only and writes
-// nothing.
+// nothing. Every kernel of a captured step calls it in every thread: one kernel without it would break that promise for
+// all kernels that follow.
 __device__ inline void await_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
