@@ -24,7 +24,7 @@ Prompts = Annotated[
         "--prompts",
         metavar="FILE",
         autocompletion=options.files,
-        help='Prompts that show what you use the model for, lines of {"prompt": "…"}.',
+        help='Lines of {"prompt": "…"} that show what you use it for.',
     ),
 ]
 Out = Annotated[
@@ -33,7 +33,7 @@ Out = Annotated[
         "--out",
         metavar="FILE",
         autocompletion=options.files,
-        help="Write the counts here; default: profile.json in MODEL.",
+        help="Write here; default: profile.json in MODEL.",
     ),
 ]
 
@@ -112,7 +112,7 @@ def coverage(experts: dict[str, list[int]], share: float) -> float:
 
 
 def _count(model: PreTrainedModel, counts: dict[str, Tensor]) -> None:
-    """Let every routed-experts operator count what it is given, by the path of the experts module that it replaces."""
+    """Let every operator of routed experts count what it is given, by the path of the module that it replaces."""
     import torch
 
     from ktinject.operators.cpu_experts import CpuExperts
