@@ -113,7 +113,7 @@ class TestGroupedRouter:
     def test_what_is_no_number_is_told_by_its_weights(
         self, dtype, experts, groups, kept, top_k, normed
     ) -> None:
-        router, step = self.router(dtype, experts, groups, kept, top_k, normed)
+        _, step = self.router(dtype, experts, groups, kept, top_k, normed)
         x = torch.randn(3, 64, device="cuda", dtype=dtype)
         x[1] = torch.nan
         _, weights, ids = step(x)
