@@ -18,11 +18,11 @@ Because a pass ends with nothing left over, there is no state between passes: wh
 next pass of the model begins. Requests that take turns, rows that end early, and passes that were aborted midway cannot
 meet each other's outputs. Passes of several threads are kept apart.
 
-The block's own forward runs unchanged, router and shared experts included; only its leaf is exchanged. On a GPU the
-leaf hands `now` and behind it `later` to the CPU. It waits for `now` alone, and for that only when the block is done
-with everything else: where the block adds shared experts, the leaf gives it zeros and the sum is made behind it. So
-shared experts run while the CPU computes `now`, and the next layer's attention while it computes `later`. All of it is
-kernels in a stream, eagerly or in a CUDA graph.
+The block's own forward runs unchanged, router and shared experts included; only its experts module is exchanged. On a
+GPU the new one hands `now` and behind it `later` to the CPU. It waits for `now` alone, and for that only when the block
+is done with everything else: where the block adds shared experts, it gives the block zeros, and the sum is made behind
+the block. So shared experts run while the CPU computes `now`, and the next layer's attention while it computes `later`.
+All of it is kernels in a stream, eagerly or in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 class DeferredMoeConfig(HybridExpertsConfig):
     """Arguments of `deferred_moe` in a rule: those of `hybrid_experts`, and two more."""
 
-    deferred: int = 0  # experts of a token that are added a layer later, at most its top-k
-    # The same n in all layers; as many as fill the GPU's gaps, at most n or a quarter; or n for each layer, in order.
+    deferred: int = 0  # how many experts of a token are added a layer later, at most top-k
+    # fixed: `deferred` in all layers; auto: as many as fill the GPU's gaps; a list: one number a layer, in order.
     schedule: Literal["fixed", "auto"] | list[int] = "fixed"
 
     def __post_init__(self) -> None:
@@ -150,8 +150,8 @@ def _holds_tokens(cache: Any) -> bool:
     return int(seen) > 0
 
 
-class _Leaf(nn.Module):
-    """The block's leaf: hands in the experts, and gives the block their output, or zeros if `collect` is to add it."""
+class _DeferringExperts(nn.Module):
+    """Stands for the block's experts: gives the block their output, or zeros if `collect` is to add the output."""
 
     def __init__(self, experts: HybridExperts, spec: BlockSpec, defers: int) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class _Leaf(nn.Module):
         self._outstanding = threading.local()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As the leaf it replaces: [m, hidden], [m, t], [m, t] → [m, hidden]."""
+        """As the experts module it replaces: [m, hidden], [m, t], [m, t] → [m, hidden]."""
         routed = (hidden_states, top_k_index, top_k_weights)
         experts, within = self.experts, self.within
         self._outstanding.parts = None  # of a block that was aborted
@@ -203,10 +203,10 @@ class _Leaf(nn.Module):
 
 @register_operator("deferred_moe")
 class DeferredMoe(Operator):
-    """A whole Mixture-of-Experts block whose least weighted experts may come one such layer later, at decode.
+    """Takes a whole Mixture-of-Experts block and, at decode, may add its least weighted experts one such layer later.
 
-    Takes the block, keeps its router and shared experts, and runs its own forward. With `deferred: 0` it computes
-    what `hybrid_experts` does. Prompts and the last such layer are never deferred.
+    The block keeps its router, its shared experts and its own forward. With `deferred: 0` the operator computes what
+    `hybrid_experts` computes. Prompts and the last Mixture-of-Experts layer are never deferred.
     """
 
     Config = DeferredMoeConfig
@@ -224,8 +224,8 @@ class DeferredMoe(Operator):
         self._class = type(block).__name__
         experts = HybridExperts.build(block.get_submodule(spec.experts), _of_experts(config))
         self.native_formats = experts.native_formats
-        leaf = _Leaf(experts, spec, self.defers)
-        own = twin.of(block, **{spec.experts: leaf})
+        routed = _DeferringExperts(experts, spec, self.defers)
+        own = twin.of(block, **{spec.experts: routed})
         # No child, but this module under the block's class: children and tensors are the same, exchanged or not.
         shared = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
         vars(self).update({name: vars(own)[name] for name in shared}, _block=own)
@@ -242,20 +242,20 @@ class DeferredMoe(Operator):
             path: spec.reason for path, spec in specs.items() if isinstance(spec, Refusal)
         }
         blocks = {path: spec for path, spec in specs.items() if isinstance(spec, BlockSpec)}
-        leaves = {
+        inner = {
             f"{path}.{spec.experts}": (
                 modules[path][0].get_submodule(spec.experts),
                 _of_experts(modules[path][1]),
             )
             for path, spec in blocks.items()
         }
-        placed = HybridExperts.plan_placement(stack, leaves, spare)
+        placed = HybridExperts.plan_placement(stack, inner, spare)
         for path, spec in blocks.items():
             config, experts = modules[path][1], placed[f"{path}.{spec.experts}"]
             depth = experts
             if not isinstance(experts, str):
-                leaf = leaves[f"{path}.{spec.experts}"][0]
-                size = _expert_bytes(leaf, experts) if config.schedule == "auto" else 0.0
+                routed = inner[f"{path}.{spec.experts}"][0]
+                size = _expert_bytes(routed, experts) if config.schedule == "auto" else 0.0
                 depth = deferral.depth(stack, modules, path, spec, size)
             if isinstance(depth, str):
                 arranged[path] = depth
@@ -282,7 +282,7 @@ class DeferredMoe(Operator):
         if any(operator.defers for operator in operators):
             within = Pass(stack)
             for operator in operators:
-                operator._leaf.within = within
+                operator._routed.within = within
 
     def describe(self) -> dict[str, Any]:
         deferred = f"{self.defers} of {self.spec.top_k}" + (f" ({self._why})" if self._why else "")
@@ -327,7 +327,7 @@ class DeferredMoe(Operator):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward."""
         out = twin.run(self._block, *args, **kwargs)
-        rest = self._leaf.collect()
+        rest = self._routed.collect()
         if rest is None:
             return out
         if isinstance(out, tuple):
@@ -339,7 +339,7 @@ class DeferredMoe(Operator):
 
     @property
     def pending_output(self) -> Pass | None:  # type: ignore[override]
-        return self._leaf.within
+        return self._routed.within
 
     @property
     def native(self) -> Any:
@@ -351,12 +351,12 @@ class DeferredMoe(Operator):
         self._experts.repeat(expert)
 
     @property
-    def _leaf(self) -> Any:
+    def _routed(self) -> Any:
         return self._modules[self.spec.experts]
 
     @property
     def _experts(self) -> HybridExperts:
-        return self._leaf.experts
+        return self._routed.experts
 
     def _inner(self, name: str) -> str:
         return name.removeprefix(f"{self.spec.experts}.")
@@ -372,8 +372,8 @@ def _of_experts(config: Any) -> HybridExpertsConfig:
     return arranged or HybridExpertsConfig(**_values(config, HybridExpertsConfig))
 
 
-def _expert_bytes(leaf: nn.Module, config: HybridExpertsConfig) -> float:
+def _expert_bytes(routed: nn.Module, config: HybridExpertsConfig) -> float:
     """What the CPU reads for one expert of a token, on average: nothing for those on the GPU."""
-    built = HybridExperts.build(leaf, config)
+    built = HybridExperts.build(routed, config)
     share = 1 - len(built.resident) / built.num_experts
     return share * built.native.bytes / built.num_experts
