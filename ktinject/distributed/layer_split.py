@@ -1,4 +1,4 @@
-"""Decoder layers on several GPUs: what they take and give crosses a border once.
+"""Decoder layers on several GPUs: what they take and give crosses a stage boundary once.
 
     layer 11 on cuda:0 ── hidden states ──► layer 12 on cuda:1 …  last layer ── hidden states ──► norm, head on cuda:0
 
@@ -23,7 +23,7 @@ from ktinject.operators.base import PendingOutput
 
 
 class StageBoundary:
-    """The way to the GPU of some layers: what was moved there, and its copies.
+    """The boundary before the layers on one GPU: what was moved there, and its copies.
 
     pending_output   what operators hand from layer to layer
     """
