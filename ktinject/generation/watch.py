@@ -1,11 +1,11 @@
 """What a recorded decode step relies on, and whether it is still so.
 
 A captured graph, or the native twin of a model's layers, computes what the model computed when it was recorded. It
-would miss whatever a user changes afterwards: a replaced `forward`, a hook, an attribute, a weight, a class. So a
-`Watch` notes all of that, and is asked before every step; the answer takes microseconds (native/bindings/watch.cpp).
+misses whatever a user changes afterwards: a replaced `forward`, a hook, an attribute, a weight, a class. So a `Watch`
+notes all of that and is asked before every step; the answer takes microseconds (native/bindings/watch.cpp).
 
-Noted is what is *bound*: which objects a module holds under which names, down through lists, dicts and configs. The
-values of weights are not, for a recorded step reads them where they lie.
+A `Watch` notes which objects a module holds under which names, down through lists, dicts and configs. It does not note
+the values of weights: a recorded step reads them where they lie.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Watch:
         del self._seen, self._classes
 
     def change(self) -> str:
-        """What is no more as it was, as the beginning of a sentence; "" if all is."""
+        """The first thing that differs from when this was made, as "… was changed"; "" if nothing does."""
         model = self._model()
         at = self._found.first_change(self._entries, model)
         return "" if at < 0 else self._name(at, model)
