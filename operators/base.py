@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Config:
     """The arguments of an operator in a rule; subclassed per operator, the annotations check the YAML."""
 
-    device: str = "auto"  # where the operator computes, whatever device its inputs are on
+    device: str = "auto"  # where the operator computes; auto: the planner decides
 
     @property
     def auto_sized(self) -> bool:

@@ -44,14 +44,16 @@ MOST_ROUTED, MOST_CHOSEN = 256, 32
 class HybridExpertsConfig(CpuExpertsConfig):
     """Arguments of `hybrid_experts` in a rule, beside those of `cpu_experts`."""
 
-    # Experts of each layer on the GPU: a number, a share below 1, auto (what fits), or the profile to fill by.
+    # Experts of each layer on the GPU: a number, a share below 1, auto (as many as fit), or a profile.
     gpu_experts: int | float | str = 0
-    gpu_weights: Literal["bf16", "int4"] = "bf16"  # int4: in groups of group_size
-    profile: str | None = None  # written by `ktinject profile`: the most used experts go to the GPU
-    dynamic: bool = False  # the experts on the GPU follow the traffic
-    # gpu: prompts with experts streamed through the GPU; a number: those of so many tokens; auto: what is fastest.
+    # The format of the experts on the GPU; int4 in groups of group_size
+    gpu_weights: Literal["bf16", "int4"] = "bf16"
+    profile: str | None = None  # a file of `ktinject profile`: its most used experts go to the GPU
+    dynamic: bool = False  # exchange experts on the GPU for those in use, while the model runs
+    # gpu: long prompts stream the experts through the GPU; a number: from so many tokens on; auto: the fastest.
     prefill: int | Literal["auto", "cpu", "gpu"] = "auto"
-    handoff: Literal["auto", "flags", "host_func"] = "auto"  # how the GPU tells the CPU
+    # How the GPU signals the CPU; auto: flags where they work
+    handoff: Literal["auto", "flags", "host_func"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +116,7 @@ Started = Tensor | Underway  # what `start` gives: the result where it is there 
 
 @register_operator("hybrid_experts")
 class HybridExperts(CpuExperts):
-    """`cpu_experts` that a GPU hands its work to within its own stream, and does a part of itself."""
+    """Runs routed experts on the CPU from inside a CUDA stream. Optionally keeps some experts on the GPU."""
 
     Config = HybridExpertsConfig
     device_types = ("cuda", "cpu")

@@ -15,6 +15,11 @@ What a version lacks costs the features that need it, and no others:
 
 A method of a model is called, or overridden, where that is needed, by its name; that the name means what it meant is
 found out here.
+
+Public ways were tried and do not serve. `custom_generate` is not given the streamer, the tokenizer of stop strings or
+the kind of decoding, and whoever wraps `_sample` still has to call it. A quantizer's hooks run inside
+`from_pretrained`, which makes a model of its own and cannot put the caller's back as it was. `AutoConfig.register`
+makes Kimi-K2 known, but importing AutoConfig imports torch; so an import hook calls it (kimi.py).
 """
 
 from __future__ import annotations
