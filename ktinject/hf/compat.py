@@ -45,7 +45,8 @@ SET = "set"  # the owner is a function whose code names it: an attribute that it
 
 @dataclass(frozen=True)
 class Private:
-    """
+    """A name that may be gone, or mean something else, in another version.
+
     owner      "module", "module:Class" or "module:Class.method"
     name       of the owner
     signature  calls that must be allowed, such as "(self, ids, streamer=None, *, mask)"; what else it takes must have
