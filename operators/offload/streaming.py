@@ -5,7 +5,11 @@ at a time, and runs ahead of the computation into the layers that follow, so tha
 What came in is unpacked to bf16 and multiplied with the rows of those experts. So a layer takes the time of the bus,
 however many tokens there are.
 
-Where CPU and bus take about equally long, each gets a part of the experts, and both work at the same time.
+Where CPU and bus take about equally long, each gets a part of the experts, and both work at the same time. The CPU gets
+its part first, and a kernel reads its answer from page-locked RAM: a copy would queue up behind the experts that were
+sent ahead.
+
+There is one ring a device. It knows the order of the layers; what it fetched ahead for another layer is dropped.
 """
 
 from __future__ import annotations
