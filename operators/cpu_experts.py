@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 class CpuExpertsConfig(Config):
     """Arguments of `cpu_experts` in a rule."""
 
-    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4"] = "bf16"  # packed when loaded
-    group_size: Literal[128, 64, 32] = 128  # inputs that share a scale; int4 only
-    symmetric: bool = True  # int4 only; false: a zero point for each group beside its scale
-    kernel: str = "auto"  # or a row of the kernel table, which must then be able to run
-    # NUMA nodes that weights are cut for: all, or a number; 1 leaves them whole.
+    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4"] = "bf16"  # the format in memory
+    group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
+    symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
+    kernel: str = "auto"  # a row of the kernel table, as `ktinject doctor` lists them; auto: the best
+    # For how many NUMA nodes the weights are cut; auto: all nodes; 1: not at all.
     numa: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
@@ -111,11 +111,11 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core
 
 @register_operator("cpu_experts")
 class CpuExperts(Operator):
-    """Every module of routed experts with transformers' standard signature.
+    """Runs routed experts on the CPU. Takes every experts module with transformers' standard signature.
 
-    Weights are packed once, when loaded. Activations are rounded to bf16, or for int8 and int4 weights quantised
-    to int8 with a scale a token; sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights, mxfp4 is e2m1 with
-    a power of two for 32 inputs. Inputs on another device are brought to the CPU and the result is taken back.
+    Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
+    int8 with a scale for each token. Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights; mxfp4 is e2m1 with
+    a power of two for 32 inputs. Inputs on another device are copied to the CPU, and the result is copied back.
     """
 
     Config = CpuExpertsConfig

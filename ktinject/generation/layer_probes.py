@@ -6,6 +6,7 @@ module of the real sizes is never run.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,7 +47,11 @@ def _run(module: nn.Module, changed: Mapping[str, Any], *args: Any, **kwargs: An
         return type(found).forward(found, *args, **kwargs)
 
 
+@functools.lru_cache(
+    8
+)  # a model's layers are of few shapes, and a router's weight takes longer to draw than to try
 def _random(*shape: int, seed: int = 0) -> Tensor:
+    """Normally distributed; not to be written to."""
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 

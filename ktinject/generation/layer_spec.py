@@ -9,17 +9,19 @@ attention with projections to heads is nothing run here: both users compare it i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ktinject.generation import layer_probes
+from ktinject.generation import layer_probes, twin
+from ktinject.generation.cpu import openmp
 from ktinject.operators import Operator
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_router import CpuRouter
+from ktinject.operators.probes.answer import key_of
 from ktinject.operators.probes.attention import LatentSpec
 from ktinject.support import Support
 
@@ -153,6 +155,7 @@ _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
+@openmp.one_thread()
 def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
     """The spec of a decoder layer, or why it has none."""
     children = {name for name, _ in layer.named_children()}
@@ -175,6 +178,7 @@ def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
     )
 
 
+@openmp.one_thread()
 def of_norm(module: nn.Module) -> NormSpec | Support:
     """The spec of an RMS norm, with an empty path."""
     found = layer_probes.rms_norm(module)
@@ -229,6 +233,7 @@ def of_dense(module: nn.Module) -> DenseSpec | Support:
     return DenseSpec("") if support else support
 
 
+@openmp.one_thread()
 def of_moe(block: nn.Module) -> MoeSpec | Support:
     """The spec of a Mixture-of-Experts block, or why it has none."""
     names = {name for name, _ in block.named_children()}
@@ -241,7 +246,7 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
     dense = of_dense(block.get_submodule(shared[0])) if shared else None
     if isinstance(dense, Support):
         return dense
-    found = layer_probes.routing(block, _plain_router(block.get_submodule("gate")), *shared, *gated)
+    found = _routing(block, _plain_router(block.get_submodule("gate")), (*shared, *gated))
     if isinstance(found, Support):
         return found
     return MoeSpec(
@@ -251,6 +256,23 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
         shared=None if dense is None else replace(dense, path=shared[0]),
         shared_gate="shared_expert_gate" if gated else None,
     )
+
+
+# What tells blocks and their routers apart → how they choose. A router as large as DeepSeek-V3's takes a while to try.
+_routings: dict[Hashable, dict[str, Any] | Support] = {}
+_MOST_ROUTINGS = 64
+
+
+def _routing(block: nn.Module, router: nn.Module, shared: tuple[str, ...]) -> dict[str, Any] | Support:
+    alone = twin.of(block)
+    vars(alone)["_modules"] = {}
+    key = (key_of(alone), key_of(router), shared)
+    if key not in _routings:
+        found = layer_probes.routing(block, router, *shared)
+        if len(_routings) >= _MOST_ROUTINGS:
+            _routings.clear()
+        _routings[key] = found
+    return _routings[key]
 
 
 def _plain_router(gate: nn.Module) -> nn.Module:

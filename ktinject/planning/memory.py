@@ -1,7 +1,8 @@
 """What a swapped model takes beside its weights while it runs: buffers that operators share, and the cache.
 
 The cache is not computed from the config, whose words differ from family to family: the model runs once on the meta
-device, where nothing is computed, and what its cache then holds is counted.
+device, where nothing is computed, and what its cache then holds is counted. A plan without room for a short request
+is refused, and one GPU is left for several because of it.
 """
 
 from __future__ import annotations
