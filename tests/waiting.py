@@ -25,7 +25,7 @@ def exit_code(child: int) -> int:
         raise
 
 
-def ctrl_c_ends(work: Callable[[], object]) -> None:
+def ctrl_c_ends(work: Callable[[], object], late: float = LATE_SECONDS) -> None:
     """Do something again and again until a Ctrl-C ends it, soon after it came."""
     sent: list[float] = []
 
@@ -42,4 +42,4 @@ def ctrl_c_ends(work: Callable[[], object]) -> None:
         computed = time.process_time() - sent[0]
     finally:
         timer.cancel()
-    assert computed < LATE_SECONDS, f"{computed:.2f} s of computing after Ctrl-C"
+    assert computed < late, f"{computed:.2f} s of computing after Ctrl-C"

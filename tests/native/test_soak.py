@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_two_models_in_two_threads_answer_as_alone(tiny_qwen3_moe: Path, tiny_deepseek_v3: Path) -> None:
     program = Path(__file__).with_name("soak.py")
     done = subprocess.run(

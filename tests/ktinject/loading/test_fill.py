@@ -269,6 +269,7 @@ def measured(code: str, folder: Path) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["bf16", "int8"])
 def test_memory_while_filling_stays_close_to_what_is_packed(weights: str, large: Path) -> None:
     code = f"""
@@ -290,6 +291,7 @@ print(json.dumps(dict(before=before, peak=peak, after=after, bytes=model.ktinjec
     assert left < 64, "the bf16 copy is gone"
 
 
+@pytest.mark.slow
 def test_ctrl_c_takes_effect_within_a_second_and_gives_the_memory_back(large: Path) -> None:
     code = """
 import json
