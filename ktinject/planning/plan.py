@@ -16,11 +16,8 @@ from ktinject.grid import Grid, Lines
 from ktinject.hf.key_map import KeyMap
 from ktinject.planning.devices import show_bytes
 from ktinject.planning.memory import RuntimeMemory
-from ktinject.planning.replacements import (
-    Replacement,
-    blaming,
-    some,
-)
+from ktinject.planning.modules import blaming, some
+from ktinject.planning.replacements import Replacement
 from ktinject.rules import KEEP, RuleSet
 
 
