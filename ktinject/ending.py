@@ -21,7 +21,7 @@ from torch import nn
 # Of a thread that gets no SystemExit, because it waits for something else, nothing has to be feared.
 _LIMIT_SECONDS = 3.0
 _AGAIN_SECONDS = 0.5  # code of C++ that calls Python may lose an exception
-_CALL = nn.Module._wrapped_call_impl.__code__
+_CALL = getattr(getattr(nn.Module, "_wrapped_call_impl", None), "__code__", None)
 
 
 @functools.cache

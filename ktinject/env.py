@@ -42,7 +42,7 @@ def settings() -> Settings:
     """The settings of this process; the environment is read on the first call and never again.
 
     What belongs to the process and to no model takes effect here: the number of threads and of virtual nodes,
-    and what is logged.
+    the forced kernel, and what is logged.
 
     Raises  PlanError, or OperatorError for KTINJECT_KERNEL, as `read` does
     """
@@ -53,6 +53,8 @@ def settings() -> Settings:
         _native.set_nodes(found.numa)
     if found.threads:
         _native.set_threads(found.threads)
+    if found.kernel:
+        _native.force_kernel(found.kernel)
     return found
 
 
@@ -68,13 +70,6 @@ def launched_here() -> int | None:
     """The number of those processes that are on this machine, if torchrun says so."""
     found = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(found) if found.isdigit() else None
-
-
-def kernel_for(weights: str) -> str:
-    """The row that KTINJECT_KERNEL forces on a weight format; "auto" if it forces none, or one for another format."""
-    forced = settings().kernel
-    rows = (row["name"] for row in _native.kernels() if row["weights"] == weights)
-    return next((name for name in rows if name == forced), "auto")
 
 
 def read(environ: Mapping[str, str], *, kernels: list[dict[str, Any]]) -> Settings:

@@ -206,7 +206,7 @@ def _read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, An
 def _open(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None) -> Checkpoint | None:
     """The checkpoint to load from; None if there is none, or if the model has its weights."""
     if checkpoint is None:
-        name = model.config._name_or_path
+        name = model.config.name_or_path
         on_meta = any(tensor.is_meta for tensor in model.parameters())
         if not on_meta or not name or not (os.path.isdir(name) or name.endswith(".gguf")):
             return None
@@ -227,7 +227,7 @@ def _folder(path: str | os.PathLike[str]) -> Path:
 def _check_ready(model: PreTrainedModel, decided: Plan, source: Checkpoint | None) -> None:
     """Refuse what may be planned but not done."""
     if source is None and any(tensor.is_meta for tensor in model.parameters()):
-        name = model.config._name_or_path
+        name = model.config.name_or_path
         raise CheckpointError(
             f"the model is on meta and there is no checkpoint to load; its config names {name or 'no folder'!r}. "
             "Give checkpoint=<folder>."

@@ -25,6 +25,7 @@ from torch.nn import functional
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.probes import attention
+from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.attention import EXPANSION, LatentSpec, Positions
 from ktinject.operators.torch_ops import cpu_attention
 
@@ -79,9 +80,9 @@ class AbsorbedMla(Operator):
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
-        spec = attention.describe(module, _probed)
-        if isinstance(spec, str):
-            return spec
+        spec = attention.probe(module)
+        if isinstance(spec, Refusal):
+            return spec.reason
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if implementation not in (*_MASKS, None):
             return f"the model uses {implementation!r} masks; build it with attn_implementation='sdpa'"
@@ -89,9 +90,9 @@ class AbsorbedMla(Operator):
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
-        spec = attention.describe(module, _probed)
-        if isinstance(spec, str):
-            raise OperatorError(f"absorbed_mla: {type(module).__name__} cannot be replaced: {spec}.")
+        spec = attention.probe(module)
+        if isinstance(spec, Refusal):
+            raise OperatorError(f"absorbed_mla: {type(module).__name__} cannot be replaced: {spec.reason}.")
         return cls(module, spec, config)
 
     def describe(self) -> dict[str, Any]:
@@ -262,8 +263,3 @@ def _warn_expansion(found: str) -> None:
         "step. Leave kv_b_proj out of the target modules, or merge the adapter.",
         stacklevel=4,
     )
-
-
-def _probed(module: nn.Module, spec: LatentSpec) -> Any:
-    """The forward that a small copy is compared with."""
-    return AbsorbedMla(module, spec, AbsorbedMlaConfig(prefill="absorbed")).eval()

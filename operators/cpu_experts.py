@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from ktinject import _native, env
+from ktinject import _native
 from ktinject.checkpoints.formats.base import Fp8Blocks
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.probes import experts as routed_experts
+from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.operators.torch_ops.experts import experts_op, handle_of
 
@@ -126,9 +127,8 @@ class CpuExperts(Operator):
         self.spec = spec
         self.config = config
         self.num_experts = spec.num_experts
-        kernel = env.kernel_for(config.weights) if config.kernel == "auto" else config.kernel
         self.native = native_experts(
-            spec, config.weights, config.group_size, kernel, config.symmetric, config.numa
+            spec, config.weights, config.group_size, config.kernel, config.symmetric, config.numa
         )
         if config.weights == "fp8":
             self.native_formats = ("fp8_blocks",)
@@ -143,9 +143,9 @@ class CpuExperts(Operator):
 
     @classmethod
     def _unsupported(cls, module: nn.Module, config: Any) -> str | None:
-        spec = routed_experts.describe(module)
-        if isinstance(spec, str):
-            return spec
+        spec = routed_experts.probe(module)
+        if isinstance(spec, Refusal):
+            return spec.reason
         try:
             cls(spec, config)
         except OperatorError as error:
@@ -154,9 +154,9 @@ class CpuExperts(Operator):
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
-        spec = routed_experts.describe(module)
-        if isinstance(spec, str):
-            raise OperatorError(f"cpu_experts: {type(module).__name__} cannot be replaced: {spec}.")
+        spec = routed_experts.probe(module)
+        if isinstance(spec, Refusal):
+            raise OperatorError(f"cpu_experts: {type(module).__name__} cannot be replaced: {spec.reason}.")
         return cls(spec, config)
 
     def describe(self) -> dict[str, Any]:

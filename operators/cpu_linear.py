@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from ktinject import _native, env
+from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.cpu_experts import check_kernel, weights_in_words
@@ -57,7 +57,7 @@ class CpuLinear(PackedLinear):
                 group_size=config.group_size if config.weights == "int4" else 0,
                 symmetric=config.symmetric,
                 has_bias=self.has_bias,
-                kernel=env.kernel_for(config.weights) if config.kernel == "auto" else config.kernel,
+                kernel=config.kernel,
             )
         except ValueError as error:
             raise OperatorError(f"cpu_linear: {error}") from None

@@ -41,7 +41,8 @@ from ktinject.errors import OperatorError
 from ktinject.operators.base import Operator, Placement, register_operator
 from ktinject.operators.hybrid_experts import ExpertPlacement, HybridExperts, HybridExpertsConfig, Started
 from ktinject.operators.offload import deferral
-from ktinject.operators.probes import moe_block
+from ktinject.operators.probes import moe_block, twin
+from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.moe_block import BlockSpec
 
 if TYPE_CHECKING:
@@ -221,13 +222,13 @@ class DeferredMoe(Operator):
         self.defers = 0
         self._remark = ""
         self._class = type(block).__name__
-        experts = HybridExperts.build(block.get_submodule(spec.leaf), _experts_config(config))
+        experts = HybridExperts.build(block.get_submodule(spec.experts), _experts_config(config))
         self.native_formats = experts.native_formats
         leaf = _Leaf(experts, spec, self.defers)
-        twin = moe_block.twin_of(block, **{spec.leaf: leaf})
+        own = twin.of(block, **{spec.experts: leaf})
         # No child, but this module under the block's class: children and tensors are the same, exchanged or not.
         shared = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
-        vars(self).update({name: vars(twin)[name] for name in shared}, _block=twin)
+        vars(self).update({name: vars(own)[name] for name in shared}, _block=own)
 
     @classmethod
     def plan_placement(
@@ -236,15 +237,15 @@ class DeferredMoe(Operator):
         modules: Mapping[str, tuple[nn.Module, Any]],
         spare: Mapping[str, int],
     ) -> dict[str, DeferralPlacement | str]:
-        specs = {path: moe_block.describe(module) for path, (module, _) in modules.items()}
+        specs = {path: moe_block.probe(module) for path, (module, _) in modules.items()}
         placements: dict[str, DeferralPlacement | str] = {
-            path: spec for path, spec in specs.items() if isinstance(spec, str)
+            path: spec.reason for path, spec in specs.items() if isinstance(spec, Refusal)
         }
         blocks = {path: spec for path, spec in specs.items() if isinstance(spec, BlockSpec)}
-        leaves = {path: modules[path][0].get_submodule(spec.leaf) for path, spec in blocks.items()}
+        leaves = {path: modules[path][0].get_submodule(spec.experts) for path, spec in blocks.items()}
         configs = {path: _experts_config(modules[path][1]) for path in blocks}
         # Profiles name experts modules, not blocks.
-        names = {path: f"{path}.{spec.leaf}" for path, spec in blocks.items()}
+        names = {path: f"{path}.{spec.experts}" for path, spec in blocks.items()}
         theirs = {names[path]: (leaves[path], configs[path]) for path in blocks}
         placed = HybridExperts.plan_placement(decoder, theirs, spare)
         for path, spec in blocks.items():
@@ -267,16 +268,16 @@ class DeferredMoe(Operator):
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
-        spec = moe_block.describe(module)
-        if isinstance(spec, str):
-            return spec
-        return HybridExperts.supports(module.get_submodule(spec.leaf), _experts_config(config), machine)
+        spec = moe_block.probe(module)
+        if isinstance(spec, Refusal):
+            return spec.reason
+        return HybridExperts.supports(module.get_submodule(spec.experts), _experts_config(config), machine)
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
-        spec = moe_block.describe(module)
-        if isinstance(spec, str):
-            raise OperatorError(f"deferred_moe: {type(module).__name__} cannot be replaced: {spec}.")
+        spec = moe_block.probe(module)
+        if isinstance(spec, Refusal):
+            raise OperatorError(f"deferred_moe: {type(module).__name__} cannot be replaced: {spec.reason}.")
         return cls(module, spec, config)
 
     @classmethod
@@ -297,7 +298,9 @@ class DeferredMoe(Operator):
         return self._experts.footprint()
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {f"{self.spec.leaf}.{name}": shape for name, shape in self._experts.parameter_shapes().items()}
+        return {
+            f"{self.spec.experts}.{name}": shape for name, shape in self._experts.parameter_shapes().items()
+        }
 
     def allocate(self) -> None:
         self._experts.allocate()
@@ -326,7 +329,7 @@ class DeferredMoe(Operator):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward."""
-        out = moe_block.run(self._block, *args, **kwargs)
+        out = twin.run(self._block, *args, **kwargs)
         rest = self._leaf.collect()
         if rest is None:
             return out
@@ -352,14 +355,14 @@ class DeferredMoe(Operator):
 
     @property
     def _leaf(self) -> Any:
-        return self._modules[self.spec.leaf]
+        return self._modules[self.spec.experts]
 
     @property
     def _experts(self) -> HybridExperts:
         return self._leaf.experts
 
     def _inner(self, name: str) -> str:
-        return name.removeprefix(f"{self.spec.leaf}.")
+        return name.removeprefix(f"{self.spec.experts}.")
 
 
 def _experts_config(config: Any) -> HybridExpertsConfig:

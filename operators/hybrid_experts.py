@@ -27,6 +27,7 @@ from ktinject.operators.offload.handoff import MOST_TOKENS, Handoff, Routing, Ti
 from ktinject.operators.offload.hot_experts import Follower
 from ktinject.operators.offload.streaming import StreamedExperts
 from ktinject.operators.probes import experts as routed_experts
+from ktinject.operators.probes.answer import Refusal
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -378,9 +379,9 @@ def _plan_experts(
     specs: dict[str, ExpertsSpec] = {}
     placements: dict[str, ExpertPlacement | str] = {}
     for path, module in modules.items():
-        spec = routed_experts.describe(module)
-        if isinstance(spec, str):
-            placements[path] = spec
+        spec = routed_experts.probe(module)
+        if isinstance(spec, Refusal):
+            placements[path] = spec.reason
         else:
             specs[path] = spec
     counts = _traffic(config, specs)

@@ -1,15 +1,10 @@
 """RMS normalisation in one kernel: at decode a layer's four norms are a third of its kernel launches on a GPU, and with
 a prompt on the CPU each is eight operations of torch's, whose threads have to be woken for every one.
-
-    y = weight * round(x / sqrt(mean(x²) + ε))
-
-in the dtype of x, with sums in fp32, rounded where transformers rounds.
+`probes/norm.py` has the formula.
 """
 
 from __future__ import annotations
 
-import copy
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,6 +16,8 @@ from ktinject.addresses import address
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.offload.handoff import CODES, stream_of
+from ktinject.operators.probes import norm
+from ktinject.operators.probes.answer import Refusal
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -29,44 +26,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RmsNormConfig(Config):
     """`rms_norm` has no arguments of its own."""
-
-
-def epsilon_of(module: nn.Module) -> float | str:
-    """The ε of a module that computes the formula above, found by running it; or the reason why it does not."""
-    weight = dict(module.named_parameters()).get("weight")
-    if weight is None or weight.dim() != 1 or len(module.state_dict()) != 1 or [*module.children()]:
-        return "it holds something else than one vector called weight"
-    n = weight.shape[0]
-    random = torch.Generator("cpu").manual_seed(0)
-    values = torch.randn(n, generator=random, dtype=torch.float32) + 2.0
-    twin: Any = copy.copy(module)
-    twin._parameters = {"weight": nn.Parameter(values, False)}
-    try:
-        with torch.no_grad(), torch.device("cpu"):
-            # With x far below sqrt(ε), y is weight * x / sqrt(ε).
-            tiny = torch.full((1, n), 2.0**-60)
-            scale = (twin(tiny) / (values * tiny)).mean().item()
-            if not (math.isfinite(scale) and scale > 0):
-                return "it has no ε"
-            epsilon = float(f"{scale**-2:.6g}")
-            for size in (1.0, 1e-3, 30.0):
-                x = torch.randn(3, n, generator=random) * size
-                difference = (twin(x) - formula(x, values, epsilon)).abs().max().item()
-                if not difference <= 1e-5 * values.abs().max().item():
-                    return f"it is not weight * x / sqrt(mean(x²) + ε): max difference {difference:.1e}"
-            x = torch.randn(3, n, generator=random).bfloat16()
-            twin._parameters = {"weight": nn.Parameter(values.bfloat16(), False)}
-            if not torch.equal(twin(x), formula(x, values.bfloat16(), epsilon)):
-                return "it rounds bf16 at another place"
-    except Exception as error:  # the module's own code runs here, so anything may come out of it
-        return f"its forward fails on a copy of itself: {type(error).__name__}: {error}"
-    return epsilon
-
-
-def formula(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """The same in PyTorch's operations."""
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
 @register_operator("rms_norm")
@@ -85,15 +44,15 @@ class RmsNorm(Operator):
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
-        epsilon = epsilon_of(module)
-        return epsilon if isinstance(epsilon, str) else None
+        spec = norm.probe(module)
+        return spec.reason if isinstance(spec, Refusal) else None
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
-        epsilon = epsilon_of(module)
-        if isinstance(epsilon, str):
-            raise OperatorError(f"rms_norm: {type(module).__name__} cannot be replaced: {epsilon}.")
-        return cls(module, config, epsilon)
+        spec = norm.probe(module)
+        if isinstance(spec, Refusal):
+            raise OperatorError(f"rms_norm: {type(module).__name__} cannot be replaced: {spec.reason}.")
+        return cls(module, config, spec.epsilon)
 
     def describe(self) -> dict[str, Any]:
         fused = self.config.device == "cpu" or _native.cuda_built()
@@ -118,7 +77,7 @@ class RmsNorm(Operator):
         served = x.dtype == weight.dtype and x.dtype in CODES and x.device == weight.device
         served = served and weight.is_contiguous() and (x.is_cpu or (x.is_cuda and _native.cuda_built()))
         if not served or needs_graph or torch.compiler.is_compiling():
-            return formula(x, weight, self.epsilon)
+            return norm.formula(x, weight, self.epsilon)
         x = x.contiguous()
         out = torch.empty_like(x)
         n = x.shape[-1]

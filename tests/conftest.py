@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """What the planner chooses depends on the machine; tests are about the CPU unless GPUs are asked for: `-m gpu`."""
     if not selects_gpu_tests_alone(config.getoption("-m") or ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # A run in the background of a script inherits that Ctrl-C is ignored, and so would all that it starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def selects_gpu_tests_alone(expression: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ktinject.operators.probes.experts import ExpertsSpec, describe, parameter_shapes, views
+from ktinject.operators.probes.experts import ExpertsSpec, parameter_shapes, probe, views
 
 # Relative error ‖out - reference‖ / ‖reference‖ against the ORIGINAL weights, Gaussian weights and inputs.
 # The two layers, gate·up and down, each add an error of about the same size.
@@ -276,7 +276,7 @@ class Deferral:
         ]
         assert len(blocks) == len(deferred) and (skip or deferred[-1] == 0)
         for block, n in zip(blocks, deferred):
-            spec = describe(block.experts)
+            spec = probe(block.experts)
             assert isinstance(spec, ExpertsSpec)
             weights = weights_of(spec, parameters_of(block.experts))
             block.experts = _Deferring(self, spec, weights, n, activations, skip)

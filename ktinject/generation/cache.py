@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, StaticCache
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, StaticLayer
+from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from ktinject.generation.cuda.decode_ops import advance
 from ktinject.generation.piecewise_graph import Stages

@@ -28,6 +28,7 @@ from transformers import (
 from ktinject.generation import cache, sampling, trust
 from ktinject.generation.graph_runner import MAX_BATCH
 from ktinject.generation.sampling import Request, Sampling
+from ktinject.hf import compat
 from ktinject.operators import Operator
 from ktinject.support import SUPPORTED, Support
 
@@ -42,6 +43,8 @@ _RECORDING = "transformers.utils.output_capturing"
 
 def graph_support(model: PreTrainedModel) -> Support:
     """Whether decode steps of a swapped model can be captured at all."""
+    if not (known := compat.support("generation")):
+        return known
     devices = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
     plan = getattr(model, "ktinject", None)
     is_planned = len(devices) == 1 or (plan is not None and {*devices} <= {*plan.device_map.values()})

@@ -6,7 +6,8 @@
                                                                  replaced by replays where that changes nothing
 
 `install` makes the model an instance of a subclass of its class with that method in it. Other ways of generating stay
-transformers' own.
+transformers' own. All of them do in a version of transformers whose private methods are not those that are called
+here, see `hf.compat`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest, read_plain
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.steps import EagerStep, GraphStep, StockReplay, begin, last_logits
+from ktinject.hf import compat
 from ktinject.model_class import Methods, own_class, put_before
 from ktinject.support import Support
 
@@ -41,10 +43,32 @@ def install(model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
     if model.device.type == "cpu":
         openmp.let_threads_sleep()
         openmp.outlive_forks()
-    if not isinstance(model, GenerationMixin) or type(model)._sample is not GenerationMixin._sample:
+    if not isinstance(model, GenerationMixin):
         return
-    model.ktinject_decoding = Decoding(model, group)
-    put_before(model, _Swapped if group is None else _Shared)
+    if not (known := compat.support("generation")):
+        model.ktinject_decoding = Decoding(model, group)
+        model.ktinject_decoding.reason = known.reason
+        put_before(model, _Stock)
+    elif type(model)._sample is GenerationMixin._sample:
+        model.ktinject_decoding = Decoding(model, group)
+        put_before(model, _Swapped if group is None else _Shared)
+
+
+class _Stock(Methods):
+    """For a transformers whose private methods are not those that `_Swapped` calls: `generate` is the model's own."""
+
+    ktinject_decoding: Decoding
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decoding = self.ktinject_decoding
+        if decoding.group is not None:
+            decoding.group.begin_request(args, kwargs)
+        decoding.note("stock loop", compat.support("generation").reason)
+        try:
+            return own_class(self).generate(self, *args, **kwargs)
+        except OperatorError:
+            decoding.drain()
+            raise
 
 
 class _Swapped(Methods):

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import GenerationMixin, PreTrainedModel
 
+from ktinject.hf import compat
 from ktinject.operators import Operator
 from ktinject.support import SUPPORTED, Support
 
@@ -57,7 +57,7 @@ def replaced_method(model: Any, names: Iterable[str]) -> str | None:
 
 def active_mode() -> str | None:
     """The class of the torch mode that is on and sees every operation: of a recorded step it would see none."""
-    mode = _get_current_dispatch_mode()
+    mode = compat.get_current_dispatch_mode()
     return None if mode is None else type(mode).__name__
 
 

@@ -17,11 +17,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ktinject import _native
 from ktinject.generation.trust import BASES, is_trusted
+from ktinject.hf import compat
 from ktinject.operators import Operator
 
 # Kinds of entries, as native/bindings/watch.cpp knows them.
@@ -61,7 +60,7 @@ class Watch:
             self._note_module(module, path, model)
         for name in _GLOBAL_HOOKS:
             self._note_value(getattr(nn.modules.module, name), f"torch's {name}")
-        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        for registry in (compat.ALL_ATTENTION_FUNCTIONS, compat.ALL_MASK_ATTENTION_FUNCTIONS):
             for name in ("_local_mapping", "_global_mapping"):
                 self._note_value(getattr(registry, name, {}), "the attention functions")
         del self._seen, self._classes

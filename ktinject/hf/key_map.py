@@ -1,8 +1,6 @@
 """What checkpoint keys mean to a model: transformers' own renamings and converters, run on names alone.
 
-    model.layers.3.mlp.experts.7.up_proj.weight ──► model.layers.3.mlp.experts.gate_up_proj, expert 7, part 1
-
-With hf.py, the only file that touches transformers' private functions.
+model.layers.3.mlp.experts.7.up_proj.weight ──► model.layers.3.mlp.experts.gate_up_proj, expert 7, part 1
 """
 
 from __future__ import annotations
@@ -16,13 +14,8 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+
+from ktinject.hf import compat
 
 # An expert's number in a checkpoint key. Keys that differ in nothing else are renamed once, all together.
 _EXPERT = re.compile(r"(?<=\.experts\.)(?:0|[1-9][0-9]{0,5})(?=\.)")
@@ -113,7 +106,7 @@ def key_map(
     """
     names = set(names)
     names -= {companion for key in names for companion in companions(key) if companion in names}
-    mapping = KeyMap(transforms=get_model_conversion_mapping(model))
+    mapping = KeyMap(transforms=compat.get_model_conversion_mapping(model))
     renamer = _Renamer(model, mapping.transforms)
 
     together: dict[str, list[tuple[int | None, str]]] = {}
@@ -150,15 +143,16 @@ class _Renamer:
     def __init__(self, model: PreTrainedModel, transforms: list[Any]) -> None:
         self.state = model.state_dict()
         self._prefix = model.base_model_prefix
-        self._renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-        self._converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+        self._renamings = [entry for entry in transforms if isinstance(entry, compat.WeightRenaming)]
+        self._converters = [entry for entry in transforms if isinstance(entry, compat.WeightConverter)]
         self.converter_of = {p: entry for entry in self._converters for p in entry.source_patterns}
 
     def rename(self, key: str) -> tuple[str, str | None]:
         """The parameter's name, and the source pattern of the converter that makes it, if there is one."""
-        renamed = rename_source_key(key, self._renamings, self._converters, self._prefix, self.state)
+        rename = compat.rename_source_key
+        renamed = rename(key, self._renamings, self._converters, self._prefix, self.state)
         if renamed[0] not in self.state and key in self.state:
-            renamed = rename_source_key(key, [], [], self._prefix, self.state)
+            renamed = rename(key, [], [], self._prefix, self.state)
         return renamed
 
 
@@ -255,7 +249,7 @@ def _report(
 def _natural(key: str) -> list[tuple[Any, ...]]:
     """transformers' order of keys, which cannot tell what to do with ² or a number of 5,000 digits."""
     try:
-        return dot_natural_key(key)
+        return compat.dot_natural_key(key)
     except ValueError:
         return [(2, key)]
 

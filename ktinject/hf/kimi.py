@@ -1,7 +1,8 @@
 """Make transformers know "kimi_k2", as soon as it is imported and without importing it.
 
-`import ktinject` must not import torch, yet `AutoConfig.from_pretrained` of a Kimi-K2 folder must work after it: so an
-import hook waits for transformers' list of configs and adds to it. See kimi_k2.py for what is added.
+`import ktinject` must not import torch, yet `AutoConfig.from_pretrained` of a Kimi-K2 folder must work after it. The
+public `AutoConfig.register` takes the config class, and to import AutoConfig is to import torch, seconds of it: so an
+import hook waits for transformers' list of configs, and kimi_k2.py registers then.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def register() -> None:
 class _Watch:
     """A finder that serves the watched modules, and registers as soon as none of them is half imported.
 
-    They import one another, in an order that depends on what is asked of transformers first, and the registration
-    needs two of them whole.
+    They import one another, in an order that depends on what is asked of transformers first, and DeepSeek-V3's config,
+    of which Kimi-K2's is derived, needs the two lists whole for its docstring.
     """
 
     def __init__(self) -> None:

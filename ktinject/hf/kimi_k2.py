@@ -10,8 +10,9 @@ import functools
 from contextlib import suppress
 from typing import Any
 
-from transformers.models.auto.configuration_auto import AutoConfig
-from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+from transformers import AutoConfig, DeepseekV3Config
+
+from ktinject.hf import compat
 
 
 class KimiK2Config(DeepseekV3Config):
@@ -25,11 +26,8 @@ class KimiK2Config(DeepseekV3Config):
 @functools.cache
 def _model_class() -> Any:
     """DeepSeek-V3 under Kimi-K2's `model_type`, by which transformers looks up the names in a checkpoint."""
+    compat.require("kimi_k2")
     from transformers import AutoModelForCausalLM, DeepseekV3ForCausalLM
-    from transformers.conversion_mapping import (
-        get_checkpoint_conversion_mapping,
-        register_checkpoint_conversion_mapping,
-    )
 
     class KimiK2ForCausalLM(DeepseekV3ForCausalLM):
         __qualname__ = "KimiK2ForCausalLM"  # as pickle looks for it
@@ -43,8 +41,8 @@ def _model_class() -> Any:
     # Two threads may come here at once.
     AutoModelForCausalLM.register(KimiK2Config, KimiK2ForCausalLM, exist_ok=True)
     # Without it, transformers' own from_pretrained leaves the experts random, with no more than a warning.
-    names = get_checkpoint_conversion_mapping("deepseek_v3")
-    register_checkpoint_conversion_mapping(KimiK2Config.model_type, names, overwrite=True)
+    names = compat.get_checkpoint_conversion_mapping("deepseek_v3")
+    compat.register_checkpoint_conversion_mapping(KimiK2Config.model_type, names, overwrite=True)
     return KimiK2ForCausalLM
 
 

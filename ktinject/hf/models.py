@@ -1,8 +1,8 @@
-"""What ktinject knows about the inside of transformers, but for the names in checkpoints, which keys.py knows.
+"""From a config to a model on meta, and what is not swapped through transformers' own loader.
 
     config.json ──► `meta_model` ──► (swap) ──► `load_rest`: transformers' own loader for all that is not swapped
 
-No other file touches private functions of transformers. Tested with 5.17 and 5.23.
+What of transformers' inside this takes is in compat.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,12 +26,12 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging as transformers_logging
 
 from ktinject.checkpoints import beside
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import CheckpointError, PlanError, listed
+from ktinject.hf import compat
 from ktinject.hf.key_map import KeyMap, matches
 from ktinject.machine import device_of
 
@@ -69,7 +68,7 @@ def load_rest(
     # As in `from_pretrained`, no module counts as initialised: buffers that no checkpoint has are computed.
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
-    config = LoadStateDictConfig(
+    config = compat.LoadStateDictConfig(
         pretrained_model_name_or_path=where,
         device_map=dict(device_map),
         dtype=model.dtype,
@@ -270,6 +269,7 @@ def meta_model(
     dtype       None or "auto": what the config says, else what most of the checkpoint is, else torch's default
     Raises      PlanError
     """
+    compat.require("loading")
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise PlanError(
             f"model type {config.model_type!r}: transformers has no causal language model for it. "
@@ -298,7 +298,7 @@ def _few_modules() -> Iterator[None]:
         if count > MAX_MODULES:
             raise ValueError(f"it has more than {MAX_MODULES:,} modules")
 
-    hook = register_module_module_registration_hook(registered)
+    hook = compat.register_module_module_registration_hook(registered)
     try:
         yield
     finally:

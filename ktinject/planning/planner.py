@@ -20,7 +20,7 @@ from ktinject.distributed import tensor_parallel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.distributed.tensor_parallel import Cut, Style
 from ktinject.errors import PlanError
-from ktinject.hf import models
+from ktinject.hf import compat, models
 from ktinject.hf.key_map import KeyMap, key_map
 from ktinject.hf.layers import Layers, has_routed_experts
 from ktinject.machine import Machine
@@ -56,6 +56,9 @@ def make(
     group       the processes that share the model; the plan is this one's
     Raises      RuleError, PlanError, CheckpointError or OperatorError for everything but lack of memory
     """
+    compat.require("swapping")
+    if checkpoint is not None:
+        compat.require("loading")
     _check_model(model, ruleset)
     where = Devices.choose(machine, devices if group is None else str(group.device), budget)
     modules, matched = find_modules(model, ruleset)
@@ -119,6 +122,8 @@ def _notes_on_devices(plan: Plan, wanted: Sequence[str], allowed: Sequence[str])
 def _notes_on_model(
     model: PreTrainedModel, styles: Mapping[str, Style], group: ProcessGroup | None
 ) -> Iterator[str]:
+    if not (known := compat.support("generation")):
+        yield f"generate runs transformers' own loop: {known.reason}"
     if not has_routed_experts(model):
         yield f"{without_experts(model)}: what is swapped are its other modules alone"
     if group is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ktinject import env
 from ktinject.grid import Grid
+from ktinject.hf import compat
 from ktinject.machine import Gpu, Kernel, Machine, detect
 
 
@@ -58,6 +59,7 @@ def doctor(machine: Machine | None = None) -> Report:
             _explain_features(machine),
             *_explain_kernels(machine),
             *_explain_gpus(machine),
+            _explain_transformers(machine),
             Finding(
                 "versions",
                 ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
@@ -65,6 +67,15 @@ def doctor(machine: Machine | None = None) -> Report:
             ),
         ),
     )
+
+
+def _explain_transformers(machine: Machine) -> Finding:
+    """What can be had with this version's inside."""
+    supports = {feature.replace("_", " "): compat.support(feature) for feature in compat.PRIVATE}
+    reasons = [f"{feature}: {found.reason}" for feature, found in supports.items() if not found]
+    uses = "all" if not reasons else ", ".join(feature for feature, found in supports.items() if found)
+    has = f"{machine.versions.get('transformers', 'none')}, tested are {' and '.join(compat.TESTED)}"
+    return Finding("transformers", has, uses, "; ".join(reasons))
 
 
 def _gib(size: int) -> str:

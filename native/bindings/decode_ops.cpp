@@ -29,8 +29,8 @@ void init_decode_ops(nb::module_& m) {
   m.def(
       "attention",
       [](uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t q_weight, uintptr_t k_weight, uintptr_t cos, uintptr_t sin,
-         uintptr_t place, uintptr_t mask, uintptr_t keys, uintptr_t values, uintptr_t out, uintptr_t scratch,
-         uintptr_t arrived, int batch, int q_heads, int kv_heads, int size, int splits, int64_t q_stride,
+         uintptr_t cache_position, uintptr_t mask, uintptr_t keys, uintptr_t values, uintptr_t out, uintptr_t scratch,
+         uintptr_t block_counts, int batch, int q_heads, int kv_heads, int size, int splits, int64_t q_stride,
          int64_t kv_stride, int64_t rotation_stride, int64_t batch_stride, int64_t head_stride, int64_t mask_stride,
          float eps, float scale, int dtype, cuda::Stream stream) {
         cuda::attention({pointer<>(q),
@@ -40,13 +40,13 @@ void init_decode_ops(nb::module_& m) {
                          pointer<>(k_weight),
                          pointer<>(cos),
                          pointer<>(sin),
-                         pointer<const int64_t>(place),
+                         pointer<const int64_t>(cache_position),
                          pointer<const bool>(mask),
                          pointer<>(keys),
                          pointer<>(values),
                          pointer<>(out),
                          pointer<float>(scratch),
-                         pointer<unsigned>(arrived),
+                         pointer<unsigned>(block_counts),
                          batch,
                          q_heads,
                          kv_heads,
@@ -63,24 +63,24 @@ void init_decode_ops(nb::module_& m) {
                         dtype_of(dtype), stream);
       },
       nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("q_weight"), nb::arg("k_weight"), nb::arg("cos"),
-      nb::arg("sin"), nb::arg("place"), nb::arg("mask"), nb::arg("keys"), nb::arg("values"), nb::arg("out"),
-      nb::arg("scratch"), nb::arg("arrived"), nb::arg("batch"), nb::arg("q_heads"), nb::arg("kv_heads"),
+      nb::arg("sin"), nb::arg("cache_position"), nb::arg("mask"), nb::arg("keys"), nb::arg("values"), nb::arg("out"),
+      nb::arg("scratch"), nb::arg("block_counts"), nb::arg("batch"), nb::arg("q_heads"), nb::arg("kv_heads"),
       nb::arg("size"), nb::arg("splits"), nb::arg("q_stride"), nb::arg("kv_stride"), nb::arg("rotation_stride"),
       nb::arg("batch_stride"), nb::arg("head_stride"), nb::arg("mask_stride"), nb::arg("eps"), nb::arg("scale"),
       nb::arg("dtype"), nb::arg("stream"),
       "Norm and rotate queries and the new key, fill the cache, and attend to it.");
   m.def(
       "latent",
-      [](uintptr_t q, uintptr_t kv, uintptr_t norm, uintptr_t cos, uintptr_t sin, uintptr_t place, uintptr_t keys,
-         uintptr_t values, int rows, int heads, int nope, int rope, int rank, bool turns_neighbours, int64_t q_stride,
-         int64_t kv_stride, int64_t rotation_stride, int64_t keys_stride, int64_t values_stride, float eps, int dtype,
-         cuda::Stream stream) {
+      [](uintptr_t q, uintptr_t kv, uintptr_t norm, uintptr_t cos, uintptr_t sin, uintptr_t cache_position,
+         uintptr_t keys, uintptr_t values, int rows, int heads, int nope, int rope, int rank, bool turns_neighbours,
+         int64_t q_stride, int64_t kv_stride, int64_t rotation_stride, int64_t keys_stride, int64_t values_stride,
+         float eps, int dtype, cuda::Stream stream) {
         cuda::latent({pointer<>(q),
                       pointer<>(kv),
                       pointer<>(norm),
                       pointer<>(cos),
                       pointer<>(sin),
-                      pointer<const int64_t>(place),
+                      pointer<const int64_t>(cache_position),
                       pointer<>(keys),
                       pointer<>(values),
                       rows,
@@ -97,9 +97,9 @@ void init_decode_ops(nb::module_& m) {
                       eps},
                      dtype_of(dtype), stream);
       },
-      nb::kw_only(), nb::arg("q"), nb::arg("kv"), nb::arg("norm"), nb::arg("cos"), nb::arg("sin"), nb::arg("place"),
-      nb::arg("keys"), nb::arg("values"), nb::arg("rows"), nb::arg("heads"), nb::arg("nope"), nb::arg("rope"),
-      nb::arg("rank"), nb::arg("turns_neighbours"), nb::arg("q_stride"), nb::arg("kv_stride"),
+      nb::kw_only(), nb::arg("q"), nb::arg("kv"), nb::arg("norm"), nb::arg("cos"), nb::arg("sin"),
+      nb::arg("cache_position"), nb::arg("keys"), nb::arg("values"), nb::arg("rows"), nb::arg("heads"), nb::arg("nope"),
+      nb::arg("rope"), nb::arg("rank"), nb::arg("turns_neighbours"), nb::arg("q_stride"), nb::arg("kv_stride"),
       nb::arg("rotation_stride"), nb::arg("keys_stride"), nb::arg("values_stride"), nb::arg("eps"), nb::arg("dtype"),
       nb::arg("stream"), "Rotate queries, norm and rotate what is cached, and fill the cache.");
   m.def("attention_scratch", &cuda::attention_scratch, nb::arg("q_heads"), nb::arg("size"),
@@ -136,22 +136,24 @@ void init_decode_ops(nb::module_& m) {
   m.def(
       "choose_on_gpu",
       [](uintptr_t scores, uintptr_t noise, uintptr_t ends, uintptr_t ids, uintptr_t result, uintptr_t seen,
-         uintptr_t length, uintptr_t best, uintptr_t arrived, int64_t pad, int rows, int vocab, cuda::Stream stream) {
+         uintptr_t length, uintptr_t best, uintptr_t block_counts, int64_t pad, int rows, int vocab,
+         cuda::Stream stream) {
         cuda::choose({pointer<const float>(scores), pointer<const float>(noise), pointer<const bool>(ends),
                       pointer<int64_t>(ids), pointer<int64_t>(result), pointer<bool>(seen), pointer<int64_t>(length),
-                      pointer<uint64_t>(best), pointer<unsigned>(arrived), pad, rows, vocab},
+                      pointer<uint64_t>(best), pointer<unsigned>(block_counts), pad, rows, vocab},
                      stream);
       },
       nb::kw_only(), nb::arg("scores"), nb::arg("noise"), nb::arg("ends"), nb::arg("ids"), nb::arg("result"),
-      nb::arg("seen"), nb::arg("length"), nb::arg("best"), nb::arg("arrived"), nb::arg("pad"), nb::arg("rows"),
+      nb::arg("seen"), nb::arg("length"), nb::arg("best"), nb::arg("block_counts"), nb::arg("pad"), nb::arg("rows"),
       nb::arg("vocab"), nb::arg("stream"), "The greatest score of each row, or a sample, and what follows from it.");
   m.def(
       "advance",
-      [](uintptr_t place, uintptr_t positions, uintptr_t mask, int rows, int64_t mask_stride, cuda::Stream stream) {
-        cuda::advance(pointer<int64_t>(place), pointer<int64_t>(positions), pointer<bool>(mask), rows, mask_stride,
-                      stream);
+      [](uintptr_t cache_position, uintptr_t positions, uintptr_t mask, int rows, int64_t mask_stride,
+         cuda::Stream stream) {
+        cuda::advance(pointer<int64_t>(cache_position), pointer<int64_t>(positions), pointer<bool>(mask), rows,
+                      mask_stride, stream);
       },
-      nb::arg("place"), nb::arg("positions"), nb::arg("mask"), nb::arg("rows"), nb::arg("mask_stride"),
+      nb::arg("cache_position"), nb::arg("positions"), nb::arg("mask"), nb::arg("rows"), nb::arg("mask_stride"),
       nb::arg("stream"), "A token more.");
   m.def(
       "rotation",

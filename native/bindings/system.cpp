@@ -40,13 +40,16 @@ void init_system(nb::module_& m) {
           row["weights"] = gemm::format_name(kernel.format);
           row["isa"] = isa;
           row["available"] = reason.empty();
-          row["automatic"] = kernel.automatic;
+          row["automatic"] = kernel.backend->automatic;
           row["reason"] = reason;
           rows.append(row);
         }
         return rows;
       },
       "The kernel table, best first.");
+  m.def("force_kernel", &gemm::force_kernel, nb::arg("name"),
+        "From now on 'auto' is this kernel for its weight format, and loops that belong to no layer are those of its "
+        "backend;\n'auto' takes that back. Raises ValueError.");
   m.def("default_threads", &runtime::default_threads, "min(CPU affinity, cgroup quota).");
   m.def("set_threads", &runtime::set_threads, nb::arg("threads"), nb::arg("crowded") = false,
         "Threads that compute, the caller included; 0: default_threads(). No more than CPUs, unless `crowded`.");

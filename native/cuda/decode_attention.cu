@@ -1,14 +1,14 @@
-// A block takes up to eight query heads that share keys, and a share of the cache; a warp 16 places of it at a time.
+// A block takes up to eight query heads that share keys, and a share of the cache; a warp 16 positions of it at a time.
 // Scores are q k^T with mma.m16n8k16, heads as rows, and the weights, as they lie in the registers then, are the A
 // operand of the product with the values. The inputs of a product may come in any order as long as both operands agree,
 // which is used twice: a lane's part of a key (and query) is 16 bytes in one piece, and so is its part of a value.
 //
 //   lane 4g + t   queries:  head g, values 32 j + 8t .. + 7
-//                 keys:     places g and 8 + g, the same values
-//                 values:   places 2t, 2t + 1, 2t + 8, 2t + 9, values 64 h + 8g .. + 7, column i of product i
+//                 keys:     positions g and 8 + g, the same values
+//                 values:   positions 2t, 2t + 1, 2t + 8, 2t + 9, values 64 h + 8g .. + 7, column i of product i
 //
 // Norm and rotation of the queries and of the new key happen in these registers: the partner of a value in the rotation
-// is in the same lane. Each warp has a softmax of its own, joined in shared memory, then by the last block to arrive.
+// is in the same lane. Each warp has a softmax of its own, joined in shared memory, then by the last block.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -23,10 +23,19 @@
 namespace ktinject::cuda {
 namespace {
 
-constexpr int kHeads = 8;
-constexpr int kPlaces = 16;
+constexpr int kHeads = 8;       // query heads of a block
+constexpr int kPositions = 16;  // of the cache, that a warp works on at a time
+
+// Sizes that follow from kSize, the values of a head.
 template <int kSize>
-constexpr int kWarpsFor = kSize > 128 ? 8 : 16;
+struct Sizes {
+  static constexpr int kWarps = kSize > 128 ? 8 : 16;
+  static constexpr int kThreads = kWarps * kWarp;
+  static constexpr int kPieces = kSize / 32;                   // of 16 bytes, that a lane has of a head
+  static constexpr int kRun = kSize < 64 ? 4 : 8;              // neighbouring values that a lane has of a cached value,
+  static constexpr int kHalves = kSize < 64 ? 1 : kSize / 64;  // and how many times
+  static constexpr int kStride = kSize + 2;                    // of a partial result: values, greatest score, sum
+};
 
 // A lane's part of a head.
 template <class T, int kSize>
@@ -85,233 +94,351 @@ __device__ void prepare(uint4 (&head)[kSize / 32], bool is_normed, const uint4 (
   }
 }
 
+// What a block works on: up to kHeads query heads that share keys, and one split of the cache.
 template <class T, int kSize>
-__global__ void __launch_bounds__(kWarpsFor<kSize>* kWarp) attention_kernel(const Attention p) {
-  constexpr int kWarps = kWarpsFor<kSize>, kBlocks = kSize / 32;
-  constexpr int kRun = kSize < 64 ? 4 : 8, kHalves = kSize < 64 ? 1 : kSize / 64;  // of a value: pieces, of so many
-  constexpr int kStride = kSize + 2;
-  extern __shared__ float joined[];  // [kWarps][kHeads][kStride]: values, greatest score, sum
-  __shared__ uint4 new_key[kSize / 8];
-  __shared__ float factors[kWarps][kHeads], top[kHeads], total[kHeads];
-  __shared__ bool is_last;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
-  const int group = p.q_heads / p.kv_heads, chunks = (group + kHeads - 1) / kHeads;
-  const int kv = static_cast<int>(blockIdx.x) / chunks, chunk = static_cast<int>(blockIdx.x) % chunks;
-  const int heads = min(kHeads, group - chunk * kHeads), head = kv * group + chunk * kHeads;
-  const int batch = static_cast<int>(blockIdx.y), split = static_cast<int>(blockIdx.z);
-  const auto* q = static_cast<const T*>(p.q) + static_cast<size_t>(batch) * p.q_stride + (head + g) * kSize;
-  const auto* k = static_cast<const T*>(p.k) + static_cast<size_t>(batch) * p.kv_stride + kv * kSize;
-  const auto* v = static_cast<const T*>(p.v) + static_cast<size_t>(batch) * p.kv_stride + kv * kSize;
-  const auto* cos = static_cast<const T*>(p.cos) + static_cast<size_t>(batch) * p.rotation_stride;
-  const auto* sin = static_cast<const T*>(p.sin) + static_cast<size_t>(batch) * p.rotation_stride;
-  T* keys = static_cast<T*>(p.keys) + batch * p.batch_stride + kv * p.head_stride;
-  T* values = static_cast<T*>(p.values) + batch * p.batch_stride + kv * p.head_stride;
-  const auto* mask = reinterpret_cast<const unsigned char*>(p.mask) + batch * p.mask_stride;
-  auto share_of = [&](int last) { return ((last + p.splits) / p.splits + kPlaces - 1) / kPlaces * kPlaces; };
-  uint4 q_weight[kBlocks], k_weight[kBlocks];
-  read_part<T, kSize>(static_cast<const T*>(p.q_weight), t, p.q_weight != nullptr, q_weight);
-  read_part<T, kSize>(static_cast<const T*>(p.k_weight), t, p.k_weight != nullptr, k_weight);
-  {
-    // The cache into L2, meanwhile. The place may still be that of the step before, which does no harm here.
-    const int last = static_cast<int>(*static_cast<const volatile int64_t*>(p.place)), begin = split * share_of(last);
-    const size_t bytes = static_cast<size_t>(max(0, min(last, begin + share_of(last)) - begin)) * kSize * sizeof(T);
-    for (size_t at = threadIdx.x * size_t{128}; at < bytes; at += kWarps * kWarp * size_t{128}) {
-      const size_t from = static_cast<size_t>(begin) * kSize * sizeof(T) + at;
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const std::byte*>(keys) + from));
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const std::byte*>(values) + from));
+struct Block {
+  int heads, head;  // how many query heads, and the first of them
+  int batch, split;
+  const T *q, *k, *v, *cos, *sin;
+  T *keys, *values;  // the cache
+  const unsigned char* mask;
+
+  // g: the query head of this lane.
+  __device__ __forceinline__ Block(const Attention& p, int g) {
+    const int group = p.q_heads / p.kv_heads, chunks = (group + kHeads - 1) / kHeads;
+    const int kv = static_cast<int>(blockIdx.x) / chunks, chunk = static_cast<int>(blockIdx.x) % chunks;
+    heads = min(kHeads, group - chunk * kHeads), head = kv * group + chunk * kHeads;
+    batch = static_cast<int>(blockIdx.y), split = static_cast<int>(blockIdx.z);
+    q = static_cast<const T*>(p.q) + static_cast<size_t>(batch) * p.q_stride + (head + g) * kSize;
+    k = static_cast<const T*>(p.k) + static_cast<size_t>(batch) * p.kv_stride + kv * kSize;
+    v = static_cast<const T*>(p.v) + static_cast<size_t>(batch) * p.kv_stride + kv * kSize;
+    cos = static_cast<const T*>(p.cos) + static_cast<size_t>(batch) * p.rotation_stride;
+    sin = static_cast<const T*>(p.sin) + static_cast<size_t>(batch) * p.rotation_stride;
+    keys = static_cast<T*>(p.keys) + batch * p.batch_stride + kv * p.head_stride;
+    values = static_cast<T*>(p.values) + batch * p.batch_stride + kv * p.head_stride;
+    mask = reinterpret_cast<const unsigned char*>(p.mask) + batch * p.mask_stride;
+  }
+};
+
+// Positions of a split, where the newest one of all is `newest`.
+__device__ __forceinline__ int split_size(const Attention& p, int newest) {
+  return ((newest + p.splits) / p.splits + kPositions - 1) / kPositions * kPositions;
+}
+
+// Fetches this split of the cache into L2 while the kernel before still runs. The position may still be that of the
+// step before, which does no harm here.
+template <class T, int kSize>
+__device__ __forceinline__ void prefetch_cache(const Attention& p, const Block<T, kSize>& block) {
+  const int newest = static_cast<int>(*static_cast<const volatile int64_t*>(p.cache_position));
+  const int begin = block.split * split_size(p, newest);
+  const size_t bytes =
+      static_cast<size_t>(max(0, min(newest, begin + split_size(p, newest)) - begin)) * kSize * sizeof(T);
+  for (size_t at = threadIdx.x * size_t{128}; at < bytes; at += Sizes<kSize>::kThreads * size_t{128}) {
+    const size_t from = static_cast<size_t>(begin) * kSize * sizeof(T) + at;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const std::byte*>(block.keys) + from));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const std::byte*>(block.values) + from));
+  }
+}
+
+// Puts the new key, which is ready in `key`, and the new value into the cache; the key into shared memory, too, for the
+// block's other warps.
+template <class T, int kSize>
+__device__ __forceinline__ void append(const Block<T, kSize>& block, const uint4 (&key)[kSize / 32], int newest,
+                                       uint4* new_key, int lane) {
+  const int g = lane / 4, t = lane % 4;
+  auto* cached = reinterpret_cast<uint4*>(block.keys + static_cast<size_t>(newest) * kSize);
+  if (g == 0)
+#pragma unroll
+    for (int j = 0; j < kSize / 32; ++j) new_key[j * 4 + t] = cached[j * 4 + t] = key[j];
+  for (int i = lane; i < kSize / 8; i += kWarp)
+    reinterpret_cast<uint4*>(block.values + static_cast<size_t>(newest) * kSize)[i] =
+        __ldcg(reinterpret_cast<const uint4*>(block.v) + i);
+}
+
+// A warp's softmax so far, scores and values of its lane's head: relative to the greatest score yet.
+template <int kSize>
+struct Softmax {
+  float most = -INFINITY, sum = 0, found[Sizes<kSize>::kHalves][Sizes<kSize>::kRun][2] = {};
+};
+
+// Positions first .. end - 1 of the cache, of which `newest` lies in shared memory so far.
+struct Range {
+  int first, end, newest;
+};
+
+// scores += q k^T for kPositions positions from `base` on; a lane has four of them.
+template <class T, int kSize>
+__device__ __forceinline__ void multiply_keys(const Block<T, kSize>& block, const Range& range, int base,
+                                              const uint4 (&query)[kSize / 32], const uint4* new_key, int g, int t,
+                                              float (&scores)[2][2]) {
+  constexpr int kPieces = Sizes<kSize>::kPieces;
+  uint4 key[2][kPieces];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const int at = base + n * 8 + g;
+    const auto* from = reinterpret_cast<const uint4*>(block.keys + static_cast<size_t>(at) * kSize);
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j)
+      key[n][j] = at == range.newest ? new_key[j * 4 + t]
+                  : at < range.end   ? __ldcg(from + j * 4 + t)
+                                     : uint4{0, 0, 0, 0};
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      multiply<T>(scores[n], query[j].x, query[j].y, key[n][j].x, key[n][j].y);
+      multiply<T>(scores[n], query[j].z, query[j].w, key[n][j].z, key[n][j].w);
+    }
+}
+
+// Turns scores into weights relative to the greatest score, which may grow here. Returns by how much everything that
+// has been summed before shrinks.
+template <int kSize>
+__device__ __forceinline__ float weigh(Softmax<kSize>& softmax, const bool (&allowed)[2][2], float scale,
+                                       float (&scores)[2][2]) {
+  float greatest = softmax.most;
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scores[n][i] = allowed[n][i] ? scores[n][i] * scale : -INFINITY;
+      greatest = fmaxf(greatest, scores[n][i]);
+    }
+  greatest = fmaxf(greatest, __shfl_xor_sync(kAll, greatest, 1));
+  greatest = fmaxf(greatest, __shfl_xor_sync(kAll, greatest, 2));
+  const float base_score = greatest == -INFINITY ? 0.0f : greatest;
+  const float shrink = __expf(softmax.most - base_score);
+  softmax.most = greatest;
+  softmax.sum *= shrink;
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scores[n][i] = __expf(scores[n][i] - base_score);
+      softmax.sum += scores[n][i];
+    }
+  return shrink;
+}
+
+// Adds weights times values. A lane's piece of a value is of four positions; positions that nobody has written may hold
+// anything.
+template <class T, int kSize>
+__device__ __forceinline__ void multiply_values(const Block<T, kSize>& block, const Range& range, int base,
+                                                const bool (&there)[2][2], const float (&weights)[2][2], float shrink,
+                                                int g, int t, Softmax<kSize>& softmax) {
+  constexpr int kRun = Sizes<kSize>::kRun;
+  const uint32_t a0 = pair<T>(weights[0][0], weights[0][1]), a2 = pair<T>(weights[1][0], weights[1][1]);
+#pragma unroll
+  for (int h = 0; h < Sizes<kSize>::kHalves; ++h) {
+    alignas(16) uint16_t piece[2][2][kRun];
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = base + n * 8 + 2 * t + i;
+        const T* from =
+            (at == range.newest ? block.v : block.values + static_cast<size_t>(at) * kSize) + h * 64 + g * kRun;
+        if constexpr (kRun == 8)
+          *reinterpret_cast<uint4*>(piece[n][i]) =
+              there[n][i] ? __ldcg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
+        else
+          *reinterpret_cast<uint2*>(piece[n][i]) =
+              there[n][i] ? __ldcg(reinterpret_cast<const uint2*>(from)) : uint2{0, 0};
+      }
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      softmax.found[h][i][0] *= shrink;
+      softmax.found[h][i][1] *= shrink;
+      multiply<T>(softmax.found[h][i], a0, a2, piece[0][0][i] | static_cast<uint32_t>(piece[0][1][i]) << 16,
+                  piece[1][0][i] | static_cast<uint32_t>(piece[1][1][i]) << 16);
     }
   }
-  release_next();
-  await_previous();
+}
 
-  const int now = static_cast<int>(__ldcg(reinterpret_cast<const long long*>(p.place)));
-  uint4 query[kBlocks], fresh[kBlocks], c[kBlocks], s[kBlocks];
-  read_part<T, kSize>(q, t, g < heads, query);
-  read_part<T, kSize>(k, t, true, fresh);
-  read_part<T, kSize>(cos, t, true, c);
-  read_part<T, kSize>(sin, t, true, s);
-  const int share = share_of(now), first = split * share, end = min(now + 1, first + share);
-  // The new key is prepared by another warp than the one that has its place, which has nothing else to do if places are
-  // few.
-  const bool has_new = first <= now && now < end;
-  if (has_new && warp == ((now - first) / kPlaces + kWarps / 2) % kWarps) {
-    prepare<T, kSize>(fresh, p.k_weight != nullptr, k_weight, c, s, p.eps, t);
-    auto* cached = reinterpret_cast<uint4*>(keys + static_cast<size_t>(now) * kSize);
-    if (g == 0)
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) new_key[j * 4 + t] = cached[j * 4 + t] = fresh[j];
-    for (int i = lane; i < kSize / 8; i += kWarp)
-      reinterpret_cast<uint4*>(values + static_cast<size_t>(now) * kSize)[i] =
-          __ldcg(reinterpret_cast<const uint4*>(v) + i);
-  }
-  if (first + warp * kPlaces < end)  // else it finds nothing
-    prepare<T, kSize>(query, p.q_weight != nullptr, q_weight, c, s, p.eps, t);
-  if (has_new) __syncthreads();
-
-  float most = -INFINITY, sum = 0, found[kHalves][kRun][2] = {};
-  for (int base = first + warp * kPlaces; base < end; base += kWarps * kPlaces) {
+// A warp's part of the softmax: kPositions positions at a time.
+template <class T, int kSize>
+__device__ __forceinline__ void attend(const Attention& p, const Block<T, kSize>& block, const Range& range,
+                                       const uint4 (&query)[kSize / 32], const uint4* new_key, int warp, int g, int t,
+                                       Softmax<kSize>& softmax) {
+  for (int base = range.first + warp * kPositions; base < range.end; base += Sizes<kSize>::kWarps * kPositions) {
     bool there[2][2], allowed[2][2];
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int at = base + n * 8 + 2 * t + i;
-        there[n][i] = at < end;
-        allowed[n][i] = there[n][i] && __ldcg(mask + at) != 0;
+        there[n][i] = at < range.end;
+        allowed[n][i] = there[n][i] && __ldcg(block.mask + at) != 0;
       }
-    uint4 key[2][kBlocks];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int at = base + n * 8 + g;
-      const auto* from = reinterpret_cast<const uint4*>(keys + static_cast<size_t>(at) * kSize);
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j)
-        key[n][j] = at == now ? new_key[j * 4 + t] : at < end ? __ldcg(from + j * 4 + t) : uint4{0, 0, 0, 0};
-    }
     float scores[2][2] = {};
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-        multiply<T>(scores[n], query[j].x, query[j].y, key[n][j].x, key[n][j].y);
-        multiply<T>(scores[n], query[j].z, query[j].w, key[n][j].z, key[n][j].w);
-      }
-    float greatest = most;
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        scores[n][i] = allowed[n][i] ? scores[n][i] * p.scale : -INFINITY;
-        greatest = fmaxf(greatest, scores[n][i]);
-      }
-    greatest = fmaxf(greatest, __shfl_xor_sync(kAll, greatest, 1));
-    greatest = fmaxf(greatest, __shfl_xor_sync(kAll, greatest, 2));
-    const float base_score = greatest == -INFINITY ? 0.0f : greatest;
-    const float shrink = __expf(most - base_score);
-    most = greatest;
-    sum *= shrink;
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        scores[n][i] = __expf(scores[n][i] - base_score);
-        sum += scores[n][i];
-      }
-    const uint32_t a0 = pair<T>(scores[0][0], scores[0][1]), a2 = pair<T>(scores[1][0], scores[1][1]);
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) {
-      // Four places of a piece; those that nobody has written may hold anything.
-      alignas(16) uint16_t piece[2][2][kRun];
-#pragma unroll
-      for (int n = 0; n < 2; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int at = base + n * 8 + 2 * t + i;
-          const T* from = (at == now ? v : values + static_cast<size_t>(at) * kSize) + h * 64 + g * kRun;
-          if constexpr (kRun == 8)
-            *reinterpret_cast<uint4*>(piece[n][i]) =
-                there[n][i] ? __ldcg(reinterpret_cast<const uint4*>(from)) : uint4{0, 0, 0, 0};
-          else
-            *reinterpret_cast<uint2*>(piece[n][i]) =
-                there[n][i] ? __ldcg(reinterpret_cast<const uint2*>(from)) : uint2{0, 0};
-        }
-#pragma unroll
-      for (int i = 0; i < kRun; ++i) {
-        found[h][i][0] *= shrink;
-        found[h][i][1] *= shrink;
-        multiply<T>(found[h][i], a0, a2, piece[0][0][i] | static_cast<uint32_t>(piece[0][1][i]) << 16,
-                    piece[1][0][i] | static_cast<uint32_t>(piece[1][1][i]) << 16);
-      }
-    }
+    multiply_keys(block, range, base, query, new_key, g, t, scores);
+    const float shrink = weigh(softmax, allowed, p.scale, scores);
+    multiply_values(block, range, base, there, scores, shrink, g, t, softmax);
   }
-  sum += __shfl_xor_sync(kAll, sum, 1);
-  sum += __shfl_xor_sync(kAll, sum, 2);
+  softmax.sum += __shfl_xor_sync(kAll, softmax.sum, 1);
+  softmax.sum += __shfl_xor_sync(kAll, softmax.sum, 2);
+}
 
+// Leaves a lane's part of a warp's result in [kStride]: values, greatest score, sum.
+template <int kSize>
+__device__ __forceinline__ void leave(const Softmax<kSize>& softmax, float* partial, int t) {
+  constexpr int kRun = Sizes<kSize>::kRun;
   // Column c of product i is value 64 h + kRun * c + i.
-  float* mine = joined + (warp * kHeads + g) * kStride;
 #pragma unroll
-  for (int h = 0; h < kHalves; ++h)
+  for (int h = 0; h < Sizes<kSize>::kHalves; ++h)
 #pragma unroll
     for (int i = 0; i < kRun; ++i)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) mine[h * 64 + kRun * (2 * t + c) + i] = found[h][i][c];
+      for (int c = 0; c < 2; ++c) partial[h * 64 + kRun * (2 * t + c) + i] = softmax.found[h][i][c];
   if (t == 0) {
-    mine[kSize] = most;
-    mine[kSize + 1] = sum;
+    partial[kSize] = softmax.most;
+    partial[kSize + 1] = softmax.sum;
   }
-  __syncthreads();
-  // How much each warp's part counts for a head; the greatest score and the sum of all.
-  const int parts = min(kWarps, (end - first + kPlaces - 1) / kPlaces);  // the other warps have found nothing
-  // A warp a head, a lane a part.
-  if (warp < kHeads) {
-    const float* from = joined + (lane * kHeads + warp) * kStride + kSize;
-    const float most_here = lane < parts ? from[0] : -INFINITY;
-    float all = most_here;
-    for (int step = kWarp / 2; step > 0; step /= 2) all = fmaxf(all, __shfl_xor_sync(kAll, all, step));
-    const float factor = most_here == -INFINITY ? 0.0f : __expf(most_here - all);
-    const float whole = warp_sum(lane < parts ? factor * from[1] : 0.0f);
-    if (lane < parts) factors[lane][warp] = factor;
-    if (lane == 0) {
-      top[warp] = all;
-      total[warp] = whole;
-    }
+}
+
+// How much each of several partial results counts for a head, and the greatest score and the sum of all of them.
+template <int kParts>
+struct Shares {
+  float factors[kParts][kHeads], top[kHeads], total[kHeads];
+};
+
+// By a warp for each head, a lane for each warp that has found anything.
+template <int kSize>
+__device__ __forceinline__ void share_among_warps(const float* partials, int parts, int warp, int lane,
+                                                  Shares<Sizes<kSize>::kWarps>& shares) {
+  if (warp >= kHeads) return;
+  const float* from = partials + (lane * kHeads + warp) * Sizes<kSize>::kStride + kSize;
+  const float most = lane < parts ? from[0] : -INFINITY;
+  float all = most;
+  for (int step = kWarp / 2; step > 0; step /= 2) all = fmaxf(all, __shfl_xor_sync(kAll, all, step));
+  const float factor = most == -INFINITY ? 0.0f : __expf(most - all);
+  const float whole = warp_sum(lane < parts ? factor * from[1] : 0.0f);
+  if (lane < parts) shares.factors[lane][warp] = factor;
+  if (lane == 0) {
+    shares.top[warp] = all;
+    shares.total[warp] = whole;
   }
-  __syncthreads();
-  T* out = static_cast<T*>(p.out) + (static_cast<size_t>(batch) * p.q_heads + head) * kSize;
-  const size_t cell = static_cast<size_t>(batch) * gridDim.x + blockIdx.x;
-  float* scratch = p.scratch + cell * p.splits * kHeads * kStride;
-  for (int i = static_cast<int>(threadIdx.x); i < heads * kSize; i += kWarps * kWarp) {
+}
+
+// The block's result, of all its warps: to `out`, or to `scratch` where other blocks have a split of the same heads.
+template <class T, int kSize>
+__device__ __forceinline__ void write_block(const Attention& p, const Block<T, kSize>& block, const float* partials,
+                                            int parts, const Shares<Sizes<kSize>::kWarps>& shares, T* out,
+                                            float* scratch) {
+  constexpr int kStride = Sizes<kSize>::kStride;
+  for (int i = static_cast<int>(threadIdx.x); i < block.heads * kSize; i += Sizes<kSize>::kThreads) {
     const int row = i / kSize, at = i % kSize;
     float value = 0;
-    for (int part = 0; part < parts; ++part) value += factors[part][row] * joined[(part * kHeads + row) * kStride + at];
+    for (int part = 0; part < parts; ++part)
+      value += shares.factors[part][row] * partials[(part * kHeads + row) * kStride + at];
     if (p.splits == 1) {
-      out[i] = store<T>(value / total[row]);
+      out[i] = store<T>(value / shares.total[row]);
       continue;
     }
-    float* to = scratch + (split * kHeads + row) * kStride;
+    float* to = scratch + (block.split * kHeads + row) * kStride;
     to[at] = value;
     if (at == 0) {
-      to[kSize] = top[row];
-      to[kSize + 1] = total[row];
+      to[kSize] = shares.top[row];
+      to[kSize + 1] = shares.total[row];
     }
   }
-  if (p.splits == 1) return;
+}
 
-  // The same for the parts of the blocks, by the last one to arrive.
+// Whether this block is the last one of its splits to come here. It then sees what the others have written.
+__device__ __forceinline__ bool is_last_block(const Attention& p, size_t cell) {
+  __shared__ bool is_last;
   __threadfence();
   __syncthreads();
-  // Back at zero when all have arrived.
+  // Back at zero when all have come.
   if (threadIdx.x == 0)
-    is_last = atomicInc(p.arrived + cell, static_cast<unsigned>(p.splits) - 1) == static_cast<unsigned>(p.splits) - 1;
+    is_last =
+        atomicInc(p.block_counts + cell, static_cast<unsigned>(p.splits) - 1) == static_cast<unsigned>(p.splits) - 1;
   __syncthreads();
-  if (!is_last) return;
+  if (!is_last) return false;
   __threadfence();
-  float (*shares)[kHeads] = reinterpret_cast<float (*)[kHeads]>(joined);  // [splits][kHeads]
-  if (warp < heads) {                                                     // a warp a head, a lane a part
+  return true;
+}
+
+// Adds up the splits that the blocks have left in `scratch`; `factors` [splits][kHeads] is shared memory.
+template <class T, int kSize>
+__device__ __forceinline__ void merge_splits(const Attention& p, const Block<T, kSize>& block, const float* scratch,
+                                             float (*factors)[kHeads], T* out, int warp, int lane) {
+  constexpr int kStride = Sizes<kSize>::kStride;
+  if (warp < block.heads) {  // a warp a head, a lane a split
     const float* from = scratch + (lane * kHeads + warp) * kStride + kSize;
     const bool is_part = lane < p.splits;
-    const float most_here = is_part ? __ldcg(from) : -INFINITY, sum_here = is_part ? __ldcg(from + 1) : 0;
-    float all = most_here;
+    const float most = is_part ? __ldcg(from) : -INFINITY, sum = is_part ? __ldcg(from + 1) : 0;
+    float all = most;
     for (int step = kWarp / 2; step > 0; step /= 2) all = fmaxf(all, __shfl_xor_sync(kAll, all, step));
-    const float factor = all == -INFINITY ? 0.0f : __expf(most_here - all);
-    const float whole = warp_sum(factor * sum_here);
-    if (is_part) shares[lane][warp] = factor / whole;
+    const float factor = all == -INFINITY ? 0.0f : __expf(most - all);
+    const float whole = warp_sum(factor * sum);
+    if (is_part) factors[lane][warp] = factor / whole;
   }
   __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < heads * kSize; i += kWarps * kWarp) {
+  for (int i = static_cast<int>(threadIdx.x); i < block.heads * kSize; i += Sizes<kSize>::kThreads) {
     const int row = i / kSize;
     const float* from = scratch + row * kStride + i % kSize;
     float value = 0;
 #pragma unroll 8
     for (int part = 0; part < p.splits; ++part)
-      value += shares[part][row] * __ldcg(from + static_cast<size_t>(part) * kHeads * kStride);
+      value += factors[part][row] * __ldcg(from + static_cast<size_t>(part) * kHeads * kStride);
     out[i] = store<T>(value);
   }
 }
 
 template <class T, int kSize>
+__global__ void __launch_bounds__(Sizes<kSize>::kThreads) attention_kernel(const Attention p) {
+  constexpr int kWarps = Sizes<kSize>::kWarps, kPieces = Sizes<kSize>::kPieces, kStride = Sizes<kSize>::kStride;
+  extern __shared__ float partials[];  // [kWarps][kHeads][kStride]
+  __shared__ uint4 new_key[kSize / 8];
+  __shared__ Shares<kWarps> shares;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
+  const Block<T, kSize> block(p, g);
+  uint4 q_weight[kPieces], k_weight[kPieces];
+  read_part<T, kSize>(static_cast<const T*>(p.q_weight), t, p.q_weight != nullptr, q_weight);
+  read_part<T, kSize>(static_cast<const T*>(p.k_weight), t, p.k_weight != nullptr, k_weight);
+  prefetch_cache(p, block);
+  release_next();
+  await_previous();
+
+  const int newest = static_cast<int>(__ldcg(reinterpret_cast<const long long*>(p.cache_position)));
+  uint4 query[kPieces], fresh[kPieces], c[kPieces], s[kPieces];
+  read_part<T, kSize>(block.q, t, g < block.heads, query);
+  read_part<T, kSize>(block.k, t, true, fresh);
+  read_part<T, kSize>(block.cos, t, true, c);
+  read_part<T, kSize>(block.sin, t, true, s);
+  const int size = split_size(p, newest), first = block.split * size;
+  const Range range{first, min(newest + 1, first + size), newest};
+  // The new key is prepared by another warp than the one that has its position, which has nothing else to do if
+  // positions are few.
+  const bool has_new = range.first <= newest && newest < range.end;
+  if (has_new && warp == ((newest - range.first) / kPositions + kWarps / 2) % kWarps) {
+    prepare<T, kSize>(fresh, p.k_weight != nullptr, k_weight, c, s, p.eps, t);
+    append(block, fresh, newest, new_key, lane);
+  }
+  if (range.first + warp * kPositions < range.end)  // else it finds nothing
+    prepare<T, kSize>(query, p.q_weight != nullptr, q_weight, c, s, p.eps, t);
+  if (has_new) __syncthreads();
+
+  Softmax<kSize> softmax;
+  attend(p, block, range, query, new_key, warp, g, t, softmax);
+  leave(softmax, partials + (warp * kHeads + g) * kStride, t);
+  __syncthreads();
+  const int parts = min(kWarps, (range.end - range.first + kPositions - 1) / kPositions);  // the other warps: nothing
+  share_among_warps<kSize>(partials, parts, warp, lane, shares);
+  __syncthreads();
+  T* out = static_cast<T*>(p.out) + (static_cast<size_t>(block.batch) * p.q_heads + block.head) * kSize;
+  const size_t cell = static_cast<size_t>(block.batch) * gridDim.x + blockIdx.x;
+  float* scratch = p.scratch + cell * p.splits * kHeads * kStride;
+  write_block(p, block, partials, parts, shares, out, scratch);
+  if (p.splits > 1 && is_last_block(p, cell))
+    merge_splits(p, block, scratch, reinterpret_cast<float (*)[kHeads]>(partials), out, warp, lane);
+}
+
+template <class T, int kSize>
 void run(const Attention& p, int device, cudaStream_t stream) {
-  constexpr size_t kBytes = sizeof(float) * kWarpsFor<kSize> * kHeads * (kSize + 2);
+  constexpr size_t kBytes = sizeof(float) * Sizes<kSize>::kWarps * kHeads * Sizes<kSize>::kStride;
   static std::atomic<uint64_t> ready{0};
   const uint64_t bit = uint64_t{1} << (device % 64);
   if ((ready.load(std::memory_order_relaxed) & bit) == 0) {
@@ -324,7 +451,7 @@ void run(const Attention& p, int device, cudaStream_t stream) {
   launch_early("launching attention", attention_kernel<T, kSize>,
                {dim3(static_cast<unsigned>(p.kv_heads * chunks), static_cast<unsigned>(p.batch),
                      static_cast<unsigned>(p.splits)),
-                dim3(kWarpsFor<kSize> * kWarp), stream, kBytes},
+                dim3(Sizes<kSize>::kThreads), stream, kBytes},
                p);
 }
 

@@ -22,7 +22,7 @@ __device__ uint64_t key_of(float score, int place) {
   return static_cast<uint64_t>(order) << 32 | static_cast<uint32_t>(~place);
 }
 
-__global__ void __launch_bounds__(kThreads) gemm::choose_kernel(const Choice p) {
+__global__ void __launch_bounds__(kThreads) choose_kernel(const Choice p) {
   __shared__ uint64_t found[kThreads / kWarp];
   __shared__ bool is_last;
   release_next();
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) gemm::choose_kernel(const Choice p) 
     atomicMax(reinterpret_cast<unsigned long long*>(p.best + row), best);
     __threadfence();
     const unsigned all = gridDim.x * gridDim.y - 1;
-    is_last = atomicInc(p.arrived, all) == all;
+    is_last = atomicInc(p.block_counts, all) == all;
   }
   __syncthreads();
   if (!is_last) return;
@@ -62,14 +62,14 @@ __global__ void __launch_bounds__(kThreads) gemm::choose_kernel(const Choice p) 
   if (threadIdx.x == 0) *p.length += 1;
 }
 
-__global__ void advance_kernel(int64_t* place, int64_t* positions, bool* mask, int rows, int64_t mask_stride) {
+__global__ void advance_kernel(int64_t* cache_position, int64_t* positions, bool* mask, int rows, int64_t mask_stride) {
   release_next();
   await_previous();
   const int row = static_cast<int>(threadIdx.x);
-  const int64_t next = __ldcg(reinterpret_cast<const long long*>(place)) + 1;
+  const int64_t next = __ldcg(reinterpret_cast<const long long*>(cache_position)) + 1;
   __syncthreads();
   if (row >= rows) return;
-  if (row == 0) *place = next;
+  if (row == 0) *cache_position = next;
   positions[row] = __ldcg(reinterpret_cast<const long long*>(positions) + row) + 1;
   if (next < mask_stride) mask[row * mask_stride + next] = true;
 }
@@ -96,15 +96,14 @@ void choose(const Choice& p, Stream stream) {
     throw std::invalid_argument("choose: 1 to " + std::to_string(kMostRows) + " rows");
   const OnStream on(stream);
   const auto blocks = static_cast<unsigned>(std::min(kMostBlocks, (p.vocab + 4 * kThreads - 1) / (4 * kThreads)));
-  launch_early("launching choose", gemm::choose_kernel,
-               {dim3(blocks, static_cast<unsigned>(p.rows)), dim3(kThreads), on}, p);
+  launch_early("launching choose", choose_kernel, {dim3(blocks, static_cast<unsigned>(p.rows)), dim3(kThreads), on}, p);
 }
 
-void advance(int64_t* place, int64_t* positions, bool* mask, int rows, int64_t mask_stride, Stream stream) {
+void advance(int64_t* cache_position, int64_t* positions, bool* mask, int rows, int64_t mask_stride, Stream stream) {
   if (rows < 1 || rows > 1024) throw std::invalid_argument("advance: 1 to 1024 rows");
   const OnStream on(stream);
-  launch_early("launching advance", advance_kernel, {dim3(1), dim3(static_cast<unsigned>(rows)), on}, place, positions,
-               mask, rows, mask_stride);
+  launch_early("launching advance", advance_kernel, {dim3(1), dim3(static_cast<unsigned>(rows)), on}, cache_position,
+               positions, mask, rows, mask_stride);
 }
 
 void rotation(const int64_t* positions, const float* frequencies, void* cos, void* sin, int rows, int half, float scale,

@@ -52,9 +52,10 @@ __global__ void __launch_bounds__(kWarps* kWarp) latent_kernel(const Latent p) {
     T* q = static_cast<T*>(p.q) + row * p.q_stride + static_cast<int64_t>(head) * (p.nope + p.rope) + p.nope;
     return rotate(p, q, q, cos, sin);
   }
-  const int64_t place = __ldcg(reinterpret_cast<const long long*>(p.place));
+  const int64_t position = __ldcg(reinterpret_cast<const long long*>(p.cache_position));
   const auto* kv = static_cast<const T*>(p.kv) + row * p.kv_stride;
-  if (warp == 0) rotate(p, kv + p.rank, static_cast<T*>(p.values) + row * p.values_stride + place * p.rope, cos, sin);
+  if (warp == 0)
+    rotate(p, kv + p.rank, static_cast<T*>(p.values) + row * p.values_stride + position * p.rope, cos, sin);
   float sum = 0;
   for (int i = static_cast<int>(threadIdx.x); i < p.rank; i += kWarps * kWarp) {
     const float value = load(__ldcg(kv + i));
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) latent_kernel(const Latent p) {
   float all = 0;
   for (const float other : sums) all += other;
   const float scale = rsqrtf(all / static_cast<float>(p.rank) + p.eps);
-  T* keys = static_cast<T*>(p.keys) + row * p.keys_stride + place * p.rank;
+  T* keys = static_cast<T*>(p.keys) + row * p.keys_stride + position * p.rank;
   for (int i = static_cast<int>(threadIdx.x); i < p.rank; i += kWarps * kWarp)
     keys[i] = store<T>(load(static_cast<const T*>(p.norm)[i]) * rounded<T>(load(__ldcg(kv + i)) * scale));
 }

@@ -47,189 +47,238 @@ __device__ void prefetch_l2(const void* from, uint32_t bytes) {
 #endif
 }
 
-// Which matrix an output of all of them belongs to, and where it lies.
-struct Place {
+// Which matrix an output of all of them belongs to, and which of its rows that is.
+struct Row {
   const void* weights;
   const void* biases;
   int row;
 };
-__device__ Place place_of(const DecodeLinear& p, int output) {
+__device__ Row row_of(const DecodeLinear& p, int output) {
   const int second = p.n[0], third = second + p.n[1];
   if (output < second) return {p.weights[0], p.biases[0], output};
   if (output < third) return {p.weights[1], p.biases[1], output - second};
   return {p.weights[2], p.biases[2], output - third};
 }
 
-template <class T, int kTiles>
-__global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear p) {
+// How the work is cut. A group is the kTiles tiles that a block works on at a time; a round is a step for every warp.
+template <int kTiles>
+struct Cut {
 #if __CUDA_ARCH__ >= 900
-  constexpr int kHeld = kHeldHopper;
+  static constexpr int kHeld = kHeldHopper;
 #else
-  constexpr int kHeld = kHeldBefore;
+  static constexpr int kHeld = kHeldBefore;
 #endif
-  constexpr int kAhead = kHeld / kTiles > 0 ? kHeld / kTiles : 1;
-  constexpr int kOwn = kTiles == 2 ? 8 : 4;  // rounds whose tokens are read at once
-  extern __shared__ uint4 held[];            // [kAhead][kTiles][kThreads]
-  __shared__ float partial[kTiles][kWarps][kRows * kTile];
-  __shared__ float squares[kWarps][kRows];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
-  const int total = p.n[0] + p.n[1] + p.n[2];
-  const int groups = (total + kTiles * kTile - 1) / (kTiles * kTile);
-  // Two steps beside each other are one warp's: a line of 128 bytes.
-  const int steps = p.k / kStep, rounds = (steps + 2 * kWarps - 1) / (2 * kWarps) * 2;
-  auto step_of = [&](int round) { return (round / 2 * kWarps + warp) * 2 + round % 2; };
+  static constexpr int kAhead = kHeld / kTiles > 0 ? kHeld / kTiles : 1;  // rounds of weights on their way
+  static constexpr int kOwn = kTiles == 2 ? 8 : 4;                        // rounds whose tokens are read at once
 
-  int next_group = static_cast<int>(blockIdx.x), next_round = 0, next_slot = 0;
-  const T* rows[kTiles];
-  auto find_rows = [&] {
+  int warp, g, t;  // this lane
+  int total;       // outputs
+  int groups, steps, rounds;
+  bool has_all;  // all of a token is read at once
+
+  __device__ __forceinline__ explicit Cut(const DecodeLinear& p) {
+    const int lane = threadIdx.x % kWarp;
+    warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
+    total = p.n[0] + p.n[1] + p.n[2];
+    groups = (total + kTiles * kTile - 1) / (kTiles * kTile);
+    steps = p.k / kStep;
+    // Two steps beside each other are one warp's: a line of 128 bytes.
+    rounds = (steps + 2 * kWarps - 1) / (2 * kWarps) * 2;
+    has_all = rounds <= kOwn;
+  }
+  __device__ __forceinline__ int step_of(int round) const { return (round / 2 * kWarps + warp) * 2 + round % 2; }
+};
+
+// Where a group's rows of the weights lie, for this lane.
+template <class T, int kTiles>
+__device__ __forceinline__ void find_rows(const DecodeLinear& p, const Cut<kTiles>& cut, int group,
+                                          const T* (&rows)[kTiles]) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const Place place = place_of(p, min((next_group * kTiles + tile) * kTile + g, total - 1));
-      rows[tile] = static_cast<const T*>(place.weights) + static_cast<size_t>(place.row) * p.k + t * 8;
-    }
-  };
-  find_rows();
-  auto fetch_round = [&] {
-    if (next_group < groups) {
-      const int step = step_of(next_round);
-      if (step < steps)
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile)
-          fetch(held + (next_slot * kTiles + tile) * kThreads + threadIdx.x, rows[tile] + step * kStep);
-      if (++next_round == rounds) {
-        next_round = 0;
-        next_group += static_cast<int>(gridDim.x);
-        if (next_group < groups) find_rows();
-      }
-      if (++next_slot == kAhead) next_slot = 0;
-    }
-    commit();
-  };
-  for (int i = 0; i < kAhead; ++i) fetch_round();
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const Row row = row_of(p, min((group * kTiles + tile) * kTile + cut.g, cut.total - 1));
+    rows[tile] = static_cast<const T*>(row.weights) + static_cast<size_t>(row.row) * p.k + cut.t * 8;
+  }
+}
+
+// What the next layer will read, into L2: a share for each block.
+__device__ __forceinline__ void prefetch_then(const DecodeLinear& p) {
   if (p.then != nullptr && threadIdx.x == 0) {
     const int64_t share = (p.then_bytes / gridDim.x + 127) / 128 * 128, first = share * blockIdx.x;
     for (int64_t at = first; at < min(first + share, p.then_bytes); at += 16384)
       prefetch_l2(static_cast<const std::byte*>(p.then) + at,
                   static_cast<uint32_t>(min(int64_t{16384}, min(first + share, p.then_bytes) - at)));
   }
-  const auto* norm = static_cast<const T*>(p.norm) + t * 8;
-  uint4 factors[kOwn];
-  auto read_factors = [&](int first) {
+}
+
+// Rounds [first, first + kOwn) of the norm's weights.
+template <class T, int kTiles, int kOwn>
+__device__ __forceinline__ void read_factors(const Cut<kTiles>& cut, const T* norm, int first, uint4 (&factors)[kOwn]) {
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int step = cut.step_of(first + i);
+    factors[i] = first + i < cut.rounds && step < cut.steps ? *reinterpret_cast<const uint4*>(norm + step * kStep)
+                                                            : uint4{0, 0, 0, 0};
+  }
+}
+
+// The same rounds of token g, which a lane multiplies with.
+template <class T, int kTiles, int kOwn>
+__device__ __forceinline__ void read_token(const DecodeLinear& p, const Cut<kTiles>& cut, const T* x, int first,
+                                           uint4 (&own)[kOwn]) {
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int step = cut.step_of(first + i);
+    own[i] = cut.g < p.rows && first + i < cut.rounds && step < cut.steps
+                 ? __ldcg(reinterpret_cast<const uint4*>(x + step * kStep))
+                 : uint4{0, 0, 0, 0};
+  }
+}
+
+// What the norm scales token g by. Leaves its last rounds in `own`: all of them, where they are few.
+template <class T, int kTiles, int kOwn>
+__device__ __forceinline__ float find_scale(const DecodeLinear& p, const Cut<kTiles>& cut, const T* x,
+                                            uint4 (&own)[kOwn]) {
+  __shared__ float squares[kWarps][kRows];
+  float sum = 0;
+  for (int first = 0; first < cut.rounds; first += kOwn) {
+    read_token(p, cut, x, first, own);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-      const int step = step_of(first + i);
-      factors[i] =
-          first + i < rounds && step < steps ? *reinterpret_cast<const uint4*>(norm + step * kStep) : uint4{0, 0, 0, 0};
+      float values[8];
+      unpack<T>(own[i], values);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum = fmaf(values[j], values[j], sum);
     }
+  }
+  sum += __shfl_xor_sync(kAll, sum, 1);
+  sum += __shfl_xor_sync(kAll, sum, 2);
+  if (cut.t == 0) squares[cut.warp][cut.g] = sum;
+  __syncthreads();
+  float all = 0;
+#pragma unroll
+  for (int other = 0; other < kWarps; ++other) all += squares[other][cut.g];
+  return rsqrtf(all / static_cast<float>(p.k) + p.eps);
+}
+
+template <class T, int kOwn>
+__device__ __forceinline__ void apply_norm(float scale, const uint4 (&factors)[kOwn], uint4 (&own)[kOwn]) {
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    float values[8], weights[8];
+    unpack<T>(own[i], values);
+    unpack<T>(factors[i], weights);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) values[j] = weights[j] * rounded<T>(values[j] * scale);
+    own[i] = pack<T>(values);
+  }
+}
+
+// sums += a round of weights times a token.
+template <class T, int kTiles>
+__device__ __forceinline__ void multiply_round(const uint4* weights, uint4 a, float (&sums)[kTiles][2]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const uint4 b = weights[tile * kThreads + threadIdx.x];
+    multiply<T>(sums[tile], a.x, a.y, b.x, b.y);
+    multiply<T>(sums[tile], a.z, a.w, b.z, b.w);
+  }
+}
+
+// Adds up the sums of all warps for a group, adds bias and residual, and writes the outputs.
+template <class T, int kTiles>
+__device__ __forceinline__ void write_group(const DecodeLinear& p, const Cut<kTiles>& cut, int group,
+                                            const float (&sums)[kTiles][2],
+                                            float (&partial)[kTiles][kWarps][kRows * kTile]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile)
+    *reinterpret_cast<float2*>(&partial[tile][cut.warp][cut.g * kTile + 2 * cut.t]) =
+        make_float2(sums[tile][0], sums[tile][1]);
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); i < kTiles * kRows * kTile; i += kThreads) {
+    const int tile = i / (kRows * kTile), within = i % (kRows * kTile), row = within / kTile;
+    const int output = (group * kTiles + tile) * kTile + within % kTile;
+    if (row >= p.rows || output >= cut.total) continue;
+    float sum = 0;
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) sum += partial[tile][other][within];
+    const Row of = row_of(p, output);
+    if (of.biases != nullptr) sum += load(static_cast<const T*>(of.biases)[of.row]);
+    const size_t at = static_cast<size_t>(row) * cut.total + output;
+    if (p.is_wide) {
+      static_cast<float*>(p.out)[at] = sum;
+      continue;
+    }
+    if (p.residual != nullptr) sum = rounded<T>(sum) + load(__ldcg(static_cast<const T*>(p.residual) + at));
+    static_cast<T*>(p.out)[at] = store<T>(sum);
+  }
+}
+
+template <class T, int kTiles>
+__global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear p) {
+  constexpr int kOwn = Cut<kTiles>::kOwn, kAhead = Cut<kTiles>::kAhead;
+  extern __shared__ uint4 held[];  // a ring of rounds of weights: [kAhead][kTiles][kThreads]
+  __shared__ float partial[kTiles][kWarps][kRows * kTile];
+  const Cut<kTiles> cut(p);
+  int next_group = static_cast<int>(blockIdx.x), next_round = 0, next_slot = 0;
+  const T* rows[kTiles];
+  find_rows<T>(p, cut, next_group, rows);
+  auto fetch_round = [&] {
+    if (next_group < cut.groups) {
+      const int step = cut.step_of(next_round);
+      if (step < cut.steps)
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+          fetch(held + (next_slot * kTiles + tile) * kThreads + threadIdx.x, rows[tile] + step * kStep);
+      if (++next_round == cut.rounds) {
+        next_round = 0;
+        next_group += static_cast<int>(gridDim.x);
+        if (next_group < cut.groups) find_rows<T>(p, cut, next_group, rows);
+      }
+      if (++next_slot == kAhead) next_slot = 0;
+    }
+    commit();
   };
-  const bool has_all = rounds <= kOwn;
-  if (p.norm != nullptr && has_all) read_factors(0);
+  for (int i = 0; i < kAhead; ++i) fetch_round();
+  prefetch_then(p);
+  const auto* norm = static_cast<const T*>(p.norm) + cut.t * 8;
+  uint4 factors[kOwn], own[kOwn];  // the norm's weights, and tokens
+  if (p.norm != nullptr && cut.has_all) read_factors(cut, norm, 0, factors);
   release_next();
   await_previous();
 
-  const auto* x = static_cast<const T*>(p.x) + static_cast<size_t>(g) * p.k + t * 8;
-  // Rounds [first, first + kOwn) of what a lane multiplies with.
-  uint4 own[kOwn];
-  auto read = [&](int first) {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int step = step_of(first + i);
-      own[i] = g < p.rows && first + i < rounds && step < steps
-                   ? __ldcg(reinterpret_cast<const uint4*>(x + step * kStep))
-                   : uint4{0, 0, 0, 0};
-    }
-  };
+  const auto* x = static_cast<const T*>(p.x) + static_cast<size_t>(cut.g) * p.k + cut.t * 8;
   float scale = 1;
-  if (p.norm != nullptr) {
-    float sum = 0;
-    for (int first = 0; first < rounds; first += kOwn) {
-      read(first);
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        float values[8];
-        unpack<T>(own[i], values);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) sum = fmaf(values[j], values[j], sum);
-      }
-    }
-    sum += __shfl_xor_sync(kAll, sum, 1);
-    sum += __shfl_xor_sync(kAll, sum, 2);
-    if (t == 0) squares[warp][g] = sum;
-    __syncthreads();
-    float all = 0;
-#pragma unroll
-    for (int other = 0; other < kWarps; ++other) all += squares[other][g];
-    scale = rsqrtf(all / static_cast<float>(p.k) + p.eps);
-  } else if (has_all) {
-    read(0);
-  }
-  auto scale_own = [&] {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      float values[8], weights[8];
-      unpack<T>(own[i], values);
-      unpack<T>(factors[i], weights);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) values[j] = weights[j] * rounded<T>(values[j] * scale);
-      own[i] = pack<T>(values);
-    }
-  };
-  if (p.norm != nullptr && has_all) scale_own();
-
+  if (p.norm != nullptr) scale = find_scale(p, cut, x, own);
+  else if (cut.has_all) read_token(p, cut, x, 0, own);
+  if (p.norm != nullptr && cut.has_all) apply_norm<T>(scale, factors, own);
   int slot = 0;
-  for (int group = static_cast<int>(blockIdx.x); group < groups; group += static_cast<int>(gridDim.x)) {
+  for (int group = static_cast<int>(blockIdx.x); group < cut.groups; group += static_cast<int>(gridDim.x)) {
     float sums[kTiles][2] = {};
-    for (int first = 0; first < rounds; first += kOwn) {
-      if (!has_all) {
-        read(first);
+    for (int first = 0; first < cut.rounds; first += kOwn) {
+      if (!cut.has_all) {
+        read_token(p, cut, x, first, own);
         if (p.norm != nullptr) {
-          read_factors(first);
-          scale_own();
+          read_factors(cut, norm, first, factors);
+          apply_norm<T>(scale, factors, own);
         }
       }
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        if (first + i >= rounds) break;
+        if (first + i >= cut.rounds) break;
         await_fetches<kAhead - 1>();
-        const int step = step_of(first + i);
-        if (step < steps) {
-          const uint4 a = own[i];
-          if (group == 0 && p.normed != nullptr && g < p.rows)
-            *reinterpret_cast<uint4*>(static_cast<T*>(p.normed) + static_cast<size_t>(g) * p.k + step * kStep + t * 8) =
-                a;
-#pragma unroll
-          for (int tile = 0; tile < kTiles; ++tile) {
-            const uint4 b = held[(slot * kTiles + tile) * kThreads + threadIdx.x];
-            multiply<T>(sums[tile], a.x, a.y, b.x, b.y);
-            multiply<T>(sums[tile], a.z, a.w, b.z, b.w);
-          }
+        const int step = cut.step_of(first + i);
+        if (step < cut.steps) {
+          if (group == 0 && p.normed != nullptr && cut.g < p.rows)
+            *reinterpret_cast<uint4*>(static_cast<T*>(p.normed) + static_cast<size_t>(cut.g) * p.k + step * kStep +
+                                      cut.t * 8) = own[i];
+          multiply_round<T, kTiles>(held + slot * kTiles * kThreads, own[i], sums);
         }
         if (++slot == kAhead) slot = 0;
         fetch_round();
       }
     }
     if (group != static_cast<int>(blockIdx.x)) __syncthreads();  // the sums before these have been read
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile)
-      *reinterpret_cast<float2*>(&partial[tile][warp][g * kTile + 2 * t]) = make_float2(sums[tile][0], sums[tile][1]);
-    __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < kTiles * kRows * kTile; i += kThreads) {
-      const int tile = i / (kRows * kTile), within = i % (kRows * kTile), row = within / kTile;
-      const int output = (group * kTiles + tile) * kTile + within % kTile;
-      if (row >= p.rows || output >= total) continue;
-      float sum = 0;
-#pragma unroll
-      for (int other = 0; other < kWarps; ++other) sum += partial[tile][other][within];
-      const Place place = place_of(p, output);
-      if (place.biases != nullptr) sum += load(static_cast<const T*>(place.biases)[place.row]);
-      const size_t at = static_cast<size_t>(row) * total + output;
-      if (p.is_wide) {
-        static_cast<float*>(p.out)[at] = sum;
-        continue;
-      }
-      if (p.residual != nullptr) sum = rounded<T>(sum) + load(__ldcg(static_cast<const T*>(p.residual) + at));
-      static_cast<T*>(p.out)[at] = store<T>(sum);
-    }
+    write_group<T>(p, cut, group, sums, partial);
   }
 }
 

@@ -23,46 +23,30 @@ __global__ void __launch_bounds__(kWarp)
 // One warp a row; a lane holds `each` experts beside each other, up to kEach, so a group is some whole lanes.
 constexpr int kMostEach = 16;
 
-template <class Bias, int kEach>
-__global__ void __launch_bounds__(kWarp) route_grouped_kernel(const GroupedRoute p) {
-  const int lane = static_cast<int>(threadIdx.x), each = p.experts / kWarp, first = lane * each;
-  const float* logits = p.logits + static_cast<size_t>(blockIdx.x) * p.experts;
-  float scores[kEach], biases[kEach];
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) biases[j] = j < each ? load(static_cast<const Bias*>(p.bias)[first + j]) : -INFINITY;
-  release_next();
-  await_previous();
-  uint32_t keys[kEach];
-  float most = -INFINITY, second = -INFINITY;
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    scores[j] = j < each ? 1 / (1 + expf(-__ldcg(logits + first + j))) : 0;
-    const float choice = j < each ? scores[j] + biases[j] : -INFINITY;
-    keys[j] = j < each ? ordered(choice) : 0;
-    second = fmaxf(second, fminf(most, choice));
-    most = fmaxf(most, choice);
+// Whether this lane's group is one of those kept. most, second: the greatest choices of the lane.
+__device__ __forceinline__ bool is_kept(const GroupedRoute& p, float most, float second, int lane) {
+  const int lanes = kWarp / p.groups;
+  for (int step = lanes / 2; step > 0; step /= 2) {
+    const float other = __shfl_xor_sync(kAll, most, step), other_second = __shfl_xor_sync(kAll, second, step);
+    second = fmaxf(fminf(most, other), fmaxf(second, other_second));
+    most = fmaxf(most, other);
   }
-  if (p.kept < p.groups) {
-    const int lanes = kWarp / p.groups;
-    for (int step = lanes / 2; step > 0; step /= 2) {
-      const float other = __shfl_xor_sync(kAll, most, step), other_second = __shfl_xor_sync(kAll, second, step);
-      second = fmaxf(fminf(most, other), fmaxf(second, other_second));
-      most = fmaxf(most, other);
-    }
-    const float sum = most + second;
-    int better = 0;
-    for (int group = 0; group < p.groups; ++group) {
-      const float other = __shfl_sync(kAll, sum, group * lanes);
-      better += other > sum || (other == sum && group < lane / lanes);
-    }
-    if (better >= p.kept)
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) keys[j] = min(keys[j], ordered(-INFINITY));
+  const float sum = most + second;
+  int better = 0;
+  for (int group = 0; group < p.groups; ++group) {
+    const float other = __shfl_sync(kAll, sum, group * lanes);
+    better += other > sum || (other == sum && group < lane / lanes);
   }
-  uint32_t left[kEach], last = 0;
+  return better < p.kept;
+}
+
+// The top_k experts with the greatest keys: a bit for each of this lane's. `last`: the key of the last one.
+template <int kEach>
+__device__ __forceinline__ uint32_t choose(const GroupedRoute& p, const uint32_t (&keys)[kEach], int each, int first,
+                                           uint32_t& last) {
+  uint32_t left[kEach], chosen = 0;
 #pragma unroll
   for (int j = 0; j < kEach; ++j) left[j] = keys[j];
-  uint32_t chosen = 0;  // a bit for each of the lane's experts
   for (int rank = 0; rank < p.top_k; ++rank) {
     uint32_t best = 0;
 #pragma unroll
@@ -82,6 +66,33 @@ __global__ void __launch_bounds__(kWarp) route_grouped_kernel(const GroupedRoute
         left[j] = 0;
       }
   }
+  return chosen;
+}
+
+template <class Bias, int kEach>
+__global__ void __launch_bounds__(kWarp) route_grouped_kernel(const GroupedRoute p) {
+  const int lane = static_cast<int>(threadIdx.x), each = p.experts / kWarp, first = lane * each;
+  const float* logits = p.logits + static_cast<size_t>(blockIdx.x) * p.experts;
+  float scores[kEach], biases[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) biases[j] = j < each ? load(static_cast<const Bias*>(p.bias)[first + j]) : -INFINITY;
+  release_next();
+  await_previous();
+  uint32_t keys[kEach];
+  float most = -INFINITY, second = -INFINITY;
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    scores[j] = j < each ? 1 / (1 + expf(-__ldcg(logits + first + j))) : 0;
+    const float choice = j < each ? scores[j] + biases[j] : -INFINITY;
+    keys[j] = j < each ? ordered(choice) : 0;
+    second = fmaxf(second, fminf(most, choice));
+    most = fmaxf(most, choice);
+  }
+  if (p.kept < p.groups && !is_kept(p, most, second, lane))
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) keys[j] = min(keys[j], ordered(-INFINITY));
+  uint32_t last = 0;
+  const uint32_t chosen = choose(p, keys, each, first, last);
   uint32_t ties = 0;  // of the chosen, those as great as the last one
   float sum = 0;
 #pragma unroll

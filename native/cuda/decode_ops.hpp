@@ -9,9 +9,10 @@
 
 namespace ktinject::cuda {
 
-// out [batch, q_heads, size] = softmax(scale * q keys^T) values over the places up to `place` that the mask allows.
-// Before that, queries and the new key are normed (where there is a weight) and rotated, and the new key and value go
-// into the cache, at `place`. Rows of `size` are contiguous and 16-byte aligned everywhere; not for fp32.
+// out [batch, q_heads, size] = softmax(scale * q keys^T) values over the cache up to `cache_position` that the mask
+// allows. Before that, queries and the new key are normed (where there is a weight) and rotated, and the new key and
+// value go into the cache, at `cache_position`. Rows of `size` are contiguous and 16-byte aligned everywhere; not for
+// fp32.
 struct Attention {
   const void* q = nullptr;  // [batch, q_heads, size]
   const void* k = nullptr;  // [batch, kv_heads, size]
@@ -20,15 +21,15 @@ struct Attention {
   const void* k_weight = nullptr;
   const void* cos = nullptr;  // [batch, size]
   const void* sin = nullptr;
-  const int64_t* place = nullptr;  // [1]
-  const bool* mask = nullptr;      // [batch, more than `place`]
-  void* keys = nullptr;            // [batch, kv_heads, capacity, size]
+  const int64_t* cache_position = nullptr;  // [1]
+  const bool* mask = nullptr;               // [batch, more than `cache_position`]
+  void* keys = nullptr;                     // [batch, kv_heads, capacity, size]
   void* values = nullptr;
   void* out = nullptr;
-  float* scratch = nullptr;     // attention_scratch() values; unused with one split
-  unsigned* arrived = nullptr;  // [batch, q_heads]: zero, and zero again after each call
+  float* scratch = nullptr;          // attention_scratch() values; unused with one split
+  unsigned* block_counts = nullptr;  // [batch, q_heads]: zero, and zero again after each call
   int batch = 0, q_heads = 0, kv_heads = 0, size = 0;
-  int splits = 1;                             // of the places, for blocks of their own
+  int splits = 1;                             // of the cache, each for blocks of its own
   int64_t q_stride = 0, kv_stride = 0;        // from row to row of the batch, in elements
   int64_t rotation_stride = 0;                // of cos and sin, 0 where one serves all rows
   int64_t batch_stride = 0, head_stride = 0;  // of the cache
@@ -40,17 +41,17 @@ void attention(const Attention& input, DType dtype, Stream stream);
 constexpr int64_t attention_scratch(int q_heads, int size) { return int64_t{8} * q_heads * (size + 2); }
 
 // What latent attention does before it attends: the last `rope` values of each query head are rotated where they lie;
-// the first `rank` of kv are normed and go into `keys` at `place`, the rest is rotated and goes into `values`. Not for
-// fp32.
+// the first `rank` of kv are normed and go into `keys` at `cache_position`, the rest is rotated and goes into `values`.
+// Not for fp32.
 struct Latent {
   void* q = nullptr;           // [rows, heads, nope + rope]
   const void* kv = nullptr;    // [rows, rank + rope]
   const void* norm = nullptr;  // [rank]
   const void* cos = nullptr;   // [rows, at least rope / 2]
   const void* sin = nullptr;
-  const int64_t* place = nullptr;  // [1]
-  void* keys = nullptr;            // [rows, capacity, rank]
-  void* values = nullptr;          // [rows, capacity, rope]
+  const int64_t* cache_position = nullptr;  // [1]
+  void* keys = nullptr;                     // [rows, capacity, rank]
+  void* values = nullptr;                   // [rows, capacity, rope]
   int rows = 0, heads = 0, nope = 0, rope = 0, rank = 0;
   bool turns_neighbours = false;        // values 2i and 2i + 1, which come to i and i + rope / 2; else these
   int64_t q_stride = 0, kv_stride = 0;  // from row to row, in elements

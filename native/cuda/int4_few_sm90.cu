@@ -15,6 +15,7 @@ namespace {
 constexpr int kFewTiles = 4;  // of 64 outputs a block
 constexpr int kFewWarps = kFewTiles;
 constexpr int kFewThreads = 32 * kFewWarps;
+constexpr int kOperands = 4;  // of 16 outputs a warp
 // Two blocks fill a multiprocessor's shared memory: a third one, of the next kernel, must wait until one has ended,
 // else that kernel's blocks would gather where this one ends first.
 constexpr int kFewStages = 7;
@@ -40,6 +41,119 @@ __device__ __forceinline__ void scales_of(float (&scale)[2], uint32_t both, bool
   }
 }
 
+// A stage in registers, but for its scales.
+template <int kTokens>
+struct Held {
+  uint32_t x[kTokens / 8][2][4];  // 8 tokens × 32 inputs each
+  uint4 words[kOperands];
+  int slot;
+};
+
+// Reads a stage of the ring, at `x` and `words` of this lane.
+template <int kTokens>
+__device__ __forceinline__ void read_stage(Held<kTokens>& h, uint32_t x, uint32_t words) {
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) load_matrices(h.x[j][half], (x ^ half * 64) + j * 1024);
+#pragma unroll
+  for (int t = 0; t < kOperands; ++t) h.words[t] = load_shared<uint4>(words + t * 512);
+}
+
+// Reads the scales of a stage: of two outputs each, with their zero points. `width`: tiles of the strip.
+template <bool kZeros, int kParts>
+__device__ __forceinline__ void read_pairs(uint2 (&pairs)[kParts][kOperands], uint32_t scales, int width) {
+  constexpr int kPair = kZeros ? 4 : 2;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part)
+#pragma unroll
+    for (int t = 0; t < kOperands; ++t) {
+      const uint32_t at = scales + t * 16 * kPair + part * width * 64 * kPair;
+      if constexpr (kZeros) pairs[part][t] = load_shared<uint2>(at);
+      else pairs[part][t].x = load_shared<uint32_t>(at);
+    }
+}
+
+// off += activations of a group times an operand of equal weights.
+template <class T, int kTokens, bool kHalfGroups>
+__device__ __forceinline__ void sum_activations(float (&off)[kTokens / 8][4], const Held<kTokens>& h, int part,
+                                                const uint32_t (&constant)[4]) {
+#pragma unroll
+  for (int half = part; half < (kHalfGroups ? part + 1 : 2); ++half)
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; ++j) {
+      Float16<T>::multiply(off[j], constant, h.x[j][half][0], h.x[j][half][1]);
+      Float16<T>::multiply(off[j], constant, h.x[j][half][2], h.x[j][half][3]);
+    }
+}
+
+// Adds the products of operand `t` over a group to the strip's sums, scaled. `off`: the sums of the group's activations
+// times `constant`; `pair`: scales of two outputs, with their zero points.
+template <class T, int kTokens, bool kHalfGroups, bool kZeros>
+__device__ __forceinline__ void multiply_operand(float* sum, const Held<kTokens>& h, int part, int t, const uint2& pair,
+                                                 const float (&off)[kTokens / 8][4], uint32_t magic, bool fp16_scales) {
+  constexpr int kColumns = kTokens / 8;
+  float scale[2], zeros[2] = {1, 1}, d[kColumns][4];
+  uint32_t both = pair.x;
+  if constexpr (kZeros) {
+    both = __byte_perm(pair.x, pair.y, 0x5410);
+    zeros[0] = -kBase<T> - static_cast<float>(pair.x >> 16);
+    zeros[1] = -kBase<T> - static_cast<float>(pair.y >> 16);
+  }
+  scales_of<T>(scale, both, fp16_scales);
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) d[j][c] = kZeros ? zeros[c / 2] * off[j][c] : off[j][c];
+  const uint32_t each[4] = {h.words[t].x, h.words[t].y, h.words[t].z, h.words[t].w};
+#pragma unroll
+  for (int step = kHalfGroups ? 2 * part : 0; step < (kHalfGroups ? 2 * part + 2 : 4); ++step) {
+    uint32_t a[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(a[i]) : "r"(each[step] >> 4 * i), "r"(magic));
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+      Float16<T>::multiply(d[j], a, h.x[j][step / 2][step % 2 * 2], h.x[j][step / 2][step % 2 * 2 + 1]);
+  }
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      float& s = sum[(t * kColumns + j) * 4 + c];
+      s = fmaf(d[j][c], scale[c / 2], s);
+    }
+}
+
+// Writes the sums of a strip that is wholly this block's.
+template <class T, int kTokens>
+__device__ __forceinline__ void write_strip(const Int4Arguments& p, const float* sum, int tile, int token, int warp,
+                                            int lane) {
+  constexpr int kColumns = kTokens / 8;
+#pragma unroll
+  for (int t = 0; t < kOperands; ++t) {
+    const int output = tile * 64 + (warp * kOperands + t) * 16 + lane / 4 * 2;
+    const float bias0 = bias_of(p, output), bias1 = bias_of(p, output + 1);
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+      write<T>(p, sum + (t * kColumns + j) * 4, output, token + j * 8 + lane % 4 * 2, bias0, bias1);
+  }
+}
+
+// Writes the sums of a strip that is a cluster's: a part of them a block.
+template <class T, int kTokens>
+__device__ __forceinline__ void write_cluster(const Int4Arguments& p, float4* parts, uint64_t* arrived,
+                                              const float (&sum)[kOperands * kTokens / 2], int tile, int token) {
+  constexpr int kColumns = kTokens / 8;
+  ClusterSum<kFewThreads, kOperands * kColumns>::run(
+      p, parts, arrived, sum, [&](int thread, int vector, const float4& all) {
+        const int output = tile * 64 + (thread / 32 * kOperands + vector / kColumns) * 16 + thread % 32 / 4 * 2;
+        const float each[4] = {all.x, all.y, all.z, all.w};
+        write<T>(p, each, output, token + vector % kColumns * 8 + thread % 4 * 2, bias_of(p, output),
+                 bias_of(p, output + 1));
+      });
+}
+
 template <class T, int kTokens, bool kHalfGroups, bool kZeros>
 __global__ void __launch_bounds__(kFewThreads + 32, 2)
     int4_few_sm90(const Int4Arguments p, const __grid_constant__ CUtensorMap map) {
@@ -50,19 +164,12 @@ __global__ void __launch_bounds__(kFewThreads + 32, 2)
   __shared__ uint64_t arrived;
   __shared__ int is_last[2];
   using Stage = Fetch<kTokens, kFewTiles>;
-  constexpr int kColumns = kTokens / 8, kOperands = 4, kVectors = kOperands * kColumns, kPair = kZeros ? 4 : 2;
+  constexpr int kColumns = kTokens / 8, kVectors = kOperands * kColumns, kPair = kZeros ? 4 : 2;
   constexpr int kParts = kHalfGroups ? 2 : 1;  // groups of a stage
   using Sum = ClusterSum<kFewThreads, kVectors>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Share share(p);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, arrivals(p, kFewThreads));
-    if (p.sharers > 0) Sum::prepare(&arrived);
-    barriers_ready();
-  }
-  __syncthreads();
-  if (p.sharers > 0) cluster_arrive();
-  let_next_begin();
+  begin_block<kStages, kFewThreads, Sum>(p, full, empty, &arrived);
   if (threadIdx.x >= kFewThreads) {
     if (elect()) Stage::template run<kStages>(p, &map, ring, full, empty, share);
     return;
@@ -78,81 +185,26 @@ __global__ void __launch_bounds__(kFewThreads + 32, 2)
   const uint32_t my_scales = base + Stage::kScales + (warp * kOperands * 16 + lane / 4 * 2) * kPair;
   const uint32_t my_barrier = keep(shared_address(full));
   float sum[kVectors * 4] = {};
-  struct Held {                  // of a stage, in registers
-    uint32_t x[kColumns][2][4];  // 8 tokens × 32 inputs each
-    uint4 words[kOperands];
-    int slot;
-  };
   int slot = 0, parity = 0;
-  auto take = [&](Held& h) {
+  auto take = [&](Held<kTokens>& h) {
     wait(my_barrier + slot * 8, parity);
-    const uint32_t stage = slot * Stage::kBytes;
-#pragma unroll
-    for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) load_matrices(h.x[j][half], ((my_x + stage) ^ half * 64) + j * 1024);
-#pragma unroll
-    for (int t = 0; t < kOperands; ++t) h.words[t] = load_shared<uint4>(my_words + stage + t * 512);
+    read_stage<kTokens>(h, my_x + slot * Stage::kBytes, my_words + slot * Stage::kBytes);
     h.slot = slot;
-    if (++slot == kStages) slot = 0, parity ^= 1;
+    advance<kStages>(slot, parity);
   };
   // `width`: tiles of the strip.
-  auto multiply = [&](const Held& h, int width) {
-    uint2 pairs[kParts][kOperands];  // scales of two outputs, with their zero points
-#pragma unroll
-    for (int part = 0; part < kParts; ++part)
-#pragma unroll
-      for (int t = 0; t < kOperands; ++t) {
-        const uint32_t scales = my_scales + h.slot * Stage::kBytes + t * 16 * kPair + part * width * 64 * kPair;
-        if constexpr (kZeros) pairs[part][t] = load_shared<uint2>(scales);
-        else pairs[part][t].x = load_shared<uint32_t>(scales);
-      }
+  auto multiply = [&](const Held<kTokens>& h, int width) {
+    uint2 pairs[kParts][kOperands];
+    read_pairs<kZeros>(pairs, my_scales + h.slot * Stage::kBytes, width);
     __syncwarp();
     if ((lane & p.silent) == 0) arrive(my_barrier + (kStages + h.slot) * 8);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       float off[kColumns][4] = {};
+      sum_activations<T, kTokens, kHalfGroups>(off, h, part, constant);
 #pragma unroll
-      for (int half = part; half < (kHalfGroups ? part + 1 : 2); ++half)
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-          Float16<T>::multiply(off[j], constant, h.x[j][half][0], h.x[j][half][1]);
-          Float16<T>::multiply(off[j], constant, h.x[j][half][2], h.x[j][half][3]);
-        }
-#pragma unroll
-      for (int t = 0; t < kOperands; ++t) {
-        float scale[2], zeros[2] = {1, 1}, d[kColumns][4];
-        uint32_t both = pairs[part][t].x;
-        if constexpr (kZeros) {
-          const uint2 pair = pairs[part][t];
-          both = __byte_perm(pair.x, pair.y, 0x5410);
-          zeros[0] = -kBase<T> - static_cast<float>(pair.x >> 16);
-          zeros[1] = -kBase<T> - static_cast<float>(pair.y >> 16);
-        }
-        scales_of<T>(scale, both, p.fp16_scales);
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) d[j][c] = kZeros ? zeros[c / 2] * off[j][c] : off[j][c];
-        const uint32_t each[4] = {h.words[t].x, h.words[t].y, h.words[t].z, h.words[t].w};
-#pragma unroll
-        for (int step = kHalfGroups ? 2 * part : 0; step < (kHalfGroups ? 2 * part + 2 : 4); ++step) {
-          uint32_t a[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            asm("lop3.b32 %0, %1, 0x000f000f, %2, 0xea;" : "=r"(a[i]) : "r"(each[step] >> 4 * i), "r"(magic));
-#pragma unroll
-          for (int j = 0; j < kColumns; ++j)
-            Float16<T>::multiply(d[j], a, h.x[j][step / 2][step % 2 * 2], h.x[j][step / 2][step % 2 * 2 + 1]);
-        }
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) {
-            float& s = sum[(t * kColumns + j) * 4 + c];
-            s = fmaf(d[j][c], scale[c / 2], s);
-          }
-      }
+      for (int t = 0; t < kOperands; ++t)
+        multiply_operand<T, kTokens, kHalfGroups, kZeros>(sum, h, part, t, pairs[part][t], off, magic, p.fp16_scales);
     }
   };
 
@@ -160,7 +212,7 @@ __global__ void __launch_bounds__(kFewThreads + 32, 2)
   for (int left = share.count, depth = share.begin - unit * p.depth; left > 0; depth = 0, ++unit) {
     const int tile = unit / p.token_blocks * kFewTiles, token = unit % p.token_blocks * kTokens;
     const int here = min(left, p.depth - depth), width = min(kFewTiles, p.tiles64 - tile);
-    Held one, two;
+    Held<kTokens> one, two;
     take(one);
     int rest = here - 1;
     for (; rest >= 2; rest -= 2) {
@@ -174,26 +226,12 @@ __global__ void __launch_bounds__(kFewThreads + 32, 2)
     if (rest > 0) multiply(two, width);
     left -= here;
     if (p.sharers == 0) {
-      if (join<kFewThreads, kVectors>(p, unit, sum, is_last)) {
-#pragma unroll
-        for (int t = 0; t < kOperands; ++t) {
-          const int output = tile * 64 + (warp * kOperands + t) * 16 + lane / 4 * 2;
-          const float bias0 = bias_of(p, output), bias1 = bias_of(p, output + 1);
-#pragma unroll
-          for (int j = 0; j < kColumns; ++j)
-            write<T>(p, sum + (t * kColumns + j) * 4, output, token + j * 8 + lane % 4 * 2, bias0, bias1);
-        }
-      }
+      if (join<kFewThreads, kVectors>(p, unit, sum, is_last)) write_strip<T, kTokens>(p, sum, tile, token, warp, lane);
 #pragma unroll
       for (int j = 0; j < kVectors * 4; ++j) sum[j] = 0;
     } else {
       auto* parts = reinterpret_cast<float4*>(ring + kStages * Stage::kBytes);
-      Sum::run(p, parts, &arrived, sum, [&](int thread, int vector, const float4& all) {
-        const int output = tile * 64 + (thread / 32 * kOperands + vector / kColumns) * 16 + thread % 32 / 4 * 2;
-        const float each[4] = {all.x, all.y, all.z, all.w};
-        write<T>(p, each, output, token + vector % kColumns * 8 + thread % 4 * 2, bias_of(p, output),
-                 bias_of(p, output + 1));
-      });
+      write_cluster<T, kTokens>(p, parts, &arrived, sum, tile, token);
     }
   }
 }

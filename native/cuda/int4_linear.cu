@@ -52,19 +52,26 @@ __device__ __forceinline__ void wait() {
 template <int kTokens, bool kHalfGroups>
 constexpr int kStageBytes = kWordBytes + kTokens * kDepth * 2 + (kHalfGroups ? 2 : 1) * kStrip * 4;
 
-// T: of activations. kTokens: rows of a block, a multiple of 8. kHalfGroups: groups of 32, two a stage.
-template <class T, int kTokens, bool kHalfGroups, int kStages>
-__global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_sm80(const Int4Arguments p) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ int is_last;
-  constexpr int kStage = kStageBytes<kTokens, kHalfGroups>;
-  constexpr int kColumns = kTokens / 8;
-  constexpr int kGroups = kHalfGroups ? 2 : 1;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int begin = blockIdx.x * p.share, end = min(begin + p.share, p.line);
-  if (begin >= end) return;
+// A block of the kernel. T: of activations. kTokens: rows of a block, a multiple of 8. kHalfGroups: groups of 32, two a
+// stage. A position is a stage's place in the line, a unit a strip with one block of tokens.
+template <class T, int kTokens, bool kHalfGroups>
+struct Block {
+  static constexpr int kStage = kStageBytes<kTokens, kHalfGroups>;
+  static constexpr int kColumns = kTokens / 8;
+  static constexpr int kGroups = kHalfGroups ? 2 : 1;
 
-  auto fetch = [&](int position, int slot) {
+  const Int4Arguments& p;
+  uint8_t* const shared;  // the ring of stages
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float sum[kTiles][kColumns][4] = {};    // scaled
+  float group[kTiles][kColumns][4] = {};  // of the group so far
+  float scale[kTiles][2];
+  uint32_t zeros[kTiles][2];
+
+  __device__ __forceinline__ Block(const Int4Arguments& p, uint8_t* shared) : p(p), shared(shared) {}
+
+  // Asks for a stage: words, activations, scales.
+  __device__ __forceinline__ void fetch(int position, int slot) const {
     uint8_t* stage = shared + slot * kStage;
     const int unit = position / p.depth, depth = position - unit * p.depth;
     const int strip = unit % p.strips, token = unit / p.strips * kTokens;
@@ -94,14 +101,9 @@ __global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_s
       copy16(scales + half * (kStrip * 4) + quarter * 64 * p.scale_bytes + piece * 16, p.scales + offset + piece * 16,
              real);
     }
-  };
+  }
 
-  float sum[kTiles][kColumns][4] = {};    // scaled
-  float group[kTiles][kColumns][4] = {};  // of the group so far
-  float scale[kTiles][2];
-  uint32_t zeros[kTiles][2];
-
-  auto close_group = [&] {
+  __device__ __forceinline__ void close_group() {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i)
 #pragma unroll
@@ -111,9 +113,10 @@ __global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_s
           sum[i][j][c] = fmaf(group[i][j][c], scale[i][c / 2], sum[i][j][c]);
           group[i][j][c] = 0;
         }
-  };
+  }
 
-  auto multiply = [&](int slot) {
+  // Adds the products of a stage to the group's sums.
+  __device__ __forceinline__ void multiply(int slot) {
     const uint8_t* stage = shared + slot * kStage;
     const uint8_t* activations = stage + kWordBytes;
     const uint8_t* scales = activations + kTokens * 128;
@@ -148,9 +151,57 @@ __global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_s
       }
     }
     if (kHalfGroups) close_group();
-  };
+  }
 
-  auto write = [&](int unit) {
+  __device__ __forceinline__ void clear_sum() {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) sum[i][j][c] = 0;
+  }
+
+  // Makes this block's sum of a unit the whole one. False where another block, which comes later, will do that. A block
+  // has at most two shares of strips that are not wholly its own: where it begins (slot 0) and where it ends (1).
+  __device__ __forceinline__ bool join(int unit, int& is_last) {
+    constexpr int kPart = kTiles * kColumns * kThreads;
+    const int first = unit * p.depth / p.share, last = ((unit + 1) * p.depth - 1) / p.share;
+    if (first == last) return true;
+    float4* mine = p.partials + (2 * static_cast<size_t>(blockIdx.x) + (blockIdx.x == first)) * kPart + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j)
+        mine[(i * kColumns + j) * kThreads] = make_float4(sum[i][j][0], sum[i][j][1], sum[i][j][2], sum[i][j][3]);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      is_last = atomicAdd(&p.counters[unit], 1) == last - first;
+      if (is_last) p.counters[unit] = 0;
+    }
+    __syncthreads();
+    if (!is_last) return false;
+    __threadfence();
+    clear_sum();
+#pragma unroll 2
+    for (int block = first; block <= last; ++block) {
+      const float4* part = p.partials + (2 * static_cast<size_t>(block) + (block == first)) * kPart + threadIdx.x;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) {
+          const float4 v = __ldcg(part + (i * kColumns + j) * kThreads);
+          sum[i][j][0] += v.x;
+          sum[i][j][1] += v.y;
+          sum[i][j][2] += v.z;
+          sum[i][j][3] += v.w;
+        }
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void write(int unit) const {
     T* y = static_cast<T*>(p.y);
     const int strip = unit % p.strips, first_token = unit / p.strips * kTokens;
 #pragma unroll
@@ -174,55 +225,19 @@ __global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_s
           }
         }
     }
-  };
+  }
+};
 
-  // A block has at most two shares of strips that are not wholly its own: where it begins (slot 0) and where it ends
-  // (1).
-  auto share = [&](int unit) {
-    constexpr int kPart = kTiles * kColumns * kThreads;
-    const int first = unit * p.depth / p.share, last = ((unit + 1) * p.depth - 1) / p.share;
-    if (first == last) return true;
-    float4* mine = p.partials + (2 * static_cast<size_t>(blockIdx.x) + (blockIdx.x == first)) * kPart + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j)
-        mine[(i * kColumns + j) * kThreads] = make_float4(sum[i][j][0], sum[i][j][1], sum[i][j][2], sum[i][j][3]);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      is_last = atomicAdd(&p.counters[unit], 1) == last - first;
-      if (is_last) p.counters[unit] = 0;
-    }
-    __syncthreads();
-    if (!is_last) return false;
-    __threadfence();
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum[i][j][c] = 0;
-#pragma unroll 2
-    for (int block = first; block <= last; ++block) {
-      const float4* part = p.partials + (2 * static_cast<size_t>(block) + (block == first)) * kPart + threadIdx.x;
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-          const float4 v = __ldcg(part + (i * kColumns + j) * kThreads);
-          sum[i][j][0] += v.x;
-          sum[i][j][1] += v.y;
-          sum[i][j][2] += v.z;
-          sum[i][j][3] += v.w;
-        }
-    }
-    return true;
-  };
-
+template <class T, int kTokens, bool kHalfGroups, int kStages>
+__global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_sm80(const Int4Arguments p) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ int is_last;
+  const int begin = blockIdx.x * p.share, end = min(begin + p.share, p.line);
+  if (begin >= end) return;
+  Block<T, kTokens, kHalfGroups> block(p, shared);
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
-    if (begin + i < end) fetch(begin + i, i);
+    if (begin + i < end) block.fetch(begin + i, i);
     commit();
   }
   int slot = 0, depth = begin % p.depth, unit = begin / p.depth;
@@ -230,20 +245,15 @@ __global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_s
     wait<kStages - 2>();
     __syncthreads();
     // The slot that all warps have just left.
-    if (position + kStages - 1 < end) fetch(position + kStages - 1, slot == 0 ? kStages - 1 : slot - 1);
+    if (position + kStages - 1 < end) block.fetch(position + kStages - 1, slot == 0 ? kStages - 1 : slot - 1);
     commit();
-    multiply(slot);
+    block.multiply(slot);
     slot = slot + 1 == kStages ? 0 : slot + 1;
     const bool ends_strip = ++depth == p.depth;
-    if (!kHalfGroups && (depth % p.stages_per_group == 0 || position + 1 == end)) close_group();
+    if (!kHalfGroups && (depth % p.stages_per_group == 0 || position + 1 == end)) block.close_group();
     if (ends_strip || position + 1 == end) {
-      if (share(unit)) write(unit);
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) sum[i][j][c] = 0;
+      if (block.join(unit, is_last)) block.write(unit);
+      block.clear_sum();
       depth = 0;
       ++unit;
     }

@@ -29,7 +29,7 @@ __device__ __forceinline__ void to_scaled_operand(uint32_t* a, uint32_t word, co
 
 // Blocks of that many tokens have kTiles × kGroups × 64 outputs. Beyond 64 tokens no clusters add up sums.
 template <int kTokens, int kGroups, int kTiles>
-struct Shape {
+struct ShapeOf {
   static constexpr int kOutputs = kGroups * kTiles * 64;
   using Stage = Fetch<kTokens, kGroups * kTiles>;
   static constexpr int kSumBytes = kTokens <= 64 ? kOutputs * kTokens * 4 : 0;
@@ -37,30 +37,134 @@ struct Shape {
   static constexpr int kBytes = kStages * Stage::kBytes + kSumBytes;
 };
 
+// Adds up `count` stages of one strip: a warpgroup's kTiles × 64 outputs. my_…: addresses in shared memory, this
+// lane's. `second`: where the stage's second group begins.
+template <class T, class Shape, int kTokens, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed>
+__device__ __forceinline__ void multiply_strip(const Int4Arguments& p, float (&sum)[kTiles][kTokens / 2], int count,
+                                               const uint8_t* ring, uint32_t my_barrier, uint32_t my_words,
+                                               uint32_t my_scales, int second, int lane, int& slot, int& parity) {
+  using Stage = typename Shape::Stage;
+  constexpr int kStages = Shape::kStages, kPair = kZeros ? 4 : 2;
+  uint4 words;                    // of the tile that is converted
+  uint32_t zeros[2][2], both[2];  // of both halves of its stage
+  uint32_t a[2][16];              // the operand that is multiplied, and the next one
+  int held = -1;                  // the slot before, whose activations may still be read
+  auto take = [&](int tile) {
+    const uint32_t scales = my_scales + slot * Stage::kBytes + tile * 64 * kPair;
+    words = load_shared<uint4>(my_words + slot * Stage::kBytes + tile * 2048);
+    both[0] = both[1] = read_pair<T, kZeros>(zeros[0], scales);
+    if constexpr (kHalfGroups) both[1] = read_pair<T, kZeros>(zeros[1], scales + second);
+  };
+  auto convert = [&](uint32_t (&to)[16], int j) {
+    const uint32_t each[4] = {words.x, words.y, words.z, words.w};
+    to_scaled_operand<T, kMixed>(to + 4 * j, each[j], zeros[kHalfGroups ? j / 2 : 0], both[j / 2]);
+  };
+  auto release = [&](int used) {
+    if (used >= 0 && (lane & p.silent) == 0) arrive(my_barrier + (kStages + used) * 8);
+  };
+  // sums += now · activations, while the codes of `tile` become `next`. `turns`: it is of the next stage.
+  auto multiply = [&](float (&sums)[kTokens / 2], const uint32_t (&now)[16], uint32_t (&next)[16], int tile,
+                      bool turns) {
+    const uint64_t b = descriptor(ring + slot * Stage::kBytes);
+    const int before = held;
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      wgmma<T, kTokens>(sums, now + 4 * j, b + 2 * j);
+      wgmma_commit();
+      if (j == 0) {
+        if (turns) {
+          held = slot;
+          advance<kStages>(slot, parity);
+          wait(my_barrier + slot * 8, parity);
+        }
+        take(tile);
+      }
+      wgmma_wait<4>();  // the product that read what is written now
+      convert(next, j);
+    }
+    if (kTiles == 1 || !turns) release(before);
+  };
+  wait(my_barrier + slot * 8, parity);
+  take(0);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) convert(a[0], j);
+  auto last = [&](float (&sums)[kTokens / 2], const uint32_t (&now)[16]) {
+    const uint64_t b = descriptor(ring + slot * Stage::kBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < 4; ++j) wgmma<T, kTokens>(sums, now + 4 * j, b + 2 * j);
+    wgmma_commit();
+    wgmma_wait<0>();
+    if (kTiles == 1) release(held);
+    release(slot);
+    advance<kStages>(slot, parity);
+  };
+  int rest = count - 1;
+  if constexpr (kTiles == 1) {
+    for (; rest >= 2; rest -= 2) {
+      multiply(sum[0], a[0], a[1], 0, true);
+      multiply(sum[0], a[1], a[0], 0, true);
+    }
+    if (rest > 0) {
+      multiply(sum[0], a[0], a[1], 0, true);
+      last(sum[0], a[1]);
+    } else {
+      last(sum[0], a[0]);
+    }
+  } else {
+    for (; rest > 0; --rest) {
+      multiply(sum[0], a[0], a[1], 1, false);
+      multiply(sum[1], a[1], a[0], 0, true);
+    }
+    multiply(sum[0], a[0], a[1], 1, false);
+    last(sum[1], a[1]);
+  }
+}
+
+// Writes the sums of a strip that is wholly this block's. `output`: the first of this lane's.
+template <class T, int kTokens, int kTiles>
+__device__ __forceinline__ void write_strip(const Int4Arguments& p, const float (&sum)[kTiles][kTokens / 2], int output,
+                                            int token) {
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    const float bias0 = bias_of(p, output + t * 64), bias1 = bias_of(p, output + t * 64 + 1);
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; ++j) write<T>(p, sum[t] + 4 * j, output + t * 64, token + j * 8, bias0, bias1);
+  }
+}
+
+// Writes the sums of a strip that is a cluster's: a part of them a block.
+template <class T, int kTokens, int kTiles, class Sum>
+__device__ __forceinline__ void write_cluster(const Int4Arguments& p, float4* parts, uint64_t* arrived,
+                                              const float (&sum)[kTiles * kTokens / 2], int tile0, int token) {
+  Sum::run(p, parts, arrived, sum, [&](int thread, int vector, const float4& whole) {
+    const int tile = thread / 128 * kTiles + vector / (kTokens / 8);
+    const int output = (tile0 + tile) * 64 + thread / 32 % 4 * 16 + thread % 32 / 4 * 2;
+    const float each[4] = {whole.x, whole.y, whole.z, whole.w};
+    write<T>(p, each, output, token + vector % (kTokens / 8) * 8 + thread % 4 * 2, bias_of(p, output),
+             bias_of(p, output + 1));
+  });
+}
+
 // kGroups warpgroups multiply kTiles × 64 outputs each; one more fetches.
 template <class T, int kTokens, int kGroups, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed>
 __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
     int4_many_sm90(const Int4Arguments p, const __grid_constant__ CUtensorMap map) {
   extern __shared__ __align__(1024) uint8_t ring[];
+  using Shape = ShapeOf<kTokens, kGroups, kTiles>;
+  using Stage = typename Shape::Stage;
   constexpr int kThreads = kGroups * 128, kVectors = kTiles * kTokens / 8;
-  constexpr int kStages = Shape<kTokens, kGroups, kTiles>::kStages, kPair = kZeros ? 4 : 2;
+  constexpr int kStages = Shape::kStages, kPair = kZeros ? 4 : 2;
   constexpr int kStrip = kGroups * kTiles;
   static_assert(kStrip <= 4, "as they are packed");
-  using Stage = typename Shape<kTokens, kGroups, kTiles>::Stage;
   __shared__ uint64_t full[2 * kStages];
   uint64_t* empty = full + kStages;
   using Sum = ClusterSum<kThreads, kVectors>;
   __shared__ uint64_t arrived;
   __shared__ int is_last[2];
   const Share share(p);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, arrivals(p, kThreads));
-    if (p.sharers > 0) Sum::prepare(&arrived);
-    barriers_ready();
-  }
-  __syncthreads();
-  if (p.sharers > 0) cluster_arrive();
-  let_next_begin();
+  begin_block<kStages, kThreads, Sum>(p, full, empty, &arrived);
   if (threadIdx.x >= kThreads) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kGroups == 4 ? 24 : 40));
     if (threadIdx.x < kThreads + 32 && elect()) Stage::template run<kStages>(p, &map, ring, full, empty, share);
@@ -82,116 +186,24 @@ __global__ void __launch_bounds__(kGroups * 128 + 128, 1)
     tile0 = unit / p.token_blocks * (kGroups * kTiles), token = unit % p.token_blocks * kTokens;
 #pragma unroll
     for (int j = 0; j < kVectors * 4; ++j) all[j] = 0;
-
-    const int second = min(kStrip, p.tiles64 - tile0) * 64 * kPair;  // where the stage's second group begins
-    uint4 words;                                                     // of the tile that is converted
-    uint32_t zeros[2][2], both[2];                                   // of both halves of its stage
-    uint32_t a[2][16];                                               // the operand that is multiplied, and the next one
-    int held = -1;  // the slot before, whose activations may still be read
-    auto take = [&](int tile) {
-      const uint32_t scales = my_scales + slot * Stage::kBytes + tile * 64 * kPair;
-      words = load_shared<uint4>(my_words + slot * Stage::kBytes + tile * 2048);
-      both[0] = both[1] = read_pair<T, kZeros>(zeros[0], scales);
-      if constexpr (kHalfGroups) {
-        both[1] = read_pair<T, kZeros>(zeros[1], scales + second);
-      }
-    };
-    auto convert = [&](uint32_t (&to)[16], int j) {
-      const uint32_t each[4] = {words.x, words.y, words.z, words.w};
-      to_scaled_operand<T, kMixed>(to + 4 * j, each[j], zeros[kHalfGroups ? j / 2 : 0], both[j / 2]);
-    };
-    auto turn = [&] {
-      if (++slot == kStages) slot = 0, parity ^= 1;
-    };
-    auto release = [&](int used) {
-      if (used >= 0 && (lane & p.silent) == 0) arrive(my_barrier + (kStages + used) * 8);
-    };
-    // sums += now · activations, while the codes of `tile` become `next`. `turns`: it is of the next stage.
-    auto multiply = [&](float (&sums)[kTokens / 2], const uint32_t (&now)[16], uint32_t (&next)[16], int tile,
-                        bool turns) {
-      const uint64_t b = descriptor(ring + slot * Stage::kBytes);
-      const int before = held;
-      wgmma_fence();
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        wgmma<T, kTokens>(sums, now + 4 * j, b + 2 * j);
-        wgmma_commit();
-        if (j == 0) {
-          if (turns) {
-            held = slot;
-            turn();
-            wait(my_barrier + slot * 8, parity);
-          }
-          take(tile);
-        }
-        wgmma_wait<4>();  // the product that read what is written now
-        convert(next, j);
-      }
-      if (kTiles == 1 || !turns) release(before);
-    };
-    wait(my_barrier + slot * 8, parity);
-    take(0);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) convert(a[0], j);
-    auto last = [&](float (&sums)[kTokens / 2], const uint32_t (&now)[16]) {
-      const uint64_t b = descriptor(ring + slot * Stage::kBytes);
-      wgmma_fence();
-#pragma unroll
-      for (int j = 0; j < 4; ++j) wgmma<T, kTokens>(sums, now + 4 * j, b + 2 * j);
-      wgmma_commit();
-      wgmma_wait<0>();
-      if (kTiles == 1) release(held);
-      release(slot);
-      turn();
-    };
-    int rest = here - 1;
-    if constexpr (kTiles == 1) {
-      for (; rest >= 2; rest -= 2) {
-        multiply(sum[0], a[0], a[1], 0, true);
-        multiply(sum[0], a[1], a[0], 0, true);
-      }
-      if (rest > 0) {
-        multiply(sum[0], a[0], a[1], 0, true);
-        last(sum[0], a[1]);
-      } else {
-        last(sum[0], a[0]);
-      }
-    } else {
-      for (; rest > 0; --rest) {
-        multiply(sum[0], a[0], a[1], 1, false);
-        multiply(sum[1], a[1], a[0], 0, true);
-      }
-      multiply(sum[0], a[0], a[1], 1, false);
-      last(sum[1], a[1]);
-    }
+    const int second = min(kStrip, p.tiles64 - tile0) * 64 * kPair;
+    multiply_strip<T, Shape, kTokens, kTiles, kHalfGroups, kZeros, kMixed>(p, sum, here, ring, my_barrier, my_words,
+                                                                           my_scales, second, lane, slot, parity);
     if (p.sharers != 0) break;
-    if (join<kThreads, kVectors>(p, unit, all, is_last)) {
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-        const int output = tile0 * 64 + (group * kTiles + t) * 64 + warp * 16 + lane / 4 * 2;
-        const float bias0 = bias_of(p, output), bias1 = bias_of(p, output + 1);
-#pragma unroll
-        for (int j = 0; j < kTokens / 8; ++j)
-          write<T>(p, sum[t] + 4 * j, output, token + j * 8 + lane % 4 * 2, bias0, bias1);
-      }
-    }
+    if (join<kThreads, kVectors>(p, unit, all, is_last))
+      write_strip<T, kTokens>(p, sum, tile0 * 64 + group * kTiles * 64 + warp * 16 + lane / 4 * 2,
+                              token + lane % 4 * 2);
   }
   if (p.sharers == 0) return;
   auto* parts = reinterpret_cast<float4*>(ring + kStages * Stage::kBytes);
-  Sum::run(p, parts, &arrived, all, [&](int thread, int vector, const float4& whole) {
-    const int tile = thread / 128 * kTiles + vector / (kTokens / 8);
-    const int output = (tile0 + tile) * 64 + thread / 32 % 4 * 16 + thread % 32 / 4 * 2;
-    const float each[4] = {whole.x, whole.y, whole.z, whole.w};
-    write<T>(p, each, output, token + vector % (kTokens / 8) * 8 + thread % 4 * 2, bias_of(p, output),
-             bias_of(p, output + 1));
-  });
+  write_cluster<T, kTokens, kTiles, Sum>(p, parts, &arrived, all, tile0, token);
 }
 
 template <class T, int kTokens, int kGroups, int kTiles, bool kHalfGroups, bool kZeros, bool kMixed>
 void many(const Call& c) {
   static std::atomic<uint64_t> ready{0};  // devices that know of the shared memory it needs
   launch(int4_many_sm90<T, kTokens, kGroups, kTiles, kHalfGroups, kZeros, kMixed>, ready,
-         Shape<kTokens, kGroups, kTiles>::kBytes, kGroups * 128 + 128, c);
+         ShapeOf<kTokens, kGroups, kTiles>::kBytes, kGroups * 128 + 128, c);
 }
 
 template <class T, bool kHalfGroups, bool kZeros, bool kMixed>

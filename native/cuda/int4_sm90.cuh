@@ -30,6 +30,12 @@ struct Share {
   }
 };
 
+// The next slot of a ring, and the parity of its barriers.
+template <int kStages>
+__device__ __forceinline__ void advance(int& slot, int& parity) {
+  if (++slot == kStages) slot = 0, parity ^= 1;
+}
+
 // One thread asks for the stages of a block.
 //
 //   stage   activations [kTokens][64]; words of kTiles × 64 outputs; scales, [groups][256] for each four tiles
@@ -128,7 +134,7 @@ struct Fetch {
       wait(empty + slot, parity);
       weights.ask(ring + slot * kBytes, full + slot);
       x.ask(map, ring + slot * kBytes, full + slot);
-      if (++slot == kStages) slot = 0, parity ^= 1;
+      advance<kStages>(slot, parity);
     }
   }
 };
@@ -263,6 +269,20 @@ struct ClusterSum {
     }
   }
 };
+
+// What every block begins with: the barriers of its ring, and of its cluster's sums, which are ready then.
+template <int kStages, int kThreads, class Sum>
+__device__ __forceinline__ void begin_block(const Int4Arguments& p, uint64_t* full, uint64_t* empty,
+                                            uint64_t* sums_arrived) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) barrier_init(full + i, 1), barrier_init(empty + i, arrivals(p, kThreads));
+    if (p.sharers > 0) Sum::prepare(sums_arrived);
+    barriers_ready();
+  }
+  __syncthreads();
+  if (p.sharers > 0) cluster_arrive();
+  let_next_begin();
+}
 
 // Write 16 outputs × 8 tokens as the tensor core leaves them: sums of two neighbouring outputs for two tokens a lane.
 template <class T>

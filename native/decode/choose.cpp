@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "gemm/step_ops.hpp"
+#include "gemm/backends.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::decode {

@@ -47,7 +47,7 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
                out_at = arrays.take(static_cast<size_t>(count));
   const runtime::Scratch memory(arrays.count());
   float *stream = memory + stream_at, *normed = memory + normed_at, *out = memory + out_at;
-  gemm::choose_vector_ops(~uint32_t{0}).widen(x, step.dtype, 1, count, stream);
+  gemm::vector_ops().widen(x, step.dtype, 1, count, stream);
   auto norm_all = [&](const attention::Norm& norm) {
     for (int row = 0; row < step.batch; ++row)
       ops.rms_norm(stream + row * hidden_, norm.weight, hidden_, norm.epsilon, step.dtype, normed + row * hidden_);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "gemm/backends.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::decode {
@@ -15,7 +16,7 @@ constexpr size_t kSlot = 1;
 
 void norm_rows(const void* x, DType dtype, size_t rows, int n, const void* weight, float epsilon, void* out) {
   const gemm::StepOps& ops = gemm::step_ops();
-  const auto widen = gemm::choose_vector_ops(~uint32_t{0}).widen;
+  const auto widen = gemm::vector_ops().widen;
   const runtime::Session session;
   const auto size = static_cast<size_t>(n), line = (size + 15) / 16 * 16;
   const size_t step = std::max<size_t>(1, kPart / size), tasks = (rows + step - 1) / step;

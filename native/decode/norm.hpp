@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "gemm/step_ops.hpp"
+#include "runtime/dtype.hpp"
 
 namespace ktinject::decode {
 

@@ -1,13 +1,15 @@
 #include "gemm/backends.hpp"
 
+#include <atomic>
 #include <stdexcept>
+#include <vector>
 
 #include "runtime/cpu_features.hpp"
 
 namespace ktinject::gemm {
+namespace {
 
 using namespace runtime;  // the bits of instruction sets
-namespace {
 
 constexpr uint32_t kAvx2Set = kAvx2 | kFma;
 constexpr uint32_t kAvx512Set = kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2Set;
@@ -17,41 +19,113 @@ constexpr uint32_t kAvx512Set = kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | k
 // first row on.
 constexpr int kTileRows = 5, kInt4TileRows = 7;
 
-constexpr Kernel kTable[] = {
-    {"amx_bf16", Format::bf16, kAmxTile | kAmxBf16 | kAvx512Set, kTileRows, true, true, amx_bf16},
-    {"amx_int8", Format::int8, kAmxTile | kAmxInt8 | kAvx512Set, kTileRows, true, true, amx_int8},
-    {"amx_int4", Format::int4, kAmxTile | kAmxInt8 | kAvx512Set, kInt4TileRows, true, true, amx_int4},
-    {"amx_fp8", Format::fp8, kAmxTile | kAmxBf16 | kAvx512Set | kAvx512Bf16, 0, true, true, amx_fp8},
-    {"amx_mxfp4", Format::mxfp4, kAmxTile | kAmxBf16 | kAvx512Set | kAvx512Bf16, 0, true, true, amx_mxfp4},
-    {"avx512_bf16", Format::bf16, kAvx512Set | kAvx512Bf16, 0, true, false, avx512_bf16},
-    {"avx512_int8", Format::int8, kAvx512Set | kAvx512Vnni, 0, true, false, avx512_int8},
-    {"avx512_int4", Format::int4, kAvx512Set | kAvx512Vnni, 0, true, false, avx512_int4},
-    {"avx512_fp8", Format::fp8, kAvx512Set | kAvx512Bf16, 0, true, false, avx512_fp8},
-    {"avx512_mxfp4", Format::mxfp4, kAvx512Set | kAvx512Bf16, 0, true, false, avx512_mxfp4},
-    {"avxvnni_int8", Format::int8, kAvx2Set | kAvxVnni, 0, true, false, avxvnni_int8},
-    {"avxvnni_int4", Format::int4, kAvx2Set | kAvxVnni, 0, true, false, avxvnni_int4},
-    {"avx2_bf16", Format::bf16, kAvx2Set, 0, true, false, avx2_bf16},
-    {"avx2_int8", Format::int8, kAvx2Set, 0, true, false, avx2_int8},
-    {"avx2_int4", Format::int4, kAvx2Set, 0, true, false, avx2_int4},
-    {"avx2_fp8", Format::fp8, kAvx2Set, 0, true, false, avx2_fp8},
-    {"avx2_mxfp4", Format::mxfp4, kAvx2Set, 0, true, false, avx2_mxfp4},
-    {"reference_bf16", Format::bf16, 0, 0, true, false, reference_bf16},
-    {"reference_int8", Format::int8, 0, 0, true, false, reference_int8},
-    {"reference_int4", Format::int4, 0, 0, true, false, reference_int4},
-    {"reference_fp8", Format::fp8, 0, 0, true, false, reference_fp8},
-    {"reference_mxfp4", Format::mxfp4, 0, 0, true, false, reference_mxfp4},
+constexpr Backend kBackends[] = {
+    {"amx",
+     kAmxTile | kAvx512Set,
+     true,
+     true,
+     &kAvx512VectorOps,
+     &kAvx512StepOps,
+     {{kAmxBf16, kTileRows, amx_bf16},
+      {kAmxInt8, kTileRows, amx_int8},
+      {kAmxInt8, kInt4TileRows, amx_int4},
+      {kAmxBf16 | kAvx512Bf16, 0, amx_fp8},
+      {kAmxBf16 | kAvx512Bf16, 0, amx_mxfp4}}},
+    {"avx512",
+     kAvx512Set,
+     true,
+     false,
+     &kAvx512VectorOps,
+     &kAvx512StepOps,
+     {{kAvx512Bf16, 0, avx512_bf16},
+      {kAvx512Vnni, 0, avx512_int8},
+      {kAvx512Vnni, 0, avx512_int4},
+      {kAvx512Bf16, 0, avx512_fp8},
+      {kAvx512Bf16, 0, avx512_mxfp4}}},
+    {"avxvnni",
+     kAvx2Set | kAvxVnni,
+     true,
+     false,
+     &kAvx2VectorOps,
+     &kAvx2StepOps,
+     {{}, {0, 0, avxvnni_int8}, {0, 0, avxvnni_int4}, {}, {}}},
+    {"avx2",
+     kAvx2Set,
+     true,
+     false,
+     &kAvx2VectorOps,
+     &kAvx2StepOps,
+     {{0, 0, avx2_bf16}, {0, 0, avx2_int8}, {0, 0, avx2_int4}, {0, 0, avx2_fp8}, {0, 0, avx2_mxfp4}}},
+    {"reference",
+     0,
+     true,
+     false,
+     &kBaselineVectorOps,
+     &kBaselineStepOps,
+     {{0, 0, reference_bf16},
+      {0, 0, reference_int8},
+      {0, 0, reference_int4},
+      {0, 0, reference_fp8},
+      {0, 0, reference_mxfp4}}},
     // The AMX kernels over a software model of the tile unit: slow, for machines without AMX, where tests must reach
     // them too.
-    {"modelled_amx_bf16", Format::bf16, kAvx512Set, 0, false, true, modelled_amx_bf16},
-    {"modelled_amx_int8", Format::int8, kAvx512Set, 0, false, true, modelled_amx_int8},
-    {"modelled_amx_int4", Format::int4, kAvx512Set, 0, false, true, modelled_amx_int4},
-    {"modelled_amx_fp8", Format::fp8, kAvx512Set | kAvx512Bf16, 0, false, true, modelled_amx_fp8},
-    {"modelled_amx_mxfp4", Format::mxfp4, kAvx512Set | kAvx512Bf16, 0, false, true, modelled_amx_mxfp4},
+    {"modelled_amx",
+     kAvx512Set,
+     false,
+     true,
+     &kAvx512VectorOps,
+     &kAvx512StepOps,
+     {{0, 0, modelled_amx_bf16},
+      {0, 0, modelled_amx_int8},
+      {0, 0, modelled_amx_int4},
+      {kAvx512Bf16, 0, modelled_amx_fp8},
+      {kAvx512Bf16, 0, modelled_amx_mxfp4}}},
 };
+
+const Kernel* kernel_named(const std::string& name) {
+  for (const Kernel& kernel : kernel_table())
+    if (kernel.name == name) return &kernel;
+  return nullptr;
+}
+
+void refuse_unavailable(const Kernel& kernel) {
+  const std::string reason = why_unavailable(kernel);
+  if (!reason.empty())
+    throw std::invalid_argument("kernel '" + kernel.name + "' cannot run here: " + reason + ". Use kernel: auto");
+}
+
+std::atomic<const Kernel*> forced{nullptr};
+
+// The one whose loops serve what belongs to no layer.
+const Backend& backend() {
+  static const Backend* const best = [] {
+    for (const Backend& one : kBackends)
+      if (one.automatic && (one.isa & ~cpu_features()) == 0) return &one;
+    return static_cast<const Backend*>(nullptr);  // not reached: the reference needs nothing
+  }();
+  const Kernel* const kernel = forced.load(std::memory_order_relaxed);
+  return kernel == nullptr ? *best : *kernel->backend;
+}
 
 }  // namespace
 
-std::span<const Kernel> kernel_table() { return kTable; }
+std::span<const Kernel> kernel_table() {
+  static const std::vector<Kernel> table = [] {
+    std::vector<Kernel> rows;
+    for (const Backend& one : kBackends)
+      for (const FormatName& format : kFormatNames) {
+        const Gemm& gemm = one.gemm[static_cast<int>(format.format)];
+        if (gemm.multiply != nullptr)
+          rows.push_back({std::string(one.name) + "_" + format.name, format.format, one.isa | gemm.isa, gemm.min_rows,
+                          gemm.multiply, &one});
+      }
+    return rows;
+  }();
+  return table;
+}
+
+const VectorOps& vector_ops() { return *backend().vector_ops; }
+const StepOps& step_ops() { return *backend().step_ops; }
 
 size_t scratch_bytes(const Matrix& matrix) {
   // Two expanded stretches of a panel, of at most 64 blocks.
@@ -66,26 +140,32 @@ std::string why_unavailable(const Kernel& kernel) {
   return names.empty() ? "" : "this CPU or system has no " + names;
 }
 
+void force_kernel(const std::string& name) {
+  const Kernel* const kernel = name == "auto" ? nullptr : kernel_named(name);
+  if (kernel != nullptr) refuse_unavailable(*kernel);
+  else if (name != "auto") throw std::invalid_argument("kernel '" + name + "': no kernel has that name");
+  forced.store(kernel, std::memory_order_relaxed);
+}
+
 Kernels choose_kernel(Format format, const std::string& name) {
-  std::string allowed;
   if (name == "auto") {
+    const Kernel* const only = forced.load(std::memory_order_relaxed);
+    if (only != nullptr && only->format == format) return {only, only};
     const Kernel* many = nullptr;
-    for (const Kernel& kernel : kTable) {
-      if (kernel.format != format || !kernel.automatic || !why_unavailable(kernel).empty()) continue;
+    for (const Kernel& kernel : kernel_table()) {
+      if (kernel.format != format || !kernel.backend->automatic || !why_unavailable(kernel).empty()) continue;
       if (many == nullptr) many = &kernel;
       if (kernel.min_rows == 0) return {many, &kernel};
     }
   }
-  for (const Kernel& kernel : kTable) {
-    if (kernel.format != format) continue;
-    if (kernel.name == name) {
-      const std::string reason = why_unavailable(kernel);
-      if (!reason.empty())
-        throw std::invalid_argument("kernel '" + name + "' cannot run here: " + reason + ". Use kernel: auto");
-      return {&kernel, &kernel};
-    }
-    allowed += (allowed.empty() ? "auto, " : ", ") + std::string(kernel.name);
+  const Kernel* const kernel = kernel_named(name);
+  if (kernel != nullptr && kernel->format == format) {
+    refuse_unavailable(*kernel);
+    return {kernel, kernel};
   }
+  std::string allowed = "auto";
+  for (const Kernel& other : kernel_table())
+    if (other.format == format) allowed += ", " + other.name;
   throw std::invalid_argument("kernel '" + name + "' is not one for " + format_name(format) +
                               " weights; allowed: " + allowed);
 }

@@ -1,4 +1,5 @@
-// Every kernel that multiplies rows by a packed panel, best first.
+// The backends: for each instruction set its products of packed panels, and the loops that run beside them. One ordered
+// table, best first, and one override; nothing else in the native core decides what a CPU runs.
 #pragma once
 
 #include <cstdint>
@@ -6,32 +7,52 @@
 #include <string>
 
 #include "gemm/layout.hpp"
+#include "gemm/step_ops.hpp"
+#include "gemm/vector_ops.hpp"
 
 namespace ktinject::gemm {
 
-// Who takes results off a kernel as they come: c [count, 32] = rows `row` ... of panel `panel`, counted from the first
-// of the call.
-struct Sink {
+// What is done with results as they leave a kernel: c [count, 32] = rows `row` ... of panel `panel`, counted from the
+// first of the call.
+struct Epilogue {
   void (*take)(void* context, int panel, int row, int count, const float* c);
   void* context;
 };
 
 // c [count, m, 32] fp32, contiguous, 64-byte aligned = rows [m, k] times each of `count` panels [32, k] transposed, all
 // scales applied. The panels follow each other in memory. `scratch` holds at least scratch_bytes(matrix) bytes, 64-byte
-// aligned. With a sink, for kernels that feed one, all results go there and c is working memory.
-using Multiply = void (*)(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                          std::byte* scratch, const Sink* sink);
+// aligned. With an epilogue, for backends that have one, all results go there and c is working memory.
+using Multiply = void(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                      std::byte* scratch, const Epilogue* epilogue);
 
-struct Kernel {
-  const char* name;  // <isa>_<dtype>
-  Format format;
-  uint32_t isa;    // what the CPU must have
-  int min_rows;    // below this many rows an expert, a kernel further down the table is faster
-  bool automatic;  // false: only when asked for by name
-  bool feeds;      // a sink: what is done with results hides between tile products
-  Multiply multiply;
+// A backend's product for one weight format.
+struct Gemm {
+  uint32_t isa = 0;              // beyond the backend's
+  int min_rows = 0;              // with fewer rows an expert, a backend further down the table is faster
+  Multiply* multiply = nullptr;  // null: the backend has none
 };
 
+struct Backend {
+  const char* name;
+  uint32_t isa;       // what the CPU must have
+  bool automatic;     // false: only when asked for by name
+  bool has_epilogue;  // what is done with results hides between tile products
+  const VectorOps* vector_ops;
+  const StepOps* step_ops;
+  Gemm gemm[kFormats];  // by Format
+};
+
+// A product with all that its table row says.
+struct Kernel {
+  std::string name;  // <backend>_<format>
+  Format format;
+  uint32_t isa;  // all that the CPU must have
+  int min_rows;
+  Multiply* multiply;
+  const Backend* backend;
+};
+
+// All products, those of the best backend first.
 std::span<const Kernel> kernel_table();
 
 // Bytes of scratch any kernel may use for this matrix.
@@ -42,42 +63,31 @@ struct Kernels {
   const Kernel* many;
   const Kernel* few;
   const Kernel& operator()(int rows) const { return rows >= many->min_rows ? *many : *few; }
+  // What packs the weights and prepares the activations: every kernel of the layer takes the same bits.
+  const VectorOps& vector_ops() const { return *few->backend->vector_ops; }
 };
 
-// `name`: "auto" or a row of the table. Throws std::invalid_argument for a name that is not there, is of another format
-// or that this CPU cannot run.
+// `name`: "auto" or a name of the table. Throws std::invalid_argument for a name that is not there, is of another
+// format or that this CPU cannot run.
 Kernels choose_kernel(Format format, const std::string& name);
+
+// From now on "auto" is this kernel for its format, and loops that belong to no layer are those of its backend; "auto"
+// takes that back. Throws as choose_kernel does.
+void force_kernel(const std::string& name);
+
+// The loops that belong to no layer: the best backend's, or the forced one's.
+const VectorOps& vector_ops();
+const StepOps& step_ops();
 
 // Why this CPU cannot run the kernel; empty if it can.
 std::string why_unavailable(const Kernel& kernel);
 
-// One of these per file of kernels/.
-void reference_bf16(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void reference_int8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void reference_int4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void reference_fp8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void reference_mxfp4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void avx2_bf16(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void avx2_int8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void avx2_int4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void avx2_fp8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void avx2_mxfp4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void avxvnni_int8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void avxvnni_int4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void avx512_bf16(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void avx512_int8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void avx512_int4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void avx512_fp8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void avx512_mxfp4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void amx_bf16(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void amx_int8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void amx_int4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void amx_fp8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void amx_mxfp4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void modelled_amx_bf16(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void modelled_amx_int8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void modelled_amx_int4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void modelled_amx_fp8(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
-void modelled_amx_mxfp4(const Matrix&, const std::byte*, int, const Rows&, float*, std::byte*, const Sink*);
+// One line a file of kernels/.
+Multiply reference_bf16, reference_int8, reference_int4, reference_fp8, reference_mxfp4;
+Multiply avx2_bf16, avx2_int8, avx2_int4, avx2_fp8, avx2_mxfp4;
+Multiply avxvnni_int8, avxvnni_int4;
+Multiply avx512_bf16, avx512_int8, avx512_int4, avx512_fp8, avx512_mxfp4;
+Multiply amx_bf16, amx_int8, amx_int4, amx_fp8, amx_mxfp4;
+Multiply modelled_amx_bf16, modelled_amx_int8, modelled_amx_int4, modelled_amx_fp8, modelled_amx_mxfp4;
 
 }  // namespace ktinject::gemm

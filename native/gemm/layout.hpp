@@ -17,7 +17,7 @@
 //
 //   panel = [head][block 0: tile 0, tile 1][block 1: tile 0, tile 1]...
 //   head    bf16: none
-//           int8: float scale[32], int32 offset[32]; offset = 128 * sum of the column, see `Rows`
+//           int8: float scale[32], int32 offset[32]; offset = 128 * sum of the column, see `PackedActivations`
 //           int4: float level[32], bf16 scale[groups][32], and if not symmetric uint8 zero[groups][32];
 //                 groups = ceil(k / group_size)
 //           fp8: float scale[groups][2], one for each tile and 128 inputs; the 128 outputs of a block share it
@@ -32,6 +32,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 namespace ktinject::gemm {
 
@@ -46,6 +47,7 @@ inline constexpr FormatName kFormatNames[] = {{Format::bf16, "bf16"},
                                               {Format::int4, "int4"},
                                               {Format::fp8, "fp8"},
                                               {Format::mxfp4, "mxfp4"}};
+inline constexpr int kFormats = std::size(kFormatNames);
 inline const char* format_name(Format format) { return kFormatNames[static_cast<int>(format)].name; }
 
 // Whether activations are int8 with a scale a row; for the other formats they are bf16.
@@ -107,7 +109,7 @@ struct Matrix {
 //         every product is 128 * sum of the weight column, folded into the panel's offset when packing
 //   int4  int8 = q; the weights are the unsigned operand there (nibble = q + zero), and zero * sum of the row's group
 //   is taken off
-struct Rows {
+struct PackedActivations {
   const std::byte* data = nullptr;
   size_t row_bytes = 0;
   int m = 0;

@@ -30,7 +30,7 @@ constexpr size_t kMostTogether = 4;
 Linear::Linear(LinearConfig config)
     : config_(std::move(config)),
       kernels_(choose_kernel(config_.format, config_.kernel)),
-      vector_ops_(&choose_vector_ops(kernels_.many->isa & kernels_.few->isa)) {
+      vector_ops_(&kernels_.vector_ops()) {
   check_size("out_features", config_.out_features, 1 << 24);
   check_size("in_features", config_.in_features, kMostInputs);
   check_format(config_.format, config_.group_size, config_.symmetric);
@@ -202,9 +202,9 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
     const Linear& linear = *products[i].linear;
     const int first_panel = (run - starts[i]) * run_length, count = std::min(kMostRows, rows - first);
     // A run of whole groups of 16 rows is laid out like rows of its own.
-    const Rows taken{input + static_cast<size_t>(first) * matrix.row_bytes(), matrix.row_bytes(), count,
-                     quantised ? scale + first : nullptr,
-                     summed ? sums + static_cast<size_t>(first) * groups : nullptr};
+    const PackedActivations taken{input + static_cast<size_t>(first) * matrix.row_bytes(), matrix.row_bytes(), count,
+                                  quantised ? scale + first : nullptr,
+                                  summed ? sums + static_cast<size_t>(first) * groups : nullptr};
     std::byte* mine = own + static_cast<size_t>(worker) * thread_bytes;
     const size_t y_bytes = static_cast<size_t>(linear.config_.out_features) * dtype_bytes(dtype);
     linear.multiply(taken, kernel, first_panel, std::min(run_length, linear.matrix_.panels - first_panel), dtype,
@@ -213,8 +213,8 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
   });
 }
 
-void Linear::multiply(const Rows& rows, const Kernel& kernel, int first_panel, int panels, DType dtype, std::byte* y,
-                      std::byte* own, std::byte* scratch) const {
+void Linear::multiply(const PackedActivations& rows, const Kernel& kernel, int first_panel, int panels, DType dtype,
+                      std::byte* y, std::byte* own, std::byte* scratch) const {
   auto* c = reinterpret_cast<float*>(own);
   kernel.multiply(matrix_, data_.data() + static_cast<size_t>(first_panel) * matrix_.panel_bytes(), panels, rows, c,
                   scratch, nullptr);

@@ -58,8 +58,8 @@ class Linear {
   void check(const Source& source, int k, const char* what) const;
   bool reads_as(const Linear& other) const;
   static void run(std::span<const Product> products, const void* x, DType dtype, int rows);
-  void multiply(const Rows& rows, const Kernel& kernel, int first_panel, int panels, DType dtype, std::byte* y,
-                std::byte* own, std::byte* scratch) const;
+  void multiply(const PackedActivations& rows, const Kernel& kernel, int first_panel, int panels, DType dtype,
+                std::byte* y, std::byte* own, std::byte* scratch) const;
 
   LinearConfig config_;
   Kernels kernels_;

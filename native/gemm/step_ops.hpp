@@ -34,9 +34,6 @@ inline constexpr int kAttendPlaces = 32;
 inline constexpr int kMersenneWords = 624;
 
 struct StepOps {
-  const char* name;
-  uint32_t isa;
-
   // x [n] rounded to dtype.
   void (*round)(float* x, int n, DType dtype);
   // x [n] += y [n], rounded.
@@ -70,7 +67,8 @@ struct StepOps {
   float (*race)(const float* scores, const uint32_t* words, int n, float most, int* index);
 };
 
-// The best that this CPU can run.
-const StepOps& step_ops();
+extern const StepOps kBaselineStepOps;
+extern const StepOps kAvx2StepOps;
+extern const StepOps kAvx512StepOps;
 
 }  // namespace ktinject::gemm

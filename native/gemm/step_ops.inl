@@ -323,7 +323,6 @@ static float race(const float* scores, const uint32_t* words, int n, float most,
   return best;
 }
 
-constexpr StepOps step_ops_of(const char* name, uint32_t isa) {
-  return {name,    isa,     round_all,   add,        store,      rms_norm,    rotate,        attend,          merge,
-          gate_up, softmax, sigmoid_all, times_rows, rows_times, greatest_of, mersenne_next, mersenne_temper, race};
-}
+constexpr StepOps kStepOps = {round_all,   add,           store,           rms_norm,    rotate,     attend,
+                              merge,       gate_up,       softmax,         sigmoid_all, times_rows, rows_times,
+                              greatest_of, mersenne_next, mersenne_temper, race};

@@ -24,9 +24,6 @@ struct Activation {
 };
 
 struct VectorOps {
-  const char* name;
-  uint32_t isa;
-
   // out [padded_k] bf16 = x [k]; the padding is zero.
   void (*round_row)(const void* x, DType dtype, int k, int padded_k, uint16_t* out);
 
@@ -72,9 +69,6 @@ struct VectorOps {
 extern const VectorOps kBaselineVectorOps;
 extern const VectorOps kAvx2VectorOps;
 extern const VectorOps kAvx512VectorOps;
-
-// The best this CPU can run, of those that need nothing beyond `isa`.
-const VectorOps& choose_vector_ops(uint32_t isa);
 
 inline float bf16_to_float(uint16_t bits) {
   const uint32_t wide = uint32_t{bits} << 16;

@@ -2,30 +2,18 @@
 #include "gemm/vector_ops.hpp"
 
 #include "gemm/layout.hpp"
-#include "runtime/cpu_features.hpp"
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 namespace ktinject::gemm {
-
-using namespace runtime;  // the bits of instruction sets
 namespace avx2 {
 #include "gemm/vector_ops.inl"
 }  // namespace avx2
 
-const VectorOps kAvx2VectorOps = {"avx2",
-                                  kAvx2 | kFma,
-                                  avx2::round_row,
-                                  avx2::quantise_row,
-                                  avx2::activate,
-                                  avx2::combine,
-                                  avx2::widen,
-                                  avx2::max_abs,
-                                  avx2::quantise_int8,
-                                  avx2::quantise_int4,
-                                  avx2::quantise_int4_zero,
-                                  avx2::quantise_fp8,
-                                  avx2::quantise_mxfp4};
+const VectorOps kAvx2VectorOps = {avx2::round_row,     avx2::quantise_row,  avx2::activate,
+                                  avx2::combine,       avx2::widen,         avx2::max_abs,
+                                  avx2::quantise_int8, avx2::quantise_int4, avx2::quantise_int4_zero,
+                                  avx2::quantise_fp8,  avx2::quantise_mxfp4};
 
 }  // namespace ktinject::gemm
 #pragma GCC pop_options

@@ -4,13 +4,10 @@
 #include <immintrin.h>
 
 #include "gemm/layout.hpp"
-#include "runtime/cpu_features.hpp"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
 namespace ktinject::gemm {
-
-using namespace runtime;  // the bits of instruction sets
 namespace avx512 {
 #include "gemm/vector_ops.inl"
 
@@ -63,19 +60,10 @@ static void activate_fast(const Activation& activation, const float* c, const fl
 }
 }  // namespace avx512
 
-const VectorOps kAvx512VectorOps = {"avx512",
-                                    kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2 | kFma,
-                                    avx512::round_row,
-                                    avx512::quantise_row,
-                                    avx512::activate_fast,
-                                    avx512::combine,
-                                    avx512::widen,
-                                    avx512::max_abs,
-                                    avx512::quantise_int8,
-                                    avx512::quantise_int4,
-                                    avx512::quantise_int4_zero,
-                                    avx512::quantise_fp8,
-                                    avx512::quantise_mxfp4};
+const VectorOps kAvx512VectorOps = {avx512::round_row,     avx512::quantise_row,  avx512::activate_fast,
+                                    avx512::combine,       avx512::widen,         avx512::max_abs,
+                                    avx512::quantise_int8, avx512::quantise_int4, avx512::quantise_int4_zero,
+                                    avx512::quantise_fp8,  avx512::quantise_mxfp4};
 
 }  // namespace ktinject::gemm
 #pragma GCC pop_options

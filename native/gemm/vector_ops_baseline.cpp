@@ -2,25 +2,15 @@
 #include "gemm/vector_ops.hpp"
 
 #include "gemm/layout.hpp"
-#include "runtime/cpu_features.hpp"
 
 namespace ktinject::gemm {
 namespace baseline {
 #include "gemm/vector_ops.inl"
 }  // namespace baseline
 
-const VectorOps kBaselineVectorOps = {"baseline",
-                                      0,
-                                      baseline::round_row,
-                                      baseline::quantise_row,
-                                      baseline::activate,
-                                      baseline::combine,
-                                      baseline::widen,
-                                      baseline::max_abs,
-                                      baseline::quantise_int8,
-                                      baseline::quantise_int4,
-                                      baseline::quantise_int4_zero,
-                                      baseline::quantise_fp8,
-                                      baseline::quantise_mxfp4};
+const VectorOps kBaselineVectorOps = {baseline::round_row,     baseline::quantise_row,  baseline::activate,
+                                      baseline::combine,       baseline::widen,         baseline::max_abs,
+                                      baseline::quantise_int8, baseline::quantise_int4, baseline::quantise_int4_zero,
+                                      baseline::quantise_fp8,  baseline::quantise_mxfp4};
 
 }  // namespace ktinject::gemm

@@ -12,7 +12,6 @@
 #include <stdexcept>
 #include <thread>
 
-#include "cuda/early.cuh"
 #include "cuda/on_device.cuh"
 #include "cuda/route.cuh"
 #include "handoff/dispatcher.hpp"
@@ -55,6 +54,7 @@ Counters<T> counters_of(size_t count) {
   return counters;
 }
 
+// One round trip of flags in mapped memory, by a kernel that runs meanwhile. Returns why that does not work, or "".
 std::string try_flags(int device) {
   OnDevice on(device);
   int maps = 0, unified = 0;
@@ -79,8 +79,8 @@ std::string try_flags(int device) {
   return heard_it ? "" : "a running kernel and the host do not see each other's writes";
 }
 
-// What a process keeps for a device: the ring, and mapped blocks that former channels left. Blocks are not freed, since
-// freeing one would wait for the whole device.
+// What a process keeps for a device: the ring, and mapped blocks that former channels left, by their size. Blocks are
+// not freed, since freeing one would wait for the whole device.
 struct PerDevice {
   std::string why_no_flags;
   uint64_t* ring = nullptr;
@@ -95,7 +95,8 @@ std::map<int, PerDevice>& devices() {
   return *all;
 }
 
-PerDevice& per_device(int device) {  // with devices_mutex held
+// The caller holds devices_mutex.
+PerDevice& per_device(int device) {
   auto found = devices().find(device);
   if (found != devices().end()) return found->second;
   PerDevice made;
@@ -110,7 +111,7 @@ PerDevice& per_device(int device) {  // with devices_mutex held
     devices().erase(device);
     throw;
   }
-  ring.release(), ticket.release();  // watched, and so kept, for ever
+  ring.release(), ticket.release();  // the dispatcher watches them as long as the process lives
   return kept;
 }
 
@@ -124,15 +125,19 @@ std::string why_no_flags(int device) {
 
 struct Channel::Slot final : Work {
   Shared* shared = nullptr;
-  View view{};
-  uint32_t address = 0;               // the dispatcher's
-  uint32_t entries = 0;               // that the dispatcher has seen: of the ring, or by host functions
-  std::atomic<uint32_t> given_up{0};  // entries up to this one are not answered any more
+  SlotView view{};
+  uint32_t address = 0;               // of its port
+  uint32_t entries = 0;               // that the dispatcher has seen: in the ring, or from host functions
+  std::atomic<uint32_t> given_up{0};  // entries up to this one get no answer any more
   std::vector<int32_t> ids;           // of the request that runs
   std::vector<float> weights;
-  std::atomic<uint32_t> called{0}, ended{0};  // of host functions: by the driver's thread, and done by the dispatcher
+  std::atomic<uint32_t> called{0}, ended{0};  // host functions that the driver has called, and entries that are done
 
   void run() noexcept override;
+  void receive(uint32_t count);
+  // Host functions of a stream, on a thread of the driver: what flags do otherwise.
+  static void announce(void* slot);
+  static void await_answer(void* slot);
   void compute(uint32_t count);
 };
 
@@ -150,50 +155,54 @@ struct Channel::Shared {
   std::byte* block = nullptr;
   Counts* counts = nullptr;
   uint32_t* status = nullptr;
-  Bell bell{};
-  std::vector<std::unique_ptr<Slot>> slots;  // each with an address of its own
+  RingView ring{};
+  std::vector<std::unique_ptr<Slot>> slots;  // each with a port of its own
   std::mutex mutex;
-  std::exception_ptr failure;
+  std::exception_ptr failure;  // the first one since the last check()
   std::atomic<bool> failed{false};
 };
 
-// Answers submit `count`.
-void Channel::Slot::compute(uint32_t count) {
-  const Head& head = *view.head;
-  const size_t routes = static_cast<size_t>(head.tokens) * head.top_k;
+// Takes the ids and weights of submit `count`. As a rule all of them have come when the entry has.
+void Channel::Slot::receive(uint32_t count) {
+  const size_t routes = static_cast<size_t>(view.head->tokens) * view.head->top_k;
   const auto start = std::chrono::steady_clock::now();
-  // Most often all are there: they were written when the entry was.
-  auto receive = [&](const Route* from) {
+  auto take = [&](const Counted* from) {
     for (int spins = 1;; ++spins) {
-      const Route route = __atomic_load_n(from, __ATOMIC_ACQUIRE);
-      if (static_cast<uint32_t>(route >> 32) == count) return static_cast<uint32_t>(route);
+      const Counted word = __atomic_load_n(from, __ATOMIC_ACQUIRE);
+      if (count_of(word) == count) return value_of(word);
       if (spins % 4096 == 0 &&
           std::chrono::steady_clock::now() - start > std::chrono::duration<double>(answer_timeout()))
-        throw std::runtime_error("the experts to compute were not told within " + std::to_string(answer_timeout()) +
-                                 " s");
+        throw std::runtime_error("the GPU did not send the experts' ids and weights within " +
+                                 std::to_string(answer_timeout()) + " s");
     }
   };
-  bool any = false;
   for (size_t i = 0; i < routes; ++i) {
-    ids[i] = static_cast<int32_t>(receive(view.ids + i));
-    weights[i] = std::bit_cast<float>(receive(view.weights + i));
-    any = any || ids[i] != -1;
+    ids[i] = static_cast<int32_t>(take(view.ids + i));
+    weights[i] = std::bit_cast<float>(take(view.weights + i));
   }
+}
+
+// Computes the answer of submit `count`.
+void Channel::Slot::compute(uint32_t count) {
+  receive(count);
+  const Head& head = *view.head;
   const moe::Experts* const experts = shared->experts.load();
   if (experts == nullptr) throw std::runtime_error("the experts are gone");
   const auto dtype = static_cast<DType>(head.dtype);
-  // Where all of them are elsewhere, there is nothing to wake the workers for.
-  if (!any) std::memset(view.out, 0, head.tokens * shared->hidden * dtype_bytes(dtype));
-  else
-    Request{view.x,
-            ids.data(),
-            false,
-            weights.data(),
-            view.out,
-            dtype,
-            static_cast<int>(head.tokens),
-            static_cast<int>(head.top_k)}
-        .compute(*experts);
+  const auto end = ids.begin() + static_cast<ptrdiff_t>(head.tokens) * head.top_k;
+  if (std::all_of(ids.begin(), end, [](int32_t id) { return id == -1; })) {  // no reason to wake the workers
+    std::memset(view.out, 0, head.tokens * shared->hidden * dtype_bytes(dtype));
+    return;
+  }
+  Request{view.x,
+          ids.data(),
+          false,
+          weights.data(),
+          view.out,
+          dtype,
+          static_cast<int>(head.tokens),
+          static_cast<int>(head.top_k)}
+      .compute(*experts);
 }
 
 void Channel::Slot::run() noexcept {
@@ -202,7 +211,7 @@ void Channel::Slot::run() noexcept {
     ended.fetch_add(1, std::memory_order_release);
     return;
   }
-  // A host function runs even where its submit did not get the slot; then this is the one before.
+  // A host function is called even if its submit did not get the slot. The head is then of the submit before.
   const uint32_t count = shared->mode == Mode::flags ? entry : view.head->count;
   try {
     compute(count);
@@ -212,8 +221,26 @@ void Channel::Slot::run() noexcept {
     if (!shared->failed) shared->failure = std::current_exception();
     shared->failed = true;
   }
-  __atomic_store_n(&view.head->answer, count, __ATOMIC_RELEASE);
+  __atomic_store_n(&view.head->answered, count, __ATOMIC_RELEASE);
   ended.fetch_add(1, std::memory_order_release);
+}
+
+void Channel::Slot::announce(void* slot) {
+  auto* self = static_cast<Slot*>(slot);
+  self->called.fetch_add(1, std::memory_order_relaxed);
+  dispatcher().ring(self->address);
+}
+
+void Channel::Slot::await_answer(void* slot) {
+  auto* self = static_cast<Slot*>(slot);
+  const uint32_t called = self->called.load(std::memory_order_relaxed);
+  const auto limit = std::chrono::duration<double>(answer_timeout());
+  const auto start = std::chrono::steady_clock::now();
+  while (static_cast<int32_t>(self->ended.load(std::memory_order_acquire) - called) < 0) {
+    if (std::chrono::steady_clock::now() - start < limit) continue;
+    __atomic_store_n(self->shared->status, kNoAnswer, __ATOMIC_RELEASE);
+    return;
+  }
 }
 
 Channel::Channel(const moe::Experts& experts, int device, int slots, int tokens, int value_bytes, Mode mode)
@@ -227,8 +254,8 @@ Channel::Channel(const moe::Experts& experts, int device, int slots, int tokens,
   here.tokens = static_cast<size_t>(tokens);
   auto padded = [](size_t bytes) { return (bytes + 255) / 256 * 256; };
   here.x_bytes = padded(here.tokens * here.hidden * static_cast<size_t>(value_bytes));
-  const size_t most_routes = here.tokens * kMostSlotsPerToken;
-  const size_t routes = padded(most_routes * sizeof(Route));
+  const size_t most_routes = here.tokens * kMostExpertsPerToken;
+  const size_t routes = padded(most_routes * sizeof(Counted));
   const size_t each = padded(sizeof(Head)) + 2 * here.x_bytes + 2 * routes;
   const size_t count = static_cast<size_t>(slots);
   here.total = 256 + count * each;
@@ -256,16 +283,16 @@ Channel::Channel(const moe::Experts& experts, int device, int slots, int tokens,
   check_cuda(cudaDeviceSynchronize(), "clearing counters");
   here.status = reinterpret_cast<uint32_t*>(here.block);
   *here.status = kFine;
-  here.bell = {mode == Mode::flags ? shared.ring : nullptr, shared.ticket, 0};
+  here.ring = {mode == Mode::flags ? shared.ring : nullptr, shared.ticket, 0};
   std::byte* at = here.block + 256;
-  here.slots.reserve(count);  // so that none is lost between open() and here
+  here.slots.reserve(count);  // push_back() cannot fail after open()
   for (size_t index = 0; index < count; ++index) {
     auto slot = std::make_unique<Slot>();
     slot->shared = &here;
     slot->view = {reinterpret_cast<Head*>(at),
                   at + padded(sizeof(Head)),
-                  reinterpret_cast<Route*>(at + padded(sizeof(Head)) + here.x_bytes),
-                  reinterpret_cast<Route*>(at + padded(sizeof(Head)) + here.x_bytes + routes),
+                  reinterpret_cast<Counted*>(at + padded(sizeof(Head)) + here.x_bytes),
+                  reinterpret_cast<Counted*>(at + padded(sizeof(Head)) + here.x_bytes + routes),
                   at + padded(sizeof(Head)) + here.x_bytes + 2 * routes,
                   here.counts + index,
                   here.status};
@@ -289,7 +316,7 @@ Channel::~Channel() {
   cudaGetLastError();
   cudaSetDevice(before);
   if (!idle) {
-    // Work may still be on its way: the ports stay taken, and what comes is answered without the experts.
+    // Work may still be on its way. The ports stay taken, and what comes is answered without the experts.
     here.experts.store(nullptr);
     for (auto& slot : here.slots) dispatcher().settle(slot.get());
     shared_.release();
@@ -297,7 +324,7 @@ Channel::~Channel() {
   }
 }
 
-// Nothing is on its way any more, or there was never anything.
+// Nothing is on its way any more.
 Channel::Shared::~Shared() {
   for (auto& slot : slots) dispatcher().close(slot->address);
   if (block == nullptr) return;
@@ -318,22 +345,22 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
   if (request.routing.logits != nullptr) {
     cuda::check_route(here.expert_count, request.top_k, cuda::kFewRouted);
     if (!request.ids_are_64_bit || request.rank_from != 0 || request.rank_to < request.top_k)
-      throw std::invalid_argument("a submit that routes writes ids of 64 bits, and takes every rank");
+      throw std::invalid_argument("a submit that chooses the experts needs ids of 64 bits, and every rank");
   }
-  if (request.top_k < 1 || request.top_k > kMostSlotsPerToken)
+  if (request.top_k < 1 || request.top_k > kMostExpertsPerToken)
     throw std::invalid_argument("experts a token: found " + std::to_string(request.top_k) + "; allowed: 1 to " +
-                                std::to_string(kMostSlotsPerToken));
+                                std::to_string(kMostExpertsPerToken));
   auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
   OnDevice on(here.device);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &status), "asking whether a graph is captured");
   const bool captured = status != cudaStreamCaptureStatusNone;
-  Bell bell = here.bell;
-  bell.address = slot.address;
+  RingView ring = here.ring;
+  ring.address = slot.address;
   if (captured) {
     dispatcher().nap();
   } else if (here.mode == Mode::flags) {
-    bell.address |= kAnnounced;
+    ring.address |= kAnnounced;
     dispatcher().announce();
   }
   const Payload payload{request.x,
@@ -353,21 +380,13 @@ void Channel::submit(int index, const DeviceRequest& request, uintptr_t raw_stre
                         static_cast<uint32_t>(request.weights_dtype),
                         request.routing};
   try {
-    launch_submit(slot.view, bell, payload, timeout_ns(), stream);
+    launch_submit(slot.view, ring, payload, timeout_ns(), stream);
   } catch (...) {
-    if (bell.address & kAnnounced) dispatcher().withdraw();
+    if (ring.address & kAnnounced) dispatcher().withdraw();
     throw;
   }
   if (here.mode == Mode::host_func)
-    check_cuda(cudaLaunchHostFunc(
-                   stream,
-                   [](void* context) {
-                     auto* work = static_cast<Slot*>(context);
-                     work->called.fetch_add(1, std::memory_order_relaxed);
-                     dispatcher().ring(work->address);
-                   },
-                   &slot),
-               "adding a host function");
+    check_cuda(cudaLaunchHostFunc(stream, Slot::announce, &slot), "adding a host function");
 }
 
 void Channel::wait(int index, int tokens, DType dtype, void* out, const float* addend, const void* residual,
@@ -379,21 +398,7 @@ void Channel::wait(int index, int tokens, DType dtype, void* out, const float* a
   auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
   OnDevice on(here.device);
   if (here.mode == Mode::host_func)
-    check_cuda(cudaLaunchHostFunc(
-                   stream,
-                   [](void* context) {
-                     auto* work = static_cast<Slot*>(context);
-                     const uint32_t called = work->called.load(std::memory_order_relaxed);
-                     const auto limit = std::chrono::duration<double>(answer_timeout());
-                     const auto start = std::chrono::steady_clock::now();
-                     while (static_cast<int32_t>(work->ended.load(std::memory_order_acquire) - called) < 0) {
-                       if (std::chrono::steady_clock::now() - start < limit) continue;
-                       __atomic_store_n(work->shared->status, kNoAnswer, __ATOMIC_RELEASE);
-                       return;
-                     }
-                   },
-                   &slot),
-               "adding a host function");
+    check_cuda(cudaLaunchHostFunc(stream, Slot::await_answer, &slot), "adding a host function");
   launch_wait(slot.view, out, {addend, residual}, static_cast<size_t>(tokens) * here.hidden, dtype, timeout_ns(),
               stream);
 }
@@ -414,17 +419,17 @@ void Channel::exchange(const cuda::Resident& shapes, const moe::Experts& from, i
 void Channel::check() {
   Shared& here = *shared_;
   if (const uint32_t status = __atomic_load_n(here.status, __ATOMIC_ACQUIRE); status != kFine) {
-    // Whatever is still in the streams ends at once while the status stands; then the slots are free again.
+    // While the status stands, all kernels that wait end at once; then the slots are free again.
     OnDevice on(here.device);
     check_cuda(cudaDeviceSynchronize(), "waiting for the device");
-    // A late answer must not be taken for that of the next submit: what is under way ends first, the rest never begins.
+    // The next submit must not get the answer of an earlier one: what runs ends first, and the rest never begins.
     std::vector<Counts> counts(here.slots.size());
     check_cuda(cudaMemcpy(counts.data(), here.counts, counts.size() * sizeof(Counts), cudaMemcpyDeviceToHost),
                "reading counters");
     for (size_t index = 0; index < here.slots.size(); ++index) {
       Slot& slot = *here.slots[index];
-      // Host functions have all been called by now.
-      slot.given_up.store(here.mode == Mode::flags ? counts[index].posted : slot.called.load());
+      // All host functions have been called by now.
+      slot.given_up.store(here.mode == Mode::flags ? counts[index].submitted : slot.called.load());
       if (dispatcher().settle(here.slots[index].get(), answer_timeout()))
         check_cuda(cudaMemset(&here.counts[index].busy, 0, sizeof(uint32_t)), "freeing a slot");
     }
@@ -439,7 +444,7 @@ void Channel::check() {
   here.failed = false;
   const std::exception_ptr failure = std::exchange(here.failure, nullptr);
   lock.unlock();
-  if (failure) std::rethrow_exception(failure);  // else another thread has taken it just now
+  if (failure) std::rethrow_exception(failure);  // null if another thread has just taken it
 }
 
 }  // namespace ktinject::handoff

@@ -1,13 +1,9 @@
-// From a CUDA stream to the dispatcher and back, in order, eagerly or captured, without a call of the CUDA API by any
-// other thread.
+// The GPU's side of the handoff: buffers, launches, and what went wrong. protocol.hpp draws what happens between GPU
+// and CPU.
 //
-//   stream                        mapped host memory                dispatcher
-//   submit kernel   ── x, then an entry; ids, weights ──►   finds the entry, then ids and weights, computes
-//   (other work)                                            writes the output, raises `answer`
-//   wait kernel     ◄── watches both, takes the output ──   (next entry)
-//
-// Counts live in device memory and are advanced by the kernels themselves, so every replay of a captured graph is a new
-// submit. A slot that is still in use by another stream is waited for on the device.
+// Work goes from a CUDA stream to the dispatcher thread and back in the stream's order, eagerly or captured. No other
+// thread calls CUDA for it. Counts live in device memory and are advanced by the kernels themselves, so every replay of
+// a captured graph is a new submit. A slot that another stream still uses is waited for on the device.
 #pragma once
 
 #include <atomic>
@@ -24,8 +20,8 @@ namespace ktinject::handoff {
 
 enum class Mode { flags, host_func };
 
-// Where the submit itself chooses the experts: by softmax over logits [tokens, experts], of the dtype of the weights,
-// which it writes with the ids; divided by their sum if `normed`.
+// For a submit that chooses the experts itself: the greatest by softmax over logits [tokens, experts], which have the
+// dtype of the weights. The submit then writes ids and weights; `normed` divides the weights by their sum.
 struct Routing {
   const void* logits = nullptr;
   bool normed = false;
@@ -41,21 +37,22 @@ struct DeviceRequest {
   DType weights_dtype = DType::f32;
   int tokens = 0;
   int top_k = 0;
-  // Where an expert lies on the device, or -1, [experts + 1]: what lies there is not the CPU's to compute. May change
-  // at any time, so what this submit found is written to `chosen` [tokens, top_k]; null where there is none.
+  // [experts + 1]: where an expert lies on this GPU, or -1. The CPU does not compute what lies here. The table may
+  // change at any time, so the submit writes what it has found to `chosen` [tokens, top_k]. Null: no expert lies here.
   const int32_t* places = nullptr;
   int32_t* chosen = nullptr;
-  uint32_t* traffic = nullptr;  // [experts]: one is added for each time an expert is asked for; or null
-  // Only the experts of a token whose rank by |weight| is within, the greatest first and equal ones by their place.
+  uint32_t* traffic = nullptr;  // [experts]: counts how often each expert is asked for; or null
+  // Of a token's experts, only those with a rank from rank_from to rank_to - 1. Rank 0 has the greatest |weight|; of
+  // equal weights, the first comes first.
   int rank_from = 0;
   int rank_to = 64;
-  Routing routing{};  // ids and weights are then written, not read
+  Routing routing{};  // with logits, ids and weights are written, not read
 };
 
-// Whether mapped flags work on a device, found out by one round trip; the reason if not, else empty.
+// Why mapped flags do not work on a device; empty if they do. Tried once a process, by one round trip.
 std::string why_no_flags(int device);
 
-// One owner's slots on one device. Calls for one slot alternate: submit, wait, submit, …
+// The slots of one owner on one device. Calls for a slot alternate: submit, wait, submit, …
 class Channel {
  public:
   // Slots hold `tokens` tokens of dtypes of up to `value_bytes` bytes. Throws std::runtime_error or std::bad_alloc.
@@ -68,15 +65,14 @@ class Channel {
   size_t bytes() const;
   // Throws std::invalid_argument for a request that does not fit.
   void submit(int slot, const DeviceRequest& request, uintptr_t stream);
-  // out [tokens, hidden] = the answer + addend, rounded, + residual, rounded again; tokens and dtype are the request's,
-  // addend [tokens, hidden] is fp32 or null, residual of that dtype or null. With a null `out` the answer is waited for
-  // and dropped.
+  // out [tokens, hidden] = answer + addend, rounded, + residual, rounded again. tokens and dtype are those of the
+  // request. addend [tokens, hidden] is fp32 or null; residual is of dtype or null. A null `out` drops the answer.
   void wait(int slot, int tokens, DType dtype, void* out, const float* addend, const void* residual, uintptr_t stream);
-  // Puts expert `coming` of `from` to where `leaving` lies in `memory`, once no step that uses `leaving` is under way.
-  // Enqueues in `stream`, which is not the one that submits; they go on meanwhile.
+  // Replaces expert `leaving` by expert `coming` of `from` at `place` of `memory`, when no step that uses `leaving` is
+  // under way any more. `stream` is not one that submits: those go on meanwhile. Returns when the expert is there.
   void exchange(const cuda::Resident& shapes, const moe::Experts& from, int leaving, int coming, int place,
                 int32_t* places, void* memory, uintptr_t stream);
-  // Throws what went wrong since the last call: what the CPU threw, or that nobody answered in time.
+  // Throws what went wrong since the last call: what the CPU threw, or that no answer came in time.
   void check();
 
  private:

@@ -29,7 +29,7 @@ constexpr microseconds kShortNap{50};
 constexpr milliseconds kLongNap{5};
 constexpr std::chrono::seconds kUntilLongNaps{1};
 constexpr int kSpinsBetweenClocks = 128;
-// Of workers between two layers of a step on the GPU, and between two steps, when the GPU computes logits.
+// How long workers spin between two layers of a step on the GPU, and between two steps while the GPU computes logits.
 constexpr double kPatienceMicroseconds = 300;
 
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
@@ -142,7 +142,7 @@ Work* Dispatcher::next() {
   for (size_t index = 0; index < rings; ++index) {
     Ring& ring = rings_[index];
     const uint64_t entry = __atomic_load_n(&ring.entries[ring.next % kRingEntries], __ATOMIC_ACQUIRE);
-    if (static_cast<uint32_t>(entry >> 32) != ring.next + 1) continue;
+    if (!has_ticket(entry, ring.next)) continue;
     ++ring.next;
     const auto address = static_cast<uint32_t>(entry);
     if (address & kAnnounced) outstanding_.fetch_sub(1, std::memory_order_relaxed);
@@ -151,12 +151,12 @@ Work* Dispatcher::next() {
   return nullptr;
 }
 
-// Whose address it is, already announced as running; null if that was closed.
+// The work behind an address, already stored in running_; null if the address has been closed.
 Work* Dispatcher::find(uint32_t address) {
   const uint32_t index = address % (1u << kPortBits);
   if (index == kMostPorts) return nullptr;
   Port& port = ports_[index];
-  // Announced before it is looked at again, so that close() either is seen here or sees it.
+  // running_ first, then a second look at the port: either we see that close() was called, or close() sees us run.
   Work* work = port.work.load();
   running_.store(work);
   const bool is_open = work != nullptr && port.work.load() == work;
@@ -190,7 +190,7 @@ void Dispatcher::loop() {
     const auto idle = now - active;
     if (idle < kHot) continue;
     sleeping_.store(true);
-    // Looked at again after announcing the sleep: a wake() in between has been seen here or sees the sleeper.
+    // sleeping_ first, then a second look at wake_: either we see the wake(), or wake() sees that we sleep.
     if (wake_.load() == woken) {
       if (naps()) {
         const auto nap = idle < kUntilLongNaps ? std::chrono::nanoseconds(kShortNap) : kLongNap;

@@ -1,12 +1,11 @@
-// The thread that answers. Work for the experts comes from GPUs, which write to rings in mapped memory, and from the
-// host; one thread looks at all of them, computes on the pool as its worker 0 (so there is no hop to another thread),
-// and answers. It never calls CUDA and never takes the GIL, so nothing that waits for the GPU can keep it from
-// answering.
+// The dispatcher thread computes what others ask for. GPUs ask through rings in mapped memory, the host through post()
+// and ring(). One thread looks at all of them and computes on the pool as its worker 0, so nothing hops to another
+// thread. It never calls CUDA and never takes the GIL: whatever else waits for the GPU, the dispatcher answers.
 //
 // It spins while there has been work or a wake() within the last two milliseconds. After that
-//   - while eager submits are on their way through a stream, or graphs have been captured, it naps: 50 us, and 5 ms
-//     when nothing came for a second. A GPU cannot wake a sleeping thread, so a graph that is replayed without wake()
-//     is only found at the end of a nap;
+//   - it naps, if eager submits are on their way through a stream or graphs have been captured: 50 us each, and 5 ms
+//     when nothing has come for a second. A GPU cannot wake a sleeping thread, so the entry of a graph that is replayed
+//     without wake() is found at the end of a nap;
 //   - else it sleeps until wake().
 #pragma once
 
@@ -47,34 +46,35 @@ struct Request {
 
 class Dispatcher {
  public:
-  // A ring in memory that one GPU writes and the dispatcher reads: (ticket + 1) << 32 | address. It is never taken
-  // away.
+  // Reads a ring of kRingEntries entries that one GPU writes, from now on and for as long as the process lives.
   void watch(const uint64_t* ring);
 
-  // An address by which rings and ring() may ask for `work`. Whoever asks may be late: close() waits until the work
-  // that runs, if any, has ended, and what still names the address then is skipped, also when its port has a new owner.
+  // open() gives `work` a port, and returns the address by which rings and ring() ask for it. close() waits until
+  // `work` does not run. Entries may come later than that: they are skipped, also when the port has a new owner.
   uint32_t open(Work* work);
   void close(uint32_t address);
-  // Returns when `work` does not run: true, or false if it still does after so many seconds.
+  // Waits until `work` does not run. False if it still runs after so many seconds.
   bool settle(const Work* work, double seconds = std::numeric_limits<double>::infinity()) const;
 
-  // Work from the host, in order; wait for room. `work` must live until it has run; an address may be closed before.
+  // Asks from the host, in order; both wait for room. `work` must live until it has run; an address may be closed
+  // before.
   void post(Work* work) { enqueue(reinterpret_cast<uintptr_t>(work)); }
   void ring(uint32_t address) { enqueue(uintptr_t{address} << 1 | 1); }
 
-  // An eager submit is about to be put into a stream: stay awake for it.
+  // An eager submit is about to be put into a stream: wake up, and do not sleep until its entry has
+  // come or withdraw() has taken it back.
   void announce() {
     outstanding_.fetch_add(1, std::memory_order_relaxed);
     wake();
   }
   void withdraw() { outstanding_.fetch_sub(1, std::memory_order_relaxed); }
-  // Whether it naps where it would else sleep.
+  // Whether it naps instead of sleeping.
   bool naps() const { return outstanding_.load() > 0 || captured_.load(); }
-  // A graph with submits has been captured: never sleep for good again.
+  // A graph with submits has been captured: from now on nap instead of sleeping.
   void nap() {
     if (!captured_.exchange(true)) wake();
   }
-  // To be called before a graph is replayed.
+  // Call this before a graph is replayed.
   void wake();
 
   // For tests of what happens when nobody answers.
@@ -110,10 +110,10 @@ class Dispatcher {
   std::atomic<bool> sleeping_{false};
 };
 
-// The process's dispatcher, started on first use; a forked child starts its own.
+// The dispatcher of this process. It starts on first use; a forked child starts its own.
 Dispatcher& dispatcher();
 
-// A request from the host, run by the dispatcher while the caller goes on.
+// A request from the host, which the dispatcher computes while the caller goes on.
 class Task : public Work {
  public:
   Task(const moe::Experts& experts, const Request& request) : experts_(experts), request_(request) {}
@@ -135,7 +135,7 @@ class Task : public Work {
   std::exception_ptr failure_;
 };
 
-// How long anybody waits for an answer before calling its sender lost.
+// How long everybody waits for an answer before it counts as lost: 60 s unless set.
 void set_answer_timeout(double seconds);
 double answer_timeout();
 

@@ -29,17 +29,15 @@ __device__ uint32_t load_acquire(const uint32_t* address) {
   return value;
 }
 
-// Fills the place in the ring that `ticket` was given.
-__device__ void ring(const Bell& bell, uint32_t ticket, uint32_t address) {
-  const uint64_t entry = static_cast<uint64_t>(ticket + 1) << 32 | address;
-  *reinterpret_cast<volatile uint64_t*>(bell.ring + ticket % kRingEntries) = entry;
+__device__ void put_entry(const RingView& ring, uint32_t ticket, uint32_t address) {
+  *reinterpret_cast<volatile uint64_t*>(ring.entries + ticket % kRingEntries) = ring_entry(ticket, address);
 }
 
 __device__ bool is_aligned(const void* a, const void* b) {
   return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & 15) == 0;
 }
 
-// Copies with `threads` threads; 16 bytes at a time where both are aligned.
+// Copies with `threads` threads, 16 bytes at a time if both sides are aligned.
 __device__ void copy(const void* from, void* to, size_t bytes, uint32_t thread, uint32_t threads) {
   size_t done = 0;
   if (is_aligned(from, to)) {
@@ -57,7 +55,7 @@ __device__ float widen(const void* values, uint32_t dtype, size_t i) {
   return __bfloat162float(static_cast<const __nv_bfloat16*>(values)[i]);
 }
 
-// Whether entry `i` of the routing is one of the ranks asked for.
+// Whether route `i` of the request is of a rank that was asked for.
 __device__ bool is_ranked(const Payload& from, size_t i) {
   if (from.rank_from == 0 && from.rank_to >= from.top_k) return true;
   const size_t first = i / from.top_k * from.top_k;
@@ -70,9 +68,9 @@ __device__ bool is_ranked(const Payload& from, size_t i) {
   return from.rank_from <= rank && rank < from.rank_to;
 }
 
-// Sends entry `i` of the routing, a weight `weight` for an expert `id`; to the CPU, or to `chosen` where it lies here.
-__device__ void send(const View& slot, const Payload& from, uint32_t count, size_t i, int64_t id, float weight) {
-  // An id that is no expert is the CPU's to refuse.
+// Sends route `i` of the request: a weight for an expert. It goes to the CPU, or to `chosen` if the expert lies here.
+__device__ void send(const SlotView& slot, const Payload& from, uint32_t count, size_t i, int64_t id, float weight) {
+  // The CPU refuses an id that is no expert's.
   const bool known = id >= 0 && id < from.experts;
   const bool ranked = is_ranked(from, i);
   const int32_t place = from.places != nullptr && known && ranked ? __ldcg(from.places + id) : -1;
@@ -80,12 +78,11 @@ __device__ void send(const View& slot, const Payload& from, uint32_t count, size
   if (from.traffic != nullptr && known && ranked) atomicAdd(from.traffic + id, 1u);
   const auto sent =
       place >= 0 || !ranked ? -1 : static_cast<int32_t>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, id)));
-  const Route above = Route{count} << 32;
-  *static_cast<volatile Route*>(slot.ids + i) = above | static_cast<uint32_t>(sent);
-  *static_cast<volatile Route*>(slot.weights + i) = above | __float_as_uint(weight);
+  *static_cast<volatile Counted*>(slot.ids + i) = counted(count, static_cast<uint32_t>(sent));
+  *static_cast<volatile Counted*>(slot.weights + i) = counted(count, __float_as_uint(weight));
 }
 
-// The choice of experts where the submit makes it: of all tokens, by the first `warps` warps.
+// Chooses the experts of all tokens, with the first `warps` warps. Calls take(route, expert, weight) for each.
 template <class Take>
 __device__ void choose(const Payload& from, uint32_t warps, Take&& take) {
   const int top_k = static_cast<int>(from.top_k);
@@ -110,8 +107,8 @@ struct Taken {
   uint32_t count;  // submits of the slot, this one included
 };
 
-// Takes the slot, when it is free; it is not ours after the timeout.
-__device__ Taken take(const View& slot, bool has_places, uint64_t timeout_ns) {
+// Takes the slot when it is free. After the timeout it gives up, and the slot is not ours.
+__device__ Taken take(const SlotView& slot, bool has_places, uint64_t timeout_ns) {
   Taken taken{true, 0};
   if (atomicCAS(&slot.counts->busy, 0u, 1u) != 0) {
     const uint64_t start = now_ns();
@@ -119,39 +116,40 @@ __device__ Taken take(const View& slot, bool has_places, uint64_t timeout_ns) {
       __nanosleep(500);
       if (now_ns() - start > timeout_ns || load_acquire(slot.status) != kFine) {
         taken.mine = false;
-        if (load_acquire(slot.status) == kFine) *slot.status = kSlotTaken;  // else it says why already
+        if (load_acquire(slot.status) == kFine) *slot.status = kSlotTaken;  // else the status already has a reason
         break;
       }
     }
   }
   slot.counts->lost = !taken.mine;
-  if (taken.mine) taken.count = atomicAdd(&slot.counts->posted, 1u) + 1;
-  if (has_places) __threadfence();  // with evict_kernel's: either it sees the slot taken, or we see what it wrote
+  if (taken.mine) taken.count = atomicAdd(&slot.counts->submitted, 1u) + 1;
+  // Pairs with evict_kernel's fence: either evict_kernel sees the slot taken, or we see that the expert is off the
+  // table.
+  if (has_places) __threadfence();
   return taken;
 }
 
-// The first `routing_warps` warps choose the experts, the others copy and then ring.
 __global__ void __launch_bounds__(kMostThreads)
-    submit_kernel(View slot, Bell bell, Payload from, uint32_t routing_warps, uint64_t timeout_ns) {
+    submit_kernel(SlotView slot, RingView ring, Payload from, uint32_t routing_warps, uint64_t timeout_ns) {
   __shared__ Taken shared;
   release_next();
-  // Before our turn: nobody before us in the stream reads what this writes, but a wait that still has the slot.
+  // Before our turn in the stream: only a wait that still holds the slot reads what this writes, and take() awaits it.
   if (threadIdx.x == 0) shared = take(slot, from.places != nullptr, timeout_ns);
   __syncthreads();
   const Taken taken = shared;
   const bool copies = threadIdx.x >= routing_warps * kWarp;
   const uint32_t thread = threadIdx.x - routing_warps * kWarp, threads = blockDim.x - routing_warps * kWarp;
-  if (taken.mine && copies)  // the threads that meet before the entry is written
+  if (taken.mine && copies)  // only threads that meet at the barrier before the entry
     for (size_t i = thread; i < (from.bytes + 15) / 16; i += threads)
-      reinterpret_cast<uint4*>(slot.out)[i] = uint4{~0u, ~0u, ~0u, ~0u};  // what no answer is, see wait_kernel
+      reinterpret_cast<uint4*>(slot.out)[i] = uint4{~0u, ~0u, ~0u, ~0u};  // no kernel produces this NaN
   await_previous();
   const size_t entries = static_cast<size_t>(from.tokens) * from.top_k;
-  if (!taken.mine) {  // the experts here go by `chosen`, whatever happens to the others
+  if (!taken.mine) {  // the kernels of the experts on this GPU read `chosen` in any case
     if (from.chosen != nullptr)
       for (size_t i = threadIdx.x; i < entries; i += blockDim.x) from.chosen[i] = -1;
-    // What was announced is not to be waited for.
-    if (threadIdx.x == 0 && (bell.address & kAnnounced) != 0)
-      ring(bell, atomicAdd(bell.ticket, 1u), kAnnounced | kNobody);
+    // Takes the announcement back, so that the dispatcher thread does not stay awake for this submit.
+    if (threadIdx.x == 0 && (ring.address & kAnnounced) != 0)
+      put_entry(ring, atomicAdd(ring.ticket, 1u), kAnnounced | kNobody);
     return;
   }
   if (!copies) {
@@ -159,14 +157,15 @@ __global__ void __launch_bounds__(kMostThreads)
            [&](size_t i, int64_t id, float weight) { send(slot, from, taken.count, i, id, weight); });
     return;
   }
-  // A place in the ring is taken only now: whoever has one waits for nobody.
+  // The ticket is taken only now: the dispatcher reads entries in order, so whoever has a ticket must not wait for
+  // others.
   uint32_t ticket = 0;
-  if (thread == 0 && bell.ring != nullptr) ticket = atomicAdd(bell.ticket, 1u);
+  if (thread == 0 && ring.entries != nullptr) ticket = atomicAdd(ring.ticket, 1u);
   copy(from.x, slot.x, from.bytes, thread, threads);
   if (routing_warps == 0)
     for (size_t i = thread; i < entries; i += threads) {
       const int64_t id =
-          from.wide_ids ? static_cast<const int64_t*>(from.ids)[i] : static_cast<const int32_t*>(from.ids)[i];
+          from.ids_are_64_bit ? static_cast<const int64_t*>(from.ids)[i] : static_cast<const int32_t*>(from.ids)[i];
       send(slot, from, taken.count, i, id, widen(from.weights, from.weights_dtype, i));
     }
   if (thread == 0) {
@@ -176,34 +175,35 @@ __global__ void __launch_bounds__(kMostThreads)
     slot.head->count = taken.count;
   }
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
-  if (thread != 0 || bell.ring == nullptr) return;
-  __threadfence_system();  // covers the other threads' writes, which the barrier put before it
-  ring(bell, ticket, bell.address);
+  if (thread != 0 || ring.entries == nullptr) return;
+  __threadfence_system();  // also for the other threads' writes, which the barrier has put before this
+  put_entry(ring, ticket, ring.address);
 }
 
-// 16 bytes of the answer, and what is added to them.
+// 16 bytes of the answer, and what the epilogue adds to them.
 template <class T>
 struct Piece {
   static constexpr int kValues = 16 / sizeof(T);
-  float part[kValues], residual[kValues];
+  float addend[kValues], residual[kValues];
 
-  __device__ void read(const Added& added, size_t first, size_t values) {
+  __device__ void read(const Epilogue& epilogue, size_t first, size_t values) {
 #pragma unroll
     for (int j = 0; j < kValues; ++j) {
       const bool there = first + j < values;
-      part[j] = there && added.part != nullptr ? __ldcg(added.part + first + j) : 0;
-      residual[j] =
-          there && added.residual != nullptr ? load(__ldcg(static_cast<const T*>(added.residual) + first + j)) : 0;
+      addend[j] = there && epilogue.addend != nullptr ? __ldcg(epilogue.addend + first + j) : 0;
+      residual[j] = there && epilogue.residual != nullptr
+                        ? load(__ldcg(static_cast<const T*>(epilogue.residual) + first + j))
+                        : 0;
     }
   }
 
-  __device__ void finish(uint4 raw, const Added& added, T* out, size_t first, size_t values) const {
+  __device__ void write(uint4 raw, const Epilogue& epilogue, T* out, size_t first, size_t values) const {
     T found[kValues];
     memcpy(found, &raw, sizeof raw);
 #pragma unroll
     for (int j = 0; j < kValues; ++j) {
-      if (added.part != nullptr) found[j] = store<T>(load(found[j]) + part[j]);
-      if (added.residual != nullptr) found[j] = store<T>(load(found[j]) + residual[j]);
+      if (epilogue.addend != nullptr) found[j] = store<T>(load(found[j]) + addend[j]);
+      if (epilogue.residual != nullptr) found[j] = store<T>(load(found[j]) + residual[j]);
     }
     if (first + kValues <= values && reinterpret_cast<uintptr_t>(out + first) % 16 == 0) {
       memcpy(&raw, found, sizeof raw);
@@ -225,34 +225,34 @@ __device__ uint4 load_now(const void* from) {
   return raw;
 }
 
-// Whether no value of a piece is the NaN of all ones that stood there before.
+// Whether every value of a piece has been written: none is the NaN of all ones that submit() put there.
 template <class T>
 __device__ bool is_complete(uint4 raw) {
   if constexpr (sizeof(T) == 4) return raw.x != ~0u && raw.y != ~0u && raw.z != ~0u && raw.w != ~0u;
   return (__vcmpeq2(raw.x, ~0u) | __vcmpeq2(raw.y, ~0u) | __vcmpeq2(raw.z, ~0u) | __vcmpeq2(raw.w, ~0u)) == 0;
 }
 
-// Waits for the answer; the next kernels may have been waiting for us already. Where a thread has but one piece of it,
-// it watches that piece itself: one way over the bus, not two, and nothing that the CPU does after its last value.
-// Pieces that stay incomplete, since that NaN is the answer, are taken as soon as the count says so.
+// Waits for the answer, and applies the epilogue. If a thread has only one piece of the answer, it watches that piece
+// itself: that costs one way over the bus instead of two, and needs nothing that the CPU does after its last value. A
+// piece stays incomplete if the answer itself contains that NaN; it is taken when `answered` has reached the count.
 template <class T>
 __global__ void __launch_bounds__(kMostThreads)
-    wait_kernel(View slot, T* out, Added added, size_t values, uint64_t timeout_ns) {
+    wait_kernel(SlotView slot, T* out, Epilogue epilogue, size_t values, uint64_t timeout_ns) {
   constexpr size_t kEach = Piece<T>::kValues;
   enum State { kWaiting, kAnswered, kLost };
   __shared__ State states[2];  // in turns, so that one barrier a round is enough
   await_previous();
-  release_next();  // not earlier: the next kernel may take much of the device, and our submit may need another one's
-                   // end
+  // Not earlier: the next kernel may fill the device, while our submit kernel still needs the end of another one.
+  release_next();
   const auto* pieces = reinterpret_cast<const uint4*>(slot.out);
   const bool is_one_each = values <= kEach * blockDim.x, has_piece = threadIdx.x * kEach < values;
   Piece<T> mine;
-  mine.read(added, threadIdx.x * kEach, values);  // while nothing is there to wait for
-  uint32_t posted = 0;
+  mine.read(epilogue, threadIdx.x * kEach, values);  // before there is anything to wait for
+  uint32_t count = 0;
   uint64_t start = 0;
   bool lost = false;
   if (threadIdx.x == 0) {
-    posted = __ldcg(&slot.counts->posted);
+    count = __ldcg(&slot.counts->submitted);
     lost = __ldcg(&slot.counts->lost) != 0;
     start = now_ns();
   }
@@ -261,18 +261,18 @@ __global__ void __launch_bounds__(kMostThreads)
   for (uint32_t round = 0; state == kWaiting; ++round) {
     if (is_one_each && has_piece) raw = load_now(pieces + threadIdx.x);
     if (threadIdx.x == 0) {
-      State found = static_cast<int32_t>(load_acquire(&slot.head->answer) - posted) >= 0 ? kAnswered : kWaiting;
+      State found = static_cast<int32_t>(load_acquire(&slot.head->answered) - count) >= 0 ? kAnswered : kWaiting;
       if (found == kWaiting && round % 32 == 31) {
-        const bool late = now_ns() - start > timeout_ns;
-        if (late) *slot.status = kNoAnswer;
-        if (late || load_acquire(slot.status) != kFine) found = kLost;
+        const bool timed_out = now_ns() - start > timeout_ns;
+        if (timed_out) *slot.status = kNoAnswer;
+        if (timed_out || load_acquire(slot.status) != kFine) found = kLost;
       }
       states[round % 2] = lost ? kLost : found;
     }
     if (__syncthreads_and(!lost && is_one_each && (!has_piece || is_complete<T>(raw)))) break;
     state = states[round % 2];
   }
-  // Without an answer NaN in all dtypes: nobody takes it for a result.
+  // Without an answer: NaN, in every dtype, which nobody takes for a result.
   if (state == kLost) raw = uint4{~0u, ~0u, ~0u, ~0u};
   constexpr int kTogether = 4;  // on their way at the same time
   for (size_t base = threadIdx.x; out != nullptr && base * kEach < values; base += kTogether * blockDim.x) {
@@ -286,8 +286,8 @@ __global__ void __launch_bounds__(kMostThreads)
     for (int j = 0; j < kTogether; ++j) {
       const size_t i = base + j * blockDim.x;
       if (i * kEach >= values) break;
-      if (i != threadIdx.x) mine.read(added, i * kEach, values);
-      mine.finish(found[j], added, out, i * kEach, values);
+      if (i != threadIdx.x) mine.read(epilogue, i * kEach, values);
+      mine.write(found[j], epilogue, out, i * kEach, values);
     }
   }
   __syncthreads();
@@ -297,7 +297,6 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-// Takes an expert off the table, and ends when every step that may have seen it there has.
 __global__ void evict_kernel(int32_t* places, int expert, Counts* counts, int slots, uint64_t timeout_ns) {
   atomicExch(places + expert, -1);
   __threadfence();
@@ -311,7 +310,6 @@ __global__ void admit_kernel(int32_t* places, int expert, int place) {
   atomicExch(places + expert, place);
 }
 
-// Asks and spins on the answer: whether host and device see each other's writes while a kernel runs.
 __global__ void echo_kernel(volatile uint32_t* ask, const uint32_t* answer, volatile uint32_t* heard) {
   *ask = 1;
   __threadfence_system();
@@ -324,7 +322,7 @@ __global__ void echo_kernel(volatile uint32_t* ask, const uint32_t* answer, vola
   __threadfence_system();
 }
 
-// A thread for each piece of 16 bytes, and `more` warps.
+// One block: a thread for each piece of 16 bytes, and `more` warps.
 Launch shape_for(size_t bytes, cudaStream_t stream, uint32_t more = 0) {
   const size_t pieces = std::max<size_t>(1, (bytes / 16 + kWarp - 1) / kWarp), most = kMostThreads / kWarp - more;
   return {dim3(1), dim3(static_cast<unsigned>((std::min(pieces, most) + more) * kWarp)), stream};
@@ -332,18 +330,18 @@ Launch shape_for(size_t bytes, cudaStream_t stream, uint32_t more = 0) {
 
 }  // namespace
 
-void launch_submit(const View& slot, const Bell& bell, const Payload& payload, uint64_t timeout_ns,
+void launch_submit(const SlotView& slot, const RingView& ring, const Payload& payload, uint64_t timeout_ns,
                    cudaStream_t stream) {
   const auto routing_warps = payload.routing.logits == nullptr ? 0u : std::min(payload.tokens, kMostRoutingWarps);
   launch_early("launching the submit kernel", submit_kernel, shape_for(payload.bytes, stream, routing_warps), slot,
-               bell, payload, routing_warps, timeout_ns);
+               ring, payload, routing_warps, timeout_ns);
 }
 
-void launch_wait(const View& slot, void* out, const Added& added, size_t values, DType dtype, uint64_t timeout_ns,
-                 cudaStream_t stream) {
+void launch_wait(const SlotView& slot, void* out, const Epilogue& epilogue, size_t values, DType dtype,
+                 uint64_t timeout_ns, cudaStream_t stream) {
   auto launch = [&]<class T>(T) {
     launch_early("launching the wait kernel", wait_kernel<T>, shape_for(values * sizeof(T), stream), slot,
-                 static_cast<T*>(out), added, values, timeout_ns);
+                 static_cast<T*>(out), epilogue, values, timeout_ns);
   };
   if (dtype == DType::f32) launch(float{});
   else if (dtype == DType::f16) launch(__half{});

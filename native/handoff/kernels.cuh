@@ -8,9 +8,10 @@
 
 namespace ktinject::handoff {
 
+// A DeviceRequest as the submit kernel takes it.
 struct Payload {
   const void* x;
-  size_t bytes;
+  size_t bytes;  // of x
   const void* ids;
   const void* weights;
   const int32_t* places;
@@ -22,26 +23,29 @@ struct Payload {
   uint32_t rank_from;
   uint32_t rank_to;
   uint32_t dtype;
-  bool wide_ids;
+  bool ids_are_64_bit;
   uint32_t weights_dtype;
   Routing routing;
 };
 
-// What is added to the answer, before and after it is rounded; null or [tokens, hidden].
-struct Added {
-  const float* part;
+// What a wait adds to the answer, before and after it is rounded; null or [tokens, hidden].
+struct Epilogue {
+  const float* addend;
   const void* residual;
 };
 
-void launch_submit(const View& slot, const Bell& bell, const Payload& payload, uint64_t timeout_ns,
+// The first warps choose the experts where the submit routes; the others copy and then put the entry into the ring.
+void launch_submit(const SlotView& slot, const RingView& ring, const Payload& payload, uint64_t timeout_ns,
                    cudaStream_t stream);
-// `values` of `dtype`.
-void launch_wait(const View& slot, void* out, const Added& added, size_t values, DType dtype, uint64_t timeout_ns,
-                 cudaStream_t stream);
-// Takes an expert off the table, and ends when every step that may have seen it there has.
+// `values`: of the answer, of `dtype`. A null `out`: the answer is dropped.
+void launch_wait(const SlotView& slot, void* out, const Epilogue& epilogue, size_t values, DType dtype,
+                 uint64_t timeout_ns, cudaStream_t stream);
+// Takes an expert off the table of places. Ends when every step that may have seen it there has ended.
 void launch_evict(int32_t* places, int expert, Counts* counts, int slots, uint64_t timeout_ns, cudaStream_t stream);
+// Puts an expert on the table.
 void launch_admit(int32_t* places, int expert, int place, cudaStream_t stream);
-// Asks and spins on the answer: whether host and device see each other's writes while a kernel runs.
+// Writes `ask`, then `heard` once it sees the host's answer: whether each side sees what the other writes while a
+// kernel runs. Returns the error of the launch.
 cudaError_t launch_echo(uint32_t* ask, const uint32_t* answer, uint32_t* heard, cudaStream_t stream);
 
 }  // namespace ktinject::handoff

@@ -1,55 +1,102 @@
-// What a GPU and the CPU agree on: rings, slots, counts and addresses. Both sides include this file.
+// What a GPU and the CPU agree on. Kernels and the dispatcher thread both include this file.
+//
+// A channel has slots in mapped host memory. A submit kernel fills a slot and puts an entry into the ring of its
+// device. The dispatcher thread finds the entry, computes, and writes the answer into the slot. A wait kernel takes the
+// answer. `count` is the number of submits that a slot has had: it tells the present submit from earlier ones.
+//
+//   submit kernel                          mapped memory        dispatcher thread
+//   takes the slot (busy 0 → 1)            in device memory
+//   plain stores: NaN patterns          →  out
+//   plain stores                        →  x, head
+//   one 8-byte store for each value     →  ids, weights      →  3. acquire loads, until each carries `count`
+//   barrier, __threadfence_system()
+//   one 8-byte store                    →  ring entry        →  1. acquire load: x, head and the patterns are seen
+//                                                               2. reads x, head
+//   wait kernel                                                 4. computes
+//   1. volatile loads of 16 bytes      ◄─  out              ◄─  5. plain stores of the answer
+//   2. acquire load, system scope      ◄─  head.answered    ◄─  6. release store of `count`
+//   3. fence, frees the slot (busy 1 → 0)  in device memory
+//
+// Two things need no order, so nobody waits for one:
+//   - ids and weights. The warps that choose experts write them while other warps write the entry. Each value stands
+//     beside its count in one 8-byte word, so the CPU sees for each one whether it is there.
+//   - values of the answer. submit() pre-fills the answer with a NaN bit pattern that no kernel produces by itself, so
+//     the wait kernel sees for each value whether it is there. It takes an answer that contains this very pattern as
+//     soon as `answered` has reached the count. Where a thread has more than one piece of the answer, the wait kernel
+//     relies on `answered` alone.
+//
+// `status` is written by kernels (plain stores) and by host functions, and read by both (acquire). While it is not
+// kFine, all waits of the channel end. Channel::check() sets it back (release) when nothing is on its way.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define KTINJECT_BOTH __host__ __device__
+#else
+#define KTINJECT_BOTH
+#endif
+
 namespace ktinject::handoff {
 
+// An entry of a ring: ticket + 1 above the address of a port. Tickets count the entries, so a ring that is full of old
+// entries needs no clearing. An address is a port's index below the generation of its owner: when a port gets a new
+// owner, entries for the one before are skipped.
 constexpr uint32_t kRingEntries = 4096;
-constexpr uint32_t kAnnounced = 1u << 31;  // set in entries whose submit called announce()
-constexpr uint32_t kPortBits = 12;         // of an address; above them is the port's generation
+constexpr uint32_t kPortBits = 12;
 constexpr uint32_t kMostPorts = (1u << kPortBits) - 1;
-constexpr uint32_t kNobody = kAnnounced - 1;  // an address that open() never gives: its entries only count
+constexpr uint32_t kAnnounced = 1u << 31;     // set in the entry of a submit that called announce()
+constexpr uint32_t kNobody = kAnnounced - 1;  // no port's address: its entry only takes an announcement back
 
-constexpr int kMostSlotsPerToken = 64;  // experts a token may be sent to, as in the forward pass
+KTINJECT_BOTH constexpr uint64_t ring_entry(uint32_t ticket, uint32_t address) {
+  return static_cast<uint64_t>(ticket + 1) << 32 | address;
+}
+constexpr bool has_ticket(uint64_t entry, uint32_t ticket) { return static_cast<uint32_t>(entry >> 32) == ticket + 1; }
+
+// Experts that a token may be sent to; the forward pass has the same limit.
+constexpr int kMostExpertsPerToken = 64;
 
 enum Status : uint32_t { kFine = 0, kNoAnswer = 1, kSlotTaken = 2 };
 
-// The head of a slot in mapped memory. What the CPU writes and what the GPU writes lie on lines of their own.
+// An expert's id, or the bits of its weight, below the count of its submit.
+using Counted = uint64_t;
+KTINJECT_BOTH constexpr Counted counted(uint32_t count, uint32_t value) { return Counted{count} << 32 | value; }
+constexpr uint32_t count_of(Counted word) { return static_cast<uint32_t>(word >> 32); }
+constexpr uint32_t value_of(Counted word) { return static_cast<uint32_t>(word); }
+
+// The head of a slot. What the GPU writes and what the CPU writes lie on cache lines of their own.
 struct Head {
   alignas(128) uint32_t tokens;
   uint32_t top_k;
   uint32_t dtype;
-  uint32_t count;                // submits so far
-  alignas(128) uint32_t answer;  // of them, answered so far
+  uint32_t count;                  // of this submit
+  alignas(128) uint32_t answered;  // the count of the last submit that has an answer
 };
 
-// A slot's part of device memory.
+// What the kernels of one slot keep in device memory.
 struct Counts {
-  uint32_t busy;    // a submit whose answer has not been fetched
-  uint32_t posted;  // submits so far
-  uint32_t lost;    // the last submit gave up
+  uint32_t busy;       // 1 from a submit until its wait has taken the answer
+  uint32_t submitted;  // submits so far
+  uint32_t lost;       // the last submit did not get the slot
 };
 
-// An expert's id, or the bits of its weight, above the count of the submit that it belongs to: the CPU sees by itself
-// which have arrived, so the GPU need not wait between them and the entry of the ring.
-using Route = uint64_t;
-
-struct View {
+// A slot, as kernels and the dispatcher thread get it.
+struct SlotView {
   Head* head;
-  std::byte* x;
-  Route* ids;
-  Route* weights;
-  std::byte* out;
+  std::byte* x;      // [tokens, hidden]
+  Counted* ids;      // [tokens, top_k]; -1: not the CPU's to compute
+  Counted* weights;  // [tokens, top_k], fp32
+  std::byte* out;    // [tokens, hidden]
   Counts* counts;
-  uint32_t* status;  // of the channel, mapped
+  uint32_t* status;  // the channel's, in mapped memory
 };
 
-struct Bell {
-  uint64_t* ring;        // mapped; null: nobody watches it, a host function calls instead
-  uint32_t* ticket;      // device memory
-  uint32_t address = 0;  // the dispatcher's of the slot, announced or not
+// Where a submit kernel puts its entry.
+struct RingView {
+  uint64_t* entries;     // mapped; null: nobody reads them, and a host function calls instead
+  uint32_t* ticket;      // of the next entry, in device memory
+  uint32_t address = 0;  // the slot's, with kAnnounced or without
 };
 
 }  // namespace ktinject::handoff

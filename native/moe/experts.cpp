@@ -14,7 +14,7 @@ namespace ktinject::moe {
 Experts::Experts(ExpertsConfig config)
     : config_(std::move(config)),
       kernels_(gemm::choose_kernel(config_.format, config_.kernel)),
-      vector_ops_(&gemm::choose_vector_ops(kernels_.many->isa & kernels_.few->isa)) {
+      vector_ops_(&kernels_.vector_ops()) {
   gemm::check_size("experts", config_.experts, 1 << 16);
   gemm::check_size("hidden_size", config_.hidden_size, gemm::kMostInputs);
   gemm::check_size("intermediate_size", config_.intermediate_size, gemm::kMostInputs);

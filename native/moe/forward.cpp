@@ -80,7 +80,7 @@ struct Activations {
   size_t row_bytes;
   size_t groups;
 
-  gemm::Rows rows(size_t first, int m) const {
+  gemm::PackedActivations rows(size_t first, int m) const {
     return {data + first * row_bytes, row_bytes, m, scale == nullptr ? nullptr : scale + first,
             sums == nullptr ? nullptr : sums + first * groups};
   }
@@ -152,7 +152,8 @@ class Forward {
   void convert(const Activations& to, const gemm::Matrix& matrix, size_t at, const void* values, DType dtype,
                std::byte* out);
   template <class Use>
-  void multiply(Projection projection, const LayerTask& task, const gemm::Rows& all, int worker, Use&& use);
+  void multiply(Projection projection, const LayerTask& task, const gemm::PackedActivations& all, int worker,
+                Use&& use);
 
   // The groups of up to 16 rows of every expert that has more than one.
   template <class Use>
@@ -449,7 +450,8 @@ void Forward::gather(const LayerTask& task) {
 
 // Calls use(first row of the expert, rows, panel, c) for the results of a task, c [rows, 32], piece by piece.
 template <class Use>
-void Forward::multiply(Projection projection, const LayerTask& task, const gemm::Rows& all, int worker, Use&& use) {
+void Forward::multiply(Projection projection, const LayerTask& task, const gemm::PackedActivations& all, int worker,
+                       Use&& use) {
   const gemm::Matrix& matrix = layer_.matrix_of(projection);
   const gemm::Kernel& kernel = layer_.kernels_(all.m);
   float* c = results(worker);
@@ -460,20 +462,20 @@ void Forward::multiply(Projection projection, const LayerTask& task, const gemm:
     for (int first = 0; first < all.m; first += size) {
       // A run of whole groups of 16 rows is laid out like rows of its own.
       const int m = std::min(size, all.m - first), panels = std::min(most, task.first + task.count - p);
-      const gemm::Rows x{all.group(first), all.row_bytes, m, all.scale == nullptr ? nullptr : all.scale + first,
-                         all.group_sum == nullptr
-                             ? nullptr
-                             : all.group_sum + static_cast<size_t>(first) * static_cast<size_t>(matrix.groups())};
+      const gemm::PackedActivations x{
+          all.group(first), all.row_bytes, m, all.scale == nullptr ? nullptr : all.scale + first,
+          all.group_sum == nullptr ? nullptr
+                                   : all.group_sum + static_cast<size_t>(first) * static_cast<size_t>(matrix.groups())};
       auto take = [&](int panel, int row, int count, const float* results) {
         use(first + row, count, p + panel, results);
       };
-      const gemm::Sink sink{[](void* context, int panel, int row, int count, const float* results) {
-                              (*static_cast<decltype(take)*>(context))(panel, row, count, results);
-                            },
-                            &take};
+      const gemm::Epilogue epilogue{[](void* context, int panel, int row, int count, const float* results) {
+                                      (*static_cast<decltype(take)*>(context))(panel, row, count, results);
+                                    },
+                                    &take};
       kernel.multiply(matrix, layer_.panel(projection, task.of, p), panels, x, c, kernel_scratch(worker),
-                      kernel.feeds ? &sink : nullptr);
-      if (!kernel.feeds)
+                      kernel.backend->has_epilogue ? &epilogue : nullptr);
+      if (!kernel.backend->has_epilogue)
         for (int panel = 0; panel < panels; ++panel)
           take(panel, 0, m, c + static_cast<size_t>(panel) * static_cast<size_t>(m) * gemm::kPanel);
     }
@@ -485,7 +487,7 @@ void Forward::compute_gate_up(const LayerTask& task, int worker) {
   const auto* biases = reinterpret_cast<const float*>(layer_.gate_up_bias_.data());
   const size_t start = start_of(task.of);
   const int count = count_of(task.of);
-  const gemm::Rows x =
+  const gemm::PackedActivations x =
       count == 1 ? input_.rows(static_cast<size_t>(routing_.token[start]), 1) : gathered_.rows(start, count);
   multiply(Projection::up, task, x, worker, [&](int first, int m, int p, const float* c) {
     const auto panel = static_cast<size_t>(task.of) * static_cast<size_t>(gate_up_.panels) + static_cast<size_t>(p);
@@ -496,7 +498,7 @@ void Forward::compute_gate_up(const LayerTask& task, int worker) {
       vector_ops_.activate(config_.activation, c, bias, m, h, hidden_stride_);
       return;
     }
-    const gemm::Rows to = inner_.rows(start, count);
+    const gemm::PackedActivations to = inner_.rows(start, count);
     for (int row = first; row < first + m;) {
       const int group = row / gemm::kTile * gemm::kTile, height = to.group_rows(group);
       const int rows = std::min(group + height, first + m) - row;

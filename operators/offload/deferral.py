@@ -94,7 +94,7 @@ def _auto(
 ) -> tuple[int, str]:
     if device == "cpu":
         return 0, "auto: no GPU computes meanwhile"
-    gap = gap_us(decoder, block, following, spec.leaf, gpu_bandwidth(device))
+    gap = gap_us(decoder, block, following, spec.experts, gpu_bandwidth(device))
     expert = expert_bytes / (REACHED * cpu_bandwidth()) * 1e6
     count = min(most, ceil(gap / max(expert, 1e-3)))
     gain = min(gap, count * expert)
@@ -105,7 +105,7 @@ def _auto(
 
 
 def gap_us(
-    decoder: nn.Module, block: nn.Module, following: nn.Module, leaf: str, bytes_per_second: float
+    decoder: nn.Module, block: nn.Module, following: nn.Module, experts: str, bytes_per_second: float
 ) -> float:
     """What a GPU takes from the end of one block's experts to the router of the next, estimated, batch 1."""
     modules = list(decoder.modules())
@@ -116,7 +116,7 @@ def gap_us(
     between += [
         module
         for name, child in following.named_children()
-        if name != leaf and "shared" not in name
+        if name != experts and "shared" not in name
         for module in child.modules()
     ]
     own = [[*module.parameters(recurse=False)] for module in between]

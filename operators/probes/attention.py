@@ -12,20 +12,21 @@ and without a cache; only where both agree is the module served.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from math import inf
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from ktinject.errors import few
+from ktinject.operators.probes import twin
+from ktinject.operators.probes.answer import Refusal, answered_once
+from ktinject.operators.probes.comparison import Tolerance, difference
 
 # Sizes of the small copy; no two are equal, so that an exchange of them shows.
 _SMALL = {
@@ -40,8 +41,9 @@ _SMALL = {
     "head_dim": 8,
     "v_head_dim": 14,
 }
-# fp64 on both sides, but for norms and softmax, which transformers computes in fp32.
-_TOLERANCE = 1e-5
+_TOLERANCE = Tolerance(
+    1e-5, "fp64 on both sides, but for norms and softmax, which transformers computes in fp32"
+)
 # A position at which families that scale by it do so.
 _FAR = 20_000
 
@@ -93,80 +95,100 @@ def rotate(kind: str, x: Tensor, positions: Positions) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-Attention = Callable[[nn.Module, LatentSpec], Callable[..., Tensor]]
+def formula(
+    module: Any,
+    spec: LatentSpec,
+    hidden_states: Tensor,
+    position_embeddings: Positions,
+    attention_mask: Tensor,
+    past_key_values: Cache | None,
+) -> Tensor:
+    """The formula above on the module's children: hidden_states [b, m, hidden] → [b, m, hidden]."""
+    heads = (spec.num_heads, -1)
+    if spec.q_lora_rank is None:
+        q = module.q_proj(hidden_states)
+    else:
+        q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
+    q_nope, q_rope = (
+        q.unflatten(-1, heads).transpose(1, 2).split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], -1)
+    )
+    latent, k_rope = module.kv_a_proj_with_mqa(hidden_states)[:, None].split(
+        [spec.kv_lora_rank, spec.qk_rope_head_dim], -1
+    )
+    latent = module.kv_a_layernorm(latent)
+    q_rope, k_rope = (rotate(spec.rope, part, position_embeddings) for part in (q_rope, k_rope))
+    if past_key_values is not None:
+        latent, k_rope = past_key_values.update(latent, k_rope, spec.layer_idx)
+    kv = module.kv_b_proj(latent[:, 0]).unflatten(-1, heads).transpose(1, 2)
+    k_nope, v = kv.split([spec.qk_nope_head_dim, spec.v_head_dim], -1)
+    scores = spec.scaling * (q_nope @ k_nope.mT + q_rope @ k_rope.mT) + attention_mask
+    out: Tensor = module.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    return out
 
-# Module → what it looked like when it was tried out, and what came of it.
-_tried: weakref.WeakKeyDictionary[nn.Module, tuple[LatentSpec, LatentSpec | str]] = (
-    weakref.WeakKeyDictionary()
-)
 
-
-def describe(module: nn.Module, attention: Attention) -> LatentSpec | str:
-    """What the module computes, or the reason why it is not latent attention as above, without its full stop.
-
-    attention   (module, spec) → the forward to compare with; called with the module's own arguments
-    """
+@answered_once
+def probe(module: nn.Module) -> LatentSpec | Refusal:
+    """What a module computes that is latent attention as above."""
     layout = _layout(module)
-    if isinstance(layout, str):
+    if isinstance(layout, Refusal):
         return layout
-    if module not in _tried or _tried[module][0] != layout:
-        _tried[module] = (layout, _try_out(module, layout, attention))
-    return _tried[module][1]
-
-
-def _try_out(module: nn.Module, layout: LatentSpec, attention: Attention) -> LatentSpec | str:
-    small = _small_copy(module, layout)
-    if isinstance(small, str):
-        return small
-    twin, sizes = small
+    try:
+        with twin.on_cpu():
+            small = twin.small(module, _SMALL, layout.layer_idx)
+    except Exception as failure:  # transformers' own code on sizes that it may not be made for
+        return Refusal(f"a small copy of it cannot be built: {failure}")
+    sizes = _layout(small)
+    if isinstance(sizes, Refusal):
+        return sizes
     differences = []
     error: Exception | None = None
     for rope in ("halves", "neighbours", "complex", "none"):
-        spec = dataclasses.replace(sizes, rope=rope)
         try:
-            differences.append(_difference(twin, attention(twin, spec), rope))
+            differences.append(_difference(small, dataclasses.replace(sizes, rope=rope)))
         except Exception as failure:  # transformers' own code, given what it may not be made for
             error = failure
             continue
-        if differences[-1] <= _TOLERANCE:
+        if _TOLERANCE.allows(differences[-1]):
             return dataclasses.replace(layout, rope=rope)
     if not differences:
-        return f"a small copy of it does not run: {error}"
-    return f"it computes something else than latent attention: max difference {min(differences):.1e}"
+        return Refusal(f"a small copy of it does not run: {error}")
+    return Refusal(f"it computes something else than latent attention: max difference {min(differences):.1e}")
 
 
-def _layout(module: nn.Module) -> LatentSpec | str:
+def _layout(module: nn.Module) -> LatentSpec | Refusal:
     """The sizes, from the children's shapes and the config."""
     children = dict(module.named_children())
     has_query = "q_proj" in children or {"q_a_proj", "q_a_layernorm", "q_b_proj"} <= children.keys()
     absent = [name for name in (*LATENT, EXPANSION, OUTPUT) if name not in children]
     if absent or not has_query:
         absent += [] if has_query else ["q_proj, or q_a_proj, q_a_layernorm and q_b_proj"]
-        return f"it has no {', '.join(absent)}: it is no latent attention with DeepSeek's children"
+        return Refusal(f"it has no {', '.join(absent)}: it is no latent attention with DeepSeek's children")
     extra = [name for name in children if name not in CHILDREN]
     extra += [
         name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     ]
     if extra:
-        return f"it also holds {', '.join(few(extra))}, which absorbed_mla would lose"
+        return Refusal(f"it also holds {', '.join(few(extra))}, which absorbed_mla would lose")
     config = getattr(module, "config", None)
     sizes: dict[str, Any] = {
         name: getattr(module, name, None) for name in ("num_heads", *list(_SMALL)[4:7], "v_head_dim")
     }
     wrong = [name for name, value in sizes.items() if type(value) is not int or value < 1]
     if wrong or config is None or not isinstance(getattr(module, "scaling", None), float):
-        return f"it does not state {', '.join(wrong) or 'its config and scaling'}"
+        return Refusal(f"it does not state {', '.join(wrong) or 'its config and scaling'}")
     expansion = children[EXPANSION]
     outputs = sizes["num_heads"] * (sizes["qk_nope_head_dim"] + sizes["v_head_dim"])
     if not isinstance(expansion, nn.Linear) or expansion.bias is not None:
-        return f"its {EXPANSION} is a {type(expansion).__name__}; a Linear without bias is needed"
+        return Refusal(f"its {EXPANSION} is a {type(expansion).__name__}; a Linear without bias is needed")
     if (expansion.out_features, expansion.in_features) != (outputs, sizes["kv_lora_rank"]):
         found = [expansion.out_features, expansion.in_features]
-        return f"its {EXPANSION} is {found}; its sizes ask for {[outputs, sizes['kv_lora_rank']]}"
+        return Refusal(f"its {EXPANSION} is {found}; its sizes ask for {[outputs, sizes['kv_lora_rank']]}")
     if expansion.weight.dtype.itemsize == 1:
-        return f"its {EXPANSION} is {expansion.weight.dtype}: it is quantised; inject into the plain model"
+        return Refusal(
+            f"its {EXPANSION} is {expansion.weight.dtype}: it is quantised; inject into the plain model"
+        )
     if not getattr(module, "is_causal", True):
-        return "it is not causal"
+        return Refusal("it is not causal")
     query = children.get("q_a_proj")
     return LatentSpec(
         num_heads=sizes["num_heads"],
@@ -182,30 +204,8 @@ def _layout(module: nn.Module) -> LatentSpec | str:
     )
 
 
-def _small_copy(module: nn.Module, layout: LatentSpec) -> tuple[nn.Module, LatentSpec] | str:
-    """A module of the same class and config at toy sizes with Gaussian weights in fp64, and its spec."""
-    config: Any = copy.deepcopy(module.config)
-    for name, size in _SMALL.items():
-        if getattr(config, name, None) is not None:
-            setattr(config, name, size)
-    config._attn_implementation = "eager"
-    try:
-        with torch.device("cpu"):
-            twin = type(module)(config, layout.layer_idx)
-    except Exception as error:  # transformers' own code on sizes that it may not be made for
-        return f"a small copy of it cannot be built: {error}"
-    # Without touching the global random state.
-    random = torch.Generator().manual_seed(0)
-    for parameter in twin.double().parameters():
-        parameter.requires_grad_(False)
-        noise = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
-        parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 else noise * parameter.shape[-1] ** -0.5)
-    sizes = _layout(twin)
-    return sizes if isinstance(sizes, str) else (twin.eval(), sizes)
-
-
 @torch.no_grad()
-def _difference(module: nn.Module, attention: Callable[..., Tensor], rope: str) -> float:
+def _difference(module: nn.Module, spec: LatentSpec) -> float:
     """The greatest difference of outputs and of what is cached, on two sequences, a prompt and the token after it."""
     random = torch.Generator().manual_seed(1)
     n = _SMALL["qk_rope_head_dim"]
@@ -213,13 +213,12 @@ def _difference(module: nn.Module, attention: Callable[..., Tensor], rope: str) 
     angles = torch.rand(2, 6, n // 2, generator=random, dtype=torch.float64) * 6
     mask = torch.full((2, 1, 6, 6), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)
     mask[1, 0, 2:, 0] = torch.finfo(torch.float64).min
-    taken = inspect.signature(type(module).forward).parameters
 
     def at(start: int, stop: int) -> dict[str, Any]:
         here = angles[:, start:stop]
         # transformers rotates by complex numbers in fp32.
         positions: Positions = torch.polar(torch.ones_like(here), here).to(torch.complex64)
-        if rope != "complex":
+        if spec.rope != "complex":
             both = torch.cat([here, here], -1)
             positions = (both.cos(), both.sin())
         return {
@@ -229,22 +228,19 @@ def _difference(module: nn.Module, attention: Callable[..., Tensor], rope: str) 
             "position_ids": torch.arange(_FAR + start, _FAR + stop).expand(2, -1),
         }
 
-    def run(forward: Callable[..., Any], names: Any) -> list[Tensor]:
+    def run(forward: Callable[..., Any], names: Collection[str]) -> list[Tensor]:
         def call(arguments: dict[str, Any]) -> Tensor:
-            if names is not None:
-                arguments = {name: value for name, value in arguments.items() if name in names}
-            result = forward(**arguments)
+            result = forward(**{name: value for name, value in arguments.items() if name in names})
             return result[0] if isinstance(result, tuple) else result
 
         cache = DynamicCache()
         outputs = [call(at(0, 6) | {"past_key_values": None})]
         outputs += [call(at(*part) | {"past_key_values": cache}) for part in ((0, 5), (5, 6))]
-        layer = cache.layers[module.layer_idx]
+        layer: Any = cache.layers[spec.layer_idx]
         return [*outputs, layer.keys, layer.values]
 
+    taken = inspect.signature(type(module).forward).parameters
     keywords = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    theirs = run(module, None if keywords else taken)
-    ours = run(attention, None)
-    if [a.shape for a in theirs] != [b.shape for b in ours]:
-        return inf
-    return max(((a - b).abs() / (1 + b.abs())).max().item() for a, b in zip(theirs, ours))
+    theirs = run(module, (*at(0, 6), "past_key_values") if keywords else taken)
+    ours = run(partial(formula, module, spec), inspect.signature(formula).parameters)
+    return max(difference(a, b) for a, b in zip(theirs, ours))

@@ -1,49 +1,52 @@
-"""What a routed-experts leaf computes, found out by running it.
+"""What a module of routed experts computes, found out by running it.
 
 transformers has over sixty expert classes with one signature, `experts(hidden, top_k_index, top_k_weights)`.
 Their names and attributes say little about the arithmetic: clamps, offsets and slopes hide in `_apply_gate`,
-in `act_fn` or in `forward` itself. So `describe` runs the leaf's own `forward` on a small copy of the leaf,
+in `act_fn` or in `forward` itself. So `probe` runs the module's own `forward` on a small twin of it,
 reads the parameters of
 
     h = act(min(gate, gate_max)) * (clamp(up, -up_limit, up_limit) + up_offset)
 
-off its answers, and then demands that the copy and the formula agree. A leaf that computes anything else is
+off its answers, and then demands that the twin and the formula agree. A module that computes anything else is
 refused, with the difference; nothing is concluded from a class name.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, isfinite, log
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ktinject.errors import OperatorError, few
+from ktinject.operators.probes import twin
+from ktinject.operators.probes.answer import Refusal, answered_once
+from ktinject.operators.probes.comparison import Tolerance, difference
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
 
 Gate = Callable[[Tensor, Tensor], Tensor]  # gate, up [m, n] -> intermediate [m, n]
 
-# Far above any clamp limit, and a power of two: exact in fp32, to which some leaves drop inside.
+# Far above any clamp limit, and a power of two: exact in fp32, to which some modules drop inside.
 _BIG = 2.0**20
 
-# Leaves that compute in fp32 inside (beam, openai_privacy_filter) differ from the fp64 formula by under 2e-6;
-# the closest pair of different activations, gelu and gelu_tanh, differs by 4e-4.
-_TOLERANCE = 1e-5
+_TOLERANCE = Tolerance(
+    1e-5,
+    "experts that compute in fp32 inside (beam, openai_privacy_filter) differ from the fp64 formula by under 2e-6; the "
+    "closest pair of different activations, gelu and gelu_tanh, differs by 4e-4",
+)
 
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """The shape and the arithmetic of one routed-experts leaf.
+    """The shape and the arithmetic of one module of routed experts.
 
-    hidden_size is the leaf's input and output width, which need not be the model's: the experts of nemotron_h
+    hidden_size is the module's input and output width, which need not be the model's: the experts of nemotron_h
     may work on a narrower latent. Without a gate there are only up and down, and h = act(up).
     """
 
@@ -61,21 +64,21 @@ class ExpertsSpec:
     up_offset: float  # added to up after the clamp
 
 
-def describe(module: nn.Module) -> ExpertsSpec | str:
-    """Describe a leaf, which may be on the meta device; a str is the reason why it cannot be served."""
+@answered_once
+def probe(module: nn.Module) -> ExpertsSpec | Refusal:
+    """What an experts module computes, which may be on the meta device."""
     layout = _layout(module)
-    if isinstance(layout, str):
+    if isinstance(layout, Refusal):
         return layout
     try:
-        # The probe stays on the CPU even when called inside `with torch.device("meta")`.
-        with torch.no_grad(), torch.device("cpu"):
+        with twin.on_cpu():
             return _arithmetic(module, layout)
-    except Exception as error:  # the leaf's own code runs here, so anything may come out of it
-        return f"its forward fails on a small copy of itself: {type(error).__name__}: {error}"
+    except Exception as error:  # the module's own code runs here, so anything may come out of it
+        return Refusal(f"its forward fails on a small copy of itself: {type(error).__name__}: {error}")
 
 
 def parameter_shapes(spec: ExpertsSpec) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the leaf's parameters."""
+    """Names and shapes of the module's parameters."""
     e, h, i = spec.num_experts, spec.hidden_size, spec.intermediate_size
     up = "gate_up_proj" if spec.has_gate else "up_proj"
     n = 2 * i if spec.has_gate else i
@@ -97,11 +100,11 @@ def views(
              (0) or the up (1) outputs of either
     Returns  (projection, expert, view) triples: for gate, up and down a view [n outputs, k inputs] of any
              strides, for gate_bias, up_bias and down_bias a view [n outputs]
-    Raises   OperatorError for a name, an expert or a part that the leaf has not, and for a wrong shape
+    Raises   OperatorError for a name, an expert or a part that the module has not, and for a wrong shape
     """
     shapes = parameter_shapes(spec)
     if name not in shapes:
-        raise OperatorError(f"{name}: the leaf has no such parameter; it has {', '.join(shapes)}.")
+        raise OperatorError(f"{name}: the experts have no such parameter; it has {', '.join(shapes)}.")
     shape = list(shapes[name])
     is_pair = name.startswith("gate_up_proj")
     is_bias = name.endswith("_bias")
@@ -115,7 +118,7 @@ def views(
         shape[2 if spec.is_transposed and not is_bias else 1] //= 2
     if expert is not None:
         if not 0 <= expert < spec.num_experts:
-            raise OperatorError(f"{name}: found expert {expert}; the leaf has 0 to {spec.num_experts - 1}.")
+            raise OperatorError(f"{name}: found expert {expert}; there are 0 to {spec.num_experts - 1}.")
         del shape[0]
     if list(tensor.shape) != shape:
         of = "" if expert is None else f" of expert {expert}"
@@ -142,7 +145,7 @@ def views(
 
 
 def activate(spec: ExpertsSpec, gate: Tensor | None, up: Tensor) -> Tensor:
-    """The intermediate [m, n] from the gate (None where the leaf has none) and up projections [m, n]."""
+    """The intermediate [m, n] from the gate (None where there is none) and up projections [m, n]."""
     if gate is None:
         return _act(spec.activation, spec.alpha, up)
     up = up.clamp(-spec.up_limit, spec.up_limit) + spec.up_offset
@@ -163,18 +166,20 @@ def _act(name: str, alpha: float, x: Tensor) -> Tensor:
     return x
 
 
-def _layout(module: nn.Module) -> ExpertsSpec | str:
+def _layout(module: nn.Module) -> ExpertsSpec | Refusal:
     """The spec with its arithmetic still open, from the flags and the parameter shapes."""
     signature = inspect.signature(type(module).forward)
     try:
         signature.bind(module, None, None, None)
     except TypeError:
-        return (
+        return Refusal(
             f"its forward takes ({', '.join([*signature.parameters][1:])}), "
             "not (hidden_states, top_k_index, top_k_weights)"
         )
     if getattr(module, "has_post_expert_norm", False):
-        return "it normalises the output of every expert (has_post_expert_norm), which no kernel does"
+        return Refusal(
+            "it normalises the output of every expert (has_post_expert_norm), which no kernel does"
+        )
 
     parameters = dict(module.named_parameters())
     has_gate = getattr(module, "has_gate", True)
@@ -183,7 +188,7 @@ def _layout(module: nn.Module) -> ExpertsSpec | str:
     for name in names:
         if name not in parameters or parameters[name].dim() != 3:
             found = ", ".join(f"{n} {list(p.shape)}" for n, p in [*parameters.items()][:4]) or "none"
-            return f"it has no parameter {name} of three dimensions, experts first; it has {found}"
+            return Refusal(f"it has no parameter {name} of three dimensions, experts first; it has {found}")
     up_shape, down_shape = parameters[up_name].shape, parameters["down_proj"].shape
     is_transposed = bool(getattr(module, "is_transposed", False))
     down_k, down_n = (1, 2) if is_transposed else (2, 1)
@@ -205,45 +210,45 @@ def _layout(module: nn.Module) -> ExpertsSpec | str:
     shapes = parameter_shapes(spec)
     for name, shape in shapes.items():
         if name not in parameters:
-            return f"it has no parameter {name}, which its flags promise"
+            return Refusal(f"it has no parameter {name}, which its flags promise")
         if tuple(parameters[name].shape) != shape:
             is_shape = list(parameters[name].shape)
-            return (
+            return Refusal(
                 f"its {name} is {is_shape}, but with down_proj {list(down_shape)} it should be {list(shape)}"
             )
         if not parameters[name].is_floating_point():
-            return (
-                f"its {name} is {parameters[name].dtype}: the leaf is quantised; inject into the plain model"
+            return Refusal(
+                f"its {name} is {parameters[name].dtype}: the module is quantised; inject into the plain model"
             )
     extra = [name for name in [*parameters, *dict(module.named_buffers())] if name not in shapes]
     if extra:
-        return f"it also holds {', '.join(few(extra))}, which no kernel applies"
+        return Refusal(f"it also holds {', '.join(few(extra))}, which no kernel applies")
     stated = getattr(module, "num_experts", spec.num_experts)
     if stated != spec.num_experts or 0 in up_shape or 0 in down_shape:
-        return f"it says it has {stated} experts, and {up_name} is {list(up_shape)}"
+        return Refusal(f"it says it has {stated} experts, and {up_name} is {list(up_shape)}")
     return spec
 
 
-def _arithmetic(module: nn.Module, layout: ExpertsSpec) -> ExpertsSpec | str:
-    """Fill in the activation, clamps and offset, or say why no choice of them is what the leaf computes."""
+def _arithmetic(module: nn.Module, layout: ExpertsSpec) -> ExpertsSpec | Refusal:
+    """Fill in the activation, clamps and offset, or say why no choice of them is what the module computes."""
     small = dataclasses.replace(layout, num_experts=3, hidden_size=6, intermediate_size=3)
-    leaf = _gate_of(module, small)
-    spec = _fit(module, small, leaf)
-    difference = inf if spec is None else _gate_difference(spec, leaf)
-    if spec is None or not difference <= _TOLERANCE:
-        return (
+    gate = _gate_of(module, small)
+    spec = _fit(module, small, gate)
+    off = inf if spec is None else _gate_difference(spec, gate)
+    if spec is None or not _TOLERANCE.allows(off):
+        return Refusal(
             "its gate is none of act(min(gate, a)) * (clamp(up, -b, b) + c), with act one of "
-            f"{', '.join(ACTIVATIONS)}: max difference {difference:.1e} from the closest"
+            f"{', '.join(ACTIVATIONS)}: max difference {off:.1e} from the closest"
         )
     apply_gate = getattr(module, "_apply_gate", None)
     if spec.has_gate and apply_gate is not None:
         # Eager forward may spell the gate out; transformers' other implementations call _apply_gate instead.
-        difference = _gate_difference(spec, lambda gate, up: apply_gate(_join(spec, gate, up)))
-        if not difference <= _TOLERANCE:
-            return f"its forward and its _apply_gate differ by {difference:.1e}"
-    difference = _forward_difference(module, spec)
-    if not difference <= _TOLERANCE:
-        return f"its forward does more than route, project and gate: max difference {difference:.1e}"
+        off = _gate_difference(spec, lambda gate, up: apply_gate(_join(spec, gate, up)))
+        if not _TOLERANCE.allows(off):
+            return Refusal(f"its forward and its _apply_gate differ by {off:.1e}")
+    off = _forward_difference(module, spec)
+    if not _TOLERANCE.allows(off):
+        return Refusal(f"its forward does more than route, project and gate: max difference {off:.1e}")
     return dataclasses.replace(
         spec,
         num_experts=layout.num_experts,
@@ -252,18 +257,18 @@ def _arithmetic(module: nn.Module, layout: ExpertsSpec) -> ExpertsSpec | str:
     )
 
 
-def _fit(module: nn.Module, spec: ExpertsSpec, leaf: Gate) -> ExpertsSpec | None:
+def _fit(module: nn.Module, spec: ExpertsSpec, gate_of: Gate) -> ExpertsSpec | None:
     """Solve the formula for its parameters at points chosen so that each shows alone; None if none can be."""
 
     stated = [value for value in vars(module).values() if isinstance(value, float)]
 
     def exact(value: float) -> float:
-        # From a leaf in fp32 numbers come inexact: take a short one, or one that it states, if as close.
+        # From a module in fp32 numbers come inexact: take a short one, or one that it states, if as close.
         close = (x for x in [round(value, 3), *stated] if abs(x - value) <= 1e-5 * max(1.0, abs(x)))
         return next(close, value)
 
     def at(gate: float, up: float) -> float:
-        return leaf(_row(gate), _row(up))[0, 0].item()
+        return gate_of(_row(gate), _row(up))[0, 0].item()
 
     if spec.has_gate:
         # A difference between two values of up removes the offset.
@@ -306,7 +311,7 @@ def _fit(module: nn.Module, spec: ExpertsSpec, leaf: Gate) -> ExpertsSpec | None
     return dataclasses.replace(spec, activation=name, alpha=alpha, gate_max=exact(high))
 
 
-def _gate_difference(spec: ExpertsSpec, leaf: Gate) -> float:
+def _gate_difference(spec: ExpertsSpec, gate_of: Gate) -> float:
     """The greatest difference, relative above one, on a grid over ±20 and well beyond every limit."""
     limits = [x for x in (spec.gate_max, spec.up_limit) if x < inf]
     reach = max([20.0, *(2 * x for x in limits)])
@@ -314,11 +319,11 @@ def _gate_difference(spec: ExpertsSpec, leaf: Gate) -> float:
     pairs = torch.meshgrid(line, line.flip(0), indexing="ij")
     gate, up = (x.reshape(-1, spec.intermediate_size) for x in pairs)
     want = activate(spec, gate if spec.has_gate else None, up)
-    return _difference(leaf(gate, up), want)
+    return difference(gate_of(gate, up), want)
 
 
 def _forward_difference(module: nn.Module, spec: ExpertsSpec) -> float:
-    """The same for the leaf's whole forward on random weights, biases, routing and routing weights."""
+    """The same for the module's whole forward on random weights, biases, routing and routing weights."""
     random = torch.Generator("cpu").manual_seed(0)
 
     def gaussian(*shape: int) -> Tensor:
@@ -340,23 +345,23 @@ def _forward_difference(module: nn.Module, spec: ExpertsSpec) -> float:
             gate = project("gate", e, x[t]) if spec.has_gate else None
             h = activate(spec, gate, project("up", e, x[t]))
             want[t] += weights[t, slot] * project("down", e, h)
-    return _difference(_run(module, spec, parameters, x, index, weights), want)
+    return difference(_run(module, spec, parameters, x, index, weights), want)
 
 
 def _gate_of(module: nn.Module, spec: ExpertsSpec) -> Gate:
-    """The leaf's gate alone: identity matrices on both sides of it, one expert, weight one."""
+    """The module's gate alone: identity matrices on both sides of it, one expert, weight one."""
     parameters = {}
     for name, (e, *shape) in parameter_shapes(spec).items():
         matrix = torch.zeros(shape[0]) if name.endswith("_bias") else torch.eye(*shape)
         parameters[name] = matrix.double().expand(e, *shape).contiguous()
 
-    def leaf(gate: Tensor, up: Tensor) -> Tensor:
+    def alone(gate: Tensor, up: Tensor) -> Tensor:
         x = _join(spec, gate, up) if spec.has_gate else functional.pad(up, (0, up.shape[1]))
         index = torch.zeros(x.shape[0], 1, dtype=torch.int64)
         weights = torch.ones(x.shape[0], 1, dtype=torch.float64)
         return _run(module, spec, parameters, x, index, weights)[:, : spec.intermediate_size]
 
-    return leaf
+    return alone
 
 
 def _run(
@@ -367,13 +372,10 @@ def _run(
     index: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """The leaf's own forward with other parameters; the leaf is not touched."""
-    twin: Any = copy.copy(module)
-    twin._parameters = {name: nn.Parameter(tensor, False) for name, tensor in parameters.items()}
-    if hasattr(module, "num_experts"):
-        twin.num_experts = spec.num_experts
-    # The decorated forward dispatches on the config, perhaps to something for a GPU; what it wraps is eager.
-    return inspect.unwrap(type(module).forward)(twin, x, index, weights)
+    """The module's own forward with other parameters."""
+    small = twin.with_parameters(module, parameters, num_experts=spec.num_experts)
+    found: Tensor = twin.run_eager(small, x, index, weights)
+    return found
 
 
 def _join(spec: ExpertsSpec, gate: Tensor, up: Tensor) -> Tensor:
@@ -382,7 +384,3 @@ def _join(spec: ExpertsSpec, gate: Tensor, up: Tensor) -> Tensor:
 
 def _row(value: float) -> Tensor:
     return torch.full((1, 3), value, dtype=torch.float64)
-
-
-def _difference(found: Tensor, want: Tensor) -> float:
-    return ((found - want).abs() / (1 + want.abs())).max().item()

@@ -74,11 +74,11 @@ def of(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def attend(
-    q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor, arrived: Tensor, **others: Tensor
+    q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor, block_counts: Tensor, **others: Tensor
 ) -> None:
     q, k, v = (others.pop(name) for name in "qkv")
     norms = Norm(q_norm, 1e-6), Norm(k_norm, 1e-6)
-    decode_ops.attend(q, k, v, norms, (cos, sin), Cache(**others), 1.0, arrived)
+    decode_ops.attend(q, k, v, norms, (cos, sin), Cache(**others), 1.0, block_counts)
 
 
 def latent(q: Tensor, kv: Tensor, norm: Tensor, cos: Tensor, sin: Tensor, **cache: Tensor) -> None:
@@ -118,9 +118,9 @@ RIGHT: dict[Callable[..., None], dict[str, Tensor]] = {
         "sin": of(2, 1, 8),
         "keys": of(2, 2, 16, 8),
         "values": of(2, 2, 16, 8),
-        "place": of(1, dtype=INT64),
+        "cache_position": of(1, dtype=INT64),
         "mask": of(2, 1, 1, 16, dtype=torch.bool),
-        "arrived": of(8, dtype=torch.int32),
+        "block_counts": of(8, dtype=torch.int32),
     },
     latent: {
         "q": of(2, 4, 24),
@@ -130,7 +130,7 @@ RIGHT: dict[Callable[..., None], dict[str, Tensor]] = {
         "sin": of(2, 1, 8),
         "keys": of(2, 1, 16, 32),
         "values": of(2, 1, 16, 8),
-        "place": of(1, dtype=INT64),
+        "cache_position": of(1, dtype=INT64),
     },
     linear: {
         "x": of(2, 32),
@@ -155,7 +155,7 @@ RIGHT: dict[Callable[..., None], dict[str, Tensor]] = {
 }
 COPIED = {(choose, "scores"), (route_grouped, "logits"), (rms_norm, "x")}  # made contiguous
 LONGER = {
-    (attend, "arrived"),
+    (attend, "block_counts"),
     (attend, "mask"),
     (attend, "q"),
     (latent, "q"),

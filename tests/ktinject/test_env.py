@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ktinject import env
+from ktinject import _native, env
 from ktinject.errors import KTInjectError, OperatorError, PlanError
 
 KERNELS = [
@@ -67,11 +67,24 @@ print(_native.threads(), len(_native.nodes()), logging.getLogger("ktinject").lev
     assert found.stdout == f"1 3 {logging.DEBUG}\n"
 
 
-def test_a_forced_kernel_serves_its_own_format_only(monkeypatch):
-    monkeypatch.setattr(env, "settings", lambda: env.Settings(kernel="reference_bf16"))
-    assert (env.kernel_for("bf16"), env.kernel_for("int8")) == ("reference_bf16", "auto")
-    monkeypatch.setattr(env, "settings", env.Settings)
-    assert env.kernel_for("bf16") == "auto"
+def test_a_forced_kernel_serves_its_own_format_only():
+    code = """
+from ktinject import _native, env
+env.settings()
+sizes = {"out_features": 32, "in_features": 32, "group_size": 0, "has_bias": False}
+for weights in ("bf16", "int8"):
+    print(*_native.Linear(weights=weights, kernel="auto", **sizes).kernels)
+_native.force_kernel("auto")
+print(*_native.Linear(weights="bf16", kernel="auto", **sizes).kernels)
+"""
+    environ = {**os.environ, "KTINJECT_KERNEL": "reference_bf16"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    forced, other, best = (line.split() for line in found.stdout.splitlines())
+    assert forced == ["reference_bf16"] * 2
+    assert "reference_int8" not in other or not _native.cpu_features()["avx2"]
+    assert "reference_bf16" not in best or not _native.cpu_features()["avx2"]
 
 
 @pytest.mark.parametrize(

@@ -232,14 +232,14 @@ void test_forward() {
             const Experts* experts = cut[static_cast<size_t>(nodes - 1)].get();
             const std::vector<float> found = forward(*experts, in, tokens, problem.top_k);
             if (nodes == 1) first = found;
-            check(found == first, std::string(kernel.name) + ": the same bits on several nodes");
+            check(found == first, kernel.name + ": the same bits on several nodes");
           }
           worst = std::max(worst, relative_error(first, want));
         }
       }
-    std::printf("%-20s worst %.1e\n", kernel.name, worst);
+    std::printf("%-20s worst %.1e\n", kernel.name.c_str(), worst);
     // An intermediate may fall to the other side of a rounding boundary; AMX rounds int4 once more.
-    check(worst < 0.03, std::string(kernel.name) + " agrees with the reference");
+    check(worst < 0.03, kernel.name + " agrees with the reference");
   }
   set_nodes(0);
 }
@@ -631,13 +631,13 @@ struct Counted final : Work {
   void run() noexcept override { ++runs; }
 };
 
-// A ring as a GPU writes it, and the dispatcher that reads it.
+// A ring as a GPU writes it, which the dispatcher reads.
 class TestRing {
  public:
   TestRing() { dispatcher().watch(entries_->data()); }
   void ring(uint32_t address) {
-    const uint64_t entry = uint64_t{++tickets_} << 32 | address;
-    __atomic_store_n(&(*entries_)[(tickets_ - 1) % kRingEntries], entry, __ATOMIC_RELEASE);
+    const uint32_t ticket = tickets_++;
+    __atomic_store_n(&(*entries_)[ticket % kRingEntries], ring_entry(ticket, address), __ATOMIC_RELEASE);
     dispatcher().wake();
   }
   // Returns when the dispatcher has seen all that was written before.

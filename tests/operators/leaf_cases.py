@@ -8,7 +8,8 @@ import reference
 import torch
 from torch import Tensor, nn
 
-from ktinject.operators.probes.experts import ExpertsSpec, describe
+from ktinject.operators.probes.answer import Refusal
+from ktinject.operators.probes.experts import ExpertsSpec, probe
 
 torch.set_num_threads(1)
 
@@ -32,16 +33,16 @@ TOKENS = 7
 
 
 def described(module: nn.Module) -> ExpertsSpec:
-    spec = describe(module)
+    spec = probe(module)
     assert isinstance(spec, ExpertsSpec), spec
     return spec
 
 
 def refusal(module: nn.Module) -> str:
-    reason = describe(module)
-    assert isinstance(reason, str), reason
-    assert "\n" not in reason and not reason.endswith(".")
-    return reason
+    found = probe(module)
+    assert isinstance(found, Refusal), found
+    assert "\n" not in found.reason and not found.reason.endswith(".")
+    return found.reason
 
 
 def inputs(

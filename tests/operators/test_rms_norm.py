@@ -12,7 +12,9 @@ from torch import nn
 import ktinject
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.operators.rms_norm import RmsNorm, RmsNormConfig, epsilon_of, formula
+from ktinject.operators.probes.answer import Refusal
+from ktinject.operators.probes.norm import formula, probe
+from ktinject.operators.rms_norm import RmsNorm, RmsNormConfig
 
 FAMILIES = ["deepseek_v3", "qwen3_moe", "mixtral"]
 
@@ -102,8 +104,8 @@ def test_what_computes_something_else_is_refused() -> None:
         (nn.LayerNorm(8), "something else than one vector"),
         (nn.Linear(8, 8, bias=False), "something else than one vector"),
     ]:
-        reason = epsilon_of(module)
-        assert isinstance(reason, str) and match in reason
+        found = probe(module)
+        assert isinstance(found, Refusal) and match in found.reason
         with pytest.raises(OperatorError, match="cannot be replaced"):
             RmsNorm.build(module, RmsNormConfig(device="cpu"))
 

@@ -30,12 +30,12 @@ constexpr int kInt4Uncut = 32, kDecodedUncut = 64;
 // expanding the next one hardly counts, and it only drives the rows out of the caches.
 constexpr int kWovenRows = 128;
 
-// Complete sums of up to 32 rows: `finish` makes them results, in place, which the sink, if any, takes. A few rows at a
-// time between tile products, which leave the vector units idle.
+// Complete sums of up to 32 rows: `finish` makes them results, in place, which the epilogue, if any, takes. A few rows
+// at a time between tile products, which leave the vector units idle.
 template <class Finish>
 class Leaving {
  public:
-  Leaving(Finish finish, const Sink* sink) : finish_(finish), sink_(sink) {}
+  Leaving(Finish finish, const Epilogue* epilogue) : finish_(finish), sink_(epilogue) {}
 
   // Where to store sums that belong at c and are complete at once: there, or if they only pass by, in the L1 cache, in
   // one of two places, as the other may not be empty yet.
@@ -70,7 +70,7 @@ class Leaving {
   }
 
   const Finish finish_;
-  const Sink* const sink_;
+  const Epilogue* const sink_;
   alignas(64) float places_[2][2 * kTile * kPanel];
   int turn_ = 0;
   const std::byte* panel_ = nullptr;
@@ -81,9 +81,9 @@ class Leaving {
 // c [count, m, 32], fp32 or int32 as the product accumulates. weights(panel, first, blocks) returns `blocks` blocks of
 // B tiles from block `first` on; finish: see Leaving.
 template <class Tiles, class Weights, class Finish>
-void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, const Sink* sink,
-            int stretch, void (*product)(bool), Weights weights, Finish finish) {
-  Leaving<Finish> leaving(finish, sink);
+void chains(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+            const Epilogue* epilogue, int stretch, void (*product)(bool), Weights weights, Finish finish) {
+  Leaving<Finish> leaving(finish, epilogue);
   const int all = matrix.blocks();
   const size_t data_block = 2 * matrix.tile_bytes();
   int m0 = 0, m1 = 0;
@@ -133,7 +133,7 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Rows
 }
 
 // Up to 32 rows never leave the accumulators, so nothing is gained by cutting k.
-int stretch_for(const Matrix& matrix, const Rows& rows) {
+int stretch_for(const Matrix& matrix, const PackedActivations& rows) {
   return rows.m <= 2 * kTile || matrix.blocks() <= kUncut ? matrix.blocks() : kStretch;
 }
 
@@ -141,9 +141,10 @@ int stretch_for(const Matrix& matrix, const Rows& rows) {
 constexpr auto kDone = [](const std::byte*, int, int, float*) {};
 
 template <class Tiles>
-void bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, const Sink* sink) {
+void bf16(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+          const Epilogue* epilogue) {
   chains<Tiles>(
-      matrix, panels, count, rows, c, sink, stretch_for(matrix, rows), Tiles::bf16,
+      matrix, panels, count, rows, c, epilogue, stretch_for(matrix, rows), Tiles::bf16,
       [&](const std::byte* panel, int first, int) { return panel + static_cast<size_t>(first) * 2048; }, kDone);
 }
 
@@ -174,10 +175,11 @@ struct Int4Scales {
 };
 
 template <class Tiles>
-void int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, const Sink* sink) {
+void int8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+          const Epilogue* epilogue) {
   const size_t head_bytes = matrix.head_bytes();
   chains<Tiles>(
-      matrix, panels, count, rows, c, sink, stretch_for(matrix, rows), Tiles::unsigned_signed,
+      matrix, panels, count, rows, c, epilogue, stretch_for(matrix, rows), Tiles::unsigned_signed,
       [&](const std::byte* panel, int first, int) { return panel + head_bytes + static_cast<size_t>(first) * 2048; },
       Int8Scales{rows.scale});
 }
@@ -249,9 +251,9 @@ class Expand {
 // a block at a time between the tile products of this one, which leave the vector units idle; the one after that is on
 // its way from memory.
 template <class Tiles, class Make, class Finish>
-void woven(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-           const Sink* sink, int stretch, void (*product)(bool), Make make, Finish finish) {
-  Leaving<Finish> leaving(finish, sink);
+void woven(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+           std::byte* scratch, const Epilogue* epilogue, int stretch, void (*product)(bool), Make make, Finish finish) {
+  Leaving<Finish> leaving(finish, epilogue);
   const int all = matrix.blocks(), pairs = (rows.m + 2 * kTile - 1) / (2 * kTile);
   const size_t data_block = 2 * matrix.tile_bytes();
   const size_t ahead = (data_block / 64 + static_cast<size_t>(pairs) - 1) / static_cast<size_t>(pairs) * 64;
@@ -310,13 +312,14 @@ void woven(const Matrix& matrix, const std::byte* panels, int count, const Rows&
 
 // Either of the two.
 template <class Tiles, class Make, class Finish>
-void expanded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-              const Sink* sink, int uncut, void (*product)(bool), Make make, Finish finish) {
+void expanded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+              std::byte* scratch, const Epilogue* epilogue, int uncut, void (*product)(bool), Make make,
+              Finish finish) {
   const int stretch = matrix.blocks() <= uncut ? matrix.blocks() : kStretch;
   if (rows.m <= kWovenRows)
-    return woven<Tiles>(matrix, panels, count, rows, c, scratch, sink, stretch, product, make, finish);
+    return woven<Tiles>(matrix, panels, count, rows, c, scratch, epilogue, stretch, product, make, finish);
   chains<Tiles>(
-      matrix, panels, count, rows, c, sink, stretch, product,
+      matrix, panels, count, rows, c, epilogue, stretch, product,
       [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
         make(panel, first, blocks, scratch);
         return scratch;
@@ -327,9 +330,9 @@ void expanded(const Matrix& matrix, const std::byte* panels, int count, const Ro
 // Up to 32 rows: a panel is read from end to end, and its sums never leave the accumulators. What is expanded between
 // the tile products is a few blocks, which come from the L1 cache right away.
 template <class Tiles, class Make, class Finish>
-void few(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-         const Sink* sink, void (*product)(bool), Make make, Finish finish) {
-  Leaving<Finish> leaving(finish, sink);
+void few(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+         std::byte* scratch, const Epilogue* epilogue, void (*product)(bool), Make make, Finish finish) {
+  Leaving<Finish> leaving(finish, epilogue);
   const int all = matrix.blocks(), h0 = rows.group_rows(0), h1 = rows.m > kTile ? rows.group_rows(kTile) : 0;
   const bool two = h1 > 0;
   std::byte *w = scratch, *to = scratch + kDecodedBlocks * 2048;
@@ -365,18 +368,18 @@ void few(const Matrix& matrix, const std::byte* panels, int count, const Rows& r
 }
 
 template <class Tiles>
-void int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-          const Sink* sink) {
+void int4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+          std::byte* scratch, const Epilogue* epilogue) {
   Expand expand(matrix);
   if (rows.m <= 2 * kTile)
     return few<Tiles>(
-        matrix, panels, count, rows, c, scratch, sink, Tiles::signed_signed,
+        matrix, panels, count, rows, c, scratch, epilogue, Tiles::signed_signed,
         [&](const std::byte* panel, int first, int blocks, std::byte* to) {
           expand.run<true>(panel, first, blocks, to);
         },
         Int4Scales{rows.scale});
   expanded<Tiles>(
-      matrix, panels, count, rows, c, scratch, sink, kInt4Uncut, Tiles::signed_signed,
+      matrix, panels, count, rows, c, scratch, epilogue, kInt4Uncut, Tiles::signed_signed,
       [&](const std::byte* panel, int first, int blocks, std::byte* to) {
         expand.run<false>(panel, first, blocks, to);
       },
@@ -384,17 +387,17 @@ void int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& 
 }
 
 template <class Tiles>
-void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-             const Sink* sink, Decode decode) {
+void decoded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+             std::byte* scratch, const Epilogue* epilogue, Decode decode) {
   if (rows.m <= 2 * kTile)
     return few<Tiles>(
-        matrix, panels, count, rows, c, scratch, sink, Tiles::bf16,
+        matrix, panels, count, rows, c, scratch, epilogue, Tiles::bf16,
         [&](const std::byte* panel, int first, int blocks, std::byte* to) {
           decode(matrix, panel, first, blocks, kDecodeAhead, to);
         },
         kDone);
   expanded<Tiles>(
-      matrix, panels, count, rows, c, scratch, sink, kDecodedUncut, Tiles::bf16,
+      matrix, panels, count, rows, c, scratch, epilogue, kDecodedUncut, Tiles::bf16,
       [&](const std::byte* panel, int first, int blocks, std::byte* to) {
         decode(matrix, panel, first, blocks, 0, to);
       },
@@ -403,46 +406,46 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Row
 
 }  // namespace
 
-void amx_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-              const Sink* sink) {
-  bf16<HardwareTiles>(matrix, panels, count, rows, c, sink);
+void amx_bf16(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+              std::byte*, const Epilogue* epilogue) {
+  bf16<HardwareTiles>(matrix, panels, count, rows, c, epilogue);
 }
-void amx_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-              const Sink* sink) {
-  int8<HardwareTiles>(matrix, panels, count, rows, c, sink);
+void amx_int8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+              std::byte*, const Epilogue* epilogue) {
+  int8<HardwareTiles>(matrix, panels, count, rows, c, epilogue);
 }
-void amx_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-              const Sink* sink) {
-  int4<HardwareTiles>(matrix, panels, count, rows, c, scratch, sink);
+void amx_int4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+              std::byte* scratch, const Epilogue* epilogue) {
+  int4<HardwareTiles>(matrix, panels, count, rows, c, scratch, epilogue);
 }
-void modelled_amx_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-                       const Sink* sink) {
-  bf16<ModelTiles>(matrix, panels, count, rows, c, sink);
+void modelled_amx_bf16(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
+                       float* c, std::byte*, const Epilogue* epilogue) {
+  bf16<ModelTiles>(matrix, panels, count, rows, c, epilogue);
 }
-void modelled_amx_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-                       const Sink* sink) {
-  int8<ModelTiles>(matrix, panels, count, rows, c, sink);
+void modelled_amx_int8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
+                       float* c, std::byte*, const Epilogue* epilogue) {
+  int8<ModelTiles>(matrix, panels, count, rows, c, epilogue);
 }
-void modelled_amx_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                       std::byte* scratch, const Sink* sink) {
-  int4<ModelTiles>(matrix, panels, count, rows, c, scratch, sink);
+void modelled_amx_int4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
+                       float* c, std::byte* scratch, const Epilogue* epilogue) {
+  int4<ModelTiles>(matrix, panels, count, rows, c, scratch, epilogue);
 }
 
-void amx_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-             const Sink* sink) {
-  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, sink, avx512_decode_fp8);
+void amx_fp8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+             std::byte* scratch, const Epilogue* epilogue) {
+  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_fp8);
 }
-void amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-               const Sink* sink) {
-  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, sink, avx512_decode_mxfp4);
+void amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+               std::byte* scratch, const Epilogue* epilogue) {
+  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_mxfp4);
 }
-void modelled_amx_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                      std::byte* scratch, const Sink* sink) {
-  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, sink, avx512_decode_fp8);
+void modelled_amx_fp8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                      std::byte* scratch, const Epilogue* epilogue) {
+  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_fp8);
 }
-void modelled_amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                        std::byte* scratch, const Sink* sink) {
-  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, sink, avx512_decode_mxfp4);
+void modelled_amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
+                        float* c, std::byte* scratch, const Epilogue* epilogue) {
+  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_mxfp4);
 }
 
 }  // namespace ktinject::gemm

@@ -143,7 +143,8 @@ void int4_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
 
 // Calls run(panel, x, block_stride, row, take, c) for one row, or two of the same group where `Most` allows.
 template <int Most, class Run>
-void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, Run&& run) {
+void for_runs(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+              Run&& run) {
   for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
     for (int group = 0; group < rows.m; group += kTile) {
       const int height = rows.group_rows(group);
@@ -157,8 +158,8 @@ void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Ro
 }
 
 // A stretch of a panel is decoded once for all rows, which then add its share to c.
-void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-             Decode decode) {
+void decoded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+             std::byte* scratch, Decode decode) {
   for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
     for (int first = 0; first < matrix.blocks(); first += kDecodedBlocks) {
       const int blocks = matrix.blocks() - first < kDecodedBlocks ? matrix.blocks() - first : kDecodedBlocks;
@@ -174,8 +175,8 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Row
 
 }  // namespace
 
-void avx2_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-               const Sink*) {
+void avx2_bf16(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+               std::byte*, const Epilogue*) {
   for_runs<2>(matrix, panels, count, rows, c,
               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int, int take, float* out) {
                 if (take == 2) bf16_rows<2, true>(matrix.blocks(), panel, x, block_stride, false, out);
@@ -183,26 +184,26 @@ void avx2_bf16(const Matrix& matrix, const std::byte* panels, int count, const R
               });
 }
 
-void avx2_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-              const Sink*) {
+void avx2_fp8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+              std::byte* scratch, const Epilogue*) {
   decoded(matrix, panels, count, rows, c, scratch, avx2_decode_fp8);
 }
 
-void avx2_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                std::byte* scratch, const Sink*) {
+void avx2_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                std::byte* scratch, const Epilogue*) {
   decoded(matrix, panels, count, rows, c, scratch, avx2_decode_mxfp4);
 }
 
-void avx2_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-               const Sink*) {
+void avx2_int8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+               std::byte*, const Epilogue*) {
   for_runs<1>(matrix, panels, count, rows, c,
               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int row, int, float* out) {
                 int8_row(matrix, panel, x, block_stride, rows.scale[row], out);
               });
 }
 
-void avx2_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-               const Sink*) {
+void avx2_int4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+               std::byte*, const Epilogue*) {
   const auto groups = static_cast<size_t>(matrix.groups());
   for_runs<1>(matrix, panels, count, rows, c,
               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int row, int, float* out) {

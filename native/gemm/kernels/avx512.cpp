@@ -264,7 +264,8 @@ void int4_run(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
 // Calls run(panel, x, block_stride, first, take, c) for runs of at most Most rows that lie in one group, each of a
 // number of rows the kernel has an instance for.
 template <int Most, class Run>
-void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, Run&& run) {
+void for_runs(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+              Run&& run) {
   for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
     for (int group = 0; group < rows.m; group += kTile) {
       const int height = rows.group_rows(group);
@@ -315,8 +316,8 @@ void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Ro
   }
 
 // A stretch of a panel is decoded once for all rows, which then add its share to c.
-void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte* scratch,
-             Decode decode) {
+void decoded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+             std::byte* scratch, Decode decode) {
   for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
     for (int first = 0; first < matrix.blocks(); first += kDecodedBlocks) {
       const int blocks = matrix.blocks() - first < kDecodedBlocks ? matrix.blocks() - first : kDecodedBlocks;
@@ -334,8 +335,8 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Row
 
 }  // namespace
 
-void avx512_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-                 const Sink*) {
+void avx512_bf16(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                 std::byte*, const Epilogue*) {
   for_runs<12>(matrix, panels, count, rows, c,
                [&](const std::byte* panel, const std::byte* x, size_t block_stride, int, int take, float* out) {
 #define CALL(M) return bf16_rows<M, true>(matrix.blocks(), panel, x, block_stride, false, out)
@@ -345,8 +346,8 @@ void avx512_bf16(const Matrix& matrix, const std::byte* panels, int count, const
                });
 }
 
-void avx512_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-                 const Sink*) {
+void avx512_int8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                 std::byte*, const Epilogue*) {
   for_runs<12>(matrix, panels, count, rows, c,
                [&](const std::byte* panel, const std::byte* x, size_t block_stride, int first, int take, float* out) {
 #define CALL(M) return int8_rows<M>(matrix, panel, x, block_stride, rows.scale + first, out)
@@ -356,8 +357,8 @@ void avx512_int8(const Matrix& matrix, const std::byte* panels, int count, const
                });
 }
 
-void avx512_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-                 const Sink*) {
+void avx512_int4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                 std::byte*, const Epilogue*) {
   const auto groups = static_cast<size_t>(matrix.groups());
   for_runs<6>(matrix, panels, count, rows, c,
               [&](const std::byte* panel, const std::byte* x, size_t block_stride, int first, int take, float* out) {
@@ -374,13 +375,13 @@ void avx512_int4(const Matrix& matrix, const std::byte* panels, int count, const
               });
 }
 
-void avx512_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                std::byte* scratch, const Sink*) {
+void avx512_fp8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                std::byte* scratch, const Epilogue*) {
   decoded(matrix, panels, count, rows, c, scratch, avx512_decode_fp8);
 }
 
-void avx512_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c,
-                  std::byte* scratch, const Sink*) {
+void avx512_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                  std::byte* scratch, const Epilogue*) {
   decoded(matrix, panels, count, rows, c, scratch, avx512_decode_mxfp4);
 }
 

@@ -109,7 +109,8 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
 
 // Calls run(panel, x, block_stride, first, take, c) for two rows of a group, or the one that is left.
 template <class Run>
-void for_pairs(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, Run&& run) {
+void for_pairs(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+               Run&& run) {
   for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
     for (int group = 0; group < rows.m; group += kTile) {
       const int height = rows.group_rows(group);
@@ -121,8 +122,8 @@ void for_pairs(const Matrix& matrix, const std::byte* panels, int count, const R
 
 }  // namespace
 
-void avxvnni_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-                  const Sink*) {
+void avxvnni_int8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                  std::byte*, const Epilogue*) {
   for_pairs(matrix, panels, count, rows, c,
             [&](const std::byte* panel, const std::byte* x, size_t block_stride, int first, int take, float* out) {
               if (take == 2) int8_rows<2>(matrix, panel, x, block_stride, rows.scale + first, out);
@@ -130,8 +131,8 @@ void avxvnni_int8(const Matrix& matrix, const std::byte* panels, int count, cons
             });
 }
 
-void avxvnni_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-                  const Sink*) {
+void avxvnni_int4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                  std::byte*, const Epilogue*) {
   const auto groups = static_cast<size_t>(matrix.groups());
   for_pairs(matrix, panels, count, rows, c,
             [&](const std::byte* panel, const std::byte* x, size_t block_stride, int first, int take, float* out) {

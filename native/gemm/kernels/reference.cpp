@@ -13,7 +13,7 @@ const std::byte* at(const Matrix& matrix, const std::byte* panel, int block, int
 }
 
 // Byte b of row `row`.
-const std::byte* of_row(const Rows& rows, int row, int b) {
+const std::byte* of_row(const PackedActivations& rows, int row, int b) {
   const int first = row / kTile * kTile;
   return rows.group(first) + static_cast<size_t>(b / 64 * rows.group_rows(first) + row - first) * 64 +
          static_cast<size_t>(b % 64);
@@ -21,7 +21,8 @@ const std::byte* of_row(const Rows& rows, int row, int b) {
 
 // Calls one(panel, row, j) for every value of c and stores what it returns.
 template <class One>
-void for_each(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, One one) {
+void for_each(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+              One one) {
   for (int p = 0; p < count; ++p)
     for (int row = 0; row < rows.m; ++row)
       for (int j = 0; j < kPanel; ++j) *c++ = one(panels + static_cast<size_t>(p) * matrix.panel_bytes(), row, j);
@@ -29,8 +30,8 @@ void for_each(const Matrix& matrix, const std::byte* panels, int count, const Ro
 
 }  // namespace
 
-void reference_bf16(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-                    const Sink*) {
+void reference_bf16(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                    std::byte*, const Epilogue*) {
   for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
     float sum = 0;
     for (int k = 0; k < matrix.padded_k(); ++k) {
@@ -44,8 +45,8 @@ void reference_bf16(const Matrix& matrix, const std::byte* panels, int count, co
   });
 }
 
-void reference_int8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-                    const Sink*) {
+void reference_int8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                    std::byte*, const Epilogue*) {
   for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
     const Int8Head& head = int8_head(panel);
     int32_t sum = -head.offset[j];
@@ -59,8 +60,8 @@ void reference_int8(const Matrix& matrix, const std::byte* panels, int count, co
   });
 }
 
-void reference_int4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-                    const Sink*) {
+void reference_int4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                    std::byte*, const Epilogue*) {
   for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
     float sum = 0;
     for (int g = 0; g < matrix.groups(); ++g) {
@@ -91,7 +92,8 @@ uint32_t lane_of(const Matrix& matrix, const std::byte* panel, int k, int j, int
 
 // c = rows of bf16 times weight(panel, k, j), rounded to bf16.
 template <class Weight>
-void decoded(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, Weight weight) {
+void decoded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+             Weight weight) {
   for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
     float sum = 0;
     for (int k = 0; k < matrix.padded_k(); ++k) {
@@ -105,16 +107,16 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Row
 
 }  // namespace
 
-void reference_fp8(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-                   const Sink*) {
+void reference_fp8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                   std::byte*, const Epilogue*) {
   decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
     const auto code = static_cast<uint8_t>(lane_of(matrix, panel, k, j, 2));
     return Fp8::value(code) * fp8_scale(panel, k / kFp8Block, j / kTile);
   });
 }
 
-void reference_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const Rows& rows, float* c, std::byte*,
-                     const Sink*) {
+void reference_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                     std::byte*, const Epilogue*) {
   decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
     const uint8_t scale = mxfp4_scales(panel)[k / kMxfp4Group * kPanel + j];
     return Mxfp4::value(static_cast<int>(lane_of(matrix, panel, k, j, 4) & 15)) * Mxfp4::scale(scale);

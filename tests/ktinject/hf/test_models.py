@@ -344,7 +344,8 @@ def test_a_generation_config_that_cannot_be_read_is_refused(tmp_path: Path) -> N
         "import transformers; import ktinject",
         "import ktinject; import transformers",
         # What is asked of transformers first decides the order in which its modules import one another.
-        "import ktinject, transformers; from transformers.models.deepseek_v3 import modeling_deepseek_v3",
+        "import ktinject, transformers; from transformers.models.deepseek_v3 import DeepseekV3Config",
+        "import ktinject, transformers; from transformers.models.auto import modeling_auto",
     ],
 )
 def test_kimi_k2_loads_in_plain_transformers_once_ktinject_is_imported(first: str, tmp_path: Path) -> None:

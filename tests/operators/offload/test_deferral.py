@@ -26,7 +26,7 @@ def model() -> PreTrainedModel:
 def depth(model: PreTrainedModel, at: int, **arguments: Any) -> Any:
     config = DeferredMoeConfig(**{"device": "cuda:0", "schedule": "auto"} | arguments)
     modules = {f"model.layers.{i}.mlp": (model.model.layers[i].mlp, config) for i in (0, 2, 4)}
-    spec = moe_block.describe(model.model.layers[at].mlp)
+    spec = moe_block.probe(model.model.layers[at].mlp)
     assert isinstance(spec, BlockSpec)
     return deferral.depth(model.model, modules, f"model.layers.{at}.mlp", spec, expert_bytes=1e6)
 

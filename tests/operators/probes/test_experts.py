@@ -1,4 +1,4 @@
-"""`describe` and `views` on leaves of our own: gates, refusals, and parameters in every layout."""
+"""`probe` and `views` on leaves of our own: gates, refusals, and parameters in every layout."""
 
 from __future__ import annotations
 
@@ -351,7 +351,7 @@ def test_views_of_pieces_are_those_of_the_whole(layout: str) -> None:
         ("gate_up_proj", (40, 48), 2, None, r"expected shape \[48, 40\]"),
         ("gate_up_proj", (24, 40), 2, 2, "found part 2"),
         ("down_proj", (40, 24), 2, 0, "found part 0"),
-        ("down_proj", (40, 24), 6, None, "found expert 6; the leaf has 0 to 5"),
+        ("down_proj", (40, 24), 6, None, "found expert 6; there are 0 to 5"),
         ("down_proj", (40, 24), -1, None, "found expert -1"),
         ("down_proj", (40, 24, 1), 0, None, "expected shape"),
         ("up_proj", (24, 40), 0, None, "no such parameter; it has gate_up_proj, down_proj"),

@@ -1,4 +1,4 @@
-"""`describe` on every leaf of transformers: either described rightly or refused with the reason.
+"""`probe` on every leaf of transformers: either described rightly or refused with the reason.
 
 A description is shown to be right by computing: the reference, fed by it and by the views, must be the leaf.
 """
@@ -21,7 +21,8 @@ import transformers
 from leaf_cases import PLAIN, assert_reference_is, described, refusal
 from torch import nn
 
-from ktinject.operators.probes.experts import ExpertsSpec, describe
+from ktinject.operators.probes.answer import Refusal
+from ktinject.operators.probes.experts import ExpertsSpec, probe
 
 # What differs from PLAIN, sizes aside, in the families that are not like the others.
 ODD: dict[str, dict[str, Any]] = {
@@ -152,9 +153,9 @@ NOT_SERVED = {
 def test_every_expert_class(module_name: str, class_name: str) -> None:
     expert_class = getattr(importlib.import_module(module_name), class_name)
     with torch.device("meta"):
-        spec = describe(expert_class(SimpleNamespace(**ANY_CONFIG)))
+        spec = probe(expert_class(SimpleNamespace(**ANY_CONFIG)))
     if class_name in NOT_SERVED:
-        assert isinstance(spec, str) and NOT_SERVED[class_name] in spec
+        assert isinstance(spec, Refusal) and NOT_SERVED[class_name] in spec.reason
         return
     assert isinstance(spec, ExpertsSpec), spec
     module = expert_class(SimpleNamespace(**ANY_CONFIG))

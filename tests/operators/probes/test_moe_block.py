@@ -12,6 +12,7 @@ from deferred import blocks, qwen
 from torch import Tensor
 
 from ktinject.operators.probes import moe_block
+from ktinject.operators.probes.answer import Refusal
 
 # Why a family's block is refused; all others are served.
 NOT_A_SUM = {
@@ -29,13 +30,13 @@ def test_families(family: str) -> None:
     model = models.tiny(family)
     path, leaf = models.leaf(model)
     block = model.get_submodule(path.rpartition(".")[0])
-    found = moe_block.describe(block)
+    found = moe_block.probe(block)
     if family in NOT_A_SUM:
-        assert isinstance(found, str) and NOT_A_SUM[family] in found
+        assert isinstance(found, Refusal) and NOT_A_SUM[family] in found.reason
         return
     if family == "aria_text" and not hasattr(leaf, "is_transposed"):
         pytest.skip("this transformers routes inside AriaExperts")
-    assert (found.leaf, found.top_k) == ("experts", 1 if family == "zaya" else 2)
+    assert (found.experts, found.top_k) == ("experts", 1 if family == "zaya" else 2)
     outputs = []
     hook = leaf.register_forward_hook(lambda *arguments: outputs.append(arguments[-1]))
     x = torch.randn(2, 1, model.config.hidden_size)
@@ -64,9 +65,9 @@ class Wrapped(torch.nn.Module):
 
 def test_blocks_that_are_no_sum() -> None:
     block = blocks(qwen())[0]
-    assert "add to it" in str(moe_block.describe(Wrapped(block, twice=False)))
-    assert "calls its experts 2 times" in str(moe_block.describe(Wrapped(block, twice=True)))
-    assert "one child that computes routed experts; found: none" in str(moe_block.describe(block.gate))
+    assert "add to it" in str(moe_block.probe(Wrapped(block, twice=False)))
+    assert "calls its experts 2 times" in str(moe_block.probe(Wrapped(block, twice=True)))
+    assert "one child that computes routed experts; found: none" in str(moe_block.probe(block.gate))
 
 
 class Configured(torch.nn.Module):
@@ -88,4 +89,4 @@ def test_blocks_that_differ_in_their_config() -> None:
     for top_k in (2, 3):
         config = copy.deepcopy(model.config)
         config.num_experts_per_tok = top_k
-        assert moe_block.describe(Configured(blocks(model)[0], config)).top_k == top_k
+        assert moe_block.probe(Configured(blocks(model)[0], config)).top_k == top_k

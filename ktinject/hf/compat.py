@@ -1,0 +1,312 @@
+"""Every name of transformers and of torch that ktinject uses and that neither promises to keep.
+
+    PRIVATE ──► `support(feature)`: whether this version has all that a feature needs; looked at once a process
+    callers ──► `compat.name`: a function or class of it, looked up when it is first used
+
+What a version lacks costs the features that need it, and no others:
+
+    generation  a swapped model generates by transformers' own loop; the reason is in its plan, in `doctor` and in
+                `model.ktinject_decoding.reason`
+    loading     checkpoints are refused, see `require`
+    swapping    rules are refused, too
+    kimi_k2     transformers does not know Kimi-K2
+    probes      of experts, the forward alone is compared with the formula
+    ending      daemon threads in a forward are not stopped before the interpreter's end, see ending.py
+
+A method of a model is called, or overridden, where that is needed, by its name; that the name means what it meant is
+found out here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any
+
+from ktinject.errors import PlanError
+from ktinject.support import SUPPORTED, Support
+
+VERSIONS = "transformers>=5.17,<6"  # as pyproject.toml has it
+TESTED = ("5.17.0", "5.23.0")
+
+THERE = "there"  # a signature: the owner has such an attribute, whatever it is
+SET = "set"  # the owner is a function whose code names it: an attribute that it sets or reads
+
+
+@dataclass(frozen=True)
+class Private:
+    """
+    owner      "module", "module:Class" or "module:Class.method"
+    name       of the owner
+    signature  calls that must be allowed, such as "(self, ids, streamer=None, *, mask)"; what else it takes must have
+               a default. Or THERE or SET
+    used_for   what depends on it
+    """
+
+    owner: str
+    name: str
+    signature: str
+    used_for: str
+
+    def __str__(self) -> str:
+        return f"{self.owner.rpartition(':')[2]}.{self.name}"
+
+    def fault(self) -> str:
+        """What is wrong with it in this version; "" if nothing is."""
+        try:
+            owner = _resolve(self.owner)
+            if self.signature == SET:
+                code = inspect.unwrap(owner).__code__
+                return "" if self.name in (*code.co_names, *code.co_consts) else f"{self} is gone"
+            value = getattr(owner, self.name)
+        except (ImportError, AttributeError):
+            return f"{self} is gone"
+        if self.signature == THERE:
+            return ""
+        found = inspect.signature(value)
+        if _allows(found, inspect.signature(eval(f"lambda {self.signature[1:-1]}: None"))):
+            return ""
+        bare = [parameter.replace(annotation=Parameter.empty) for parameter in found.parameters.values()]
+        found = inspect.Signature(bare)
+        return f"{self} takes {found}, not {self.signature}"
+
+
+def _resolve(owner: str) -> Any:
+    module, _, path = owner.partition(":")
+    return functools.reduce(getattr, path.split(".") if path else (), importlib.import_module(module))
+
+
+def _allows(found: inspect.Signature, asked: inspect.Signature) -> bool:
+    """Whether each call that `asked` allows is one of `found`, and means the same."""
+    there, positions = found.parameters, [*found.parameters]
+    variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    for position, (name, parameter) in enumerate(asked.parameters.items()):
+        if parameter.kind in variadic:
+            if all(other.kind is not parameter.kind for other in there.values()):
+                return False
+            continue
+        other = there.get(name)
+        if other is None or (parameter.default is not Parameter.empty and other.default != parameter.default):
+            return False
+        by_position = parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+        if by_position and (other.kind is not parameter.kind or positions[position] != name):
+            return False
+    return all(
+        name in asked.parameters or other.default is not Parameter.empty or other.kind in variadic
+        for name, other in there.items()
+    )
+
+
+def _each(owner: str, names: str, signature: str, used_for: str) -> Iterator[Private]:
+    return (Private(owner, name, signature, used_for) for name in names.split())
+
+
+_GENERATION = "transformers.generation.utils:GenerationMixin"
+_MODEL = "transformers.modeling_utils:PreTrainedModel"
+_CONFIG = "transformers.configuration_utils:PreTrainedConfig"
+_CACHE = "transformers.cache_utils"
+_PROCESS = "transformers.generation.logits_process"
+_CRITERIA = "transformers.generation.stopping_criteria"
+_NAMES = "transformers.conversion_mapping"
+_LOADER = "transformers.core_model_loading"
+_INFO = "transformers.utils.loading_report:LoadStateDictInfo.__init__"
+_MODULE = "torch.nn:Module"
+
+_MOE = "transformers.integrations.moe"
+_HOOKS = "torch.nn.modules.module"
+_LOOP = "(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, {}**model_kwargs)"
+_PREFILL = "input_ids, generation_config, model_kwargs"
+_PREPARE = "(self, input_ids, next_sequence_length=None, **kwargs)"
+_RENAME = "(source_key, weight_renamings, weight_converters, base_model_prefix=None, meta_state_dict=None)"
+_ADD = "(self, target_key, source_key, source_pattern, future)"
+_CONVERT = "(self, layer_name, *, model=None, config=None)"
+_LOAD_CONFIG = "(*, pretrained_model_name_or_path, device_map, dtype, dtype_plan, weight_mapping)"
+_REGISTER = "(model_type_or_class_name, mapping, overwrite=False)"
+_PENALTY = "RepetitionPenaltyLogitsProcessor"
+_IGNORE = "_keys_to_ignore_on_load"
+_LAYER = f"{_CACHE}:CacheLayerMixin"
+_REGISTRY = "transformers.utils.generic:GeneralInterface"
+_AUTO = "transformers.models.auto.modeling_auto:AutoModelForCausalLM"
+_STREAMED = "streamer=None, "
+_ASSISTED = (
+    "streamer=None, inputs_tensor=None, assistant_model=None, assistant_tokenizer=None, tokenizer=None, "
+)
+
+PRIVATE: dict[str, tuple[Private, ...]] = {
+    "generation": (
+        # Overridden, see generate.py.
+        Private(
+            _GENERATION, "_sample", _LOOP.format(_STREAMED), "our decode loop, or replays in the stock one"
+        ),
+        Private(_GENERATION, "_beam_search", _LOOP.format(""), "says that it ran"),
+        Private(_GENERATION, "_assisted_decoding", _LOOP.format(_ASSISTED), "says that it ran"),
+        Private(
+            _GENERATION, "_get_static_cache_init_shape", "(self)", "each process has its part of the heads"
+        ),
+        Private(
+            _GENERATION, "_valid_auto_compile_criteria", "(self, model_kwargs, generation_config)", "replays"
+        ),
+        Private(_MODEL, "get_compiled_call", "(self, compile_config)", "what would be compiled is a replay"),
+        *_each(
+            f"{_GENERATION}._sample",
+            "get_compiled_call _valid_auto_compile_criteria",
+            SET,
+            "the stock loop's",
+        ),
+        # Called.
+        Private(
+            _GENERATION, "_prefill", f"(self, {_PREFILL}, is_first_iteration=True)", "the prompt, in chunks"
+        ),
+        Private(
+            _GENERATION, "_update_model_kwargs_for_generation", "(self, outputs, model_kwargs)", "a next step"
+        ),
+        Private(_GENERATION, "prepare_inputs_for_generation", _PREPARE, "a step without graphs"),
+        Private(_GENERATION, "_optimize_model_for_decode", "(self)", "around all decode steps"),
+        Private("torch.utils._python_dispatch", "_get_current_dispatch_mode", "()", "it would see no replay"),
+        Private(
+            "torch._C", "_cuda_endAllocateToPool", THERE, "a failed capture leaves the allocator recording"
+        ),
+        # Read of a request.
+        Private(
+            f"{_GENERATION}._prepare_cache_for_generation", "_is_user_defined", SET, "such a cache is kept"
+        ),
+        Private(f"{_GENERATION}._prepare_special_tokens", "_pad_token_tensor", SET, "what ended rows get"),
+        Private(f"{_PROCESS}:TemperatureLogitsWarper.__init__", "temperature", SET, "sampling"),
+        *_each(
+            f"{_PROCESS}:TopKLogitsWarper.__init__", "top_k filter_value min_tokens_to_keep", SET, "sampling"
+        ),
+        *_each(
+            f"{_PROCESS}:TopPLogitsWarper.__init__", "top_p filter_value min_tokens_to_keep", SET, "sampling"
+        ),
+        *_each(
+            f"{_PROCESS}:MinPLogitsWarper.__init__", "min_p filter_value min_tokens_to_keep", SET, "sampling"
+        ),
+        *_each(f"{_PROCESS}:{_PENALTY}.__init__", "penalty prompt_ignore_length", SET, "sampling"),
+        *_each(f"{_PROCESS}:MinLengthLogitsProcessor.__init__", "min_length eos_token_id", SET, "sampling"),
+        *_each(
+            f"{_PROCESS}:MinNewTokensLengthLogitsProcessor.__init__",
+            "min_new_tokens prompt_length_to_skip eos_token_id",
+            SET,
+            "sampling",
+        ),
+        Private(f"{_CRITERIA}:MaxLengthCriteria.__init__", "max_length", SET, "where a request ends"),
+        Private(f"{_CRITERIA}:EosTokenCriteria.__init__", "eos_token_id", SET, "where a row ends"),
+        # Caches: copied from, and what ours derive from.
+        *_each(f"{_CACHE}:Cache.__init__", "layers offloading", SET, "what a cache is made of"),
+        *_each(f"{_CACHE}:CacheLayerMixin.__init__", "keys values is_initialized", SET, "[b, h, n, d] each"),
+        Private(_LAYER, "update", "(self, key_states, value_states, *args, **kwargs)", "overridden"),
+        Private(_LAYER, "lazy_initialization", "(self, key_states, value_states)", "overridden"),
+        Private(_LAYER, "get_mask_sizes", "(self, query_length)", "overridden"),
+        *_each(_LAYER, "get_seq_length get_max_length", "(self)", "overridden"),
+        # What a recorded step relies on, or need not.
+        Private(_MODEL, "_can_compile_fullgraph", THERE, "a step decides nothing on the host"),
+        *_each(_CONFIG, "_attn_implementation _experts_implementation", THERE, "what a step calls"),
+        Private(f"{_MODEL}.__init__", "_experts_implementation_internal", SET, "changes while decoding"),
+        Private(f"{_GENERATION}._prepare_static_cache", "_previous_max_cache_length", SET, "changes nothing"),
+        *_each(f"{_MODEL}.get_compiled_call", "_compiled_call _last_compile_config", SET, "change nothing"),
+        Private("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS", THERE, "a step calls one"),
+        Private("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS", THERE, "one makes its mask"),
+        Private(f"{_REGISTRY}.__init__", "_local_mapping", SET, "what is in those two"),
+        Private(_REGISTRY, "_global_mapping", THERE, "what is in those two"),
+        Private(
+            "transformers.utils.output_capturing", "install_output_capuring_hook", THERE, "harmless hooks"
+        ),
+        *_each(
+            _HOOKS, "_global_forward_hooks _global_forward_pre_hooks", THERE, "a replay would not call them"
+        ),
+        Private("torch.nn:Module", "_call_impl", THERE, "may be replaced"),
+    ),
+    "loading": (
+        # From names of a checkpoint to parameters, see key_map.py.
+        Private(_NAMES, "get_model_conversion_mapping", "(model)", "a model's renamings and converters"),
+        Private(_LOADER, "rename_source_key", _RENAME, "which parameter a tensor fills"),
+        Private(_LOADER, "dot_natural_key", "(s)", "the order in which converters get tensors"),
+        *_each(_LOADER, "WeightRenaming WeightTransform WeightConverter", THERE, "entries of the mapping"),
+        *_each(
+            f"{_LOADER}:WeightTransform.__init__", "source_patterns target_patterns", SET, "from what to what"
+        ),
+        Private(f"{_LOADER}:WeightConverter.__init__", "operations", SET, "by what; known by class name"),
+        *_each(_LOADER, "MergeModulelist Concatenate", "(dim=0)", "what pieces of a parameter are"),
+        *_each(f"{_LOADER}:MergeModulelist.__init__", "dim", SET, "where the experts lie"),
+        *_each(f"{_LOADER}:Concatenate.__init__", "dim", SET, "where gate and up lie"),
+        Private(f"{_LOADER}:WeightConverter", "add_tensor", _ADD, "conversions left to transformers"),
+        Private(f"{_LOADER}:WeightConverter", "convert", _CONVERT, "conversions left to transformers"),
+        Private(f"{_LOADER}:WeightTransform", "was_used", "(self)", "what save_pretrained undoes"),
+        Private(
+            f"{_LOADER}:revert_weight_conversion", "_weight_conversions", SET, "what save_pretrained undoes"
+        ),
+        # transformers' own loader for what is not swapped, see models.py.
+        Private("transformers.modeling_utils", "LoadStateDictConfig", _LOAD_CONFIG, "what it is told"),
+        Private(
+            _MODEL, "_load_pretrained_model", "(model, state_dict, checkpoint_files, load_config)", "loads"
+        ),
+        Private(_MODEL, "_finalize_model_loading", "(model, load_config, loading_info)", "buffers, ties"),
+        *_each(_INFO, "missing_keys unexpected_keys mismatched_keys conversion_errors", SET, "refused"),
+        *_each(_MODEL, f"{_IGNORE}_missing {_IGNORE}_unexpected", THERE, "not refused"),
+        Private(_MODEL, "_init_weights", "(self, module)", "buffers that no checkpoint has"),
+        Private(f"{_MODEL}._initialize_weights", "_is_hf_initialized", SET, "not of operators"),
+        Private(_AUTO, "_model_mapping", THERE, "whether a config has a causal language model"),
+        Private(
+            _HOOKS, "register_module_module_registration_hook", "(hook)", "stops configs of too many modules"
+        ),
+    ),
+    "swapping": (
+        Private(_MODEL, "_get_dtype_plan", "(self, dtype)", "parameters that stay fp32"),
+        Private(_MODEL, "_tied_weights_keys", THERE, "swapped parameters are untied"),
+        Private(f"{_MODEL}.post_init", "all_tied_weights_keys", SET, "parameters that share their values"),
+        Private(_MODEL, "_hf_peft_config_loaded", THERE, "save_pretrained writes adapters alone"),
+        *_each(
+            f"{_MODULE}.__init__", "_parameters _buffers _modules _non_persistent_buffers_set", SET, "twins"
+        ),
+        *_each(f"{_MODULE}.__init__", "_forward_hooks _forward_pre_hooks", SET, "twins"),
+        *_each(f"{_MODULE}.__init__", "_backward_hooks _backward_pre_hooks", SET, "twins"),
+        Private("torch:Tensor", "_make_subclass", THERE, "a weight that is packed again when it is written"),
+        Private("torch._C", "DisableTorchFunctionSubclass", THERE, "the same"),
+    ),
+    "kimi_k2": (
+        Private(_NAMES, "get_checkpoint_conversion_mapping", "(model_type)", "DeepSeek-V3's names"),
+        Private(_NAMES, "register_checkpoint_conversion_mapping", _REGISTER, "which are Kimi-K2's, too"),
+        Private(_MODEL, "_can_set_experts_implementation", "()", "it would read the class's source"),
+    ),
+    "probes": (
+        Private(f"{_MOE}:batched_mm_experts_forward", "_apply_gate", SET, "must gate as the forward does"),
+    ),
+    "ending": (Private(_MODULE, "_wrapped_call_impl", THERE, "a frame of it is a forward"),),
+}
+
+
+@functools.cache
+def support(feature: str) -> Support:
+    """Whether this version of transformers and torch has what a feature needs, as it is needed."""
+    faults = [fault for private in PRIVATE[feature] if (fault := private.fault())]
+    if not faults:
+        return SUPPORTED
+    versions = " and ".join(
+        f"{name} {importlib.import_module(name).__version__}" for name in ("transformers", "torch")
+    )
+    more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+    return Support.no(f"in {versions}, {faults[0]}{more}")
+
+
+def require(*features: str) -> None:
+    """Raises PlanError for the first feature that cannot be had."""
+    for feature in features:
+        if not (found := support(feature)):
+            raise PlanError(
+                f"{feature.replace('_', ' ')}: {found.reason}. Supported is {VERSIONS}, tested with "
+                f"{' and '.join(TESTED)}. Install one of those: pip install 'transformers=={TESTED[-1]}'."
+            )
+
+
+def __getattr__(name: str) -> Any:
+    """What a module of the list has under a name, here without a leading underscore."""
+    for private in itertools.chain(*PRIVATE.values()):
+        if ":" not in private.owner and private.name.lstrip("_") == name:
+            found = globals()[name] = getattr(importlib.import_module(private.owner), private.name)
+            return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

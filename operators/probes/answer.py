@@ -1,0 +1,116 @@
+"""What a probe answers, and the memory of answers: each distinct module is run once in a process.
+
+A probe is a function `probe(module) -> Spec | Refusal`. It runs a twin of the module (twin.py) on inputs of its own,
+reads the formula's parameters off the outputs, and compares the twin with the formula (comparison.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+_MOST_ANSWERS = 512  # of one probe; a large model has some dozens of distinct modules
+
+Spec = TypeVar("Spec")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a module is not what a probe looks for, without a full stop."""
+
+    reason: str
+
+
+def answered_once(probe: Callable[[nn.Module], Spec | Refusal]) -> Callable[[nn.Module], Spec | Refusal]:
+    """Remember a probe's answers. What `key_of` cannot tell apart has one answer."""
+    answers: dict[Hashable, Spec | Refusal] = {}
+
+    @functools.wraps(probe)
+    def remembered(module: nn.Module) -> Spec | Refusal:
+        key = key_of(module)
+        if key not in answers:
+            found = probe(module)
+            if len(answers) >= _MOST_ANSWERS:
+                answers.clear()
+            answers[key] = found
+        return answers[key]
+
+    return remembered
+
+
+def key_of(module: nn.Module) -> Hashable:
+    """All that a module's arithmetic can depend on, but for the values of its parameters and buffers.
+
+    These are, of the module and all below it: classes and their code, attributes with the configs among them, and the
+    names, shapes and dtypes of tensors. Devices do not count: a probe runs on the CPU.
+    """
+    return tuple((name, *_of_module(inner)) for name, inner in module.named_modules())
+
+
+def _of_module(module: nn.Module) -> Iterator[Hashable]:
+    yield _Same(type(module))
+    # By the functions themselves: a method that somebody replaces in a class is another one.
+    for base in type(module).__mro__:
+        if base not in (nn.Module, object):
+            yield tuple((name, _of_value(value)) for name, value in vars(base).items())
+    for name, value in vars(module).items():
+        if name == "_modules":
+            continue  # named_modules has them
+        if name in ("_parameters", "_buffers"):
+            yield name, tuple((n, _of_tensor(tensor)) for n, tensor in value.items())
+        else:
+            yield name, _of_value(value)
+
+
+def _of_tensor(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (type(tensor), tensor.shape, tensor.dtype)
+
+
+def _of_value(value: Any) -> Hashable:
+    """The value itself where it is plain; whatever else there is stands for itself alone."""
+    if value is None or isinstance(value, (int, float, str, bytes, enum.Enum, torch.dtype, torch.device)):
+        return type(value), value
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_of_value, value))
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(map(_of_value, value))
+    if isinstance(value, Mapping):
+        return type(value), tuple((_of_value(key), _of_value(item)) for key, item in value.items())
+    if isinstance(value, (PreTrainedConfig, SimpleNamespace)):
+        return type(value), tuple((name, _of_value(item)) for name, item in vars(value).items())
+    return _Same(value)
+
+
+class _Same:
+    """Equal for one object as long as it lives, and never for two."""
+
+    __slots__ = ("_held", "_id")
+
+    def __init__(self, value: Any) -> None:
+        self._id = id(value)
+        try:
+            self._held: Any = weakref.ref(value)
+        except TypeError:
+            self._held = functools.partial(_given, value)
+
+    def __hash__(self) -> int:
+        return hash(self._id)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same) or self._id != other._id:
+            return False
+        mine = self._held()
+        return mine is not None and mine is other._held()
+
+
+def _given(value: Any) -> Any:
+    return value
