@@ -49,10 +49,10 @@ def plan(
     tp: bool = False,
     machine: Mapping[str, int | str] | None = None,
 ) -> Plan:
-    """What `optimize` with the same arguments would do; nothing is done.
+    """Plan what `optimize` would do with the same arguments. The model stays as it is.
 
-    machine  plan for another machine, with this memory, such as {"cpu": "512GiB", "cuda:0": "24GiB"}, and no other
-             GPUs; without "cpu" it has this machine's memory. Its CPU is this one's, as are GPUs of the same number
+    machine  plan for another machine with this memory, such as {"cpu": "512GiB", "cuda:0": "24GiB"}, and no other GPUs.
+             Without "cpu" it has this machine's memory. It has this machine's CPU, and its GPUs of the same number
     Returns  the plan; `plan.problems` says what does not fit into memory or budget
     Raises   as `optimize`, except for that
     """

@@ -111,7 +111,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core
 
 @register_operator("cpu_experts")
 class CpuExperts(Operator):
-    """Every routed-experts leaf with transformers' standard signature.
+    """Every module of routed experts with transformers' standard signature.
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or for int8 and int4 weights quantised
     to int8 with a scale a token; sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights, mxfp4 is e2m1 with

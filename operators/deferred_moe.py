@@ -18,9 +18,9 @@ Because a pass ends with nothing left over, there is no state between passes: wh
 next pass of the model begins. Requests that take turns, rows that end early, and passes that were aborted midway cannot
 meet each other's outputs. Passes of several threads are kept apart.
 
-The block's own forward runs unchanged, router and shared experts included; only its leaf is exchanged. On a GPU the
-leaf hands `now` and behind it `later` to the CPU. It waits for `now` alone, and for that only when the block is done
-with everything else: where the block adds shared experts, the leaf gives it zeros and the sum is made behind it. So
+The block's own forward runs unchanged, router and shared experts included; only its experts module is exchanged. On a
+GPU that module hands `now` and then `later` to the CPU. It waits for `now` alone, and only when the block is done with
+everything else: where the block adds shared experts, the module gives it zeros, and the sum is made after the block. So
 shared experts run while the CPU computes `now`, and the next layer's attention while it computes `later`. All of it is
 kernels in a stream, eagerly or in a CUDA graph.
 """
@@ -39,8 +39,9 @@ from torch import Tensor, nn
 
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Operator, Placement, register_operator
-from ktinject.operators.hybrid_experts import ExpertPlacement, HybridExperts, HybridExpertsConfig, Started
+from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig, Started
 from ktinject.operators.offload import deferral
+from ktinject.operators.offload.expert_placement import ExpertPlacement
 from ktinject.operators.probes import moe_block, twin
 from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.moe_block import BlockSpec
@@ -62,7 +63,7 @@ class DeferredMoeConfig(HybridExpertsConfig):
         super().__post_init__()
         if self.deferred < 0:
             raise ValueError(
-                f"deferred is {self.deferred}; it is 0 or more. Write how many experts may be late."
+                f"deferred is {self.deferred}; it is 0 or more. Write how many experts may be deferred."
             )
         if isinstance(self.schedule, list):
             if self.deferred:
@@ -150,8 +151,11 @@ def _holds_tokens(cache: Any) -> bool:
     return int(seen) > 0
 
 
-class _Leaf(nn.Module):
-    """The block's leaf: hands in the experts, and gives the block their output, or zeros if `collect` is to add it."""
+class _DeferringExperts(nn.Module):
+    """Stands for the block's experts module: starts the experts, and returns their output.
+
+    Where the block adds shared experts it returns zeros, and `collect` the output.
+    """
 
     def __init__(self, experts: HybridExperts, spec: BlockSpec, defers: int) -> None:
         super().__init__()
@@ -163,7 +167,7 @@ class _Leaf(nn.Module):
         self._outstanding = threading.local()
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As the leaf it replaces: [m, hidden], [m, t], [m, t] → [m, hidden]."""
+        """As the experts module it replaces: [m, hidden], [m, t], [m, t] → [m, hidden]."""
         routed = (hidden_states, top_k_index, top_k_weights)
         experts, within = self.experts, self.within
         self._outstanding.parts = None  # of a block that was aborted
@@ -224,8 +228,8 @@ class DeferredMoe(Operator):
         self._class = type(block).__name__
         experts = HybridExperts.build(block.get_submodule(spec.experts), _experts_config(config))
         self.native_formats = experts.native_formats
-        leaf = _Leaf(experts, spec, self.defers)
-        own = twin.of(block, **{spec.experts: leaf})
+        inside = _DeferringExperts(experts, spec, self.defers)
+        own = twin.of(block, **{spec.experts: inside})
         # No child, but this module under the block's class: children and tensors are the same, exchanged or not.
         shared = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
         vars(self).update({name: vars(own)[name] for name in shared}, _block=own)
@@ -242,11 +246,11 @@ class DeferredMoe(Operator):
             path: spec.reason for path, spec in specs.items() if isinstance(spec, Refusal)
         }
         blocks = {path: spec for path, spec in specs.items() if isinstance(spec, BlockSpec)}
-        leaves = {path: modules[path][0].get_submodule(spec.experts) for path, spec in blocks.items()}
+        inner = {path: modules[path][0].get_submodule(spec.experts) for path, spec in blocks.items()}
         configs = {path: _experts_config(modules[path][1]) for path in blocks}
         # Profiles name experts modules, not blocks.
         names = {path: f"{path}.{spec.experts}" for path, spec in blocks.items()}
-        theirs = {names[path]: (leaves[path], configs[path]) for path in blocks}
+        theirs = {names[path]: (inner[path], configs[path]) for path in blocks}
         placed = HybridExperts.plan_placement(decoder, theirs, spare)
         for path, spec in blocks.items():
             experts = placed.get(names[path])
@@ -254,14 +258,14 @@ class DeferredMoe(Operator):
                 placements[path] = experts
                 continue
             wants_time = modules[path][1].schedule == "auto"
-            size = _expert_bytes(leaves[path], configs[path], experts) if wants_time else 0.0
+            size = _expert_bytes(inner[path], configs[path], experts) if wants_time else 0.0
             depth = deferral.depth(decoder, modules, path, spec, size)
             placements[path] = depth if isinstance(depth, str) else DeferralPlacement(*depth, experts)
         return placements
 
     def place(self, placement: Placement) -> None:
         assert isinstance(placement, DeferralPlacement), placement
-        self.defers = self._leaf.defers = placement.deferred
+        self.defers = self._inside.defers = placement.deferred
         self._remark = placement.remark
         if placement.experts is not None:
             self._experts.place(placement.experts)
@@ -285,7 +289,7 @@ class DeferredMoe(Operator):
         if any(operator.defers for operator in operators):
             within = Pass(decoder)
             for operator in operators:
-                operator._leaf.within = within
+                operator._inside.within = within
 
     def describe(self) -> dict[str, Any]:
         deferred = f"{self.defers} of {self.spec.top_k}" + (f" ({self._remark})" if self._remark else "")
@@ -330,7 +334,7 @@ class DeferredMoe(Operator):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward."""
         out = twin.run(self._block, *args, **kwargs)
-        rest = self._leaf.collect()
+        rest = self._inside.collect()
         if rest is None:
             return out
         if isinstance(out, tuple):
@@ -342,7 +346,7 @@ class DeferredMoe(Operator):
 
     @property
     def pending_output(self) -> Pass | None:  # type: ignore[override]
-        return self._leaf.within
+        return self._inside.within
 
     @property
     def native(self) -> Any:
@@ -354,12 +358,12 @@ class DeferredMoe(Operator):
         self._experts.repeat(expert)
 
     @property
-    def _leaf(self) -> Any:
+    def _inside(self) -> Any:
         return self._modules[self.spec.experts]
 
     @property
     def _experts(self) -> HybridExperts:
-        return self._leaf.experts
+        return self._inside.experts
 
     def _inner(self, name: str) -> str:
         return name.removeprefix(f"{self.spec.experts}.")
@@ -371,8 +375,8 @@ def _experts_config(config: Any) -> HybridExpertsConfig:
     return HybridExpertsConfig(**{field.name: getattr(config, field.name) for field in fields})
 
 
-def _expert_bytes(leaf: nn.Module, config: HybridExpertsConfig, placement: ExpertPlacement | None) -> float:
+def _expert_bytes(module: nn.Module, config: HybridExpertsConfig, placement: ExpertPlacement | None) -> float:
     """What the CPU reads for one expert of a token, on average: nothing for those on the GPU."""
-    built = HybridExperts.build(leaf, config)
+    built = HybridExperts.build(module, config)
     on_gpu = 0 if placement is None else len(placement.resident)
     return (1 - on_gpu / built.num_experts) * built.native.bytes / built.num_experts
