@@ -1,4 +1,4 @@
-# make demo | dev | check | test | bench | clean
+# make demo | dev | check | test | test-transformers | bench | clean
 #
 # A machine with python3 >= 3.11 (with venv and headers), g++ >= 11 and make needs nothing else. All goes into .venv.
 #
@@ -23,7 +23,7 @@ NATIVE := $(shell find native -type f)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo dev check test bench sanitize clean
+.PHONY: demo dev check test test-transformers bench sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -37,6 +37,12 @@ TEST_PROCESSES ?= 2
 test: export OMP_WAIT_POLICY := PASSIVE
 test: $(VENV)/dev
 	python -m pytest -q -n $(TEST_PROCESSES) --junitxml=build/test-results.xml
+
+# TRANSFORMERS: oldest, newest or a number, of the versions that pyproject.toml allows.
+TRANSFORMERS ?= oldest
+export PIP_ARGS TEST_PROCESSES
+test-transformers: $(VENV)/dev
+	.ci/test_transformers $(TRANSFORMERS)
 
 # mypy gets the package as it is installed: three folders as one. As modules, since what PYTHON already had is not in
 # .venv/bin.
@@ -70,7 +76,7 @@ sanitize:
 	for kind in address,undefined thread; do \
 	  cmake -S . -B build/native-$$kind -DKTINJECT_NATIVE_TESTS=ON -DKTINJECT_CUDA=OFF -DKTINJECT_SANITIZE=$$kind \
 	  && cmake --build build/native-$$kind -j 2 \
-	  && for mode in forward pool dispatcher sharing allocations "churn $(CHURN)"; do \
+	  && for mode in forward plan pool dispatcher sharing allocations "churn $(CHURN)"; do \
 	    TSAN_OPTIONS=die_after_fork=0 build/native-$$kind/native_test $$mode || exit 1; \
 	  done || exit 1; \
 	done

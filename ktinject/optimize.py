@@ -265,7 +265,7 @@ def _fill_from_checkpoint(
     names = model.state_dict().keys() - decided.elsewhere
     keys = {key for name in names for key in decided.mapping.keys(name)}
     with fill.progress(sum(source.bytes_of(key) for key in keys), progress) as advance:
-        read = fill.Reader(source, advance, check_tensors, decided.cuts)
+        read = fill.WeightReader(source, advance, check_tensors, decided.cuts)
         fill.from_checkpoint(decided, operators, model, source, read)
         inject.apply(model, decided, operators, group)
         models.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))

@@ -228,8 +228,8 @@ class DeferredMoe(Operator):
         self._class = type(block).__name__
         experts = HybridExperts.build(block.get_submodule(spec.experts), _experts_config(config))
         self.native_formats = experts.native_formats
-        inside = _DeferringExperts(experts, spec, self.defers)
-        own = twin.of(block, **{spec.experts: inside})
+        routed = _DeferringExperts(experts, spec, self.defers)
+        own = twin.of(block, **{spec.experts: routed})
         # No child, but this module under the block's class: children and tensors are the same, exchanged or not.
         shared = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
         vars(self).update({name: vars(own)[name] for name in shared}, _block=own)
@@ -265,7 +265,7 @@ class DeferredMoe(Operator):
 
     def place(self, placement: Placement) -> None:
         assert isinstance(placement, DeferralPlacement), placement
-        self.defers = self._inside.defers = placement.deferred
+        self.defers = self._routed.defers = placement.deferred
         self._remark = placement.remark
         if placement.experts is not None:
             self._experts.place(placement.experts)
@@ -289,7 +289,7 @@ class DeferredMoe(Operator):
         if any(operator.defers for operator in operators):
             within = Pass(decoder)
             for operator in operators:
-                operator._inside.within = within
+                operator._routed.within = within
 
     def describe(self) -> dict[str, Any]:
         deferred = f"{self.defers} of {self.spec.top_k}" + (f" ({self._remark})" if self._remark else "")
@@ -334,7 +334,7 @@ class DeferredMoe(Operator):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own forward."""
         out = twin.run(self._block, *args, **kwargs)
-        rest = self._inside.collect()
+        rest = self._routed.collect()
         if rest is None:
             return out
         if isinstance(out, tuple):
@@ -346,7 +346,7 @@ class DeferredMoe(Operator):
 
     @property
     def pending_output(self) -> Pass | None:  # type: ignore[override]
-        return self._inside.within
+        return self._routed.within
 
     @property
     def native(self) -> Any:
@@ -358,12 +358,12 @@ class DeferredMoe(Operator):
         self._experts.repeat(expert)
 
     @property
-    def _inside(self) -> Any:
+    def _routed(self) -> Any:
         return self._modules[self.spec.experts]
 
     @property
     def _experts(self) -> HybridExperts:
-        return self._inside.experts
+        return self._routed.experts
 
     def _inner(self, name: str) -> str:
         return name.removeprefix(f"{self.spec.experts}.")

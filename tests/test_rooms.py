@@ -75,6 +75,19 @@ def test_no_import_leads_to_a_room_above() -> None:
     assert not against
 
 
+def test_one_face_of_checkpoints_is_seen() -> None:
+    """Containers and source formats are known within their room; others see Checkpoint and what it hands on."""
+    seen = {"checkpoint", "formats.base", "beside", "json_text"}
+    known = {
+        f"{module} → {target}"
+        for module, targets in arrows().items()
+        for target in targets
+        if room_of(target) == "checkpoints" != room_of(module)
+        and target.removeprefix("checkpoints.") not in seen
+    }
+    assert not known
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     graph = arrows()
     assert len(graph) > 80 and sum(map(len, graph.values())) > 200

@@ -1,4 +1,4 @@
-"""Files beside the weights, such as config.json, that transformers reads: looked at before it does.
+"""Files beside the weights that transformers reads, such as config.json: checked before transformers reads them.
 
 A few bytes there can cost gigabytes and hours: a number of layers, a text that nests without end, a pipe that nobody
 writes to. Limits are far above what models have, and so low that a refusal takes little time and memory.
@@ -17,10 +17,8 @@ from ktinject.checkpoints.files import open_file
 from ktinject.checkpoints.json_text import out_of_proportion
 from ktinject.errors import CheckpointError, listed, shown
 
-MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES = (
-    4 << 20,
-    64 << 20,
-)  # lists of layers left unquantised; 262,000 words: 33 MB
+MAX_CONFIG_BYTES = 4 << 20  # the largest have lists of the layers that are not quantised
+MAX_TOKENIZER_BYTES = 64 << 20  # 262,000 words take 33 MB
 MAX_VALUES = 100_000
 _DEPTH = 32
 

@@ -69,7 +69,13 @@ class Checkpoint:
     """The weights of a checkpoint, and the tensors that hold them, by name. Use `Checkpoint.open`; close it.
 
     path, tensors, names, complete, total_bytes, quantization, container, states_formats: as `Reader` says
+
+    methods         values of quant_method in config.json that are read
+    companions_of   key → names of tensors that may accompany a weight's own, in any format that is read
     """
+
+    methods = table.METHODS
+    companions_of = staticmethod(table.companions)
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader

@@ -2,10 +2,11 @@
 
     blk.3.ffn_up_exps.weight [experts, n, k]  ──►  model.layers.3.mlp.experts.{0 …}.up_proj.weight [n, k]
     blk.3.attn_q.weight                       ──►  model.layers.3.self_attn.q_proj.weight
-    blk.3.attn_k_b.weight, attn_v_b.weight    ──►  model.layers.3.self_attn.kv_b_proj.{k_b,v_b}, see `formats`
+    blk.3.attn_k_b.weight, attn_v_b.weight    ──►  model.layers.3.self_attn.kv_b_proj.{k_b,v_b}, see formats/kv_b.py
 
-So everything behind the reader sees one kind of checkpoint. Served are architectures whose values llama.cpp's converter
-leaves as they are but for that; it permutes the rows of llama's q and k, and adds one to gemma's norms.
+Behind the reader, a GGUF file looks like a safetensors file of the same model. Only those architectures are served
+whose values llama.cpp's converter does not change. (Of llama it permutes the rows of q and k; to gemma's norms it adds
+one.)
 
 Source: llama.cpp's conversion/qwen.py, conversion/deepseek.py and gguf-py's tensor names.
 """

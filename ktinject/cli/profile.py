@@ -112,7 +112,7 @@ def coverage(experts: dict[str, list[int]], share: float) -> float:
 
 
 def _count(model: PreTrainedModel, counts: dict[str, Tensor]) -> None:
-    """Let every routed-experts operator count what it is given, by the path of the leaf that it stands for."""
+    """Let every operator of routed experts count what it is given, by the path of the module that it replaces."""
     import torch
 
     from ktinject.operators.cpu_experts import CpuExperts
@@ -128,10 +128,10 @@ def _count(model: PreTrainedModel, counts: dict[str, Tensor]) -> None:
 
     for path, module in model.named_modules():
         if isinstance(module, CpuExperts):
-            # In a block of deferred_moe the operator stands inside the leaf, which cuts the routing in two.
-            leaf = path.removesuffix(".experts") if path.endswith(".experts.experts") else path
-            hook = counter(leaf, module.num_experts)
-            model.get_submodule(leaf).register_forward_pre_hook(hook)
+            # In a block of deferred_moe the operator stands inside the experts module, which cuts the routing in two.
+            experts = path.removesuffix(".experts") if path.endswith(".experts.experts") else path
+            hook = counter(experts, module.num_experts)
+            model.get_submodule(experts).register_forward_pre_hook(hook)
 
 
 def _run(model: PreTrainedModel, start: Tensor, new_tokens: int) -> int:

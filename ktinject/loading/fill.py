@@ -24,7 +24,7 @@ from ktinject.planning.plan import Plan
 Advance = Callable[[int], None]
 
 
-class Reader:
+class WeightReader:
     """Reads tensors of a checkpoint as floats, counts their bytes, and looks for NaN and infinity if asked to.
 
     advance  called with the bytes of each tensor that was read; may be called from several threads
@@ -90,7 +90,7 @@ def from_checkpoint(
     operators: Mapping[str, Operator],
     model: PreTrainedModel,
     checkpoint: Checkpoint,
-    read: Reader,
+    read: WeightReader,
 ) -> None:
     """Fill the operators from a checkpoint, shard by shard.
 

@@ -1,4 +1,4 @@
-"""Does a checkpoint fit a model? Answered from names and headers, with all that is wrong in one report."""
+"""Whether a checkpoint fits a model, from names and headers alone. One report lists all that is wrong."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check(checkpoint: Checkpoint, model: PreTrainedModel, mapping: KeyMap) -> No
 
 
 def grouped(names: list[str]) -> list[str]:
-    """All names; many that differ in numbers only take one line, as `model.layers.{3-60}.mlp.gate.weight`."""
+    """The names; of many, those that differ only in numbers share a line: `model.layers.{3-60}.mlp.gate.weight`."""
     if len(names) <= LISTED:
         return names
     alike: dict[str, list[tuple[int, ...]]] = {}
@@ -67,7 +67,7 @@ def grouped(names: list[str]) -> list[str]:
         alike.setdefault(pattern, []).append(tuple(map(int, _NUMBER.findall(name))))
     lines = []
     for pattern, numbers in alike.items():
-        # A line may have a name, and so its numbers, twice.
+        # A name may be listed twice, and so its numbers.
         columns = {column: sorted(set(column)) for column in zip(*numbers)}
         if len(numbers) > 1 and len(set(numbers)) == math.prod(map(len, columns.values())):
             ranges = [_ranges(columns[column]) for column in zip(*numbers)]
@@ -95,7 +95,7 @@ def _section(title: str, lines: list[str]) -> str:
 
 
 def _shape(parameter: Tensor, is_slice: bool, parts: int) -> tuple[int, ...]:
-    """The shape of one piece: [experts, outputs, inputs] less what is cut off it."""
+    """The shape of the part of a parameter [experts, outputs, inputs] that one tensor of the checkpoint fills."""
     shape = list(parameter.shape)
     if parts > 1:
         shape[1] //= parts

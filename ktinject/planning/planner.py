@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from ktinject import rules
 from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.formats import table
 from ktinject.distributed import tensor_parallel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.distributed.tensor_parallel import Cut, Style
@@ -210,12 +209,13 @@ def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
     quantization = {} if checkpoint.states_formats else models.quantization(model.config) or {}
     assert checkpoint.quantization == quantization, "the checkpoint was opened for another model"
     method = quantization.get("quant_method")
-    if quantization and method not in table.METHODS:
+    if quantization and method not in checkpoint.methods:
         raise PlanError(
             f"{checkpoint.path}: its config.json says quant_method {method!r}; read are checkpoints in bf16, "
-            f"fp16, fp32 and {', '.join(table.METHODS)}. Use one of these, such as the original this was made from."
+            f"fp16, fp32 and {', '.join(checkpoint.methods)}. Use one of these, such as the original that it was "
+            "made from."
         )
-    mapping = key_map(model, checkpoint.weights, table.companions)
+    mapping = key_map(model, checkpoint.weights, checkpoint.companions_of)
     match.check(checkpoint, model, mapping)
     return mapping
 

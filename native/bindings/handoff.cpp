@@ -7,12 +7,12 @@
 #include <array>
 #include <memory>
 
+#include "bindings/addresses.hpp"
 #include "bindings/stream.hpp"
 #include "bindings/subjects.hpp"
 #include "bindings/waiting.hpp"
 #include "cuda/devices.hpp"
 #include "cuda/resident.hpp"
-#include "cuda/rms_norm.hpp"
 #include "handoff/dispatcher.hpp"
 
 namespace nb = nanobind;
@@ -20,29 +20,14 @@ namespace nb = nanobind;
 namespace ktinject {
 namespace {
 
-// operators/offload/handoff.py numbers them like this; it has checked shapes, dtypes and devices.
-DType dtype_of(int code) {
-  constexpr std::array kinds{DType::f32, DType::bf16, DType::f16};
-  return kinds.at(static_cast<size_t>(code));
-}
-
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
-
-void init_handoff(nb::module_& m) {
+void def_task(nb::module_& m) {
   using HeldTask = EndsWithoutGil<handoff::Task>;
   nb::class_<HeldTask>(m, "Task", "One request in host memory, run by the dispatcher thread while the caller goes on.")
       .def(
           "__init__",
-          [](HeldTask* self, const moe::Experts& experts, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit,
-             uintptr_t weights, uintptr_t out, int tokens, int top_k) {
-            new (self) HeldTask(experts, handoff::Request{pointer<const void>(x), pointer<const void>(ids),
-                                                          ids_are_64_bit, pointer<const float>(weights),
-                                                          pointer<void>(out), dtype_of(dtype), tokens, top_k});
+          [](HeldTask* self, const moe::Experts& experts, Address<> x, DType dtype, Address<> ids, bool ids_are_64_bit,
+             Address<const float> weights, Address<> out, int tokens, int top_k) {
+            new (self) HeldTask(experts, handoff::Request{x, ids, ids_are_64_bit, weights, out, dtype, tokens, top_k});
           },
           nb::arg("experts"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
           nb::arg("weights"), nb::arg("out"), nb::arg("tokens"), nb::arg("top_k"), nb::keep_alive<1, 2>(),
@@ -52,7 +37,9 @@ void init_handoff(nb::module_& m) {
       .def("wait", &handoff::Task::wait, nb::call_guard<nb::gil_scoped_release>(),
            "Return when it is computed. Raises what the computation raised, or RuntimeError if nobody answers.")
       .def_prop_ro("done", &handoff::Task::done, "Whether it is computed.");
+}
 
+void def_channel(nb::module_& m) {
   using HeldChannel = EndsWithoutGil<handoff::Channel>;
   nb::class_<HeldChannel>(m, "Channel", "The slots of one layer on one CUDA device.")
       .def(
@@ -68,24 +55,25 @@ void init_handoff(nb::module_& m) {
       .def_prop_ro("bytes", &handoff::Channel::bytes, "Pinned bytes that it holds.")
       .def(
           "submit",
-          [](HeldChannel& self, int slot, uintptr_t x, int dtype, uintptr_t ids, bool ids_are_64_bit, uintptr_t weights,
-             int weights_dtype, int tokens, int top_k, uintptr_t places, uintptr_t chosen, uintptr_t traffic,
-             int rank_from, int rank_to, uintptr_t logits, bool normed, uintptr_t stream) {
+          [](HeldChannel& self, int slot, Address<> x, DType dtype, Address<> ids, bool ids_are_64_bit,
+             Address<> weights, DType weights_dtype, int tokens, int top_k, Address<const int32_t> places,
+             Address<int32_t> chosen, Address<uint32_t> traffic, int rank_from, int rank_to, Address<> logits,
+             bool normed, uintptr_t stream) {
             self.submit(slot,
-                        {pointer<const void>(x),
-                         dtype_of(dtype),
-                         pointer<const void>(ids),
+                        {x,
+                         dtype,
+                         ids,
                          ids_are_64_bit,
-                         pointer<const void>(weights),
-                         dtype_of(weights_dtype),
+                         weights,
+                         weights_dtype,
                          tokens,
                          top_k,
-                         pointer<const int32_t>(places),
-                         pointer<int32_t>(chosen),
-                         pointer<uint32_t>(traffic),
+                         places,
+                         chosen,
+                         traffic,
                          rank_from,
                          rank_to,
-                         {pointer<const void>(logits), normed}},
+                         {logits, normed}},
                         stream);
           },
           nb::arg("slot"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
@@ -95,26 +83,23 @@ void init_handoff(nb::module_& m) {
           "Put a submit into the stream; addresses on the device. With logits, ids and weights are written.")
       .def(
           "wait",
-          [](HeldChannel& self, int slot, int tokens, int dtype, uintptr_t out, uintptr_t addend, uintptr_t residual,
-             uintptr_t stream) {
-            self.wait(slot, tokens, dtype_of(dtype), pointer<void>(out), pointer<const float>(addend),
-                      pointer<const void>(residual), stream);
-          },
+          [](HeldChannel& self, int slot, int tokens, DType dtype, Address<> out, Address<const float> addend,
+             Address<> residual, uintptr_t stream) { self.wait(slot, tokens, dtype, out, addend, residual, stream); },
           nb::arg("slot"), nb::arg("tokens"), nb::arg("dtype"), nb::arg("out"), nb::arg("addend"), nb::arg("residual"),
           nb::arg("stream"), "Put a wait into the stream; out 0: drop the answer, addend, residual 0: add nothing.")
       .def(
           "exchange",
           [](HeldChannel& self, const cuda::Resident& shapes, const moe::Experts& from, int leaving, int coming,
-             int place, uintptr_t places, uintptr_t memory, uintptr_t stream) {
-            self.exchange(shapes, from, leaving, coming, place, pointer<int32_t>(places), pointer<void>(memory),
-                          stream);
-          },
+             int place, Address<int32_t> places, Address<> memory,
+             uintptr_t stream) { self.exchange(shapes, from, leaving, coming, place, places, memory, stream); },
           nb::arg("shapes"), nb::arg("experts"), nb::arg("leaving"), nb::arg("coming"), nb::arg("place"),
           nb::arg("places"), nb::arg("memory"), nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>(),
           "Put one expert to where another lies, while other streams go on; returns when it is there.")
       .def("check", &handoff::Channel::check, nb::call_guard<nb::gil_scoped_release>(),
            "Raise what went wrong since the last call.");
+}
 
+void def_resident(nb::module_& m) {
   nb::class_<cuda::Resident>(m, "Resident",
                              "The shapes of the experts of one layer that lie on a GPU, and their part of it.")
       .def(nb::init<const moe::Experts&>(), nb::arg("experts"))
@@ -122,30 +107,30 @@ void init_handoff(nb::module_& m) {
       .def_prop_ro("inner_width", &cuda::Resident::inner_width, "Values a (token, slot) pair of the working memory.")
       .def(
           "copy",
-          [](const cuda::Resident& self, const moe::Experts& experts, int expert, uintptr_t to, cuda::Stream stream) {
-            self.copy(experts, expert, pointer<void>(to), stream);
+          [](const cuda::Resident& self, const moe::Experts& experts, int expert, Address<> to, cuda::Stream stream) {
+            self.copy(experts, expert, to, stream);
           },
           nb::arg("experts"), nb::arg("expert"), nb::arg("to"), nb::arg("stream"),
           nb::call_guard<nb::gil_scoped_release>(), "Put the copy of one packed expert into the stream.")
       .def(
           "forward",
-          [](const cuda::Resident& self, uintptr_t x, int dtype, uintptr_t chosen, uintptr_t weights, int weights_dtype,
-             int tokens, int top_k, uintptr_t resident, uintptr_t inner, uintptr_t out, cuda::Stream stream) {
-            self.forward({pointer<const void>(x), dtype_of(dtype), pointer<const void>(weights),
-                          dtype_of(weights_dtype), tokens, top_k, pointer<const int32_t>(chosen),
-                          pointer<const void>(resident), pointer<void>(inner), pointer<float>(out)},
-                         stream);
+          [](const cuda::Resident& self, Address<> x, DType dtype, Address<const int32_t> chosen, Address<> weights,
+             DType weights_dtype, int tokens, int top_k, Address<> resident, Address<> inner, Address<float> out,
+             cuda::Stream stream) {
+            self.forward({x, dtype, weights, weights_dtype, tokens, top_k, chosen, resident, inner, out}, stream);
           },
           nb::arg("x"), nb::arg("dtype"), nb::arg("chosen"), nb::arg("weights"), nb::arg("weights_dtype"),
           nb::arg("tokens"), nb::arg("top_k"), nb::arg("resident"), nb::arg("inner"), nb::arg("out"), nb::arg("stream"),
           "Put out [tokens, hidden] fp32 = the weighted sum of the experts that are here into the stream.");
+}
 
+void def_dispatcher(nb::module_& m) {
   m.def("why_no_flags", &handoff::why_no_flags, nb::arg("device"), nb::call_guard<nb::gil_scoped_release>(),
         "Why mapped flags do not work on a CUDA device; empty where they do. Tried once a process.");
   m.def(
       "read_device",
-      [](uintptr_t from, uintptr_t to, size_t bytes, cuda::Stream stream) {
-        cuda::read_device(pointer<const void>(from), pointer<void>(to), bytes, stream);
+      [](Address<> from, Address<> to, size_t bytes, cuda::Stream stream) {
+        cuda::read_device(from, to, bytes, stream);
       },
       nb::arg("from_device"), nb::arg("to_host"), nb::arg("bytes"), nb::arg("stream"),
       nb::call_guard<nb::gil_scoped_release>(), "Copy from a device to the host through a stream.");
@@ -159,17 +144,17 @@ void init_handoff(nb::module_& m) {
       "handoff_naps", [] { return handoff::dispatcher().naps(); },
       "For tests: whether the dispatcher naps where it would else sleep, since submits are under way or were "
       "captured.");
-  m.def(
-      "rms_norm",
-      [](uintptr_t x, uintptr_t weight, uintptr_t out, int dtype, int64_t rows, int n, float epsilon,
-         cuda::Stream stream) {
-        cuda::rms_norm(pointer<const void>(x), pointer<const void>(weight), pointer<void>(out), dtype_of(dtype), rows,
-                       n, epsilon, stream);
-      },
-      nb::arg("x"), nb::arg("weight"), nb::arg("out"), nb::arg("dtype"), nb::arg("rows"), nb::arg("n"),
-      nb::arg("epsilon"), nb::arg("stream"), "Put the normalisation of rows into the stream; addresses on the device.");
   m.def("set_answer_timeout", &handoff::set_answer_timeout, nb::arg("seconds"), "How long an answer may take.");
   m.def("answer_timeout", &handoff::answer_timeout, "How long an answer may take, in seconds.");
+}
+
+}  // namespace
+
+void init_handoff(nb::module_& m) {
+  def_task(m);
+  def_channel(m);
+  def_resident(m);
+  def_dispatcher(m);
 }
 
 }  // namespace ktinject

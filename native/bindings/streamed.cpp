@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+#include "bindings/addresses.hpp"
 #include "bindings/stream.hpp"
 #include "bindings/subjects.hpp"
 #include "bindings/waiting.hpp"
@@ -19,34 +20,28 @@ void init_streamed(nb::module_& m) {
       .def("packed_bytes", &cuda::Streamed::packed_bytes, nb::arg("count"), "What copy() moves for `count` experts.")
       .def(
           "copy",
-          [](const HeldStreamed& self, int first, int count, uintptr_t slot, cuda::Stream stream) {
-            self.copy(first, count, reinterpret_cast<void*>(slot), stream);
+          [](const HeldStreamed& self, int first, int count, Address<> slot, cuda::Stream stream) {
+            self.copy(first, count, slot, stream);
           },
           nb::arg("first"), nb::arg("count"), nb::arg("slot"), nb::arg("stream"),
           "Put a copy of experts first..first+count-1 to device memory into the stream.")
       .def(
           "unpack",
-          [](const HeldStreamed& self, uintptr_t slot, int count, uintptr_t gate_up, uintptr_t down,
-             cuda::Stream stream) {
-            self.unpack(reinterpret_cast<const void*>(slot), count, reinterpret_cast<void*>(gate_up),
-                        reinterpret_cast<void*>(down), stream);
-          },
+          [](const HeldStreamed& self, Address<> slot, int count, Address<> gate_up, Address<> down,
+             cuda::Stream stream) { self.unpack(slot, count, gate_up, down, stream); },
           nb::arg("slot"), nb::arg("count"), nb::arg("gate_up"), nb::arg("down"), nb::arg("stream"),
           "Put the unpacking of what copy() moved into the stream: gate_up [count, n, hidden] with the gate above up, "
           "down [count, hidden, intermediate], bf16.")
       .def(
           "activate",
-          [](const HeldStreamed& self, uintptr_t gate_up, int dtype, size_t rows, uintptr_t out, cuda::Stream stream) {
-            self.activate(reinterpret_cast<const void*>(gate_up), static_cast<DType>(dtype), rows,
-                          reinterpret_cast<void*>(out), stream);
-          },
+          [](const HeldStreamed& self, Address<> gate_up, DType dtype, size_t rows, Address<> out,
+             cuda::Stream stream) { self.activate(gate_up, dtype, rows, out, stream); },
           nb::arg("gate_up"), nb::arg("dtype"), nb::arg("rows"), nb::arg("out"), nb::arg("stream"),
           "Put the activation into the stream: gate_up [rows, n] float32 or bfloat16 → out [rows, intermediate] bf16.");
   m.def(
       "add_from_host",
-      [](uintptr_t host, uintptr_t addend, uintptr_t out, size_t count, int dtype, cuda::Stream stream) {
-        cuda::add_from_host(reinterpret_cast<const void*>(host), reinterpret_cast<const float*>(addend),
-                            reinterpret_cast<void*>(out), count, static_cast<DType>(dtype), stream);
+      [](Address<> host, Address<const float> addend, Address<> out, size_t count, DType dtype, cuda::Stream stream) {
+        cuda::add_from_host(host, addend, out, count, dtype, stream);
       },
       nb::arg("host"), nb::arg("addend"), nb::arg("out"), nb::arg("count"), nb::arg("dtype"), nb::arg("stream"),
       "Put out = host + addend into the stream: host page-locked, addend fp32, host and out of `dtype`.");

@@ -1,14 +1,17 @@
-// A block takes up to eight query heads that share keys, and a share of the cache; a warp 16 positions of it at a time.
-// Scores are q k^T with mma.m16n8k16, heads as rows, and the weights, as they lie in the registers then, are the A
-// operand of the product with the values. The inputs of a product may come in any order as long as both operands agree,
-// which is used twice: a lane's part of a key (and query) is 16 bytes in one piece, and so is its part of a value.
+// A block computes up to eight query heads that share keys, over one split of the cache. A warp takes 16 positions of
+// the split at a time. Scores are q k^T by mma.m16n8k16 with heads as rows. Turned into weights, they lie in the
+// registers as the A operand of the product with the values.
+//
+// The inputs of a product may come in any order, if both operands have the same one. So a lane's part of a key (and of
+// a query) can be 16 bytes in one piece, and its part of a value, too:
 //
 //   lane 4g + t   queries:  head g, values 32 j + 8t .. + 7
 //                 keys:     positions g and 8 + g, the same values
 //                 values:   positions 2t, 2t + 1, 2t + 8, 2t + 9, values 64 h + 8g .. + 7, column i of product i
 //
-// Norm and rotation of the queries and of the new key happen in these registers: the partner of a value in the rotation
-// is in the same lane. Each warp has a softmax of its own, joined in shared memory, then by the last block.
+// Queries and the new key are normed and rotated in these registers: both values of a rotated pair are in one lane.
+// Each warp has a softmax of its own. The warps' results are merged in shared memory, those of the splits by the last
+// block.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -125,8 +128,8 @@ __device__ __forceinline__ int split_size(const Attention& p, int newest) {
   return ((newest + p.splits) / p.splits + kPositions - 1) / kPositions * kPositions;
 }
 
-// Fetches this split of the cache into L2 while the kernel before still runs. The position may still be that of the
-// step before, which does no harm here.
+// Fetches this split of the cache into L2 while the kernel before still runs. That kernel may not have advanced the
+// position yet, which does no harm here.
 template <class T, int kSize>
 __device__ __forceinline__ void prefetch_cache(const Attention& p, const Block<T, kSize>& block) {
   const int newest = static_cast<int>(*static_cast<const volatile int64_t*>(p.cache_position));
@@ -140,8 +143,7 @@ __device__ __forceinline__ void prefetch_cache(const Attention& p, const Block<T
   }
 }
 
-// Puts the new key, which is ready in `key`, and the new value into the cache; the key into shared memory, too, for the
-// block's other warps.
+// Writes the new key and value to the cache. The block's other warps read the key from shared memory.
 template <class T, int kSize>
 __device__ __forceinline__ void append(const Block<T, kSize>& block, const uint4 (&key)[kSize / 32], int newest,
                                        uint4* new_key, int lane) {
@@ -155,13 +157,13 @@ __device__ __forceinline__ void append(const Block<T, kSize>& block, const uint4
         __ldcg(reinterpret_cast<const uint4*>(block.v) + i);
 }
 
-// A warp's softmax so far, scores and values of its lane's head: relative to the greatest score yet.
+// A warp's softmax so far, for the head of this lane. Everything is relative to the greatest score yet.
 template <int kSize>
 struct Softmax {
   float most = -INFINITY, sum = 0, found[Sizes<kSize>::kHalves][Sizes<kSize>::kRun][2] = {};
 };
 
-// Positions first .. end - 1 of the cache, of which `newest` lies in shared memory so far.
+// Positions first .. end - 1 of the cache. The key of `newest` is in shared memory.
 struct Range {
   int first, end, newest;
 };
@@ -192,8 +194,8 @@ __device__ __forceinline__ void multiply_keys(const Block<T, kSize>& block, cons
     }
 }
 
-// Turns scores into weights relative to the greatest score, which may grow here. Returns by how much everything that
-// has been summed before shrinks.
+// Turns scores into weights relative to the greatest score. Where that score grows, what has been summed before must
+// shrink: returns the factor.
 template <int kSize>
 __device__ __forceinline__ float weigh(Softmax<kSize>& softmax, const bool (&allowed)[2][2], float scale,
                                        float (&scores)[2][2]) {
@@ -221,8 +223,8 @@ __device__ __forceinline__ float weigh(Softmax<kSize>& softmax, const bool (&all
   return shrink;
 }
 
-// Adds weights times values. A lane's piece of a value is of four positions; positions that nobody has written may hold
-// anything.
+// Adds weights times values. A lane has a piece of the values of four positions. Positions beyond the newest are not
+// read: nobody has written them, and they may hold anything, NaN too.
 template <class T, int kSize>
 __device__ __forceinline__ void multiply_values(const Block<T, kSize>& block, const Range& range, int base,
                                                 const bool (&there)[2][2], const float (&weights)[2][2], float shrink,
@@ -280,7 +282,7 @@ __device__ __forceinline__ void attend(const Attention& p, const Block<T, kSize>
   softmax.sum += __shfl_xor_sync(kAll, softmax.sum, 2);
 }
 
-// Leaves a lane's part of a warp's result in [kStride]: values, greatest score, sum.
+// Writes this lane's part of its warp's result to `partial`: values, greatest score, sum.
 template <int kSize>
 __device__ __forceinline__ void leave(const Softmax<kSize>& softmax, float* partial, int t) {
   constexpr int kRun = Sizes<kSize>::kRun;
@@ -303,7 +305,7 @@ struct Shares {
   float factors[kParts][kHeads], top[kHeads], total[kHeads];
 };
 
-// By a warp for each head, a lane for each warp that has found anything.
+// A warp works on each head, a lane for each of the `parts` warps that had positions.
 template <int kSize>
 __device__ __forceinline__ void share_among_warps(const float* partials, int parts, int warp, int lane,
                                                   Shares<Sizes<kSize>::kWarps>& shares) {
@@ -321,7 +323,8 @@ __device__ __forceinline__ void share_among_warps(const float* partials, int par
   }
 }
 
-// The block's result, of all its warps: to `out`, or to `scratch` where other blocks have a split of the same heads.
+// Merges the warps' results. With one split they go to `out`; with several, to `scratch`, where the last block merges
+// them.
 template <class T, int kSize>
 __device__ __forceinline__ void write_block(const Attention& p, const Block<T, kSize>& block, const float* partials,
                                             int parts, const Shares<Sizes<kSize>::kWarps>& shares, T* out,
@@ -345,7 +348,7 @@ __device__ __forceinline__ void write_block(const Attention& p, const Block<T, k
   }
 }
 
-// Whether this block is the last one of its splits to come here. It then sees what the others have written.
+// Whether this block is the last of its splits to come here. If so, it sees what the others have written.
 __device__ __forceinline__ bool is_last_block(const Attention& p, size_t cell) {
   __shared__ bool is_last;
   __threadfence();
@@ -410,8 +413,8 @@ __global__ void __launch_bounds__(Sizes<kSize>::kThreads) attention_kernel(const
   read_part<T, kSize>(block.sin, t, true, s);
   const int size = split_size(p, newest), first = block.split * size;
   const Range range{first, min(newest + 1, first + size), newest};
-  // The new key is prepared by another warp than the one that has its position, which has nothing else to do if
-  // positions are few.
+  // The warp that has the new position must wait for its key. So another warp prepares the key, one that has no
+  // positions if the cache is short.
   const bool has_new = range.first <= newest && newest < range.end;
   if (has_new && warp == ((newest - range.first) / kPositions + kWarps / 2) % kWarps) {
     prepare<T, kSize>(fresh, p.k_weight != nullptr, k_weight, c, s, p.eps, t);

@@ -14,12 +14,12 @@ constexpr int kThreads = 256;
 constexpr int kMostBlocks = 64;   // a row
 constexpr int kMostRows = 65535;  // of a choice: a dimension of a grid
 
-// Scores in order, and of equal ones the first place is the greatest (-0 is equal to 0); NaN before all, as in PyTorch.
-// Never zero.
-__device__ uint64_t key_of(float score, int place) {
+// Keys in the order of scores. Of equal scores the first token has the greatest key (-0 equals 0). NaN is the greatest
+// of all, as in PyTorch. No key is zero.
+__device__ uint64_t key_of(float score, int token) {
   const uint32_t bits = score == 0 ? 0u : __float_as_uint(score);
   const uint32_t order = isnan(score) ? ~0u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return static_cast<uint64_t>(order) << 32 | static_cast<uint32_t>(~place);
+  return static_cast<uint64_t>(order) << 32 | static_cast<uint32_t>(~token);
 }
 
 __global__ void __launch_bounds__(kThreads) choose_kernel(const Choice p) {

@@ -1,4 +1,4 @@
-// A warp a query head; a block more for what is cached, which norms the latent with all its threads.
+// A warp rotates a query head. One more block writes the cache, and norms the latent with all its threads.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

@@ -1,12 +1,12 @@
-// A tile is 8 outputs: the B operand of mma.m16n8k16, the tokens its A, of which half the rows stay empty. The order of
-// the inputs within 32 is chosen so that a lane's part of a row is 16 bytes in one piece, of weights and tokens alike:
+// A tile is 8 outputs. Its weights are the B operand of mma.m16n8k16. The tokens are the A operand, and fill half its
+// rows. The order of the inputs within 32 makes a lane's part of a row 16 bytes in one piece, of weights and of tokens:
 //
 //   lane 4g + t:  output g (token g), inputs 8t .. 8t + 7 of a step of 32, two products
 //
-// The warps of a block share its tiles along the inputs and add up at the end, in order. Weights go through shared
-// memory only to be on their way in large numbers: a lane reads what it fetched itself, so there is nothing to
-// synchronise. They do not depend on the kernel before, so the first ones are fetched while it still runs; where that
-// is one that waits for the CPU, all of a matrix can be there when the tokens come.
+// The warps of a block share its tiles along the inputs, and add up at the end, in order. Weights go through shared
+// memory so that many can be on their way at once. A lane reads only what it has fetched itself, so nothing is
+// synchronised. Weights do not depend on the kernel before, so the first ones are fetched while that still runs. If
+// that kernel waits for the CPU, a whole matrix can be there when the tokens come.
 #include "cuda/decode_linear.hpp"
 
 #include <cuda_bf16.h>
@@ -28,7 +28,7 @@ constexpr int kTile = 8;
 constexpr int kStep = 32;
 constexpr int kRows = DecodeLinear::kMostRows;
 constexpr int kMostTiles = 8;
-// Pieces of 16 bytes that a thread has on their way: what shared memory allows.
+// How many pieces of 16 bytes a thread has on their way: as many as shared memory allows.
 constexpr int kHeldHopper = 24, kHeldBefore = 8;
 
 __device__ void fetch(uint4* to, const void* from) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void find_rows(const DecodeLinear& p, const Cut<kTile
   }
 }
 
-// What the next layer will read, into L2: a share for each block.
+// Fetches into L2 what the next layer will read: each block a share.
 __device__ __forceinline__ void prefetch_then(const DecodeLinear& p) {
   if (p.then != nullptr && threadIdx.x == 0) {
     const int64_t share = (p.then_bytes / gridDim.x + 127) / 128 * 128, first = share * blockIdx.x;
@@ -134,7 +134,8 @@ __device__ __forceinline__ void read_token(const DecodeLinear& p, const Cut<kTil
   }
 }
 
-// What the norm scales token g by. Leaves its last rounds in `own`: all of them, where they are few.
+// The factor by which the norm scales token g. Afterwards `own` has the token's last rounds; all of them, if they are
+// few.
 template <class T, int kTiles, int kOwn>
 __device__ __forceinline__ float find_scale(const DecodeLinear& p, const Cut<kTiles>& cut, const T* x,
                                             uint4 (&own)[kOwn]) {

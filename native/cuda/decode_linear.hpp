@@ -1,5 +1,5 @@
-// Linear layers of a decode step: up to eight rows through weights that are read once, with what transformers computes
-// just before and after in the same kernel.
+// The linear layers of a decode step, for up to eight rows. Weights are read once. The norm before a layer and the
+// residual after it are computed in the same kernel.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace ktinject::cuda {
 
-// out [rows, n] = norm(x) W^T + bias, rounded, + residual, rounded again; W are up to three matrices on top of each
-// other. All contiguous, of one dtype that is not fp32, 16-byte aligned; k is a multiple of 32.
+// out [rows, n] = norm(x) W^T + bias, rounded, + residual, rounded again. W is up to three matrices stacked along n.
+// All tensors are contiguous, 16-byte aligned, and of one dtype, fp16 or bf16. k is a multiple of 32.
 struct DecodeLinear {
   static constexpr int kMostRows = 8;
   static constexpr int kMatrices = 3;
@@ -23,8 +23,8 @@ struct DecodeLinear {
   int n[kMatrices] = {};
   const void* residual = nullptr;  // [rows, n], or null
   void* out = nullptr;
-  bool is_wide = false;        // out is fp32, not rounded; then without residual
-  const void* then = nullptr;  // what the next linear layer will read, [then_bytes]; fetched into L2 meanwhile
+  bool is_wide = false;        // out is fp32 and not rounded; there is no residual then
+  const void* then = nullptr;  // [then_bytes]: the next layer's weights, which this one fetches into L2
   int64_t then_bytes = 0;
   int rows = 0, k = 0;
   float eps = 0;

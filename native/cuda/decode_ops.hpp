@@ -1,5 +1,6 @@
-// What surrounds the experts in a decode step, as few kernels. One token a row, so every tensor is small and the time
-// of a kernel is mostly its launch and what it waits for: transformers takes some fifty a layer.
+// The rest of a decode step beside the experts and linear layers, in few kernels. Each row has one token, so all
+// tensors are small, and a kernel's time is mostly its launch and its waiting. transformers launches some fifty kernels
+// a layer.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +10,10 @@
 
 namespace ktinject::cuda {
 
-// out [batch, q_heads, size] = softmax(scale * q keys^T) values over the cache up to `cache_position` that the mask
-// allows. Before that, queries and the new key are normed (where there is a weight) and rotated, and the new key and
-// value go into the cache, at `cache_position`. Rows of `size` are contiguous and 16-byte aligned everywhere; not for
-// fp32.
+// out [batch, q_heads, size] = softmax(scale * q keys^T) values, over the positions of the cache up to cache_position
+// that the mask allows. Before that, queries and the new key are normed (if there is a weight) and rotated, and the new
+// key and value are written to the cache at cache_position. Rows of `size` are contiguous and 16-byte aligned. For fp16
+// and bf16.
 struct Attention {
   const void* q = nullptr;  // [batch, q_heads, size]
   const void* k = nullptr;  // [batch, kv_heads, size]
@@ -37,12 +38,12 @@ struct Attention {
   float eps = 0, scale = 1;
 };
 void attention(const Attention& input, DType dtype, Stream stream);
-// Values of scratch for a split of a row's heads, the greatest that any shape needs.
+// Floats of scratch for one split of one row, enough for any shape.
 constexpr int64_t attention_scratch(int q_heads, int size) { return int64_t{8} * q_heads * (size + 2); }
 
-// What latent attention does before it attends: the last `rope` values of each query head are rotated where they lie;
-// the first `rank` of kv are normed and go into `keys` at `cache_position`, the rest is rotated and goes into `values`.
-// Not for fp32.
+// What latent attention does before it attends. The last `rope` values of each query head are rotated in place. The
+// first `rank` values of kv are normed and written to `keys` at cache_position; the rest is rotated and written to
+// `values`. For fp16 and bf16.
 struct Latent {
   void* q = nullptr;           // [rows, heads, nope + rope]
   const void* kv = nullptr;    // [rows, rank + rope]
@@ -53,7 +54,7 @@ struct Latent {
   void* keys = nullptr;                     // [rows, capacity, rank]
   void* values = nullptr;                   // [rows, capacity, rope]
   int rows = 0, heads = 0, nope = 0, rope = 0, rank = 0;
-  bool turns_neighbours = false;        // values 2i and 2i + 1, which come to i and i + rope / 2; else these
+  bool turns_neighbours = false;        // pairs are 2i, 2i + 1, written to i, i + rope / 2; else i, i + rope / 2
   int64_t q_stride = 0, kv_stride = 0;  // from row to row, in elements
   int64_t rotation_stride = 0;          // of cos and sin, 0 where one serves all rows
   int64_t keys_stride = 0, values_stride = 0;
@@ -61,14 +62,15 @@ struct Latent {
 };
 void latent(const Latent& input, DType dtype, Stream stream);
 
-// Softmax over logits [rows, experts], the top_k greatest, their weights divided by their sum if `normed`.
+// The top_k greatest of a softmax over logits [rows, experts]. `normed` divides their weights by their sum.
 // weights [rows, top_k] of dtype, ids [rows, top_k].
 void route(const void* logits, void* weights, int64_t* ids, int rows, int experts, int top_k, bool normed, DType dtype,
            Stream stream);
 
-// Sigmoids of logits [rows, experts]: the top_k greatest after `bias` is added, among the `kept` groups of experts
-// whose two greatest have the greatest sums. Weights are the sigmoids, divided by their sum if `normed`, times `scale`.
-// Experts in the order in which torch.topk(sorted=False) gives them: by their place, the last chosen at the end.
+// The router of DeepSeek-V3. Scores are sigmoids of logits [rows, experts]; an expert's choice is its score + bias. A
+// group counts by the sum of its two greatest choices, and `kept` groups remain. Of their experts, the top_k with the
+// greatest choices are taken. Weights are their scores, divided by their sum if `normed`, times `scale`. The order is
+// that of torch.topk(sorted=False): by number, and those that tie with the last one taken at the end.
 struct GroupedRoute {
   const float* logits = nullptr;
   const void* bias = nullptr;  // [experts]

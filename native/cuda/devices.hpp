@@ -1,5 +1,5 @@
-// The CUDA devices as the native core itself sees them, which need not be what torch sees: driver, runtime and build
-// decide. Built twice: native/cuda with nvcc, native/no_cuda without, where the same symbols refuse.
+// The CUDA devices as the native core sees them. torch may see others: its build, runtime and driver are its own. Built
+// twice: native/cuda with nvcc, native/no_cuda without, where the same symbols throw.
 #pragma once
 
 #include <string>

@@ -1,5 +1,5 @@
-// Kernels that begin while the one before them in the stream still runs: from Hopper on, where a chain of short kernels
-// would else spend as long between them as within them. Before Hopper these are plain launches.
+// Kernels that begin while the one before them in the stream still runs (programmatic dependent launch). In a chain of
+// short kernels, as much time would be spent between kernels as in them. Before Hopper these are plain launches.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,15 +11,15 @@
 
 namespace ktinject::cuda {
 
-// All work of the stream before this kernel is done, and seen. Before it, a kernel reads weights only and writes
-// nothing.
+// Waits until all work of the stream before this kernel is done and can be seen. Until then, a kernel may only read
+// weights, and must write nothing that others read.
 __device__ inline void await_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The next kernel may begin once every block has said so.
+// Lets the next kernel begin: it does when every block has called this or ended.
 __device__ inline void release_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -44,7 +44,7 @@ struct Launch {
   size_t shared = 0;
 };
 
-// `kernel` must call await_previous() in every thread before it touches what others write.
+// `kernel` must call await_previous() in every thread, before it touches what others write.
 template <class... Parameters, class... Arguments>
 void launch_early(const char* what, void (*kernel)(Parameters...), const Launch& launch, Arguments&&... arguments) {
   int device = 0;

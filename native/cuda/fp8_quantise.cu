@@ -1,5 +1,5 @@
-// A warp takes 128 inputs of one token: four a lane, their greatest magnitude by shuffles, one scale, four bytes a
-// lane.
+// A warp takes 128 inputs of one token, four a lane. Shuffles find the greatest magnitude, which gives one scale; each
+// lane writes four bytes.
 #include "cuda/fp8_quantise.hpp"
 
 #include <cuda_bf16.h>

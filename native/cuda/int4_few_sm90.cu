@@ -1,12 +1,12 @@
 // Few tokens: mma.m16n8k16 as on sm_80, sums of a stage scaled in fp32.
 //
-// Four warps with 64 outputs each: what is the same for all outputs, the activations and their sums, is done once for
-// four operands, and a warp reads its next stage from shared memory while it multiplies this one.
+// Four warps have 64 outputs each. Activations and their sums, which are the same for all outputs, are read and
+// computed once for four operands. A warp reads its next stage from shared memory while it multiplies this one.
 //
-// Codes go to the tensor core as they come out of the words, base + code, which is exact; (base + zero point) · Σ x is
-// taken off by one more product with constant weights, on which the sums of a stage start. So a word costs seven
-// instructions and not eleven. Sums that start so are up to 17 times as large (fp16: 129 times) as the result, over 64
-// inputs at the most: fp32 has room for that.
+// Codes go to the tensor core as they come out of the words: as base + code, which is exact. The sums of a stage start
+// at minus (base + zero point) · Σ x, which is one more product, with constant weights. So a word costs seven
+// instructions instead of eleven. The sums become up to 17 times as large as the result (fp16: 129 times), over at most
+// 64 inputs. fp32 has room for that.
 #include "cuda/int4_sm90.cuh"
 
 namespace ktinject::cuda::int4 {
@@ -16,8 +16,8 @@ constexpr int kFewTiles = 4;  // of 64 outputs a block
 constexpr int kFewWarps = kFewTiles;
 constexpr int kFewThreads = 32 * kFewWarps;
 constexpr int kOperands = 4;  // of 16 outputs a warp
-// Two blocks fill a multiprocessor's shared memory: a third one, of the next kernel, must wait until one has ended,
-// else that kernel's blocks would gather where this one ends first.
+// Two blocks fill a multiprocessor's shared memory, so a block of the next kernel waits until one of them has ended.
+// Otherwise the next kernel's blocks would gather on the multiprocessors where this kernel ends first.
 constexpr int kFewStages = 7;
 
 // A pair of 16-bit floats: 1, or minus what a code of 8 becomes.

@@ -52,192 +52,201 @@ __device__ __forceinline__ void wait() {
 template <int kTokens, bool kHalfGroups>
 constexpr int kStageBytes = kWordBytes + kTokens * kDepth * 2 + (kHalfGroups ? 2 : 1) * kStrip * 4;
 
-// A block of the kernel. T: of activations. kTokens: rows of a block, a multiple of 8. kHalfGroups: groups of 32, two a
-// stage. A position is a stage's place in the line, a unit a strip with one block of tokens.
-template <class T, int kTokens, bool kHalfGroups>
-struct Block {
-  static constexpr int kStage = kStageBytes<kTokens, kHalfGroups>;
-  static constexpr int kColumns = kTokens / 8;
-  static constexpr int kGroups = kHalfGroups ? 2 : 1;
+// T: of activations. kTokens: rows of a block, a multiple of 8. kHalfGroups: groups of 32, two a stage. A position is a
+// stage's place in the line, a unit a strip with one block of tokens.
 
-  const Int4Arguments& p;
-  uint8_t* const shared;  // the ring of stages
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float sum[kTiles][kColumns][4] = {};    // scaled
-  float group[kTiles][kColumns][4] = {};  // of the group so far
+// A lane's sums: kColumns times 8 tokens.
+template <int kColumns>
+using Sums = float[kTiles][kColumns][4];
+
+struct Scales {
   float scale[kTiles][2];
   uint32_t zeros[kTiles][2];
-
-  __device__ __forceinline__ Block(const Int4Arguments& p, uint8_t* shared) : p(p), shared(shared) {}
-
-  // Asks for a stage: words, activations, scales.
-  __device__ __forceinline__ void fetch(int position, int slot) const {
-    uint8_t* stage = shared + slot * kStage;
-    const int unit = position / p.depth, depth = position - unit * p.depth;
-    const int strip = unit % p.strips, token = unit / p.strips * kTokens;
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      const int tile = warp * kTiles + i;  // of 16 outputs
-      const int tile64 = strip * (kStrip / 64) + tile / 4;
-      const bool real = tile64 < p.tiles64;
-      const size_t offset = words_at(p, real ? tile64 : 0, depth) + tile % 4 * 512 + lane * 16;
-      copy16(stage + tile * 512 + lane * 16, p.words + offset, real);
-    }
-    uint8_t* activations = stage + kWordBytes;
-    for (int i = threadIdx.x; i < kTokens * 8; i += kThreads) {
-      const int row = i / 8, piece = i % 8;
-      const bool real = token + row < p.m;
-      const size_t offset = (static_cast<size_t>(real ? token + row : 0) * p.k + depth * kDepth) * 2 + piece * 16;
-      copy16(activations + row * 128 + ((piece ^ row) & 7) * 16, p.x + offset, real);
-    }
-    uint8_t* scales = activations + kTokens * 128;
-    const int pieces = 4 * p.scale_bytes;  // of 64 outputs' scales
-    const int group = kHalfGroups ? 2 * depth : depth / p.stages_per_group;
-    for (int i = threadIdx.x; i < kGroups * 4 * pieces; i += kThreads) {
-      const int half = i / (4 * pieces), rest = i % (4 * pieces), quarter = rest / pieces, piece = rest % pieces;
-      const int tile64 = strip * (kStrip / 64) + quarter;
-      const bool real = tile64 < p.tiles64;
-      const size_t offset = scales_at(p, real ? tile64 : 0, group + half);
-      copy16(scales + half * (kStrip * 4) + quarter * 64 * p.scale_bytes + piece * 16, p.scales + offset + piece * 16,
-             real);
-    }
-  }
-
-  __device__ __forceinline__ void close_group() {
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          sum[i][j][c] = fmaf(group[i][j][c], scale[i][c / 2], sum[i][j][c]);
-          group[i][j][c] = 0;
-        }
-  }
-
-  // Adds the products of a stage to the group's sums.
-  __device__ __forceinline__ void multiply(int slot) {
-    const uint8_t* stage = shared + slot * kStage;
-    const uint8_t* activations = stage + kWordBytes;
-    const uint8_t* scales = activations + kTokens * 128;
-    uint4 words[kTiles];
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i)
-      words[i] = *reinterpret_cast<const uint4*>(stage + (warp * kTiles + i) * 512 + lane * 16);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half == 0 || kHalfGroups) {
-        if (kHalfGroups && half == 1) close_group();
-#pragma unroll
-        for (int i = 0; i < kTiles; ++i)
-          read_scales<T>(scale[i], zeros[i], scales + half * (kStrip * 4) + (warp * kTiles + i) * 16 * p.scale_bytes,
-                         lane / 4, p.scale_bytes, p.fp16_scales);
-      }
-      uint32_t x[kColumns][4];  // 8 tokens × 32 inputs each
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-        const int row = j * 8 + lane % 8, piece = half * 4 + lane / 8;
-        load_matrices(x[j], activations + row * 128 + ((piece ^ row) & 7) * 16);
-      }
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i) {
-        uint32_t a[4];
-        to_operand<T>(a, half ? words[i].z : words[i].x, zeros[i]);
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) Float16<T>::multiply(group[i][j], a, x[j][0], x[j][1]);
-        to_operand<T>(a, half ? words[i].w : words[i].y, zeros[i]);
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) Float16<T>::multiply(group[i][j], a, x[j][2], x[j][3]);
-      }
-    }
-    if (kHalfGroups) close_group();
-  }
-
-  __device__ __forceinline__ void clear_sum() {
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sum[i][j][c] = 0;
-  }
-
-  // Makes this block's sum of a unit the whole one. False where another block, which comes later, will do that. A block
-  // has at most two shares of strips that are not wholly its own: where it begins (slot 0) and where it ends (1).
-  __device__ __forceinline__ bool join(int unit, int& is_last) {
-    constexpr int kPart = kTiles * kColumns * kThreads;
-    const int first = unit * p.depth / p.share, last = ((unit + 1) * p.depth - 1) / p.share;
-    if (first == last) return true;
-    float4* mine = p.partials + (2 * static_cast<size_t>(blockIdx.x) + (blockIdx.x == first)) * kPart + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j)
-        mine[(i * kColumns + j) * kThreads] = make_float4(sum[i][j][0], sum[i][j][1], sum[i][j][2], sum[i][j][3]);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      is_last = atomicAdd(&p.counters[unit], 1) == last - first;
-      if (is_last) p.counters[unit] = 0;
-    }
-    __syncthreads();
-    if (!is_last) return false;
-    __threadfence();
-    clear_sum();
-#pragma unroll 2
-    for (int block = first; block <= last; ++block) {
-      const float4* part = p.partials + (2 * static_cast<size_t>(block) + (block == first)) * kPart + threadIdx.x;
-#pragma unroll
-      for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-          const float4 v = __ldcg(part + (i * kColumns + j) * kThreads);
-          sum[i][j][0] += v.x;
-          sum[i][j][1] += v.y;
-          sum[i][j][2] += v.z;
-          sum[i][j][3] += v.w;
-        }
-    }
-    return true;
-  }
-
-  __device__ __forceinline__ void write(int unit) const {
-    T* y = static_cast<T*>(p.y);
-    const int strip = unit % p.strips, first_token = unit / p.strips * kTokens;
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      const int output = strip * kStrip + (warp * kTiles + i) * 16 + lane / 4 * 2;  // and the next
-      const float bias0 = p.bias != nullptr && output < p.n ? p.bias[output] : 0.f;
-      const float bias1 = p.bias != nullptr && output + 1 < p.n ? p.bias[output + 1] : 0.f;
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int token = first_token + j * 8 + lane % 4 * 2 + c;
-          if (token >= p.m || output >= p.n) continue;
-          const float even = sum[i][j][c] + bias0, odd = sum[i][j][c + 2] + bias1;
-          T* to = y + static_cast<size_t>(token) * p.n + output;
-          if (p.n % 2 == 0) {
-            *reinterpret_cast<typename Float16<T>::Pair*>(to) = Float16<T>::pair(even, odd);
-          } else {
-            to[0] = Float16<T>::one(even);
-            if (output + 1 < p.n) to[1] = Float16<T>::one(odd);
-          }
-        }
-    }
-  }
 };
 
+// Asks for the stage at a position: words, activations, scales.
+template <int kTokens, bool kHalfGroups>
+__device__ __forceinline__ void fetch(const Int4Arguments& p, uint8_t* stage, int position, int warp, int lane) {
+  constexpr int kGroups = kHalfGroups ? 2 : 1;
+  const int unit = position / p.depth, depth = position - unit * p.depth;
+  const int strip = unit % p.strips, token = unit / p.strips * kTokens;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    const int tile = warp * kTiles + i;  // of 16 outputs
+    const int tile64 = strip * (kStrip / 64) + tile / 4;
+    const bool real = tile64 < p.tiles64;
+    const size_t offset = words_at(p, real ? tile64 : 0, depth) + tile % 4 * 512 + lane * 16;
+    copy16(stage + tile * 512 + lane * 16, p.words + offset, real);
+  }
+  uint8_t* activations = stage + kWordBytes;
+  for (int i = threadIdx.x; i < kTokens * 8; i += kThreads) {
+    const int row = i / 8, piece = i % 8;
+    const bool real = token + row < p.m;
+    const size_t offset = (static_cast<size_t>(real ? token + row : 0) * p.k + depth * kDepth) * 2 + piece * 16;
+    copy16(activations + row * 128 + ((piece ^ row) & 7) * 16, p.x + offset, real);
+  }
+  uint8_t* scales = activations + kTokens * 128;
+  const int pieces = 4 * p.scale_bytes;  // of 64 outputs' scales
+  const int group = kHalfGroups ? 2 * depth : depth / p.stages_per_group;
+  for (int i = threadIdx.x; i < kGroups * 4 * pieces; i += kThreads) {
+    const int half = i / (4 * pieces), rest = i % (4 * pieces), quarter = rest / pieces, piece = rest % pieces;
+    const int tile64 = strip * (kStrip / 64) + quarter;
+    const bool real = tile64 < p.tiles64;
+    const size_t offset = scales_at(p, real ? tile64 : 0, group + half);
+    copy16(scales + half * (kStrip * 4) + quarter * 64 * p.scale_bytes + piece * 16, p.scales + offset + piece * 16,
+           real);
+  }
+}
+
+// Adds the group's sums, scaled, to those of the strip.
+template <int kColumns>
+__device__ __forceinline__ void close_group(Sums<kColumns>& sum, Sums<kColumns>& group,
+                                            const float (&scale)[kTiles][2]) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        sum[i][j][c] = fmaf(group[i][j][c], scale[i][c / 2], sum[i][j][c]);
+        group[i][j][c] = 0;
+      }
+}
+
+// Adds the products of a stage to the group's sums.
+template <class T, int kTokens, bool kHalfGroups>
+__device__ __forceinline__ void multiply(const Int4Arguments& p, const uint8_t* stage, Sums<kTokens / 8>& sum,
+                                         Sums<kTokens / 8>& group, Scales& s, int warp, int lane) {
+  constexpr int kColumns = kTokens / 8;
+  const uint8_t* activations = stage + kWordBytes;
+  const uint8_t* scales = activations + kTokens * 128;
+  uint4 words[kTiles];
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i)
+    words[i] = *reinterpret_cast<const uint4*>(stage + (warp * kTiles + i) * 512 + lane * 16);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (half == 0 || kHalfGroups) {
+      if (kHalfGroups && half == 1) close_group(sum, group, s.scale);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i)
+        read_scales<T>(s.scale[i], s.zeros[i], scales + half * (kStrip * 4) + (warp * kTiles + i) * 16 * p.scale_bytes,
+                       lane / 4, p.scale_bytes, p.fp16_scales);
+    }
+    uint32_t x[kColumns][4];  // 8 tokens × 32 inputs each
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const int row = j * 8 + lane % 8, piece = half * 4 + lane / 8;
+      load_matrices(x[j], activations + row * 128 + ((piece ^ row) & 7) * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      uint32_t a[4];
+      to_operand<T>(a, half ? words[i].z : words[i].x, s.zeros[i]);
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) Float16<T>::multiply(group[i][j], a, x[j][0], x[j][1]);
+      to_operand<T>(a, half ? words[i].w : words[i].y, s.zeros[i]);
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) Float16<T>::multiply(group[i][j], a, x[j][2], x[j][3]);
+    }
+  }
+  if (kHalfGroups) close_group(sum, group, s.scale);
+}
+
+template <int kColumns>
+__device__ __forceinline__ void clear(Sums<kColumns>& sum) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[i][j][c] = 0;
+}
+
+// Makes this block's sum of a unit the whole one. False where another block, which comes later, will do that. A block
+// has at most two shares of strips that are not wholly its own: where it begins (slot 0) and where it ends (1).
+template <int kColumns>
+__device__ __forceinline__ bool join(const Int4Arguments& p, int unit, Sums<kColumns>& sum, int& is_last) {
+  constexpr int kPart = kTiles * kColumns * kThreads;
+  const int first = unit * p.depth / p.share, last = ((unit + 1) * p.depth - 1) / p.share;
+  if (first == last) return true;
+  float4* mine = p.partials + (2 * static_cast<size_t>(blockIdx.x) + (blockIdx.x == first)) * kPart + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+      mine[(i * kColumns + j) * kThreads] = make_float4(sum[i][j][0], sum[i][j][1], sum[i][j][2], sum[i][j][3]);
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    is_last = atomicAdd(&p.counters[unit], 1) == last - first;
+    if (is_last) p.counters[unit] = 0;
+  }
+  __syncthreads();
+  if (!is_last) return false;
+  __threadfence();
+  clear(sum);
+#pragma unroll 2
+  for (int block = first; block <= last; ++block) {
+    const float4* part = p.partials + (2 * static_cast<size_t>(block) + (block == first)) * kPart + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const float4 v = __ldcg(part + (i * kColumns + j) * kThreads);
+        sum[i][j][0] += v.x;
+        sum[i][j][1] += v.y;
+        sum[i][j][2] += v.z;
+        sum[i][j][3] += v.w;
+      }
+  }
+  return true;
+}
+
+template <class T, int kTokens>
+__device__ __forceinline__ void write(const Int4Arguments& p, int unit, const Sums<kTokens / 8>& sum, int warp,
+                                      int lane) {
+  constexpr int kColumns = kTokens / 8;
+  T* y = static_cast<T*>(p.y);
+  const int strip = unit % p.strips, first_token = unit / p.strips * kTokens;
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    const int output = strip * kStrip + (warp * kTiles + i) * 16 + lane / 4 * 2;  // and the next
+    const float bias0 = p.bias != nullptr && output < p.n ? p.bias[output] : 0.f;
+    const float bias1 = p.bias != nullptr && output + 1 < p.n ? p.bias[output + 1] : 0.f;
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int token = first_token + j * 8 + lane % 4 * 2 + c;
+        if (token >= p.m || output >= p.n) continue;
+        const float even = sum[i][j][c] + bias0, odd = sum[i][j][c + 2] + bias1;
+        T* to = y + static_cast<size_t>(token) * p.n + output;
+        if (p.n % 2 == 0) {
+          *reinterpret_cast<typename Float16<T>::Pair*>(to) = Float16<T>::pair(even, odd);
+        } else {
+          to[0] = Float16<T>::one(even);
+          if (output + 1 < p.n) to[1] = Float16<T>::one(odd);
+        }
+      }
+  }
+}
 template <class T, int kTokens, bool kHalfGroups, int kStages>
 __global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_sm80(const Int4Arguments p) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ int is_last;
+  constexpr int kStage = kStageBytes<kTokens, kHalfGroups>, kColumns = kTokens / 8;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int begin = blockIdx.x * p.share, end = min(begin + p.share, p.line);
   if (begin >= end) return;
-  Block<T, kTokens, kHalfGroups> block(p, shared);
+  auto ask = [&](int position, int slot) {
+    fetch<kTokens, kHalfGroups>(p, shared + slot * kStage, position, warp, lane);
+  };
+  Sums<kColumns> sum = {}, group = {};  // scaled, and of the group so far
+  Scales scales;
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
-    if (begin + i < end) block.fetch(begin + i, i);
+    if (begin + i < end) ask(begin + i, i);
     commit();
   }
   int slot = 0, depth = begin % p.depth, unit = begin / p.depth;
@@ -245,15 +254,15 @@ __global__ void __launch_bounds__(kThreads, kTokens <= 16 ? 2 : 1) int4_linear_s
     wait<kStages - 2>();
     __syncthreads();
     // The slot that all warps have just left.
-    if (position + kStages - 1 < end) block.fetch(position + kStages - 1, slot == 0 ? kStages - 1 : slot - 1);
+    if (position + kStages - 1 < end) ask(position + kStages - 1, slot == 0 ? kStages - 1 : slot - 1);
     commit();
-    block.multiply(slot);
+    multiply<T, kTokens, kHalfGroups>(p, shared + slot * kStage, sum, group, scales, warp, lane);
     slot = slot + 1 == kStages ? 0 : slot + 1;
     const bool ends_strip = ++depth == p.depth;
-    if (!kHalfGroups && (depth % p.stages_per_group == 0 || position + 1 == end)) block.close_group();
+    if (!kHalfGroups && (depth % p.stages_per_group == 0 || position + 1 == end)) close_group(sum, group, scales.scale);
     if (ends_strip || position + 1 == end) {
-      if (block.join(unit, is_last)) block.write(unit);
-      block.clear_sum();
+      if (join(p, unit, sum, is_last)) write<T, kTokens>(p, unit, sum, warp, lane);
+      clear(sum);
       depth = 0;
       ++unit;
     }

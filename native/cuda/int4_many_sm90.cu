@@ -1,7 +1,7 @@
 // Many tokens: wgmma, weights from registers, activations from shared memory.
 //
-// wgmma's sums stay in flight, so scales go to the weights before: each value is rounded once to the activations' type,
-// which changes nothing for the scales that ktinject chooses itself (operators/linears/int4_layout.py).
+// The sums of wgmma stay in flight, so the weights are scaled before. Each value is rounded once to the activations'
+// type. That changes nothing for scales that ktinject has chosen itself (operators/linears/int4_layout.py).
 #include <algorithm>
 
 #include "cuda/int4_sm90.cuh"

@@ -1,8 +1,9 @@
-// What the two kernels for sm_90 share: how a block's stages arrive, and how sums of several blocks become one.
+// What the two kernels for sm_90 share: how the stages of a block are fetched, and how sums of several blocks become
+// one.
 //
-// Layout and line of stages are those of int4_linear.cu. Weights and activations arrive by the bulk copy engine,
-// completing on barriers; one thread asks for them, the others only multiply. A launch may begin while the kernel
-// before it is still running (programmatic dependent launch): until that has ended, only weights are read.
+// Layout and line of stages are those of int4_linear.cu. One thread asks the bulk copy engine for weights and
+// activations, which completes on barriers; the other threads only multiply. A launch may begin while the kernel before
+// it still runs (programmatic dependent launch). Until that has ended, only weights are read.
 #pragma once
 
 #include <atomic>
@@ -139,14 +140,15 @@ struct Fetch {
   }
 };
 
-// A value in a register that the compiler does not know.
+// Hides from the compiler where a value comes from, so that it stays in its register.
 __device__ __forceinline__ uint32_t keep(uint32_t v) {
   asm volatile("" : "+r"(v));
   return v;
 }
 
-// How often a slot is released by the threads that multiply: once a warp, by its first lane, which __syncwarp or the
-// wait for a wgmma has put behind the others' reads. racecheck does not see that order; for it, every lane releases.
+// How often the threads that multiply release a slot. As a rule the first lane of each warp does, after __syncwarp or
+// the wait for a wgmma, which order it behind the reads of the other lanes. racecheck does not see that order; for it,
+// every lane releases.
 __device__ __forceinline__ int arrivals(const Int4Arguments& p, int threads) { return threads / (p.silent + 1); }
 
 // The scales of a lane's two outputs of an operand as they are stored, and their negative zero points.
@@ -179,8 +181,9 @@ __device__ __forceinline__ void add(float4& sum, const float4& v) {
 // Sums of a strip that blocks of the line share, kVectors float4 a thread: true for the block that has the whole sum.
 // A block has at most two such shares: where it begins (slot 0) and where it ends (1).
 //
-// The block with a strip's first stages comes to them last, after its share of another strip; so as a rule the others
-// are done, and it adds their sums to its own. Else the last to arrive adds up all, in the same order.
+// The block with a strip's first stages works on them last, after its share of another strip. As a rule the other
+// blocks are done by then, and it adds their sums to its own. If not, the last block to finish adds up all, in the same
+// order.
 template <int kThreads, int kVectors>
 __device__ __forceinline__ bool join(const Int4Arguments& p, int unit, float (&sum)[4 * kVectors], int (&is_last)[2]) {
   const int first = unit * p.depth / p.share, last = ((unit + 1) * p.depth - 1) / p.share, block = blockIdx.x;

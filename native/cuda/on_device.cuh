@@ -7,7 +7,7 @@
 
 namespace ktinject::cuda {
 
-// Makes a device the current one for as long as it lives: where launches and allocations go.
+// Makes a device the current one, where launches and allocations go, for as long as this object lives.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
@@ -26,7 +26,8 @@ class OnDevice {
   bool changed_ = false;
 };
 
-// Another thread may be capturing a graph, in streams of its own; what happens in this scope touches none of them.
+// For calls that a capture forbids, such as waiting for a device. Another thread may be capturing a graph in streams of
+// its own; what happens while this object lives touches none of them.
 class AsideOfCaptures {
  public:
   AsideOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -38,7 +39,7 @@ class AsideOfCaptures {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// The same for a stream's device; converts to the stream.
+// Does the same for the device of a stream, and converts to the stream.
 class OnStream {
  public:
   explicit OnStream(Stream stream) : here_(stream.device), stream_(reinterpret_cast<cudaStream_t>(stream.handle)) {}

@@ -1,4 +1,4 @@
-// Experts that lie on a GPU, packed as they lie in RAM, and their part of a layer for few tokens.
+// Experts in a GPU's memory, packed as they are in RAM, and their part of a layer for few tokens.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// A thread block takes a row; a thread its part of it, eight values at a time where rows are aligned, kept in registers
-// between the sum and the scaling for rows of up to 8 * kMostThreads values and read again for longer ones.
+// A thread block takes a row. A thread takes eight values at a time if rows are aligned. Rows of up to 8 * kMostThreads
+// values stay in registers between the sum and the scaling; longer ones are read again.
 #include "cuda/rms_norm.hpp"
 
 #include <cuda_bf16.h>

@@ -1,5 +1,5 @@
-// The choice of experts for one token by one warp: softmax over the logits, the greatest of what its lanes hold, top_k
-// times.
+// One warp chooses the experts of one token: a softmax over the logits, then top_k times the greatest of what its lanes
+// hold.
 #pragma once
 
 #include <stdexcept>
@@ -10,14 +10,14 @@
 namespace ktinject::cuda {
 
 constexpr int kMostRouted = 1024;  // experts that a warp chooses from; of them it chooses up to 32
-constexpr int kFewRouted = 256;    // the same within kernels that have few registers for it
+constexpr int kFewRouted = 256;    // the same for kernels with few registers to spare
 
 inline void check_route(int experts, int top_k, int most = kMostRouted) {
   if (experts > most || top_k > kWarp || top_k > experts)
     throw std::invalid_argument("route: at most " + std::to_string(most) + " experts, of which 32 are chosen");
 }
 
-// Floats as integers of the same order, -0 as 0; 0 for NaN.
+// Floats as integers in the same order. -0 is 0; NaN becomes integer 0, below all others.
 __device__ inline uint32_t ordered(float x) {
   const uint32_t bits = x == 0 ? 0u : __float_as_uint(x);
   if (isnan(x)) return 0;
@@ -27,8 +27,8 @@ __device__ inline float unordered(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// kEach: logits that a lane holds. Those of 16 bits leave the last bits of a key free for the expert: the greatest key
-// then says who it is, and of equal ones the first is the greatest.
+// kEach: logits that a lane holds. Logits of 16 bits leave the low bits of a key free. These hold the expert, the first
+// as the greatest: so the greatest key names its expert, and of equal logits the first one wins.
 template <class T, int kEach, class Take>
 __device__ void route_among(const T* logits, int experts, int top_k, bool normed, Take&& take) {
   constexpr bool kNamed = sizeof(T) == 2;
@@ -65,7 +65,7 @@ __device__ void route_among(const T* logits, int experts, int top_k, bool normed
         if (keys[j] == best) at = j * kWarp + lane;
       at = __reduce_min_sync(kAll, at);
     }
-    if (best == 0) at = rank;  // NaN is no reason to choose an expert; its weight will tell
+    if (best == 0) at = rank;  // all that is left is NaN: any expert will do, and the weight is NaN
 #pragma unroll
     for (int j = 0; j < kEach; ++j)
       if (at == j * kWarp + lane) keys[j] = 0;

@@ -5,7 +5,7 @@
 
 namespace ktinject::cuda {
 
-// The handle alone would not do: the default stream has the same one on every device.
+// With its device: the handle of the default stream is the same on every device.
 struct Stream {
   int device = 0;
   uintptr_t handle = 0;

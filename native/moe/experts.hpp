@@ -97,7 +97,7 @@ class Experts {
   void forward(const void* x, DType dtype, const Id* ids, const float* weights, int tokens, int top_k, void* out) const;
 
  private:
-  friend class Forward;
+  friend class MoeExecutor;
   static size_t mark_of(Projection projection, int expert, bool bias) {
     return (static_cast<size_t>(expert) * 3 + static_cast<size_t>(projection)) * 2 + (bias ? 1 : 0);
   }

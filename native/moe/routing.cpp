@@ -6,7 +6,7 @@
 namespace ktinject::moe {
 
 template <class Id>
-void RoutingPlan::sort(const Id* ids, int tokens, int top_k, int experts) {
+void Routing::sort(const Id* ids, int tokens, int top_k, int experts) {
   const int slots = tokens * top_k;
   count.assign(static_cast<size_t>(experts), 0);
   start.assign(static_cast<size_t>(experts), 0);
@@ -37,7 +37,7 @@ void RoutingPlan::sort(const Id* ids, int tokens, int top_k, int experts) {
                    [&](int a, int b) { return count[static_cast<size_t>(a)] > count[static_cast<size_t>(b)]; });
 }
 
-template void RoutingPlan::sort(const int32_t*, int, int, int);
-template void RoutingPlan::sort(const int64_t*, int, int, int);
+template void Routing::sort(const int32_t*, int, int, int);
+template void Routing::sort(const int64_t*, int, int, int);
 
 }  // namespace ktinject::moe

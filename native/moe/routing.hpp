@@ -1,76 +1,41 @@
-// Which token goes to which expert, and the tasks that follow from it.
+// Which token goes to which expert: the rows that experts compute, sorted by expert.
 #pragma once
 
-#include <array>
-#include <atomic>
+#include <algorithm>
 #include <cstddef>
-#include <memory>
 #include <vector>
+
+#include "gemm/layout.hpp"
 
 namespace ktinject::moe {
 
-// Stages of a layer, in the order in which their tasks stand in a list.
-enum Stage { kInputs, kGather, kGateUp, kQuantise, kDown, kSum, kStages };
-
-// Some tokens, rows of an expert, panels of an expert, or tokens of a chunk: `of` is the expert's place among the
-// active ones, or the chunk.
-struct LayerTask {
-  int of;
-  int first;
-  int count;
-};
-
-// Columns of the output whose sums wait for the same tasks: panels of down of one shard.
-struct Chunk {
-  int shard;
-  int first;
-  int panels;
-};
-
-// Tasks that are still to be done before another can start, each counter a thing that is waited for. Each has a cache
-// line: all threads count down, and others look on.
-class Counters {
- public:
-  void plan(size_t count) { planned_.assign(count, 0); }
-  void add(size_t index) { ++planned_[index]; }
-  void begin() {
-    if (planned_.size() > capacity_) {
-      left_ = std::make_unique<Counter[]>(planned_.size());
-      capacity_ = planned_.size();
-    }
-    for (size_t i = 0; i < planned_.size(); ++i) left_[i].left.store(planned_[i], std::memory_order_relaxed);
-  }
-  std::atomic<int>& operator[](size_t index) { return left_[index].left; }
-
- private:
-  struct Counter {
-    alignas(64) std::atomic<int> left{0};
-  };
-  std::vector<int> planned_;
-  std::unique_ptr<Counter[]> left_;
-  size_t capacity_ = 0;
-};
-
-// As lists: rows sorted by expert.
-struct RoutingPlan {
-  std::vector<int> count;   // [experts]
-  std::vector<int> start;   // [experts]
+struct Routing {
+  std::vector<int> count;   // [experts]: rows
+  std::vector<int> start;   // [experts]: first row
   std::vector<int> expert;  // [rows]: expert of a sorted row
   std::vector<int> token;   // [rows]: token of a sorted row
   std::vector<int> row;     // [tokens, top_k]: sorted row of a slot, or -1
   std::vector<int> active;  // experts with rows, most rows first
-  std::vector<std::vector<LayerTask>> lists;
-  std::vector<Chunk> chunks;
-  std::vector<int> counts;                      // [lists]: all tasks
-  std::array<std::vector<int>, kStages> limit;  // [stage][lists]: where the stage begins
-  Counters counters;
-  std::vector<int> planned, wanted;  // what lists were made for, and what they are to be made for
-  std::vector<float*> results;       // of each shard: [rows, its panels of down * 32]
-  std::vector<std::byte*> own;       // of each node: what its workers have to themselves, one after the other
 
   // Slots [tokens * top_k] whose id is none of the experts' are left out.
   template <class Id>
   void sort(const Id* ids, int tokens, int top_k, int experts);
+
+  size_t rows() const { return expert.size(); }
+  int count_of(int id) const { return count[static_cast<size_t>(id)]; }
+  size_t start_of(int id) const { return static_cast<size_t>(start[static_cast<size_t>(id)]); }
+  int active_at(int place) const { return active[static_cast<size_t>(place)]; }
+
+  // use(place among the active experts, first row, rows) for the groups of up to 16 rows of every expert that has more
+  // than one row.
+  template <class Use>
+  void for_groups(Use&& use) const {
+    for (size_t place = 0; place < active.size(); ++place) {
+      const int rows = count_of(active[place]);
+      for (int first = 0; rows > 1 && first < rows; first += gemm::kTile)
+        use(static_cast<int>(place), first, std::min(gemm::kTile, rows - first));
+    }
+  }
 };
 
 }  // namespace ktinject::moe

@@ -1,4 +1,4 @@
-"""What the linear layers on GPUs share."""
+"""The base of linear operators on GPUs."""
 
 from __future__ import annotations
 

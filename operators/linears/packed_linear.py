@@ -1,4 +1,4 @@
-"""What dense linear operators share: `nn.Linear` to everyone who asks, packed weights out of PyTorch's sight.
+"""The base of dense linear operators: an `nn.Linear` to PyTorch, whose weights are packed and no parameters.
 
 PEFT and others want `nn.Linear`, `in_features`, `out_features`, `weight` and `bias`. The last two are properties that
 unpack. What is written to them in place, as PEFT merges an adapter, is packed again.
@@ -96,8 +96,8 @@ def _warn_rounded(operator: str, weights: str) -> None:
 class PackedLinear(Operator, nn.Linear):
     """y = x · Wᵀ + b; subclasses say how W is kept and multiplied.
 
-    Inputs on another device are brought over and the result is taken back. Gradients flow to the input, as of the
-    unpacked weight; weight and bias are frozen.
+    An input on another device is copied to the operator's device, and the result is copied back. Gradients flow to the
+    input, computed with the unpacked weight; weight and bias are frozen.
     """
 
     config: Any

@@ -1,7 +1,8 @@
 """Attention of a prompt in bf16 on CPUs with AVX-512 but without AMX.
 
-There, torch's fused attention is two to three times as slow as its matrix products one by one. So scores are made of
-some queries at a time with the keys that they see. They are fp32, as within the fused one.
+On these CPUs, torch's fused attention takes two to three times as long as the same matrix products one by one. So
+`attend` takes some queries at a time and computes their scores with the keys that they see. Scores are fp32, as in the
+fused attention.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MOST_BYTES = 256 << 20
 
 
 def is_faster(q: Tensor, k: Tensor) -> bool:
-    """Whether `attend` is, beside torch's fused attention of the same q and k [b, h, tokens, d]; without gradients."""
+    """Whether `attend` takes less time than torch's fused attention of q and k [b, h, tokens, d]; without gradients."""
     if not q.is_cpu or q.dtype != torch.bfloat16 or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return q.shape[2] > 1 and 4 * k.numel() <= MOST_BYTES and _has_products_only()
@@ -60,7 +61,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float)
 
 
 def masked(scores: Tensor, mask: Tensor) -> Tensor:
-    """scores [b, h, m, s] where the mask lets them be, with floats added."""
+    """scores [b, h, m, s] with the mask applied: floats are added, False becomes the lowest number."""
     if mask.dtype != torch.bool:
         return scores + mask
     # Not minus infinity: a row of padding that sees nothing must not become NaN.

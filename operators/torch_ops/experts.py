@@ -35,7 +35,7 @@ _experts: weakref.WeakValueDictionary[int, Experts] = weakref.WeakValueDictionar
 
 
 def handle_of(experts: Experts) -> int:
-    """A new number for a layer's experts, good for as long as they live."""
+    """A new number for a layer's experts, valid as long as the object lives."""
     handle = next(_handles)
     _experts[handle] = experts
     return handle

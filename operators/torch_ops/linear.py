@@ -31,7 +31,7 @@ _linears: weakref.WeakValueDictionary[int, Product] = weakref.WeakValueDictionar
 
 
 def handle_of(linear: Product) -> int:
-    """A new number for a linear, good for as long as that lives."""
+    """A new number for a linear layer, valid as long as the object lives."""
     handle = next(_handles)
     _linears[handle] = linear
     return handle

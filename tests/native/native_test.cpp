@@ -1,6 +1,7 @@
 // The native core by itself, for what Python is in the way of: sanitizers, and a machine that is booted for one test.
 //
 //   native_test forward      every kernel of the table against the reference kernel of its format, for 1 to 4 nodes
+//   native_test plan         that tasks cover each row and panel once, wait for earlier ones only, and fit their memory
 //   native_test pool         exceptions, cancelling, waiting tasks, turns, forks, many CPUs and nodes
 //   native_test dispatcher   late entries of rings and of the host, whose owner has gone; naps that end
 //   native_test sharing      several threads on one object, which others change
@@ -44,6 +45,7 @@
 #include "gemm/linear.hpp"
 #include "handoff/dispatcher.hpp"
 #include "moe/experts.hpp"
+#include "native_test.hpp"
 #include "runtime/thread_pool.hpp"
 
 using namespace ktinject;
@@ -114,6 +116,8 @@ constexpr bool is_sanitized = false;
 int failures = 0;
 int checks = 0;
 
+}  // namespace
+
 bool check(bool holds, const std::string& what) {
   ++checks;
   if (!holds) {
@@ -123,6 +127,8 @@ bool check(bool holds, const std::string& what) {
   }
   return holds;
 }
+
+namespace {
 
 struct Problem {
   int experts = 5;
@@ -862,13 +868,14 @@ int main(int argc, char** argv) {
   const bool forks = std::getenv("KTINJECT_TEST_NO_FORKS") == nullptr;
   try {
     if (mode == "forward") test_forward();
+    else if (mode == "plan") test_plan();
     else if (mode == "pool") test_pool(forks), test_turns(forks), test_big_machines(forks);
     else if (mode == "dispatcher") test_dispatcher();
     else if (mode == "sharing") test_sharing();
     else if (mode == "allocations") test_allocations();
     else if (mode == "churn") test_churn(argc > 2 ? std::atoi(argv[2]) : 1000, forks);
     else if (mode == "placement") test_placement();
-    else check(false, "a mode is named: forward, pool, dispatcher, sharing, allocations, churn N or placement");
+    else check(false, "a mode is named: forward, plan, pool, dispatcher, sharing, allocations, churn N or placement");
   } catch (const std::exception& error) {
     check(false, error.what());
   }

@@ -129,7 +129,8 @@ DO_NOT = set(
     cpu_features amx_permission kernels default_threads set_threads threads sessions set_nodes nodes find_nodes
     multiply_units trace_start trace_stop cuda_built cuda_devices why_no_flags read_device handoff_wake handoff_pause
     rms_norm set_answer_timeout answer_timeout fp8_quantise attention latent attention_scratch decode_linear
-    handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped add_from_host
+    force_kernel handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped
+    add_from_host
     Experts.hidden_size Experts.id Experts.bytes Experts.kernels Experts.kernel_for Experts.shards
     Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
     Channel.bytes Channel.submit Channel.wait Channel.exchange Channel.check

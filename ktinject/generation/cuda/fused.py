@@ -16,16 +16,18 @@ a module that differs stays as it is.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ktinject.distributed.process_group import ProcessGroup
-from ktinject.generation import twin
+from ktinject.generation import layer_spec, twin
 from ktinject.generation.cuda import decode_ops
-from ktinject.generation.cuda.fused_steps import Step, is_layer, known
-from ktinject.support import Support
+from ktinject.generation.cuda.fused_steps import Step, step_of
+from ktinject.generation.layer_spec import DecoderLayerSpec
+from ktinject.support import SUPPORTED, Support
 
 logger = logging.getLogger("ktinject")
 
@@ -47,29 +49,29 @@ class Fused:
         self._group = group
         self.refused: dict[str, str] = {}
         self._checked = False
-        self._steps: dict[str, tuple[nn.Module, Step]] = {}
         # Blocks of attention count themselves here; requests of one model take turns.
         heads = max((getattr(m, "num_attention_heads", 0) for m in _configs(model)), default=0)
-        block_counts: dict[torch.device, Tensor] = {}
+        counts: dict[torch.device, Tensor] = {}
 
-        def counter(module: nn.Module) -> Tensor:
+        def counts_for(module: nn.Module) -> Tensor:
             device = _device(module)
-            if device not in block_counts:
-                block_counts[device] = torch.zeros(
-                    decode_ops.MOST_ROWS * heads, dtype=torch.int32, device=device
-                )
-            return block_counts[device]
+            if device not in counts:
+                counts[device] = torch.zeros(decode_ops.MOST_ROWS * heads, dtype=torch.int32, device=device)
+            return counts[device]
 
-        def step_of(module: nn.Module) -> Step | None:
-            return None if "forward" in vars(module) else known(module, counter(module))
+        specs = dict(layer_spec.parts(model))
+        self._layers = {path for path, spec in specs.items() if isinstance(spec, DecoderLayerSpec)}
 
-        self.twin = twin.tree(
-            model, lambda module: step_of(module) is not None, without=("ktinject_decoding",)
-        )
-        for path, module in self.twin.named_modules():
-            step = step_of(module)
-            if step is not None:
-                self._steps[path] = (module, step)
+        def steps(model: nn.Module) -> Iterator[tuple[str, nn.Module, Step]]:
+            for path, spec in specs.items():
+                module = model.get_submodule(path)
+                step = step_of(spec, module, counts_for(module))
+                if step is not None:
+                    yield path, module, step
+
+        wanted = {module for _, module, _ in steps(model)}
+        self.twin = twin.tree(model, wanted.__contains__, without=("ktinject_decoding",))
+        self._steps = {path: (module, step) for path, module, step in steps(self.twin)}
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -92,44 +94,47 @@ class Fused:
 
     def _comparing(self, path: str, module: nn.Module, step: Step) -> Step:
         own = type(module).forward
-        tolerance = {"": _LAYER_TOLERANCE} if is_layer(module) else _TOLERANCE
+        is_layer = path in self._layers
+        tolerance = {"": _LAYER_TOLERANCE} if is_layer else _TOLERANCE
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             theirs = own(module, *args, **kwargs)
-            try:
-                parts = [p for p in self.refused if is_layer(module) and p.startswith(f"{path}.")]
-                reason = f"{parts[0]} does" if parts else ""
-                reason = reason or _difference(step(*args, **kwargs), theirs, tolerance)
-            except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-                reason = f"{type(error).__name__}: {error}"
+            part = next((p for p in self.refused if is_layer and p.startswith(f"{path}.")), None)
+            if part is None:
+                try:
+                    support = _agreement(step(*args, **kwargs), theirs, tolerance)
+                except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+                    support = Support.no(f"{type(error).__name__}: {error}")
+            else:
+                support = Support.no(f"{part} does")
             if self._group is not None:
                 # Parts exchange what they compute: all processes must compare and replace the same ones.
-                reason = self._group.all_support(Support(not reason, reason)).reason
-            if reason:
-                self.refused[path] = reason
-                logger.info("%s: its decode step keeps its own kernels: %s", path, reason)
+                support = self._group.all_support(support)
+            if not support:
+                self.refused[path] = support.reason
+                logger.info("%s: its decode step keeps its own kernels: %s", path, support.reason)
             return theirs
 
         return forward
 
 
-def _difference(ours: Any, theirs: Any, tolerance: dict[Any, float]) -> str:
-    """How two outputs differ; "" if they are the same but for rounding."""
+def _agreement(ours: Any, theirs: Any, tolerance: dict[Any, float]) -> Support:
+    """Whether two outputs are the same but for rounding."""
     if isinstance(ours, tuple) != isinstance(theirs, tuple):
-        return f"{type(ours).__name__}, not {type(theirs).__name__}"
+        return Support.no(f"{type(ours).__name__}, not {type(theirs).__name__}")
     ours = [t for t in (ours if isinstance(ours, tuple) else (ours,)) if t is not None]
     theirs = [t for t in (theirs if isinstance(theirs, tuple) else (theirs,)) if t is not None]
     if len(ours) != len(theirs):
-        return f"{len(ours)} outputs, not {len(theirs)}"
+        return Support.no(f"{len(ours)} outputs, not {len(theirs)}")
     for a, b in zip(ours, theirs):
         if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
-            return f"an output is {list(a.shape)} {a.dtype}, not {list(b.shape)} {b.dtype}"
+            return Support.no(f"an output is {list(a.shape)} {a.dtype}, not {list(b.shape)} {b.dtype}")
         if not b.dtype.is_floating_point:
             continue  # ids may change places where weights tie; the weights tell
         error = (a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-20)
         if not error <= tolerance.get("", tolerance.get(b.dtype, 0.0)):
-            return f"relative difference {error.item():.2g}"
-    return ""
+            return Support.no(f"relative difference {error.item():.2g}")
+    return SUPPORTED
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The decode steps of modules that are known by what they hold; `fused.py` tries them out and puts them in place."""
+"""Decode steps of few kernels, for modules by their specs; `fused.py` tries them out and puts them in place."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from torch import Tensor, nn
 
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Cache, Norm
+from ktinject.generation.layer_spec import (
+    AttentionSpec,
+    DecoderLayerSpec,
+    GroupedAttentionSpec,
+    LatentAttentionSpec,
+    MoeSpec,
+    NormSpec,
+    PartSpec,
+    RotationSpec,
+    RouterSpec,
+)
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.hybrid_experts import HybridExperts, Underway
 
@@ -20,57 +31,46 @@ _MANY_WEIGHTS = 50_000_000
 _MANY_INPUTS = 4096
 
 
-def is_layer(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("DecoderLayer")
+def step_of(spec: PartSpec, module: Any, block_counts: Tensor) -> Step | None:
+    """The decode step of a module by what it computes, or None if there are no kernels for it.
+
+    block_counts  as `decode_ops.attend` takes them
+    """
+    if isinstance(spec, NormSpec):
+        return _norm_step(spec, module)
+    if isinstance(spec, (GroupedAttentionSpec, LatentAttentionSpec)):
+        return _attention_step(spec, module, block_counts)
+    if isinstance(spec, RouterSpec):
+        return _router_step(spec, module)
+    if isinstance(spec, RotationSpec):
+        return _rotation_step(spec, module)
+    if isinstance(spec, DecoderLayerSpec):
+        return _layer_step(spec, module, block_counts)
+    return _moe_step(spec, module)
 
 
-def known(module: nn.Module, block_counts: Tensor) -> Step | None:
-    """The decode step of a module by what it is made of, or None."""
-    name = type(module).__name__
-    if name.endswith("RMSNorm"):
-        return _norm_step(module)
-    if name.endswith("Attention") or isinstance(module, AbsorbedMla):
-        return _attention_step(module, block_counts)
-    if name.endswith("Router"):
-        return _router_step(module) or _grouped_router_step(module)
-    if name.endswith("RotaryEmbedding"):
-        return _rotation_step(module)
-    if is_layer(module):
-        return _layer_step(module, block_counts)
-    return _shared_step(module)
-
-
-def _rotation_step(module: Any) -> Step | None:
-    kind = getattr(module, "rope_type", None)
-    if not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
-        return None  # frequencies that change with the length
-    frequencies, scale = getattr(module, "inv_freq", None), getattr(module, "attention_scaling", None)
-    if not isinstance(frequencies, Tensor) or not isinstance(scale, (int, float)):
-        return None
+def _rotation_step(spec: RotationSpec, module: Any) -> Step:
     own = type(module).forward
 
     def step(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         if position_ids.shape[-1] != 1 or position_ids.dim() != 2 or args or kwargs:
             return own(module, x, position_ids, *args, **kwargs)
-        return decode_ops.rotation(position_ids.contiguous(), module.inv_freq.float(), scale, x.dtype)
+        return decode_ops.rotation(position_ids.contiguous(), module.inv_freq.float(), spec.scale, x.dtype)
 
     return step
 
 
-def _norm_of(module: Any) -> Norm | None:
-    """A norm by its weight and what it adds to the mean square, by the names that is known under."""
-    if not type(module).__name__.lower().endswith("rmsnorm"):
-        return None
-    weight = getattr(module, "weight", None)
-    found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
-    eps = next((eps for eps in found if isinstance(eps, float)), None)
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or eps is None:
-        return None
-    return Norm(weight, eps)
+def _norm(spec: NormSpec, owner: nn.Module) -> Norm | None:
+    """The norm at the spec's path below its owner, if the kernels have it."""
+    return (
+        None
+        if spec.has_unit_offset
+        else Norm(owner.get_submodule(spec.path).get_parameter("weight"), spec.epsilon)
+    )
 
 
-def _norm_step(module: nn.Module) -> Step | None:
-    norm = _norm_of(module)
+def _norm_step(spec: NormSpec, module: nn.Module) -> Step | None:
+    norm = _norm(spec, module)
     if norm is None:
         return None
 
@@ -82,19 +82,24 @@ def _norm_step(module: nn.Module) -> Step | None:
     return step
 
 
-def _is_router(module: Any) -> bool:
-    has = all(hasattr(module, name) for name in ("weight", "top_k", "num_experts", "norm_topk_prob"))
-    return has and getattr(module, "bias", None) is None and not hasattr(module, "e_score_correction_bias")
+def _is_plain_softmax(spec: RouterSpec) -> bool:
+    return (
+        spec.scores == "softmax"
+        and not spec.is_corrected
+        and spec.groups == 1
+        and spec.factor == 1
+        and spec.rounds
+    )
 
 
-def _router_step(module: Any) -> Step | None:
-    if not _is_router(module):
-        return None
+def _router_step(spec: RouterSpec, module: Any) -> Step | None:
+    if not _is_plain_softmax(spec):
+        return _grouped_router_step(spec, module)
 
     def step(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = nn.functional.linear(hidden_states, module.weight)
-        return (logits, *decode_ops.route(logits, module.top_k, module.norm_topk_prob))
+        return (logits, *decode_ops.route(logits, spec.top_k, spec.is_normed))
 
     return step
 
@@ -102,39 +107,36 @@ def _router_step(module: Any) -> Step | None:
 class _GroupedRouter:
     """A router by sigmoids, of groups of experts, with a correction of its choice, as DeepSeek-V3's."""
 
-    _NEEDED = ("weight", "top_k", "num_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, spec: RouterSpec, module: Any) -> None:
+        self.spec, self.module = spec, module
 
     @classmethod
-    def of(cls, module: Any) -> _GroupedRouter | None:
-        bias, weight = getattr(module, "e_score_correction_bias", None), getattr(module, "weight", None)
-        if not all(hasattr(module, name) for name in cls._NEEDED) or not isinstance(bias, Tensor):
+    def of(cls, spec: RouterSpec, module: Any) -> _GroupedRouter | None:
+        if spec.scores != "sigmoid" or not spec.is_corrected:
             return None
-        if not isinstance(weight, Tensor) or weight.dtype == torch.float32 or weight.shape[1] % 32:
+        if module.weight.dtype == torch.float32 or module.weight.shape[1] % 32:
             return None
-        return cls(module)
+        return cls(spec, module)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [b, hidden] → logits [b, e], weights and ids [b, t]."""
-        router = self.module
+        spec, router = self.spec, self.module
         # Products of two values of 16 bits are exact in fp32, so nothing has to be widened before.
         logits = decode_ops.linear(x, [router.weight], wide=True)
         weights, ids = decode_ops.route_grouped(
             logits,
             router.e_score_correction_bias,
-            router.top_k,
-            router.num_group,
-            router.topk_group,
-            bool(router.norm_topk_prob),
-            router.routed_scaling_factor,
+            spec.top_k,
+            spec.groups,
+            spec.top_groups,
+            spec.is_normed,
+            spec.factor,
         )
         return logits, weights, ids
 
 
-def _grouped_router_step(module: Any) -> Step | None:
-    router = _GroupedRouter.of(module)
+def _grouped_router_step(spec: RouterSpec, module: Any) -> Step | None:
+    router = _GroupedRouter.of(spec, module)
     if router is None:
         return None
     own = type(module).forward
@@ -148,25 +150,27 @@ def _grouped_router_step(module: Any) -> Step | None:
     return step
 
 
-def _shared_step(module: Any) -> Step | None:
+def _moe_step(spec: MoeSpec, module: Any) -> Step | None:
     """A block with shared experts on the GPU, which compute while the CPU computes the others."""
-    if {name for name, _ in module.named_children()} != {"gate", "experts", "shared_experts"}:
+    if spec.shared is None or spec.shared_gate is not None:
         return None
-    if not isinstance(module.experts, HybridExperts) or not type(module.gate).__name__.endswith("Router"):
+    gate, experts = module.get_submodule(spec.router.path), module.get_submodule(spec.experts)
+    shared = module.get_submodule(spec.shared.path)
+    if not isinstance(experts, HybridExperts):
         return None
 
     def step(hidden_states: Tensor) -> Tensor:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights, ids = module.gate(x)
-        started = module.experts.start(x, ids, weights)
-        found = module.experts.complete(started, residual=module.shared_experts(x))
+        _, weights, ids = gate(x)
+        started = experts.start(x, ids, weights)
+        found = experts.complete(started, residual=shared(x))
         return found.view_as(hidden_states)
 
     return step
 
 
 def _is_plain(module: Any, k: int, dtype: torch.dtype) -> bool:
-    """Whether `decode_ops.linear` can take a linear layer's place."""
+    """Whether `decode_ops.linear` can take the place of a linear layer."""
     if type(module) is not nn.Linear or dtype == torch.float32 or k % 32:
         return False
     return module.weight.dtype == dtype and module.weight.is_contiguous() and not module._forward_hooks
@@ -197,43 +201,34 @@ def _project(
 class _Attention:
     """Attention with projections to heads, rotation by halves and, maybe, a norm of queries and keys by heads."""
 
-    _NEEDED = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "head_dim",
-        "scaling",
-        "layer_idx",
-        "num_key_value_groups",
-    )
-
-    def __init__(self, module: Any, norms: tuple[Norm | None, Norm | None], block_counts: Tensor) -> None:
-        self.module, self.norms, self.block_counts = module, norms, block_counts
+    def __init__(
+        self,
+        spec: GroupedAttentionSpec,
+        module: Any,
+        norms: tuple[Norm | None, Norm | None],
+        block_counts: Tensor,
+    ) -> None:
+        self.spec, self.module, self.norms, self.block_counts = spec, module, norms, block_counts
 
     @classmethod
-    def of(cls, module: Any, block_counts: Tensor) -> _Attention | None:
-        if not all(hasattr(module, name) for name in cls._NEEDED) or hasattr(module, "sinks"):
-            return None
-        if getattr(module, "attn_logit_softcapping", None):
-            return None
+    def of(cls, spec: GroupedAttentionSpec, module: Any, block_counts: Tensor) -> _Attention | None:
         if any(p.dtype == torch.float32 for p in module.parameters()):
             return None  # tensor cores would round what it computes with
-        present = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
-        norms = [None if norm is None else _norm_of(norm) for norm in present]
-        for norm, found in zip(present, norms):
-            if norm is not None and (found is None or found.weight.shape != (module.head_dim,)):
+        specs = (spec.q_norm, spec.k_norm)
+        norms = [None if norm is None else _norm(norm, module) for norm in specs]
+        for described, found in zip(specs, norms):
+            if described is not None and (found is None or described.size != spec.head_size):
                 return None
         if norms[0] is not None and norms[1] is not None and norms[0].eps != norms[1].eps:
             return None
-        return cls(module, (norms[0], norms[1]), block_counts)
+        return cls(spec, module, (norms[0], norms[1]), block_counts)
 
     def __call__(self, x: Tensor, norm: Norm | None, rotation: Any, cache: Cache) -> Tensor:
         """x [b, hidden] → what the heads found [b, heads · size]; the output projection is left."""
         module = self.module
         then = module.o_proj.weight if type(module.o_proj) is nn.Linear else None
         q, k, v = (
-            part.view(len(x), -1, module.head_dim)
+            part.view(len(x), -1, self.spec.head_size)
             for part in _project(x, (module.q_proj, module.k_proj, module.v_proj), norm, then=then)
         )
         return decode_ops.attend(
@@ -248,14 +243,14 @@ class _Latent:
         self.module, self.norms = module, norms
 
     @classmethod
-    def of(cls, module: Any) -> _Latent | None:
-        if not isinstance(module, AbsorbedMla) or module.spec.rope not in ("halves", "neighbours"):
+    def of(cls, spec: LatentAttentionSpec, module: AbsorbedMla) -> _Latent | None:
+        if spec.latent.rope not in ("halves", "neighbours"):
             return None
         if any(p.dtype == torch.float32 for p in module.parameters()):
             return None
-        query = None if module.q_a_proj is None else _norm_of(module.q_a_layernorm)
-        latent = _norm_of(module.kv_a_layernorm)
-        if latent is None or (query is None and module.q_a_proj is not None):
+        query = None if spec.q_norm is None else _norm(spec.q_norm, module)
+        latent = _norm(spec.kv_norm, module)
+        if latent is None or (query is None and spec.q_norm is not None):
             return None
         return cls(module, (query, latent))
 
@@ -272,11 +267,18 @@ class _Latent:
         return module.attend_latent(nope, rope, cache.keys, cache.values, cache.mask)[:, 0]
 
 
-def _cache_of(module: Any, hidden_states: Tensor, args: Any, kwargs: Any) -> Cache | None:
+def _attention_of(spec: AttentionSpec, module: Any, block_counts: Tensor) -> _Attention | _Latent | None:
+    if isinstance(spec, LatentAttentionSpec):
+        return _Latent.of(spec, module)
+    return _Attention.of(spec, module, block_counts)
+
+
+def _cache_of(
+    spec: AttentionSpec, module: Any, hidden_states: Tensor, args: Any, kwargs: Any
+) -> Cache | None:
     """What attention attends to in a captured step; None for any other call, as others may make meanwhile."""
     held, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-    index = module.spec.layer_idx if isinstance(module, AbsorbedMla) else module.layer_idx
-    layer: Any = held.layers[index] if held is not None else None
+    layer: Any = held.layers[spec.layer_idx] if held is not None else None
     if hidden_states.shape[1] != 1 or args or kwargs.get("position_embeddings") is None:
         return None
     if mask is None or not hasattr(layer, "cache_position"):
@@ -286,14 +288,14 @@ def _cache_of(module: Any, hidden_states: Tensor, args: Any, kwargs: Any) -> Cac
     return Cache(layer.keys, layer.values, layer.cache_position, mask)
 
 
-def _attention_step(module: Any, block_counts: Tensor) -> Step | None:
-    attention = _Latent.of(module) or _Attention.of(module, block_counts)
+def _attention_step(spec: AttentionSpec, module: Any, block_counts: Tensor) -> Step | None:
+    attention = _attention_of(spec, module, block_counts)
     if attention is None:
         return None
     own = type(module).forward
 
     def step(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = _cache_of(module, hidden_states, args, kwargs)
+        cache = _cache_of(spec, module, hidden_states, args, kwargs)
         if cache is None or len(hidden_states) > decode_ops.MOST_ROWS:
             return own(module, hidden_states, *args, **kwargs)
         found = attention(hidden_states[:, 0].contiguous(), None, kwargs["position_embeddings"], cache)
@@ -305,23 +307,22 @@ def _attention_step(module: Any, block_counts: Tensor) -> Step | None:
 class _Routed:
     """A block of a router, experts behind a handoff and, maybe, shared experts."""
 
-    def __init__(self, block: Any, router: _GroupedRouter | None) -> None:
-        self.gate, self.experts, self.router = block.gate, block.experts, router
-        self.shared: Any = getattr(block, "shared_experts", None)
+    def __init__(self, spec: MoeSpec, block: Any, router: _GroupedRouter | None) -> None:
+        self.spec, self.router = spec.router, router
+        self.gate: Any = block.get_submodule(spec.router.path)
+        self.experts: Any = block.get_submodule(spec.experts)
+        self.shared: Any = None if spec.shared is None else block.get_submodule(spec.shared.path)
 
     @classmethod
-    def of(cls, block: Any) -> _Routed | None:
-        children = dict(block.named_children())
-        if not {"gate", "experts"} <= set(children) <= {"gate", "experts", "shared_experts"}:
+    def of(cls, spec: MoeSpec, block: Any) -> _Routed | None:
+        experts = block.get_submodule(spec.experts)
+        if spec.shared_gate is not None or not isinstance(experts, HybridExperts):
             return None
-        gate: Any = children["gate"]
-        experts = children["experts"]
-        if not type(gate).__name__.endswith("Router") or not isinstance(experts, HybridExperts):
-            return None
-        router = _GroupedRouter.of(gate)
-        if router is None and not (_is_router(gate) and experts.routes(gate.num_experts, gate.top_k)):
-            return None
-        return cls(block, router)
+        router = _GroupedRouter.of(spec.router, block.get_submodule(spec.router.path))
+        by_softmax = _is_plain_softmax(spec.router) and experts.routes(
+            spec.router.num_experts, spec.router.top_k
+        )
+        return None if router is None and not by_softmax else cls(spec, block, router)
 
     def __call__(self, x: Tensor, norm: Norm) -> Tensor:
         """x [b, hidden] + the experts of the normed x."""
@@ -332,41 +333,35 @@ class _Routed:
         else:
             normed = torch.empty_like(x)
             logits = decode_ops.linear(x, [self.gate.weight], norm=norm, normed=normed)
-            started = self.experts.start_routed(normed, logits, self.gate.top_k, self.gate.norm_topk_prob)
+            started = self.experts.start_routed(normed, logits, self.spec.top_k, self.spec.is_normed)
         if self.shared is None:
             return self.experts.complete(started, residual=x)
         shared = self.shared(normed)  # while the CPU computes
-        if (
-            isinstance(started, Underway) and started.part is None
-        ):  # rounded before and after, as a residual is
+        if isinstance(started, Underway) and started.part is None:
+            # Rounded before and after, as a residual is.
             return self.experts.complete(started._replace(part=shared.float()), residual=x)
         return x + self.experts.complete(started, residual=shared)
 
 
-def _layer_step(module: Any, block_counts: Tensor) -> Step | None:
-    """norm, attention, residual, norm, experts or a dense part, residual."""
-    parts = [
-        getattr(module, n, None) for n in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-    ]
-    if any(part is None for part in parts):
+def _layer_step(spec: DecoderLayerSpec, module: Any, block_counts: Tensor) -> Step | None:
+    """norm, attention, residual, norm, experts or another feed-forward part, residual."""
+    before, behind = _norm(spec.input_norm, module), _norm(spec.post_attention_norm, module)
+    self_attn: Any = module.get_submodule(spec.attention.path)
+    mlp = module.get_submodule(spec.feed_forward.path)
+    attention = _attention_of(spec.attention, self_attn, block_counts)
+    if before is None or behind is None or attention is None or before.weight.dtype == torch.float32:
         return None
-    before, behind = _norm_of(parts[0]), _norm_of(parts[2])
-    attention, mlp = _Latent.of(parts[1]) or _Attention.of(parts[1], block_counts), module.mlp
-    if before is None or behind is None or attention is None:
-        return None
-    if len([*module.children()]) != len(parts) or before.weight.dtype == torch.float32:
-        return None
-    routed = _Routed.of(mlp)
+    routed = _Routed.of(spec.feed_forward, mlp) if isinstance(spec.feed_forward, MoeSpec) else None
     own = type(module).forward
 
     def step(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = _cache_of(module.self_attn, hidden_states, args, kwargs)
+        cache = _cache_of(spec.attention, self_attn, hidden_states, args, kwargs)
         if cache is None or len(hidden_states) > decode_ops.MOST_ROWS:
             return own(module, hidden_states, *args, **kwargs)
         x = hidden_states[:, 0].contiguous()
         found = attention(x, before, kwargs["position_embeddings"], cache)
         then = None if routed is None else routed.gate.weight
-        [x] = _project(found, [module.self_attn.o_proj], residual=x, then=then)
+        [x] = _project(found, [self_attn.o_proj], residual=x, then=then)
         if routed is not None and x.shape[1] % 32 == 0:
             return routed(x, behind)[:, None]
         return x[:, None] + mlp(decode_ops.rms_norm(x, behind)[:, None])

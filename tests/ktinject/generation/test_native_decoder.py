@@ -218,17 +218,25 @@ class TestGenerate:
         assert native() is None
 
 
-def test_a_layer_that_computes_something_else_is_found_and_the_model_keeps_its_steps() -> None:
+@pytest.mark.parametrize(
+    "path, scaled, why",
+    [
+        ("model.layers.1", lambda own: _scaled(own), "layer 1: it is not x + attention(norm(x))"),
+        ("model.layers.1.self_attn", lambda own: _scaled_attention(own), "layer 1: relative difference"),
+    ],
+    ids=["wiring", "attention"],
+)
+def test_a_layer_that_computes_something_else_is_found_and_the_model_keeps_its_steps(
+    path: str, scaled: Any, why: str
+) -> None:
     model = swapped("qwen3_moe")
-    layer: Any = model.model.layers[1]
-    layer.__class__ = type(
-        "Scaled", (type(layer),), {"forward": _scaled(type(layer).forward), "capturable": True}
-    )
-    model.generate(**prompt())
-    decoding = model.ktinject_decoding
-    assert decoding.last == "eager loop" and decoding.reason.startswith("layer 1: relative difference")
-    assert torch.equal(model.generate(**prompt()), stock(model, **prompt()))
-    assert decoding.last == "eager loop" and decoding.reason.startswith("layer 1: relative difference")
+    module: Any = model.get_submodule(path)
+    forward = scaled(type(module).forward)
+    module.__class__ = type("Scaled", (type(module),), {"forward": forward, "capturable": True})
+    for _ in range(2):
+        assert torch.equal(model.generate(**prompt()), stock(model, **prompt()))
+        decoding = model.ktinject_decoding
+        assert decoding.last == "eager loop" and decoding.reason.startswith(why)
 
 
 class _Interrupt:
@@ -249,6 +257,14 @@ class _Interrupt:
 def _scaled(own: Any) -> Any:
     def forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         return hidden_states + (own(self, hidden_states, **kwargs) - hidden_states) * 0.8
+
+    return forward
+
+
+def _scaled_attention(own: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out, *rest = own(self, *args, **kwargs)
+        return out * 0.8, *rest
 
     return forward
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 from ktinject.generation import sampling
 from ktinject.generation.cpu import native_decoder
 from ktinject.model_class import own_class
+from ktinject.support import Support
 
 torch.set_num_threads(1)
 FAMILIES = ["qwen3_moe", "deepseek_v3"]
@@ -50,7 +51,7 @@ def test_the_first_answer_of_a_model_is_that_of_all_later_ones(
 def test_the_first_answer_is_that_of_all_later_ones_where_steps_stay_the_model_s_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(native_decoder, "_difference", lambda *_: "for this test")
+    monkeypatch.setattr(native_decoder, "_agreement", lambda *_: Support.no("for this test"))
     model = swapped("qwen3_moe")
     arguments = {**prompt(1, padding=0), "eos_token_id": None}
     first = model.generate(**arguments)

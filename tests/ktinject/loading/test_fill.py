@@ -21,6 +21,7 @@ from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist,
 
 import ktinject
 from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.formats import table
 from ktinject.checkpoints.reader import Reader
 from ktinject.errors import CheckpointError, OperatorError, PlanError
 from ktinject.hf import models as hf
@@ -54,6 +55,22 @@ def test_each_tensor_is_read_once_and_experts_in_the_order_of_the_files(
         assert [name for name, _ in reads[: len(experts)]] == experts
         assert sorted(name for name, _ in reads) == sorted(checkpoint.names)
     assert len(model.ktinject.replacements) == 2
+
+
+def test_the_format_of_a_weight_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    original = table.find
+
+    def find(reader: Reader, key: str) -> Any:
+        found.append(key)
+        return original(reader, key)
+
+    monkeypatch.setattr(table, "find", find)
+    folder = saved(models.tiny("deepseek_v3", num_hidden_layers=2), tmp_path)
+    ktinject.load(folder, [EXPERTS], progress=False)
+    with Checkpoint.open(folder) as checkpoint:
+        floating = [name for name, info in checkpoint.tensors.items() if info.dtype == "F32"]
+    assert sorted(found) == sorted(floating)
 
 
 def test_fused_experts_are_read_one_by_one(reads: list[tuple[str, int | None]], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`probe` and `views` on leaves of our own: gates, refusals, and parameters in every layout."""
+"""`probe` and `views` on experts modules of our own: gates, refusals, and parameters in every layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from leaf_cases import PLAIN, assert_reference_is, described, refusal
+from probe_cases import PLAIN, assert_reference_is, described, refusal
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
@@ -22,7 +22,7 @@ from ktinject.operators.probes.experts import parameter_shapes, views
 
 @use_experts_implementation
 class Experts(nn.Module):
-    """A leaf of this file's own, as in transformers' docstring of the decorator."""
+    """An experts module of this file's own, as in transformers' docstring of the decorator."""
 
     def __init__(self, config: SimpleNamespace) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ def test_other_forwards_are_refused(class_: type[nn.Module], reason: str) -> Non
     assert reason in refusal(own("silu", class_))
 
 
-def test_changed_leaves_are_refused() -> None:
+def test_changed_modules_are_refused() -> None:
     module = own()
     module.scale = nn.Parameter(torch.ones(4))
     assert "also holds scale" in refusal(module)
@@ -276,7 +276,7 @@ def test_changed_leaves_are_refused() -> None:
     )
 
 
-def test_describing_leaves_the_leaf_alone() -> None:
+def test_probing_leaves_the_module_alone() -> None:
     module = own()
     before = {name: (id(p), p.clone()) for name, p in module.named_parameters()}
     attributes = {key: value for key, value in vars(module).items() if not key.startswith("_")}

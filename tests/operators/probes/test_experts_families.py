@@ -1,6 +1,6 @@
-"""`probe` on every leaf of transformers: either described rightly or refused with the reason.
+"""`probe` on every experts module of transformers: either described rightly or refused with the reason.
 
-A description is shown to be right by computing: the reference, fed by it and by the views, must be the leaf.
+A description is shown to be right by computing: the reference, fed by it and by the views, must be the module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import models
 import pytest
 import torch
 import transformers
-from leaf_cases import PLAIN, assert_reference_is, described, refusal
+from probe_cases import PLAIN, assert_reference_is, described, refusal
 from torch import nn
 
 from ktinject.operators.probes.answer import Refusal

@@ -26,19 +26,19 @@ NOT_A_SUM = {
 
 @pytest.mark.parametrize("family", models.AVAILABLE)
 def test_families(family: str) -> None:
-    """What the probe says of a block is true of the block: what its leaf returns comes out, plus what it adds."""
+    """What the probe says of a block is true of the block: what its experts return comes out, plus what it adds."""
     model = models.tiny(family)
-    path, leaf = models.leaf(model)
+    path, routed = models.leaf(model)
     block = model.get_submodule(path.rpartition(".")[0])
     found = moe_block.probe(block)
     if family in NOT_A_SUM:
         assert isinstance(found, Refusal) and NOT_A_SUM[family] in found.reason
         return
-    if family == "aria_text" and not hasattr(leaf, "is_transposed"):
+    if family == "aria_text" and not hasattr(routed, "is_transposed"):
         pytest.skip("this transformers routes inside AriaExperts")
     assert (found.experts, found.top_k) == ("experts", 1 if family == "zaya" else 2)
     outputs = []
-    hook = leaf.register_forward_hook(lambda *arguments: outputs.append(arguments[-1]))
+    hook = routed.register_forward_hook(lambda *arguments: outputs.append(arguments[-1]))
     x = torch.randn(2, 1, model.config.hidden_size)
     with torch.no_grad():
         whole = block(x)

@@ -1,4 +1,4 @@
-"""Leaves of routed experts, described or refused, and compared with the reference."""
+"""Modules of routed experts, described or refused, and compared with the reference."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def inputs(
 
 
 def assert_reference_is(module: nn.Module, spec: ExpertsSpec) -> None:
-    """Fill the leaf with Gaussian weights and compare its own eager forward with the reference."""
+    """Fill the module with Gaussian weights and compare its own eager forward with the reference."""
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():

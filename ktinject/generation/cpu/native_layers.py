@@ -1,0 +1,212 @@
+"""The native twin of a model's decoder layers, built from their specs.
+
+It takes layers whose spec is known (layer_spec.py) and whose matrices are in `cpu_linear`, `cpu_router` and experts on
+the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ktinject import _native
+from ktinject.generation import layer_spec
+from ktinject.generation.layer_spec import (
+    DenseSpec,
+    GroupedAttentionSpec,
+    LatentAttentionSpec,
+    MoeSpec,
+    NormSpec,
+    OtherFeedForward,
+)
+from ktinject.operators.absorbed_mla import AbsorbedMla
+from ktinject.operators.cpu_experts import CpuExperts
+from ktinject.operators.cpu_linear import CpuLinear
+from ktinject.operators.cpu_router import CpuRouter
+from ktinject.support import Support
+
+# The dtypes of models that are served, and a unit in their last place.
+LAST_PLACE = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+class UnknownLayer(Exception):
+    """Something is not as it has to be; says why."""
+
+
+class NativeLayers:
+    """What a model is made of, and its native twin.
+
+    copies   what the twin does not read where the model has it: its own, and the model's
+    """
+
+    def __init__(self, model: Any) -> None:
+        implementation = model.config.get_text_config()._attn_implementation
+        if implementation != "sdpa":
+            raise UnknownLayer(f"attention runs as {implementation!r}; known is 'sdpa'")
+        self.module = _of(model, model.base_model_prefix, nn.Module, "the model")
+        self.embed = _of(self.module, "embed_tokens", nn.Embedding, "the model")
+        self.layers = _of(self.module, "layers", nn.ModuleList, "the model")
+        self.rotary = _of(self.module, "rotary_emb", nn.Module, "the model")
+        _of(model, "lm_head", nn.Module, "the model")
+        known = {"embed_tokens", "layers", "rotary_emb", "norm"}
+        extra = {name for name, _ in self.module.named_children()} - known
+        if extra:
+            raise UnknownLayer(f"the model also holds {', '.join(sorted(extra))}")
+        weight = self.embed.weight
+        if weight.dtype not in LAST_PLACE:
+            raise UnknownLayer(f"the model is {weight.dtype}")
+        norm = _of(self.module, "norm", nn.Module, "the model")
+        self.norm = _norm(_known(layer_spec.of_norm(norm)), norm, weight.dtype)
+        self.decoder = _native.Decoder(weight.shape[1], str(weight.dtype).removeprefix("torch."))
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        for index, layer in enumerate(self.layers):
+            try:
+                self.decoder.add(*_layer(layer, weight.dtype, self.copies))
+            except (UnknownLayer, ValueError) as error:
+                raise UnknownLayer(f"layer {index}: {error}") from None
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+
+Spec = TypeVar("Spec")
+
+
+def _known(found: Spec | Support) -> Spec:
+    if isinstance(found, Support):
+        raise UnknownLayer(found.reason)
+    return found
+
+
+def _of(module: Any, name: str, kind: type, owner: str = "") -> Any:
+    """A child of some type, which must be there."""
+    found = getattr(module, name, None)
+    if isinstance(found, kind):
+        return found
+    shown = "nothing" if found is None else f"a {type(found).__name__}"
+    raise UnknownLayer(f"{owner or type(module).__name__} has {shown} as {name}, not a {kind.__name__}")
+
+
+def _linear(module: Any, name: str) -> Any:
+    return _of(module, name, CpuLinear).native
+
+
+def _norm(spec: NormSpec, owner: nn.Module, dtype: torch.dtype) -> Any:
+    """The norm at the spec's path below its owner."""
+    module = owner.get_submodule(spec.path)
+    weight = module.get_parameter("weight").detach()
+    if spec.has_unit_offset or weight.dtype != dtype or not weight.is_contiguous():
+        raise UnknownLayer(f"a {type(module).__name__} is no RMS norm of the model's dtype")
+    return _native.Norm(weight, spec.epsilon)
+
+
+def _layer(
+    layer: nn.Module, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
+) -> tuple[Any, Any, Any, Any]:
+    spec = _known(layer_spec.of_layer(layer))
+    attention: Any = layer.get_submodule(spec.attention.path)
+    if isinstance(spec.attention, LatentAttentionSpec):
+        native = _latent(spec.attention, attention, dtype)
+    else:
+        native = _grouped(spec.attention, attention, dtype)
+    return (
+        _norm(spec.input_norm, layer, dtype),
+        native,
+        _norm(spec.post_attention_norm, layer, dtype),
+        _feed_forward(spec.feed_forward, layer.get_submodule(spec.feed_forward.path), dtype, copies),
+    )
+
+
+def _grouped(spec: GroupedAttentionSpec, module: Any, dtype: torch.dtype) -> Any:
+    """Attention with projections to heads, and maybe a norm of queries and keys by heads."""
+    q, k = _of(module, "q_proj", CpuLinear), _of(module, "k_proj", CpuLinear)
+    return _native.GroupedAttention(
+        q=q.native,
+        k=k.native,
+        v=_linear(module, "v_proj"),
+        o=_linear(module, "o_proj"),
+        q_norm=None if spec.q_norm is None else _norm(spec.q_norm, module, dtype),
+        k_norm=None if spec.k_norm is None else _norm(spec.k_norm, module, dtype),
+        heads=q.out_features // spec.head_size,
+        groups=k.out_features // spec.head_size,
+        size=spec.head_size,
+        scale=spec.scaling,
+    )
+
+
+def _latent(spec: LatentAttentionSpec, module: AbsorbedMla, dtype: torch.dtype) -> Any:
+    latent, low = spec.latent, spec.q_norm is not None
+    if type(module.kv_b_proj) is not nn.Linear or module.kv_b_proj.weight.dtype != dtype:
+        raise UnknownLayer(f"its kv_b_proj is a {type(module.kv_b_proj).__name__} of another dtype")
+    if not module.kv_b_proj.weight.is_contiguous():
+        raise UnknownLayer("the weight of its kv_b_proj is not contiguous")
+    if latent.rope not in ("halves", "neighbours"):
+        raise UnknownLayer(f"it rotates by {latent.rope}")
+    return _native.LatentAttention(
+        q=None if low else _linear(module, "q_proj"),
+        q_a=_linear(module, "q_a_proj") if low else None,
+        q_norm=None if spec.q_norm is None else _norm(spec.q_norm, module, dtype),
+        q_b=_linear(module, "q_b_proj") if low else None,
+        kv=_linear(module, "kv_a_proj_with_mqa"),
+        kv_norm=_norm(spec.kv_norm, module, dtype),
+        expansion=module.kv_b_proj.weight.detach(),
+        o=_linear(module, "o_proj"),
+        heads=latent.num_heads,
+        rank=latent.kv_lora_rank,
+        nope=latent.qk_nope_head_dim,
+        rope=latent.qk_rope_head_dim,
+        value=latent.v_head_dim,
+        neighbours=latent.rope == "neighbours",
+        scale=latent.scaling,
+    )
+
+
+def _feed_forward(
+    spec: DenseSpec | MoeSpec | OtherFeedForward,
+    module: Any,
+    dtype: torch.dtype,
+    copies: list[tuple[Tensor, Tensor]],
+) -> Any:
+    if isinstance(spec, OtherFeedForward):
+        raise UnknownLayer(spec.reason)
+    if isinstance(spec, DenseSpec):
+        return _gated_unit(module)
+    chosen, router = spec.router, _of(module, spec.router.path, CpuRouter)
+    if chosen.is_corrected != (chosen.scores == "sigmoid"):
+        raise UnknownLayer(f"its {type(router).__name__} corrects another choice than that by sigmoids")
+    return _native.Mixture(
+        router=router.linear.native,
+        scores=chosen.scores,
+        correction=_wide(router.e_score_correction_bias, copies) if chosen.is_corrected else None,
+        top_k=chosen.top_k,
+        groups=chosen.groups,
+        top_groups=chosen.top_groups,
+        normed=chosen.is_normed,
+        factor=chosen.factor,
+        experts=_of(module, spec.experts, CpuExperts).native,
+        shared=None if spec.shared is None else _gated_unit(module.get_submodule(spec.shared.path)),
+        gate=None if spec.shared_gate is None else _gate(module.get_submodule(spec.shared_gate), dtype),
+    )
+
+
+def _wide(tensor: Tensor, copies: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """In fp32: itself, or a copy."""
+    wide = tensor.detach().float()
+    if tensor.dtype != torch.float32:
+        copies.append((wide, tensor.detach()))
+    return wide
+
+
+def _gate(module: Any, dtype: torch.dtype) -> Tensor:
+    """The weight [1, hidden] of the factor that a shared expert has."""
+    is_plain = type(module) is nn.Linear and module.bias is None and module.weight.is_contiguous()
+    if not is_plain or module.weight.dtype != dtype:
+        raise UnknownLayer(f"its shared expert's gate is a {type(module).__name__} that is not known")
+    weight: Tensor = module.weight.detach()
+    return weight
+
+
+def _gated_unit(module: Any) -> Any:
+    return _native.GatedUnit(*(_linear(module, f"{name}_proj") for name in ("gate", "up", "down")))

@@ -1,0 +1,237 @@
+"""What the parts of a decoder layer compute, found by running them on the CPU: twins with other children or weights.
+
+The children that are not in question are replaced by functions that no two of which can be mistaken for each other. A
+module of the real sizes is never run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ktinject.generation import twin
+from ktinject.support import SUPPORTED, Support
+
+_ROWS = 3
+
+
+class _Stub(nn.Module):
+    """A child that computes a function of its first argument."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(args[0] if args else kwargs["hidden_states"], *args[1:])
+
+
+def _run(module: nn.Module, changed: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """The class's own forward on a twin, on the CPU.
+
+    changed   children, or tensors that stand for parameters and buffers, by name
+    Raises    whatever transformers' code does where it is given what it is not made for
+    """
+    found = twin.of(module, {name: child for name, child in changed.items() if isinstance(child, nn.Module)})
+    for name, tensor in changed.items():
+        for held in (found._parameters, found._buffers):
+            if name in held:
+                held[name] = nn.Parameter(tensor, False) if held is found._parameters else tensor
+    with torch.no_grad(), torch.device("cpu"):
+        return type(found).forward(found, *args, **kwargs)
+
+
+@functools.lru_cache(
+    8
+)  # a model's layers are of few shapes, and a router's weight takes longer to draw than to try
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    """Normally distributed; not to be written to."""
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+
+
+def _failed(error: Exception) -> Support:
+    return Support.no(f"its forward fails on a copy of itself: {type(error).__name__}: {error}")
+
+
+def is_pre_norm(layer: nn.Module) -> Support:
+    """Whether a layer adds attention of the normed input, and then the feed-forward part of that, normed again."""
+    x = _random(1, 2, 8)
+    children = {
+        "input_layernorm": _Stub(lambda x: torch.sin(x + 0.3)),
+        "self_attn": _Stub(lambda x: (torch.cos(2 * x), None)),
+        "post_attention_layernorm": _Stub(lambda x: torch.tanh(x - 0.5)),
+        "mlp": _Stub(lambda x: x * x),
+    }
+    arguments = ("attention_mask", "position_ids", "past_key_values", "position_embeddings")
+    try:
+        found = _run(layer, children, x, use_cache=True, **dict.fromkeys(arguments))
+    except Exception as error:
+        return _failed(error)
+    found = found[0] if isinstance(found, tuple) else found
+    y = x + torch.cos(2 * torch.sin(x + 0.3))
+    want = y + torch.tanh(y - 0.5) ** 2
+    if isinstance(found, Tensor) and found.shape == want.shape and torch.allclose(found, want, atol=1e-5):
+        return SUPPORTED
+    return Support.no("it is not x + attention(norm(x)), and that + feed_forward(norm(that))")
+
+
+def rms_norm(module: nn.Module) -> tuple[int, float, bool, bool] | Support:
+    """Size, ε, whether the weight is stored less 1, and whether it rounds before it multiplies, of an RMS norm."""
+    weight = dict(module.named_parameters()).get("weight")
+    if weight is None or weight.dim() != 1 or len(module.state_dict()) != 1 or [*module.children()]:
+        return Support.no("it holds something else than one vector called weight")
+    n = weight.shape[0]
+    values = _random(n) + 2.0
+    try:
+        # With x far below sqrt(ε), y is weight · x / sqrt(ε).
+        tiny = torch.full((1, n), 2.0**-60)
+        ratio = _run(module, {"weight": values}, tiny) / tiny
+        for offset in (0.0, 1.0):
+            scale = (ratio / (values + offset)).median().item()
+            epsilon = float(f"{scale**-2:.6g}") if math.isfinite(scale) and scale > 0 else math.nan
+            x = torch.cat([_random(_ROWS, n, seed=1) * size for size in (1.0, 1e-3, 30.0)])
+            want = _normed(x, epsilon) * (values + offset)
+            error = (_run(module, {"weight": values}, x) - want).abs().max().item()
+            if error <= 1e-5 * (1 + values.abs().max().item()):
+                break
+        else:
+            return Support.no("it is not weight · x / sqrt(mean(x²) + ε)")
+        x, values = x.bfloat16(), values.bfloat16()
+        found = _run(module, {"weight": values}, x)
+    except Exception as error:
+        return _failed(error)
+    before = (values + offset) * _normed(x, epsilon).bfloat16()
+    return n, epsilon, offset == 1.0, bool(torch.equal(found, before))
+
+
+def _normed(x: Tensor, epsilon: float) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+
+
+def is_gated_silu(module: nn.Module) -> Support:
+    """Whether a module is down_proj(silu(gate_proj(x)) · up_proj(x))."""
+    children = {"gate_proj": _Stub(torch.sin), "up_proj": _Stub(torch.cos), "down_proj": _Stub(torch.tanh)}
+    if not children.keys() <= {name for name, _ in module.named_children()}:
+        return Support.no(f"its {type(module).__name__} has no gate_proj, up_proj and down_proj")
+    x = 3 * _random(_ROWS, 16)
+    try:
+        found = _run(module, children, x)
+    except Exception as error:
+        return _failed(error)
+    want = torch.tanh(functional.silu(torch.sin(x)) * torch.cos(x))
+    if isinstance(found, Tensor) and torch.allclose(found, want, atol=1e-5):
+        return SUPPORTED
+    return Support.no(f"its {type(module).__name__} is no gated unit with SiLU")
+
+
+def is_rotation(module: nn.Module, frequencies: Tensor, scale: float) -> Support:
+    """Whether a module gives cos and sin of positions · frequencies, twice side by side, times scale."""
+    frequencies = frequencies.detach().cpu().float()
+    positions = torch.tensor([[0, 7, 1000]])
+    try:
+        found = _run(module, {"inv_freq": frequencies}, torch.zeros(1, 3, 1), positions)
+    except Exception as error:
+        return _failed(error)
+    angles = positions[..., None].float() * frequencies
+    angles = torch.cat([angles, angles], -1)
+    wanted = (angles.cos() * scale, angles.sin() * scale)
+    is_pair = isinstance(found, tuple) and len(found) == 2
+    if is_pair and all(a.shape == b.shape and torch.allclose(a, b, atol=1e-3) for a, b in zip(found, wanted)):
+        return SUPPORTED
+    return Support.no("it does not give cos and sin, twice side by side")
+
+
+def routing(
+    block: nn.Module, router: nn.Module, shared: str | None = None, shared_gate: str | None = None
+) -> dict[str, Any] | Support:
+    """How a Mixture-of-Experts block chooses its experts: `RouterSpec` without its path.
+
+    router  stands for the block's; its own weights are not looked at
+    shared  the child whose output is added, times the sigmoid of the child `shared_gate`
+    """
+    if [name for name, _ in router.named_parameters()] != ["weight"] or list(router.children()):
+        return Support.no(f"its {type(router).__name__} holds something else than a weight")
+    experts, hidden = router.get_parameter("weight").shape
+    weight, x = 3 * hidden**-0.5 * _random(experts, hidden), _random(1, _ROWS, hidden, seed=1)
+    buffers = {name: 0.1 * _random(*buffer.shape, seed=2) for name, buffer in router.named_buffers()}
+    given: list[tuple[Tensor, Tensor]] = []
+
+    def taken(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        given.append((ids, weights))
+        return torch.tanh(x)
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        children = {
+            "gate": _Stub(lambda x: _run(router, {"weight": weight, **buffers}, x)),
+            "experts": _Stub(taken),
+        }
+        if shared is not None:
+            children[shared] = _Stub(torch.cos)
+        if shared_gate is not None:
+            children[shared_gate] = _Stub(lambda x: x[..., :1] * 0.3)
+        out: Tensor = _run(block, children, x)
+        return out
+
+    try:
+        out = run(x, weight)
+        run(x.bfloat16(), weight.bfloat16())
+        (ids, weights), (_, rounded) = given
+        want = torch.tanh(x)
+        if shared is not None:
+            want = want + torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
+        if not torch.allclose(out, want, atol=1e-5):
+            return Support.no(f"its {type(block).__name__} does not add shared experts to routed ones")
+        found = _explained(router, x[0] @ weight.T, buffers.get("e_score_correction_bias"), ids, weights)
+    except Exception as error:
+        return _failed(error)
+    if found is None:
+        return Support.no(f"its {type(router).__name__} chooses in another way")
+    return {**found, "num_experts": experts, "rounds": rounded.dtype == torch.bfloat16}
+
+
+def _explained(
+    router: Any, logits: Tensor, correction: Tensor | None, ids: Tensor, weights: Tensor
+) -> dict[str, Any] | None:
+    """The way of choosing that gives these ids and weights for these logits.
+
+    correction   [e], is added for the choice
+    """
+    found = torch.zeros_like(logits).scatter_add(1, ids, weights.float())
+    groups, top_groups = (int(getattr(router, name, 1)) for name in ("num_group", "topk_group"))
+    top_k, named = ids.shape[1], bool(getattr(router, "norm_topk_prob", True))
+    for kind in ("sigmoid", "softmax"):
+        scores = logits.sigmoid() if kind == "sigmoid" else logits.softmax(-1)
+        chosen = _chosen(scores if correction is None else scores + correction, top_k, groups, top_groups)
+        for is_normed in (named, not named):
+            want = torch.where(chosen, scores, 0.0)
+            want = want / want.sum(-1, keepdim=True) if is_normed else want
+            factor = float(f"{(found.sum() / want.sum()).item():.6g}")
+            if factor > 0 and torch.allclose(found, factor * want, rtol=1e-3, atol=1e-5):
+                return {
+                    "scores": kind,
+                    "top_k": top_k,
+                    "is_corrected": correction is not None,
+                    "groups": groups,
+                    "top_groups": top_groups,
+                    "is_normed": is_normed,
+                    "factor": factor,
+                }
+    return None
+
+
+def _chosen(scores: Tensor, top_k: int, groups: int, top_groups: int) -> Tensor:
+    """Which of scores [m, e] are the top_k greatest within the top groups, as bool of the same shape."""
+    if groups > 1:
+        parted = scores.view(len(scores), groups, -1)
+        best = parted.topk(2, -1).values.sum(-1).topk(top_groups, -1).indices
+        kept = torch.zeros(len(scores), groups, dtype=torch.bool).scatter(1, best, True)
+        scores = parted.masked_fill(~kept[..., None], -math.inf).flatten(1)
+    ids = scores.topk(top_k, -1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, ids, True)

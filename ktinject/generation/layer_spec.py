@@ -1,0 +1,325 @@
+"""What a decoder layer computes, found once for each layer for the captured step (cuda/) and the native decoder (cpu/).
+
+    x ──► norm ──► attention ──► + x ──► norm ──► feed-forward ──► + ──►
+
+A spec names children by their paths, so it serves a layer and its twins alike. Children are found by the names that
+transformers gives them. What they compute is not believed but found by running them on twins (layer_probes.py). Only of
+attention with projections to heads is nothing run here: both users compare it in the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ktinject.generation import layer_probes, twin
+from ktinject.generation.cpu import openmp
+from ktinject.operators import Operator
+from ktinject.operators.absorbed_mla import AbsorbedMla
+from ktinject.operators.cpu_router import CpuRouter
+from ktinject.operators.probes.answer import key_of
+from ktinject.operators.probes.attention import LatentSpec
+from ktinject.support import Support
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """An RMS norm: weight · x / sqrt(mean(x²) + epsilon).
+
+    size                  of its weight
+    has_unit_offset       the weight is stored without the 1 that it is around
+    rounds_before_weight  x is rounded to its dtype before the weight is multiplied, not after
+    """
+
+    path: str
+    size: int
+    epsilon: float
+    has_unit_offset: bool
+    rounds_before_weight: bool
+
+
+@dataclass(frozen=True)
+class GroupedAttentionSpec:
+    """Attention with q_proj, k_proj, v_proj and o_proj to heads and back.
+
+    q_norm, k_norm  of queries and keys before the rotation: a head's if `head_size` long, else of all heads at once
+    """
+
+    path: str
+    head_size: int
+    scaling: float
+    layer_idx: int
+    q_norm: NormSpec | None
+    k_norm: NormSpec | None
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Attention to a cached latent, as `absorbed_mla` computes it.
+
+    q_norm  of the low-rank query; None: the query has full rank
+    """
+
+    path: str
+    latent: LatentSpec
+    q_norm: NormSpec | None
+    kv_norm: NormSpec
+
+    @property
+    def layer_idx(self) -> int:
+        return self.latent.layer_idx
+
+
+AttentionSpec = GroupedAttentionSpec | LatentAttentionSpec
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """A choice of top_k of num_experts by the scores of weight · x.
+
+    is_corrected   e_score_correction_bias is added for the choice, not to the weights
+    groups         of experts, of which the `top_groups` with the greatest sums of two take part; 1: no groups
+    is_normed      the chosen weights are divided by their sum
+    factor         that they are multiplied with at last
+    rounds         they are in the dtype of the logits of a model in 16 bits; else in fp32
+    """
+
+    path: str
+    scores: Literal["softmax", "sigmoid"]
+    num_experts: int
+    top_k: int
+    is_corrected: bool
+    groups: int
+    top_groups: int
+    is_normed: bool
+    factor: float
+    rounds: bool
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """down_proj(silu(gate_proj(x)) · up_proj(x))."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """The routed experts' sum, and the shared experts' output on top.
+
+    experts      path of the routed experts
+    shared       None: there are none
+    shared_gate  path of a linear layer to one value, whose sigmoid the shared output is multiplied with, or None
+    """
+
+    path: str
+    router: RouterSpec
+    experts: str
+    shared: DenseSpec | None
+    shared_gate: str | None
+
+
+@dataclass(frozen=True)
+class OtherFeedForward:
+    """A feed-forward part that is not known; why."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RotationSpec:
+    """cos and sin of positions · inv_freq, twice side by side, times `scale`."""
+
+    path: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class DecoderLayerSpec:
+    """y = x + attention(input_norm(x)), then y + feed_forward(post_attention_norm(y)). Paths are the layer's."""
+
+    input_norm: NormSpec
+    attention: AttentionSpec
+    post_attention_norm: NormSpec
+    feed_forward: DenseSpec | MoeSpec | OtherFeedForward
+
+
+PartSpec = DecoderLayerSpec | NormSpec | AttentionSpec | RouterSpec | MoeSpec | RotationSpec
+
+_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@openmp.one_thread()
+def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
+    """The spec of a decoder layer, or why it has none."""
+    children = {name for name, _ in layer.named_children()}
+    if children != {*_LAYER}:
+        return Support.no(f"it holds {', '.join(sorted(children))}; known is {', '.join(sorted(_LAYER))}")
+    modules = [layer.get_submodule(name) for name in _LAYER]
+    before, attention, behind = of_norm(modules[0]), of_attention(modules[1]), of_norm(modules[2])
+    for name, found in zip(_LAYER, (before, attention, behind)):
+        if isinstance(found, Support):
+            return Support.no(f"{name}: {found.reason}")
+    if not (wiring := layer_probes.is_pre_norm(layer)):
+        return wiring
+    assert not isinstance(before, Support) and not isinstance(behind, Support)
+    assert not isinstance(attention, Support)
+    return DecoderLayerSpec(
+        replace(before, path=_LAYER[0]),
+        replace(attention, path=_LAYER[1]),
+        replace(behind, path=_LAYER[2]),
+        replace(of_feed_forward(modules[3]), path=_LAYER[3]),
+    )
+
+
+@openmp.one_thread()
+def of_norm(module: nn.Module) -> NormSpec | Support:
+    """The spec of an RMS norm, with an empty path."""
+    found = layer_probes.rms_norm(module)
+    return found if isinstance(found, Support) else NormSpec("", *found)
+
+
+def of_attention(module: nn.Module) -> AttentionSpec | Support:
+    """The spec of an attention, with an empty path; those of its norms are relative to it."""
+    if isinstance(module, AbsorbedMla):
+        return _of_latent(module)
+    children = {name: child for name, child in module.named_children() if child is not None}
+    extra = children.keys() - {*_HEADS, "q_norm", "k_norm"}
+    if extra or not children.keys() >= {*_HEADS}:
+        return Support.no(
+            f"{type(module).__name__} holds {', '.join(sorted(children))}; known is {', '.join(_HEADS)}"
+        )
+    if getattr(module, "sinks", None) is not None or getattr(module, "attn_logit_softcapping", None):
+        return Support.no("its attention has sinks or a cap")
+    size, scaling, index = (getattr(module, name, None) for name in ("head_dim", "scaling", "layer_idx"))
+    if not isinstance(size, int) or not isinstance(scaling, float) or not isinstance(index, int):
+        return Support.no(f"{type(module).__name__} has no head_dim, scaling and layer_idx")
+    norms: list[NormSpec | None] = []
+    for name in ("q_norm", "k_norm"):
+        found = _norm_at(module, name) if name in children else None
+        if isinstance(found, Support):
+            return found
+        norms.append(found)
+    return GroupedAttentionSpec("", size, scaling, index, norms[0], norms[1])
+
+
+def _of_latent(module: AbsorbedMla) -> LatentAttentionSpec | Support:
+    query = None if module.q_a_proj is None else _norm_at(module, "q_a_layernorm")
+    latent = _norm_at(module, "kv_a_layernorm")
+    if isinstance(query, Support):
+        return query
+    return latent if isinstance(latent, Support) else LatentAttentionSpec("", module.spec, query, latent)
+
+
+def _norm_at(module: nn.Module, name: str) -> NormSpec | Support:
+    found = of_norm(module.get_submodule(name))
+    return Support.no(f"{name}: {found.reason}") if isinstance(found, Support) else replace(found, path=name)
+
+
+def of_feed_forward(module: nn.Module) -> DenseSpec | MoeSpec | OtherFeedForward:
+    """The spec of a feed-forward part, with an empty path; those of its parts are relative to it."""
+    found = of_moe(module) if hasattr(module, "experts") else of_dense(module)
+    return OtherFeedForward("", found.reason) if isinstance(found, Support) else found
+
+
+def of_dense(module: nn.Module) -> DenseSpec | Support:
+    support = layer_probes.is_gated_silu(module)
+    return DenseSpec("") if support else support
+
+
+@openmp.one_thread()
+def of_moe(block: nn.Module) -> MoeSpec | Support:
+    """The spec of a Mixture-of-Experts block, or why it has none."""
+    names = {name for name, _ in block.named_children()}
+    shared = sorted(names & {"shared_experts", "shared_expert"})
+    gated = names & {"shared_expert_gate"}
+    if names - {*shared} - gated != {"gate", "experts"} or len(shared) > 1 or len(gated) > len(shared):
+        return Support.no(f"its {type(block).__name__} holds {', '.join(sorted(names))}")
+    if isinstance(block, Operator):
+        return Support.no(f"{block.name} routes by itself")
+    dense = of_dense(block.get_submodule(shared[0])) if shared else None
+    if isinstance(dense, Support):
+        return dense
+    found = _routing(block, _plain_router(block.get_submodule("gate")), (*shared, *gated))
+    if isinstance(found, Support):
+        return found
+    return MoeSpec(
+        path="",
+        router=RouterSpec("gate", **found),
+        experts="experts",
+        shared=None if dense is None else replace(dense, path=shared[0]),
+        shared_gate="shared_expert_gate" if gated else None,
+    )
+
+
+# What tells blocks and their routers apart → how they choose. A router as large as DeepSeek-V3's takes a while to try.
+_routings: dict[Hashable, dict[str, Any] | Support] = {}
+_MOST_ROUTINGS = 64
+
+
+def _routing(block: nn.Module, router: nn.Module, shared: tuple[str, ...]) -> dict[str, Any] | Support:
+    alone = twin.of(block)
+    vars(alone)["_modules"] = {}
+    key = (key_of(alone), key_of(router), shared)
+    if key not in _routings:
+        found = layer_probes.routing(block, router, *shared)
+        if len(_routings) >= _MOST_ROUTINGS:
+            _routings.clear()
+        _routings[key] = found
+    return _routings[key]
+
+
+def _plain_router(gate: nn.Module) -> nn.Module:
+    """A router of transformers' class with the same attributes, also where `cpu_router` computes its product."""
+    if not isinstance(gate, CpuRouter):
+        return gate
+    kind = next(base for base in type(gate).__mro__ if not issubclass(base, Operator))
+    plain: Any = object.__new__(kind)
+    vars(plain).update(
+        {name: value for name, value in vars(gate).items() if name not in ("linear", "packed")}
+    )
+    weight = nn.Parameter(torch.empty(gate.weight.shape, dtype=gate.weight.dtype, device="meta"), False)
+    vars(plain)["_parameters"] = {"weight": weight}
+    router: nn.Module = plain
+    return router
+
+
+def of_rotation(module: Any) -> RotationSpec | Support:
+    """The spec of a rotary embedding whose angles do not depend on the length."""
+    kind = getattr(module, "rope_type", None)
+    frequencies, scale = getattr(module, "inv_freq", None), getattr(module, "attention_scaling", None)
+    if not isinstance(frequencies, Tensor) or not isinstance(scale, (int, float)):
+        return Support.no("it has no inv_freq and attention_scaling")
+    if not isinstance(kind, str) or "dynamic" in kind or kind == "longrope":
+        return Support.no("its frequencies change with the length")
+    support = layer_probes.is_rotation(module, frequencies, float(scale))
+    return RotationSpec("", float(scale)) if support else support
+
+
+def parts(model: nn.Module) -> Iterator[tuple[str, PartSpec]]:
+    """Path and spec of all that is known in a model, layers and what is in them. Paths in a spec are relative to it."""
+    for path, module in model.named_modules():
+        if "forward" in vars(module):
+            continue
+        children = {name for name, _ in module.named_children()}
+        found: PartSpec | Support | None = None
+        if {*_LAYER} <= children:
+            found = of_layer(module)
+        elif isinstance(module, AbsorbedMla) or {*_HEADS} <= children:
+            found = of_attention(module)
+        elif {"gate", "experts"} <= children:
+            found = of_moe(module)
+            if isinstance(found, MoeSpec):
+                yield f"{path}.{found.router.path}", replace(found.router, path="")
+        elif hasattr(module, "inv_freq"):
+            found = of_rotation(module)
+        elif not children and [name for name, _ in module.named_parameters()] == ["weight"]:
+            found = of_norm(module)
+        if found is not None and not isinstance(found, Support):
+            yield path, found

@@ -1,0 +1,160 @@
+"""What layers compute is found by running their parts, and what computes something else is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ktinject
+from ktinject.generation import layer_spec
+from ktinject.generation.layer_spec import (
+    DecoderLayerSpec,
+    DenseSpec,
+    GroupedAttentionSpec,
+    LatentAttentionSpec,
+    MoeSpec,
+    NormSpec,
+    OtherFeedForward,
+    RotationSpec,
+    RouterSpec,
+)
+from ktinject.support import Support
+
+torch.set_num_threads(1)
+SIGMOIDS = RouterSpec("gate", "sigmoid", 6, 2, True, 2, 1, True, 2.5, rounds=False)
+ROUTERS = {
+    "qwen3_moe": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=True),
+    "qwen2_moe": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, False, 1.0, rounds=True),
+    "mixtral": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=False),
+    "glm4_moe": SIGMOIDS,
+    "deepseek_v3": SIGMOIDS,
+    "kimi_k2": SIGMOIDS,
+}
+
+
+def known(found: Any, kind: type) -> Any:
+    assert isinstance(found, kind), found
+    return found
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+@pytest.mark.parametrize("family", ROUTERS)
+def test_layers_of_families(family: str, is_swapped: bool) -> None:
+    model = models.tiny(family).bfloat16()
+    if is_swapped:
+        ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
+    elif family in ("deepseek_v3", "kimi_k2"):
+        rule = {"name": "a", "match": {"path": r".*self_attn"}, "replace": {"operator": "absorbed_mla"}}
+        ktinject.optimize(model, [rule], devices=["cpu"], progress=False)
+    first, last = (known(layer_spec.of_layer(layer), DecoderLayerSpec) for layer in model.model.layers)
+    norm = model.config.rms_norm_eps
+    assert last.input_norm == NormSpec("input_layernorm", model.config.hidden_size, norm, False, True)
+    assert last.feed_forward.router == ROUTERS[family]
+    has_dense_first = family in ("deepseek_v3", "kimi_k2", "glm4_moe")
+    assert isinstance(first.feed_forward, DenseSpec if has_dense_first else MoeSpec)
+    shared = {"qwen2_moe": "shared_expert", "qwen3_moe": None, "mixtral": None}.get(family, "shared_experts")
+    assert (last.feed_forward.shared and last.feed_forward.shared.path) == shared
+    assert last.feed_forward.shared_gate == ("shared_expert_gate" if family == "qwen2_moe" else None)
+    latent = family in ("deepseek_v3", "kimi_k2")
+    assert isinstance(last.attention, LatentAttentionSpec if latent else GroupedAttentionSpec)
+    assert last.attention.layer_idx == 1 and (last.attention.q_norm is not None) == (
+        family in ("qwen3_moe", "deepseek_v3", "kimi_k2")
+    )
+
+
+@pytest.mark.parametrize(
+    "family, has_unit_offset, rounds_before_weight",
+    [("qwen3_moe", False, True), ("gpt_oss", False, False), ("qwen3_next", True, False)],
+)
+def test_kinds_of_norms(family: str, has_unit_offset: bool, rounds_before_weight: bool) -> None:
+    norm = models.tiny(family).model.norm
+    found = known(layer_spec.of_norm(norm), NormSpec)
+    assert (found.has_unit_offset, found.rounds_before_weight) == (has_unit_offset, rounds_before_weight)
+
+
+def qwen() -> Any:
+    return models.tiny("qwen3_moe")
+
+
+def derived(module: Any, forward: Any) -> Any:
+    """The module, of a class with another forward."""
+    module.__class__ = type("Odd", (type(module),), {"forward": forward})
+    return module
+
+
+def reason(found: Any) -> str:
+    return str(known(found, (Support, OtherFeedForward)).reason)
+
+
+class TestRefusals:
+    def test_a_norm_that_adds_its_weight(self) -> None:
+        norm = qwen().model.norm
+        own = type(norm).forward
+        assert "it is not weight · x" in reason(
+            layer_spec.of_norm(derived(norm, lambda self, x: own(self, x) + self.weight))
+        )
+
+    def test_layer_norm(self) -> None:
+        assert "it is not weight · x" in reason(layer_spec.of_norm(nn.LayerNorm(8, bias=False)))
+        assert "something else than one vector" in reason(layer_spec.of_norm(nn.LayerNorm(8)))
+
+    def test_a_layer_that_scales_its_residual(self) -> None:
+        layer = qwen().model.layers[0]
+        own = type(layer).forward
+        derived(layer, lambda self, x, **kwargs: x + 0.5 * (own(self, x, **kwargs) - x))
+        assert "it is not x + attention(norm(x))" in reason(layer_spec.of_layer(layer))
+
+    def test_a_layer_of_other_children(self) -> None:
+        layer = qwen().model.layers[0]
+        layer.register_module("extra", nn.Identity())
+        assert reason(layer_spec.of_layer(layer)).startswith("it holds extra, input_layernorm, mlp")
+
+    def test_an_attention_of_other_children(self) -> None:
+        attention = qwen().model.layers[0].self_attn
+        attention.register_module("gate_proj", nn.Linear(4, 4))
+        assert "holds gate_proj, k_norm" in reason(layer_spec.of_attention(attention))
+
+    def test_a_gated_unit_of_another_activation(self) -> None:
+        mlp = models.tiny("deepseek_v3").model.layers[0].mlp
+        mlp.act_fn = nn.GELU()
+        assert "is no gated unit with SiLU" in reason(layer_spec.of_feed_forward(mlp))
+
+    def test_a_router_that_chooses_the_least(self) -> None:
+        block = qwen().model.layers[0].mlp
+        own = type(block.gate).forward
+        derived(block.gate, lambda self, x: own(self, -x))
+        assert "chooses in another way" in reason(layer_spec.of_feed_forward(block))
+
+    def test_a_block_that_scales_its_experts(self) -> None:
+        block = qwen().model.layers[0].mlp
+        own = type(block).forward
+        assert "does not add shared experts to routed ones" in reason(
+            layer_spec.of_feed_forward(derived(block, lambda self, x: own(self, x) * 2))
+        )
+
+    def test_a_rotation_by_neighbours(self) -> None:
+        rotary = qwen().model.rotary_emb
+        own = type(rotary).forward
+
+        def forward(self: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+            return tuple(
+                t.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) for t in own(self, x, positions)
+            )
+
+        assert isinstance(layer_spec.of_rotation(rotary), RotationSpec)
+        assert "twice side by side" in reason(layer_spec.of_rotation(derived(rotary, forward)))
+
+
+def test_probes_change_nothing_of_a_module() -> None:
+    model = qwen()
+    before = {path: {**vars(module)} for path, module in model.named_modules()}
+    weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    state = torch.get_rng_state()
+    assert len(dict(layer_spec.parts(model))) == 18
+    assert {path: {**vars(module)} for path, module in model.named_modules()} == before
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in model.named_parameters())
+    assert torch.equal(state, torch.get_rng_state())
