@@ -10,8 +10,8 @@ deferred. The held-out text is read token by token, so that all but the first to
 and every key and value in the cache comes from one: no prompt helps. Skipping leaves out, in the same layers, the
 experts that deferring would add late; the weights of the others stay as they are.
 
-Writes deferral-accuracy.csv, deferral-layers.csv or deferral-shares.csv beside it, and docs/images/deferral.png; prints the tables of
-docs/benchmarks.md.
+Writes deferral-accuracy.csv, deferral-layers.csv or deferral-shares.csv beside it, and docs/images/deferral.png; prints
+the tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations

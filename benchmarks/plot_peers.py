@@ -160,8 +160,8 @@ def draw(rows: Sequence[dict[str, str]]) -> str:
         y += GAP
     commits = sorted({line.commit for _, _, lines in GROUPS for line in lines})
     feet = [
-        "As many bits on both sides, in one run. int4: ours has a scale for 128 inputs, llama.cpp's for 32, kt-kernel's for a row.",
-        "Reference box: 16 vCPU Intel Emerald Rapids (AMX), NVIDIA H200. Whole models: 8 layers of Qwen3-30B-A3B's shape.",
+        "As many bits on both sides, in one run. Inputs of an int4 scale: ktinject 128, llama.cpp 32, kt-kernel a row.",
+        "Reference box: 16 vCPU Emerald Rapids (AMX), one H200. Whole models: 8 layers of Qwen3-30B-A3B's shape.",
         f"Commits {' and '.join(commits)}; rows in benchmarks/results.csv, drawn by benchmarks/plot_peers.py.",
     ]
     height = y + 6 + 18 * len(feet)

@@ -14,9 +14,7 @@ path = Path(__file__).parent / "models" / "tiny-deepseek-v3"
 
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
-ktinject.optimize(
-    model, "deepseek-v3", checkpoint=path
-)  # in place; "auto" chooses the rules by the model's type
+ktinject.optimize(model, "deepseek-v3", checkpoint=path)  # in place
 print(model.ktinject)
 
 tokenizer = AutoTokenizer.from_pretrained(path)

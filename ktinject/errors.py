@@ -18,23 +18,23 @@ shown = _repr.repr
 
 
 class KTInjectError(ValueError):
-    """Base of all refusals. The model is untouched and the process usable when one is raised."""
+    """Base of all refusals. A refusal leaves the model as it was, and the process can go on."""
 
 
 class RuleError(KTInjectError):
-    """A rule file, or a list of rules, that cannot be read or means nothing."""
+    """A rule file or a list of rules cannot be read, or means nothing."""
 
 
 class PlanError(KTInjectError):
-    """Rules that are well formed but do not fit this model, checkpoint, machine or budget."""
+    """The rules are well formed but do not fit this model, checkpoint, machine or budget."""
 
 
 class CheckpointError(KTInjectError):
-    """A checkpoint that is damaged, incomplete, unsafe or in a format that is not read."""
+    """A checkpoint is damaged, incomplete, unsafe, or in a format that ktinject does not read."""
 
 
 class OperatorError(KTInjectError):
-    """An operator asked for work it cannot do."""
+    """An operator was asked for work that it cannot do."""
 
 
 def few(items: Iterable[Any], show: Callable[[Any], str] = str) -> list[str]:

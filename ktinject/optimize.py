@@ -54,7 +54,7 @@ def plan(
     machine  plan for another machine with this memory, such as {"cpu": "512GiB", "cuda:0": "24GiB"}, and no other GPUs.
              Without "cpu" it has this machine's memory. It has this machine's CPU, and its GPUs of the same number
     Returns  the plan; `plan.problems` says what does not fit into memory or budget
-    Raises   as `optimize`, except for that
+    Raises   as `optimize`, but not if the plan does not fit
     """
     ruleset = _read_rules(model, rules, variables)
     if machine is not None and tp:
@@ -83,22 +83,25 @@ def optimize(
     check_tensors: bool = False,
     tp: bool = False,
 ) -> PreTrainedModel:
-    """Replace modules of a model by operators as rules say, and load all its weights; in place.
+    """Replace modules of a model by operators, as rules say, and load all its weights. Works in place.
 
-    model          on meta; or with its weights, which are then taken unless a checkpoint is given
-    rules          a path, a bundled name, "auto", a RuleSet, a whole rule document as a dict, or a list of rules
+    model          a model on the meta device, or one with its weights. The weights of the latter are used unless a
+                   checkpoint is given
+    rules          a path, the name of bundled rules, "auto", a RuleSet, a rule document as a dict, or a list of rules
     checkpoint     a folder or file of safetensors or GGUF; by default where the config was read from
-    devices        what may be used, such as "cpu" or ["cuda:0", "cuda:1"], which share the decoder layers; by default
-                   the first GPU if it has room, else all GPUs, else the CPU; operators of the CPU compute there anyway
+    devices        the devices to use, such as "cpu" or ["cuda:0", "cuda:1"]; several GPUs share the decoder layers.
+                   By default the first GPU if it has room, else all GPUs, else the CPU. Operators of the CPU compute
+                   on the CPU in any case
     budget         device → the most bytes to use, such as {"cuda:0": "24GiB"}
     progress       show a progress bar on stderr
     variables      values for the variables of the rules
-    check_tensors  refuse NaN and infinity in all weights, which costs some time; scales are checked in any case
-    tp             share the model with the other processes that torchrun started, one a GPU: linear layers by
-                   transformers' tp_plan, experts in process 0; all make the same calls. `devices`: one for each
+    check_tensors  refuse NaN and infinity in all weights, which costs some time; scales are always checked
+    tp             share the model among the processes that torchrun started, one for each GPU: linear layers by
+                   transformers' tp_plan, experts in process 0. All processes make the same calls; `devices` then names
+                   one device for each process
     Returns        the same model, in evaluation mode if it was on meta; `model.ktinject` is the plan
-    Raises         RuleError, PlanError, CheckpointError or OperatorError; the model is then as it was. With tp, what
-                   one process raises is raised in all
+    Raises         RuleError, PlanError, CheckpointError or OperatorError; the model is then as it was. With tp, all
+                   processes raise what one of them raises
     """
     ruleset = _read_rules(model, rules, variables)
     found = _machine()
@@ -172,10 +175,11 @@ def load(
     check_tensors: bool = False,
     tp: bool = False,
 ) -> PreTrainedModel:
-    """Build the model of a folder on meta, then `optimize` it.
+    """Build the model of a folder on the meta device, then `optimize` it.
 
-    path    a model folder: config.json and safetensors or GGUF; or a file of it; a .gguf file best with its config.json
-    dtype   of everything that is not replaced; "auto": what the config says, else what the checkpoint mostly has
+    path    a model folder with config.json and safetensors or GGUF, or a file in it; a .gguf file needs no config.json
+            for some models, and is best with it
+    dtype   the type of everything that is not replaced; "auto": the config's, else what most tensors have
     others  as `optimize` takes them
     Returns the model, in evaluation mode; `model.ktinject` is the plan
     Raises  as `optimize`

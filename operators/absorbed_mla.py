@@ -43,16 +43,18 @@ _MOST_SCORE_BYTES = 256 << 20
 class AbsorbedMlaConfig(Config):
     """Arguments of `absorbed_mla` in a rule."""
 
-    device: Literal["auto"] = "auto"  # where the attention's own linears stand
-    prefill: Literal["auto", "expanded", "absorbed"] = "auto"  # the form for several tokens at once
+    device: Literal["auto"] = "auto"  # always where the attention's own linears are
+    # How several tokens at once are computed; auto: the cheaper form
+    prefill: Literal["auto", "expanded", "absorbed"] = "auto"
 
 
 @register_operator("absorbed_mla")
 class AbsorbedMla(Operator):
-    """DeepSeek's latent attention: what is cached is the latent and one rotary key a token, in transformers' caches.
+    """DeepSeek's latent attention. For each token it caches the latent and one rotary key, in transformers' caches.
 
-    It holds no weights: all linears and norms stay under their names, and other rules may replace them, but for
-    kv_b_proj, whose weight is read as two stacks of matrices. Sums and softmax are fp32.
+    The operator holds no weights. The attention's linears and norms stay under their names, and other rules may
+    replace them. The exception is kv_b_proj: the operator reads its weight as two stacks of matrices. Sums and softmax
+    are fp32.
     """
 
     Config = AbsorbedMlaConfig

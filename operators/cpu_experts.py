@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 class CpuExpertsConfig(Config):
     """Arguments of `cpu_experts` in a rule."""
 
-    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4"] = "bf16"  # packed when loaded
-    group_size: Literal[128, 64, 32] = 128  # inputs that share a scale; int4 only
-    symmetric: bool = True  # int4 only; false: a zero point for each group beside its scale
-    kernel: str = "auto"  # or a row of the kernel table, which must then be able to run
-    # NUMA nodes that weights are cut for: all, or a number; 1 leaves them whole.
+    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4"] = "bf16"  # the format in memory
+    group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
+    symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
+    kernel: str = "auto"  # a row of the kernel table, as `ktinject doctor` lists them; auto: the best
+    # For how many NUMA nodes the weights are cut; auto: all nodes; 1: not at all.
     numa: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
@@ -111,11 +111,11 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core
 
 @register_operator("cpu_experts")
 class CpuExperts(Operator):
-    """Every module of routed experts with transformers' standard signature.
+    """Runs routed experts on the CPU. Takes every experts module with transformers' standard signature.
 
-    Weights are packed once, when loaded. Activations are rounded to bf16, or for int8 and int4 weights quantised
-    to int8 with a scale a token; sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights, mxfp4 is e2m1 with
-    a power of two for 32 inputs. Inputs on another device are brought to the CPU and the result is taken back.
+    Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
+    int8 with a scale for each token. Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights; mxfp4 is e2m1 with
+    a power of two for 32 inputs. Inputs on another device are copied to the CPU, and the result is copied back.
     """
 
     Config = CpuExpertsConfig
@@ -156,7 +156,7 @@ class CpuExperts(Operator):
     def build(cls, module: nn.Module, config: Any) -> Self:
         spec = routed_experts.probe(module)
         if isinstance(spec, Refusal):
-            raise OperatorError(f"cpu_experts: {type(module).__name__} cannot be replaced: {spec.reason}.")
+            raise OperatorError(f"{cls.name}: {type(module).__name__} cannot be replaced: {spec.reason}.")
         return cls(spec, config)
 
     def describe(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class CpuExperts(Operator):
             self.native.allocate()
         except MemoryError:
             raise OperatorError(
-                f"cpu_experts: no room for {self.native.bytes / 2**20:,.1f} MiB of packed experts. "
+                f"{self.name}: no room for {self.native.bytes / 2**20:,.1f} MiB of packed experts. "
                 "Choose smaller weights (int8, int4, mxfp4) or a machine with more memory."
             ) from None
         if self.native.not_placed:
@@ -193,16 +193,20 @@ class CpuExperts(Operator):
             tensor = tensor.float()
         if tensor.dtype not in _FLOATS:
             raise OperatorError(
-                f"cpu_experts: {name}: found dtype {tensor.dtype}; allowed: float64, float32, bfloat16, float16. "
+                f"{self.name}: {name}: found dtype {tensor.dtype}; allowed: float64, float32, bfloat16, float16. "
                 "Quantised codes have to be decoded first."
             )
         if self._loaded_dtype is None:
             self._loaded_dtype = tensor.dtype
-        for projection, e, view in routed_experts.views(self.spec, name, tensor.detach(), expert, part):
+        try:
+            views = routed_experts.views(self.spec, name, tensor.detach(), expert, part)
+        except OperatorError as error:
+            raise OperatorError(f"{self.name}: {error}") from None
+        for projection, e, view in views:
             try:
                 self._pack(projection, e, view)
             except ValueError as error:
-                raise OperatorError(f"cpu_experts: {name}: {error}.") from None
+                raise OperatorError(f"{self.name}: {name}: {error}.") from None
 
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
         return self._misfit(name, source.block, part)
@@ -223,7 +227,7 @@ class CpuExperts(Operator):
         assert isinstance(stored, Fp8Blocks), "only fp8 weights are taken"
         spec, side = self.spec, _FP8_BLOCK
         if misfit := self._misfit(name, stored.block, part):
-            raise OperatorError(f"cpu_experts: {misfit}.")
+            raise OperatorError(f"{self.name}: {misfit}.")
         grid = dataclasses.replace(
             spec,
             hidden_size=-(-spec.hidden_size // side),
@@ -235,7 +239,7 @@ class CpuExperts(Operator):
             try:
                 self._pack_fp8(projection, e, values, factors.contiguous())
             except ValueError as error:
-                raise OperatorError(f"cpu_experts: {name}: {error}.") from None
+                raise OperatorError(f"{self.name}: {name}: {error}.") from None
 
     def _pack_fp8(self, projection: str, expert: int, codes: Tensor, scales: Tensor) -> None:
         self.native.load_fp8(projection, expert, codes, scales)
@@ -251,7 +255,7 @@ class CpuExperts(Operator):
         absent = self.native.absent(limit + 1)
         if absent:
             more = ", …" if len(absent) > limit else ""
-            raise OperatorError(f"cpu_experts: never loaded: {', '.join(absent[:limit])}{more}.")
+            raise OperatorError(f"{self.name}: never loaded: {', '.join(absent[:limit])}{more}.")
 
     def is_lossless(self) -> bool:
         return self.config.weights == "bf16" and self._loaded_dtype == torch.bfloat16
@@ -260,9 +264,9 @@ class CpuExperts(Operator):
         """The fp32 weights of parameter `name` in the replaced module's layout; of one expert if given."""
         shapes = routed_experts.parameter_shapes(self.spec)
         if name not in shapes:
-            raise OperatorError(f"cpu_experts: found parameter {name}; allowed: {', '.join(shapes)}.")
+            raise OperatorError(f"{self.name}: found parameter {name}; allowed: {', '.join(shapes)}.")
         if expert is not None and not 0 <= expert < self.num_experts:
-            raise OperatorError(f"cpu_experts: found expert {expert}; allowed: 0 to {self.num_experts - 1}.")
+            raise OperatorError(f"{self.name}: found expert {expert}; allowed: 0 to {self.num_experts - 1}.")
         shape = shapes[name]
         experts = range(self.num_experts) if expert is None else [expert]
         whole = torch.empty((len(experts), *shape[1:]), dtype=torch.float32)
@@ -275,7 +279,7 @@ class CpuExperts(Operator):
                     else:
                         self.native.unpack(projection, e, value)
                 except ValueError as error:
-                    raise OperatorError(f"cpu_experts: {name}: {error}.") from None
+                    raise OperatorError(f"{self.name}: {name}: {error}.") from None
                 view.copy_(value)
         return whole if expert is None else whole[0]
 
@@ -296,7 +300,7 @@ class CpuExperts(Operator):
             x = x.float()
         index = top_k_index.to("cpu").contiguous()
         if index.dtype.is_floating_point or index.dtype == torch.bool:
-            raise OperatorError(f"cpu_experts: top_k_index: found {index.dtype}; allowed: integers.")
+            raise OperatorError(f"{self.name}: top_k_index: found {index.dtype}; allowed: integers.")
         if index.dtype not in (torch.int64, torch.int32):
             index = index.long()
         weights = top_k_weights.detach().to("cpu", torch.float32).contiguous()
@@ -304,11 +308,11 @@ class CpuExperts(Operator):
         try:
             self.native.forward(x, index, weights, out)
         except (IndexError, ValueError) as error:
-            raise OperatorError(f"cpu_experts: {error}.") from None
+            raise OperatorError(f"{self.name}: {error}.") from None
         except TypeError:
             found = ", ".join(str(list(tensor.shape)) for tensor in (x, index, weights))
             raise OperatorError(
-                "cpu_experts: hidden_states, top_k_index and top_k_weights: "
+                f"{self.name}: hidden_states, top_k_index and top_k_weights: "
                 f"found shapes {found}; expected [m, {self.spec.hidden_size}], [m, t], [m, t]."
             ) from None
         return out.to(hidden_states.device, hidden_states.dtype)

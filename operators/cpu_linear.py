@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class CpuLinearConfig(Config):
     """Arguments of `cpu_linear` in a rule."""
 
-    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4"] = "bf16"  # packed when loaded
-    group_size: Literal[128, 64, 32] = 128  # inputs that share a scale; int4 only
-    symmetric: bool = True  # int4 only; false: a zero point for each group beside its scale
-    kernel: str = "auto"  # or a row of the kernel table, which must then be able to run
+    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4"] = "bf16"  # the format in memory
+    group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
+    symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
+    kernel: str = "auto"  # a row of the kernel table, as `ktinject doctor` lists them; auto: the best
 
     def __post_init__(self) -> None:
         check_kernel(self.kernel, self.weights)
@@ -36,11 +36,11 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core
 
 @register_operator("cpu_linear")
 class CpuLinear(PackedLinear):
-    """Every nn.Linear, and one to everybody who asks, such as PEFT.
+    """Runs a linear layer on the CPU. Takes every nn.Linear, and is an nn.Linear to others, such as PEFT.
 
-    Weights are packed once, when loaded. Activations are rounded to bf16, or for int8 and int4 weights quantised
-    to int8 with a scale a token; sums are fp32. Inputs on another device are brought to the CPU and the result is
-    taken back. Gradients flow to the input, as of the unpacked weight; weight and bias are frozen.
+    Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
+    int8 with a scale for each token. Sums are fp32. Inputs on another device are copied to the CPU, and the result is
+    copied back. Gradients flow to the input as with the unpacked weight; weight and bias are frozen.
     """
 
     Config = CpuLinearConfig

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 @register_operator("cpu_router")
 class CpuRouter(Operator):
-    """A router whose one parameter is a bf16 `weight` [experts, hidden], used in `F.linear(x, weight)`.
+    """Multiplies a router's weight on the CPU. Takes routers with one bf16 parameter `weight` [experts, hidden].
 
-    It stays an instance of the router's class, so what is recorded of routers still is. On a GPU, and in models that
-    are not bf16, routers stay as they are.
+    The router uses that weight in `F.linear(x, weight)`; all else of its forward runs as it is. The operator is an
+    instance of the router's class, so transformers still records router logits. On a GPU, and in models that are not
+    bf16, the router stays as it is.
     """
 
     device_types = ("cuda", "cpu")

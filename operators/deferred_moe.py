@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 class DeferredMoeConfig(HybridExpertsConfig):
     """Arguments of `deferred_moe` in a rule: those of `hybrid_experts`, and two more."""
 
-    deferred: int = 0  # experts of a token that are added a layer later, at most its top-k
-    # The same n in all layers; as many as fill the GPU's gaps, at most n or a quarter; or n for each layer, in order.
+    deferred: int = 0  # how many experts of a token are added a layer later, at most top-k
+    # fixed: `deferred` in all layers; auto: as many as fill the GPU's gaps; a list: one number a layer, in order.
     schedule: Literal["fixed", "auto"] | list[int] = "fixed"
 
     def __post_init__(self) -> None:
@@ -207,10 +207,10 @@ class _DeferringExperts(nn.Module):
 
 @register_operator("deferred_moe")
 class DeferredMoe(Operator):
-    """A whole Mixture-of-Experts block whose least weighted experts may come one such layer later, at decode.
+    """Takes a whole Mixture-of-Experts block and, at decode, may add its least weighted experts one such layer later.
 
-    Takes the block, keeps its router and shared experts, and runs its own forward. With `deferred: 0` it computes
-    what `hybrid_experts` does. Prompts and the last such layer are never deferred.
+    The block keeps its router, its shared experts and its own forward. With `deferred: 0` the operator computes what
+    `hybrid_experts` computes. Prompts and the last Mixture-of-Experts layer are never deferred.
     """
 
     Config = DeferredMoeConfig

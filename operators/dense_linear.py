@@ -24,19 +24,20 @@ _SERVED = {"cpu": ("bf16", "fp8", "int8", "int4"), "cuda": ("bf16", "fp8", "int4
 class DenseLinearConfig(Config):
     """Arguments of `dense_linear` in a rule."""
 
-    weights: Literal["bf16", "fp8", "int8", "int4"] = "bf16"  # int8 on the CPU only
-    group_size: Literal[128, 64, 32] = 128  # inputs that share a scale; int4 only
+    weights: Literal["bf16", "fp8", "int8", "int4"] = "bf16"  # the format in memory; int8 on the CPU only
+    group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
 
 
 @register_operator("dense_linear")
 class DenseLinear(NeverBuilt):
-    """Every nn.Linear. In its place are built:
+    """Leaves to the planner which operator computes a linear layer, by format and device. Takes every nn.Linear.
 
-    weights   on the CPU    on a GPU
-    bf16      cpu_linear    the layer stays; on the CPU too, in a model that is not bf16
-    fp8       cpu_linear    fp8_linear
-    int8      cpu_linear    refused
-    int4      cpu_linear    int4_linear
+    | weights | on the CPU | on a GPU |
+    |---|---|---|
+    | bf16 | cpu_linear; a model that is not bf16 keeps the layer | keeps the layer |
+    | fp8 | cpu_linear | fp8_linear |
+    | int8 | cpu_linear | refused |
+    | int4 | cpu_linear | int4_linear |
     """
 
     Config = DenseLinearConfig

@@ -29,7 +29,7 @@ _ROWS = 4  # cuBLAS wants the scales of so many tokens at a time
 class Fp8LinearConfig(Config):
     """Arguments of `fp8_linear` in a rule."""
 
-    block_size: Literal[128] = 128  # outputs and inputs of a block that share a scale
+    block_size: Literal[128] = 128  # a block of this many outputs and inputs shares a scale
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,12 +95,12 @@ def has_scaled_product(device: str) -> bool:
 
 @register_operator("fp8_linear")
 class Fp8Linear(GpuLinear):
-    """An `nn.Linear` with weights in e4m3, a scale for each block of 128 × 128, on a GPU.
+    """Runs a linear layer on a GPU with fp8 weights: e4m3 with a scale for each block of 128 × 128.
 
-    With torch's scaled product (compute capability 9.0) activations are rounded to e4m3 as they come, with a scale
-    for each token and 128 inputs. Elsewhere, or if the number of inputs is no multiple of 128, the fp8 values are
-    unpacked to the model's dtype when loaded, which the plan says. Weights are quantised when loaded, or taken
-    exactly from a checkpoint with fp8 blocks, as DeepSeek-V3 is published.
+    On compute capability 9.0, torch's scaled product multiplies, and activations are rounded to e4m3 with a scale for
+    each token and 128 inputs. Elsewhere, or if the number of inputs is no multiple of 128, the weights are unpacked to
+    the model's dtype when loaded, and the plan says so. Weights are quantised when loaded, or taken exactly from a
+    checkpoint with fp8 blocks, as DeepSeek-V3 is published.
     """
 
     Config = Fp8LinearConfig

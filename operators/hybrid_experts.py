@@ -42,14 +42,16 @@ MOST_ROUTED, MOST_CHOSEN = 256, 32
 class HybridExpertsConfig(CpuExpertsConfig):
     """Arguments of `hybrid_experts` in a rule, beside those of `cpu_experts`."""
 
-    # Experts of each layer on the GPU: a number, a share below 1, auto (what fits), or the profile to fill by.
+    # Experts of each layer on the GPU: a number, a share below 1, auto (as many as fit), or a profile.
     gpu_experts: int | float | str = 0
-    gpu_weights: Literal["bf16", "int4"] = "bf16"  # int4: in groups of group_size
-    profile: str | None = None  # written by `ktinject profile`: the most used experts go to the GPU
-    dynamic: bool = False  # the experts on the GPU follow the traffic
-    # gpu: prompts with experts streamed through the GPU; a number: those of so many tokens; auto: what is fastest.
+    # The format of the experts on the GPU; int4 in groups of group_size
+    gpu_weights: Literal["bf16", "int4"] = "bf16"
+    profile: str | None = None  # a file of `ktinject profile`: its most used experts go to the GPU
+    dynamic: bool = False  # exchange experts on the GPU for those in use, while the model runs
+    # gpu: long prompts stream the experts through the GPU; a number: from so many tokens on; auto: the fastest.
     prefill: int | Literal["auto", "cpu", "gpu"] = "auto"
-    handoff: Literal["auto", "flags", "host_func"] = "auto"  # how the GPU tells the CPU
+    # How the GPU signals the CPU; auto: flags where they work
+    handoff: Literal["auto", "flags", "host_func"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,9 +117,9 @@ class HybridExperts(CpuExperts):
 
     def __init__(self, spec: ExpertsSpec, config: HybridExpertsConfig) -> None:
         super().__init__(spec, config)
-        why_not = StreamedExperts.why_not(spec)
-        if config.streams_from is not None and why_not:
-            raise OperatorError(f"hybrid_experts: prefill is {config.prefill}, but {why_not}")
+        streamed = StreamedExperts.support(spec)
+        if config.streams_from is not None and not streamed:
+            raise OperatorError(f"hybrid_experts: prefill is {config.prefill}, but {streamed.reason}")
         self.resident: tuple[int, ...] = ()
         self.handoff = Handoff(self.native, spec.hidden_size, config.handoff)
         self.on_gpu: GpuExperts | None = None
@@ -182,9 +184,10 @@ class HybridExperts(CpuExperts):
         return [f"{name}={value}" for name, value in asked.items() if value != getattr(default, name)]
 
     def _prefill(self) -> str:
-        why_not = None if self.config.prefill == "cpu" else StreamedExperts.why_not(self.spec)
-        if self.config.prefill == "cpu" or why_not:
-            return "on the CPU" + (f": {why_not}" if why_not else "")
+        if self.config.prefill == "cpu":
+            return "on the CPU"
+        if not (streamed := StreamedExperts.support(self.spec)):
+            return f"on the CPU: {streamed.reason}"
         if self.config.streams_from is not None:
             least = f" from {self.config.prefill} tokens on" if isinstance(self.config.prefill, int) else ""
             return f"experts streamed to the GPU{least}"
@@ -241,7 +244,7 @@ class HybridExperts(CpuExperts):
             except (RuntimeError, ValueError) as error:
                 raise OperatorError(f"hybrid_experts: {error}") from None
         self._for_gpu = self.native
-        if self.config.prefill != "cpu" and StreamedExperts.why_not(self.spec) is None:
+        if self.config.prefill != "cpu" and StreamedExperts.support(self.spec):
             try:
                 self.streamed = StreamedExperts(self.spec, self.native, device)
             except RuntimeError as error:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Int4LinearConfig(Config):
     """Arguments of `int4_linear` in a rule."""
 
-    group_size: Literal[128, 64, 32, -1] = 128  # inputs that share a scale; -1: all of an output's
-    symmetric: bool = True  # codes from -8 to 7; false: a zero point a group
+    group_size: Literal[128, 64, 32, -1] = 128  # how many inputs share a scale; -1: all inputs of an output
+    symmetric: bool = True  # codes from -8 to 7; false adds a zero point to each group
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ def _is_hopper(device: str) -> bool:
 
 @register_operator("int4_linear")
 class Int4Linear(GpuLinear):
-    """An `nn.Linear` whose number of inputs is a multiple of 64, on a GPU of compute capability 8.0 or newer.
+    """Runs a linear layer on a GPU with int4 weights in groups: compute capability 8.0 or newer.
 
-    Weights are quantised when loaded, or taken exactly from a checkpoint that has them in int4. Up to 4096 tokens on
-    Hopper, 256 elsewhere, a kernel of our own multiplies; beyond that the weight is unpacked and cuBLAS multiplies.
-    Sums are fp32. Codes are exact, and so are scales, which go to sums, up to 16 tokens on Hopper and 256 elsewhere.
-    With more tokens each weight is rounded once to the activations' dtype; our own quantisation chooses scales for
-    which that rounding changes nothing.
+    Weights are quantised when loaded, or taken exactly from a checkpoint that has them in int4. A kernel of ktinject
+    multiplies up to 4096 tokens on Hopper and up to 256 elsewhere; for more tokens the weight is unpacked and cuBLAS
+    multiplies. Sums are fp32. Up to 16 tokens on Hopper and 256 elsewhere, codes and scales are exact. With more tokens
+    each weight is rounded once to the activations' dtype; ktinject's own quantisation chooses scales for which that
+    rounding changes nothing.
     """
 
     Config = Int4LinearConfig

@@ -30,7 +30,10 @@ class RmsNormConfig(Config):
 
 @register_operator("rms_norm")
 class RmsNorm(Operator):
-    """Norms without bias and without an offset to their weight. Keeps the module's weight."""
+    """Computes an RMS norm in one kernel. Takes norms without bias and without an offset to their weight.
+
+    The norm keeps its weight.
+    """
 
     Config = RmsNormConfig
     device_types = ("cuda", "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import importlib.util
 import os
@@ -26,7 +27,8 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [text for kind, text in found if kind == language]
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,10 @@ def generator():
 def test_generated_page(generator, name):
     found = (ROOT / "docs/reference" / name).read_text()
     assert found == generator.page(name), "run `python docs/reference/generate.py`"
+
+
+def test_every_argument_of_an_operator_is_described(generator):
+    assert not [line for line in generator.operators() if line.startswith("| `") and line.endswith("|  |")]
 
 
 def test_every_variable_of_the_environment_is_described():
@@ -88,10 +94,10 @@ def test_rule_files_are_read(page):
             assert rules.parse(text.encode(), page.name).rules
 
 
-def test_the_layout_names_every_file_of_the_engine():
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    files = [path.name for path in (ROOT / "ktinject").glob("*.py") if path.name != "__init__.py"]
-    assert not [name for name in files if name not in text]
+def test_files_that_the_architecture_names_are_there():
+    named = re.findall(r"`([a-z_]+/[\w/.]+)`", (ROOT / "ARCHITECTURE.md").read_text())
+    assert len(named) > 15
+    assert not [name for name in named if not any((ROOT / top / name).exists() for top in ("", "ktinject"))]
 
 
 def test_the_plan_of_the_tutorial_is_the_one_that_comes():
@@ -107,7 +113,9 @@ def test_the_plan_of_the_tutorial_is_the_one_that_comes():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     found = columns(str(ktinject.plan(model, "auto", devices=["cpu"])))
-    shown = columns(blocks(ROOT / "docs/tutorial.md", "")[2])
+    command = "$ ktinject plan examples/models/tiny-deepseek-v3\n"
+    (block,) = (text for text in blocks(ROOT / "docs/tutorial.md", "") if text.startswith(command))
+    shown = columns(block)
     assert len(found) > 5 and found == shown
 
 
@@ -130,3 +138,47 @@ def test_the_table_of_deferral_is_what_was_measured(capsys):
     assert len(lines) == 18
     page = (ROOT / "docs/benchmarks.md").read_text()
     assert "\n".join(lines) in page, "run `python benchmarks/deferral_accuracy.py --draw` and copy its table"
+
+
+def said() -> list[str]:
+    """All text in the sources, "\\0" for what is filled in."""
+
+    def of(node):
+        if isinstance(node, ast.JoinedStr):
+            return "".join(of(part) for part in node.values)
+        if isinstance(node, ast.Constant):
+            return str(node.value)
+        return "\0"
+
+    found = [(ROOT / "Makefile").read_text(), (ROOT / "native/gemm/backends.cpp").read_text()]
+    for folder in ("ktinject", "operators"):
+        for file in (ROOT / folder).rglob("*.py"):
+            nodes = ast.walk(ast.parse(file.read_text()))
+            found += [of(node) for node in nodes if isinstance(node, (ast.Constant, ast.JoinedStr))]
+    return found
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_of_the_sources():
+    text = (ROOT / "docs/how-to/troubleshoot.md").read_text()
+    messages = re.findall(r"^\| `(.+?)` \|", text, re.MULTILINE)
+    assert len(messages) > 40
+    sources = said()
+    patterns = {message: re.compile(".*".join(map(re.escape, message.split("…")))) for message in messages}
+    assert not [text for text, pattern in patterns.items() if not any(map(pattern.search, sources))]
+
+
+def test_the_snippet_of_the_readme_is_the_example():
+    (snippet,) = blocks(ROOT / "README.md", "python")
+    example = (ROOT / "examples/quickstart.py").read_text()
+    lines = [line for line in snippet.splitlines() if line and not line.startswith("path = ")]
+    assert len(lines) > 8 and not [line for line in lines if line not in example.splitlines()]
+
+
+def test_the_picture_of_the_readme_is_drawn_from_the_results(monkeypatch):
+    spec = importlib.util.spec_from_file_location("plot_peers", ROOT / "benchmarks/plot_peers.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    with module.RESULTS.open(newline="") as file:
+        picture = module.draw(list(csv.DictReader(file)))
+    assert picture == (ROOT / "docs/images/peers.svg").read_text(), "run `python benchmarks/plot_peers.py`"

@@ -33,11 +33,17 @@ def table(*rows: tuple[str, ...]) -> Iterator[str]:
 
 def cli() -> Iterator[str]:
     yield "# Command line\n"
-    yield "Exit codes: 0 done, 1 failed, 2 refused or wrong usage (the message is on stderr), 130 interrupted."
-    yield 'With `--json`, what goes wrong is on stdout, too: `{"ok": false, "problems": ["…"]}`.'
-    yield "`-h` is `--help`, and `python -m ktinject` is `ktinject`. `ktinject --install-completion` lets your shell"
-    yield "complete commands, options and the names of bundled rules."
-    yield "Variables of the environment: [environment.md](environment.md).\n"
+    yield from table(
+        ("exit code", "means"),
+        ("0", "done"),
+        ("1", "failed"),
+        ("2", "refused, or wrong usage; the message is on stderr"),
+        ("130", "interrupted"),
+    )
+    yield 'With `--json`, a refusal is also on stdout: `{"ok": false, "problems": ["…"]}`.\n'
+    yield "`-h` is `--help`. `python -m ktinject` is `ktinject`. `ktinject --install-completion` lets your shell"
+    yield "complete commands, options and the names of bundled rules. ktinject also reads"
+    yield "[environment variables](environment.md).\n"
     yield from _command(typer.main.get_command(app), "ktinject")
 
 
@@ -73,8 +79,8 @@ def _value(parameter: Any) -> str:
 
 def operators() -> Iterator[str]:
     yield "# Operators\n"
-    yield "What a rule can say under `replace`. `keep` takes no arguments: the modules stay as they are."
-    yield "Every other operator takes the arguments in its table; the first of the allowed values is the default.\n"
+    yield "What a rule can name under `replace`. `keep` takes no arguments and leaves the modules as they are."
+    yield "Every other operator takes the arguments in its table.\n"
     for name, operator in sorted(REGISTRY.items()):
         if operator.replaces and operator.__module__.startswith("ktinject."):
             yield f"## {name}\n"
@@ -88,16 +94,21 @@ def _arguments(operator: type[Operator]) -> Iterator[tuple[str, ...]]:
         # A comment stands behind the field, or above it.
         pattern = r"(?:^    # (.*)\n)?^    (\w+): .*?(?:  # (.*))?$"
         found = re.findall(pattern, inspect.getsource(config), re.MULTILINE)
-        comments |= {name: behind or above for above, name, behind in found}
+        comments |= {name: _phrase(behind or above) for above, name, behind in found}
     for field in dataclasses.fields(operator.Config):
         allowed = re.sub(r"Literal\[(.*?)\]", lambda words: words[1].replace(", ", " | "), str(field.type))
         allowed = re.sub("[\"']", "", allowed)
         yield f"`{field.name}`", f"`{allowed}`", f"`{field.default}`", comments[field.name]
 
 
+def _phrase(comment: str) -> str:
+    """A comment above a field is a sentence; in the table all are phrases."""
+    return re.sub(r"^[A-Z](?=[a-z])", lambda found: found[0].lower(), comment).removesuffix(".")
+
+
 def python() -> Iterator[str]:
     yield "# Python\n"
-    yield "All refusals are a `ktinject.KTInjectError`, which is a `ValueError`; its children are `RuleError`,"
+    yield "Every refusal is a `ktinject.KTInjectError`, which is a `ValueError`. Its subclasses are `RuleError`,"
     yield "`PlanError`, `CheckpointError` and `OperatorError`. After a refusal the model is as it was.\n"
     public = [getattr(ktinject, name) for name in ktinject.__all__ if not name.startswith("_")]
     for function in filter(inspect.isfunction, public):

@@ -40,7 +40,7 @@ def _end(message: str, code: int) -> NoReturn:
 app = typer.Typer(
     name="ktinject",
     cls=_Group,
-    help="Run Mixture-of-Experts models on stock transformers, their experts on our CPU kernels.",
+    help="Run Mixture-of-Experts models on stock transformers, with their experts on the CPU.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -56,7 +56,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log what is decided; show the traceback of a refusal.")
+        bool, typer.Option("--verbose", "-v", help="Log every decision; show the traceback of a refusal.")
     ] = False,
     show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")

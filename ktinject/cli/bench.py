@@ -31,15 +31,16 @@ def command(
         typer.Argument(
             metavar="MODEL",
             exists=True,
-            help="A model folder or .gguf file; or give --shape.",
+            help="A model folder or .gguf file; without it, give --shape.",
             autocompletion=options.files,
         ),
     ] = None,
     shape: Annotated[
-        str | None, typer.Option("--shape", metavar="SHAPE", help="Random weights of a known shape instead.")
+        str | None,
+        typer.Option("--shape", metavar="SHAPE", help="Measure random weights of this known shape instead."),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option("--layers", metavar="N", min=1, help="So many layers of that shape.")
+        int | None, typer.Option("--layers", metavar="N", min=1, help="Take N layers of that shape.")
     ] = None,
     rules: options.Rules = "auto",
     variables: options.Set = None,
@@ -48,7 +49,10 @@ def command(
     prompt: Annotated[
         list[str] | None,
         typer.Option(
-            "-p", "--prompt", metavar="N,…", help="Read N tokens: 512,2048 or 64-512*2; may be repeated."
+            "-p",
+            "--prompt",
+            metavar="N,…",
+            help="Read prompts of N tokens: 512,2048 or 64-512*2; may be repeated.",
         ),
     ] = None,
     write: Annotated[
@@ -57,16 +61,18 @@ def command(
             "-n",
             "--write",
             metavar="N,…",
-            help="Write N tokens, lists and ranges as for -p; may be repeated.",
+            help="Write N tokens; lists and ranges as for -p; may be repeated.",
         ),
     ] = None,
     repetitions: Annotated[
         int, typer.Option("-r", "--repetitions", metavar="N", min=1, help="Measure each test N times.")
     ] = 5,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", min=1, help="Rows at the same time.")] = 1,
+    batch: Annotated[
+        int, typer.Option("--batch", metavar="N", min=1, help="Run N rows at the same time.")
+    ] = 1,
     output: Annotated[
         Literal["md", "csv", "json"],
-        typer.Option("-o", "--output", metavar="md|csv|json", help="How results are printed."),
+        typer.Option("-o", "--output", metavar="md|csv|json", help="The form of the results."),
     ] = "md",
     breakdown: Annotated[
         bool, typer.Option("--breakdown", help="Show where the time of a decode step goes, layer by layer.")
@@ -87,7 +93,7 @@ def command(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="Run this llama-bench beside it, on --gguf.",
+            help="Run llama.cpp's llama-bench, this program, in comparison, on --gguf.",
             autocompletion=options.files,
         ),
     ] = None,
@@ -97,7 +103,7 @@ def command(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="What llama-bench runs.",
+            help="The model that llama-bench runs.",
             autocompletion=options.files,
         ),
     ] = None,

@@ -6,7 +6,7 @@ from ktinject.cli import options
 
 
 def command(as_json: options.AsJson = False) -> None:
-    """Show what this machine has, what ktinject uses of it, and why not all."""
+    """Show what this machine has, what ktinject uses of it, and why it does not use the rest."""
     from ktinject.tools.doctor import doctor
 
     with options.answers(as_json):

@@ -26,14 +26,14 @@ Variants = Annotated[
     typer.Option(
         "--variant",
         metavar="NAME=VALUE,…",
-        help="A row of the table: variables of the rules, on top of --set; may be repeated.",
+        help="Add a row to the table: these variables of the rules, on top of --set; may be repeated.",
     ),
 ]
 Against = Annotated[
     str,
     typer.Option(
         metavar="RULES",
-        help="Compare with the model under these rules, not with it unswapped.",
+        help="Compare with the model under these rules, not with the unswapped model.",
         autocompletion=options.bundled_names,
     ),
 ]
@@ -42,7 +42,7 @@ TextFile = Annotated[
     typer.Option(
         "--text",
         metavar="FILE",
-        help="Text to measure on; default: heldout.txt, in MODEL or beside it.",
+        help="The text to measure on; default: heldout.txt, in MODEL or beside it.",
         autocompletion=options.files,
     ),
 ]
@@ -51,20 +51,22 @@ PromptFile = Annotated[
     typer.Option(
         "--prompts",
         metavar="FILE",
-        help='Lines of {"prompt": "…"} to continue; default: prompts.jsonl, in MODEL or beside it.',
+        help='Prompts to continue, lines of {"prompt": "…"}; default: prompts.jsonl, in MODEL or beside it.',
         autocompletion=options.files,
     ),
 ]
-Tokens = Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="Read N tokens of the text.")]
+Tokens = Annotated[
+    int, typer.Option("--tokens", metavar="N", min=2, help="Measure on the first N tokens of the text.")
+]
 Decode = Annotated[
     bool | None,
     typer.Option(
         "--decode/--no-decode",
-        help="Read the text token by token, as generate writes; default: where experts are deferred.",
+        help="Read the text token by token, as generate does; default: only where experts are deferred.",
         show_default=False,
     ),
 ]
-Window = Annotated[int, typer.Option("--window", metavar="N", min=2, help="Tokens the model sees at once.")]
+Window = Annotated[int, typer.Option("--window", metavar="N", min=2, help="Show the model N tokens at once.")]
 
 
 @dataclass(frozen=True)

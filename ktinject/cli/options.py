@@ -39,7 +39,7 @@ Model = Annotated[
     typer.Argument(
         metavar="MODEL",
         exists=True,
-        help="A model folder: config.json and weights; or a .gguf file in one.",
+        help="A folder with config.json and weights, or a .gguf file.",
         autocompletion=files,
     ),
 ]
@@ -48,7 +48,7 @@ Rules = Annotated[
     typer.Option(
         "--rules",
         metavar="RULES",
-        help="A bundled name, a file, or auto: what suits the model.",
+        help="The name of bundled rules, a rule file, or auto: the bundled rules for the model's type.",
         autocompletion=bundled_names,
     ),
 ]
@@ -57,7 +57,7 @@ Plugins = Annotated[
     typer.Option(
         "--plugin",
         metavar="MODULE",
-        help="Import a module or a .py file that registers operators; may be repeated.",
+        help="Import a module or .py file that registers operators; may be repeated.",
         autocompletion=files,
     ),
 ]
@@ -76,22 +76,22 @@ Budget = Annotated[
     typer.Option(
         "--budget",
         metavar="DEVICE=SIZE,…",
-        help="Use at most so much, such as cpu=64GiB,cuda:0=24GiB; may be repeated.",
+        help="Use at most this much memory, such as cpu=64GiB,cuda:0=24GiB; may be repeated.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Tp = Annotated[
     bool,
-    typer.Option("--tp", help="Share the model with the other processes that torchrun started, one a GPU."),
+    typer.Option("--tp", help="Share the model among the processes that torchrun started, one for each GPU."),
 ]
 NewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Write at most N tokens for a prompt.")
+    int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Write at most N tokens after a prompt.")
 ]
 RestDtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     typer.Option(
         metavar="auto|float32|bfloat16|float16",
-        help="Of everything that is not swapped; auto: what the checkpoint says.",
+        help="The type of everything that is not swapped; auto: what the checkpoint says.",
     ),
 ]
 

@@ -14,7 +14,7 @@ Machine = Annotated[
     typer.Option(
         "--machine",
         metavar="DEVICE=SIZE,…",
-        help="Plan for a machine with this memory, such as cpu=512GiB,cuda:0=24GiB, not for this one.",
+        help="Plan for another machine with this memory, such as cpu=512GiB,cuda:0=24GiB.",
     ),
 ]
 
@@ -30,7 +30,7 @@ def command(
     plugins: options.Plugins = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show what would replace what, where, and in how many bytes. Reads headers only; loads nothing.
+    """Show which modules would be replaced by what, on which device, in how many bytes. Reads only headers.
 
     A plan that does not fit into memory is shown, and the exit code is 2.
     """

@@ -15,12 +15,14 @@ from ktinject.rules.wording import ranges
 
 app = typer.Typer(help="List, show and check rule files.", no_args_is_help=True)
 
-File = Annotated[str, typer.Argument(help="A bundled name or a path.", autocompletion=options.bundled_names)]
+File = Annotated[
+    str, typer.Argument(help="The name of bundled rules, or a path.", autocompletion=options.bundled_names)
+]
 
 
 @app.command("list")
 def list_bundled(as_json: options.AsJson = False) -> None:
-    """The bundled rule files and the models they serve."""
+    """List the bundled rule files and the models that they serve."""
     sets = {name: rules.read(name) for name in rules.bundled()}
     if as_json:
         options.show_json({name: _summary(found) for name, found in sets.items()})
@@ -37,7 +39,7 @@ def show(
     name: File,
     as_json: options.AsJson = False,
 ) -> None:
-    """A rule file as it is written, or with --json as it is understood."""
+    """Print a rule file as it is written, or with --json as ktinject understands it."""
     with options.answers(as_json):
         found = rules.read(name)
         if as_json:
@@ -53,7 +55,7 @@ def check(
     plugins: options.Plugins = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Read a rule file and type its arguments; what needs a model is checked by `ktinject plan`."""
+    """Check a rule file and its arguments without a model. `ktinject plan` checks the rest."""
     with options.answers(as_json):
         options.load_plugins(plugins)
         found = rules.read(file, variables=rules.parse_overrides(overrides or []))
@@ -72,7 +74,7 @@ def check(
 
 @app.command()
 def schema(plugins: options.Plugins = None) -> None:
-    """The JSON Schema (draft-07) of rule files, for editors."""
+    """Print the JSON Schema (draft-07) of rule files, for editors."""
     options.load_plugins(plugins)
     options.show_json(rules.schema(_operator_configs()))
 

@@ -19,9 +19,15 @@ if TYPE_CHECKING:
 PROMPT = "import unittest\n\n\nclass QueueTest(unittest.TestCase):\n    def setUp(self):\n"
 
 Prompt = Annotated[
-    str, typer.Option("--prompt", metavar="TEXT", help="What to continue, or to answer.", show_default=False)
+    str,
+    typer.Option(
+        "--prompt",
+        metavar="TEXT",
+        help="The text to continue, or the question to answer.",
+        show_default=False,
+    ),
 ]
-Compare = Annotated[bool, typer.Option(help="Measure the unswapped model too, in a process of its own.")]
+Compare = Annotated[bool, typer.Option(help="Measure the unswapped model, too, in a process of its own.")]
 CheckTensors = Annotated[
     bool, typer.Option("--check-tensors", help="Refuse NaN and infinity in the weights.")
 ]

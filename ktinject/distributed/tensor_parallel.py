@@ -10,6 +10,9 @@ A cut layer is an `nn.Linear` of its part's size, so the planner, operators and 
 smaller layer. All else is whole in every process: it gets the same inputs everywhere and gives the same outputs. So
 whatever the plan says of modules that are no linear layers, or of layers within a module that an operator takes, may
 be left out, if all that hangs together is.
+
+transformers' own way to cut (tensors that know their part, wrapped forwards) would not reach the operators, and it
+changed between 5.17 and 5.23. The plans that it reads did not change, so they are read here.
 """
 
 from __future__ import annotations

@@ -15,6 +15,11 @@ What a version lacks costs the features that need it, and no others:
 
 A method of a model is called, or overridden, where that is needed, by its name; that the name means what it meant is
 found out here.
+
+Public ways were tried and do not serve. `custom_generate` is not given the streamer, the tokenizer of stop strings or
+the kind of decoding, and whoever wraps `_sample` still has to call it. A quantizer's hooks run inside
+`from_pretrained`, which makes a model of its own and cannot put the caller's back as it was. `AutoConfig.register`
+makes Kimi-K2 known, but importing AutoConfig imports torch; so an import hook calls it (kimi.py).
 """
 
 from __future__ import annotations
@@ -40,7 +45,8 @@ SET = "set"  # the owner is a function whose code names it: an attribute that it
 
 @dataclass(frozen=True)
 class Private:
-    """
+    """A name that may be gone, or mean something else, in another version.
+
     owner      "module", "module:Class" or "module:Class.method"
     name       of the owner
     signature  calls that must be allowed, such as "(self, ids, streamer=None, *, mask)"; what else it takes must have
@@ -62,6 +68,9 @@ class Private:
             owner = _resolve(self.owner)
             if self.signature == SET:
                 code = inspect.unwrap(owner).__code__
+                file = importlib.import_module(self.owner.partition(":")[0]).__file__
+                if code.co_filename not in (file, "<string>"):  # the latter: of a dataclass
+                    return ""  # another library has put a function of its own in this one's place, which says nothing
                 return "" if self.name in (*code.co_names, *code.co_consts) else f"{self} is gone"
             value = getattr(owner, self.name)
         except (ImportError, AttributeError):
@@ -115,7 +124,7 @@ _CRITERIA = "transformers.generation.stopping_criteria"
 _NAMES = "transformers.conversion_mapping"
 _LOADER = "transformers.core_model_loading"
 _INFO = "transformers.utils.loading_report:LoadStateDictInfo.__init__"
-_MODULE = "torch.nn:Module"
+_MODULE = "torch.nn.modules.module:Module"
 
 _MOE = "transformers.integrations.moe"
 _HOOKS = "torch.nn.modules.module"

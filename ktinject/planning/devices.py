@@ -1,4 +1,8 @@
-"""Where things may stand: the devices there are, what they have free, and what a budget allows of it."""
+"""Where things may stand: the devices there are, what they have free, and what a budget allows of it.
+
+Decoder layers are laid over several GPUs in order, each GPU having its share of the limits. What is in no layer stands
+on the first GPU.
+"""
 
 from __future__ import annotations
 

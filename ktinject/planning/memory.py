@@ -1,7 +1,8 @@
 """Runtime memory: what a swapped model holds beside its weights while it runs, which is workspace and KV cache.
 
 The size of the KV cache is not computed from the config, whose fields differ from family to family. Instead the model
-runs once on the meta device, where nothing is computed, and the values in its cache are counted.
+runs once on the meta device, where nothing is computed, and the values in its cache are counted. A plan without room
+for a short request is refused, and one GPU is left for several because of it.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ class Report:
 
 
 def doctor(machine: Machine | None = None) -> Report:
-    """Say what the machine has, what ktinject uses of it, and the reason for everything it leaves unused.
+    """Say what the machine has, what ktinject uses of it, and why it does not use the rest.
 
-    machine  a reading to explain; by default one is taken now
+    machine  a `Machine` to explain; by default this machine as it is now
     Raises   PlanError or OperatorError for a bad environment variable
     """
     machine = machine or detect()

@@ -1,12 +1,12 @@
 """How close a swapped model stays to the model it came from: on given text, and in what it writes.
 
-Letters: T tokens of the text, V entries of the vocabulary. Text is cut into windows that do not overlap; the
-first token of a window is context only, every other one is predicted from those before it in its window.
-Memory stays bounded by two windows of logits and `CHUNK_BYTES`, however long the text.
+Letters: T tokens of the text, V entries of the vocabulary. The text is cut into windows that do not overlap. The first
+token of a window is context only; every other token is predicted from those before it in its window. Memory stays
+bounded by two windows of logits and `CHUNK_BYTES`, however long the text is.
 
-With `decode` the windows are not read at once but written down token by token through a cache, as `generate` writes
-after the prompt; several windows side by side. That is the only way to measure what acts at decode alone, such as
-deferred experts, and it takes some ten times as long.
+With `decode`, the model reads the windows token by token through a cache, as `generate` writes after the prompt,
+several windows side by side. Only this measures what acts at decode alone, such as deferred experts. It takes some ten
+times as long.
 """
 
 from __future__ import annotations

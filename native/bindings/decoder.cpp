@@ -69,7 +69,7 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
   attention::Step step;
   step.dtype = dtype;
   step.batch = size_of(batch, "batch");
-  step.place = place;
+  step.position = place;
   step.capacity = cache.capacity;
   if (dtype != self.dtype() || x.shape(1) != static_cast<size_t>(self.hidden()) || batch == 0)
     refuse("hidden states must be [batch, " + std::to_string(self.hidden()) + "] of the model's dtype");
@@ -143,9 +143,7 @@ void normalise(const Input& x, const Vector& weight, float epsilon, const Output
   decode::norm_rows(x.data(), dtype, x.shape(0), static_cast<int>(x.shape(1)), weight.data(), epsilon, out.data());
 }
 
-}  // namespace
-
-void init_decoder(nb::module_& m) {
+void def_state(nb::module_& m) {
   m.def("norm_rows", &normalise, nb::kw_only(), nb::arg("x"), nb::arg("weight"), nb::arg("epsilon"), nb::arg("out"),
         nb::call_guard<WithoutGil>(), "out [rows, n] = weight * round(x / sqrt(mean(x²) + epsilon)), on the CPU.");
   m.def("choose", &choose, nb::kw_only(), nb::arg("scores"), nb::arg("generator").none(), nb::arg("tokens"),
@@ -169,7 +167,9 @@ void init_decoder(nb::module_& m) {
             new (self) HeldCache(make_cache(std::move(keys), std::move(values)));
           },
           nb::arg("keys"), nb::arg("values"));
+}
 
+void def_attention(nb::module_& m) {
   nb::class_<attention::DecoderAttention>(m, "DecoderAttention", "Attention of one token a row.");
   nb::class_<attention::GroupedAttention, attention::DecoderAttention>(m, "GroupedAttention",
                                                                        "Heads in groups that share keys and values.")
@@ -218,7 +218,9 @@ void init_decoder(nb::module_& m) {
           nb::arg("nope"), nb::arg("rope"), nb::arg("value"), nb::arg("neighbours"), nb::arg("scale"),
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>());
+}
 
+void def_feed_forward(nb::module_& m) {
   nb::class_<decode::FeedForward>(m, "DecoderFeedForward", "What follows the attention of a layer.");
   nb::class_<decode::GatedUnit, decode::FeedForward>(m, "GatedUnit", "down(silu(gate(x)) * up(x)).")
       .def(nb::init<const gemm::Linear&, const gemm::Linear&, const gemm::Linear&>(), nb::arg("gate"), nb::arg("up"),
@@ -252,7 +254,9 @@ void init_decoder(nb::module_& m) {
           nb::arg("groups"), nb::arg("top_groups"), nb::arg("normed"), nb::arg("factor"), nb::arg("experts"),
           nb::arg("shared").none(), nb::arg("gate").none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>(),
           nb::keep_alive<1, 10>(), nb::keep_alive<1, 11>(), nb::keep_alive<1, 12>());
+}
 
+void def_decoder(nb::module_& m) {
   nb::class_<decode::Decoder>(m, "Decoder", "The decoder layers of a model on one token a row.")
       .def(
           "__init__",
@@ -280,6 +284,15 @@ void init_decoder(nb::module_& m) {
           nb::arg("final_norm").none(), nb::arg("out"), nb::call_guard<WithoutGil>(),
           "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. Keys and "
           "values are written to `place` of the cache; places up to it are attended to where mask [batch, n] is true.");
+}
+
+}  // namespace
+
+void init_decoder(nb::module_& m) {
+  def_state(m);
+  def_attention(m);
+  def_feed_forward(m);
+  def_decoder(m);
 }
 
 }  // namespace ktinject

@@ -95,6 +95,21 @@ void forward(const moe::Experts& self, const Input& x, const Input& ids, const R
     self.forward(x.data(), dtype, static_cast<const int32_t*>(ids.data()), weights.data(), tokens, top_k, out.data());
 }
 
+void unpack(const moe::Experts& self, const std::string& projection, int expert, const Float2d& out) {
+  const bool down = projection_of(projection) == moe::Projection::down;
+  const auto n = static_cast<size_t>(down ? self.config().hidden_size : self.config().intermediate_size);
+  const auto k = static_cast<size_t>(down ? self.config().intermediate_size : self.config().hidden_size);
+  if (out.shape(0) != n || out.shape(1) != k) throw std::invalid_argument("unpack: the output has the wrong shape");
+  self.unpack(projection_of(projection), expert, out.data());
+}
+
+void unpack_bias(const moe::Experts& self, const std::string& projection, int expert, const Float1d& out) {
+  const bool down = projection_of(projection) == moe::Projection::down;
+  if (out.shape(0) != static_cast<size_t>(down ? self.config().hidden_size : self.config().intermediate_size))
+    throw std::invalid_argument("unpack_bias: the output has the wrong shape");
+  self.unpack_bias(projection_of(projection), expert, out.data());
+}
+
 }  // namespace
 
 void init_experts(nb::module_& m) {
@@ -151,28 +166,10 @@ void init_experts(nb::module_& m) {
            "Make every expert a copy of this one, for benchmarks.")
       .def("absent", &moe::Experts::absent, nb::arg("limit"), nb::call_guard<WithoutGil>(),
            "Up to `limit` weights and biases that were not loaded.")
-      .def(
-          "unpack",
-          [](const moe::Experts& self, const std::string& projection, int expert, const Float2d& out) {
-            const bool down = projection_of(projection) == moe::Projection::down;
-            const auto n = static_cast<size_t>(down ? self.config().hidden_size : self.config().intermediate_size);
-            const auto k = static_cast<size_t>(down ? self.config().intermediate_size : self.config().hidden_size);
-            if (out.shape(0) != n || out.shape(1) != k)
-              throw std::invalid_argument("unpack: the output has the wrong shape");
-            self.unpack(projection_of(projection), expert, out.data());
-          },
-          nb::arg("projection"), nb::arg("expert"), nb::arg("out"), nb::call_guard<WithoutGil>(),
-          "Write the dequantised weight to out [n, k] fp32.")
-      .def(
-          "unpack_bias",
-          [](const moe::Experts& self, const std::string& projection, int expert, const Float1d& out) {
-            const bool down = projection_of(projection) == moe::Projection::down;
-            if (out.shape(0) != static_cast<size_t>(down ? self.config().hidden_size : self.config().intermediate_size))
-              throw std::invalid_argument("unpack_bias: the output has the wrong shape");
-            self.unpack_bias(projection_of(projection), expert, out.data());
-          },
-          nb::arg("projection"), nb::arg("expert"), nb::arg("out"), nb::call_guard<WithoutGil>(),
-          "Write the bias to out [n] fp32.")
+      .def("unpack", &unpack, nb::arg("projection"), nb::arg("expert"), nb::arg("out"), nb::call_guard<WithoutGil>(),
+           "Write the dequantised weight to out [n, k] fp32.")
+      .def("unpack_bias", &unpack_bias, nb::arg("projection"), nb::arg("expert"), nb::arg("out"),
+           nb::call_guard<WithoutGil>(), "Write the bias to out [n] fp32.")
       .def("forward", &forward, nb::arg("hidden_states"), nb::arg("top_k_index"), nb::arg("top_k_weights"),
            nb::arg("out"), nb::call_guard<WithoutGil>(),
            "out [m, hidden] = weighted sum of the experts of hidden_states [m, hidden]; top_k_index [m, t] int64 or "

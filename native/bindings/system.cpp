@@ -14,8 +14,9 @@
 namespace nb = nanobind;
 
 namespace ktinject {
+namespace {
 
-void init_system(nb::module_& m) {
+void def_cpu(nb::module_& m) {
   m.def(
       "cpu_features",
       [] {
@@ -50,6 +51,9 @@ void init_system(nb::module_& m) {
   m.def("force_kernel", &gemm::force_kernel, nb::arg("name"),
         "From now on 'auto' is this kernel for its weight format, and loops that belong to no layer are those of its "
         "backend;\n'auto' takes that back. Raises ValueError.");
+}
+
+void def_threads(nb::module_& m) {
   m.def("default_threads", &runtime::default_threads, "min(CPU affinity, cgroup quota).");
   m.def("set_threads", &runtime::set_threads, nb::arg("threads"), nb::arg("crowded") = false,
         "Threads that compute, the caller included; 0: default_threads(). No more than CPUs, unless `crowded`.");
@@ -75,6 +79,9 @@ void init_system(nb::module_& m) {
       },
       nb::arg("root"), nb::arg("cpus"), nb::arg("mems"),
       "The same as read under another root, for these CPUs and nodes with memory ([]: all).");
+}
+
+void def_measurements(nb::module_& m) {
   m.def("empty_call_us", &gemm::empty_call_us, nb::arg("calls"), nb::arg("pause_us"), nb::arg("everyone"),
         nb::call_guard<WithoutGil>(),
         "Median microseconds of a call with an empty task for each worker, `pause_us` between two calls; with "
@@ -96,6 +103,9 @@ void init_system(nb::module_& m) {
         return spans;
       },
       "Stop, and give (begin, end, Experts.id, tokens) of each span; nanoseconds of the system clock.");
+}
+
+void def_cuda_devices(nb::module_& m) {
   m.def("cuda_built", &cuda::is_built, "Whether the CUDA parts were compiled in.");
   m.def(
       "cuda_devices",
@@ -112,6 +122,15 @@ void init_system(nb::module_& m) {
         return devices;
       },
       "CUDA devices as the native core sees them. Raises RuntimeError in a build without CUDA, or without a driver.");
+}
+
+}  // namespace
+
+void init_system(nb::module_& m) {
+  def_cpu(m);
+  def_threads(m);
+  def_measurements(m);
+  def_cuda_devices(m);
 }
 
 }  // namespace ktinject

@@ -93,14 +93,16 @@ __device__ void multiply_bf16(const Panels& matrix, const std::byte* panel, cons
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
 #pragma unroll 2
   for (int block = warp; block < matrix.blocks; block += kWarps) {
-    const auto* words = reinterpret_cast<const uint4*>(panel + static_cast<size_t>(block) * 2048) + lane;
+    const auto* words =
+        reinterpret_cast<const uint4*>(panel + static_cast<size_t>(block) * 2 * gemm::tile_bytes(gemm::Format::bf16)) +
+        lane;
     uint4 weights[2][2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) weights[i / 2][i % 2] = __ldcs(words + i * 32);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float x[2];
-      load_row(row, block * 32 + (half * 8 + lane / 4) * 2, matrix.k, x);
+      load_row(row, block * gemm::block_inputs(gemm::Format::bf16) + (half * 8 + lane / 4) * 2, matrix.k, x);
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
         const uint4& w = weights[tile][half];
@@ -118,19 +120,21 @@ __device__ void multiply_bf16(const Panels& matrix, const std::byte* panel, cons
 template <class T>
 __device__ void multiply_int4(const Panels& matrix, const std::byte* panel, const T* row, float (&sums)[2][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const auto* scales = reinterpret_cast<const uint16_t*>(panel + gemm::kPanel * sizeof(float));
+  const auto* scales = reinterpret_cast<const uint16_t*>(panel + gemm::kInt4ScalesAt);
   const std::byte* data = panel + matrix.head_bytes;
 #pragma unroll 2
   for (int block = warp; block < matrix.blocks; block += kWarps) {
-    const auto* words = reinterpret_cast<const uint4*>(data + static_cast<size_t>(block) * 1024) + lane;
+    const auto* words =
+        reinterpret_cast<const uint4*>(data + static_cast<size_t>(block) * 2 * gemm::tile_bytes(gemm::Format::int4)) +
+        lane;
     const uint4 weights[2] = {__ldcs(words), __ldcs(words + 32)};
-    const int input = block * 64 + lane / 4 * 8;
+    const int input = block * gemm::block_inputs(gemm::Format::int4) + lane / 4 * 8;
     float x[8];
     load_row(row, input, matrix.k, x);
     float total = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) total += x[i];
-    const size_t group = static_cast<size_t>(input / matrix.group_size) * gemm::kPanel + lane % 4 * 4;
+    const auto group = static_cast<size_t>(gemm::scale_at(gemm::Format::int4, input / matrix.group_size, lane % 4 * 4));
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       const uint32_t w[4] = {weights[tile].x, weights[tile].y, weights[tile].z, weights[tile].w};
@@ -273,7 +277,7 @@ void Resident::forward(const ResidentRequest& request, Stream to) const {
                   matrix.group_size,
                   matrix.panel_bytes(),
                   matrix.head_bytes(),
-                  zeros ? gemm::kPanel * (sizeof(float) + static_cast<size_t>(matrix.groups()) * sizeof(uint16_t)) : 0};
+                  zeros ? gemm::int4_zeros_at(matrix.groups()) : 0};
   };
   const Routes routes{request.chosen, request.weights, static_cast<const std::byte*>(request.resident),
                       bytes_,         request.top_k,   request.weights_dtype};

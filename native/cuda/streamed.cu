@@ -49,7 +49,6 @@ struct Words;
 
 template <>
 struct Words<gemm::Format::bf16> {
-  static constexpr int kBlock = 32, kTileWords = 256;
   static __device__ void put(Tile& tile, const Shape&, const std::byte*, uint32_t bits, int column, int input, int row,
                              int) {
     *reinterpret_cast<uint32_t*>(&tile[column][input + 2 * row]) = bits;
@@ -58,7 +57,6 @@ struct Words<gemm::Format::bf16> {
 
 template <>
 struct Words<gemm::Format::int8> {
-  static constexpr int kBlock = 64, kTileWords = 256;
   static __device__ void put(Tile& tile, const Shape&, const std::byte* panel, uint32_t bits, int column, int input,
                              int row, int) {
     const float scale = reinterpret_cast<const float*>(panel)[column];
@@ -70,11 +68,10 @@ struct Words<gemm::Format::int8> {
 
 template <>
 struct Words<gemm::Format::int4> {
-  static constexpr int kBlock = 64, kTileWords = 128;
   static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
                              int input, int row, int first) {
-    const auto* scales = reinterpret_cast<const uint16_t*>(panel + gemm::kPanel * sizeof(float));
-    const int at = input + 8 * row, group = (first + at) / shape.group_size * gemm::kPanel + column;
+    const auto* scales = reinterpret_cast<const uint16_t*>(panel + gemm::kInt4ScalesAt);
+    const int at = input + 8 * row, group = gemm::scale_at(gemm::Format::int4, (first + at) / shape.group_size, column);
     const float scale = bf16_value(scales[group]);
     const int zero = shape.zeros_at == 0 ? 8 : static_cast<int>(panel[shape.zeros_at + group]);
     for (int i = 0; i < 8; ++i) {
@@ -87,11 +84,10 @@ struct Words<gemm::Format::int4> {
 // Two rows of the bf16 block lie in one: byte 0 and 2 are row 2 * row, byte 1 and 3 the next.
 template <>
 struct Words<gemm::Format::fp8> {
-  static constexpr int kBlock = 32, kTileWords = 128;
   static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
                              int input, int row, int first) {
-    const float scale =
-        reinterpret_cast<const float*>(panel)[(first + input) / shape.group_size * 2 + column / gemm::kTile];
+    const float scale = reinterpret_cast<const float*>(
+        panel)[gemm::scale_at(gemm::Format::fp8, (first + input) / shape.group_size, column)];
     for (int i = 0; i < 4; ++i) {
       const uint32_t code = bits >> (8 * i) & 255, mantissa = code & 7;
       const uint32_t exponent = (code & 0xe0) >> 4 | (code & 8) >> 3;
@@ -106,10 +102,10 @@ struct Words<gemm::Format::fp8> {
 // Four rows of the bf16 block lie in one: nibble i of each half of the word is row 4 * row + i.
 template <>
 struct Words<gemm::Format::mxfp4> {
-  static constexpr int kBlock = 32, kTileWords = 64;
   static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
                              int input, int row, int first) {
-    const auto e8m0 = static_cast<uint32_t>(panel[(first + input) / shape.group_size * gemm::kPanel + column]);
+    const auto e8m0 =
+        static_cast<uint32_t>(panel[gemm::scale_at(gemm::Format::mxfp4, (first + input) / shape.group_size, column)]);
     const float scale = __uint_as_float(e8m0 << 23);
     for (int i = 0; i < 8; ++i) {
       const uint32_t code = bits >> (16 * (i % 2) + 4 * (i / 2)) & 15, exponent = code >> 1 & 3;
@@ -123,19 +119,20 @@ struct Words<gemm::Format::mxfp4> {
 template <gemm::Format kFormat>
 __global__ void __launch_bounds__(kThreads) unpack_kernel(const std::byte* packed, Shape shape, Target target) {
   using W = Words<kFormat>;
-  constexpr int kBlocks = kInputs / W::kBlock;
+  constexpr int kBlock = gemm::block_inputs(kFormat), kTileWords = gemm::tile_bytes(kFormat) / sizeof(uint32_t);
+  constexpr int kBlocks = kInputs / kBlock;
   __shared__ __align__(16) Tile tile;
   const int panel_index = static_cast<int>(blockIdx.y), expert = static_cast<int>(blockIdx.z);
   const int first = static_cast<int>(blockIdx.x) * kInputs;
   const std::byte* panel = packed + (static_cast<size_t>(expert) * gridDim.y + panel_index) * shape.panel_bytes;
   const int first_block = static_cast<int>(blockIdx.x) * kBlocks;
   const int blocks = min(kBlocks, shape.blocks - first_block);
-  const auto* words = reinterpret_cast<const uint32_t*>(panel + shape.head_bytes) +
-                      static_cast<size_t>(first_block) * 2 * W::kTileWords;
-  for (int w = static_cast<int>(threadIdx.x); w < blocks * 2 * W::kTileWords; w += kThreads) {
-    const int in_block = w % (2 * W::kTileWords), in_tile = in_block % W::kTileWords;
-    const int column = in_block / W::kTileWords * gemm::kTile + in_tile % gemm::kTile;
-    W::put(tile, shape, panel, words[w], column, w / (2 * W::kTileWords) * W::kBlock, in_tile / gemm::kTile, first);
+  const auto* words =
+      reinterpret_cast<const uint32_t*>(panel + shape.head_bytes) + static_cast<size_t>(first_block) * 2 * kTileWords;
+  for (int w = static_cast<int>(threadIdx.x); w < blocks * 2 * kTileWords; w += kThreads) {
+    const int in_block = w % (2 * kTileWords), in_tile = in_block % kTileWords;
+    const int column = in_block / kTileWords * gemm::kTile + in_tile % gemm::kTile;
+    W::put(tile, shape, panel, words[w], column, w / (2 * kTileWords) * kBlock, in_tile / gemm::kTile, first);
   }
   __syncthreads();
   const int width = min(kInputs, target.k - first);
@@ -262,8 +259,7 @@ void Streamed::unpack(const void* slot, int count, void* gate_up, void* down, St
     const Target target{static_cast<__nv_bfloat16*>(run.is_down ? down : gate_up), rows, matrix.k,
                         paired ? config.intermediate_size : 0, run.first_panel};
     size_t zeros_at = 0;
-    if (matrix.format == gemm::Format::int4 && !matrix.symmetric)
-      zeros_at = gemm::kPanel * (sizeof(float) + static_cast<size_t>(matrix.groups()) * sizeof(uint16_t));
+    if (matrix.format == gemm::Format::int4 && !matrix.symmetric) zeros_at = gemm::int4_zeros_at(matrix.groups());
     const Shape shape{matrix.panel_bytes(), matrix.head_bytes(), matrix.blocks(), matrix.group_size, zeros_at};
     const dim3 grid(static_cast<unsigned>((matrix.k + kInputs - 1) / kInputs), static_cast<unsigned>(run.panels),
                     static_cast<unsigned>(count));

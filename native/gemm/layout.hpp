@@ -34,6 +34,8 @@
 #include <cstdint>
 #include <iterator>
 
+#include "runtime/host_device.hpp"
+
 namespace ktinject::gemm {
 
 enum class Format { bf16, int8, int4, fp8, mxfp4 };
@@ -51,7 +53,9 @@ inline constexpr int kFormats = std::size(kFormatNames);
 inline const char* format_name(Format format) { return kFormatNames[static_cast<int>(format)].name; }
 
 // Whether activations are int8 with a scale a row; for the other formats they are bf16.
-inline constexpr bool has_int8_rows(Format format) { return format == Format::int8 || format == Format::int4; }
+KTINJECT_HOST_DEVICE constexpr bool has_int8_rows(Format format) {
+  return format == Format::int8 || format == Format::int4;
+}
 
 inline constexpr int kTile = 16;
 inline constexpr int kPanel = 2 * kTile;
@@ -68,6 +72,40 @@ inline constexpr int scale_group(Format format, int group_size) {
   return format == Format::fp8 ? kFp8Block : format == Format::mxfp4 ? kMxfp4Group : group_size;
 }
 
+// Inputs of a block, and bytes of one tile of it.
+KTINJECT_HOST_DEVICE constexpr int block_inputs(Format format) { return has_int8_rows(format) ? 64 : 32; }
+KTINJECT_HOST_DEVICE constexpr size_t tile_bytes(Format format) {
+  return format == Format::mxfp4 ? 256 : format == Format::int4 || format == Format::fp8 ? 512 : 1024;
+}
+
+// Where the weight of output `column` of a panel and input k lies: bytes after the panel's head, and the bit it starts
+// at. fp8 and mxfp4: of a 16-bit lane.
+struct WeightAt {
+  size_t byte;
+  int shift;
+};
+KTINJECT_HOST_DEVICE constexpr WeightAt weight_at(Format format, int column, int k) {
+  const int within = k % block_inputs(format), j = column % kTile;
+  const size_t tile =
+      (static_cast<size_t>(k / block_inputs(format)) * 2 + static_cast<size_t>(column / kTile)) * tile_bytes(format);
+  if (format == Format::int8) return {tile + static_cast<size_t>(within / 4 * 64 + j * 4 + within % 4), 0};
+  if (format == Format::int4)
+    return {tile + static_cast<size_t>(within / 8 * 64 + j * 4 + within % 4), within % 8 < 4 ? 0 : 4};
+  const int rows = format == Format::bf16 ? 1 : format == Format::fp8 ? 2 : 4;  // of the bf16 block in a packed one
+  const int row = within / 2;
+  return {tile + static_cast<size_t>(row / rows * 64 + j * 4 + within % 2 * 2), row % rows * 16 / rows};
+}
+
+// In the head. Of int4: bytes before the scales and, of a matrix with zero points, before them.
+inline constexpr size_t kInt4ScalesAt = kPanel * sizeof(float);
+KTINJECT_HOST_DEVICE constexpr size_t int4_zeros_at(int groups) {
+  return kInt4ScalesAt + static_cast<size_t>(groups) * kPanel * sizeof(uint16_t);
+}
+// Which scale (int4: and zero point) an output's weights of a group have.
+KTINJECT_HOST_DEVICE constexpr int scale_at(Format format, int group, int column) {
+  return format == Format::fp8 ? group * 2 + column / kTile : group * kPanel + column;
+}
+
 // Shape of one packed matrix; the same for every expert of a layer.
 struct Matrix {
   Format format = Format::bf16;
@@ -77,13 +115,11 @@ struct Matrix {
   int panels = 0;
   bool symmetric = true;  // int4: no zero points
 
-  int block() const { return has_int8_rows(format) ? 64 : 32; }
+  int block() const { return block_inputs(format); }
   int padded_k() const { return round_up(k, block()); }
   int blocks() const { return padded_k() / block(); }
   int groups() const { return (padded_k() + group_size - 1) / group_size; }
-  size_t tile_bytes() const {
-    return format == Format::mxfp4 ? 256 : format == Format::int4 || format == Format::fp8 ? 512 : 1024;
-  }
+  size_t tile_bytes() const { return gemm::tile_bytes(format); }
   size_t head_bytes() const {
     if (format == Format::bf16) return 0;
     if (format == Format::int8) return kPanel * (sizeof(float) + sizeof(int32_t));

@@ -15,21 +15,6 @@ namespace {
 // Of a matrix alone, the last panel may have only its first tile: the second is packed as zeros.
 int tiles_of(const Matrix& matrix, TileMap place) { return place == paired_tiles ? 2 * matrix.panels : matrix.panels; }
 
-// Where inputs k of one output lie in a panel of fp8 or mxfp4: the 16-bit lane that holds it, and the bit it starts at.
-struct CodeAt {
-  size_t lane;
-  int shift;
-};
-
-CodeAt code_at(const Matrix& matrix, int column, int k) {
-  const int bits = matrix.format == Format::fp8 ? 8 : 4, rows = 16 / bits;  // rows of the bf16 block in a packed one
-  const int row = k % 32 / 2;
-  return {matrix.head_bytes() +
-              (static_cast<size_t>(k / 32) * 2 + static_cast<size_t>(column / kTile)) * matrix.tile_bytes() +
-              static_cast<size_t>(row / rows * 64 + column % kTile * 4 + k % 2 * 2),
-          row % rows * bits};
-}
-
 // codes [padded_k] of one output, one a byte, as checkpoints have them.
 void pack_codes(const Matrix& matrix, std::byte* panel, int column, const uint8_t* codes) {
   const int rows = matrix.format == Format::fp8 ? 2 : 4;
@@ -41,7 +26,7 @@ void pack_codes(const Matrix& matrix, std::byte* panel, int column, const uint8_
         lane |= static_cast<uint32_t>(matrix.format == Format::fp8 ? Fp8::pack(code) : code) << 16 / rows * row;
       }
       const auto bits = static_cast<uint16_t>(lane);
-      std::memcpy(panel + code_at(matrix, column, first + odd).lane, &bits, sizeof bits);
+      std::memcpy(panel + matrix.head_bytes() + weight_at(matrix.format, column, first + odd).byte, &bits, sizeof bits);
     }
 }
 
@@ -49,16 +34,14 @@ void pack_codes(const Matrix& matrix, std::byte* panel, int column, const uint8_
 void pack_tile(const Matrix& matrix, const VectorOps& ops, const float* values, std::byte* panel, int second,
                int8_t* quantised) {
   const int padded_k = matrix.padded_k();
-  std::byte* data = panel + matrix.head_bytes() + static_cast<size_t>(second) * matrix.tile_bytes();
-  const size_t block_stride = 2 * matrix.tile_bytes();
+  std::byte* data = panel + matrix.head_bytes();
   if (matrix.format == Format::bf16) {
     std::vector<uint16_t> row(static_cast<size_t>(padded_k));
     for (int j = 0; j < kTile; ++j) {
       ops.round_row(values + static_cast<size_t>(j) * static_cast<size_t>(padded_k), DType::f32, padded_k, padded_k,
                     row.data());
       for (int k = 0; k < padded_k; k += 2)
-        std::memcpy(data + static_cast<size_t>(k / 32) * block_stride + static_cast<size_t>(k % 32 / 2 * 64 + j * 4),
-                    row.data() + k, 4);
+        std::memcpy(data + weight_at(matrix.format, second * kTile + j, k).byte, row.data() + k, 4);
     }
     return;
   }
@@ -74,12 +57,11 @@ void pack_tile(const Matrix& matrix, const VectorOps& ops, const float* values, 
       head.scale[column] = scale;
       head.offset[column] = 128 * sum;
       for (int k = 0; k < padded_k; k += 4)
-        std::memcpy(data + static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 4 * 64 + j * 4),
-                    quantised + k, 4);
+        std::memcpy(data + weight_at(matrix.format, column, k).byte, quantised + k, 4);
     } else if (matrix.format == Format::int4) {
       auto* levels = reinterpret_cast<float*>(panel);
-      auto* scales = reinterpret_cast<uint16_t*>(levels + kPanel);
-      auto* zeros = reinterpret_cast<uint8_t*>(scales + static_cast<size_t>(matrix.groups()) * kPanel);
+      auto* scales = reinterpret_cast<uint16_t*>(panel + kInt4ScalesAt);
+      auto* zeros = reinterpret_cast<uint8_t*>(panel + int4_zeros_at(matrix.groups()));
       float most = 0;
       for (int g = 0; g < matrix.groups(); ++g) {
         const int start = g * matrix.group_size, length = std::min(matrix.group_size, padded_k - start);
@@ -99,7 +81,7 @@ void pack_tile(const Matrix& matrix, const VectorOps& ops, const float* values, 
       levels[column] = most / 127.0f;
       for (int k = 0; k < padded_k; k += 8)
         for (int i = 0; i < 4; ++i)
-          data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 8 * 64 + j * 4 + i)] =
+          data[weight_at(matrix.format, column, k + i).byte] =
               static_cast<std::byte>(quantised[k + i] | quantised[k + 4 + i] << 4);
     } else {
       auto* codes = reinterpret_cast<uint8_t*>(quantised);
@@ -117,35 +99,24 @@ void pack_tile(const Matrix& matrix, const VectorOps& ops, const float* values, 
 }
 
 void unpack_column(const Matrix& matrix, const std::byte* panel, int column, float* out) {
-  const std::byte* data = panel + matrix.head_bytes() + static_cast<size_t>(column / kTile) * matrix.tile_bytes();
-  const size_t block_stride = 2 * matrix.tile_bytes();
-  const int j = column % kTile;
+  const std::byte* data = panel + matrix.head_bytes();
   for (int k = 0; k < matrix.k; ++k) {
-    if (matrix.format == Format::bf16) {
-      uint16_t bits;
-      std::memcpy(
-          &bits,
-          data + static_cast<size_t>(k / 32) * block_stride + static_cast<size_t>(k % 32 / 2 * 64 + j * 4 + k % 2 * 2),
-          2);
-      out[k] = bf16_to_float(bits);
-    } else if (matrix.format == Format::int8) {
-      const auto q = static_cast<int8_t>(
-          data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 4 * 64 + j * 4 + k % 4)]);
-      out[k] = static_cast<float>(q) * int8_head(panel).scale[column];
+    const WeightAt at = weight_at(matrix.format, column, k);
+    const auto byte = static_cast<uint8_t>(data[at.byte]);
+    const int scale = matrix.group_size == 0 ? 0 : scale_at(matrix.format, k / matrix.group_size, column);
+    if (matrix.format == Format::int8) {
+      out[k] = static_cast<float>(static_cast<int8_t>(byte)) * int8_head(panel).scale[column];
     } else if (matrix.format == Format::int4) {
-      const auto pair = static_cast<uint8_t>(
-          data[static_cast<size_t>(k / 64) * block_stride + static_cast<size_t>(k % 64 / 8 * 64 + j * 4 + k % 4)]);
-      const int at = k / matrix.group_size * kPanel + column;
-      const int q = (k % 8 < 4 ? pair & 15 : pair >> 4) - (matrix.symmetric ? 8 : int4_zeros(matrix, panel)[at]);
-      out[k] = static_cast<float>(q) * bf16_to_float(int4_scales(panel)[at]);
+      const int q = (byte >> at.shift & 15) - (matrix.symmetric ? 8 : int4_zeros(matrix, panel)[scale]);
+      out[k] = static_cast<float>(q) * bf16_to_float(int4_scales(panel)[scale]);
     } else {
-      const CodeAt at = code_at(matrix, column, k);
       uint16_t lane;
-      std::memcpy(&lane, panel + at.lane, sizeof lane);
-      const int code = lane >> at.shift, group = k / matrix.group_size;
-      out[k] = matrix.format == Format::fp8
-                   ? Fp8::value(static_cast<uint8_t>(code)) * fp8_scale(panel, group, column / kTile)
-                   : Mxfp4::value(code & 15) * Mxfp4::scale(mxfp4_scales(panel)[group * kPanel + column]);
+      std::memcpy(&lane, data + at.byte, sizeof lane);
+      const int code = lane >> at.shift;
+      out[k] = matrix.format == Format::bf16 ? bf16_to_float(lane)
+               : matrix.format == Format::fp8
+                   ? Fp8::value(static_cast<uint8_t>(code)) * fp8_scale(panel, k / matrix.group_size, column / kTile)
+                   : Mxfp4::value(code & 15) * Mxfp4::scale(mxfp4_scales(panel)[scale]);
     }
   }
 }

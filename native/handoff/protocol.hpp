@@ -32,11 +32,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define KTINJECT_BOTH __host__ __device__
-#else
-#define KTINJECT_BOTH
-#endif
+#include "runtime/host_device.hpp"
 
 namespace ktinject::handoff {
 
@@ -49,7 +45,7 @@ constexpr uint32_t kMostPorts = (1u << kPortBits) - 1;
 constexpr uint32_t kAnnounced = 1u << 31;     // set in the entry of a submit that called announce()
 constexpr uint32_t kNobody = kAnnounced - 1;  // no port's address: its entry only takes an announcement back
 
-KTINJECT_BOTH constexpr uint64_t ring_entry(uint32_t ticket, uint32_t address) {
+KTINJECT_HOST_DEVICE constexpr uint64_t ring_entry(uint32_t ticket, uint32_t address) {
   return static_cast<uint64_t>(ticket + 1) << 32 | address;
 }
 constexpr bool has_ticket(uint64_t entry, uint32_t ticket) { return static_cast<uint32_t>(entry >> 32) == ticket + 1; }
@@ -61,7 +57,7 @@ enum Status : uint32_t { kFine = 0, kNoAnswer = 1, kSlotTaken = 2 };
 
 // An expert's id, or the bits of its weight, below the count of its submit.
 using Counted = uint64_t;
-KTINJECT_BOTH constexpr Counted counted(uint32_t count, uint32_t value) { return Counted{count} << 32 | value; }
+KTINJECT_HOST_DEVICE constexpr Counted counted(uint32_t count, uint32_t value) { return Counted{count} << 32 | value; }
 constexpr uint32_t count_of(Counted word) { return static_cast<uint32_t>(word >> 32); }
 constexpr uint32_t value_of(Counted word) { return static_cast<uint32_t>(word); }
 

@@ -112,6 +112,6 @@ def ring_bytes(config: Any, spec: ExpertsSpec, packed: int) -> tuple[int, int]:
 
     packed   bytes of all experts of the layer
     """
-    if config.device == "cpu" or config.prefill == "cpu" or StreamedExperts.why_not(spec):
+    if config.device == "cpu" or config.prefill == "cpu" or not StreamedExperts.support(spec):
         return 0, 0
     return streaming.ring_bytes(spec, packed // spec.num_experts)

@@ -5,7 +5,11 @@ at a time, and runs ahead of the computation into the layers that follow, so tha
 What came in is unpacked to bf16 and multiplied with the rows of those experts. So a layer takes the time of the bus,
 however many tokens there are.
 
-Where CPU and bus take about equally long, each gets a part of the experts, and both work at the same time.
+Where CPU and bus take about equally long, each gets a part of the experts, and both work at the same time. The CPU gets
+its part first, and a kernel reads its answer from page-locked RAM: a copy would queue up behind the experts that were
+sent ahead.
+
+There is one ring a device. It knows the order of the layers; what it fetched ahead for another layer is dropped.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from ktinject.addresses import address
 from ktinject.errors import OperatorError
 from ktinject.operators.offload.handoff import CODES, stream_of
 from ktinject.operators.probes.experts import ExpertsSpec
+from ktinject.support import SUPPORTED, Support
 
 log = logging.getLogger("ktinject")
 
@@ -231,12 +236,14 @@ class StreamedExperts:
         ring.join(self)
 
     @staticmethod
-    def why_not(spec: ExpertsSpec) -> str | None:
-        """The reason why experts of this shape cannot be streamed."""
+    def support(spec: ExpertsSpec) -> Support:
+        """Whether experts of this shape can be streamed."""
         if spec.hidden_size % 8 or spec.intermediate_size % 8:
             widths = f"{spec.hidden_size} and {spec.intermediate_size}"
-            return f"experts are streamed where both widths are multiples of 8, and these are {widths}"
-        return None
+            return Support.no(
+                f"experts are streamed where both widths are multiples of 8, and these are {widths}"
+            )
+        return SUPPORTED
 
     def most_experts(self, chunk_bytes: int) -> int:
         return max(1, min(self.spec.num_experts, chunk_bytes // self.expert_bytes))

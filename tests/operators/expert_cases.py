@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import models
-import pytest
 import reference
 import torch
 import transformers
+from probe_cases import experts_module
 from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -36,22 +35,12 @@ RUNS = [
     for row in TABLE
     if row["weights"] == arguments["weights"] and row["available"]
 ]
-# One family for each kind of arithmetic and layout; the others are the first of these with other names.
-KINDS = ["qwen3_moe", "gpt_oss", "deepseek_v4", "minimax_m3_vl_text", "nemotron_h", "gemma4_text"]
-
-
 emulated = reference.rounding
 
 
 @cache
 def family(name: str) -> nn.Module:
-    return models.leaf(models.tiny(name))[1]
-
-
-def family_or_skip(name: str) -> nn.Module:
-    if name == "aria_text" and not hasattr(family(name), "is_transposed"):
-        pytest.skip("this transformers routes inside AriaExperts")
-    return family(name)
+    return experts_module(name)
 
 
 @cache
@@ -83,7 +72,7 @@ def filled(module: nn.Module, name: str = "bf16", kernel: str = "auto") -> CpuEx
 
 @cache
 def ready(family_name: str, name: str, kernel: str = "auto") -> CpuExperts:
-    return filled(family_or_skip(family_name), name, kernel)
+    return filled(family(family_name), name, kernel)
 
 
 def unpacked(operator: CpuExperts) -> dict[str, Tensor]:

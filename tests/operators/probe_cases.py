@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
+from typing import Any
 
+import models
+import pytest
 import reference
 import torch
+import transformers
 from torch import Tensor, nn
 
 from ktinject.operators.probes.answer import Refusal
@@ -27,6 +32,56 @@ PLAIN = ExpertsSpec(
     up_limit=inf,
     up_offset=0.0,
 )
+
+# What differs from PLAIN, sizes aside, in the families that are not like the others.
+ODD: dict[str, dict[str, Any]] = {
+    "aria_text": {"is_transposed": True},
+    "deepseek_v4": {"gate_max": 1.5, "up_limit": 1.5},
+    "gemma4_text": {"activation": "gelu_tanh"},
+    "gpt_oss": {
+        "has_bias": True,
+        "is_transposed": True,
+        "is_concatenated": False,
+        "alpha": 1.702,
+        "gate_max": 1.5,
+        "up_limit": 1.5,
+        "up_offset": 1.0,
+    },
+    "hy_v4": {"gate_max": 1.5, "up_limit": 1.5},
+    "minimax_m3_vl_text": {"alpha": 1.702, "gate_max": 1.5, "up_limit": 1.5, "up_offset": 1.0},
+    "nemotron_h": {"has_gate": False, "activation": "relu2", "hidden_size": 20},
+}
+if "swiglu_limit" not in transformers.GptOssConfig().to_dict():
+    ODD["gpt_oss"] |= {"gate_max": 7.0, "up_limit": 7.0}  # hard-coded there in transformers 5.17
+# Families whose experts have the config's `intermediate_size`, not a size of their own.
+WIDE = {
+    *("aria_text", "cohere2_moe", "deepseek_v4", "flex_olmo", "gpt_oss", "granitemoe", "granitemoehybrid"),
+    *("granitemoeshared", "hunyuan_v1_moe", "jamba", "minimax", "minimax_m2", "minimax_m3_vl_text"),
+    *("mixtral", "olmoe", "phimoe"),
+}
+
+
+def spec_of(family: str) -> ExpertsSpec:
+    """What the experts of a tiny family have to be described as."""
+    size = 56 if family in WIDE else 24
+    return replace(PLAIN, intermediate_size=size, **ODD.get(family, {}))
+
+
+# Kernels see nothing of a family but its spec. So they are tested with one family for each spec there is, and every
+# other family is only shown to have the spec of one of these.
+KINDS = [name for name in (*ODD, "qwen3_moe", "mixtral") if name in models.AVAILABLE]
+
+
+def experts_module(name: str, device: str = "cpu") -> nn.Module:
+    if device == "cpu":
+        module = models.leaf(models.tiny(name))[1]
+    else:
+        with torch.device(device):
+            model = transformers.AutoModelForCausalLM.from_config(models.config(name))
+        module = models.leaf(model)[1]
+    if name == "aria_text" and not hasattr(module, "is_transposed"):
+        pytest.skip("this transformers routes inside AriaExperts")
+    return module
 
 
 TOKENS = 7

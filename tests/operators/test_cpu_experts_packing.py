@@ -9,16 +9,15 @@ import reference
 import torch
 from expert_cases import (
     FORMATS,
-    KINDS,
     RUNS,
     build,
     family,
-    family_or_skip,
     filled,
     gaussian,
     inputs,
     ready,
 )
+from probe_cases import KINDS
 from torch import Tensor
 
 from ktinject.errors import OperatorError
@@ -29,9 +28,9 @@ from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("family_name", [*KINDS, "aria_text"])
+@pytest.mark.parametrize("family_name", KINDS)
 def test_pieces_of_every_kind_pack_alike(family_name: str, name: str, source: torch.dtype) -> None:
-    module = family_or_skip(family_name)
+    module = family(family_name)
     parameters = {key: value.to(source) for key, value in reference.parameters_of(module).items()}
 
     def load(operator: CpuExperts, form: str) -> CpuExperts:

@@ -16,15 +16,14 @@ import reference
 import torch
 from expert_cases import (
     FORMATS,
-    KINDS,
     build,
-    family_or_skip,
     filled,
     gaussian,
     inputs,
     ready,
     unpacked,
 )
+from probe_cases import KINDS
 from torch import Tensor, nn
 
 from ktinject import _native
@@ -162,7 +161,6 @@ def test_compile_without_a_graph_break(backend: str) -> None:
 
 @pytest.mark.parametrize("family_name", models.AVAILABLE)
 def test_whole_model(family_name: str) -> None:
-    family_or_skip(family_name)
     model = models.tiny(family_name)
     tokens = torch.arange(3, 23).view(2, 10)
     with torch.no_grad():

@@ -13,11 +13,11 @@ struct Int8Head {
 inline const Int8Head& int8_head(const std::byte* panel) { return *reinterpret_cast<const Int8Head*>(panel); }
 inline const float* int4_levels(const std::byte* panel) { return reinterpret_cast<const float*>(panel); }
 inline const uint16_t* int4_scales(const std::byte* panel) {
-  return reinterpret_cast<const uint16_t*>(panel + kPanel * sizeof(float));
+  return reinterpret_cast<const uint16_t*>(panel + kInt4ScalesAt);
 }
 
 inline const uint8_t* int4_zeros(const Matrix& matrix, const std::byte* panel) {
-  return reinterpret_cast<const uint8_t*>(int4_scales(panel) + static_cast<size_t>(matrix.groups()) * kPanel);
+  return reinterpret_cast<const uint8_t*>(panel + int4_zeros_at(matrix.groups()));
 }
 inline float fp8_scale(const std::byte* panel, int group, int tile) {
   return reinterpret_cast<const float*>(panel)[group * 2 + tile];

@@ -5,11 +5,9 @@
 namespace ktinject::gemm {
 namespace {
 
-// Byte of tile `tile` that holds (row r, byte b of the 64) in block `block`.
-const std::byte* at(const Matrix& matrix, const std::byte* panel, int block, int tile, int r, int b) {
-  return panel + matrix.head_bytes() +
-         (static_cast<size_t>(block) * 2 + static_cast<size_t>(tile)) * matrix.tile_bytes() +
-         static_cast<size_t>(r) * 64 + static_cast<size_t>(b);
+// The byte, or the first of two, that holds the weight of output j and input k.
+const std::byte* at(const Matrix& matrix, const std::byte* panel, int j, int k) {
+  return panel + matrix.head_bytes() + weight_at(matrix.format, j, k).byte;
 }
 
 // Byte b of row `row`.
@@ -35,9 +33,8 @@ void reference_bf16(const Matrix& matrix, const std::byte* panels, int count, co
   for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
     float sum = 0;
     for (int k = 0; k < matrix.padded_k(); ++k) {
-      const int in_block = k % 32;
       uint16_t w, x;
-      __builtin_memcpy(&w, at(matrix, panel, k / 32, j / kTile, in_block / 2, (j % kTile) * 4 + (in_block % 2) * 2), 2);
+      __builtin_memcpy(&w, at(matrix, panel, j, k), 2);
       __builtin_memcpy(&x, of_row(rows, row, 2 * k), 2);
       sum += bf16_to_float(x) * bf16_to_float(w);
     }
@@ -51,9 +48,7 @@ void reference_int8(const Matrix& matrix, const std::byte* panels, int count, co
     const Int8Head& head = int8_head(panel);
     int32_t sum = -head.offset[j];
     for (int k = 0; k < matrix.padded_k(); ++k) {
-      const int in_block = k % 64;
-      const auto w =
-          static_cast<int8_t>(*at(matrix, panel, k / 64, j / kTile, in_block / 4, (j % kTile) * 4 + in_block % 4));
+      const auto w = static_cast<int8_t>(*at(matrix, panel, j, k));
       sum += int32_t{static_cast<uint8_t>(*of_row(rows, row, k))} * w;
     }
     return static_cast<float>(sum) * (rows.scale[row] * head.scale[j]);
@@ -69,10 +64,9 @@ void reference_int4(const Matrix& matrix, const std::byte* panels, int count, co
       int32_t products = -zero * rows.group_sum[row * matrix.groups() + g];
       const int end = (g + 1) * matrix.group_size < matrix.padded_k() ? (g + 1) * matrix.group_size : matrix.padded_k();
       for (int k = g * matrix.group_size; k < end; ++k) {
-        const int quad = k % 64 / 4;
-        const auto pair =
-            static_cast<uint8_t>(*at(matrix, panel, k / 64, j / kTile, quad / 2, (j % kTile) * 4 + k % 4));
-        products += int32_t{static_cast<int8_t>(*of_row(rows, row, k))} * (quad % 2 ? pair >> 4 : pair & 15);
+        const auto pair = static_cast<uint8_t>(*at(matrix, panel, j, k));
+        const int code = pair >> weight_at(matrix.format, j, k).shift & 15;
+        products += int32_t{static_cast<int8_t>(*of_row(rows, row, k))} * code;
       }
       sum += static_cast<float>(products) * bf16_to_float(int4_scales(panel)[g * kPanel + j]);
     }
@@ -82,12 +76,11 @@ void reference_int4(const Matrix& matrix, const std::byte* panels, int count, co
 
 namespace {
 
-// The 16-bit lane of packed fp8 or mxfp4 in which input k of output j lies, from its lowest code on; `codes` a lane.
-uint32_t lane_of(const Matrix& matrix, const std::byte* panel, int k, int j, int codes) {
-  const int row = k % 32 / 2;
+// The 16-bit lane of packed fp8 or mxfp4 in which input k of output j lies, from its lowest code on.
+uint32_t lane_of(const Matrix& matrix, const std::byte* panel, int k, int j) {
   uint16_t lane;
-  __builtin_memcpy(&lane, at(matrix, panel, k / 32, j / kTile, row / codes, (j % kTile) * 4 + k % 2 * 2), 2);
-  return uint32_t{lane} >> (row % codes * 16 / codes);
+  __builtin_memcpy(&lane, at(matrix, panel, j, k), 2);
+  return uint32_t{lane} >> weight_at(matrix.format, j, k).shift;
 }
 
 // c = rows of bf16 times weight(panel, k, j), rounded to bf16.
@@ -110,7 +103,7 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Pac
 void reference_fp8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                    std::byte*, const Epilogue*) {
   decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
-    const auto code = static_cast<uint8_t>(lane_of(matrix, panel, k, j, 2));
+    const auto code = static_cast<uint8_t>(lane_of(matrix, panel, k, j));
     return Fp8::value(code) * fp8_scale(panel, k / kFp8Block, j / kTile);
   });
 }
@@ -119,7 +112,7 @@ void reference_mxfp4(const Matrix& matrix, const std::byte* panels, int count, c
                      std::byte*, const Epilogue*) {
   decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
     const uint8_t scale = mxfp4_scales(panel)[k / kMxfp4Group * kPanel + j];
-    return Mxfp4::value(static_cast<int>(lane_of(matrix, panel, k, j, 4) & 15)) * Mxfp4::scale(scale);
+    return Mxfp4::value(static_cast<int>(lane_of(matrix, panel, k, j) & 15)) * Mxfp4::scale(scale);
   });
 }
 

@@ -8,76 +8,38 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import models
 import pytest
 import torch
 import transformers
-from probe_cases import PLAIN, assert_reference_is, described, refusal
-from torch import nn
+from probe_cases import KINDS, assert_reference_is, described, experts_module, refusal, spec_of
 
 from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.experts import ExpertsSpec, probe
 
-# What differs from PLAIN, sizes aside, in the families that are not like the others.
-ODD: dict[str, dict[str, Any]] = {
-    "aria_text": {"is_transposed": True},
-    "deepseek_v4": {"gate_max": 1.5, "up_limit": 1.5},
-    "gemma4_text": {"activation": "gelu_tanh"},
-    "gpt_oss": {
-        "has_bias": True,
-        "is_transposed": True,
-        "is_concatenated": False,
-        "alpha": 1.702,
-        "gate_max": 1.5,
-        "up_limit": 1.5,
-        "up_offset": 1.0,
-    },
-    "hy_v4": {"gate_max": 1.5, "up_limit": 1.5},
-    "minimax_m3_vl_text": {"alpha": 1.702, "gate_max": 1.5, "up_limit": 1.5, "up_offset": 1.0},
-    "nemotron_h": {"has_gate": False, "activation": "relu2", "hidden_size": 20},
-}
-
-
-def decorated(module: nn.Module) -> bool:
-    return hasattr(module, "is_transposed")
-
-
-def family_leaf(name: str, device: str = "cpu") -> nn.Module:
-    if device == "cpu":
-        module = models.leaf(models.tiny(name))[1]
-    else:
-        with torch.device(device):
-            model = transformers.AutoModelForCausalLM.from_config(models.config(name))
-        module = models.leaf(model)[1]
-    if name == "aria_text" and not decorated(module):
-        pytest.skip("this transformers routes inside AriaExperts")
-    return module
-
-
 # --- every family ---
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", models.AVAILABLE)
-def test_family_is_described(name: str, device: str) -> None:
-    spec = described(family_leaf(name, device))
-    odd = dict(ODD.get(name, {}))
-    if name == "gpt_oss" and "swiglu_limit" not in transformers.GptOssConfig().to_dict():
-        odd |= {"gate_max": 7.0, "up_limit": 7.0}  # hard-coded there in transformers 5.17
-    assert spec.intermediate_size in (24, 56)
-    assert spec == replace(PLAIN, intermediate_size=spec.intermediate_size, **odd)
+def test_family_is_described_and_is_the_reference(name: str) -> None:
+    module = experts_module(name)
+    spec = described(module)
+    assert spec == spec_of(name)
+    assert_reference_is(module, spec)
 
 
-@pytest.mark.parametrize("name", models.AVAILABLE)
-def test_family_is_the_reference(name: str) -> None:
-    module = family_leaf(name)
-    assert_reference_is(module, described(module))
+@pytest.mark.parametrize("name", KINDS)
+def test_family_is_described_on_meta(name: str) -> None:
+    assert described(experts_module(name, "meta")) == spec_of(name)
+
+
+def test_every_spec_has_one_family_that_kernels_are_tested_with() -> None:
+    specs = [spec_of(name) for name in KINDS]
+    assert len(set(specs)) == len(specs) and {spec_of(name) for name in models.AVAILABLE} == set(specs)
 
 
 @pytest.mark.parametrize("name", models.AVAILABLE)
@@ -97,7 +59,7 @@ def test_family_is_alive(name: str) -> None:
 @pytest.mark.parametrize("name", models.REFUSED)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_family_is_refused(name: str, device: str) -> None:
-    assert re.search(models.REFUSED[name][1], refusal(family_leaf(name, device)))
+    assert re.search(models.REFUSED[name][1], refusal(experts_module(name, device)))
 
 
 def test_at_least_eighteen_families() -> None:
