@@ -41,13 +41,13 @@ class Config:
 
 
 class PendingOutput(Protocol):
-    """What operators of a model hand from layer to layer beside the hidden states, within one forward pass."""
+    """An output that a layer's operator leaves for the next layer's, beside the hidden states, within a pass."""
 
     def detach(self) -> Tensor | None:
-        """What is under way, complete, wherever that is; None: nothing is."""
+        """Wait for the pending output and give it away; None: nothing is pending."""
 
     def attach(self, tensor: Tensor) -> None:
-        """The same for the next layers, where they are."""
+        """Take it back as a tensor on the next layers' device."""
 
 
 class Operator(nn.Module, ABC):
@@ -70,9 +70,8 @@ class Operator(nn.Module, ABC):
     capturable: bool = False
     # Attributes that the operator changes itself after it is finished, and whose change a recorded step may miss.
     changing: ClassVar[frozenset[str]] = frozenset()
-    pending_output: PendingOutput | None = (
-        None  # one for all operators that hand on to each other; crosses from GPU to GPU
-    )
+    # Shared by all operators that leave outputs for each other; it crosses stage boundaries.
+    pending_output: PendingOutput | None = None
     kv_values_per_token: int | None = (
         None  # values that an attention caches for a token; None: as many as the module it replaces
     )

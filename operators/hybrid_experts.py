@@ -126,9 +126,9 @@ class HybridExperts(CpuExperts):
 
     def __init__(self, spec: ExpertsSpec, config: HybridExpertsConfig) -> None:
         super().__init__(spec, config)
-        why_not = StreamedExperts.why_not(spec)
-        if config.streams_from is not None and why_not:
-            raise OperatorError(f"hybrid_experts: prefill is {config.prefill}, but {why_not}")
+        streamed = StreamedExperts.support(spec)
+        if config.streams_from is not None and not streamed:
+            raise OperatorError(f"hybrid_experts: prefill is {config.prefill}, but {streamed.reason}")
         self.resident: tuple[int, ...] = getattr(config, "resident", ())
         self.handoff = Handoff(self.native, spec.hidden_size, config.handoff)
         self.on_gpu: GpuExperts | None = None
@@ -189,9 +189,10 @@ class HybridExperts(CpuExperts):
         return [f"{name}={value}" for name, value in asked.items() if value != getattr(default, name)]
 
     def _prefill(self) -> str:
-        why_not = None if self.config.prefill == "cpu" else StreamedExperts.why_not(self.spec)
-        if self.config.prefill == "cpu" or why_not:
-            return "on the CPU" + (f": {why_not}" if why_not else "")
+        if self.config.prefill == "cpu":
+            return "on the CPU"
+        if not (streamed := StreamedExperts.support(self.spec)):
+            return f"on the CPU: {streamed.reason}"
         if self.config.streams_from is not None:
             least = f" from {self.config.prefill} tokens on" if isinstance(self.config.prefill, int) else ""
             return f"experts streamed to the GPU{least}"
@@ -248,7 +249,7 @@ class HybridExperts(CpuExperts):
             except (RuntimeError, ValueError) as error:
                 raise OperatorError(f"hybrid_experts: {error}") from None
         self._for_gpu = self.native
-        if self.config.prefill != "cpu" and StreamedExperts.why_not(self.spec) is None:
+        if self.config.prefill != "cpu" and StreamedExperts.support(self.spec):
             try:
                 self.streamed = StreamedExperts(self.spec, self.native, device)
             except RuntimeError as error:
@@ -360,7 +361,7 @@ class HybridExperts(CpuExperts):
 
 def _ring_bytes(config: Any, spec: ExpertsSpec) -> tuple[int, int]:
     """What long prompts take on the GPU, at least and best; nothing where they stay on the CPU."""
-    if config.device == "cpu" or config.prefill == "cpu" or StreamedExperts.why_not(spec):
+    if config.device == "cpu" or config.prefill == "cpu" or not StreamedExperts.support(spec):
         return 0, 0
     packed = native_experts(spec, config.weights, config.group_size, "auto", config.symmetric).bytes
     return streaming.ring_bytes(spec, packed // spec.num_experts)

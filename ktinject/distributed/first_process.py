@@ -1,10 +1,10 @@
-"""Routed experts that process 0 of a tensor-parallel model has, and all processes need the results of.
+"""Routed experts of a tensor-parallel model: the process of rank 0 holds them, and all processes need their results.
 
-    process 0   BroadcastExperts: the operator inside ──► broadcast
-    others      ReceivedExperts                      ◄── [m, hidden]
+    rank 0   BroadcastExperts: the operator inside ──► broadcast
+    others   ReceivedExperts                       ◄── [m, hidden]
 
-Their own routers gave the others the same ids and weights, which nobody looks at. A failure in process 0 is sent as
-NaN, and raised by all processes at the end of the forward pass (`ProcessGroup.raise_if_failed`).
+The other processes have routed, too, to the same experts, and ignore the result. Rank 0 sends a failure as
+NaN, and it is raised by all processes at the end of the forward pass (`ProcessGroup.raise_if_failed`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _RankZeroExperts(Operator):
-    """What both have in common; no rule can name them, and the plan knows the operator that it is about."""
+    """What both have in common. No rule names them; the plan shows the operator that rank 0 has."""
 
     device_types = ("cuda", "cpu")
 

@@ -1,4 +1,4 @@
-"""Decoder layers on several GPUs: what they take and give crosses a border once.
+"""Decoder layers on several GPUs: what they take and give crosses a stage boundary once.
 
     layer 11 on cuda:0 ── hidden states ──► layer 12 on cuda:1 …  last layer ── hidden states ──► norm, head on cuda:0
 
@@ -23,14 +23,14 @@ from ktinject.operators.base import PendingOutput
 
 
 class StageBoundary:
-    """The way to the GPU of some layers: what was moved there, and its copies.
+    """The boundary before the layers on one GPU: what was moved there, and its copies.
 
-    pending_output   what operators hand from layer to layer
+    pending   outputs that operators of one layer leave for the next
     """
 
-    def __init__(self, device: str, pending_output: Sequence[PendingOutput] = ()) -> None:
+    def __init__(self, device: str, pending: Sequence[PendingOutput] = ()) -> None:
         self.device = torch.device(device)
-        self._pending = pending_output
+        self._pending = pending
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def install_on(self, layers: Sequence[nn.Module]) -> None:
@@ -119,7 +119,7 @@ def return_hook(home: torch.device) -> Callable[[nn.Module, Any, dict[str, Any],
 
 
 def pending_outputs(model: nn.Module) -> list[PendingOutput]:
-    """What operators of a model hand from layer to layer."""
+    """The pending outputs of all operators of a model, each once."""
     operators = [module for module in model.modules() if isinstance(module, Operator)]
     return list(dict.fromkeys(o.pending_output for o in operators if o.pending_output is not None))
 

@@ -3,8 +3,8 @@
     process 0 ── data: NCCL on GPUs, gloo on CPUs; in the order of the stream ──► the others
               ── control: gloo; decisions and failures, from host to host ──────► the others
 
-All processes run the same program, so they call the same things in the same order. What one of them decides alone, or
-what fails in one of them alone, goes through the control group: no process waits for another that has given up.
+All processes run the same program, so they call the same functions in the same order. A decision or a failure of one
+process alone goes through the control group, so no process waits for another that has given up.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ class Decoding:
         return self._fused
 
     @fused.setter
-    def fused(self, nothing: None) -> None:
-        self._fused, self._fuses = None, False
+    def fused(self, fused: Fused | None) -> None:
+        self._fused, self._fuses = fused, fused is not None
 
     def release(self) -> None:
         """Give back all captured graphs and their caches; the next request captures again."""

@@ -3,8 +3,8 @@
     step ──► logits ──► Sampler.choose ──► tokens stay on the device ──► step …
                               └──► a copy to the host, read while the next step runs
 
-The end is therefore seen one step late; that step is thrown away. What one step is, a forward pass or the replay of a
-CUDA graph, the loop does not know.
+So the loop sees the end of a text one step late and throws that step away. It does not know whether a step is a forward
+pass or the replay of a CUDA graph.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Work on GPUs as CUDA graphs: one for each part of it that is on one GPU, replayed one behind the other.
+"""Piecewise CUDA graphs: work on several GPUs as one graph for each stage, replayed in order.
 
     graph on cuda:0 ──► copy ──► graph on cuda:1 ──► copy ──► graph on cuda:0
 
-The work says where it goes on on another GPU by calling `Stages.transfer`; on one GPU it never does, and the graph is a
-single graph. What crosses is one copy: a graph ends by laying it side by side. Copies and graphs are queued in the
-current streams of their GPUs, which wait for each other; the host waits for none.
+The work calls `Stages.transfer` where it goes on on another GPU. On one GPU it never does, and there is one graph. A
+graph ends by packing all tensors that cross, so they cross in one copy. Copies and graphs are queued in the current
+streams of their GPUs. These streams wait for each other; the host waits for none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Stages(Protocol):
 
 
 class EagerStages(ExitStack):
-    """The stages of work that is computed now; to be left when that is done.
+    """The stages of work that is computed at once. A context manager: leave it when the work is queued.
 
     stream_of  the stream to use on a GPU
     """
@@ -59,7 +59,10 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class PiecewiseGraph:
-    """Captured work. parts: graphs, and (to, from) for what is copied behind each."""
+    """Captured work.
+
+    parts  graphs in order, each with the copies (to, from) that follow it
+    """
 
     def __init__(self) -> None:
         self.parts: list[tuple[torch.cuda.CUDAGraph, list[tuple[Tensor, Tensor]]]] = []
@@ -96,7 +99,7 @@ def capture(work: Callable[[Stages], None], home: torch.device, pool: Any) -> Pi
 class _Capture:
     """The stages of work that is being captured.
 
-    open   the graph that is
+    open   the contexts of the stage's graph
     """
 
     def __init__(self, pool: Any) -> None:
@@ -141,7 +144,7 @@ class _Capture:
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors of one device side by side, [bytes] uint8; each where its dtype and `unpack` want it."""
+    """Tensors of one device side by side, [bytes] uint8, each aligned for its dtype."""
     return torch.cat([tensors[at].contiguous().view(-1).view(torch.uint8) for at in _order(tensors)])
 
 
@@ -154,5 +157,5 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _order(tensors: Sequence[Tensor]) -> list[int]:
-    """Those whose size is a multiple of the greatest power of two first, so that each begins at one of its own."""
+    """Indices, those first whose size has the greatest power of two as a factor: so each tensor begins aligned."""
     return sorted(range(len(tensors)), key=lambda at: -(tensors[at].nbytes & -tensors[at].nbytes))

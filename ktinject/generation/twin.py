@@ -1,6 +1,6 @@
 """Twins of modules: the same class, attributes, weights and children, and hooks of their own.
 
-What is tried out on a twin changes nothing of the model, whatever interrupts it, and no other thread sees it.
+A trial on a twin changes nothing of the model, even if it is interrupted, and no other thread sees it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """What a recorded decode step relies on, and whether it is still so.
 
 A captured graph, or the native twin of a model's layers, computes what the model computed when it was recorded. It
-would miss whatever a user changes afterwards: a replaced `forward`, a hook, an attribute, a weight, a class. So a
-`Watch` notes all of that, and is asked before every step; the answer takes microseconds (native/bindings/watch.cpp).
+misses whatever a user changes afterwards: a replaced `forward`, a hook, an attribute, a weight, a class. So a `Watch`
+notes all of that and is asked before every step; the answer takes microseconds (native/bindings/watch.cpp).
 
-Noted is what is *bound*: which objects a module holds under which names, down through lists, dicts and configs. The
-values of weights are not, for a recorded step reads them where they lie.
+A `Watch` notes which objects a module holds under which names, down through lists, dicts and configs. It does not note
+the values of weights: a recorded step reads them where they lie.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Mapping
 from types import FunctionType, ModuleType
@@ -23,7 +24,7 @@ from ktinject.generation.trust import BASES, is_trusted
 from ktinject.hf import compat
 from ktinject.operators import Operator
 
-# Kinds of entries, as native/bindings/watch.cpp knows them.
+# Kinds of entries, as native/bindings/watch.cpp knows them. Of the last kind, what data_ptr() gives is compared.
 _ATTRIBUTES, _ITEMS, _ELEMENTS, _LOOKUPS, _CLASS, _TENSOR = range(6)
 
 # Of the model: what every request reads anew, and what generation leaves there.
@@ -46,6 +47,26 @@ _MOST_ITEMS = 4096
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
+class _EmptyDicts:
+    """Dicts that hold nothing: two thirds of all that is noted of a model.
+
+    One look at all of them is faster than as many entries. It stands as one entry of the kind of tensors.
+    """
+
+    def __init__(self) -> None:
+        self.named: list[tuple[dict[Any, Any], str]] = []
+
+    def close(self) -> None:
+        """No more come."""
+        # Whether one of them holds something now: `any` asks them in C.
+        self.data_ptr = functools.partial(any, tuple(held for held, _ in self.named))
+
+    def first_filled(self) -> str:
+        """The name of what the first of them holds that holds something."""
+        found = (f"{name}.{key}" for held, name in self.named for key in [*held])
+        return next(found, "a dict")  # which another thread may have emptied again
+
+
 class Watch:
     """A model as it was when this was made. Holds its parts, and the model weakly."""
 
@@ -54,6 +75,7 @@ class Watch:
         self._found = _native.Seen()
         self._entries: list[tuple[Any, ...]] = []
         self._names: list[str] = []
+        self._empty = _EmptyDicts()
         self._seen: set[int] = set()
         self._classes: set[type] = set()
         for path, module in model.named_modules():
@@ -63,16 +85,20 @@ class Watch:
         for registry in (compat.ALL_ATTENTION_FUNCTIONS, compat.ALL_MASK_ATTENTION_FUNCTIONS):
             for name in ("_local_mapping", "_global_mapping"):
                 self._note_value(getattr(registry, name, {}), "the attention functions")
+        self._empty.close()
+        self._note("", _TENSOR, self._empty, False)
         del self._seen, self._classes
 
     def change(self) -> str:
-        """What is no more as it was, as the beginning of a sentence; "" if all is."""
+        """The first thing that differs from when this was made, as "… was changed"; "" if nothing does."""
         model = self._model()
         at = self._found.first_change(self._entries, model)
         return "" if at < 0 else self._name(at, model)
 
     def _name(self, at: int, model: Any) -> str:
         kind, holder, *noted = self._entries[at]
+        if holder is self._empty:
+            return f"{self._empty.first_filled()} was changed"
         holder = model if holder is None else holder
         if kind not in (_ATTRIBUTES, _ITEMS):
             return f"{self._names[at]} was changed"
@@ -122,6 +148,9 @@ class Watch:
                 self._note_value(inner, f"{name}.{key}")
         elif isinstance(value, dict) and len(value) <= _MOST_ITEMS:
             self._seen.add(id(value))
+            if not value:
+                self._empty.named.append((value, name))
+                return
             self._note(name, _ITEMS, value, _paired(value))
             for key, inner in value.items():
                 self._note_value(inner, f"{name}.{key}")

@@ -45,7 +45,8 @@ SET = "set"  # the owner is a function whose code names it: an attribute that it
 
 @dataclass(frozen=True)
 class Private:
-    """
+    """A name that may be gone, or mean something else, in another version.
+
     owner      "module", "module:Class" or "module:Class.method"
     name       of the owner
     signature  calls that must be allowed, such as "(self, ids, streamer=None, *, mask)"; what else it takes must have
@@ -67,6 +68,9 @@ class Private:
             owner = _resolve(self.owner)
             if self.signature == SET:
                 code = inspect.unwrap(owner).__code__
+                file = importlib.import_module(self.owner.partition(":")[0]).__file__
+                if code.co_filename not in (file, "<string>"):  # the latter: of a dataclass
+                    return ""  # another library has put a function of its own in this one's place, which says nothing
                 return "" if self.name in (*code.co_names, *code.co_consts) else f"{self} is gone"
             value = getattr(owner, self.name)
         except (ImportError, AttributeError):
@@ -120,7 +124,7 @@ _CRITERIA = "transformers.generation.stopping_criteria"
 _NAMES = "transformers.conversion_mapping"
 _LOADER = "transformers.core_model_loading"
 _INFO = "transformers.utils.loading_report:LoadStateDictInfo.__init__"
-_MODULE = "torch.nn:Module"
+_MODULE = "torch.nn.modules.module:Module"
 
 _MOE = "transformers.integrations.moe"
 _HOOKS = "torch.nn.modules.module"

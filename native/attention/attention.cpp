@@ -39,9 +39,9 @@ void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* 
   const bool serial = products < kSerialProducts || workers.threads() == 1;
   const int blocks = (over.heads + kMostHeads - 1) / kMostHeads, most = (over.heads + blocks - 1) / blocks;
   const int units = over.batch * over.groups * blocks;
-  const int stretches = (over.places + gemm::kAttendPlaces - 1) / gemm::kAttendPlaces;
-  const int wanted = serial ? 1 : std::clamp(workers.threads() * kTasksPerThread / units, 1, stretches);
-  const int length = (stretches + wanted - 1) / wanted * gemm::kAttendPlaces;
+  const int spans = (over.places + gemm::kAttendPlaces - 1) / gemm::kAttendPlaces;
+  const int wanted = serial ? 1 : std::clamp(workers.threads() * kTasksPerThread / units, 1, spans);
+  const int length = (spans + wanted - 1) / wanted * gemm::kAttendPlaces;
   const int splits = (over.places + length - 1) / length;
 
   const size_t part = 2 + static_cast<size_t>(over.dv);
@@ -150,13 +150,13 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     for (int g = 0; g < groups; ++g) {
       float* one = k + product(row * groups + g, size);
       norm_and_turn(one, config_.k_norm, row);
-      const size_t place = product(row * groups + g, step.capacity, size) + product(step.place, size);
+      const size_t place = product(row * groups + g, step.capacity, size) + product(step.position, size);
       ops.store(head + size, size, step.dtype, at(cache.keys, place, step));
       ops.store(v + product(row * groups + g, size), size, step.dtype, at(cache.values, place, step));
     }
   }
   const int shared = heads / groups;
-  attend_all(ops, {batch, groups, shared, step.place + 1, size, size}, step.dtype, sum, [&](int row, int group) {
+  attend_all(ops, {batch, groups, shared, step.position + 1, size, size}, step.dtype, sum, [&](int row, int group) {
     const size_t begin = product(row * groups + group, step.capacity, size);
     gemm::Attend task;
     task.q = q + product((row * groups + group) * shared, size);
@@ -234,7 +234,7 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
     float* one = kv + product(row, wide);
     ops.rms_norm(one, config_.kv_norm.weight, rank, config_.kv_norm.epsilon, step.dtype, latent);
     turned(one + rank, row, latent + rank);
-    const size_t place = product(row, step.capacity) + static_cast<size_t>(step.place);
+    const size_t place = product(row, step.capacity) + static_cast<size_t>(step.position);
     ops.store(latent, rank, step.dtype, at(cache.keys, place * static_cast<size_t>(rank), step));
     ops.store(latent + rank, rope, step.dtype, at(cache.values, place * static_cast<size_t>(rope), step));
   }
@@ -252,7 +252,7 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
       }
     });
   }
-  attend_all(ops, {batch, 1, heads, step.place + 1, wide, rank}, step.dtype, sum, [&](int row, int) {
+  attend_all(ops, {batch, 1, heads, step.position + 1, wide, rank}, step.dtype, sum, [&](int row, int) {
     gemm::Attend task;
     task.q = query + product(row * heads, wide);
     task.k1 = task.v = at(cache.keys, product(row, step.capacity, rank), step);

@@ -27,13 +27,13 @@ struct LayerCache {
 struct Step {
   DType dtype = DType::bf16;
   int batch = 1;
-  int place = 0;              // in the cache, of the tokens of this step
+  int position = 0;           // in the cache, of the tokens of this step
   int capacity = 0;           // of the cache
   const void* cos = nullptr;  // [batch or 1, rotary] of dtype
   const void* sin = nullptr;
   int rotary = 0;
   bool shared_rotation = false;   // one row for all
-  const uint8_t* mask = nullptr;  // [batch, mask_stride], places up to `place`
+  const uint8_t* mask = nullptr;  // [batch, mask_stride], places up to `position`
   size_t mask_stride = 0;
 
   size_t width() const { return dtype_bytes(dtype); }

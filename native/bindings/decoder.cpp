@@ -69,7 +69,7 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
   attention::Step step;
   step.dtype = dtype;
   step.batch = size_of(batch, "batch");
-  step.place = place;
+  step.position = place;
   step.capacity = cache.capacity;
   if (dtype != self.dtype() || x.shape(1) != static_cast<size_t>(self.hidden()) || batch == 0)
     refuse("hidden states must be [batch, " + std::to_string(self.hidden()) + "] of the model's dtype");

@@ -128,7 +128,7 @@ const VectorOps& vector_ops() { return *backend().vector_ops; }
 const StepOps& step_ops() { return *backend().step_ops; }
 
 size_t scratch_bytes(const Matrix& matrix) {
-  // Two expanded stretches of a panel, of at most 64 blocks.
+  // Two expanded slices of a panel, of at most 64 blocks.
   return matrix.format == Format::bf16 || matrix.format == Format::int8 ? 0 : size_t{256} << 10;
 }
 

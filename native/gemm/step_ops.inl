@@ -270,7 +270,7 @@ static void mersenne_next(uint32_t* state) {
     return (((a & 0x80000000u) | (b & 0x7fffffffu)) >> 1) ^
            (static_cast<u32>(-static_cast<int32_t>(b & 1u)) & 0x9908b0dfu);
   };
-  // Words are made from ones 397 places on, or 227 back: stretches of that length depend on nothing in themselves.
+  // Words are made from ones 397 places on, or 227 back: runs of that length depend on nothing in themselves.
   constexpr int kBack = kMersenneWords - kPeriod;
   for (int i = 0; i < kBack; ++i) state[i] = state[i + kPeriod] ^ mixed(state[i], state[i + 1]);
   for (int first = kBack; first < kMersenneWords - 1; first += kBack) {

@@ -32,6 +32,7 @@ from ktinject.addresses import address
 from ktinject.errors import OperatorError
 from ktinject.operators.offload.handoff import CODES, stream_of
 from ktinject.operators.probes.experts import ExpertsSpec
+from ktinject.support import SUPPORTED, Support
 
 log = logging.getLogger("ktinject")
 
@@ -235,12 +236,14 @@ class StreamedExperts:
         ring.join(self)
 
     @staticmethod
-    def why_not(spec: ExpertsSpec) -> str | None:
-        """The reason why experts of this shape cannot be streamed."""
+    def support(spec: ExpertsSpec) -> Support:
+        """Whether experts of this shape can be streamed."""
         if spec.hidden_size % 8 or spec.intermediate_size % 8:
             widths = f"{spec.hidden_size} and {spec.intermediate_size}"
-            return f"experts are streamed where both widths are multiples of 8, and these are {widths}"
-        return None
+            return Support.no(
+                f"experts are streamed where both widths are multiples of 8, and these are {widths}"
+            )
+        return SUPPORTED
 
     def most_experts(self, chunk_bytes: int) -> int:
         return max(1, min(self.spec.num_experts, chunk_bytes // self.expert_bytes))

@@ -373,7 +373,7 @@ struct Step {
     for (int i = 0; i < kHidden; ++i) x[static_cast<size_t>(i)] = static_cast<float>(i % 7) / 7;
     attention::Step step;
     step.dtype = DType::f32;
-    step.place = 3;
+    step.position = 3;
     step.capacity = kPlaces;
     decoder.forward(x.data(), step, {{keys.data(), values.data(), kHeads, kSize, kSize}}, 0, 1, {}, y.data());
     int64_t token = -1;

@@ -197,8 +197,8 @@ def test_a_request_aborted_between_graphs_leaves_nothing(qwen: PreTrainedModel) 
 
 @pytest.mark.parametrize("resident", [0, 3])
 @pytest.mark.parametrize("family", ["qwen", "deepseek"])
-def test_deferral_across_borders(request: pytest.FixtureRequest, family: str, resident: int) -> None:
-    """What layers before a border deferred is added behind it, eagerly and in a graph for each side."""
+def test_deferral_across_stage_boundaries(request: pytest.FixtureRequest, family: str, resident: int) -> None:
+    """What layers before a stage boundary deferred is added behind it, eagerly and in a graph for each side."""
     model = request.getfixturevalue(family)
     swapped = on_gpu(model, deferred=2, gpu_experts=resident)
     layers = list(swapped.model.layers)
@@ -216,7 +216,7 @@ def same_as_defined(swapped: PreTrainedModel, model: PreTrainedModel) -> None:
             assert torch.equal(generate(swapped, texts[rows, :PROMPT]), texts[rows])
             assert swapped.ktinject_decoding.last == "graph loop", swapped.ktinject_decoding.reason
     steps = [*swapped.ktinject_decoding.runners[3]._steps.values()]
-    assert all(len(step.parts) == 3 for step in steps), "on both sides of each border"
+    assert all(len(step.parts) == 3 for step in steps), "on both sides of each stage boundary"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

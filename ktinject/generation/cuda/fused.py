@@ -1,16 +1,16 @@
 """Decode steps of few kernels: norms, attention, routing and what lies between them as native/cuda computes it.
 
 Between two layers of experts, transformers runs some fifty kernels on tensors of a single token; nearly all of that
-time is launches. What is captured is therefore a twin of the model, in which the modules that `Fused` knows by what
-they hold compute with few kernels instead; the model itself stays as it is, for prompts and for other threads:
+time is launches. So what is captured is a twin of the model, in which modules with a known spec (layer_spec.py) compute
+with few kernels. The model itself stays as it is, for prompts and for other threads:
 
     a decoder layer   norm and projections to heads | attention | output projection and residual
                       | norm and router | choice of experts and submit | wait and residual
     its parts         a norm, attention, a router, where the layer around them is not known
     before            angles of rotation
 
-Whether one computes what its module computes is not believed: the first step runs both, on the model's own numbers, and
-a module that differs stays as it is.
+That these kernels compute what the modules compute is not believed. The first step runs both, on the model's own
+numbers, and a module whose kernels differ stays as it is.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _LAYER_TOLERANCE = 0.1
 
 
 class Fused:
-    """A twin of a model whose known modules make decode steps of few kernels, if they were found to compute the same.
+    """A twin of a model in which known modules compute with few kernels, if these agreed in the first step.
 
-    twin      it holds the model's modules, and not the model
-    refused   path → why a module that looked known keeps its own forward
+    twin      holds the model's modules, and not the model
+    refused   path → why a module with a known spec keeps its own forward
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup | None = None) -> None:

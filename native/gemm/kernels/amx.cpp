@@ -2,13 +2,13 @@
 // that is loaded is used twice. Rows that do not fill a tile get a tile of fewer rows, which also makes the product
 // shorter.
 //
-// With many rows and a long k, k is cut into stretches of 16 blocks: 32 KiB of a panel's weights stay in the L1 cache
-// while all rows pass by, with the hint that these are not worth keeping there, and the rows' share of a stretch stays
+// With many rows and a long k, k is cut into slices of 16 blocks: 32 KiB of a panel's weights stay in the L1 cache
+// while all rows pass by, with the hint that these are not worth keeping there, and the rows' share of a slice stays
 // in the L2 cache while all panels of the call pass by. The accumulators wait in c.
 //
 // int4 runs on the same int8 chains: q * scale becomes a whole number of the column's level (see gemm/layout.hpp),
-// which rounds by at most half a level, 1/254 of the column's largest weight. fp8 and mxfp4 become bf16. A stretch of a
-// panel is expanded once for all rows; with some rows, between the tile products of the stretch before.
+// which rounds by at most half a level, 1/254 of the column's largest weight. fp8 and mxfp4 become bf16. A slice of a
+// panel is expanded once for all rows; with some rows, between the tile products of the slice before.
 #include <immintrin.h>
 
 #include "gemm/kernels/dequantise.hpp"
@@ -21,25 +21,25 @@
 namespace ktinject::gemm {
 namespace {
 
-constexpr int kStretch = 16;
+constexpr int kSlice = 16;
 // Up to here, cutting k costs more, in accumulators stored and loaded, than it gains.
 constexpr int kUncut = 64;
 // The same for weights that are expanded first, which lie in scratch twice.
 constexpr int kInt4Uncut = 32, kDecodedUncut = 64;
-// Rows for which codes are expanded between tile products: with more, the products of one stretch take so long that
+// Rows for which codes are expanded between tile products: with more, the products of one slice take so long that
 // expanding the next one hardly counts, and it only drives the rows out of the caches.
-constexpr int kWovenRows = 128;
+constexpr int kInterleavedRows = 128;
 
-// Complete sums of up to 32 rows: `finish` makes them results, in place, which the epilogue, if any, takes. A few rows
+// Complete sums of up to 32 rows: `rescale` makes them results, in place, which the epilogue, if any, takes. A few rows
 // at a time between tile products, which leave the vector units idle.
-template <class Finish>
-class Leaving {
+template <class Rescale>
+class PendingEpilogue {
  public:
-  Leaving(Finish finish, const Epilogue* epilogue) : finish_(finish), sink_(epilogue) {}
+  PendingEpilogue(Rescale rescale, const Epilogue* epilogue) : rescale_(rescale), epilogue_(epilogue) {}
 
   // Where to store sums that belong at c and are complete at once: there, or if they only pass by, in the L1 cache, in
   // one of two places, as the other may not be empty yet.
-  float* place(float* c) { return sink_ == nullptr ? c : places_[turn_++ & 1]; }
+  float* place(float* c) { return epilogue_ == nullptr ? c : places_[turn_++ & 1]; }
   // The sums [count, 32] at c are of panel `index`, rows `row` ...; there are `steps` tile products to hide them
   // behind.
   void start(const std::byte* panel, int index, int row, int count, float* c, int steps) {
@@ -64,13 +64,13 @@ class Leaving {
   static constexpr int kAtOnce = 4;
 
   void take(int count) {
-    finish_(panel_, row_, count, c_);
-    if (sink_ != nullptr) sink_->take(sink_->context, index_, row_, count, c_);
+    rescale_(panel_, row_, count, c_);
+    if (epilogue_ != nullptr) epilogue_->take(epilogue_->context, index_, row_, count, c_);
     row_ += count, left_ -= count, c_ += count * kPanel;
   }
 
-  const Finish finish_;
-  const Epilogue* const sink_;
+  const Rescale rescale_;
+  const Epilogue* const epilogue_;
   alignas(64) float places_[2][2 * kTile * kPanel];
   int turn_ = 0;
   const std::byte* panel_ = nullptr;
@@ -79,16 +79,16 @@ class Leaving {
 };
 
 // c [count, m, 32], fp32 or int32 as the product accumulates. weights(panel, first, blocks) returns `blocks` blocks of
-// B tiles from block `first` on; finish: see Leaving.
-template <class Tiles, class Weights, class Finish>
+// B tiles from block `first` on; rescale: see PendingEpilogue.
+template <class Tiles, class Weights, class Rescale>
 void chains(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
-            const Epilogue* epilogue, int stretch, void (*product)(bool), Weights weights, Finish finish) {
-  Leaving<Finish> leaving(finish, epilogue);
+            const Epilogue* epilogue, int slice, void (*product)(bool), Weights weights, Rescale rescale) {
+  PendingEpilogue<Rescale> pending(rescale, epilogue);
   const int all = matrix.blocks();
   const size_t data_block = 2 * matrix.tile_bytes();
   int m0 = 0, m1 = 0;
-  for (int first_block = 0; first_block < all; first_block += stretch) {
-    const int blocks = all - first_block < stretch ? all - first_block : stretch;
+  for (int first_block = 0; first_block < all; first_block += slice) {
+    const int blocks = all - first_block < slice ? all - first_block : slice;
     for (int p = 0; p < count; ++p) {
       const std::byte* panel = panels + static_cast<size_t>(p) * matrix.panel_bytes();
       const std::byte* w = weights(panel, first_block, blocks);
@@ -96,7 +96,7 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Pack
       // outstanding lines, and the loads of this panel would wait behind it.
       const std::byte* next =
           (p + 1 < count ? panel + matrix.panel_bytes() + static_cast<size_t>(first_block) * data_block
-                         : panels + static_cast<size_t>(first_block + stretch) * data_block) +
+                         : panels + static_cast<size_t>(first_block + slice) * data_block) +
           matrix.head_bytes();
       const size_t ahead = (data_block / 64 + static_cast<size_t>((rows.m - 1) / (2 * kTile))) /
                            static_cast<size_t>((rows.m + 2 * kTile - 1) / (2 * kTile)) * 64;
@@ -120,21 +120,21 @@ void chains(const Matrix& matrix, const std::byte* panels, int count, const Pack
           product(two);
           for (size_t at = 0; at < ahead; at += 64) _mm_prefetch(reinterpret_cast<const char*>(next + at), _MM_HINT_T1);
           next += ahead;
-          leaving.some();
+          pending.some();
         }
-        if (blocks == all) sums = leaving.place(sums);
+        if (blocks == all) sums = pending.place(sums);
         Tiles::store(sums, two);
-        if (first_block + blocks == all) leaving.start(panel, p, row, h0 + h1, sums, blocks);
+        if (first_block + blocks == all) pending.start(panel, p, row, h0 + h1, sums, blocks);
       }
     }
   }
-  leaving.rest();
+  pending.rest();
   Tiles::release();
 }
 
 // Up to 32 rows never leave the accumulators, so nothing is gained by cutting k.
 int stretch_for(const Matrix& matrix, const PackedActivations& rows) {
-  return rows.m <= 2 * kTile || matrix.blocks() <= kUncut ? matrix.blocks() : kStretch;
+  return rows.m <= 2 * kTile || matrix.blocks() <= kUncut ? matrix.blocks() : kSlice;
 }
 
 // Sums that need nothing more.
@@ -247,25 +247,26 @@ class Expand {
   __m512 inverse_[2];
 };
 
-// chains() for weights that make(panel, first, blocks, to) expands to B tiles: the stretch that comes next is expanded
+// chains() for weights that make(panel, first, blocks, to) expands to B tiles: the slice that comes next is expanded
 // a block at a time between the tile products of this one, which leave the vector units idle; the one after that is on
 // its way from memory.
-template <class Tiles, class Make, class Finish>
-void woven(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
-           std::byte* scratch, const Epilogue* epilogue, int stretch, void (*product)(bool), Make make, Finish finish) {
-  Leaving<Finish> leaving(finish, epilogue);
+template <class Tiles, class Make, class Rescale>
+void interleaved(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                 std::byte* scratch, const Epilogue* epilogue, int slice, void (*product)(bool), Make make,
+                 Rescale rescale) {
+  PendingEpilogue<Rescale> pending(rescale, epilogue);
   const int all = matrix.blocks(), pairs = (rows.m + 2 * kTile - 1) / (2 * kTile);
   const size_t data_block = 2 * matrix.tile_bytes();
   const size_t ahead = (data_block / 64 + static_cast<size_t>(pairs) - 1) / static_cast<size_t>(pairs) * 64;
-  // Place i is stretch i / count of panel i % count.
-  const int places = (all + stretch - 1) / stretch * count;
+  // Place i is slice i / count of panel i % count.
+  const int places = (all + slice - 1) / slice * count;
   auto panel_of = [&](int place) { return panels + static_cast<size_t>(place % count) * matrix.panel_bytes(); };
-  auto first_of = [&](int place) { return place / count * stretch; };
+  auto first_of = [&](int place) { return place / count * slice; };
   auto blocks_of = [&](int place) {
-    return place >= places ? 0 : all - first_of(place) < stretch ? all - first_of(place) : stretch;
+    return place >= places ? 0 : all - first_of(place) < slice ? all - first_of(place) : slice;
   };
-  std::byte* buffers[2] = {scratch, scratch + static_cast<size_t>(stretch) * 2048};
-  make(panels, 0, stretch, buffers[0]);
+  std::byte* buffers[2] = {scratch, scratch + static_cast<size_t>(slice) * 2048};
+  make(panels, 0, slice, buffers[0]);
   int m0 = 0, m1 = 0;
   for (int place = 0; place < places; ++place) {
     const int first = first_of(place), blocks = blocks_of(place), next_blocks = blocks_of(place + 1);
@@ -299,40 +300,40 @@ void woven(const Matrix& matrix, const std::byte* panels, int count, const Packe
         due += next_blocks;
         for (; due >= pairs * blocks; due -= pairs * blocks, ++made)
           make(panel_of(place + 1), first_of(place + 1) + made, 1, to + made * 2048);
-        leaving.some();
+        pending.some();
       }
-      if (blocks == all) sums = leaving.place(sums);
+      if (blocks == all) sums = pending.place(sums);
       Tiles::store(sums, two);
-      if (first + blocks == all) leaving.start(panel_of(place), place % count, row, h0 + h1, sums, blocks);
+      if (first + blocks == all) pending.start(panel_of(place), place % count, row, h0 + h1, sums, blocks);
     }
   }
-  leaving.rest();
+  pending.rest();
   Tiles::release();
 }
 
 // Either of the two.
-template <class Tiles, class Make, class Finish>
+template <class Tiles, class Make, class Rescale>
 void expanded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
               std::byte* scratch, const Epilogue* epilogue, int uncut, void (*product)(bool), Make make,
-              Finish finish) {
-  const int stretch = matrix.blocks() <= uncut ? matrix.blocks() : kStretch;
-  if (rows.m <= kWovenRows)
-    return woven<Tiles>(matrix, panels, count, rows, c, scratch, epilogue, stretch, product, make, finish);
+              Rescale rescale) {
+  const int slice = matrix.blocks() <= uncut ? matrix.blocks() : kSlice;
+  if (rows.m <= kInterleavedRows)
+    return interleaved<Tiles>(matrix, panels, count, rows, c, scratch, epilogue, slice, product, make, rescale);
   chains<Tiles>(
-      matrix, panels, count, rows, c, epilogue, stretch, product,
+      matrix, panels, count, rows, c, epilogue, slice, product,
       [&](const std::byte* panel, int first, int blocks) -> const std::byte* {
         make(panel, first, blocks, scratch);
         return scratch;
       },
-      finish);
+      rescale);
 }
 
 // Up to 32 rows: a panel is read from end to end, and its sums never leave the accumulators. What is expanded between
 // the tile products is a few blocks, which come from the L1 cache right away.
-template <class Tiles, class Make, class Finish>
+template <class Tiles, class Make, class Rescale>
 void few(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
-         std::byte* scratch, const Epilogue* epilogue, void (*product)(bool), Make make, Finish finish) {
-  Leaving<Finish> leaving(finish, epilogue);
+         std::byte* scratch, const Epilogue* epilogue, void (*product)(bool), Make make, Rescale rescale) {
+  PendingEpilogue<Rescale> pending(rescale, epilogue);
   const int all = matrix.blocks(), h0 = rows.group_rows(0), h1 = rows.m > kTile ? rows.group_rows(kTile) : 0;
   const bool two = h1 > 0;
   std::byte *w = scratch, *to = scratch + kDecodedBlocks * 2048;
@@ -353,17 +354,17 @@ void few(const Matrix& matrix, const std::byte* panels, int count, const PackedA
         Tiles::load_b(w + block * 2048, w + block * 2048 + 1024);
         product(two);
         for (; made < (block + 1) * next_blocks / blocks; ++made) make(panel, next + made, 1, to + made * 2048);
-        leaving.some();
+        pending.some();
       }
       std::byte* const used = w;
       w = to;
       to = used;
     }
-    float* sums = leaving.place(c + static_cast<size_t>(p) * static_cast<size_t>(rows.m) * kPanel);
+    float* sums = pending.place(c + static_cast<size_t>(p) * static_cast<size_t>(rows.m) * kPanel);
     Tiles::store(sums, two);
-    leaving.start(panels, p, 0, rows.m, sums, all);
+    pending.start(panels, p, 0, rows.m, sums, all);
   }
-  leaving.rest();
+  pending.rest();
   Tiles::release();
 }
 

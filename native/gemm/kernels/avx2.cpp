@@ -157,7 +157,7 @@ void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Pa
     }
 }
 
-// A stretch of a panel is decoded once for all rows, which then add its share to c.
+// A slice of a panel is decoded once for all rows, which then add its share to c.
 void decoded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
              std::byte* scratch, Decode decode) {
   for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)

@@ -130,7 +130,7 @@ void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x,
       const int32_t inputs = symmetric ? group_sum[static_cast<size_t>(row) * static_cast<size_t>(groups)] : 0;
       sum[row][0] = sum[row][1] = _mm512_set1_epi32(-8 * inputs);
     }
-    // Of the next panel: the head a line a group, so that the weights are always the same stretch ahead.
+    // Of the next panel: the head a line a group, so that the weights are always the same distance ahead.
     prefetch(reinterpret_cast<const std::byte*>(scales) + matrix.panel_bytes());
     if constexpr (!symmetric) prefetch(reinterpret_cast<const std::byte*>(zeros) + matrix.panel_bytes());
     for (int half = halves < left ? halves : left; half > 0; --half, --left) {
@@ -315,7 +315,7 @@ void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Pa
       break;                     \
   }
 
-// A stretch of a panel is decoded once for all rows, which then add its share to c.
+// A slice of a panel is decoded once for all rows, which then add its share to c.
 void decoded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
              std::byte* scratch, Decode decode) {
   for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)

@@ -1,6 +1,6 @@
 // Packed fp8 and mxfp4 weights to bf16 blocks, as tiles and bf16 dot products take them: code * scale, rounded to bf16.
 //
-// A kernel decodes a stretch of a panel once, into scratch that stays in the L1 cache, and lets all its rows pass by.
+// A kernel decodes a slice of a panel once, into scratch that stays in the L1 cache, and lets all its rows pass by.
 #pragma once
 
 #include "gemm/layout.hpp"

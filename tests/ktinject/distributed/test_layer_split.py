@@ -57,7 +57,7 @@ def test_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(moves) == 5, "hidden states, the mask and two of the rotation go once; hidden states come back"
 
 
-def test_one_device_has_no_borders() -> None:
+def test_one_device_has_no_stage_boundaries() -> None:
     stack = Stack()
     layer_split.install(stack, ["layers.0"], {"": "cpu"})
     assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in stack.layers)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeConfig,
     Qwen3MoeRMSNorm,
@@ -15,6 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     apply_rotary_pos_emb,
 )
 
+from ktinject.generation import layer_spec
 from ktinject.generation.cuda import decode_ops, fused_steps
 from ktinject.generation.cuda.decode_ops import Cache, Norm
 from ktinject.operators.probes import attention
@@ -78,24 +79,27 @@ class TestRoute:
 class TestGroupedRouter:
     pytestmark = gpu
 
-    def router(self, dtype, experts, groups, kept, top_k, normed) -> DeepseekV3TopkRouter:
+    def router(self, dtype, experts, groups, kept, top_k, normed) -> tuple[nn.Module, Any]:
+        """A router, and the step of what it is found to compute."""
         config = DeepseekV3Config(
             hidden_size=64,
+            moe_intermediate_size=8,
             n_routed_experts=experts,
             num_experts_per_tok=top_k,
             n_group=groups,
             topk_group=kept,
             norm_topk_prob=normed,
         )
-        router = DeepseekV3TopkRouter(config).to("cuda", dtype)
+        block = DeepseekV3MoE(config).to("cuda", dtype)
+        spec, router = layer_spec.of_moe(block), block.gate
+        assert isinstance(spec, layer_spec.MoeSpec)
         nn.init.normal_(router.weight)
         bias = torch.float32 if dtype == torch.bfloat16 else dtype
         router.e_score_correction_bias = torch.randn(experts, device="cuda", dtype=bias) * 0.2
-        return router
+        return router, fused_steps.step_of(spec.router, router, torch.zeros(1))
 
     def test_is_the_module_s(self, dtype, experts, groups, kept, top_k, normed) -> None:
-        router = self.router(dtype, experts, groups, kept, top_k, normed)
-        step = fused_steps.known(router, torch.zeros(1))
+        router, step = self.router(dtype, experts, groups, kept, top_k, normed)
         x = torch.eye(64, device="cuda", dtype=dtype)[
             [3, 60, 7, 31, 5]
         ]  # logits are weights, without rounding
@@ -109,8 +113,7 @@ class TestGroupedRouter:
     def test_what_is_no_number_is_told_by_its_weights(
         self, dtype, experts, groups, kept, top_k, normed
     ) -> None:
-        router = self.router(dtype, experts, groups, kept, top_k, normed)
-        step = fused_steps.known(router, torch.zeros(1))
+        _, step = self.router(dtype, experts, groups, kept, top_k, normed)
         x = torch.randn(3, 64, device="cuda", dtype=dtype)
         x[1] = torch.nan
         _, weights, ids = step(x)

@@ -26,7 +26,7 @@ gpu = pytest.mark.gpu
 
 
 def cut(model: PreTrainedModel, device: str = "cuda:0") -> PreTrainedModel:
-    """Borders before layer 1, before the last one, and behind it."""
+    """Stage boundaries before layer 1, before the last one, and behind it."""
     layers = list(model.model.layers)
     for run in (layers[1:-1], layers[-1:]):
         layer_split.StageBoundary(device, layer_split.pending_outputs(model)).install_on(run)
@@ -107,7 +107,7 @@ def test_what_lies_elsewhere_is_copied_from_there_at_each_replay() -> None:
         assert torch.equal(out.cpu(), torch.full([4], 2.0 + 12 * number))
 
 
-def test_borders_change_nothing_on_the_tensors_of_a_graph() -> None:
+def test_stage_boundaries_change_nothing_on_the_tensors_of_a_graph() -> None:
     """Without a GPU: all that layers are given crosses, at each step, through the runner's own cache."""
     model = cut(swapped("qwen3_moe", num_hidden_layers=4), "cpu")
     model.ktinject_decoding.graphs = SUPPORTED
@@ -174,7 +174,7 @@ def test_a_dropped_model_gives_its_memory_back() -> None:
 
 
 @gpu
-def test_what_cannot_be_captured_behind_a_border_runs_eagerly_and_says_so() -> None:
+def test_what_cannot_be_captured_behind_a_stage_boundary_runs_eagerly_and_says_so() -> None:
     made = models.tiny("qwen3_moe", num_hidden_layers=4).to("cuda")
     last = {"match": {"path": r".*\.3\.mlp\.experts"}, "replace": {"operator": "looking_experts"}}
     rules = [{"name": "last", **last}, {**EXPERTS, "replace": {"operator": "gathered_experts"}}]
@@ -227,7 +227,7 @@ def test_experts_on_the_cpu_in_several_graphs(hybrid: PreTrainedModel, batch: in
 
 
 @gpu
-def test_a_failure_in_a_worker_behind_a_border() -> None:
+def test_a_failure_in_a_worker_behind_a_stage_boundary() -> None:
     model = cut(of_hybrid_experts(0))
     experts: Any = [module for module in model.modules() if isinstance(module, HybridExperts)][-1]
     assert_a_failure_crosses(model, experts, "cuda")

@@ -281,6 +281,17 @@ class TestWatch:
         model.config.rope_parameters["rope_theta"] = 5.0
         assert watch.change() == "config.rope_parameters.rope_theta was changed"
 
+    def test_what_held_nothing_and_holds_something_now_is_named(self, model: PreTrainedModel) -> None:
+        watch, norm = Watch(model), model.model.layers[1].input_layernorm
+        handle = norm.register_forward_hook(lambda *_: None)
+        assert watch.change() == f"model.layers.1.input_layernorm._forward_hooks.{handle.id} was changed"
+        handle.remove()
+        assert watch.change() == ""
+        norm.register_buffer("offset", torch.ones(1))
+        assert watch.change() == "model.layers.1.input_layernorm._buffers.offset was changed"
+        del norm.offset
+        assert watch.change() == ""
+
     def test_the_same_in_another_order_is_the_same(self, model: PreTrainedModel) -> None:
         watch, module = Watch(model), model.model.layers[0]
         values = vars(module)

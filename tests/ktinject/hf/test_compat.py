@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import importlib
+import inspect
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -307,3 +308,18 @@ def test_a_name_is_looked_up_without_its_underscore() -> None:
     )
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         compat.nothing  # noqa: B018
+
+
+def test_a_function_that_another_library_has_put_in_place_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = torch.nn.Module.__init__
+    monkeypatch.setattr(torch.nn.Module, "__init__", lambda self, *args, **kwargs: own(self, *args, **kwargs))
+    assert not [private.fault() for private in compat.PRIVATE["swapping"] if private.fault()]
+
+
+def test_every_function_whose_code_is_read_is_in_the_file_that_is_named() -> None:
+    for private in (private for group in PRIVATE.values() for private in group if private.signature == SET):
+        module = private.owner.partition(":")[0]
+        code = inspect.unwrap(compat._resolve(private.owner)).__code__
+        assert code.co_filename in (importlib.import_module(module).__file__, "<string>"), private

@@ -121,9 +121,9 @@ def test_the_cpu_is_measured_up_to_the_bus_s_time(bus: list[tuple[int, int]]) ->
 
 def test_widths_that_cannot_be_streamed_are_named() -> None:
     spec = filled(64, 32).spec
-    assert streaming.StreamedExperts.why_not(spec) is None
+    assert streaming.StreamedExperts.support(spec)
     odd = ExpertsSpec(**{**vars(spec), "intermediate_size": 33})
-    assert "64 and 33" in str(streaming.StreamedExperts.why_not(odd))
+    assert "64 and 33" in streaming.StreamedExperts.support(odd).reason
 
 
 def test_a_build_without_cuda_says_so() -> None:
