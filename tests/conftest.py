@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -57,6 +58,12 @@ def selects_gpu_tests_alone(expression: str) -> bool:
         return compiled.evaluate(lambda name, /, **_: name in marks)
 
     return selects("gpu") and not selects()
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the many collections that tests ask for need not go through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 # A case is a function of a rank and its arguments; what it returns must be picklable.
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
-LIMIT_SECONDS = 150
+LIMIT_SECONDS = 900
 
 
 def run(cases: Sequence[Case], size: int = 2, gpu: bool = False) -> list[list[Any]]:
@@ -40,7 +40,7 @@ def run(cases: Sequence[Case], size: int = 2, gpu: bool = False) -> list[list[An
             rank, results = answers.get(timeout=LIMIT_SECONDS)
             found[rank] = results
         for process in processes:
-            process.join(timeout=20)
+            process.join(timeout=LIMIT_SECONDS)
             assert process.exitcode == 0, "a process did not end"
     finally:
         for process in processes:

@@ -76,6 +76,5 @@ def test_a_daemon_thread_that_computes_lets_the_interpreter_end(folder: Path) ->
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
     )
     assert (found.stdout.split(), found.stderr) == (["7"] * 4, "")

@@ -21,7 +21,7 @@ Costs = dict[str, tuple[str, float, int]]
 def costs(tmp_path_factory: pytest.TempPathFactory) -> Costs:
     folder = tmp_path_factory.mktemp("proportions")
     command = [sys.executable, proportions.__file__, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -75,7 +75,6 @@ def test_pages_and_workers_are_on_their_nodes(program, tmp_path):
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=400,
         stdin=subprocess.DEVNULL,
     )
     print(answer.stdout)

@@ -9,10 +9,12 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from silu_layers import silu_experts
+from waiting import exit_code
 
 from ktinject import _native
 
@@ -118,17 +120,7 @@ def test_a_forked_child_starts_its_own_workers():
                 code = 0 if torch.equal(run(experts), want) else 2
             finally:
                 os._exit(code)
-        deadline = time.monotonic() + 60
-        while True:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                break
-            if time.monotonic() > deadline:
-                os.kill(child, 9)
-                os.waitpid(child, 0)
-                pytest.fail("the child hangs")
-            time.sleep(0.001)
-        assert os.waitstatus_to_exitcode(status) == 0
+        assert exit_code(child) == 0
         assert torch.equal(run(experts), want)
 
 
@@ -151,7 +143,7 @@ def test_idle_workers_use_no_cpu():
 
 def test_more_threads_than_cores_has_no_cliff():
     """Workers that share a core must not wait for scheduler ticks (of milliseconds, in every call): four times the
-    threads, at most twice the time. Other processes may slow down calls, but hardly all of the fastest."""
+    threads, at most twice the time. Other processes may slow down calls, but hardly all of so many."""
     experts = layer()
     x, index, weight = problem(32)
     out = torch.empty_like(x)
@@ -163,11 +155,11 @@ def test_more_threads_than_cores_has_no_cliff():
             start = time.perf_counter()
             experts.forward(x, index, weight, out)
             times.append(time.perf_counter() - start)
-        return sorted(times)[10]
+        return min(times)
 
     cores = _native.default_threads()
     alone, crowded = math.inf, math.inf
-    for _ in range(20):
+    for _ in range(100):
         alone, crowded = min(alone, best(cores)), min(crowded, best(4 * cores))
         if crowded < 2 * alone + 200e-6:
             return
@@ -227,32 +219,25 @@ def test_more_workers_than_cpus_are_not_started():
 def test_ctrl_c_ends_a_long_call():
     """Many seconds of work in one call: KeyboardInterrupt soon, as this process computes, and the next call works."""
     code = """
-        import math, os, signal, sys, threading, time
+        import math, sys
         import torch
         from ktinject import _native
+        sys.path.insert(0, HERE)
+        from waiting import LATE_SECONDS, ctrl_c_ends
         native = _native.Experts(experts=1, hidden_size=512, intermediate_size=16384, weights="bf16", group_size=0,
                                  has_gate=True, has_bias=False, activation="silu", alpha=1.0, gate_max=math.inf,
                                  up_limit=math.inf, up_offset=0.0, kernel="auto")
         native.allocate()
         x = torch.ones(60000, 512)
         index, weight, out = torch.zeros(60000, 1, dtype=torch.int64), torch.ones(60000, 1), torch.empty_like(x)
-        sent = []
-        def interrupt():
-            time.sleep(0.3)
-            sent.append(time.process_time())
-            os.kill(os.getpid(), signal.SIGINT)
-        threading.Thread(target=interrupt).start()
-        try:
-            native.forward(x, index, weight, out)
-        except KeyboardInterrupt:
-            print(time.process_time() - sent[0])
         native.forward(x[:2], index[:2], weight[:2], out[:2])
-    """
-    answer = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
-    )
-    # Each thread ends its task, which takes half a second without AVX-512.
-    assert float(answer.stdout) < 2 * len(os.sched_getaffinity(0))
+        # Each thread ends its task, which takes a second without AVX-512 where others compute beside it. The whole call
+        # takes half a minute there.
+        ctrl_c_ends(lambda: native.forward(x, index, weight, out), late=4 * LATE_SECONDS)
+        native.forward(x[:2], index[:2], weight[:2], out[:2])
+    """.replace("HERE", repr(str(Path(__file__).parents[1])))
+    answer = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
 
 
 def test_threads_that_cannot_be_started_are_refused_and_nothing_is_left():

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 import torch
 from silu_layers import silu_experts
 from torch import Tensor
+from waiting import exit_code
 
 from ktinject import _native
 
@@ -186,10 +186,10 @@ LONG = """
 """
 
 
-def alone(code: str, timeout: float = 100) -> str:
+def alone(code: str) -> str:
     """What a process prints that may hang, but not us."""
     text = textwrap.dedent(LONG).replace("HERE", repr(str(Path(__file__).parent))) + textwrap.dedent(code)
-    answer = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=timeout)
+    answer = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 
@@ -242,19 +242,6 @@ def test_a_prompt_of_several_passes_lets_others_in_between() -> None:
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
 
 
-def ends(child: int, seconds: float = 60) -> int:
-    """The exit code of a child that may hang."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    pytest.fail("the child hangs")
-
-
 def in_a_child(work: Callable[[], bool]) -> int:
     child = os.fork()
     if child == 0:
@@ -263,7 +250,7 @@ def in_a_child(work: Callable[[], bool]) -> int:
             code = 0 if work() else 2
         finally:
             os._exit(code)
-    return ends(child)
+    return exit_code(child)
 
 
 def test_a_fork_with_a_task_under_way() -> None:

@@ -63,7 +63,7 @@ def test_two_callers_at_once() -> None:
     for caller in callers:
         caller.start()
     for caller in callers:
-        caller.join(60)
+        caller.join(600)
     assert not any(caller.is_alive() for caller in callers) and not wrong
 
 

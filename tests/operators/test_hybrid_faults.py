@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from waiting import ctrl_c_ends
 
 import ktinject
 from ktinject import _native
@@ -123,17 +121,12 @@ def test_a_pool_that_does_not_answer(model: PreTrainedModel, wanted: Tensor) -> 
             model.generate(**prompt(400), streamer=After(lambda: _native.handoff_pause(True)))
     finally:
         _native.handoff_pause(False)
-    assert time.monotonic() < begun + 20 * TIMEOUT_S
+    assert time.monotonic() < begun + 200 * TIMEOUT_S, "not each of 400 steps waited"
 
 
 @pytest.mark.parametrize("new_tokens", [5000, 1], ids=["decode", "prompt"])
 def test_ctrl_c(model: PreTrainedModel, wanted: Tensor, new_tokens: int) -> None:
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-    begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        while time.monotonic() < begun + 10:
-            model.generate(**prompt(new_tokens))
-    assert time.monotonic() < begun + 1.3
+    ctrl_c_ends(lambda: model.generate(**prompt(new_tokens)))
 
 
 def test_no_room_on_the_gpu(model: PreTrainedModel, wanted: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

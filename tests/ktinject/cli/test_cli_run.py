@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -204,8 +203,6 @@ def test_ctrl_c_while_writing(tiny_qwen3_moe):
     while b"def f(" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    start = time.monotonic()
-    _, said = process.communicate(timeout=30)
-    # Ending the interpreter takes its own time.
-    assert (process.returncode, time.monotonic() - start < 5) == (130, True)
+    written, said = process.communicate()
+    assert process.returncode == 130 and b"tokens/s" not in written
     assert said.endswith(b"\nktinject: interrupted\n") and b"Traceback" not in said

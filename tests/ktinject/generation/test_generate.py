@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +15,7 @@ from byte_tokenizer import tokenizer
 from double import EXPERTS, HeldExperts
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, LogitsProcessor, PreTrainedModel
+from waiting import ctrl_c_ends
 
 import ktinject
 from ktinject.generation.cache import bucket_of
@@ -132,7 +130,7 @@ def test_own_loop_gives_the_stock_loop_s_tokens_from_the_same_seed(
     model: PreTrainedModel, case: dict[str, Any]
 ) -> None:
     arguments = {**prompt(), **case}
-    for seed in range(3):
+    for seed in range(2 if case["do_sample"] else 1):
         torch.manual_seed(seed)
         ours, state = model.generate(**arguments), torch.get_rng_state()
         torch.manual_seed(seed)
@@ -336,13 +334,7 @@ def test_an_exception_in_a_request_leaves_the_next_one_whole(with_runner: PreTra
 def test_ctrl_c_ends_a_request_at_once(with_runner: PreTrainedModel, new_tokens: int) -> None:
     arguments = {**prompt(2, 60), "max_new_tokens": new_tokens, "eos_token_id": None}
     wanted = stock(with_runner, **prompt())
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        while time.monotonic() < start + 10:
-            with_runner.generate(**arguments)
-    assert time.monotonic() < start + 1.3
+    ctrl_c_ends(lambda: with_runner.generate(**arguments))
     assert torch.equal(with_runner.generate(**prompt()), wanted)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from double import memory_in_use
 from test_generate import PLAIN, STOCK, name_of, prompt, stock, swapped
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, PreTrainedModel
+from waiting import ctrl_c_ends
 
 import ktinject
 from ktinject.support import Support
@@ -141,21 +143,11 @@ def test_out_of_memory_is_an_error_and_the_next_request_runs(model: PreTrainedMo
 
 
 def test_ctrl_c_ends_a_request_at_once(model: PreTrainedModel) -> None:
-    import os
-    import signal
-    import threading
-    import time
-
     wanted = stock(model, **prompt(device="cuda"))
     for new_tokens in (50_000, 1):
         arguments = {**prompt(2, 60, "cuda"), "max_new_tokens": new_tokens, "eos_token_id": None}
         model.generate(**{**arguments, "max_new_tokens": 4})
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        start = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            while time.monotonic() < start + 10:
-                model.generate(**arguments)
-        assert time.monotonic() < start + 1.3
+        ctrl_c_ends(partial(model.generate, **arguments))
         assert torch.equal(model.generate(**prompt(device="cuda")), wanted)
         assert model.ktinject_decoding.last == "graph loop"
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import interrupts
+import pytest
 
 
+@pytest.mark.slow
 def test_every_ctrl_c_arrives_once_and_the_next_request_is_right(tiny_qwen3_moe: Path) -> None:
     counts = {"start-up": 1, "load": 2, "first": 2, "prompt": 4, "decode": 12}
     found = interrupts.run(tiny_qwen3_moe, counts)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from waiting import exit_code
 
 import ktinject
 from ktinject.generation.cpu.openmp import _teams, one_thread
@@ -130,15 +129,3 @@ def several_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def exit_code(child: int) -> int:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    pytest.fail("the child hangs")

@@ -93,7 +93,7 @@ class Waits(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         self.within.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(600)
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
@@ -112,7 +112,7 @@ def test_a_thread_that_comes_in_meanwhile_takes_nothing_along(model: PreTrainedM
         return thread
 
     first = work("first", case)
-    assert within.wait(60)
+    assert within.wait(600)
     second = work("second", arguments)
     decoding, entered = model.ktinject_decoding, 0
     while not entered:  # the second stands where it waits for its turn

@@ -234,10 +234,10 @@ def test_a_change_of_another_thread_counts_from_the_next_step_on(model: PreTrain
 
     def pause() -> None:
         started.set()
-        assert replaced.wait(60)
+        assert replaced.wait(600)
 
     def work() -> None:
-        assert started.wait(60)
+        assert started.wait(600)
         layer.forward = Calls(layer.forward)
         replaced.set()
 

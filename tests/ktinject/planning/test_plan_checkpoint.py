@@ -235,4 +235,4 @@ print(json.dumps([seconds, peak, len(plan.replacements), plan.bytes]))
     # 58 layers of experts, routers and shared experts, 61 of attention with four linears, 3 dense layers, the head;
     # norms.
     assert entries == 58 * 5 + 61 * 5 + 3 * 3 + 1 + (61 * 4 + 1) and sum(sizes.values()) > 6e11 / 2
-    assert seconds < 10 and peak < 4 * 2**30
+    assert seconds < 30 and peak < 4 * 2**30

@@ -100,7 +100,7 @@ def test_a_lost_dispatcher_is_an_error(nobody_answers: None) -> None:
     with pytest.raises(OperatorError, match="no answer from the experts within"):
         here.wait(ticket)
     _native.handoff_pause(False)
-    _native.set_answer_timeout(60)
+    _native.set_answer_timeout(600)
     assert torch.equal(here.wait(here.submit(*arguments)), plain(arguments))
 
 
@@ -156,10 +156,14 @@ def test_a_forked_child_has_a_dispatcher_of_its_own() -> None:
 def test_an_idle_dispatcher_takes_no_time() -> None:
     here = way()
     here.wait(here.submit(*inputs(1)))
-    time.sleep(0.05)  # the workers' and the dispatcher's spinning ends
-    before = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before < 0.003
+    used = []
+    for _ in range(5):  # the workers' and the dispatcher's spinning ends, sooner or later
+        before = time.process_time()
+        time.sleep(0.3)
+        used.append(time.process_time() - before)
+        if used[-1] < 0.003:
+            return
+    pytest.fail(f"seconds computed while there was nothing to do: {used}")
 
 
 def test_workers_that_the_dispatcher_starts_have_the_cpus_of_the_process() -> None:
