@@ -49,11 +49,10 @@ def plan(
     tp: bool = False,
     machine: Mapping[str, int | str] | None = None,
 ) -> Plan:
-    """Decide what `optimize` would do with the same arguments, and change nothing.
+    """Plan what `optimize` would do with the same arguments. The model stays as it is.
 
-    machine  plan for another machine with this memory, such as {"cpu": "512GiB", "cuda:0": "24GiB"}. It has only the
-             GPUs that are named; without "cpu" it has this machine's memory. Its CPU is taken to be this machine's,
-             and so is a GPU that this machine has under the same number
+    machine  plan for another machine with this memory, such as {"cpu": "512GiB", "cuda:0": "24GiB"}, and no other GPUs.
+             Without "cpu" it has this machine's memory. It has this machine's CPU, and its GPUs of the same number
     Returns  the plan; `plan.problems` says what does not fit into memory or budget
     Raises   as `optimize`, but not if the plan does not fit
     """

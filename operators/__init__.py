@@ -1,6 +1,6 @@
 """The operators that rules can name. Importing an operator's file registers it: one line each."""
 
-from ktinject.operators.base import REGISTRY, Config, Operator, register_operator
+from ktinject.operators.base import REGISTRY, Config, Operator, Placement, register_operator
 
 from ktinject.operators import absorbed_mla  # isort: skip
 from ktinject.operators import cpu_experts  # isort: skip
@@ -18,6 +18,7 @@ __all__ = [
     "REGISTRY",
     "Config",
     "Operator",
+    "Placement",
     "absorbed_mla",
     "cpu_experts",
     "cpu_linear",

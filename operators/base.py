@@ -5,9 +5,12 @@ no buffer of its own: its weights live in a native object, filled piece by piece
 does not compute itself (a router, a norm) it keeps as a child, under the child's old name, and transformers loads
 that as it always did.
 
-The engine calls, in this order: `plan_placement` for all modules of an operator at once, `resolve`, `supports`,
-`build`, then `describe`, `footprint` and `parameter_shapes` for the plan. When the plan stands it builds again and
-calls `allocate`, `load` for every piece, and `finish`; when all operators are in the model, `connect`.
+To plan, the engine calls `plan_placement` for all modules of an operator at once. For each module it then calls
+`resolve`, `supports` and `build`, `place` if something was placed, and `describe`, `footprint`, `parameter_shapes` and
+`workspace`. It may plan for several devices, and `place` an operator that it has built more than once.
+
+When the plan stands, the engine builds and places each operator anew, and calls `allocate`, `load` for every piece, and
+`finish`. When all operators are in the model it calls `connect`.
 """
 
 from __future__ import annotations
@@ -40,6 +43,11 @@ class Config:
         return False
 
 
+@dataclass(frozen=True)
+class Placement:
+    """What `plan_placement` settles for one module; subclassed by operators that have something to settle."""
+
+
 class PendingOutput(Protocol):
     """An output that a layer's operator leaves for the next layer's, beside the hidden states, within a pass."""
 
@@ -57,10 +65,10 @@ class Operator(nn.Module, ABC):
     Config: ClassVar[type] = Config
     replaces: ClassVar[bool] = True  # False only for `keep`
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)  # where the module may stand, preferred first
-    per_expert: ClassVar[bool] = (
-        False  # dimension 0 of every parameter is the expert: load() gets one at a time
-    )
-    native_formats: tuple[str, ...] = ()  # that `load_stored` takes as they are, see checkpoints/formats.py
+    # Dimension 0 of every parameter is the expert: `load` gets one expert at a time.
+    per_expert: ClassVar[bool] = False
+    # Formats of a checkpoint that `load_stored` takes as they are; ktinject/checkpoints/formats/ has their names.
+    native_formats: tuple[str, ...] = ()
     keeps: ClassVar[tuple[str, ...]] = ()  # direct children it keeps; rules may replace what is inside these
     # Of several tensor-parallel processes: each has one; only the first, which tells the others; it cannot be in any.
     across: ClassVar[Literal["each", "first", "none"]] = "each"
@@ -72,26 +80,26 @@ class Operator(nn.Module, ABC):
     changing: ClassVar[frozenset[str]] = frozenset()
     # Shared by all operators that leave outputs for each other; it crosses stage boundaries.
     pending_output: PendingOutput | None = None
-    kv_values_per_token: int | None = (
-        None  # values that an attention caches for a token; None: as many as the module it replaces
-    )
+    # Values that an attention caches for a token; None: as many as the module that it replaces.
+    kv_values_per_token: int | None = None
 
     @classmethod
     def plan_placement(
         cls,
-        stack: nn.Module,
+        decoder: nn.Module,
         modules: Mapping[str, tuple[nn.Module, Any]],
         spare: Mapping[str, int],
-    ) -> dict[str, Any]:
-        """Settle what depends on more than one module; most operators have nothing to settle.
+    ) -> Mapping[str, Placement | str]:
+        """Settle what depends on other modules or on the memory that is left; most operators have nothing to settle.
 
-        stack    the module that owns the decoder layers, not yet changed
+        decoder  the module that owns the decoder layers, not yet changed
         modules  path → module and config of all that rules give to this operator, in the order of the model
-        spare    device → bytes that may be used on top; empty at first. Called again with them if a config then says
-                 `auto_sized`
-        Returns  path → the config that `supports` and `build` get, or the reason why not, as `supports` words it
+        spare    device → bytes that may be used on top. Empty at first; if a config says `auto_sized`, the engine asks
+                 again when it knows what everything else takes
+        Returns  path → what `place` gets, or the reason why the module cannot be replaced, as `supports` words it.
+                 Paths without anything to settle are left out
         """
-        return {path: config for path, (_, config) in modules.items()}
+        return {}
 
     # transformers may not initialise what it finds here: weights are none of its business.
     _is_hf_initialized = True
@@ -103,9 +111,9 @@ class Operator(nn.Module, ABC):
 
     @classmethod
     def resolve(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:
-        """The operator that takes this module now that the device is known, with its config; None: nobody, it stays.
+        """The operator that takes this module on the config's device, with its config; None: the module stays.
 
-        Asked after `plan_placement`, before `supports`, which the operator that it names then answers.
+        Asked before `supports`, which the operator named here then answers.
         """
         return cls, config
 
@@ -125,6 +133,13 @@ class Operator(nn.Module, ABC):
         config   an instance of `cls.Config` whose `device` is resolved: "cpu" or "cuda:<n>"
         """
 
+    def place(self, placement: Placement) -> None:
+        """Take what `plan_placement` settled for this module. Called before `allocate`, in a plan more than once."""
+        raise OperatorError(
+            f"{self.name}: plan_placement settled {type(placement).__name__}, and the class does not define place. "
+            "Correct the operator."
+        )
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What will run, for the plan: "kernel", "weights", and anything that is not what was asked for."""
@@ -136,8 +151,8 @@ class Operator(nn.Module, ABC):
     def workspace(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Buffers that operators share while the model runs: (device, what for) → bytes, the least and those wanted.
 
-        Of several operators that name one, the greatest counts, and they take less where memory is short, but not less
-        than the least.
+        Operators that name the same buffer share it. Its size is the largest that any of them wants. Where memory is
+        short it is smaller, but never below the largest minimum.
         """
         return {}
 
@@ -173,10 +188,10 @@ class Operator(nn.Module, ABC):
         """Called after the last `load`. Raises OperatorError if something is absent."""
 
     @classmethod
-    def connect(cls, stack: nn.Module, operators: Sequence[Self]) -> None:
+    def connect(cls, decoder: nn.Module, operators: Sequence[Self]) -> None:
         """Called once when the model stands, with all operators of this class in its order.
 
-        stack    the module that owns the decoder layers; hooks set on it go away if the swap is undone
+        decoder  the module that owns the decoder layers; hooks set on it go away if the swap is undone
         """
 
     def unpack(self, name: str, expert: int | None = None) -> Tensor:

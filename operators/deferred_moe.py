@@ -19,10 +19,10 @@ next pass of the model begins. Requests that take turns, rows that end early, an
 meet each other's outputs. Passes of several threads are kept apart.
 
 The block's own forward runs unchanged, router and shared experts included; only its experts module is exchanged. On a
-GPU the new one hands `now` and behind it `later` to the CPU. It waits for `now` alone, and for that only when the block
-is done with everything else: where the block adds shared experts, it gives the block zeros, and the sum is made behind
-the block. So shared experts run while the CPU computes `now`, and the next layer's attention while it computes `later`.
-All of it is kernels in a stream, eagerly or in a CUDA graph.
+GPU that module hands `now` and then `later` to the CPU. It waits for `now` alone, and only when the block is done with
+everything else: where the block adds shared experts, the module gives it zeros, and the sum is made after the block. So
+shared experts run while the CPU computes `now`, and the next layer's attention while it computes `later`. All of it is
+kernels in a stream, eagerly or in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.errors import OperatorError
-from ktinject.operators.base import Operator, register_operator
+from ktinject.operators.base import Operator, Placement, register_operator
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig, Started
 from ktinject.operators.offload import deferral
+from ktinject.operators.offload.expert_placement import ExpertPlacement
 from ktinject.operators.probes import moe_block, twin
 from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.moe_block import BlockSpec
@@ -62,7 +63,7 @@ class DeferredMoeConfig(HybridExpertsConfig):
         super().__post_init__()
         if self.deferred < 0:
             raise ValueError(
-                f"deferred is {self.deferred}; it is 0 or more. Write how many experts may be late."
+                f"deferred is {self.deferred}; it is 0 or more. Write how many experts may be deferred."
             )
         if isinstance(self.schedule, list):
             if self.deferred:
@@ -72,17 +73,17 @@ class DeferredMoeConfig(HybridExpertsConfig):
 
 
 @dataclass(frozen=True)
-class _Arranged(DeferredMoeConfig):
-    """The same for one layer.
+class DeferralPlacement(Placement):
+    """What one block does.
 
-    defers   how many experts it defers
-    why      the reason where that is not what was asked
-    experts  what `hybrid_experts` arranged for them
+    deferred  how many of a token's experts come one layer later
+    remark    the reason for that number, or ""
+    experts   what `hybrid_experts` settled for the experts, if it had to
     """
 
-    defers: int = 0
-    why: str = ""
-    experts: HybridExpertsConfig | None = None
+    deferred: int
+    remark: str
+    experts: ExpertPlacement | None
 
 
 class Deferred(NamedTuple):
@@ -98,12 +99,12 @@ class Deferred(NamedTuple):
 class Pass:
     """What the layers of one model hand on to each other within one forward pass of one thread."""
 
-    def __init__(self, stack: nn.Module) -> None:
-        """stack: the module that owns the decoder layers; its forward is the pass."""
+    def __init__(self, decoder: nn.Module) -> None:
+        """decoder: the module that owns the decoder layers; its forward is the pass."""
         self._local = threading.local()
-        names = [*inspect.signature(type(stack).forward).parameters][1:]
+        names = [*inspect.signature(type(decoder).forward).parameters][1:]
         self._places = {name: place for place, name in enumerate(names)}
-        stack.register_forward_pre_hook(self._begin, with_kwargs=True)
+        decoder.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     @property
     def decodes(self) -> bool:
@@ -125,7 +126,7 @@ class Pass:
     def attach(self, tensor: Tensor) -> None:
         self._local.deferred = tensor
 
-    def _begin(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         def given(name: str) -> Any:
             place = self._places.get(name, len(args))
             return args[place] if place < len(args) else kwargs.get(name)
@@ -151,7 +152,10 @@ def _holds_tokens(cache: Any) -> bool:
 
 
 class _DeferringExperts(nn.Module):
-    """Stands for the block's experts: gives the block their output, or zeros if `collect` is to add the output."""
+    """Stands for the block's experts module: starts the experts, and returns their output.
+
+    Where the block adds shared experts it returns zeros, and `collect` the output.
+    """
 
     def __init__(self, experts: HybridExperts, spec: BlockSpec, defers: int) -> None:
         super().__init__()
@@ -219,10 +223,10 @@ class DeferredMoe(Operator):
     def __init__(self, block: nn.Module, spec: BlockSpec, config: Any) -> None:
         super().__init__()
         self.spec = spec
-        self.defers: int = getattr(config, "defers", 0)
-        self._why: str = getattr(config, "why", "")
+        self.defers = 0
+        self._remark = ""
         self._class = type(block).__name__
-        experts = HybridExperts.build(block.get_submodule(spec.experts), _of_experts(config))
+        experts = HybridExperts.build(block.get_submodule(spec.experts), _experts_config(config))
         self.native_formats = experts.native_formats
         routed = _DeferringExperts(experts, spec, self.defers)
         own = twin.of(block, **{spec.experts: routed})
@@ -233,42 +237,45 @@ class DeferredMoe(Operator):
     @classmethod
     def plan_placement(
         cls,
-        stack: nn.Module,
+        decoder: nn.Module,
         modules: Mapping[str, tuple[nn.Module, Any]],
         spare: Mapping[str, int],
-    ) -> dict[str, Any]:
+    ) -> dict[str, DeferralPlacement | str]:
         specs = {path: moe_block.probe(module) for path, (module, _) in modules.items()}
-        arranged: dict[str, Any] = {
+        placements: dict[str, DeferralPlacement | str] = {
             path: spec.reason for path, spec in specs.items() if isinstance(spec, Refusal)
         }
         blocks = {path: spec for path, spec in specs.items() if isinstance(spec, BlockSpec)}
-        inner = {
-            f"{path}.{spec.experts}": (
-                modules[path][0].get_submodule(spec.experts),
-                _of_experts(modules[path][1]),
-            )
-            for path, spec in blocks.items()
-        }
-        placed = HybridExperts.plan_placement(stack, inner, spare)
+        inner = {path: modules[path][0].get_submodule(spec.experts) for path, spec in blocks.items()}
+        configs = {path: _experts_config(modules[path][1]) for path in blocks}
+        # Profiles name experts modules, not blocks.
+        names = {path: f"{path}.{spec.experts}" for path, spec in blocks.items()}
+        theirs = {names[path]: (inner[path], configs[path]) for path in blocks}
+        placed = HybridExperts.plan_placement(decoder, theirs, spare)
         for path, spec in blocks.items():
-            config, experts = modules[path][1], placed[f"{path}.{spec.experts}"]
-            depth = experts
-            if not isinstance(experts, str):
-                routed = inner[f"{path}.{spec.experts}"][0]
-                size = _expert_bytes(routed, experts) if config.schedule == "auto" else 0.0
-                depth = deferral.depth(stack, modules, path, spec, size)
-            if isinstance(depth, str):
-                arranged[path] = depth
-            else:
-                arranged[path] = _Arranged(**_values(config), defers=depth[0], why=depth[1], experts=experts)
-        return {path: arranged[path] for path in modules}
+            experts = placed.get(names[path])
+            if isinstance(experts, str):
+                placements[path] = experts
+                continue
+            wants_time = modules[path][1].schedule == "auto"
+            size = _expert_bytes(inner[path], configs[path], experts) if wants_time else 0.0
+            depth = deferral.depth(decoder, modules, path, spec, size)
+            placements[path] = depth if isinstance(depth, str) else DeferralPlacement(*depth, experts)
+        return placements
+
+    def place(self, placement: Placement) -> None:
+        assert isinstance(placement, DeferralPlacement), placement
+        self.defers = self._routed.defers = placement.deferred
+        self._remark = placement.remark
+        if placement.experts is not None:
+            self._experts.place(placement.experts)
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
         spec = moe_block.probe(module)
         if isinstance(spec, Refusal):
             return spec.reason
-        return HybridExperts.supports(module.get_submodule(spec.experts), _of_experts(config), machine)
+        return HybridExperts.supports(module.get_submodule(spec.experts), _experts_config(config), machine)
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
@@ -278,14 +285,14 @@ class DeferredMoe(Operator):
         return cls(module, spec, config)
 
     @classmethod
-    def connect(cls, stack: nn.Module, operators: Sequence[Self]) -> None:
+    def connect(cls, decoder: nn.Module, operators: Sequence[Self]) -> None:
         if any(operator.defers for operator in operators):
-            within = Pass(stack)
+            within = Pass(decoder)
             for operator in operators:
                 operator._routed.within = within
 
     def describe(self) -> dict[str, Any]:
-        deferred = f"{self.defers} of {self.spec.top_k}" + (f" ({self._why})" if self._why else "")
+        deferred = f"{self.defers} of {self.spec.top_k}" + (f" ({self._remark})" if self._remark else "")
         runs = {**self._experts.describe(), "deferred": deferred}
         if warning := deferral.warning(self.defers, self.spec.top_k):
             runs["warning"] = warning
@@ -362,18 +369,14 @@ class DeferredMoe(Operator):
         return name.removeprefix(f"{self.spec.experts}.")
 
 
-def _values(config: Any, kind: type = DeferredMoeConfig) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(kind)}
+def _experts_config(config: Any) -> HybridExpertsConfig:
+    """What the experts' operator is to be given: the arguments that are its own."""
+    fields = dataclasses.fields(HybridExpertsConfig)
+    return HybridExpertsConfig(**{field.name: getattr(config, field.name) for field in fields})
 
 
-def _of_experts(config: Any) -> HybridExpertsConfig:
-    """What the experts' operator is to be given."""
-    arranged: HybridExpertsConfig | None = getattr(config, "experts", None)
-    return arranged or HybridExpertsConfig(**_values(config, HybridExpertsConfig))
-
-
-def _expert_bytes(routed: nn.Module, config: HybridExpertsConfig) -> float:
+def _expert_bytes(module: nn.Module, config: HybridExpertsConfig, placement: ExpertPlacement | None) -> float:
     """What the CPU reads for one expert of a token, on average: nothing for those on the GPU."""
-    built = HybridExperts.build(routed, config)
-    share = 1 - len(built.resident) / built.num_experts
-    return share * built.native.bytes / built.num_experts
+    built = HybridExperts.build(module, config)
+    on_gpu = 0 if placement is None else len(placement.resident)
+    return (1 - on_gpu / built.num_experts) * built.native.bytes / built.num_experts

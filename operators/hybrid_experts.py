@@ -10,7 +10,6 @@ without a GPU, or under autograd, it is `cpu_experts`; the CPU holds every exper
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,15 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.errors import OperatorError
-from ktinject.operators.base import register_operator
+from ktinject.operators.base import Placement, register_operator
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts, weights_in_words
-from ktinject.operators.offload import gpu_experts, streaming
+from ktinject.operators.offload import expert_placement, streaming
+from ktinject.operators.offload.expert_placement import ExpertPlacement
 from ktinject.operators.offload.gpu_experts import GpuExperts
 from ktinject.operators.offload.handoff import MOST_TOKENS, Handoff, Routing, Ticket, of_ranks
 from ktinject.operators.offload.hot_experts import Follower
 from ktinject.operators.offload.streaming import StreamedExperts
-from ktinject.operators.probes import experts as routed_experts
-from ktinject.operators.probes.answer import Refusal
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -97,13 +95,6 @@ class HybridExpertsConfig(CpuExpertsConfig):
         return self.prefill if isinstance(self.prefill, int) else {"gpu": 1}.get(self.prefill)
 
 
-@dataclass(frozen=True)
-class _Placed(HybridExpertsConfig):
-    """The same for one layer. resident: the experts on the GPU."""
-
-    resident: tuple[int, ...] = ()
-
-
 class Underway(NamedTuple):
     """What the CPU was given, and what the GPU computes itself [m, hidden] fp32."""
 
@@ -129,32 +120,36 @@ class HybridExperts(CpuExperts):
         streamed = StreamedExperts.support(spec)
         if config.streams_from is not None and not streamed:
             raise OperatorError(f"hybrid_experts: prefill is {config.prefill}, but {streamed.reason}")
-        self.resident: tuple[int, ...] = getattr(config, "resident", ())
+        self.resident: tuple[int, ...] = ()
         self.handoff = Handoff(self.native, spec.hidden_size, config.handoff)
         self.on_gpu: GpuExperts | None = None
         self.streamed: StreamedExperts | None = None
         self._rates: streaming.Rates | None = None
         # What is packed for the GPU; the CPU's own where the format is the same.
         self._for_gpu = self.native
-        # GPU kernels have no zero points.
-        if self.resident and (config.gpu_weights != config.weights or not config.symmetric):
-            self._for_gpu = native_experts(spec, config.gpu_weights, config.group_size, "auto")
 
     @classmethod
     def plan_placement(
         cls,
-        stack: nn.Module,
+        decoder: nn.Module,
         modules: Mapping[str, tuple[nn.Module, Any]],
         spare: Mapping[str, int],
-    ) -> dict[str, Any]:
-        arranged: dict[str, Any] = {}
+    ) -> dict[str, ExpertPlacement | str]:
+        placements: dict[str, ExpertPlacement | str] = {}
         for config in dict.fromkeys(config for _, config in modules.values()):
-            theirs = {path: module for path, (module, other) in modules.items() if other == config}
-            if config.gpu_experts == 0:
-                arranged |= dict.fromkeys(theirs, config)
-            else:
-                arranged |= _place(theirs, config, spare)
-        return {path: arranged[path] for path in modules}
+            if config.gpu_experts != 0:
+                theirs = {path: module for path, (module, other) in modules.items() if other == config}
+                placements |= expert_placement.plan(theirs, config, spare)
+        return placements
+
+    def place(self, placement: Placement) -> None:
+        assert isinstance(placement, ExpertPlacement), placement
+        config, self.resident = self.config, placement.resident
+        # GPU kernels have no zero points.
+        same = config.gpu_weights == config.weights and config.symmetric
+        self._for_gpu = self.native
+        if self.resident and not same:
+            self._for_gpu = native_experts(self.spec, config.gpu_weights, config.group_size, "auto")
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -206,7 +201,7 @@ class HybridExperts(CpuExperts):
         return sizes
 
     def workspace(self) -> dict[tuple[str, str], tuple[int, int]]:
-        least, wanted = _ring_bytes(self.config, self.spec)
+        least, wanted = expert_placement.ring_bytes(self.config, self.spec, self.native.bytes)
         if not wanted:
             return {}
         needed = 0 if self.config.streams_from is None else least  # auto does without
@@ -357,75 +352,3 @@ class HybridExperts(CpuExperts):
         if isinstance(started, Tensor):
             return started if residual is None else started + residual
         return self.handoff.wait(started.ticket, addend=started.part, residual=residual)
-
-
-def _ring_bytes(config: Any, spec: ExpertsSpec) -> tuple[int, int]:
-    """What long prompts take on the GPU, at least and best; nothing where they stay on the CPU."""
-    if config.device == "cpu" or config.prefill == "cpu" or not StreamedExperts.support(spec):
-        return 0, 0
-    packed = native_experts(spec, config.weights, config.group_size, "auto", config.symmetric).bytes
-    return streaming.ring_bytes(spec, packed // spec.num_experts)
-
-
-def _place(modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, int]) -> dict[str, Any]:
-    """Path → config with the experts that go to the GPU, for modules with one config; or the reason why not.
-
-    What does not fit the model is refused without a GPU, too: a rule file is right or wrong wherever it is tried.
-    """
-    profile = config.gpu_experts if str(config.gpu_experts).endswith(".json") else config.profile
-    specs: dict[str, ExpertsSpec] = {}
-    placed: dict[str, Any] = {}
-    for path, module in modules.items():
-        spec = routed_experts.probe(module)
-        if isinstance(spec, Refusal):
-            placed[path] = spec.reason
-        else:
-            specs[path] = spec
-    counts = {path: [0] * spec.num_experts for path, spec in specs.items()}
-    if profile is not None:
-        try:
-            found = gpu_experts.read_profile(profile)
-        except OperatorError as error:
-            return dict.fromkeys(modules, str(error).removesuffix("."))
-        for path in specs:
-            if len(found.get(path, ())) != len(counts[path]):
-                has = f"{len(found[path])} experts" if path in found else "nothing"
-                reason = f"the profile {profile} has {has} for it, and it has {len(counts[path])} experts"
-                return dict.fromkeys(modules, reason)
-            counts[path] = found[path]
-    if isinstance(config.gpu_experts, int):
-        for path, spec in specs.items():
-            if config.gpu_experts > spec.num_experts:
-                placed[path] = (
-                    f"{config.gpu_experts} of its experts are to be on the GPU, and it has {spec.num_experts}"
-                )
-    if config.device == "cpu":
-        return dict.fromkeys(modules, config) | placed
-
-    if isinstance(config.gpu_experts, str):
-        sizes = {
-            path: native_experts(spec, config.gpu_weights, config.group_size, "auto").bytes
-            // spec.num_experts
-            for path, spec in specs.items()
-        }
-        room = spare.get(config.device, 0)
-        room -= int(room * gpu_experts.RESERVE_SHARE) + gpu_experts.RESERVE_BYTES
-        room -= sum(GpuExperts.table_bytes(spec.num_experts) for spec in specs.values())
-        room -= max((_ring_bytes(config, spec)[1] for spec in specs.values()), default=0)
-        if profile is None:
-            # Without a count, each layer gets as many as the others.
-            each = max(0, room) // max(1, sum(sizes.values()))
-            wanted = {path: min(each, spec.num_experts) for path, spec in specs.items()}
-        else:
-            wanted = gpu_experts.fill(counts, sizes, max(0, room))
-    else:
-        share = config.gpu_experts
-        wanted = {
-            path: round(share * spec.num_experts) if isinstance(share, float) else share
-            for path, spec in specs.items()
-        }
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    for path in specs:
-        if path not in placed:
-            placed[path] = _Placed(**values, resident=gpu_experts.hottest(counts[path], wanted[path]))
-    return placed

@@ -32,7 +32,7 @@ class Int4LinearConfig(Config):
 
 
 @dataclass(frozen=True)
-class _Adopted(Int4LinearConfig):
+class _AsStored(Int4LinearConfig):
     """Group size and zero points are those of the checkpoint, whose codes are taken as they are."""
 
     group_size: int = 128  # type: ignore[assignment]  # of any multiple of 64, and 32
@@ -72,7 +72,7 @@ class Int4Linear(GpuLinear):
         self.has_zeros = not config.symmetric
         self._scale_dtype = torch.bfloat16
         self._native: Any = None
-        self._names_groups = isinstance(config, _Adopted) and config.names_groups
+        self._names_groups = isinstance(config, _AsStored) and config.names_groups
         self._order: Tensor | None = None  # [k] int64: which input stands where; None: as in the checkpoint
         self._turn = 0
         hopper = _is_hopper(config.device)
@@ -83,7 +83,7 @@ class Int4Linear(GpuLinear):
     def use_checkpoint_format(cls, config: Any, source: Format) -> Any:
         group_size = -1 if source.shape and source.group_size == source.shape[1] else source.group_size
         names_groups = any(name.endswith("g_idx") for name in source.companions)
-        return _Adopted(config.device, group_size, not source.has_zeros, source.name, names_groups)
+        return _AsStored(config.device, group_size, not source.has_zeros, source.name, names_groups)
 
     @classmethod
     def misfit(cls, k: int, n: int, config: Any) -> str | None:
@@ -98,7 +98,7 @@ class Int4Linear(GpuLinear):
 
     def describe(self) -> dict[str, Any]:
         group = "a scale a row" if self.config.group_size == -1 else f"group {self.group_size}"
-        source = f", as stored ({self.config.source})" if isinstance(self.config, _Adopted) else ""
+        source = f", as stored ({self.config.source})" if isinstance(self.config, _AsStored) else ""
         return {
             "weights": f"int4 {group}{', zero points' if self.has_zeros else ''}{source}",
             "kernel": f"int4_linear_{self._arch}, cuBLAS beyond {self._many_tokens} tokens",

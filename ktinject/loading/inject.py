@@ -28,9 +28,10 @@ def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
     for replacement in plan.replacements:
         kind = ReceivedExperts if replacement.elsewhere else REGISTRY[replacement.operator]
         with plan.blaming(replacement.path):
-            operators[replacement.path] = kind.build(
-                model.get_submodule(replacement.path), replacement.config
-            )
+            operator = kind.build(model.get_submodule(replacement.path), replacement.config)
+            if replacement.placement is not None and not replacement.elsewhere:
+                operator.place(replacement.placement)
+            operators[replacement.path] = operator
     return operators
 
 
@@ -47,12 +48,12 @@ def apply(
     for path, operator in operators.items():
         operator.train(model.training)
         model.set_submodule(path, operator, strict=True)
-    stack = Layers(model).stack
+    decoder = Layers(model).stack
     kinds: dict[type[Operator], None] = dict.fromkeys(type(operator) for operator in operators.values())
     for kind in kinds:
         theirs = {path: operator for path, operator in operators.items() if type(operator) is kind}
         with plan.blaming(*theirs):
-            kind.connect(stack, [*theirs.values()])
+            kind.connect(decoder, [*theirs.values()])
     if group is not None:
         for path, operator in operators.items():
             if isinstance(operator, ReceivedExperts):

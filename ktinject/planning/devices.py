@@ -19,7 +19,7 @@ from ktinject.rules import Rule
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
 _SIZE = re.compile(r"\s*(\d{1,18})\s*B?\s*|\s*(\d{1,9}(?:\.\d{1,9})?)\s*(" + "|".join(_UNITS) + r")\s*")
-# Of a GPU that is planned for and not here.
+# Assumed for a GPU that this machine does not have.
 _SUPPOSED_CAPABILITY = (8, 0)
 
 
@@ -45,10 +45,12 @@ def parse_bytes(size: object, what: str) -> int:
 
 
 def suppose(machine: Machine, memory: Mapping[str, int | str]) -> Machine:
-    """`machine` with other memory: to plan for one that is not there.
+    """`machine` with other memory, to plan for a machine that is not there.
 
-    memory  device → bytes, all free. It has the GPUs that are named, and no others; "cpu" may be left out
-    Raises  PlanError for what is not such a mapping
+    memory   device → bytes, all free. The machine has the GPUs named here and no others; without "cpu" it keeps its own
+             memory
+    Returns  the machine to plan for
+    Raises   PlanError for anything but such a mapping
     """
     if not isinstance(memory, Mapping) or not memory:
         raise PlanError(
@@ -110,7 +112,7 @@ class Devices:
         devices: str | Sequence[str] | None = None,
         budget: Mapping[str, int | str] | None = None,
     ) -> Devices:
-        """Decide from what there is and what the user names. Raises PlanError for what is not there.
+        """Decide from what the machine has and what the user names. Raises PlanError for devices it does not have.
 
         devices  None: the first GPU if the plan fits it, else all GPUs, else the CPU; several GPUs: all of them
         """
@@ -183,9 +185,9 @@ class Devices:
 def spread(
     outside_bytes: int, layers: Mapping[str, int], gpus: Sequence[str], limits: Mapping[str, int]
 ) -> dict[str, str]:
-    """Lay decoder layers over GPUs, in order, each getting its share of the bytes by its limit.
+    """Assign decoder layers to GPUs in order. Each GPU gets a share of the bytes in proportion to its limit.
 
-    outside_bytes  of all that is in no layer, which stands on the first GPU
+    outside_bytes  bytes of everything that is in no layer; it stands on the first GPU
     layers         path → bytes, in order
     Returns        a device map; the first GPU is ""
     """
@@ -204,7 +206,7 @@ def spread(
 
 
 def named(device: object, free: Mapping[str, int], what: str, machine: Machine) -> str:
-    """The name of a device that is there. Raises PlanError."""
+    """The name that a plan uses for a device. Raises PlanError for a device that the machine does not have."""
     name = _canonical(str(device))
     if name not in free:
         why = f" ({machine.no_gpu})" if machine.no_gpu and name.startswith("cuda") else ""

@@ -1,8 +1,8 @@
-"""What a swapped model takes beside its weights while it runs: buffers that operators share, and the cache.
+"""Runtime memory: what a swapped model holds beside its weights while it runs, which is workspace and KV cache.
 
-The cache is not computed from the config, whose words differ from family to family: the model runs once on the meta
-device, where nothing is computed, and what its cache then holds is counted. A plan without room for a short request
-is refused, and one GPU is left for several because of it.
+The size of the KV cache is not computed from the config, whose fields differ from family to family. Instead the model
+runs once on the meta device, where nothing is computed, and the values in its cache are counted. A plan without room
+for a short request is refused, and one GPU is left for several because of it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ktinject.planning.devices import show_bytes
 if TYPE_CHECKING:
     from ktinject.planning.replacements import Replacement
 
-_TOKENS = 2  # that the model reads on meta
+_TOKENS = 2  # of the request that runs on meta
 _SHORTEST = bucket_of(1)
 
 
 @dataclass(frozen=True)
 class RuntimeMemory:
-    """On one device.
+    """What one device holds.
 
     workspace           what for → bytes of buffers that operators share
     kv_bytes_per_token  that a token adds to the KV cache; 0 where the model caches nothing here, or nobody can tell
@@ -64,16 +64,16 @@ def find(
     limits: Mapping[str, int],
     cached: Sequence[int] | None,
 ) -> tuple[dict[str, RuntimeMemory], list[str]]:
-    """Device → what it holds while the model runs; and what does not fit.
+    """Device → its runtime memory, and the problems where that does not fit.
 
-    to_load   bytes of weights that are not in memory yet
+    to_load   device → bytes of weights that are not in memory yet
     cached    as `cached_values` says
     """
     runtime_memory, problems = {}, []
     for device in {**to_load, **dict.fromkeys(device_map.values())}:
         room = limits.get(device, 0) - to_load.get(device, 0)
         workspace: dict[str, int] = {}
-        for what, least, wanted in _shared(replacements, device):
+        for what, least, wanted in _workspace(replacements, device):
             if least > room >= 0:
                 problems.append(
                     f"{device} has {show_bytes(room)} left beside the weights, and {what} need {show_bytes(least)}. "
@@ -94,8 +94,8 @@ def find(
     return runtime_memory, problems
 
 
-def _shared(replacements: Sequence[Replacement], device: str) -> list[tuple[str, int, int]]:
-    """(what for, least, wanted) bytes of buffers, each the greatest that an operator names: they share them."""
+def _workspace(replacements: Sequence[Replacement], device: str) -> list[tuple[str, int, int]]:
+    """(what for, least, wanted) bytes of each buffer: the largest that any operator asks for, since they share it."""
     found: dict[str, tuple[int, int]] = {}
     for replacement in replacements:
         for (on, what), (least, wanted) in replacement.workspace.items():
@@ -129,7 +129,7 @@ def _kv_bytes_per_token(
 
 
 def _longest(room: int, kv_bytes_per_token: int) -> int:
-    """Captured steps hold a power of two of tokens; what a prompt left behind is copied into that."""
+    """Tokens of the longest request. A captured step has a cache of a power of two; the prompt's is copied into it."""
     if room < 2 * kv_bytes_per_token * _SHORTEST:
         return 0
     tokens: int = 1 << (room // (2 * kv_bytes_per_token)).bit_length() - 1

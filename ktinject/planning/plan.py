@@ -16,11 +16,8 @@ from ktinject.grid import Grid, Lines
 from ktinject.hf.key_map import KeyMap
 from ktinject.planning.devices import show_bytes
 from ktinject.planning.memory import RuntimeMemory
-from ktinject.planning.replacements import (
-    Replacement,
-    blaming,
-    some,
-)
+from ktinject.planning.modules import blaming, some
+from ktinject.planning.replacements import Replacement
 from ktinject.rules import KEEP, RuleSet
 
 
@@ -62,7 +59,7 @@ class Plan:
     tied: dict[str, str] = field(default_factory=dict, repr=False)
 
     def blaming(self, *paths: str) -> AbstractContextManager[None]:
-        """Within, what operators of one kind refuse or raise is an OperatorError with rule, paths and operator."""
+        """Within, whatever the operator of these modules raises names its rule, its modules and itself."""
         replacement = self._replacements_by_path[paths[0]]
         rule = next(rule for rule in self.ruleset.rules if rule.name == replacement.rule)
         return blaming(rule, some(paths), replacement.operator)
@@ -87,7 +84,7 @@ class Plan:
 
     @property
     def elsewhere(self) -> set[str]:
-        """Those that another process takes."""
+        """Full names of the parameters that another process takes."""
         return {
             f"{replacement.path}.{name}"
             for replacement in self.replacements

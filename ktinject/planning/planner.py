@@ -1,5 +1,7 @@
 """Makes a plan: decides which operator replaces which module, what runs in it, where it stands and its bytes.
 
+    find_modules ──► formats of the checkpoint ──► shares of the processes ──► layout ──► plan, with its notes
+
 Every refusal lives here, before a byte of weight is read or a module touched. Only what does not fit into memory
 is kept as a problem of the plan and not raised, so that the plan of a large model can be read on a small machine.
 """
@@ -17,23 +19,21 @@ from ktinject.distributed import tensor_parallel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.distributed.tensor_parallel import Cut, Style
 from ktinject.errors import PlanError
-from ktinject.generation.cpu import openmp
 from ktinject.hf import compat, models
 from ktinject.hf.key_map import KeyMap, key_map
 from ktinject.hf.layers import Layers, has_routed_experts
-from ktinject.machine import Machine, device_of
-from ktinject.planning import match, memory
-from ktinject.planning.devices import Devices, show_bytes, spread
-from ktinject.planning.plan import Plan, total
-from ktinject.planning.replacements import (
+from ktinject.machine import Machine
+from ktinject.planning import layout, match, memory
+from ktinject.planning.devices import Devices
+from ktinject.planning.modules import (
     MatchedModule,
-    Replacement,
-    adopt_format,
     find_modules,
-    find_replacements,
     some,
+    with_checkpoint_format,
     without_experts,
 )
+from ktinject.planning.plan import Plan
+from ktinject.planning.replacements import Replacer
 from ktinject.rules import RuleSet
 
 
@@ -60,111 +60,94 @@ def make(
         compat.require("loading")
     _check_model(model, ruleset)
     where = Devices.choose(machine, devices if group is None else str(group.device), budget)
-    found, matched = find_modules(model, ruleset)
+    modules, matched = find_modules(model, ruleset)
     mapping = None
     if checkpoint is not None:
         mapping = _check_checkpoint(model, checkpoint)
-        found = [adopt_format(item, model, checkpoint, mapping) for item in found]
+        modules = [with_checkpoint_format(module, checkpoint, mapping) for module in modules]
     has_weights = checkpoint is None and not next(model.parameters()).is_meta
-    styles = {} if group is None else _cut(model, found, has_weights, group)
-    standings = ((_stands_on(model, where, devices),),) if has_weights else where.candidates
-    layouts = []
+    styles = {} if group is None else _cut(model, modules, has_weights, group)
+    candidates = ((_stands_on(model, where, devices),),) if has_weights else where.candidates
     cuts: dict[str, Cut] = {}
     with tensor_parallel.applied(model, styles, 1 if group is None else group.size):
         if group is not None and mapping is not None:
             cuts = tensor_parallel.key_cuts(model, styles, mapping, group)
-        cached = tensor_parallel.cached_values(memory.cached_values(model), Layers(model).of, styles, group)
-        for standing in standings:
-            layers = Layers(model)
-            stack, device_map = layers.stack, {"": standing[0]}
-            with openmp.one_thread():
-                replacements = find_replacements(found, where, device_map, machine, stack, {}, group)
-                if len(standing) > 1:
-                    device_map = _spread(model, replacements, layers, standing, where)
-                    replacements = find_replacements(found, where, device_map, machine, stack, {}, group)
-            rest = _rest_bytes(model, replacements, device_map)
-            to_load = total(
-                [*(replacement.bytes for replacement in replacements), {} if has_weights else rest]
-            )
-            if any(replacement.config.auto_sized for replacement in replacements):
-                spare = {device: where.limits[device] - to_load.get(device, 0) for device in where.allowed}
-                with openmp.one_thread():
-                    replacements = find_replacements(found, where, device_map, machine, stack, spare, group)
-                to_load = total(
-                    [*(replacement.bytes for replacement in replacements), {} if has_weights else rest]
-                )
-            over = {device: size for device, size in to_load.items() if size > where.limits[device]}
-            excess = sum(size - where.limits[device] for device, size in over.items())
-            runtime_memory, too_much = memory.find(
-                replacements, model, device_map, to_load, where.limits, cached
-            )
-            layouts.append(
-                (
-                    (excess, len(too_much)),
-                    device_map,
-                    replacements,
-                    rest,
-                    to_load,
-                    runtime_memory,
-                    over,
-                    too_much,
-                )
-            )
-            if not over and not too_much:
-                break
-    _, device_map, replacements, rest, to_load, runtime_memory, over, too_much = min(
-        layouts, key=lambda layout: layout[0]
-    )
+        layers = Layers(model)
+        kv_values = tensor_parallel.cached_values(memory.cached_values(model), layers.of, styles, group)
+        replacer = Replacer(modules, where, machine, layers.stack, group)
+        chosen = layout.choose(model, replacer, where, candidates, has_weights, kv_values)
     plan = Plan(
         model=type(model).__name__,
         model_type=model.config.model_type,
         ruleset=ruleset,
         checkpoint=None if checkpoint is None else str(checkpoint.path),
         matched=matched,
-        replacements=replacements,
-        rest_bytes=rest,
-        device_map=device_map,
+        replacements=chosen.replacements,
+        rest_bytes=chosen.rest_bytes,
+        device_map=chosen.device_map,
         limits=where.limits,
-        to_load=to_load,
-        runtime_memory=runtime_memory,
-        problems=[*(_too_large(device, size, where) for device, size in over.items()), *too_much],
+        to_load=chosen.to_load,
+        runtime_memory=chosen.runtime_memory,
+        problems=chosen.problems,
         mapping=mapping,
         styles=styles,
         cuts=cuts,
     )
     _check_shared(plan, model)
     plan.notes += where.notes
-    wanted, standing = standings[0], tuple(dict.fromkeys(device_map.values()))
-    if standing != wanted and len(standing) > 1:
-        plan.notes.append(f"decoder layers stand on {', '.join(standing)}: they do not fit on {wanted[0]}")
-    elif standing[0] not in wanted:
-        plan.notes.append(f"everything else stands on {standing[0]}: it does not fit on {', '.join(wanted)}")
-    unused = [device for device in where.allowed if device not in (*plan.bytes, "cpu")]
-    if unused and devices is None and not has_weights and group is None:
-        plan.notes.append(f"not used: {', '.join(unused)}; name several GPUs to spread the layers over them")
-    if not (known := compat.support("generation")):
-        plan.notes.append(f"generate runs transformers' own loop: {known.reason}")
-    if not has_routed_experts(model):
-        plan.notes.append(f"{without_experts(model)}: what is swapped are its other modules alone")
-    if group is not None:
-        plan.notes.append(
-            f"process {group.rank} of {group.size}: has its part of {len(styles)} linear layers, and all of the others"
-        )
-    if checkpoint is not None and checkpoint.quantization:
-        method = checkpoint.quantization["quant_method"]
-        plan.notes.append(f"the checkpoint is quantised ({method}); it is decoded while it is read")
-    if checkpoint is not None and (blocks := checkpoint.block_dtypes):
-        plan.notes.append(
-            f"the checkpoint is {checkpoint.container} with {' and '.join(blocks)}; weights that do not run as "
-            "stored are decoded, and quantised again where the operator's format says so"
-        )
-    if checkpoint is not None and not checkpoint.complete:
-        plan.notes.append("only the checkpoint's index is there: shapes and formats could not be checked")
+    may_spread = devices is None and not has_weights and group is None
+    plan.notes += _notes_on_devices(plan, candidates[0], where.allowed if may_spread else ())
+    plan.notes += _notes_on_model(model, styles, group)
+    plan.notes += _notes_on_checkpoint(checkpoint)
     return plan
 
 
+def _notes_on_devices(plan: Plan, wanted: Sequence[str], allowed: Sequence[str]) -> Iterator[str]:
+    """What stands elsewhere than first choice, and which GPUs are left idle.
+
+    wanted    the first candidate
+    allowed   devices that the plan could have used of itself
+    """
+    standing = tuple(dict.fromkeys(plan.device_map.values()))
+    if standing != wanted and len(standing) > 1:
+        yield f"decoder layers stand on {', '.join(standing)}: they do not fit on {wanted[0]}"
+    elif standing[0] not in wanted:
+        yield f"everything else stands on {standing[0]}: it does not fit on {', '.join(wanted)}"
+    unused = [device for device in allowed if device not in (*plan.bytes, "cpu")]
+    if unused:
+        yield f"not used: {', '.join(unused)}; name several GPUs to spread the layers over them"
+
+
+def _notes_on_model(
+    model: PreTrainedModel, styles: Mapping[str, Style], group: ProcessGroup | None
+) -> Iterator[str]:
+    if not (known := compat.support("generation")):
+        yield f"generate runs transformers' own loop: {known.reason}"
+    if not has_routed_experts(model):
+        yield f"{without_experts(model)}: what is swapped are its other modules alone"
+    if group is not None:
+        yield (
+            f"process {group.rank} of {group.size}: has its part of {len(styles)} linear layers, and all of the others"
+        )
+
+
+def _notes_on_checkpoint(checkpoint: Checkpoint | None) -> Iterator[str]:
+    if checkpoint is None:
+        return
+    if checkpoint.quantization:
+        method = checkpoint.quantization["quant_method"]
+        yield f"the checkpoint is quantised ({method}); it is decoded while it is read"
+    if blocks := checkpoint.block_dtypes:
+        yield (
+            f"the checkpoint is {checkpoint.container} with {' and '.join(blocks)}; weights that do not run as "
+            "stored are decoded, and quantised again where the operator's format says so"
+        )
+    if not checkpoint.complete:
+        yield "only the checkpoint's index is there: shapes and formats could not be checked"
+
+
 def _cut(
-    model: PreTrainedModel, found: list[MatchedModule], has_weights: bool, group: ProcessGroup
+    model: PreTrainedModel, modules: list[MatchedModule], has_weights: bool, group: ProcessGroup
 ) -> dict[str, Style]:
     """The linear layers that the processes share. Raises PlanError."""
     if has_weights:
@@ -172,11 +155,13 @@ def _cut(
             "tp: the model has its weights already; each process reads its own part of a checkpoint. "
             "Build the model on meta and give checkpoint=<folder>."
         )
-    for item in found:
-        if item.operator.across == "none":
-            text = f"{item.rule.operator} does not run with tp (tensor parallelism over processes)"
-            raise PlanError(str(item.rule.place().refusal(f"{text}. Use another operator, or leave tp out.")))
-    taken = [item.path for item in found if not isinstance(item.module, nn.Linear)]
+    for matched in modules:
+        if matched.operator.across == "none":
+            text = f"{matched.rule.operator} does not run with tp (tensor parallelism over processes)"
+            raise PlanError(
+                str(matched.rule.place().refusal(f"{text}. Use another operator, or leave tp out."))
+            )
+    taken = [matched.path for matched in modules if not isinstance(matched.module, nn.Linear)]
     return tensor_parallel.choose(model, group.size, taken)
 
 
@@ -251,46 +236,6 @@ def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
     return standing[0]
 
 
-def _rest_sizes(model: PreTrainedModel, replacements: Sequence[Replacement]) -> Iterator[tuple[str, int]]:
-    """Name and bytes of all that operators do not take: parameters, buffers, tied ones once, in their final dtype."""
-    swapped = {
-        f"{replacement.path}.{name}" for replacement in replacements for name in replacement.parameter_shapes
-    }
-    dtype_of = models.final_dtype(model)
-    for tensors in (model.named_parameters(), model.named_buffers()):
-        for name, tensor in tensors:
-            if name not in swapped:
-                yield name, tensor.numel() * dtype_of(name, tensor).itemsize
-
-
-def _rest_bytes(
-    model: PreTrainedModel, replacements: Sequence[Replacement], device_map: Mapping[str, str]
-) -> dict[str, int]:
-    """Device → bytes of all that operators do not take."""
-    sizes = dict.fromkeys(device_map.values(), 0)
-    for name, size in _rest_sizes(model, replacements):
-        sizes[device_of(device_map, name)] += size
-    return sizes
-
-
-def _spread(
-    model: PreTrainedModel,
-    replacements: Sequence[Replacement],
-    layers: Layers,
-    gpus: Sequence[str],
-    where: Devices,
-) -> dict[str, str]:
-    """A device map of several GPUs, from the bytes on the first one if all stood there."""
-    outside, inside = 0, dict.fromkeys(layers.paths, 0)
-    on_first = ((replacement.path, replacement.bytes.get(gpus[0], 0)) for replacement in replacements)
-    for path, size in (*_rest_sizes(model, replacements), *on_first):
-        if (number := layers.of(path)) is None:
-            outside += size
-        else:
-            inside[layers.paths[number]] += size
-    return spread(outside, inside, gpus, where.limits)
-
-
 def _check_shared(plan: Plan, model: PreTrainedModel) -> None:
     """Refuse to swap a part of what can only be loaded together."""
     swapped = plan.swapped
@@ -313,10 +258,3 @@ def _check_shared(plan: Plan, model: PreTrainedModel) -> None:
                 f"{some(taken)} cannot be replaced alone: the checkpoint stores them together with "
                 f"{some(left)}. Replace or keep both."
             )
-
-
-def _too_large(device: str, size: int, where: Devices) -> str:
-    limit, free = where.limits[device], where.free[device]
-    has = f"{show_bytes(free)} are free" if limit == free else f"the budget is {show_bytes(limit)}"
-    other = "a larger budget" if limit < free else "a machine with more memory"
-    return f"{device} needs {show_bytes(size)}, but {has}. Use smaller weights (int8, int4) or {other}."

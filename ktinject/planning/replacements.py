@@ -1,47 +1,44 @@
-"""Which operator takes which module, and what that makes of it: the replacements of a plan."""
+"""From matched modules to planned replacements: an operator for each module, what it runs and what it holds.
+
+Modules, rules and arguments are the same wherever the model stands; a planner tries several device maps. So an operator
+is built once for each module and device, and asked again. Only its placement, which depends on the other modules and
+on the memory that is left, is planned for each device map.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from ktinject import rules
-from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.formats.base import Format
 from ktinject.distributed.first_process import ReceivedExperts
 from ktinject.distributed.process_group import ProcessGroup
-from ktinject.errors import KTInjectError, OperatorError, PlanError, RuleError, few
-from ktinject.hf.key_map import KeyMap
-from ktinject.hf.layers import Layers, class_names, has_routed_experts
+from ktinject.errors import OperatorError, PlanError, few
 from ktinject.machine import Machine, device_of
-from ktinject.operators import REGISTRY, Operator
+from ktinject.operators import Operator, Placement
 from ktinject.planning.devices import Devices
-from ktinject.rules import Rule, RuleSet
-
-_SHOWN = 5
+from ktinject.planning.modules import MatchedModule, blaming, some
 
 
 @dataclass(frozen=True)
 class Replacement:
     """One module that is replaced.
 
-    module     its class
-    arguments  as the rule gives them
-    runs       what will run: the operator's `describe`
-    device     where the operator computes
-    bytes      device → bytes that it takes
-    config     the checked arguments, device resolved
+    module               its class
+    arguments            as the rule gives them
+    runs                 what will run: the operator's `describe`
+    device               where the operator computes
+    bytes                device → bytes that it takes
+    config               the checked arguments, device resolved
+    placement            what the operator's `plan_placement` settled for this module; None: nothing
     parameter_shapes     parameter name relative to the module → shape
     workspace            buffers, as the operator says
     kv_values_per_token  values that it caches for a token, if it says
-    elsewhere  another process has it; nothing is read or held for it here
+    elsewhere            another process has it; nothing is read or held for it here
     """
 
     path: str
@@ -53,6 +50,7 @@ class Replacement:
     device: str
     bytes: dict[str, int]
     config: Any = field(repr=False)
+    placement: Placement | None = field(repr=False)
     parameter_shapes: dict[str, tuple[int, ...]] = field(repr=False)
     workspace: dict[tuple[str, str], tuple[int, int]] = field(repr=False, default_factory=dict)
     kv_values_per_token: int | None = field(repr=False, default=None)
@@ -60,223 +58,206 @@ class Replacement:
 
 
 @dataclass(frozen=True)
-class MatchedModule:
-    """A module that a rule replaces.
+class _Built:
+    """What takes a module on one device.
 
-    source   how the checkpoint stores its weight, if it has one
-    sources  the ways in which it stores what fills the module: parameter, format, part of it
+    operator   the one that `resolve` named
+    config     its arguments, device resolved
+    made       the operator, not allocated; None if it is refused
+    refusal    why it is refused
     """
 
-    path: str
-    module: nn.Module
-    rule: Rule
     operator: type[Operator]
     config: Any
-    source: Format | None = None
-    sources: Callable[[], Collection[tuple[str, Format, int | None]]] = field(default=tuple, compare=False)
-
-    def use_checkpoint_format(self, operator: type[Operator], config: Any) -> Any:
-        """The arguments that fit the checkpoint, if the operator takes its format as it is."""
-        if self.source is None or self.source.name not in operator.native_formats:
-            return config
-        return operator.use_checkpoint_format(config, self.source)
+    made: Operator | None
+    refusal: str = ""
 
 
-@contextmanager
-def blaming(rule: Rule, where: str, operator: str) -> Iterator[None]:
-    """Within, what an operator refuses is said with its rule and place; what its code raises else, as OperatorError."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        if isinstance(error, KTInjectError) and not isinstance(error, OperatorError):
-            raise
-        text = str(error) if isinstance(error, OperatorError) else f"{type(error).__name__}: {error}"
-        named = text if text.startswith(f"{operator}:") else f"{operator}: {text}"
-        raise OperatorError(str(rule.place().refusal(f"{where}: {named}"))) from error
+class Replacer:
+    """Makes replacements of matched modules, for one device map after another.
 
+    modules   in the order of the model
+    where     the devices that the plan may use
+    decoder   the module that owns the decoder layers
+    group     the processes that share the model, if several do
+    """
 
-def find_modules(
-    model: PreTrainedModel, ruleset: RuleSet
-) -> tuple[list[MatchedModule], dict[str, tuple[str, ...]]]:
-    """The modules that rules replace, in the order of the model, and the paths of every rule."""
-    configs: dict[str, Any] = {}
-    for rule in ruleset.rules:
-        if rule.operator not in REGISTRY:
-            raise rules.unknown_operator(rule, REGISTRY)
-        configs[rule.name] = rules.check_arguments(rule, REGISTRY[rule.operator].Config)
-    layers, modules = Layers(model), dict(model.named_modules())
-    described = [(path, class_names(module), layers.of(path)) for path, module in modules.items()]
-    keeps = {name: operator.keeps for name, operator in REGISTRY.items()}
-    try:
-        assignment = rules.assign(ruleset, described, keeps=keeps)
-    except RuleError as error:
-        if "matches nothing" not in str(error) or has_routed_experts(model):
-            raise
-        raise RuleError(f"{error}\n{without_experts(model)}, which may be why.") from error
-    found = [
-        MatchedModule(path, modules[path], rule, REGISTRY[rule.operator], configs[rule.name])
-        for path, rule in assignment.rules.items()
-        if REGISTRY[rule.operator].replaces
-    ]
-    return found, assignment.matched
+    def __init__(
+        self,
+        modules: Sequence[MatchedModule],
+        where: Devices,
+        machine: Machine,
+        decoder: nn.Module,
+        group: ProcessGroup | None,
+    ) -> None:
+        self._modules = modules
+        self._where = where
+        self._machine = machine
+        self._decoder = decoder
+        self._group = group
+        self._built: dict[tuple[str, str], _Built | None] = {}
 
+    def replacements(
+        self, device_map: Mapping[str, str], spare: Mapping[str, int] | None = None
+    ) -> tuple[Replacement, ...]:
+        """What rules make of the model if its modules stand as `device_map` says.
 
-def without_experts(model: PreTrainedModel) -> str:
-    """Says that a model is none of those that all this is about."""
-    return f"{type(model).__name__} (model type {model.config.model_type!r}) has no routed experts"
-
-
-def adopt_format(
-    item: MatchedModule, model: PreTrainedModel, checkpoint: Checkpoint, mapping: KeyMap
-) -> MatchedModule:
-    """With what the checkpoint has, and the arguments that fit it."""
-
-    @functools.cache
-    def sources() -> Collection[tuple[str, Format, int | None]]:
-        names = [name for name, parameter in item.module.named_parameters() if parameter.is_floating_point()]
-        pieces = ((name, piece) for name in names for piece in mapping.targets.get(f"{item.path}.{name}", ()))
-        found = ((name, checkpoint.format_of(p.key), p.part) for name, p in pieces)
-        return {(name, dataclasses.replace(form, companions=()), part): None for name, form, part in found}
-
-    item = dataclasses.replace(item, sources=sources)
-    keys = [piece.key for piece in mapping.targets.get(f"{item.path}.weight", ())]
-    if not keys:
-        return item
-    item = dataclasses.replace(item, source=checkpoint.format_of(keys[0]))
-    return dataclasses.replace(item, config=item.use_checkpoint_format(item.operator, item.config))
-
-
-def find_replacements(
-    found: list[MatchedModule],
-    where: Devices,
-    device_map: Mapping[str, str],
-    machine: Machine,
-    stack: nn.Module,
-    spare: Mapping[str, int],
-    group: ProcessGroup | None,
-) -> tuple[Replacement, ...]:
-    replacements = []
-    refused: dict[tuple[str, str], list[str]] = {}
-    remedies: dict[tuple[str, str], str] = {}
-    arranged = _arrange(found, where, device_map, stack, spare)
-    for item in found:
-        rule, operator = item.rule, item.operator
-        config = arranged[item.path]
-        reason = config if isinstance(config, str) else None
-        if reason is None:
-            with blaming(rule, item.path, operator.name):
-                chosen = operator.resolve(item.module, config)
-            if chosen is None:
+        spare    device → bytes that operators may take on top; see `Operator.plan_placement`
+        Raises   PlanError that lists the modules whose operators refuse them, and OperatorError
+        """
+        configs = {matched.path: self._config(matched, device_map) for matched in self._modules}
+        placements = self._placements(configs, spare or {})
+        replacements, refusals = [], _Refusals()
+        for matched in self._modules:
+            placement = placements.get(matched.path)
+            if isinstance(placement, str):
+                refusals.add(matched, matched.operator, placement)
                 continue
-            if chosen[0] is not operator:
-                chosen = chosen[0], item.use_checkpoint_format(*chosen)
-            operator, config = chosen
-            with blaming(rule, item.path, operator.name):
-                reason = operator.supports(item.module, config, machine)
-        if reason is None:
-            with blaming(rule, item.path, operator.name):
-                built = operator.build(item.module, config)
-                reason = _misfit(built, item)
-        if reason is not None:
-            text = f"{operator.name} cannot replace a {type(item.module).__name__}: {reason}"
-            refused.setdefault((rule.name, text), []).append(item.path)
-            about = rules.argument_of(reason, operator.Config)
-            change = f"Change {about}, narrow" if about else "Narrow"
-            remedies[rule.name, text] = f"{change} the match, or replace: keep."
-            continue
-        inner = [other.path for other in found if other.path.startswith(f"{item.path}.")]
+            built = self._build(matched, configs[matched.path])
+            if built is None:
+                continue
+            if built.made is None:
+                refusals.add(matched, built.operator, built.refusal)
+                continue
+            replacements.append(self._replacement(matched, built, built.made, placement))
+        refusals.check()
+        return tuple(replacements)
+
+    def _config(self, matched: MatchedModule, device_map: Mapping[str, str]) -> Any:
+        """The arguments with the device on which the operator computes."""
+        standing = device_of(device_map, matched.path)
+        wanted, types = matched.config.device, matched.operator.device_types
+        device = self._where.for_operator(matched.rule, wanted, types, standing)
+        return dataclasses.replace(matched.config, device=device)
+
+    def _placements(self, configs: Mapping[str, Any], spare: Mapping[str, int]) -> dict[str, Placement | str]:
+        """Path → placement, or the reason why there is none; paths without anything to place are absent."""
+        by_operator: dict[type[Operator], list[MatchedModule]] = {}
+        for matched in self._modules:
+            by_operator.setdefault(matched.operator, []).append(matched)
+        placements: dict[str, Placement | str] = {}
+        for operator, theirs in by_operator.items():
+            modules = {matched.path: (matched.module, configs[matched.path]) for matched in theirs}
+            with blaming(theirs[0].rule, some([*modules]), operator.name):
+                placements |= operator.plan_placement(self._decoder, modules, spare)
+        return placements
+
+    def _build(self, matched: MatchedModule, config: Any) -> _Built | None:
+        """What takes a module on the config's device; None if the module stays as it is."""
+        key = matched.path, config.device
+        if key not in self._built:
+            self._built[key] = self._build_anew(matched, config)
+        return self._built[key]
+
+    def _build_anew(self, matched: MatchedModule, config: Any) -> _Built | None:
+        with blaming(matched.rule, matched.path, matched.operator.name):
+            resolved = matched.operator.resolve(matched.module, config)
+        if resolved is None:
+            return None
+        operator, config = resolved
+        if operator is not matched.operator:
+            config = matched.fitted(operator, config)
+        with blaming(matched.rule, matched.path, operator.name):
+            if refusal := operator.supports(matched.module, config, self._machine):
+                return _Built(operator, config, None, refusal)
+            made = operator.build(matched.module, config)
+            if refusal := _misfit(made, matched):
+                return _Built(operator, config, None, refusal)
+            inner = [other.path for other in self._modules if other.path.startswith(f"{matched.path}.")]
+            _check_contract(matched, made, inner)
+        return _Built(operator, config, made)
+
+    def _replacement(
+        self, matched: MatchedModule, built: _Built, made: Operator, placement: Placement | None
+    ) -> Replacement:
+        group, operator = self._group, built.operator
         elsewhere = group is not None and group.rank > 0 and operator.across == "first"
-        with blaming(rule, item.path, operator.name):
-            _check_contract(item, built, inner, {*where.allowed})
-            replacements.append(
-                Replacement(
-                    path=item.path,
-                    module=type(item.module).__name__,
-                    rule=rule.name,
-                    operator=operator.name,
-                    arguments=dict(rule.arguments),
-                    runs=ReceivedExperts().describe() if elsewhere else built.describe(),
-                    device=config.device,
-                    bytes={} if elsewhere else built.footprint(),
-                    config=config,
-                    parameter_shapes=built.parameter_shapes(),
-                    workspace={} if elsewhere else built.workspace(),
-                    kv_values_per_token=built.kv_values_per_token,
-                    elsewhere=elsewhere,
-                )
+        with blaming(matched.rule, matched.path, operator.name):
+            if placement is not None:
+                made.place(placement)
+            runs, sizes = made.describe(), made.footprint()
+            _check_answers(runs, sizes, self._where.allowed)
+            return Replacement(
+                path=matched.path,
+                module=type(matched.module).__name__,
+                rule=matched.rule.name,
+                operator=operator.name,
+                arguments=dict(matched.rule.arguments),
+                runs=ReceivedExperts().describe() if elsewhere else runs,
+                device=built.config.device,
+                bytes={} if elsewhere else sizes,
+                config=built.config,
+                placement=placement,
+                parameter_shapes=made.parameter_shapes(),
+                workspace={} if elsewhere else made.workspace(),
+                kv_values_per_token=made.kv_values_per_token,
+                elsewhere=elsewhere,
             )
-    if refused:
-        places = {item.rule.name: item.rule.place() for item in found}
-        lines = [
-            str(places[rule].refusal(f"{text}; matched {some(paths)}. {remedies[rule, text]}"))
-            for (rule, text), paths in refused.items()
-        ]
-        raise PlanError("\n".join(few(lines)))
-    return tuple(replacements)
 
 
-def _arrange(
-    found: list[MatchedModule],
-    where: Devices,
-    device_map: Mapping[str, str],
-    stack: nn.Module,
-    spare: Mapping[str, int],
-) -> dict[str, Any]:
-    """Path → config with its device, or the reason why not."""
-    modules: dict[type[Operator], dict[str, tuple[nn.Module, Any]]] = {}
-    for item in found:
-        standing = device_of(device_map, item.path)
-        device = where.for_operator(item.rule, item.config.device, item.operator.device_types, standing)
-        config = dataclasses.replace(item.config, device=device)
-        modules.setdefault(item.operator, {})[item.path] = (item.module, config)
-    arranged: dict[str, Any] = {}
-    for operator, theirs in modules.items():
-        first = next(item for item in found if item.path in theirs)
-        with blaming(first.rule, some([*theirs]), operator.name):
-            arranged |= operator.plan_placement(stack, theirs, spare)
-    return arranged
+class _Refusals:
+    """Modules that operators cannot replace; those of one rule and one reason share a line."""
+
+    def __init__(self) -> None:
+        self._paths: dict[tuple[str, str], list[str]] = {}
+        self._lines: dict[tuple[str, str], str] = {}
+
+    def add(self, matched: MatchedModule, operator: type[Operator], reason: str) -> None:
+        rule = matched.rule
+        text = f"{operator.name} cannot replace a {type(matched.module).__name__}: {reason}"
+        paths = self._paths.setdefault((rule.name, text), [])
+        paths.append(matched.path)
+        argument = rules.argument_of(reason, operator.Config)
+        change = f"Change {argument}, narrow" if argument else "Narrow"
+        refusal = rule.place().refusal(
+            f"{text}; matched {some(paths)}. {change} the match, or replace: keep."
+        )
+        self._lines[rule.name, text] = str(refusal)
+
+    def check(self) -> None:
+        """Raises PlanError if there are any."""
+        if self._lines:
+            raise PlanError("\n".join(few([*self._lines.values()])))
 
 
-def _misfit(built: Operator, item: MatchedModule) -> str | None:
-    """Why an operator cannot take what the checkpoint has in a format that it takes undecoded."""
-    sources = item.sources() if built.native_formats else ()
-    reasons = (built.misfit_of(*source) for source in sources if source[1].name in built.native_formats)
+def _misfit(made: Operator, matched: MatchedModule) -> str | None:
+    """Why an operator cannot take what the checkpoint has in one of its native formats."""
+    sources = matched.sources() if made.native_formats else ()
+    reasons = (made.misfit_of(*source) for source in sources if source[1].name in made.native_formats)
     return next((reason for reason in reasons if reason), None)
 
 
-def _check_contract(item: MatchedModule, built: Operator, inner: list[str], devices: set[str]) -> None:
-    """Everything the module has must be taken or kept by the operator, which may have nothing else."""
+def _broken(text: str) -> OperatorError:
+    return OperatorError(f"{text}. Correct the operator.")
 
-    def refuse(text: str) -> OperatorError:
-        return OperatorError(f"{text}. Correct the operator.")
 
-    if not isinstance(built.describe(), dict):
-        raise refuse(f"its describe() gave {built.describe()!r}, which is no dict")
+def _check_answers(runs: object, sizes: Mapping[str, int], devices: Collection[str]) -> None:
+    """What an operator says of itself must be of the kind that a plan can show."""
+    if not isinstance(runs, dict):
+        raise _broken(f"its describe() gave {runs!r}, which is no dict")
+    if unknown := sizes.keys() - {*devices}:
+        raise _broken(f"its footprint names {', '.join(sorted(unknown))}, which the plan may not use")
 
-    unknown = set(built.footprint()) - devices
-    if unknown:
-        raise refuse(f"its footprint names {', '.join(unknown)}, which the plan may not use")
-    theirs = {**dict(item.module.named_parameters()), **dict(item.module.named_buffers())}
-    kept = {**dict(built.named_parameters()), **dict(built.named_buffers())}
+
+def _check_contract(matched: MatchedModule, made: Operator, inner: Sequence[str]) -> None:
+    """Everything the module has must be taken or kept by the operator, which may have nothing else.
+
+    inner   paths of matched modules inside this one
+    """
+    theirs = {**dict(matched.module.named_parameters()), **dict(matched.module.named_buffers())}
+    kept = {**dict(made.named_parameters()), **dict(made.named_buffers())}
     for name, tensor in kept.items():
         if theirs.get(name) is not tensor:
-            raise refuse(
+            raise _broken(
                 f"it holds a parameter or buffer of its own, {name!r}; it may only keep the module's"
             )
-    parameter_shapes = built.parameter_shapes()
-    for name, shape in parameter_shapes.items():
+    shapes = made.parameter_shapes()
+    for name, shape in shapes.items():
         if name not in theirs or tuple(theirs[name].shape) != tuple(shape):
             had = list(theirs[name].shape) if name in theirs else "nothing"
-            raise refuse(f"its parameter_shapes() has {name!r} of {list(shape)}; the module has {had}")
-    prefixes = tuple(path[len(item.path) + 1 :] + "." for path in inner)
-    lost = [name for name in item.module.state_dict() if name not in parameter_shapes and name not in kept]
+            raise _broken(f"its parameter_shapes() has {name!r} of {list(shape)}; the module has {had}")
+    prefixes = tuple(path[len(matched.path) + 1 :] + "." for path in inner)
+    lost = [name for name in matched.module.state_dict() if name not in shapes and name not in kept]
     lost = [name for name in lost if not name.startswith(prefixes)]
     if lost:
-        raise refuse(f"it neither loads nor keeps {', '.join(few(lost))}")
-
-
-def some(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(paths[:_SHOWN]) + more
+        raise _broken(f"it neither loads nor keeps {', '.join(few(lost))}")

@@ -12,8 +12,8 @@
 namespace ktinject::cuda {
 
 // Waits until all work of the stream before this kernel is done and can be seen. Until then, a kernel may only read
-// weights, and must write nothing that others read. Every kernel of a captured step calls it in every thread: one kernel
-// without it would break this promise for all kernels that follow.
+// weights, and must write nothing that others read. Every kernel of a captured step calls it in every thread: one
+// kernel without it would break this promise for all kernels that follow.
 __device__ inline void await_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

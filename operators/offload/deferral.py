@@ -34,7 +34,7 @@ _USUAL_BANDWIDTH = 1e12
 
 
 def depth(
-    stack: nn.Module,
+    decoder: nn.Module,
     modules: Mapping[str, tuple[nn.Module, Any]],
     path: str,
     spec: BlockSpec,
@@ -47,7 +47,7 @@ def depth(
     """
     module, config = modules[path]
     kinds = {type(block) for block, _ in modules.values()}
-    in_order = [block for block in stack.modules() if type(block) in kinds]
+    in_order = [block for block in decoder.modules() if type(block) in kinds]
     following = dict(zip(map(id, in_order), in_order[1:])).get(id(module))
     cannot = ""
     if following is None:
@@ -69,7 +69,7 @@ def depth(
     assert following is not None
     if config.schedule == "auto":
         most = wanted or int(BOUND_SHARE * spec.top_k)
-        return _auto(stack, module, following, spec, config.device, expert_bytes, most)
+        return _auto(decoder, module, following, spec, config.device, expert_bytes, most)
     return wanted, ""
 
 
@@ -84,7 +84,7 @@ def warning(deferred: int, top_k: int) -> str:
 
 
 def _auto(
-    stack: nn.Module,
+    decoder: nn.Module,
     block: nn.Module,
     following: nn.Module,
     spec: BlockSpec,
@@ -94,7 +94,7 @@ def _auto(
 ) -> tuple[int, str]:
     if device == "cpu":
         return 0, "auto: no GPU computes meanwhile"
-    gap = gap_us(stack, block, following, spec.experts, gpu_bandwidth(device))
+    gap = gap_us(decoder, block, following, spec.experts, gpu_bandwidth(device))
     expert = expert_bytes / (REACHED * cpu_bandwidth()) * 1e6
     count = min(most, ceil(gap / max(expert, 1e-3)))
     gain = min(gap, count * expert)
@@ -105,10 +105,10 @@ def _auto(
 
 
 def gap_us(
-    stack: nn.Module, block: nn.Module, following: nn.Module, experts: str, bytes_per_second: float
+    decoder: nn.Module, block: nn.Module, following: nn.Module, experts: str, bytes_per_second: float
 ) -> float:
     """What a GPU takes from the end of one block's experts to the router of the next, estimated, batch 1."""
-    modules = list(stack.modules())
+    modules = list(decoder.modules())
     first, last = (next(i for i, m in enumerate(modules) if m is b) for b in (block, following))
     inside = {id(module) for module in block.modules()}
     between = [module for module in modules[first:last] if id(module) not in inside]

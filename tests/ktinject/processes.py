@@ -95,17 +95,22 @@ def same(rank: int, folder: Path, rules: Any, devices: str | None) -> dict[str, 
     from ktinject.errors import OperatorError
 
     read: list[str] = []
-    whole = Checkpoint.read
+    ways = {name: getattr(Checkpoint, name) for name in ("read", "decode", "stored")}
 
-    def counting(self: Checkpoint, name: str, *args: Any, **kwargs: Any) -> Tensor:
-        read.append(name)
-        return whole(self, name, *args, **kwargs)
+    def counting(own: Callable[..., Any]) -> Callable[..., Any]:
+        def way(self: Checkpoint, name: str, *args: Any, **kwargs: Any) -> Any:
+            read.append(name)
+            return own(self, name, *args, **kwargs)
 
-    Checkpoint.read = counting  # type: ignore[method-assign]
+        return way
+
+    for name, own in ways.items():
+        setattr(Checkpoint, name, counting(own))
     try:
         model = load(folder, rules, devices)
     finally:
-        Checkpoint.read = whole  # type: ignore[method-assign]
+        for name, own in ways.items():
+            setattr(Checkpoint, name, own)
     ids = prompt(3, 7, device=model.device)
     with torch.no_grad():
         logits = model(ids).logits.float().tolist()

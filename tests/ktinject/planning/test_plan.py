@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import ktinject
 from ktinject.errors import OperatorError, PlanError, RuleError
-from ktinject.operators import REGISTRY, Config, register_operator
+from ktinject.operators import REGISTRY, Config, Placement, register_operator
 from ktinject.tools import random_models
 
 
@@ -272,6 +272,26 @@ def test_an_operator_whose_code_fails_is_named(
     broken(monkeypatch, **{method: fail})
     assert refusal(OperatorError, model) == (
         "<python>:rules[0]: rule 'experts': model.layers.1.mlp.experts: held_experts: KeyError: 'tiles'"
+    )
+
+
+def test_what_is_placed_reaches_the_operator_and_the_plan(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement, placed = Placement(), []
+    path = "model.layers.1.mlp.experts"
+    broken(monkeypatch, plan_placement=lambda decoder, modules, spare: dict.fromkeys(modules, placement))
+    assert refusal(OperatorError, model) == (
+        f"<python>:rules[0]: rule 'experts': {path}: held_experts: plan_placement settled Placement, and the class "
+        "does not define place. Correct the operator."
+    )
+    broken(monkeypatch, place=lambda self, given: placed.append(given))
+    (replacement,) = planned(model).replacements
+    assert placed == [placement] and replacement.placement is placement
+
+    broken(monkeypatch, plan_placement=lambda decoder, modules, spare: {path: "there is no room"})
+    assert f"cannot replace a DeepseekV3Experts: there is no room; matched {path}. Narrow" in refusal(
+        PlanError, model
     )
 
 

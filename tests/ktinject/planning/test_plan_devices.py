@@ -10,7 +10,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from double import HeldExperts, machine, on_meta, saved
+from double import HeldConfig, HeldExperts, machine, on_meta, saved
 from plan_cases import planned, refusal, rule
 from transformers import PreTrainedModel
 
@@ -148,6 +148,32 @@ def test_what_does_not_fit_is_a_problem_of_the_plan(model: PreTrainedModel) -> N
     plan = planned(model, machine=machine(gpus=1), budget={"cuda:0": "100KiB", "cpu": 90 * 2**10})
     assert plan.device_map == {"": "cuda:0"}, "the placement that lacks least is shown"
     assert "the budget is 100.0 KiB" in plan.problems[0] and "or a larger budget" in plan.problems[0]
+
+
+def test_an_operator_is_built_once_for_a_device(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many devices are tried, and although what is left of them is planned for again each time."""
+    built, asked = [], []
+
+    def build(cls: type[HeldExperts], module: torch.nn.Module, config: HeldConfig) -> HeldExperts:
+        built.append(config.device)
+        return cls(module, config)
+
+    def plan_placement(cls: type[HeldExperts], decoder: Any, modules: Any, spare: Any) -> dict[str, Any]:
+        asked.append(([config.device for _, config in modules.values()], bool(spare)))
+        return {}
+
+    monkeypatch.setattr(HeldExperts, "device_types", ("cuda", "cpu"))
+    monkeypatch.setattr(HeldExperts, "build", classmethod(build))
+    monkeypatch.setattr(HeldExperts, "plan_placement", classmethod(plan_placement))
+    monkeypatch.setattr(HeldConfig, "auto_sized", True)
+    plan = planned(
+        model, machine=replace(machine(gpus=2), cuda_built=True), budget={"cuda:0": 1, "cuda:1": 1}
+    )
+    assert plan.device_map == {"": "cpu"}
+    assert built == ["cuda:0", "cuda:1", "cpu"] or built == ["cuda:0", "cpu"]
+    assert [spare for _, spare in asked] == [False, True, False, False, True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,10 @@ def filled(
 ) -> CpuExperts:
     module = leaf(hidden, inner)
     random = torch.Generator().manual_seed(seed)
-    made = operator.build(module, config or CpuExpertsConfig(device="cpu", **arguments))
+    config = config or CpuExpertsConfig(device="cpu", **arguments)
+    made = operator.build(module, config)
+    for placement in operator.plan_placement(torch.nn.Module(), {"e": (module, config)}, {}).values():
+        made.place(placement)
     made.allocate()
     for name, parameter in module.named_parameters():
         values = torch.randn(parameter.shape, generator=random) * parameter.shape[-1] ** -0.5
@@ -548,7 +551,6 @@ def test_fp16_does_not_overflow_on_the_way(prefill: Any, gpu_experts: int) -> No
     """The intermediate is beyond what fp16 holds, and the sum is not."""
     x, ids, _ = inputs(40, 256)
     config = HybridExpertsConfig(device="cuda:0", prefill=prefill, gpu_experts=gpu_experts)
-    config = HybridExperts.plan_placement(torch.nn.Module(), {"e": (leaf(256, 96), config)}, {})["e"]
     operator = filled(256, 96, operator=HybridExperts, config=config)
     x = x * 300
     weights = torch.full(ids.shape, 2e-3)

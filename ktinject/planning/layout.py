@@ -1,0 +1,159 @@
+"""Where the model may stand: a layout for each candidate of devices, and the first one that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from ktinject.generation.cpu import openmp
+from ktinject.hf import models
+from ktinject.hf.layers import Layers
+from ktinject.machine import device_of
+from ktinject.planning import memory
+from ktinject.planning.devices import Devices, show_bytes, spread
+from ktinject.planning.memory import RuntimeMemory
+from ktinject.planning.plan import total
+from ktinject.planning.replacements import Replacement, Replacer
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The model on some devices.
+
+    device_map      where everything stands that is not replaced
+    replacements    the replaced modules
+    rest_bytes      device → bytes of everything that is not replaced
+    to_load         device → bytes that are not in memory yet
+    runtime_memory  device → what the model takes there while it runs, beside its weights
+    excess          device → bytes of weights beyond what the plan may use
+    problems        what does not fit, in words
+    """
+
+    device_map: dict[str, str]
+    replacements: tuple[Replacement, ...]
+    rest_bytes: dict[str, int]
+    to_load: dict[str, int]
+    runtime_memory: dict[str, RuntimeMemory]
+    excess: dict[str, int]
+    problems: list[str]
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    @property
+    def shortage(self) -> tuple[int, int]:
+        """How far it is from fitting: first the bytes that lack for weights, then the number of other problems."""
+        return sum(self.excess.values()), len(self.problems) - len(self.excess)
+
+
+def choose(
+    model: PreTrainedModel,
+    replacer: Replacer,
+    where: Devices,
+    candidates: Sequence[tuple[str, ...]],
+    has_weights: bool,
+    kv_values: Sequence[int] | None,
+) -> Layout:
+    """The first layout that fits, or the one that comes nearest.
+
+    candidates   devices for what is not replaced, best first
+    has_weights  what is not replaced is in memory already
+    kv_values    as `memory.cached_values` says
+    Raises       as `Replacer.replacements`
+    """
+    layouts: list[Layout] = []
+    for devices in candidates:
+        # Operators try modules out on a few tokens, for which other threads are not worth waking.
+        with openmp.one_thread():
+            layouts.append(_lay_out(model, replacer, where, devices, has_weights, kv_values))
+        if layouts[-1].fits:
+            break
+    return min(layouts, key=lambda layout: layout.shortage)
+
+
+def _lay_out(
+    model: PreTrainedModel,
+    replacer: Replacer,
+    where: Devices,
+    devices: Sequence[str],
+    has_weights: bool,
+    kv_values: Sequence[int] | None,
+) -> Layout:
+    """The model on one device, or its decoder layers on several."""
+
+    def to_load() -> dict[str, int]:
+        taken = (replacement.bytes for replacement in replacements)
+        return total([*taken, {} if has_weights else rest_bytes])
+
+    device_map = {"": devices[0]}
+    replacements = replacer.replacements(device_map)
+    if len(devices) > 1:
+        device_map = _spread(model, replacements, devices, where)
+        replacements = replacer.replacements(device_map)
+    rest_bytes = _rest_bytes(model, replacements, device_map)
+    if any(replacement.config.auto_sized for replacement in replacements):
+        needed = to_load()
+        spare = {device: where.limits[device] - needed.get(device, 0) for device in where.allowed}
+        replacements = replacer.replacements(device_map, spare)
+    needed = to_load()
+    runtime_memory, problems = memory.find(replacements, model, device_map, needed, where.limits, kv_values)
+    excess = {device: size - where.limits[device] for device, size in needed.items()}
+    return Layout(
+        device_map=device_map,
+        replacements=replacements,
+        rest_bytes=rest_bytes,
+        to_load=needed,
+        runtime_memory=runtime_memory,
+        excess={device: size for device, size in excess.items() if size > 0},
+        problems=[
+            *(_too_large(device, needed[device], where) for device, size in excess.items() if size > 0),
+            *problems,
+        ],
+    )
+
+
+def _rest_sizes(model: PreTrainedModel, replacements: Sequence[Replacement]) -> Iterator[tuple[str, int]]:
+    """Name and bytes of what operators do not take: parameters, buffers, tied ones once, in their final dtype."""
+    taken = {
+        f"{replacement.path}.{name}" for replacement in replacements for name in replacement.parameter_shapes
+    }
+    dtype_of = models.final_dtype(model)
+    for tensors in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in tensors:
+            if name not in taken:
+                yield name, tensor.numel() * dtype_of(name, tensor).itemsize
+
+
+def _rest_bytes(
+    model: PreTrainedModel, replacements: Sequence[Replacement], device_map: Mapping[str, str]
+) -> dict[str, int]:
+    """Device → bytes of all that operators do not take."""
+    sizes = dict.fromkeys(device_map.values(), 0)
+    for name, size in _rest_sizes(model, replacements):
+        sizes[device_of(device_map, name)] += size
+    return sizes
+
+
+def _spread(
+    model: PreTrainedModel, replacements: Sequence[Replacement], gpus: Sequence[str], where: Devices
+) -> dict[str, str]:
+    """A device map of several GPUs, from the bytes that the first one would hold if everything stood there."""
+    layers = Layers(model)
+    outside, inside = 0, dict.fromkeys(layers.paths, 0)
+    on_first = ((replacement.path, replacement.bytes.get(gpus[0], 0)) for replacement in replacements)
+    for path, size in (*_rest_sizes(model, replacements), *on_first):
+        if (number := layers.of(path)) is None:
+            outside += size
+        else:
+            inside[layers.paths[number]] += size
+    return spread(outside, inside, gpus, where.limits)
+
+
+def _too_large(device: str, size: int, where: Devices) -> str:
+    limit, free = where.limits[device], where.free[device]
+    has = f"{show_bytes(free)} are free" if limit == free else f"the budget is {show_bytes(limit)}"
+    other = "a larger budget" if limit < free else "a machine with more memory"
+    return f"{device} needs {show_bytes(size)}, but {has}. Use smaller weights (int8, int4) or {other}."

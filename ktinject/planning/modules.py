@@ -1,0 +1,127 @@
+"""The modules that rules replace, each with its operator, arguments and what the checkpoint has for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ktinject import rules
+from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.formats.base import Format
+from ktinject.errors import KTInjectError, OperatorError, RuleError
+from ktinject.hf.key_map import KeyMap
+from ktinject.hf.layers import Layers, class_names, has_routed_experts
+from ktinject.operators import REGISTRY, Operator
+from ktinject.rules import Rule, RuleSet
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class MatchedModule:
+    """A module that a rule replaces.
+
+    config   the rule's checked arguments; the device may be "auto" still
+    source   how the checkpoint stores its weight, if it has one
+    sources  the ways in which the checkpoint stores what fills the module: parameter, format, part of it
+    """
+
+    path: str
+    module: nn.Module
+    rule: Rule
+    operator: type[Operator]
+    config: Any
+    source: Format | None = None
+    sources: Callable[[], Collection[tuple[str, Format, int | None]]] = field(default=tuple, compare=False)
+
+    def fitted(self, operator: type[Operator], config: Any) -> Any:
+        """The arguments that fit the checkpoint, if the operator runs its format as it is stored."""
+        if self.source is None or self.source.name not in operator.native_formats:
+            return config
+        return operator.use_checkpoint_format(config, self.source)
+
+
+@contextmanager
+def blaming(rule: Rule, where: str, operator: str) -> Iterator[None]:
+    """Within, whatever an operator raises names the rule's line, the module and the operator.
+
+    An exception that is none of the package's becomes an OperatorError: it comes from the operator's own code.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, KTInjectError) and not isinstance(error, OperatorError):
+            raise
+        text = str(error) if isinstance(error, OperatorError) else f"{type(error).__name__}: {error}"
+        named = text if text.startswith(f"{operator}:") else f"{operator}: {text}"
+        raise OperatorError(str(rule.place().refusal(f"{where}: {named}"))) from error
+
+
+def find_modules(
+    model: PreTrainedModel, ruleset: RuleSet
+) -> tuple[list[MatchedModule], dict[str, tuple[str, ...]]]:
+    """The modules that rules replace, in the order of the model, and the paths that each rule matches.
+
+    Raises   RuleError for an unknown operator, a wrong argument, or a rule that matches nothing
+    """
+    configs: dict[str, Any] = {}
+    for rule in ruleset.rules:
+        if rule.operator not in REGISTRY:
+            raise rules.unknown_operator(rule, REGISTRY)
+        configs[rule.name] = rules.check_arguments(rule, REGISTRY[rule.operator].Config)
+    layers, modules = Layers(model), dict(model.named_modules())
+    described = [(path, class_names(module), layers.of(path)) for path, module in modules.items()]
+    keeps = {name: operator.keeps for name, operator in REGISTRY.items()}
+    try:
+        assignment = rules.assign(ruleset, described, keeps=keeps)
+    except RuleError as error:
+        if "matches nothing" not in str(error) or has_routed_experts(model):
+            raise
+        raise RuleError(f"{error}\n{without_experts(model)}, which may be why.") from error
+    matched = [
+        MatchedModule(path, modules[path], rule, REGISTRY[rule.operator], configs[rule.name])
+        for path, rule in assignment.rules.items()
+        if REGISTRY[rule.operator].replaces
+    ]
+    return matched, assignment.matched
+
+
+def without_experts(model: PreTrainedModel) -> str:
+    """Half a sentence about a model that the bundled rules have nothing for."""
+    return f"{type(model).__name__} (model type {model.config.model_type!r}) has no routed experts"
+
+
+def with_checkpoint_format(matched: MatchedModule, checkpoint: Checkpoint, mapping: KeyMap) -> MatchedModule:
+    """The module with the formats that the checkpoint has for it, and with arguments that fit them."""
+
+    @functools.cache
+    def sources() -> Collection[tuple[str, Format, int | None]]:
+        parameters = matched.module.named_parameters()
+        names = [name for name, parameter in parameters if parameter.is_floating_point()]
+        pieces = (
+            (name, piece) for name in names for piece in mapping.targets.get(f"{matched.path}.{name}", ())
+        )
+        found = ((name, checkpoint.format_of(p.key), p.part) for name, p in pieces)
+        return {(name, dataclasses.replace(form, companions=()), part): None for name, form, part in found}
+
+    matched = dataclasses.replace(matched, sources=sources)
+    keys = [piece.key for piece in mapping.targets.get(f"{matched.path}.weight", ())]
+    if not keys:
+        return matched
+    matched = dataclasses.replace(matched, source=checkpoint.format_of(keys[0]))
+    return dataclasses.replace(matched, config=matched.fitted(matched.operator, matched.config))
+
+
+def some(paths: Sequence[str]) -> str:
+    """The first paths, and how many more there are."""
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(paths[:_SHOWN]) + more

@@ -1,0 +1,117 @@
+"""Which routed experts lie on a GPU beside the CPU, which holds all of them.
+
+A rule gives a number, a share, or a profile of the traffic; or it leaves the number to the memory that is left when
+everything else has its place. With a profile the most used experts go first, over all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ktinject.errors import OperatorError
+from ktinject.operators.base import Placement
+from ktinject.operators.cpu_experts import native_experts
+from ktinject.operators.offload import gpu_experts, streaming
+from ktinject.operators.offload.gpu_experts import GpuExperts
+from ktinject.operators.offload.streaming import StreamedExperts
+from ktinject.operators.probes import experts as routed_experts
+from ktinject.operators.probes.answer import Refusal
+from ktinject.operators.probes.experts import ExpertsSpec
+
+
+@dataclass(frozen=True)
+class ExpertPlacement(Placement):
+    """The experts of one layer that lie on the GPU; the CPU has all of them."""
+
+    resident: tuple[int, ...]
+
+
+def plan(
+    modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, int]
+) -> dict[str, ExpertPlacement | str]:
+    """Path → the experts that go to the GPU, or the reason why not; for modules with one config.
+
+    What does not fit the model is refused without a GPU, too: a rule file is right or wrong wherever it is tried.
+    """
+    specs: dict[str, ExpertsSpec] = {}
+    placements: dict[str, ExpertPlacement | str] = {}
+    for path, module in modules.items():
+        spec = routed_experts.probe(module)
+        if isinstance(spec, Refusal):
+            placements[path] = spec.reason
+        else:
+            specs[path] = spec
+    counts = _traffic(config, specs)
+    if isinstance(counts, str):
+        return dict.fromkeys(modules, counts)
+    for path, spec in specs.items():
+        if isinstance(config.gpu_experts, int) and config.gpu_experts > spec.num_experts:
+            placements[path] = (
+                f"{config.gpu_experts} of its experts are to be on the GPU, and it has {spec.num_experts}"
+            )
+    if config.device == "cpu":
+        return placements
+    specs = {path: spec for path, spec in specs.items() if path not in placements}
+    wanted = _counts_on_gpu(config, specs, counts, spare.get(config.device, 0))
+    for path, count in wanted.items():
+        placements[path] = ExpertPlacement(gpu_experts.hottest(counts[path], count))
+    return placements
+
+
+def _traffic(config: Any, specs: Mapping[str, ExpertsSpec]) -> dict[str, list[int]] | str:
+    """Path → how often each expert is asked for, as the rule's profile says; or what is wrong with the profile."""
+    profile = config.gpu_experts if str(config.gpu_experts).endswith(".json") else config.profile
+    if profile is None:
+        return {path: [0] * spec.num_experts for path, spec in specs.items()}
+    try:
+        found = gpu_experts.read_profile(profile)
+    except OperatorError as error:
+        return str(error).removesuffix(".")
+    for path, spec in specs.items():
+        if len(found.get(path, ())) != spec.num_experts:
+            has = f"{len(found[path])} experts" if path in found else "nothing"
+            return f"the profile {profile} has {has} for it, and it has {spec.num_experts} experts"
+    return {path: found[path] for path in specs}
+
+
+def _counts_on_gpu(
+    config: Any, specs: Mapping[str, ExpertsSpec], traffic: Mapping[str, list[int]], spare: int
+) -> dict[str, int]:
+    """Path → how many of its experts go to the GPU.
+
+    spare   bytes that may be used on it
+    """
+    share = config.gpu_experts
+    if isinstance(share, float):
+        return {path: round(share * spec.num_experts) for path, spec in specs.items()}
+    if isinstance(share, int):
+        return dict.fromkeys(specs, share)
+
+    def packed(spec: ExpertsSpec, weights: str, symmetric: bool = True) -> int:
+        return native_experts(spec, weights, config.group_size, "auto", symmetric).bytes
+
+    shapes = {*specs.values()}
+    expert_bytes = {spec: packed(spec, config.gpu_weights) // spec.num_experts for spec in shapes}
+    rings = (ring_bytes(config, spec, packed(spec, config.weights, config.symmetric))[1] for spec in shapes)
+    room = spare - int(spare * gpu_experts.RESERVE_SHARE) - gpu_experts.RESERVE_BYTES
+    room -= sum(GpuExperts.table_bytes(spec.num_experts) for spec in specs.values()) + max(rings, default=0)
+    sizes = {path: expert_bytes[spec] for path, spec in specs.items()}
+    if config.profile is not None or share != "auto":
+        return gpu_experts.fill(traffic, sizes, max(0, room))
+    # Without a profile, each layer gets as many as the others.
+    each = max(0, room) // max(1, sum(sizes.values()))
+    return {path: min(each, spec.num_experts) for path, spec in specs.items()}
+
+
+def ring_bytes(config: Any, spec: ExpertsSpec, packed: int) -> tuple[int, int]:
+    """What long prompts take on the GPU, at least and best; nothing where they stay on the CPU.
+
+    packed   bytes of all experts of the layer
+    """
+    if config.device == "cpu" or config.prefill == "cpu" or not StreamedExperts.support(spec):
+        return 0, 0
+    return streaming.ring_bytes(spec, packed // spec.num_experts)
