@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,12 +23,11 @@ LIMIT_SECONDS = 900
 def run(cases: Sequence[Case], size: int = 2, gpu: bool = False) -> list[list[Any]]:
     """[case][rank]: what each returned, or the exception it raised as (class name, text)."""
     context = torch.multiprocessing.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Listens from here on, as torchrun's does: a port that is only looked for may be another run's a moment later.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = context.Queue()
     processes = [
-        context.Process(target=_work, args=(rank, size, port, gpu, list(cases), answers), daemon=True)
+        context.Process(target=_work, args=(rank, size, store.port, gpu, list(cases), answers), daemon=True)
         for rank in range(size)
     ]
     for process in processes:
@@ -56,6 +54,7 @@ def _work(rank: int, size: int, port: int, gpu: bool, cases: list[Case], answers
         LOCAL_WORLD_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
         KTINJECT_THREADS=str(max(1, (os.cpu_count() or 1) // size)),
     )
     if not gpu:

@@ -156,9 +156,7 @@ def config_of(name: str, module: nn.Module) -> tuple[type[Operator], Any]:
     """The operator that serves the case's module, with its config, as the planner settles them."""
     case, operator = CASES[name], REGISTRY[name]
     config = operator.Config(**{"device": "auto" if name == "absorbed_mla" else case.device} | case.arguments)
-    settled = operator.plan_placement(nn.Module(), {"it": (module, config)}, {})["it"]
-    assert not isinstance(settled, str), settled
-    resolved = operator.resolve(module, settled)
+    resolved = operator.resolve(module, config)
     assert resolved is not None
     return resolved
 
@@ -166,7 +164,11 @@ def config_of(name: str, module: nn.Module) -> tuple[type[Operator], Any]:
 def built(name: str, module: nn.Module) -> Operator:
     operator, config = config_of(name, module)
     assert operator.supports(module, config, machine()) is None
+    placement = operator.plan_placement(nn.Module(), {"it": (module, config)}, {}).get("it")
+    assert not isinstance(placement, str), placement
     made = operator.build(module, config)
+    if placement is not None:
+        made.place(placement)
     return made.eval()
 
 

@@ -239,6 +239,19 @@ def test_forward_is_the_module_s(name: str, tokens: int) -> None:
         assert not isinstance(value, Tensor) or torch.equal(value, arguments[key])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "name", [name for name in BUILT if not (CASES[name].kept_first or CASES[name].on_gpu)]
+)
+def test_an_output_has_the_dtype_of_its_input(name: str, dtype: torch.dtype) -> None:
+    operator = filled(name, CASES[name].make())
+    arguments = CASES[name].inputs(5)
+    first = next(iter(arguments))
+    (want,) = call(operator, arguments)
+    (found,) = call(operator, arguments | {first: arguments[first].to(dtype)})
+    assert found.dtype == dtype and reference.relative_error(found, want) <= 1e-2
+
+
 @pytest.mark.parametrize("name", FILLED)
 def test_strides_do_not_matter(name: str) -> None:
     cuda_or_skip(name)

@@ -26,7 +26,7 @@ from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 # --- loading ---
 
 
-# Where a piece goes, what it is packed to and what it is converted from are independent: every two meet, not every three.
+# Where a piece goes, what it is packed to and what it is converted from are independent: any two meet, not all three.
 SOURCES = [torch.float32, torch.bfloat16, torch.float16]
 PIECES = [
     (family_name, name, SOURCES[(i + j) % len(SOURCES)])

@@ -338,31 +338,47 @@ def test_a_generation_config_that_cannot_be_read_is_refused(tmp_path: Path) -> N
 # Kimi-K2
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import transformers; transformers.AutoConfig; import ktinject",
-        # What is asked of transformers first decides the order in which its modules import one another.
-        "import ktinject, transformers; from transformers.models.deepseek_v3 import DeepseekV3Config",
-        "import ktinject, transformers; from transformers.models.auto import modeling_auto",
-    ],
-)
-def test_kimi_k2_loads_in_plain_transformers_once_ktinject_is_imported(first: str, tmp_path: Path) -> None:
+# What is asked of transformers first decides the order in which its modules import one another.
+FIRST = [
+    "import transformers; import ktinject",
+    "import ktinject; import transformers",
+    "import ktinject, transformers; from transformers.models.deepseek_v3 import DeepseekV3Config",
+    "import ktinject, transformers; from transformers.models.auto import modeling_auto",
+]
+
+
+def test_kimi_k2_loads_in_plain_transformers_once_ktinject_is_imported(tmp_path: Path) -> None:
     model = models.tiny("deepseek_v3")
     torch.save({"ids": IDS, "logits": model(IDS).logits}, tmp_path / "expected.pt")
     folder = as_kimi(saved(model, tmp_path / "kimi"))
+    # Each order in a process of its own; torch, which all of them begin with, is imported once.
     code = f"""
-{first}
+import os, sys, traceback
 import torch
 torch.set_num_threads(1)
-expected = torch.load({str(tmp_path / "expected.pt")!r})
-config = transformers.AutoConfig.from_pretrained({str(folder)!r})
-assert config.model_type == "kimi_k2", config
-model = transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})
-print((model(expected["ids"]).logits - expected["logits"]).abs().max().item(), model.config._experts_implementation)
+assert "transformers" not in sys.modules and "ktinject" not in sys.modules
+def load():
+    expected = torch.load({str(tmp_path / "expected.pt")!r})
+    config = transformers.AutoConfig.from_pretrained({str(folder)!r})
+    assert config.model_type == "kimi_k2", config
+    model = transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})
+    print((model(expected["ids"]).logits - expected["logits"]).abs().max().item(), model.config._experts_implementation)
+for first in {FIRST!r}:
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(first)
+            load()
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["0.0", model.config._experts_implementation], done.stderr
+    assert done.stdout.splitlines() == [f"0.0 {model.config._experts_implementation}"] * len(FIRST), (
+        done.stderr
+    )
 
 
 def test_importing_ktinject_imports_no_torch() -> None:
