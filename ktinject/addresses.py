@@ -1,4 +1,6 @@
-"""Addresses of tensors, for native calls that take them as numbers: DLPack would make CUDA streams wait for each other.
+"""Tensors, dtypes and streams as numbers, for native calls that take them so.
+
+DLPack would make CUDA streams wait for each other.
 
 Behind a number nothing can be checked any more. So the tensor is, here, and no other file hands out an address.
 """
@@ -9,6 +11,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+CODES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+}  # as native/bindings/handoff.cpp numbers them
 
 
 def address(
@@ -55,3 +63,9 @@ def _is_dense(tensor: Tensor, first: int) -> bool:
             return False
         expected *= size
     return True
+
+
+def stream_of(device: torch.device) -> tuple[int, int]:
+    """The current stream of a CUDA device, as native launches take it: number of the device, handle."""
+    stream = torch.cuda.current_stream(device)
+    return stream.device_index, stream.cuda_stream

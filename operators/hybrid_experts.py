@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Placement, register_operator
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts, weights_in_words
-from ktinject.operators.offload import expert_placement, streaming
+from ktinject.operators.offload import expert_placement, prefill_rates, streaming
 from ktinject.operators.offload.expert_placement import ExpertPlacement
 from ktinject.operators.offload.gpu_experts import GpuExperts
-from ktinject.operators.offload.handoff import MOST_TOKENS, Handoff, Routing, Ticket, of_ranks
+from ktinject.operators.offload.handoff import Handoff, of_ranks
 from ktinject.operators.offload.hot_experts import Follower
 from ktinject.operators.offload.streaming import StreamedExperts
+from ktinject.operators.offload.submits import MOST_TOKENS, Routing, Ticket
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -124,7 +125,7 @@ class HybridExperts(CpuExperts):
         self.handoff = Handoff(self.native, spec.hidden_size, config.handoff)
         self.on_gpu: GpuExperts | None = None
         self.streamed: StreamedExperts | None = None
-        self._rates: streaming.Rates | None = None
+        self._rates: prefill_rates.Rates | None = None
         # What is packed for the GPU; the CPU's own where the format is the same.
         self._for_gpu = self.native
 
@@ -335,7 +336,7 @@ class HybridExperts(CpuExperts):
         if tokens < streaming.FEWEST_TOKENS:
             return 0
         if self._rates is None:
-            self._rates = streaming.measure(self.streamed, weights_in_words(self.config), top_k)
+            self._rates = prefill_rates.measure(self.streamed, weights_in_words(self.config), top_k)
         return self._rates.passing(tokens, self.num_experts)
 
     def _keep_on_cpu(self) -> None:

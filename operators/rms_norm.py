@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.addresses import address
+from ktinject.addresses import CODES, address, stream_of
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
-from ktinject.operators.offload.handoff import CODES, stream_of
 from ktinject.operators.probes import norm
 from ktinject.operators.probes.answer import Refusal
 

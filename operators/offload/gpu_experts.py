@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ktinject import _native
-from ktinject.addresses import address
+from ktinject.addresses import CODES, address, stream_of
 from ktinject.checkpoints.beside import read
 from ktinject.checkpoints.json_text import parse_json
 from ktinject.errors import CheckpointError, OperatorError
-from ktinject.operators.offload.handoff import CODES, OnGpu, stream_of
+from ktinject.operators.offload.submits import OnGpu
 
 # Of a GPU's memory, what `auto` leaves for the cache of keys and values and for what layers compute in.
 RESERVE_SHARE, RESERVE_BYTES = 0.15, 2**30

@@ -18,7 +18,7 @@ from ktinject.addresses import address
 from ktinject.errors import OperatorError
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Cache, Norm
-from ktinject.operators.offload import handoff
+from ktinject.operators.offload import submits
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
@@ -214,19 +214,19 @@ def test_what_a_submit_and_a_wait_are_given_on_a_gpu_is_checked() -> None:
     places = torch.zeros(EXPERTS, dtype=torch.int32, device="cuda:0")
     logits = torch.zeros(2, EXPERTS, device="cuda:0")
     for on_gpu in (
-        handoff.OnGpu(places.long(), narrow.int()),
-        handoff.OnGpu(places, narrow),
-        handoff.OnGpu(places, narrow.int()[:1]),
-        handoff.OnGpu(places.cpu(), narrow.int()),
+        submits.OnGpu(places.long(), narrow.int()),
+        submits.OnGpu(places, narrow),
+        submits.OnGpu(places, narrow.int()[:1]),
+        submits.OnGpu(places.cpu(), narrow.int()),
     ):
         with pytest.raises(OperatorError, match=r"handoff: (places|chosen): found"):
             here.submit(x, ids, weights, on_gpu)
     for wrong in (logits.bfloat16(), logits.cpu(), logits[:1], logits.repeat(1, 2)[:, ::2]):
         with pytest.raises(OperatorError, match="handoff: logits: found"):
-            here.submit(x, ids, weights, routing=handoff.Routing(wrong, True))
+            here.submit(x, ids, weights, routing=submits.Routing(wrong, True))
     apart = torch.stack([ids, ids], -1)[..., 0]  # it would be written, and the result lost
     with pytest.raises(OperatorError, match="handoff: top_k_index: found"):
-        here.submit(x, apart, weights, routing=handoff.Routing(logits, True))
+        here.submit(x, apart, weights, routing=submits.Routing(logits, True))
     ticket = here.submit(x, ids, weights)
     good = torch.zeros(2, HIDDEN, device="cuda:0")
     for addend, residual in ((good.bfloat16(), None), (good[:1], None), (None, good), (None, x.cpu())):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ktinject import _native
-from ktinject.addresses import address
-from ktinject.operators.offload.handoff import CODES, stream_of
+from ktinject.addresses import CODES, address, stream_of
 
 _SPLIT = 256  # positions of the cache that one block of attention takes at a time
 _MOST_SPLITS = 32

@@ -13,7 +13,7 @@ from handoff_cases import EXPERTS, HIDDEN, RANKS, by_rank, inputs, plain, way
 
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.operators.offload import handoff
+from ktinject.operators.offload import submits
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_experts_elsewhere_are_left_out_and_an_addend_is_added() -> None:
     x, ids, weights = inputs(6, dtype=torch.float32)
     places = torch.arange(EXPERTS, dtype=torch.int32)
     places[1::2] = -1
-    on_gpu = handoff.OnGpu(places, torch.zeros(6, 2, dtype=torch.int32))
+    on_gpu = submits.OnGpu(places, torch.zeros(6, 2, dtype=torch.int32))
     here, addend = way(), torch.randn(6, HIDDEN)
     out = torch.full_like(x, torch.nan)
     assert here.wait(here.submit(x, ids, weights, on_gpu), out, addend) is out
@@ -187,4 +187,4 @@ def test_workers_that_the_dispatcher_starts_have_the_cpus_of_the_process() -> No
 def test_only_a_gpu_routes() -> None:
     x, ids, weights = inputs(2)
     with pytest.raises(OperatorError, match="2 tokens on cpu to be routed"):
-        way().submit(x, ids, weights, routing=handoff.Routing(torch.zeros(2, EXPERTS), True))
+        way().submit(x, ids, weights, routing=submits.Routing(torch.zeros(2, EXPERTS), True))

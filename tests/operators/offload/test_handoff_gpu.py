@@ -17,7 +17,7 @@ from handoff_cases import EXPERTS, HIDDEN, RANKS, by_rank, inputs, plain, way
 
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.operators.offload import handoff
+from ktinject.operators.offload import handoff, submits
 
 pytestmark = pytest.mark.gpu
 MODES = ["flags", "host_func"]
@@ -72,7 +72,7 @@ def test_experts_on_the_gpu_are_left_out_and_an_addend_is_added(cuda: str, mode:
             places = torch.arange(EXPERTS, dtype=torch.int32, device=cuda)
             places[1::2] = -1
             traffic = torch.zeros(EXPERTS, dtype=torch.int32, device=cuda)
-            on_gpu = handoff.OnGpu(places, torch.zeros(tokens, 2, dtype=torch.int32, device=cuda), traffic)
+            on_gpu = submits.OnGpu(places, torch.zeros(tokens, 2, dtype=torch.int32, device=cuda), traffic)
             here, addend = way(mode=mode), torch.randn(tokens, HIDDEN, device=cuda)
             out = here.wait(here.submit(x, ids, weights, on_gpu), None, addend)
             answer = plain((x, torch.where(ids % 2 == 1, ids, -1), weights))
@@ -112,7 +112,7 @@ def test_a_submit_that_routes_and_a_residual(cuda: str, tokens: int, hidden: int
             weights = weights.to(dtype)
             residual, addend = torch.randn_like(x), torch.randn(tokens, hidden, device=cuda)
             made = torch.empty_like(ids), torch.empty_like(weights)
-            ticket = here.submit(x, *made, routing=handoff.Routing(logits, normed))
+            ticket = here.submit(x, *made, routing=submits.Routing(logits, normed))
             out = here.wait(ticket, None, addend, residual)
             assert torch.equal(made[0], ids)
             assert torch.allclose(made[1].float(), weights.float(), rtol=1e-2)
@@ -392,7 +392,7 @@ def test_a_submit_that_gets_no_slot_ends_its_naps(cuda: str) -> None:
         import torch
         from handoff_cases import inputs, way
         from ktinject import _native
-        from ktinject.operators.offload.handoff import CODES
+        from ktinject.addresses import CODES
 
         here, (x, ids, weights) = way(mode="flags"), inputs(2, device="cuda:0")
         here.prepare(x.device)
@@ -433,7 +433,7 @@ def test_tickets_dropped_on_the_gpu_free_their_slots(cuda: str) -> None:
     for _ in range(20):
         here.submit(*arguments)
     assert torch.equal(here.wait(here.submit(*arguments)).cpu(), plain(arguments))
-    tickets = [here.submit(*arguments) for _ in range(handoff.SLOTS)]
+    tickets = [here.submit(*arguments) for _ in range(submits.SLOTS)]
     with pytest.raises(OperatorError, match="under way"):
         here.submit(*arguments)
     del tickets
@@ -490,7 +490,7 @@ def test_buffers_of_a_dropped_layer_are_used_again(cuda: str) -> None:
 
 def test_a_capture_is_refused_what_it_cannot_hold(cuda: str) -> None:
     here = way()
-    for tokens, match in [(2, "Run the model once before"), (handoff.MOST_TOKENS + 1, "Run prompts outside")]:
+    for tokens, match in [(2, "Run the model once before"), (submits.MOST_TOKENS + 1, "Run prompts outside")]:
         arguments = inputs(tokens, device=cuda)
         graph = torch.cuda.CUDAGraph()
         with pytest.raises(OperatorError, match=match), torch.cuda.graph(graph):

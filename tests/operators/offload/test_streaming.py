@@ -21,8 +21,9 @@ from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
-from ktinject.operators.offload import streaming
-from ktinject.operators.offload.handoff import MOST_TOKENS, Handoff
+from ktinject.operators.offload import prefill_rates, streaming
+from ktinject.operators.offload.handoff import Handoff
+from ktinject.operators.offload.submits import MOST_TOKENS
 from ktinject.operators.probes.experts import ExpertsSpec
 
 gpu = pytest.mark.gpu
@@ -87,20 +88,20 @@ def exact(operator: CpuExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tens
 def test_experts_pass_where_that_is_faster() -> None:
     # Reading the weights takes 10 ms, a token 10 µs more.
     cpu_s = ((128, 0.01128), (512, 0.01512), (2048, 0.03048), (8192, 0.09192))
-    rates = streaming.Rates(0.022, cpu_s, token_s=1e-7)
+    rates = prefill_rates.Rates(0.022, cpu_s, token_s=1e-7)
     for tokens in (128, 300, 2048, 5000, 20_000):
-        exact = 0.01 + 1e-5 * tokens + 1e-7 * tokens + streaming._COMPUTED_S
+        exact = 0.01 + 1e-5 * tokens + 1e-7 * tokens + prefill_rates._COMPUTED_S
         assert rates.computed_s(tokens) == pytest.approx(exact)
     assert 0 < rates.passing(1000, 128) < rates.passing(1700, 128) < rates.passing(2500, 128) < 128
     assert rates.passing(100_000, 128) == 128, "the GPU alone is nearly as fast, and simpler"
-    assert streaming.Rates(1.0, cpu_s).passing(1000, 128) == 0, "the bus takes for ever"
-    assert streaming.Rates(0.001, cpu_s).passing(1000, 128) == 128, "the bus takes no time"
+    assert prefill_rates.Rates(1.0, cpu_s).passing(1000, 128) == 0, "the bus takes for ever"
+    assert prefill_rates.Rates(0.001, cpu_s).passing(1000, 128) == 128, "the bus takes no time"
     # Little work on either side: what both cost together is more than is gained.
-    assert streaming.Rates(0.003, ((128, 0.001), (512, 0.0015))).passing(512, 128) == 0
+    assert prefill_rates.Rates(0.003, ((128, 0.001), (512, 0.0015))).passing(512, 128) == 0
     # At its best, both sides take equally long.
     tokens = 2000
     share = rates.passing(tokens, 128) / 128
-    cpu = rates.computed_s(tokens) - streaming._COMPUTED_S - tokens * rates.token_s
+    cpu = rates.computed_s(tokens) - prefill_rates._COMPUTED_S - tokens * rates.token_s
     assert share * rates.bus_s == pytest.approx((1 - share) * cpu, rel=0.05)
 
 
@@ -108,16 +109,16 @@ def test_a_small_gain_over_the_bus_alone_is_not_trusted() -> None:
     # Measured on the reference box, bf16: with 84 of 128 experts streamed, 8192 tokens took 29.6 ms a layer and not the
     # 19.8 foreseen; all of them take 22.9. Both sides took 13.7 for 2048 tokens and 17.4 for 4096.
     cpu_s = ((128, 0.0068), (512, 0.00726), (2048, 0.01456), (4096, 0.02086), (8192, 0.04238))
-    rates = streaming.Rates(0.02196, cpu_s, token_s=1.49e-7)
+    rates = prefill_rates.Rates(0.02196, cpu_s, token_s=1.49e-7)
     assert [rates.passing(tokens, 128) for tokens in (512, 2048, 4096, 8192)] == [0, 51, 62, 128]
 
 
 def test_the_cpu_is_measured_up_to_the_bus_s_time(bus: list[tuple[int, int]]) -> None:
     layer = on_the_bus(filled(256, 96))
-    short = streaming._sample_cpu(layer, top_k=4, until_s=0.0)
+    short = prefill_rates._sample_cpu(layer, top_k=4, until_s=0.0)
     assert [tokens for tokens, _ in short] == [streaming.FEWEST_TOKENS]
     until_s = 3 * short[0][1]
-    found = streaming._sample_cpu(layer, top_k=4, until_s=until_s)
+    found = prefill_rates._sample_cpu(layer, top_k=4, until_s=until_s)
     assert len(found) > 1 and found[-1][1] >= until_s > found[0][1]
     assert all(a[0] < b[0] <= 4 * a[0] for a, b in itertools.pairwise(found))
 
@@ -350,7 +351,7 @@ def test_an_id_that_is_no_expert_is_refused(stranger: int) -> None:
 
 
 def test_how_many_experts_are_streamed_is_measured_or_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "measure", lambda *_: SimpleNamespace(passing=lambda *_: 3))
+    monkeypatch.setattr(prefill_rates, "measure", lambda *_: SimpleNamespace(passing=lambda *_: 3))
     for prefill, counts in {"auto": (0, 0, 3, 3), "gpu": (0, 12, 12, 12), 500: (0, 0, 0, 12)}.items():
         operator = HybridExperts.build(leaf(256, 96), HybridExpertsConfig(device="cuda:0", prefill=prefill))
         operator.streamed = SimpleNamespace()
@@ -368,7 +369,7 @@ def test_hybrid_experts_stream_long_prompts(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(streaming.StreamedExperts, "forward", _spied(streaming.StreamedExperts.forward, seen))
     for fewest, streams in ((200, True), (400, False)):
         passing = lambda self, tokens, experts, fewest=fewest: experts * (tokens >= fewest)  # noqa: E731
-        monkeypatch.setattr(streaming.Rates, "passing", passing)
+        monkeypatch.setattr(prefill_rates.Rates, "passing", passing)
         for prefill in ("auto", "cpu", "gpu", 300, 301):
             # Anew each time: an operator decides once.
             config = HybridExpertsConfig(device="cuda:0", prefill=prefill)
@@ -395,7 +396,7 @@ def test_without_room_on_the_gpu_auto_takes_the_cpu_and_says_so(
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(streaming.Ring, "reserve", full)
-    monkeypatch.setattr(streaming.Rates, "passing", lambda self, tokens, experts: experts)
+    monkeypatch.setattr(prefill_rates.Rates, "passing", lambda self, tokens, experts: experts)
     x, ids, weights = inputs(300, 256)
     on_gpu = x.cuda(), ids.cuda(), weights.cuda()
     auto = filled(256, 96, operator=HybridExperts, config=HybridExpertsConfig(device="cuda:0"))
