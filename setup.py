@@ -9,6 +9,7 @@ setup(
     packages=[
         "ktinject",
         "ktinject.checkpoints",
+        "ktinject.checkpoints.formats",
         "ktinject.cli",
         "ktinject.distributed",
         "ktinject.generation",

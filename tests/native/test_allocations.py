@@ -108,6 +108,7 @@ def test_an_allocation_of_a_load_may_fail(shim: Path, tiny_qwen3_moe: Path) -> N
             return [type(module) for module in model.modules()]
         def optimize(model):
             return ktinject.optimize(model, "auto", checkpoint=PATH, devices=["cpu"], progress=False)
+        optimize(meta())  # the first load also makes what later ones find made
         _, error, left = attempt(lambda: optimize(meta()), 10**9)
         assert error is None
         for n in [(10**9 - left) * part // 12 for part in range(12)]:

@@ -167,7 +167,7 @@ LONG = """
     import faulthandler, math, os, sys, threading, time
     import torch
     from ktinject import _native
-    sys.path.insert(0, HERE)
+    sys.path[:0] = HERE
     from test_waiting import SHAPE, allocated, experts, forward
 
     big = allocated(experts(has_bias=False, hidden=512, inner=2048))
@@ -188,7 +188,9 @@ LONG = """
 
 def alone(code: str) -> str:
     """What a process prints that may hang, but not us."""
-    text = textwrap.dedent(LONG).replace("HERE", repr(str(Path(__file__).parent))) + textwrap.dedent(code)
+    text = textwrap.dedent(LONG).replace(
+        "HERE", repr([*map(str, Path(__file__).parents[:2])])
+    ) + textwrap.dedent(code)
     answer = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
