@@ -21,17 +21,6 @@ from ktinject.errors import OperatorError, PlanError, RuleError
 from ktinject.operators import REGISTRY, Config, Placement, register_operator
 from ktinject.tools import random_models
 
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return on_meta(models.tiny("deepseek_v3"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(models.tiny("deepseek_v3"), tmp_path_factory.mktemp("plan") / "model")
-
-
 # What it says
 
 

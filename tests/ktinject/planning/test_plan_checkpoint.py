@@ -19,17 +19,6 @@ from transformers import PreTrainedModel
 from ktinject.errors import CheckpointError, PlanError, few, listed
 from ktinject.planning.match import grouped
 
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return on_meta(models.tiny("deepseek_v3"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(models.tiny("deepseek_v3"), tmp_path_factory.mktemp("plan") / "model")
-
-
 # The checkpoint, from its headers
 
 

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
-from double import HeldConfig, HeldExperts, machine, on_meta, saved
+from double import HeldConfig, HeldExperts, machine
 from plan_cases import planned, refusal, rule
 from transformers import PreTrainedModel
 
 from ktinject.errors import PlanError
 from ktinject.machine import device_of
 from ktinject.planning.devices import Devices, parse_bytes, show_bytes, spread
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return on_meta(models.tiny("deepseek_v3"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(models.tiny("deepseek_v3"), tmp_path_factory.mktemp("plan") / "model")
-
 
 # Devices and budgets
 
