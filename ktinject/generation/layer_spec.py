@@ -9,7 +9,7 @@ attention with projections to heads is nothing run here: both users compare it i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from ktinject.generation.cpu import openmp
 from ktinject.operators import Operator
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_router import CpuRouter
-from ktinject.operators.probes.answer import key_of
+from ktinject.operators.probes.answer import Memory, key_of
 from ktinject.operators.probes.attention import LatentSpec
 from ktinject.support import Support
 
@@ -178,10 +178,17 @@ def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
     )
 
 
+# A model's norms are of few kinds, and each is asked about alone, with its attention and with its layer.
+_norms: Memory[tuple[int, float, bool, bool] | Support] = Memory()
+
+
 @openmp.one_thread()
 def of_norm(module: nn.Module) -> NormSpec | Support:
     """The spec of an RMS norm, with an empty path."""
-    found = layer_probes.rms_norm(module)
+    if [*module.buffers()]:  # whose values may count, and `key_of` does not have them
+        found = layer_probes.rms_norm(module)
+    else:
+        found = _norms.once(key_of(module), lambda: layer_probes.rms_norm(module))
     return found if isinstance(found, Support) else NormSpec("", *found)
 
 
@@ -258,21 +265,15 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
     )
 
 
-# What tells blocks and their routers apart → how they choose. A router as large as DeepSeek-V3's takes a while to try.
-_routings: dict[Hashable, dict[str, Any] | Support] = {}
-_MOST_ROUTINGS = 64
+# A router as large as DeepSeek-V3's takes a while to try.
+_routings: Memory[dict[str, Any] | Support] = Memory(most=64)
 
 
 def _routing(block: nn.Module, router: nn.Module, shared: tuple[str, ...]) -> dict[str, Any] | Support:
     alone = twin.of(block)
     vars(alone)["_modules"] = {}
     key = (key_of(alone), key_of(router), shared)
-    if key not in _routings:
-        found = layer_probes.routing(block, router, *shared)
-        if len(_routings) >= _MOST_ROUTINGS:
-            _routings.clear()
-        _routings[key] = found
-    return _routings[key]
+    return _routings.once(key, lambda: layer_probes.routing(block, router, *shared))
 
 
 def _plain_router(gate: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 _MOST_ANSWERS = 512  # of one probe; a large model has some dozens of distinct modules
 
 Spec = TypeVar("Spec")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,31 @@ class Refusal:
     reason: str
 
 
+class Memory(Generic[Answer]):
+    """Answers by what was asked about. When there are `most` of them, all are forgotten."""
+
+    def __init__(self, most: int = _MOST_ANSWERS) -> None:
+        self._answers: dict[Hashable, Answer] = {}
+        self._most = most
+
+    def once(self, key: Hashable, ask: Callable[[], Answer]) -> Answer:
+        """The answer for a key; asked for the first time only."""
+        if key in (answers := self._answers):
+            return answers[key]
+        found = ask()
+        if len(answers) >= self._most:
+            self._answers = answers = {}  # another thread may still look into the old ones
+        answers[key] = found
+        return found
+
+
 def answered_once(probe: Callable[[nn.Module], Spec | Refusal]) -> Callable[[nn.Module], Spec | Refusal]:
     """Remember a probe's answers. What `key_of` cannot tell apart has one answer."""
-    answers: dict[Hashable, Spec | Refusal] = {}
+    answers: Memory[Spec | Refusal] = Memory()
 
     @functools.wraps(probe)
     def remembered(module: nn.Module) -> Spec | Refusal:
-        key = key_of(module)
-        if key not in answers:
-            found = probe(module)
-            if len(answers) >= _MOST_ANSWERS:
-                answers.clear()
-            answers[key] = found
-        return answers[key]
+        return answers.once(key_of(module), lambda: probe(module))
 
     return remembered
 
