@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import models
+import prepared
 import pytest
 import reference
 import torch
@@ -181,13 +181,8 @@ def test_whole_model(family_name: str) -> None:
 
 def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Settings are read once a process."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
+    return prepared.run(
+        textwrap.dedent(code), env={**os.environ, **environment}, cwd=Path(__file__).parents[2], check=True
     )
 
 
