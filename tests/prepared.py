@@ -39,6 +39,7 @@ def run(
     *arguments: object,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    input: str = "",
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run code, or a script, as `subprocess.run([sys.executable, ...], capture_output=True, text=True)` would."""
@@ -50,6 +51,7 @@ def run(
             "environ": dict(os.environ if env is None else env),
             "folder": str(cwd or Path.cwd()),
         }
+        (folder / "stdin").write_text(input, "utf-8")
         (folder / "request").write_text(json.dumps(request), "utf-8")
         connection.connect(os.environ[ADDRESS])
         connection.sendall(name.encode())
@@ -130,8 +132,8 @@ def attend(connection: socket.socket) -> dict[str, Any]:
     if child == 0:
         connection.close()
         request: dict[str, Any] = json.loads((folder / "request").read_text("utf-8"))
-        for number, name in enumerate([os.devnull, folder / "stdout", folder / "stderr"]):
-            file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        for number, name in enumerate(["stdin", "stdout", "stderr"]):
+            file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(file, number)
             os.close(file)
         return request

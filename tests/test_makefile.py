@@ -86,7 +86,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", folder / "apart"], check=True)
     shutil.copytree(folder / "apart", folder / "shared", symlinks=True)
     subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", folder / "shared"], check=True
+        [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", folder / "shared"],
+        check=True,
     )
     return folder
 
@@ -183,7 +184,9 @@ def clone(tmp_path: Path, python: Path) -> Clone:
     return Clone(tmp_path, python)
 
 
-def check(clone: Clone, version: str, calls_itself: str, target: str = ".venv/torch", **variables: str) -> str:
+def check(
+    clone: Clone, version: str, calls_itself: str, target: str = ".venv/torch", **variables: str
+) -> str:
     """`make` ends well with this torch; what was written. Whether the rest keeps it is seen with target="dev"."""
     done = clone.make(target, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
