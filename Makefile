@@ -38,7 +38,7 @@ TEST_PROCESSES ?= 2
 # Torch's OpenMP threads would spin while they wait, which on few and shared cores takes minutes.
 test: export OMP_WAIT_POLICY := PASSIVE
 # Many tests start a process that imports this package; only the first of them should compile it.
-test: unexport PYTHONDONTWRITEBYTECODE
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/dev
 	python -m pytest -q -n $(TEST_PROCESSES) --dist worksteal -p no:cacheprovider --junitxml=build/test-results.$$$$.xml; \
 	status=$$?; mv -f build/test-results.$$$$.xml build/test-results.xml; exit $$status
