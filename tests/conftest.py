@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # A run in the background of a script inherits that Ctrl-C is ignored, and so would all that it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # In pytest's first process, whose environment the others inherit.
     if prepared.ADDRESS not in os.environ:
-        config.add_cleanup(prepared.Server().end)
+        server = prepared.Server()
+        os.environ[prepared.ADDRESS] = server.address
+        config.add_cleanup(lambda: (server.end(), os.environ.pop(prepared.ADDRESS)))
 
 
 def selects_gpu_tests_alone(expression: str) -> bool:
@@ -96,6 +100,15 @@ def save(folder: Path, model_class: type[PreTrainedModel], config: PreTrainedCon
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def spinning() -> Iterator[prepared.Server]:
+    """Prepared processes in which OpenMP's threads wait as they do unless somebody says otherwise."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    server = prepared.Server(environ)
+    yield server
+    server.end()
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,8 @@ about. To import all this takes longer than most of them. So one server imports 
 for each request. It computes nothing itself and has one thread, so a fork is as good as a new process. The interpreter
 ends as it always does.
 
-One server for a run of pytest, with all of its workers; it ends when the run does.
-
-What this is not for: tests of imports themselves, and of what libraries read while they are loaded (OMP_*, LD_PRELOAD).
+One server for a run of pytest, with all of its workers; it ends when the run does. What libraries read while they are
+loaded, such as OMP_* and LD_PRELOAD, needs a server of its own. Tests of imports need a new process.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ def run(
     cwd: Path | None = None,
     input: str = "",
     check: bool = False,
+    server: Server | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run code, or a script, as `subprocess.run([sys.executable, ...], capture_output=True, text=True)` would."""
     with tempfile.TemporaryDirectory() as name, socket.socket(socket.AF_UNIX) as connection:
@@ -53,7 +53,7 @@ def run(
         }
         (folder / "stdin").write_text(input, "utf-8")
         (folder / "request").write_text(json.dumps(request), "utf-8")
-        connection.connect(os.environ[ADDRESS])
+        connection.connect(server.address if server else os.environ[ADDRESS])
         connection.sendall(name.encode())
         answer = connection.recv(64)
         assert answer, "the server of prepared processes has ended"
@@ -69,19 +69,20 @@ def run(
 
 
 class Server:
-    """Started by pytest's first process; before the first request it has imported nothing and is idle."""
+    """Before the first request it has imported nothing and is idle."""
 
-    def __init__(self) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        address = os.environ[ADDRESS] = f"{self.folder.name}/socket"
+        self.address = f"{self.folder.name}/socket"
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(address)
+            listener.bind(self.address)
             listener.listen(64)
             # Ctrl-C is for the test; what the test has started then ends with it.
             self.process = subprocess.Popen(
                 [sys.executable, __file__, str(listener.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
+                env=environ,
                 start_new_session=True,
             )
 
@@ -90,7 +91,6 @@ class Server:
         self.process.stdin.close()
         self.process.wait()
         self.folder.cleanup()
-        del os.environ[ADDRESS]
 
 
 # --- the server's side ---

@@ -107,7 +107,7 @@ print("", sorted(used)[15], sep="\\n")
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) != 2, reason="needs as many CPUs as the script has threads")
-def test_torch_s_threads_sleep_for_the_unswapped_model_too(tiny_qwen3_moe):
+def test_torch_s_threads_sleep_for_the_unswapped_model_too(tiny_qwen3_moe, spinning):
     """Else they spin through all the time between two operations, which on shared cores handicaps the model."""
     request = {
         "folder": str(tiny_qwen3_moe),
@@ -117,13 +117,7 @@ def test_torch_s_threads_sleep_for_the_unswapped_model_too(tiny_qwen3_moe):
         "device_map": None,
     }
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", UNSWAPPED, json.dumps(request)],
-        env=environ,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = prepared.run(UNSWAPPED, json.dumps(request), env=environ, check=True, server=spinning)
     assert float(done.stdout.split()[-1]) < 0.5e-3
 
 
