@@ -74,6 +74,30 @@ def test_a_line_of_a_model(bench_moe, tmp_path: Path) -> None:
         assert [row["weights"] for row in csv.DictReader(file)] == ["bf16", ""] * 2
 
 
+# module → what it measured
+MEASURED = {
+    "bench_handoff": [(2048, 1, "flags", 4.0), (2048, 1, "host_func", 8.0)],
+    "bench_mla": [(1024, 4.0, 8.0)],
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_file_that_does_not_exist_yet_begins_with_the_columns(
+    bench_moe, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rows
+
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    wrote = importlib.import_module(name).lines("abc", "a machine", MEASURED[name])
+    for _ in range(2):
+        rows.record(wrote, tmp_path / "new.csv")
+    with (tmp_path / "new.csv").open(newline="") as file:
+        read = csv.DictReader(file)
+        found = [(row["commit"], row["us"], row["ratio"]) for row in read]
+        assert read.fieldnames == rows.COLUMNS
+    assert found[:1] == [("abc", found[0][1], "2.00")] and len(found) == 2 * len(MEASURED[name])
+
+
 def test_kept_results_are_whole() -> None:
     with (FOLDER / "results.csv").open(newline="") as file:
         header, *kept = csv.reader(file)
