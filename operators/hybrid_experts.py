@@ -286,7 +286,8 @@ class HybridExperts(CpuExperts):
             except torch.OutOfMemoryError:
                 self._keep_on_cpu()
         here = self.on_gpu
-        if self.config.dynamic and hidden_states.shape[0] > MOST_TOKENS:
+        long = len(hidden_states) > MOST_TOKENS
+        if self.config.dynamic and long and not torch.cuda.is_current_stream_capturing():
             here = None  # such submits take no slot, so an exchange would not wait for them
         # The routing on the GPU is cut into the GPU's part and the CPU's by the submit itself.
         asked = None if here is None else here.ask(top_k_index)
@@ -304,7 +305,9 @@ class HybridExperts(CpuExperts):
         )
 
     def start_routed(self, hidden_states: Tensor, logits: Tensor, top_k: int, normed: bool) -> Underway:
-        """`start` that chooses the experts itself, for up to MOST_TOKENS tokens on a GPU, without gradients.
+        """`start` that chooses the experts itself, on a GPU, without gradients.
+
+        Outside of graphs, for up to MOST_TOKENS tokens.
 
         hidden_states  [m, hidden]
         logits         [m, num_experts] contiguous; the top_k greatest of their softmax, divided by their sum if
@@ -328,8 +331,10 @@ class HybridExperts(CpuExperts):
         return Underway(ticket, self.streamed.forward(x, ids, weights, count, torch.float32))
 
     def _streams(self, tokens: int, top_k: int) -> int:
-        """How many experts pass through the GPU, the first ones."""
+        """How many experts pass through the GPU, the first ones; none in a graph, which cannot hold their buffers."""
         if self.streamed is None or tokens <= MOST_TOKENS or top_k == 0:
+            return 0
+        if torch.cuda.is_current_stream_capturing():
             return 0
         if self.config.streams_from is not None:
             return self.num_experts if tokens >= self.config.streams_from else 0
