@@ -150,6 +150,7 @@ class FixedCache:
 
         like      a cache that a prefill left: the shapes of its keys and values are taken
         capacity  a bucket's size
+        batch     rows, as many as `like` has or more
         device    of mask and positions; keys and values are where those of `like` are
         windows   None: those of `like`, which of static layers are cut to their length
         """
@@ -158,7 +159,7 @@ class FixedCache:
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self.layers = [
-                (_empty(layer.keys, places), _empty(layer.values, places))
+                (_empty(layer.keys, batch, places), _empty(layer.values, batch, places))
                 for layer, places in zip(like.layers, self._places(capacity))
             ]
             self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -174,7 +175,7 @@ class FixedCache:
         return [self.positions, self.cache_position, self.mask]
 
     def begin(self, cache: Cache, length: int, mask: Tensor | None, positions: Tensor | None) -> None:
-        """Take over what a prefill left.
+        """Take over what a prefill left. Rows beyond those are copies of the first one.
 
         cache      its layers' keys and values, [b, h, n ≥ length, d]; of a layer with a window, of its last tokens
         length     tokens in it
@@ -186,8 +187,8 @@ class FixedCache:
                 _fill_ring(keys, layer.keys, length, window)
                 _fill_ring(values, layer.values, length, window)
                 continue
-            keys[:, :, :length].copy_(layer.keys[:, :, :length])
-            values[:, :, :length].copy_(layer.values[:, :, :length])
+            fill_rows(keys[:, :, :length], layer.keys[:, :, :length])
+            fill_rows(values[:, :, :length], layer.values[:, :, :length])
             # What a failed request left is not finite, which a mask does not hide.
             keys[:, :, length : self._written].zero_()
             values[:, :, length : self._written].zero_()
@@ -195,9 +196,12 @@ class FixedCache:
         self.mask.zero_()
         self.mask[:, 0, 0, : length + 1] = True
         if mask is not None:
-            self.mask[:, 0, 0, :length] = mask[:, :length] != 0
+            fill_rows(self.mask[:, 0, 0, :length], mask[:, :length] != 0)
         self.cache_position.fill_(length)
-        self.positions.copy_(self.cache_position if positions is None else positions)
+        if positions is None or len(positions) == 1:
+            self.positions.copy_(self.cache_position if positions is None else positions)
+        else:
+            fill_rows(self.positions, positions)
 
     def reserve(self) -> int:
         """Make room for one more token; returns the size of the bucket that the next step needs."""
@@ -237,7 +241,7 @@ class FixedCache:
                 held = tensors[0].shape[2]
                 if held == places:
                     continue  # a ring that is as long as its window
-                longer = [_empty(tensor, places) for tensor in tensors]
+                longer = [_empty(tensor, len(tensor), places) for tensor in tensors]
                 for tensor, new in zip(tensors, longer):
                     new[:, :, :held].copy_(tensor)
                 self.layers[index] = (longer[0], longer[1])
@@ -248,8 +252,15 @@ class FixedCache:
         self.mask, self.capacity = mask, capacity
 
 
-def _empty(like: Tensor, capacity: int) -> Tensor:
-    batch, heads, _, size = like.shape
+def fill_rows(to: Tensor, rows: Tensor) -> None:
+    """Copy rows to the first ones of `to`, and the first of them to the others."""
+    to[: len(rows)].copy_(rows)
+    if len(rows) < len(to):
+        to[len(rows) :].copy_(rows[:1].expand_as(to[len(rows) :]))
+
+
+def _empty(like: Tensor, batch: int, capacity: int) -> Tensor:
+    _, heads, _, size = like.shape
     try:
         return torch.zeros(batch, heads, capacity, size, dtype=like.dtype, device=like.device)
     except RuntimeError as error:  # what the CPU says, or a size beyond 64 bits
@@ -272,7 +283,8 @@ def _fill_ring(ring: Tensor, held: Tensor, length: int, window: int) -> None:
     """held [b, h, n, d]: the last of so many tokens, in their order; a static layer has zeros behind them."""
     last = held[:, :, :length][:, :, -window:]
     places = torch.arange(length - last.shape[2], length, device=ring.device) % window
-    ring.index_copy_(2, places, last)
+    ring[: len(last)].index_copy_(2, places, last)
+    ring[len(last) :] = ring[:1]
 
 
 def _kinds(cache: Any, device: torch.device) -> tuple[type, ...]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 from silu_layers import silu_experts
@@ -130,10 +129,10 @@ DO_NOT = set(
     multiply_units trace_start trace_stop cuda_built cuda_devices why_no_flags read_device handoff_wake handoff_pause
     rms_norm set_answer_timeout answer_timeout fp8_quantise attention latent attention_scratch decode_linear
     force_kernel handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped
-    add_from_host
+    add_from_host handoff_entries pinned_bytes
     Experts.hidden_size Experts.id Experts.bytes Experts.kernels Experts.kernel_for Experts.shards
     Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
-    Channel.bytes Channel.submit Channel.wait Channel.exchange Channel.check
+    Slots.bytes Channel.submit Channel.wait Channel.exchange Channel.check
     Resident.bytes Resident.inner_width Resident.copy Resident.forward
     Int4Linear.scratch Int4Linear.forward Int4Linear.dequantise
     Streamed.packed_bytes Streamed.copy Streamed.unpack Streamed.activate
@@ -191,7 +190,7 @@ def alone(code: str) -> str:
     text = textwrap.dedent(LONG).replace(
         "HERE", repr([*map(str, Path(__file__).parents[:2])])
     ) + textwrap.dedent(code)
-    answer = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    answer = prepared.run(text)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 
