@@ -50,6 +50,15 @@ def test_rows_have_the_columns_of_the_kept_results(rows: list[dict[str, str]]) -
     assert any(row["peer"].startswith("torch") for row in rows)
 
 
+def test_every_kernel_that_can_run_has_a_ceiling(bench_moe) -> None:
+    here = bench_moe._native.multiply_units()
+    for row in bench_moe._native.kernels():
+        unit = bench_moe.unit_of(row["name"])
+        assert not row["available"] or unit in here, row
+        if row["name"].startswith("amx"):
+            assert unit == ("amx_int8" if "int" in row["weights"] else "amx_bf16")
+
+
 def test_a_line_of_a_model(bench_moe, tmp_path: Path) -> None:
     import rows
 
