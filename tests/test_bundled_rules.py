@@ -25,6 +25,7 @@ FILES = {
     "deepseek_v2": "deepseek-v2",
     "deepseek_v3": "deepseek-v3",
     "glm4_moe": "glm4-moe",
+    "gpt_oss": "gpt-oss",
     "kimi_k2": "kimi-k2",
     "mixtral": "mixtral",
     "qwen2_moe": "qwen2-moe",
