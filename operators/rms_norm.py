@@ -17,9 +17,22 @@ from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.probes import norm
 from ktinject.operators.probes.answer import Refusal
+from ktinject.operators.probes.norm import RmsNormSpec
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
+
+
+def _spec_of(module: nn.Module) -> RmsNormSpec | Refusal:
+    """What a norm computes, or why the kernel cannot compute it."""
+    spec = norm.probe(module)
+    if isinstance(spec, Refusal):
+        return spec
+    if spec.has_unit_offset:
+        return Refusal("its weight is stored less 1, and the kernel adds no 1")
+    if not spec.rounds_before_weight:
+        return Refusal("it rounds bf16 after it multiplies the weight, and the kernel rounds before")
+    return spec
 
 
 @dataclass(frozen=True)
@@ -46,12 +59,12 @@ class RmsNorm(Operator):
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
-        spec = norm.probe(module)
+        spec = _spec_of(module)
         return spec.reason if isinstance(spec, Refusal) else None
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
-        spec = norm.probe(module)
+        spec = _spec_of(module)
         if isinstance(spec, Refusal):
             raise OperatorError(f"rms_norm: {type(module).__name__} cannot be replaced: {spec.reason}.")
         return cls(module, config, spec.epsilon)

@@ -81,40 +81,6 @@ def is_pre_norm(layer: nn.Module) -> Support:
     return Support.no("it is not x + attention(norm(x)), and that + feed_forward(norm(that))")
 
 
-def rms_norm(module: nn.Module) -> tuple[int, float, bool, bool] | Support:
-    """Size, ε, whether the weight is stored less 1, and whether it rounds before it multiplies, of an RMS norm."""
-    weight = dict(module.named_parameters()).get("weight")
-    if weight is None or weight.dim() != 1 or len(module.state_dict()) != 1 or [*module.children()]:
-        return Support.no("it holds something else than one vector called weight")
-    n = weight.shape[0]
-    values = _random(n) + 2.0
-    try:
-        # With x far below sqrt(ε), y is weight · x / sqrt(ε).
-        tiny = torch.full((1, n), 2.0**-60)
-        ratio = _run(module, {"weight": values}, tiny) / tiny
-        for offset in (0.0, 1.0):
-            scale = (ratio / (values + offset)).median().item()
-            epsilon = float(f"{scale**-2:.6g}") if math.isfinite(scale) and scale > 0 else math.nan
-            x = torch.cat([_random(_ROWS, n, seed=1) * size for size in (1.0, 1e-3, 30.0)])
-            want = _normed(x, epsilon) * (values + offset)
-            error = (_run(module, {"weight": values}, x) - want).abs().max().item()
-            if error <= 1e-5 * (1 + values.abs().max().item()):
-                break
-        else:
-            return Support.no("it is not weight · x / sqrt(mean(x²) + ε)")
-        x, values = x.bfloat16(), values.bfloat16()
-        found = _run(module, {"weight": values}, x)
-    except Exception as error:
-        return _failed(error)
-    before = (values + offset) * _normed(x, epsilon).bfloat16()
-    return n, epsilon, offset == 1.0, bool(torch.equal(found, before))
-
-
-def _normed(x: Tensor, epsilon: float) -> Tensor:
-    wide = x.float()
-    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
-
-
 def is_gated_silu(module: nn.Module) -> Support:
     """Whether a module is down_proj(silu(gate_proj(x)) · up_proj(x))."""
     children = {"gate_proj": _Stub(torch.sin), "up_proj": _Stub(torch.cos), "down_proj": _Stub(torch.tanh)}

@@ -31,8 +31,10 @@ def of(module: nn.Module, **children: nn.Module) -> Any:
 
 def with_parameters(module: nn.Module, parameters: Mapping[str, Tensor], **attributes: Any) -> Any:
     """A twin with other parameters and, where the module has them, other attributes; the module's hooks run on it."""
-    twin: Any = copy.copy(module)
-    vars(twin)["_parameters"] = {name: nn.Parameter(tensor, False) for name, tensor in parameters.items()}
+    twin: Any = object.__new__(type(module))  # copy.copy would pickle, which operators refuse
+    vars(twin).update(vars(module))
+    given = {name: nn.Parameter(tensor, False) for name, tensor in parameters.items()}
+    vars(twin)["_parameters"] = {**module._parameters, **given}
     vars(twin).update({name: value for name, value in attributes.items() if hasattr(module, name)})
     return twin
 

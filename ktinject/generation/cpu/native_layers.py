@@ -97,9 +97,9 @@ def _norm(spec: NormSpec, owner: nn.Module, dtype: torch.dtype) -> Any:
     """The norm at the spec's path below its owner."""
     module = owner.get_submodule(spec.path)
     weight = module.get_parameter("weight").detach()
-    if spec.has_unit_offset or weight.dtype != dtype or not weight.is_contiguous():
+    if spec.rms.has_unit_offset or weight.dtype != dtype or not weight.is_contiguous():
         raise UnknownLayer(f"a {type(module).__name__} is no RMS norm of the model's dtype")
-    return _native.Norm(weight, spec.epsilon)
+    return _native.Norm(weight, spec.rms.epsilon)
 
 
 def _layer(
