@@ -229,7 +229,7 @@ class DeferredMoe(Operator):
         experts = HybridExperts.build(block.get_submodule(spec.experts), _experts_config(config))
         self.native_formats = experts.native_formats
         routed = _DeferringExperts(experts, spec, self.defers)
-        own = twin.of(block, **{spec.experts: routed})
+        own = twin.of(block, {spec.experts: routed}, hooks=False)
         # No child, but this module under the block's class: children and tensors are the same, exchanged or not.
         shared = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
         vars(self).update({name: vars(own)[name] for name in shared}, _block=own)

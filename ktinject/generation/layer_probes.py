@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ktinject.generation import twin
+from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
 _ROWS = 3
@@ -38,13 +38,10 @@ def _run(module: nn.Module, changed: Mapping[str, Any], *args: Any, **kwargs: An
     changed   children, or tensors that stand for parameters and buffers, by name
     Raises    whatever transformers' code does where it is given what it is not made for
     """
-    found = twin.of(module, {name: child for name, child in changed.items() if isinstance(child, nn.Module)})
-    for name, tensor in changed.items():
-        for held in (found._parameters, found._buffers):
-            if name in held:
-                held[name] = nn.Parameter(tensor, False) if held is found._parameters else tensor
-    with torch.no_grad(), torch.device("cpu"):
-        return type(found).forward(found, *args, **kwargs)
+    children = {name: value for name, value in changed.items() if isinstance(value, nn.Module)}
+    tensors = {name: value for name, value in changed.items() if isinstance(value, Tensor)}
+    with twin.on_cpu():
+        return twin.run(twin.of(module, children, tensors), *args, **kwargs)
 
 
 @functools.lru_cache(

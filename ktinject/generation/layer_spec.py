@@ -16,12 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ktinject.generation import layer_probes, twin
+from ktinject.generation import layer_probes
 from ktinject.generation.cpu import openmp
 from ktinject.operators import Operator
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_router import CpuRouter
-from ktinject.operators.probes import norm
+from ktinject.operators.probes import norm, twin
 from ktinject.operators.probes.answer import Memory, key_of
 from ktinject.operators.probes.attention import LatentSpec
 from ktinject.operators.probes.norm import RmsNormSpec

@@ -373,7 +373,7 @@ def _run(
     weights: Tensor,
 ) -> Tensor:
     """The module's own forward with other parameters."""
-    small = twin.with_parameters(module, parameters, num_experts=spec.num_experts)
+    small = twin.of(module, tensors=parameters, attributes={"num_experts": spec.num_experts})
     found: Tensor = twin.run_eager(small, x, index, weights)
     return found
 

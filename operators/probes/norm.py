@@ -72,10 +72,9 @@ def _compare(module: nn.Module, n: int) -> RmsNormSpec | Refusal:
     values = torch.randn(n, generator=random, dtype=torch.float32) + 2.0
     rows = torch.randn(3, n, generator=random, dtype=torch.float32)
     x = torch.cat([rows * size for size in (1.0, 1e-3, 30.0)])
-    wide = twin.with_parameters(module, {"weight": values})
     # With x far below sqrt(ε), y is weight * x / sqrt(ε).
     tiny = torch.full((1, n), 2.0**-60, dtype=torch.float32)
-    ratio, want = wide(tiny) / tiny, wide(x)
+    ratio, want = _run(module, values, tiny) / tiny, _run(module, values, x)
     differences = []
     for offset in (0.0, 1.0):
         weight = values + offset
@@ -92,7 +91,7 @@ def _compare(module: nn.Module, n: int) -> RmsNormSpec | Refusal:
         off = f": max difference {min(differences):.1e}" if differences else ""
         return Refusal(f"it is not weight * x / sqrt(mean(x²) + ε){off}")
     x, values = x.bfloat16(), values.bfloat16()
-    found = twin.with_parameters(module, {"weight": values})(x)
+    found = _run(module, values, x)
     weights = {True: values + offset, False: values.float() + offset}
     differing = {
         before: (found != formula(x, weight, epsilon, before)).float().mean().item()
@@ -102,3 +101,8 @@ def _compare(module: nn.Module, n: int) -> RmsNormSpec | Refusal:
     if not _ROUNDED.allows(differing[before]):
         return Refusal(f"it rounds bf16 at another place: {differing[before]:.0%} of the values differ")
     return RmsNormSpec(n, epsilon, offset == 1.0, before)
+
+
+def _run(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+    found: Tensor = twin.of(module, tensors={"weight": weight})(x)
+    return found

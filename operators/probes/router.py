@@ -92,8 +92,8 @@ def _compare(module: nn.Module) -> RouterSpec | Refusal:
 
     n, k = module.get_parameter("weight").shape
     weight = (gaussian(n, k) * k**-0.5).bfloat16()
-    own = twin.with_parameters(module, {"weight": weight})
-    own._buffers = {name: gaussian(*b.shape).to(b.dtype) * 0.1 for name, b in module.named_buffers()}
+    buffers = {name: gaussian(*b.shape).to(b.dtype) * 0.1 for name, b in module.named_buffers()}
+    own = twin.of(module, tensors={"weight": weight, **buffers})
 
     def product(x: Tensor) -> Tensor:
         # In another order, and exact, so that a use of the weight beside this one shows.

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ktinject import _native
-from ktinject.generation import loop, twin
+from ktinject.generation import loop
 from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers, UnknownLayer
+from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
 logger = logging.getLogger("ktinject")

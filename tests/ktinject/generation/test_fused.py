@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, PreTrainedModel
 
 import ktinject
-from ktinject.generation import twin
 from ktinject.generation.cuda import fused
 from ktinject.generation.layer_spec import NormSpec, PartSpec
+from ktinject.operators.probes import twin
 from ktinject.support import Support
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
