@@ -16,9 +16,9 @@ from ktinject.checkpoints.formats.base import Fp8Blocks
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.probes import experts as routed_experts
-from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.operators.torch_ops.experts import experts_op, handle_of
+from ktinject.support import Support
 
 if TYPE_CHECKING:
     from ktinject.checkpoints.formats.base import Format, Stored
@@ -144,7 +144,7 @@ class CpuExperts(Operator):
     @classmethod
     def _unsupported(cls, module: nn.Module, config: Any) -> str | None:
         spec = routed_experts.probe(module)
-        if isinstance(spec, Refusal):
+        if isinstance(spec, Support):
             return spec.reason
         try:
             cls(spec, config)
@@ -155,7 +155,7 @@ class CpuExperts(Operator):
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
         spec = routed_experts.probe(module)
-        if isinstance(spec, Refusal):
+        if isinstance(spec, Support):
             raise OperatorError(f"{cls.name}: {type(module).__name__} cannot be replaced: {spec.reason}.")
         return cls(spec, config)
 

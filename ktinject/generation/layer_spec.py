@@ -176,7 +176,7 @@ def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
 def of_norm(module: nn.Module) -> NormSpec | Support:
     """The spec of an RMS norm, with an empty path."""
     found = norm.probe(module)
-    return NormSpec("", found) if isinstance(found, RmsNormSpec) else Support.no(found.reason)
+    return found if isinstance(found, Support) else NormSpec("", found)
 
 
 def of_attention(module: nn.Module) -> AttentionSpec | Support:

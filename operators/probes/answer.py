@@ -1,7 +1,8 @@
 """What a probe answers, and the memory of answers: each distinct module is run once in a process.
 
-A probe is a function `probe(module) -> Spec | Refusal`. It runs a twin of the module (twin.py) on inputs of its own,
-reads the formula's parameters off the outputs, and compares the twin with the formula (comparison.py).
+A probe is a function `probe(module) -> Spec | Support`; its Support is always a refusal. It runs a twin of the module
+(twin.py) on inputs of its own, reads the formula's parameters off the outputs, and compares the twin with the formula
+(comparison.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import enum
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -18,17 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ktinject.support import Support
+
 _MOST_ANSWERS = 512  # of one probe; a large model has some dozens of distinct modules
 
 Spec = TypeVar("Spec")
 Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a module is not what a probe looks for, without a full stop."""
-
-    reason: str
 
 
 class Memory(Generic[Answer]):
@@ -49,12 +44,12 @@ class Memory(Generic[Answer]):
         return found
 
 
-def answered_once(probe: Callable[[nn.Module], Spec | Refusal]) -> Callable[[nn.Module], Spec | Refusal]:
+def answered_once(probe: Callable[[nn.Module], Spec | Support]) -> Callable[[nn.Module], Spec | Support]:
     """Remember a probe's answers. What `key_of` cannot tell apart has one answer."""
-    answers: Memory[Spec | Refusal] = Memory()
+    answers: Memory[Spec | Support] = Memory()
 
     @functools.wraps(probe)
-    def remembered(module: nn.Module) -> Spec | Refusal:
+    def remembered(module: nn.Module) -> Spec | Support:
         return answers.once(key_of(module), lambda: probe(module))
 
     return remembered

@@ -25,8 +25,9 @@ from transformers import Cache, DynamicCache
 
 from ktinject.errors import few
 from ktinject.operators.probes import twin
-from ktinject.operators.probes.answer import Refusal, answered_once
+from ktinject.operators.probes.answer import answered_once
 from ktinject.operators.probes.comparison import Tolerance, difference
+from ktinject.support import Support
 
 # Sizes of the small copy; no two are equal, so that an exchange of them shows.
 _SMALL = {
@@ -127,18 +128,18 @@ def formula(
 
 
 @answered_once
-def probe(module: nn.Module) -> LatentSpec | Refusal:
+def probe(module: nn.Module) -> LatentSpec | Support:
     """What a module computes that is latent attention as above."""
     layout = _layout(module)
-    if isinstance(layout, Refusal):
+    if isinstance(layout, Support):
         return layout
     try:
         with twin.on_cpu():
             small = twin.small(module, _SMALL, layout.layer_idx)
     except Exception as failure:  # transformers' own code on sizes that it may not be made for
-        return Refusal(f"a small copy of it cannot be built: {failure}")
+        return Support.no(f"a small copy of it cannot be built: {failure}")
     sizes = _layout(small)
-    if isinstance(sizes, Refusal):
+    if isinstance(sizes, Support):
         return sizes
     differences = []
     error: Exception | None = None
@@ -151,44 +152,48 @@ def probe(module: nn.Module) -> LatentSpec | Refusal:
         if _TOLERANCE.allows(differences[-1]):
             return dataclasses.replace(layout, rope=rope)
     if not differences:
-        return Refusal(f"a small copy of it does not run: {error}")
-    return Refusal(f"it computes something else than latent attention: max difference {min(differences):.1e}")
+        return Support.no(f"a small copy of it does not run: {error}")
+    return Support.no(
+        f"it computes something else than latent attention: max difference {min(differences):.1e}"
+    )
 
 
-def _layout(module: nn.Module) -> LatentSpec | Refusal:
+def _layout(module: nn.Module) -> LatentSpec | Support:
     """The sizes, from the children's shapes and the config."""
     children = dict(module.named_children())
     has_query = "q_proj" in children or {"q_a_proj", "q_a_layernorm", "q_b_proj"} <= children.keys()
     absent = [name for name in (*LATENT, EXPANSION, OUTPUT) if name not in children]
     if absent or not has_query:
         absent += [] if has_query else ["q_proj, or q_a_proj, q_a_layernorm and q_b_proj"]
-        return Refusal(f"it has no {', '.join(absent)}: it is no latent attention with DeepSeek's children")
+        return Support.no(
+            f"it has no {', '.join(absent)}: it is no latent attention with DeepSeek's children"
+        )
     extra = [name for name in children if name not in CHILDREN]
     extra += [
         name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     ]
     if extra:
-        return Refusal(f"it also holds {', '.join(few(extra))}, which absorbed_mla would lose")
+        return Support.no(f"it also holds {', '.join(few(extra))}, which absorbed_mla would lose")
     config = getattr(module, "config", None)
     sizes: dict[str, Any] = {
         name: getattr(module, name, None) for name in ("num_heads", *list(_SMALL)[4:7], "v_head_dim")
     }
     wrong = [name for name, value in sizes.items() if type(value) is not int or value < 1]
     if wrong or config is None or not isinstance(getattr(module, "scaling", None), float):
-        return Refusal(f"it does not state {', '.join(wrong) or 'its config and scaling'}")
+        return Support.no(f"it does not state {', '.join(wrong) or 'its config and scaling'}")
     expansion = children[EXPANSION]
     outputs = sizes["num_heads"] * (sizes["qk_nope_head_dim"] + sizes["v_head_dim"])
     if not isinstance(expansion, nn.Linear) or expansion.bias is not None:
-        return Refusal(f"its {EXPANSION} is a {type(expansion).__name__}; a Linear without bias is needed")
+        return Support.no(f"its {EXPANSION} is a {type(expansion).__name__}; a Linear without bias is needed")
     if (expansion.out_features, expansion.in_features) != (outputs, sizes["kv_lora_rank"]):
         found = [expansion.out_features, expansion.in_features]
-        return Refusal(f"its {EXPANSION} is {found}; its sizes ask for {[outputs, sizes['kv_lora_rank']]}")
+        return Support.no(f"its {EXPANSION} is {found}; its sizes ask for {[outputs, sizes['kv_lora_rank']]}")
     if expansion.weight.dtype.itemsize == 1:
-        return Refusal(
+        return Support.no(
             f"its {EXPANSION} is {expansion.weight.dtype}: it is quantised; inject into the plain model"
         )
     if not getattr(module, "is_causal", True):
-        return Refusal("it is not causal")
+        return Support.no("it is not causal")
     query = children.get("q_a_proj")
     return LatentSpec(
         num_heads=sizes["num_heads"],

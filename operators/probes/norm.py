@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.operators.probes import twin
-from ktinject.operators.probes.answer import Refusal, answered_once
+from ktinject.operators.probes.answer import answered_once
 from ktinject.operators.probes.comparison import Tolerance
+from ktinject.support import Support
 
 _TOLERANCE = Tolerance(
     1e-5, "fp32 on both sides: what is left is the order of a sum; times the greatest weight"
@@ -53,21 +54,21 @@ def formula(x: Tensor, weight: Tensor, epsilon: float, rounds_before_weight: boo
 
 
 @answered_once
-def probe(module: nn.Module) -> RmsNormSpec | Refusal:
+def probe(module: nn.Module) -> RmsNormSpec | Support:
     """What a norm computes that holds a weight and nothing else."""
     weight = dict(module.named_parameters()).get("weight")
     if weight is None or weight.dim() != 1 or len(module.state_dict()) != 1 or [*module.children()]:
-        return Refusal("it holds something else than one vector called weight")
+        return Support.no("it holds something else than one vector called weight")
     if [*module.buffers()]:
-        return Refusal("it has a buffer beside its weight")
+        return Support.no("it has a buffer beside its weight")
     try:
         with twin.on_cpu():
             return _compare(module, weight.shape[0])
     except Exception as error:  # the module's own code runs here, so anything may come out of it
-        return Refusal(f"its forward fails on a copy of itself: {type(error).__name__}: {error}")
+        return Support.no(f"its forward fails on a copy of itself: {type(error).__name__}: {error}")
 
 
-def _compare(module: nn.Module, n: int) -> RmsNormSpec | Refusal:
+def _compare(module: nn.Module, n: int) -> RmsNormSpec | Support:
     random = torch.Generator("cpu").manual_seed(0)
     values = torch.randn(n, generator=random, dtype=torch.float32) + 2.0
     rows = torch.randn(3, n, generator=random, dtype=torch.float32)
@@ -89,7 +90,7 @@ def _compare(module: nn.Module, n: int) -> RmsNormSpec | Refusal:
             break
     else:
         off = f": max difference {min(differences):.1e}" if differences else ""
-        return Refusal(f"it is not weight * x / sqrt(mean(x²) + ε){off}")
+        return Support.no(f"it is not weight * x / sqrt(mean(x²) + ε){off}")
     x, values = x.bfloat16(), values.bfloat16()
     found = _run(module, values, x)
     weights = {True: values + offset, False: values.float() + offset}
@@ -99,7 +100,7 @@ def _compare(module: nn.Module, n: int) -> RmsNormSpec | Refusal:
     }
     before = differing[True] <= differing[False]
     if not _ROUNDED.allows(differing[before]):
-        return Refusal(f"it rounds bf16 at another place: {differing[before]:.0%} of the values differ")
+        return Support.no(f"it rounds bf16 at another place: {differing[before]:.0%} of the values differ")
     return RmsNormSpec(n, epsilon, offset == 1.0, before)
 
 

@@ -16,12 +16,13 @@ from torch.nn import functional
 
 from ktinject.errors import OperatorError, few
 from ktinject.operators.probes import twin
-from ktinject.operators.probes.answer import Refusal, answered_once
+from ktinject.operators.probes.answer import answered_once
 from ktinject.operators.probes.comparison import Tolerance
+from ktinject.support import Support
 
 _LOGITS = Tolerance(1e-2, "the median: sums in another order, rounded to bf16, may fall to the other side")
 _CHOICES = Tolerance(0.1, "the part of the choices that differ: near ties of two experts may turn over")
-_ELSEWHERE = Refusal("its forward does something else with the weight than F.linear")
+_ELSEWHERE = Support.no("its forward does something else with the weight than F.linear")
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,20 @@ def copy_into(router: Any, module: nn.Module) -> None:
 
 
 @answered_once
-def probe(module: nn.Module) -> RouterSpec | Refusal:
+def probe(module: nn.Module) -> RouterSpec | Support:
     """Whether the router's one parameter, a `weight`, is used in `F.linear` alone."""
     names = [name for name, _ in module.named_parameters()]
     if names != ["weight"] or module.get_parameter("weight").dim() != 2 or list(module.children()):
         found = ", ".join(few(names)) or "none"
-        return Refusal(f"its parameters are {found}; a weight [experts, hidden] alone is needed")
+        return Support.no(f"its parameters are {found}; a weight [experts, hidden] alone is needed")
     try:
         with twin.on_cpu():
             return _compare(module)
     except Exception as error:  # transformers' own code, given what it may not be made for
-        return Refusal(f"its forward cannot be tried out: {error}")
+        return Support.no(f"its forward cannot be tried out: {error}")
 
 
-def _compare(module: nn.Module) -> RouterSpec | Refusal:
+def _compare(module: nn.Module) -> RouterSpec | Support:
     random = torch.Generator("cpu").manual_seed(0)
 
     def gaussian(*shape: int) -> Tensor:

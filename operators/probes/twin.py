@@ -1,6 +1,7 @@
 """Twins: second modules of the same class and attributes, to try something on.
 
-A trial on a twin changes nothing of its module, even if it is interrupted, and no other thread sees it. A twin shares everything with its module but what it is given anew.
+A trial on a twin changes nothing of its module, even if it is interrupted, and no other thread sees it. A twin
+shares everything with its module but what it is given anew.
 """
 
 from __future__ import annotations

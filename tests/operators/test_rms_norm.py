@@ -12,9 +12,9 @@ from torch import nn
 import ktinject
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.norm import RmsNormSpec, formula, probe
 from ktinject.operators.rms_norm import RmsNorm, RmsNormConfig
+from ktinject.support import Support
 
 FAMILIES = ["deepseek_v3", "qwen3_moe", "mixtral"]
 
@@ -130,7 +130,7 @@ def test_what_computes_something_else_is_refused() -> None:
         (nn.Linear(8, 8, bias=False), "something else than one vector"),
     ]:
         found = probe(module)
-        assert isinstance(found, Refusal) and match in found.reason
+        assert isinstance(found, Support) and match in found.reason
         with pytest.raises(OperatorError, match="cannot be replaced"):
             RmsNorm.build(module, RmsNormConfig(device="cpu"))
 

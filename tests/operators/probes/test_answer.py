@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ktinject.operators.probes.answer import Refusal, answered_once, key_of
+from ktinject.operators.probes.answer import answered_once, key_of
+from ktinject.support import Support
 
 
 class Scaling(nn.Module):
@@ -78,15 +79,15 @@ def test_layers_that_are_alike_are_run_once() -> None:
     runs: list[str] = []
 
     @answered_once
-    def probe(module: nn.Module) -> int | Refusal:
+    def probe(module: nn.Module) -> int | Support:
         runs.append(type(module).__name__)
-        return Refusal("it has no experts") if isinstance(module, nn.Linear) else len(runs)
+        return Support.no("it has no experts") if isinstance(module, nn.Linear) else len(runs)
 
     model: Any = models.tiny("qwen3_moe")
     layers = model.model.layers
     assert len(layers) > 1 and len({probe(layer.mlp) for layer in layers}) == 1
     assert len({probe(layer.input_layernorm) for layer in layers}) == 1
-    assert all(probe(layer.self_attn.q_proj) == Refusal("it has no experts") for layer in layers)
+    assert all(probe(layer.self_attn.q_proj) == Support.no("it has no experts") for layer in layers)
     assert len(runs) == 3
     probe(models.tiny("qwen3_moe", intermediate_size=80, moe_intermediate_size=32).model.layers[0].mlp)
     assert len(runs) == 4
