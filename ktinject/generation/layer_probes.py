@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ktinject.operators.probes import twin
+from ktinject.operators.probes.answer import refusal_of
 from ktinject.support import SUPPORTED, Support
 
 _ROWS = 3
@@ -52,10 +53,6 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
-def _failed(error: Exception) -> Support:
-    return Support.no(f"its forward fails on a copy of itself: {type(error).__name__}: {error}")
-
-
 def is_pre_norm(layer: nn.Module) -> Support:
     """Whether a layer adds attention of the normed input, and then the feed-forward part of that, normed again."""
     x = _random(1, 2, 8)
@@ -69,7 +66,7 @@ def is_pre_norm(layer: nn.Module) -> Support:
     try:
         found = _run(layer, children, x, use_cache=True, **dict.fromkeys(arguments))
     except Exception as error:
-        return _failed(error)
+        return refusal_of(error)
     found = found[0] if isinstance(found, tuple) else found
     y = x + torch.cos(2 * torch.sin(x + 0.3))
     want = y + torch.tanh(y - 0.5) ** 2
@@ -87,7 +84,7 @@ def is_gated_silu(module: nn.Module) -> Support:
     try:
         found = _run(module, children, x)
     except Exception as error:
-        return _failed(error)
+        return refusal_of(error)
     want = torch.tanh(functional.silu(torch.sin(x)) * torch.cos(x))
     if isinstance(found, Tensor) and torch.allclose(found, want, atol=1e-5):
         return SUPPORTED
@@ -101,7 +98,7 @@ def is_rotation(module: nn.Module, frequencies: Tensor, scale: float) -> Support
     try:
         found = _run(module, {"inv_freq": frequencies}, torch.zeros(1, 3, 1), positions)
     except Exception as error:
-        return _failed(error)
+        return refusal_of(error)
     angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], -1)
     wanted = (angles.cos() * scale, angles.sin() * scale)
@@ -153,7 +150,7 @@ def routing(
             return Support.no(f"its {type(block).__name__} does not add shared experts to routed ones")
         found = _explained(router, x[0] @ weight.T, buffers.get("e_score_correction_bias"), ids, weights)
     except Exception as error:
-        return _failed(error)
+        return refusal_of(error)
     if found is None:
         return Support.no(f"its {type(router).__name__} chooses in another way")
     return {**found, "num_experts": experts, "rounds": rounded.dtype == torch.bfloat16}

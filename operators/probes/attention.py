@@ -25,7 +25,7 @@ from transformers import Cache, DynamicCache
 
 from ktinject.errors import few
 from ktinject.operators.probes import twin
-from ktinject.operators.probes.answer import answered_once
+from ktinject.operators.probes.answer import PassingRefusal, answered_once, refusal_of
 from ktinject.operators.probes.comparison import Tolerance, difference
 from ktinject.support import Support
 
@@ -136,23 +136,25 @@ def probe(module: nn.Module) -> LatentSpec | Support:
     try:
         with twin.on_cpu():
             small = twin.small(module, _SMALL, layout.layer_idx)
-    except Exception as failure:  # transformers' own code on sizes that it may not be made for
-        return Support.no(f"a small copy of it cannot be built: {failure}")
+    except Exception as error:  # transformers' own code on sizes that it may not be made for
+        return refusal_of(error, "a small copy of it cannot be built")
     sizes = _layout(small)
     if isinstance(sizes, Support):
         return sizes
     differences = []
-    error: Exception | None = None
+    failed: Support | None = None
     for rope in ("halves", "neighbours", "complex", "none"):
         try:
             differences.append(_difference(small, dataclasses.replace(sizes, rope=rope)))
-        except Exception as failure:  # transformers' own code, given what it may not be made for
-            error = failure
+        except Exception as error:  # transformers' own code, given what it may not be made for
+            failed = refusal_of(error, "a small copy of it does not run")
+            if isinstance(failed, PassingRefusal):
+                return failed
             continue
         if _TOLERANCE.allows(differences[-1]):
             return dataclasses.replace(layout, rope=rope)
-    if not differences:
-        return Support.no(f"a small copy of it does not run: {error}")
+    if failed is not None and not differences:
+        return failed
     return Support.no(
         f"it computes something else than latent attention: max difference {min(differences):.1e}"
     )

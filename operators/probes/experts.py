@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from ktinject.errors import OperatorError, few
 from ktinject.operators.probes import twin
-from ktinject.operators.probes.answer import answered_once
+from ktinject.operators.probes.answer import answered_once, refusal_of
 from ktinject.operators.probes.comparison import Tolerance, difference
 from ktinject.support import Support
 
@@ -75,7 +75,7 @@ def probe(module: nn.Module) -> ExpertsSpec | Support:
         with twin.on_cpu():
             return _arithmetic(module, layout)
     except Exception as error:  # the module's own code runs here, so anything may come out of it
-        return Support.no(f"its forward fails on a small copy of itself: {type(error).__name__}: {error}")
+        return refusal_of(error, "its forward fails on a small copy of itself")
 
 
 def parameter_shapes(spec: ExpertsSpec) -> dict[str, tuple[int, ...]]:

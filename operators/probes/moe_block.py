@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.operators.probes import experts, twin
-from ktinject.operators.probes.answer import answered_once
+from ktinject.operators.probes.answer import PassingRefusal, answered_once, refusal_of
 from ktinject.operators.probes.comparison import Tolerance
 from ktinject.support import Support
 
@@ -50,11 +50,11 @@ class _Answering(nn.Module):
 @answered_once
 def probe(block: nn.Module) -> BlockSpec | Support:
     """What a block does with its experts' output; it may be on the meta device. A refusal: they cannot be deferred."""
-    found = {
-        name: spec
-        for name, child in block.named_children()
-        if isinstance(spec := experts.probe(child), experts.ExpertsSpec)
-    }
+    answers = {name: experts.probe(child) for name, child in block.named_children()}
+    for answer in answers.values():
+        if isinstance(answer, PassingRefusal):
+            return answer
+    found = {name: answer for name, answer in answers.items() if isinstance(answer, experts.ExpertsSpec)}
     if len(found) != 1:
         names = ", ".join(found) or "none"
         return Support.no(
@@ -65,9 +65,7 @@ def probe(block: nn.Module) -> BlockSpec | Support:
         with twin.on_cpu():
             return _run(block, name, spec.hidden_size)
     except Exception as error:  # the block's own code runs here, so anything may come out of it
-        return Support.no(
-            f"its forward fails on a copy with one token a row: {type(error).__name__}: {error}"
-        )
+        return refusal_of(error, "its forward fails on a copy with one token a row")
 
 
 def _run(block: nn.Module, name: str, hidden_size: int) -> BlockSpec | Support:

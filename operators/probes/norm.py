@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.operators.probes import twin
-from ktinject.operators.probes.answer import answered_once
+from ktinject.operators.probes.answer import answered_once, refusal_of
 from ktinject.operators.probes.comparison import Tolerance
 from ktinject.support import Support
 
@@ -65,7 +65,7 @@ def probe(module: nn.Module) -> RmsNormSpec | Support:
         with twin.on_cpu():
             return _compare(module, weight.shape[0])
     except Exception as error:  # the module's own code runs here, so anything may come out of it
-        return Support.no(f"its forward fails on a copy of itself: {type(error).__name__}: {error}")
+        return refusal_of(error)
 
 
 def _compare(module: nn.Module, n: int) -> RmsNormSpec | Support:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ktinject.errors import OperatorError, few
 from ktinject.operators.probes import twin
-from ktinject.operators.probes.answer import answered_once
+from ktinject.operators.probes.answer import answered_once, refusal_of
 from ktinject.operators.probes.comparison import Tolerance
 from ktinject.support import Support
 
@@ -82,7 +82,7 @@ def probe(module: nn.Module) -> RouterSpec | Support:
         with twin.on_cpu():
             return _compare(module)
     except Exception as error:  # transformers' own code, given what it may not be made for
-        return Support.no(f"its forward cannot be tried out: {error}")
+        return refusal_of(error, "its forward cannot be tried out")
 
 
 def _compare(module: nn.Module) -> RouterSpec | Support:
