@@ -25,7 +25,7 @@ from transformers import Cache, DynamicCache
 
 from ktinject.errors import few
 from ktinject.operators.probes import twin
-from ktinject.operators.probes.answer import PassingRefusal, answered_once, refusal_of
+from ktinject.operators.probes.answer import Memory, PassingRefusal, answered_once, key_of, refusal_of
 from ktinject.operators.probes.comparison import Tolerance, difference
 from ktinject.support import Support
 
@@ -127,6 +127,31 @@ def formula(
     return out
 
 
+class _Hidden:
+    """Stands for the index of a layer where that is only handed on to a cache. Whatever else is done with it raises."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def _used(self, *_: Any) -> Any:
+        raise TypeError("the index of the layer is used")
+
+    __bool__ = __eq__ = __str__ = __repr__ = __format__ = _used
+
+
+_HIDDEN = _Hidden()
+
+
+class _OneLayer(DynamicCache):
+    """A cache of one layer, whichever it is called."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, 0, *args, **kwargs)
+        return found
+
+
 @answered_once
 def probe(module: nn.Module) -> LatentSpec | Support:
     """What a module computes that is latent attention as above."""
@@ -138,6 +163,33 @@ def probe(module: nn.Module) -> LatentSpec | Support:
             small = twin.small(module, _SMALL, layout.layer_idx)
     except Exception as error:  # transformers' own code on sizes that it may not be made for
         return refusal_of(error, "a small copy of it cannot be built")
+    rope = _shared_rope(small)
+    return rope if isinstance(rope, Support) else dataclasses.replace(layout, rope=rope)
+
+
+_ropes: Memory[str | PassingRefusal | None] = Memory()
+
+
+def _shared_rope(small: nn.Module) -> str | Support:
+    """`_rope`, found once for small copies that differ in nothing but the index of their layer.
+
+    They share the answer if it is found while the index is hidden: then it cannot depend on it. What the class made of
+    the index when the copy was built, such as a window in some layers, are attributes, and tell copies apart.
+    """
+    index = vars(small).get("layer_idx")
+    vars(small)["layer_idx"] = _HIDDEN
+
+    def rope() -> str | PassingRefusal | None:
+        found = _rope(small)
+        return found if isinstance(found, (str, PassingRefusal)) else None
+
+    found = _ropes.once(key_of(small), rope)
+    vars(small)["layer_idx"] = index
+    return _rope(small) if found is None else found
+
+
+def _rope(small: nn.Module) -> str | Support:
+    """The kind of rotary embedding with which the formula is what a small copy computes."""
     sizes = _layout(small)
     if isinstance(sizes, Support):
         return sizes
@@ -152,7 +204,7 @@ def probe(module: nn.Module) -> LatentSpec | Support:
                 return failed
             continue
         if _TOLERANCE.allows(differences[-1]):
-            return dataclasses.replace(layout, rope=rope)
+            return rope
     if failed is not None and not differences:
         return failed
     return Support.no(
@@ -196,7 +248,7 @@ def _layout(module: nn.Module) -> LatentSpec | Support:
         )
     if not getattr(module, "is_causal", True):
         return Support.no("it is not causal")
-    query = children.get("q_a_proj")
+    query, layer_idx = children.get("q_a_proj"), getattr(module, "layer_idx", None)
     return LatentSpec(
         num_heads=sizes["num_heads"],
         q_lora_rank=None if query is None else query.out_features,
@@ -204,7 +256,7 @@ def _layout(module: nn.Module) -> LatentSpec | Support:
         qk_nope_head_dim=sizes["qk_nope_head_dim"],
         qk_rope_head_dim=sizes["qk_rope_head_dim"],
         v_head_dim=sizes["v_head_dim"],
-        layer_idx=getattr(module, "layer_idx", 0) or 0,
+        layer_idx=layer_idx if isinstance(layer_idx, int) else 0,
         scaling=module.scaling,
         rope="none",
         dropout=float(getattr(module, "attention_dropout", 0.0)),
@@ -240,10 +292,10 @@ def _difference(module: nn.Module, spec: LatentSpec) -> float:
             result = forward(**{name: value for name, value in arguments.items() if name in names})
             return result[0] if isinstance(result, tuple) else result
 
-        cache = DynamicCache()
+        cache = _OneLayer()
         outputs = [call(at(0, 6) | {"past_key_values": None})]
         outputs += [call(at(*part) | {"past_key_values": cache}) for part in ((0, 5), (5, 6))]
-        layer: Any = cache.layers[spec.layer_idx]
+        layer: Any = cache.layers[0]
         return [*outputs, layer.keys, layer.values]
 
     taken = inspect.signature(type(module).forward).parameters
