@@ -279,14 +279,16 @@ class HybridExperts(CpuExperts):
             if ranks is not None:
                 top_k_index = of_ranks(top_k_index, top_k_weights, *ranks)
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        streamed = self._streams(*top_k_index.shape) if ranks is None else 0
+        # The ring through which experts pass is filled by the host, which a replay does not do.
+        captured = torch.cuda.is_current_stream_capturing()
+        streamed = self._streams(*top_k_index.shape) if ranks is None and not captured else 0
         if streamed:
             try:
                 return self._stream(streamed, hidden_states, top_k_index, top_k_weights)
             except torch.OutOfMemoryError:
                 self._keep_on_cpu()
         here = self.on_gpu
-        if self.config.dynamic and hidden_states.shape[0] > MOST_TOKENS:
+        if self.config.dynamic and len(hidden_states) > MOST_TOKENS and not captured:
             here = None  # such submits take no slot, so an exchange would not wait for them
         # The routing on the GPU is cut into the GPU's part and the CPU's by the submit itself.
         asked = None if here is None else here.ask(top_k_index)
@@ -304,7 +306,9 @@ class HybridExperts(CpuExperts):
         )
 
     def start_routed(self, hidden_states: Tensor, logits: Tensor, top_k: int, normed: bool) -> Underway:
-        """`start` that chooses the experts itself, for up to MOST_TOKENS tokens on a GPU, without gradients.
+        """`start` that chooses the experts itself, on a GPU, without gradients.
+
+        Outside of graphs, for up to MOST_TOKENS tokens.
 
         hidden_states  [m, hidden]
         logits         [m, num_experts] contiguous; the top_k greatest of their softmax, divided by their sum if

@@ -40,9 +40,9 @@ def begin(
 
     def step() -> None:
         nonlocal last
-        runner.ids.copy_(last.argmax(-1, keepdim=True))
+        runner.put(last.argmax(-1, keepdim=True))
         runner.step()
-        last = runner.logits.clone()
+        last = runner.found.clone()
 
     native.prove(step, take_over)
     return native.support
@@ -64,7 +64,7 @@ class GraphStep:
             self.result = torch.cat([self.result, self.result[:1]])  # a third row, see `check`
 
     def first(self, logits: Tensor) -> None:
-        self._runner.logits.copy_(logits)
+        self._runner.found.copy_(logits)
         self._choose()
 
     def __call__(self) -> None:
@@ -75,7 +75,7 @@ class GraphStep:
         self._runner.choose(self._sampling)
         if self._decoding.group is not None:
             self.result[:2].copy_(self.sampler.result)
-            self.result[2].copy_(self._runner.logits[:, 0].isnan())
+            self.result[2].copy_(self._runner.found[:, 0].isnan())
 
     def check(self, result: Tensor) -> None:
         group = self._decoding.group
@@ -135,9 +135,9 @@ class StockReplay:
         if self._runner is None and self._shape is not None:
             self._runner, self._shape = self._begin(inputs, self._shape), None
         if self._runner is not None:
-            self._runner.ids.copy_(ids)
+            self._runner.put(ids)
             self._runner.step()
-            logits = self._runner.logits[:, None]
+            logits = self._runner.found[:, None]
             if (group := self._model.ktinject_decoding.group) is not None:
                 group.raise_if_failed(logits)
             return CausalLMOutputWithPast(logits=logits, past_key_values=inputs["past_key_values"])

@@ -39,27 +39,46 @@ void def_task(nb::module_& m) {
       .def_prop_ro("done", &handoff::Task::done, "Whether it is computed.");
 }
 
-void def_channel(nb::module_& m) {
-  using HeldChannel = EndsWithoutGil<handoff::Channel>;
-  nb::class_<HeldChannel>(m, "Channel", "The slots of one layer on one CUDA device.")
+// Graphs keep slots, too: CUDA drops them when it drops the graph.
+struct KeptSlots {
+  KeptSlots(int device, int count, size_t bytes, size_t routes, bool host_func, bool shared)
+      : kept(std::make_shared<handoff::Slots>(device, count, bytes, routes,
+                                              host_func ? handoff::Mode::host_func : handoff::Mode::flags, shared)) {}
+  std::shared_ptr<handoff::Slots> kept;
+};
+using HeldSlots = EndsWithoutGil<KeptSlots>;
+
+void def_slots(nb::module_& m) {
+  nb::class_<HeldSlots>(m, "Slots", "Buffers for submits under way on a CUDA device, in pinned memory.")
       .def(
           "__init__",
-          [](HeldChannel* self, const moe::Experts& experts, int device, int slots, int tokens, int value_bytes,
-             bool host_func) {
+          [](HeldSlots* self, int device, int count, size_t bytes, size_t routes, bool host_func, bool shared) {
             nb::gil_scoped_release release;
-            new (self) HeldChannel(experts, device, slots, tokens, value_bytes,
-                                   host_func ? handoff::Mode::host_func : handoff::Mode::flags);
+            new (self) HeldSlots(device, count, bytes, routes, host_func, shared);
           },
-          nb::kw_only(), nb::arg("experts"), nb::arg("device"), nb::arg("slots"), nb::arg("tokens"),
-          nb::arg("value_bytes"), nb::arg("host_func"), nb::keep_alive<1, 2>())
-      .def_prop_ro("bytes", &handoff::Channel::bytes, "Pinned bytes that it holds.")
+          nb::kw_only(), nb::arg("device"), nb::arg("count"), nb::arg("bytes"), nb::arg("routes"), nb::arg("host_func"),
+          nb::arg("shared"),
+          "bytes: of x, and as many of the answer; routes: pairs of an id and a weight; both of each slot.")
+      .def_prop_ro("bytes", [](const HeldSlots& self) { return self.kept->bytes(); }, "Pinned bytes that it holds.");
+}
+
+void def_channel(nb::module_& m) {
+  using HeldChannel = EndsWithoutGil<handoff::Channel>;
+  nb::class_<HeldChannel>(m, "Channel", "A layer's way from one CUDA device.")
+      .def(
+          "__init__",
+          [](HeldChannel* self, const moe::Experts& experts, int device) {
+            nb::gil_scoped_release release;
+            new (self) HeldChannel(experts, device);
+          },
+          nb::kw_only(), nb::arg("experts"), nb::arg("device"), nb::keep_alive<1, 2>())
       .def(
           "submit",
-          [](HeldChannel& self, int slot, Address<> x, DType dtype, Address<> ids, bool ids_are_64_bit,
-             Address<> weights, DType weights_dtype, int tokens, int top_k, Address<const int32_t> places,
-             Address<int32_t> chosen, Address<uint32_t> traffic, int rank_from, int rank_to, Address<> logits,
-             bool normed, uintptr_t stream) {
-            self.submit(slot,
+          [](HeldChannel& self, const HeldSlots& slots, int slot, Address<> x, DType dtype, Address<> ids,
+             bool ids_are_64_bit, Address<> weights, DType weights_dtype, int tokens, int top_k,
+             Address<const int32_t> places, Address<int32_t> chosen, Address<uint32_t> traffic, int rank_from,
+             int rank_to, Address<const uint8_t> live, Address<> logits, bool normed, uintptr_t stream) {
+            self.submit(slots.kept, slot,
                         {x,
                          dtype,
                          ids,
@@ -73,20 +92,24 @@ void def_channel(nb::module_& m) {
                          traffic,
                          rank_from,
                          rank_to,
+                         live,
                          {logits, normed}},
                         stream);
           },
-          nb::arg("slot"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
+          nb::arg("slots"), nb::arg("slot"), nb::arg("x"), nb::arg("dtype"), nb::arg("ids"), nb::arg("ids_are_64_bit"),
           nb::arg("weights"), nb::arg("weights_dtype"), nb::arg("tokens"), nb::arg("top_k"), nb::arg("places"),
-          nb::arg("chosen"), nb::arg("traffic"), nb::arg("rank_from"), nb::arg("rank_to"), nb::arg("logits"),
-          nb::arg("normed"), nb::arg("stream"),
+          nb::arg("chosen"), nb::arg("traffic"), nb::arg("rank_from"), nb::arg("rank_to"), nb::arg("live"),
+          nb::arg("logits"), nb::arg("normed"), nb::arg("stream"),
           "Put a submit into the stream; addresses on the device. With logits, ids and weights are written.")
       .def(
           "wait",
-          [](HeldChannel& self, int slot, int tokens, DType dtype, Address<> out, Address<const float> addend,
-             Address<> residual, uintptr_t stream) { self.wait(slot, tokens, dtype, out, addend, residual, stream); },
-          nb::arg("slot"), nb::arg("tokens"), nb::arg("dtype"), nb::arg("out"), nb::arg("addend"), nb::arg("residual"),
-          nb::arg("stream"), "Put a wait into the stream; out 0: drop the answer, addend, residual 0: add nothing.")
+          [](HeldChannel& self, const HeldSlots& slots, int slot, int tokens, DType dtype, Address<> out,
+             Address<const float> addend, Address<> residual, uintptr_t stream, uintptr_t submitted_in) {
+            self.wait(slots.kept, slot, tokens, dtype, out, addend, residual, stream, submitted_in);
+          },
+          nb::arg("slots"), nb::arg("slot"), nb::arg("tokens"), nb::arg("dtype"), nb::arg("out"), nb::arg("addend"),
+          nb::arg("residual"), nb::arg("stream"), nb::arg("submitted_in"),
+          "Put a wait into the stream; out 0: drop the answer, addend, residual 0: add nothing.")
       .def(
           "exchange",
           [](HeldChannel& self, const cuda::Resident& shapes, const moe::Experts& from, int leaving, int coming,
@@ -136,7 +159,12 @@ void def_dispatcher(nb::module_& m) {
       nb::call_guard<nb::gil_scoped_release>(), "Copy from a device to the host through a stream.");
   m.def(
       "handoff_wake", [] { handoff::dispatcher().wake(); },
-      "Wake the dispatcher thread: before the replay of a graph with submits in it.");
+      "Wake the dispatcher thread: a submit that finds it asleep is answered later.");
+  m.def("pinned_bytes", &handoff::pinned_bytes,
+        "Pinned bytes that buffers of submits hold or have left to be used again.");
+  m.def(
+      "handoff_entries", [] { return handoff::dispatcher().entries(); },
+      "Submits from CUDA devices that the dispatcher thread has found so far.");
   m.def(
       "handoff_pause", [](bool paused) { handoff::dispatcher().pause(paused); }, nb::arg("paused"),
       "For tests: let nobody answer.");
@@ -152,6 +180,7 @@ void def_dispatcher(nb::module_& m) {
 
 void init_handoff(nb::module_& m) {
   def_task(m);
+  def_slots(m);
   def_channel(m);
   def_resident(m);
   def_dispatcher(m);

@@ -3,22 +3,20 @@
 //
 // Work goes from a CUDA stream to the dispatcher thread and back in the stream's order, eagerly or captured. No other
 // thread calls CUDA for it. Counts live in device memory and are advanced by the kernels themselves, so every replay of
-// a captured graph is a new submit. A slot that another stream still uses is waited for on the device.
+// a captured graph is a new submit. A slot that another stream still uses is waited for on the device. A graph keeps
+// the slots of its submits as long as it can be replayed; without their layer, it gets NaN.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "cuda/resident.hpp"
+#include "handoff/slots.hpp"
 #include "moe/experts.hpp"
 
 namespace ktinject::handoff {
-
-enum class Mode { flags, host_func };
 
 // For a submit that chooses the experts itself: the greatest by softmax over logits [tokens, experts], which have the
 // dtype of the weights. The submit then writes ids and weights; `normed` divides the weights by their sum.
@@ -46,28 +44,27 @@ struct DeviceRequest {
   // equal weights, the first comes first.
   int rank_from = 0;
   int rank_to = 64;
+  // [tokens]: 0 for rows that nobody looks at, whose ids are all taken as -1. Null: there are none.
+  const uint8_t* live = nullptr;
   Routing routing{};  // with logits, ids and weights are written, not read
 };
 
-// Why mapped flags do not work on a device; empty if they do. Tried once a process, by one round trip.
-std::string why_no_flags(int device);
-
-// The slots of one owner on one device. Calls for a slot alternate: submit, wait, submit, …
+// A layer's way from one device. Calls for a slot alternate: submit, wait, submit, …
 class Channel {
  public:
-  // Slots hold `tokens` tokens of dtypes of up to `value_bytes` bytes. Throws std::runtime_error or std::bad_alloc.
-  Channel(const moe::Experts& experts, int device, int slots, int tokens, int value_bytes, Mode mode);
+  // Throws std::runtime_error or std::bad_alloc.
+  Channel(const moe::Experts& experts, int device);
   ~Channel();
   Channel(const Channel&) = delete;
   Channel& operator=(const Channel&) = delete;
 
-  Mode mode() const;
-  size_t bytes() const;
   // Throws std::invalid_argument for a request that does not fit.
-  void submit(int slot, const DeviceRequest& request, uintptr_t stream);
+  void submit(const std::shared_ptr<Slots>& slots, int slot, const DeviceRequest& request, uintptr_t stream);
   // out [tokens, hidden] = answer + addend, rounded, + residual, rounded again. tokens and dtype are those of the
   // request. addend [tokens, hidden] is fp32 or null; residual is of dtype or null. A null `out` drops the answer.
-  void wait(int slot, int tokens, DType dtype, void* out, const float* addend, const void* residual, uintptr_t stream);
+  // `submitted_in`: the stream of the submit, which this one then waits for.
+  void wait(const std::shared_ptr<Slots>& slots, int slot, int tokens, DType dtype, void* out, const float* addend,
+            const void* residual, uintptr_t stream, uintptr_t submitted_in);
   // Replaces expert `leaving` by expert `coming` of `from` at `place` of `memory`, when no step that uses `leaving` is
   // under way any more. `stream` is not one that submits: those go on meanwhile. Returns when the expert is there.
   void exchange(const cuda::Resident& shapes, const moe::Experts& from, int leaving, int coming, int place,
@@ -76,9 +73,15 @@ class Channel {
   void check();
 
  private:
-  struct Slot;
-  struct Shared;
-  std::unique_ptr<Shared> shared_;
+  std::vector<std::shared_ptr<Slots>> used() const;
+  void check_request(const Slots& slots, const DeviceRequest& request) const;
+  void release_lost();
+
+  const int device_;
+  const int expert_count_;
+  Layer* const layer_;
+  mutable std::mutex mutex_;
+  std::vector<std::shared_ptr<Slots>> used_;  // until nothing of this layer is on its way
 };
 
 }  // namespace ktinject::handoff

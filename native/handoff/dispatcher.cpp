@@ -4,6 +4,7 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -26,7 +27,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kHot{2};
 constexpr microseconds kShortNap{50};
-constexpr milliseconds kLongNap{5};
+constexpr milliseconds kLongNap{1};
 constexpr std::chrono::seconds kUntilLongNaps{1};
 constexpr int kSpinsBetweenClocks = 128;
 // How long workers spin between two layers of a step on the GPU, and between two steps while the GPU computes logits.
@@ -160,7 +161,10 @@ Work* Dispatcher::find(uint32_t address) {
   Work* work = port.work.load();
   running_.store(work);
   const bool is_open = work != nullptr && port.work.load() == work;
-  if (is_open && (port.generation.load() << kPortBits & ~kAnnounced) == (address & ~index)) return work;
+  if (is_open && (port.generation.load() << kPortBits & ~kAnnounced) == (address & ~index)) {
+    entries_.fetch_add(1, std::memory_order_relaxed);
+    return work;
+  }
   running_.store(nullptr);
   return nullptr;
 }
@@ -168,6 +172,7 @@ Work* Dispatcher::find(uint32_t address) {
 void Dispatcher::loop() {
   // Not pinned: it starts the pool where nobody has before, and threads inherit their mask from who starts them.
   pthread_setname_np(pthread_self(), "kt-dispatcher");
+  prctl(PR_SET_TIMERSLACK, 1000);  // a nap of 50 us would else take twice as long
   runtime::set_patience(kPatienceMicroseconds);
   uint32_t woken = wake_.load();
   auto active = Clock::now();

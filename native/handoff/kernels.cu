@@ -16,6 +16,12 @@ using namespace cuda;  // NOLINT
 
 constexpr int kMostThreads = 1024;
 constexpr uint32_t kMostRoutingWarps = 8;
+// An answer of which a thread has one piece at most is watched piece by piece, and needs the patterns.
+constexpr size_t kWatchedBytes = size_t{kMostThreads} * 16;
+// One block copies so many bytes; more are worth three kernels. Its rate over the bus is about 16 GB/s, and the two
+// more kernels cost some 3 us.
+constexpr size_t kOneBlockBytes = 128 * 1024;
+constexpr int kCopyBlocks = 32, kCopyThreads = 512;
 
 __device__ uint64_t now_ns() {
   uint64_t time;
@@ -72,7 +78,7 @@ __device__ bool is_ranked(const Payload& from, size_t i) {
 __device__ void send(const SlotView& slot, const Payload& from, uint32_t count, size_t i, int64_t id, float weight) {
   // The CPU refuses an id that is no expert's.
   const bool known = id >= 0 && id < from.experts;
-  const bool ranked = is_ranked(from, i);
+  const bool ranked = (from.live == nullptr || __ldcg(from.live + i / from.top_k) != 0) && is_ranked(from, i);
   const int32_t place = from.places != nullptr && known && ranked ? __ldcg(from.places + id) : -1;
   if (from.chosen != nullptr) from.chosen[i] = place;
   if (from.traffic != nullptr && known && ranked) atomicAdd(from.traffic + id, 1u);
@@ -82,12 +88,12 @@ __device__ void send(const SlotView& slot, const Payload& from, uint32_t count, 
   *static_cast<volatile Counted*>(slot.weights + i) = counted(count, __float_as_uint(weight));
 }
 
-// Chooses the experts of all tokens, with the first `warps` warps. Calls take(route, expert, weight) for each.
+// Chooses the experts of all tokens, as warp `warp` of `warps`. Calls take(route, expert, weight) for each.
 template <class Take>
-__device__ void choose(const Payload& from, uint32_t warps, Take&& take) {
+__device__ void choose(const Payload& from, uint32_t warp, uint32_t warps, Take&& take) {
   const int top_k = static_cast<int>(from.top_k);
   auto all = [&]<class T>(T) {
-    for (uint32_t token = threadIdx.x / kWarp; token < from.tokens; token += warps) {
+    for (uint32_t token = warp; token < from.tokens; token += warps) {
       const auto* logits = static_cast<const T*>(from.routing.logits) + static_cast<size_t>(token) * from.experts;
       route_token<T, kFewRouted>(logits, from.experts, top_k, from.routing.normed, [&](int rank, int expert, float w) {
         const size_t at = static_cast<size_t>(token) * from.top_k + static_cast<size_t>(rank);
@@ -129,6 +135,36 @@ __device__ Taken take(const SlotView& slot, bool has_places, uint64_t timeout_ns
   return taken;
 }
 
+// Sends all routes of a request whose experts are chosen already, with `threads` threads.
+__device__ void send_all(const SlotView& slot, const Payload& from, uint32_t count, uint32_t thread, uint32_t threads) {
+  const size_t routes = static_cast<size_t>(from.tokens) * from.top_k;
+  for (size_t i = thread; i < routes; i += threads) {
+    const int64_t id =
+        from.ids_are_64_bit ? static_cast<const int64_t*>(from.ids)[i] : static_cast<const int32_t*>(from.ids)[i];
+    send(slot, from, count, i, id, widen(from.weights, from.weights_dtype, i));
+  }
+}
+
+// For a submit that did not get the slot: the kernels of the experts on this GPU read `chosen` in any case.
+__device__ void choose_none(const Payload& from, uint32_t thread, uint32_t threads) {
+  if (from.chosen == nullptr) return;
+  const size_t routes = static_cast<size_t>(from.tokens) * from.top_k;
+  for (size_t i = thread; i < routes; i += threads) from.chosen[i] = -1;
+}
+
+// Takes the announcement back, so that the dispatcher thread does not stay awake for this submit.
+__device__ void withdraw(const RingView& ring) {
+  if ((ring.address & kAnnounced) != 0) put_entry(ring, atomicAdd(ring.ticket, 1u), kAnnounced | kNobody);
+}
+
+__device__ void write_head(const SlotView& slot, const Payload& from, uint32_t count) {
+  slot.head->layer = slot.layer;
+  slot.head->tokens = from.tokens;
+  slot.head->top_k = from.top_k;
+  slot.head->dtype = from.dtype;
+  slot.head->count = count;
+}
+
 __global__ void __launch_bounds__(kMostThreads)
     submit_kernel(SlotView slot, RingView ring, Payload from, uint32_t routing_warps, uint64_t timeout_ns) {
   __shared__ Taken shared;
@@ -139,21 +175,18 @@ __global__ void __launch_bounds__(kMostThreads)
   const Taken taken = shared;
   const bool copies = threadIdx.x >= routing_warps * kWarp;
   const uint32_t thread = threadIdx.x - routing_warps * kWarp, threads = blockDim.x - routing_warps * kWarp;
-  if (taken.mine && copies)  // only threads that meet at the barrier before the entry
+  // Only threads that meet at the barrier before the entry.
+  if (taken.mine && copies && from.bytes <= kWatchedBytes)
     for (size_t i = thread; i < (from.bytes + 15) / 16; i += threads)
       reinterpret_cast<uint4*>(slot.out)[i] = uint4{~0u, ~0u, ~0u, ~0u};  // no kernel produces this NaN
   await_previous();
-  const size_t entries = static_cast<size_t>(from.tokens) * from.top_k;
-  if (!taken.mine) {  // the kernels of the experts on this GPU read `chosen` in any case
-    if (from.chosen != nullptr)
-      for (size_t i = threadIdx.x; i < entries; i += blockDim.x) from.chosen[i] = -1;
-    // Takes the announcement back, so that the dispatcher thread does not stay awake for this submit.
-    if (threadIdx.x == 0 && (ring.address & kAnnounced) != 0)
-      put_entry(ring, atomicAdd(ring.ticket, 1u), kAnnounced | kNobody);
+  if (!taken.mine) {
+    choose_none(from, threadIdx.x, blockDim.x);
+    if (threadIdx.x == 0) withdraw(ring);
     return;
   }
   if (!copies) {
-    choose(from, routing_warps,
+    choose(from, threadIdx.x / kWarp, routing_warps,
            [&](size_t i, int64_t id, float weight) { send(slot, from, taken.count, i, id, weight); });
     return;
   }
@@ -162,22 +195,40 @@ __global__ void __launch_bounds__(kMostThreads)
   uint32_t ticket = 0;
   if (thread == 0 && ring.entries != nullptr) ticket = atomicAdd(ring.ticket, 1u);
   copy(from.x, slot.x, from.bytes, thread, threads);
-  if (routing_warps == 0)
-    for (size_t i = thread; i < entries; i += threads) {
-      const int64_t id =
-          from.ids_are_64_bit ? static_cast<const int64_t*>(from.ids)[i] : static_cast<const int32_t*>(from.ids)[i];
-      send(slot, from, taken.count, i, id, widen(from.weights, from.weights_dtype, i));
-    }
-  if (thread == 0) {
-    slot.head->tokens = from.tokens;
-    slot.head->top_k = from.top_k;
-    slot.head->dtype = from.dtype;
-    slot.head->count = taken.count;
-  }
+  if (routing_warps == 0) send_all(slot, from, taken.count, thread, threads);
+  if (thread == 0) write_head(slot, from, taken.count);
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
   if (thread != 0 || ring.entries == nullptr) return;
   __threadfence_system();  // also for the other threads' writes, which the barrier has put before this
   put_entry(ring, ticket, ring.address);
+}
+
+// A submit of many bytes: the slot is taken here, filled by many blocks, and handed over. What a kernel has written is
+// seen by the next one of its stream, and its fence puts all of that before the entry.
+__global__ void take_kernel(SlotView slot, bool has_places, uint64_t timeout_ns) { take(slot, has_places, timeout_ns); }
+
+__global__ void __launch_bounds__(kCopyThreads) fill_kernel(SlotView slot, Payload from) {
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  if (slot.counts->lost != 0) {
+    choose_none(from, thread, threads);
+    return;
+  }
+  const uint32_t count = slot.counts->submitted;
+  if (from.routing.logits == nullptr) send_all(slot, from, count, thread, threads);
+  else
+    choose(from, thread / kWarp, threads / kWarp,
+           [&](size_t i, int64_t id, float weight) { send(slot, from, count, i, id, weight); });
+  copy(from.x, slot.x, from.bytes, thread, threads);
+}
+
+__global__ void hand_over_kernel(SlotView slot, RingView ring, Payload from) {
+  if (slot.counts->lost != 0) {
+    withdraw(ring);
+    return;
+  }
+  write_head(slot, from, slot.counts->submitted);
+  __threadfence_system();
+  if (ring.entries != nullptr) put_entry(ring, atomicAdd(ring.ticket, 1u), ring.address);
 }
 
 // 16 bytes of the answer, and what the epilogue adds to them.
@@ -297,6 +348,53 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
+// A wait for many bytes: this waits, many blocks copy, and the slot is freed.
+__global__ void await_kernel(SlotView slot, uint64_t timeout_ns) {
+  if (slot.counts->lost != 0) return;
+  const uint32_t count = slot.counts->submitted;
+  const uint64_t start = now_ns();
+  for (uint32_t round = 1; static_cast<int32_t>(load_acquire(&slot.head->answered) - count) < 0; ++round) {
+    __nanosleep(200);
+    if (round % 32 != 0) continue;
+    const bool timed_out = now_ns() - start > timeout_ns;
+    if (timed_out) *slot.status = kNoAnswer;
+    if (timed_out || load_acquire(slot.status) != kFine) {
+      slot.counts->lost = 1;
+      return;
+    }
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kCopyThreads)
+    collect_kernel(SlotView slot, T* out, Epilogue epilogue, size_t values) {
+  constexpr size_t kEach = Piece<T>::kValues;
+  const auto* pieces = reinterpret_cast<const uint4*>(slot.out);
+  const bool lost = slot.counts->lost != 0;
+  const size_t thread = blockIdx.x * blockDim.x + threadIdx.x, threads = size_t{gridDim.x} * blockDim.x;
+  constexpr int kTogether = 4;  // on their way at the same time
+  for (size_t base = thread; base * kEach < values; base += kTogether * threads) {
+    uint4 found[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const size_t i = base + j * threads;
+      found[j] = !lost && i * kEach < values ? load_now(pieces + i) : uint4{~0u, ~0u, ~0u, ~0u};
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) {
+      const size_t i = base + j * threads;
+      if (i * kEach >= values) break;
+      Piece<T> piece;
+      piece.read(epilogue, i * kEach, values);
+      piece.write(found[j], epilogue, out, i * kEach, values);
+    }
+  }
+}
+
+__global__ void free_kernel(Counts* counts) {
+  if (counts->lost == 0) atomicExch(&counts->busy, 0u);
+}
+
 __global__ void evict_kernel(int32_t* places, int expert, Counts* counts, int slots, uint64_t timeout_ns) {
   atomicExch(places + expert, -1);
   __threadfence();
@@ -332,6 +430,15 @@ Launch shape_for(size_t bytes, cudaStream_t stream, uint32_t more = 0) {
 
 void launch_submit(const SlotView& slot, const RingView& ring, const Payload& payload, uint64_t timeout_ns,
                    cudaStream_t stream) {
+  if (payload.bytes > kOneBlockBytes) {
+    take_kernel<<<1, 1, 0, stream>>>(slot, payload.places != nullptr, timeout_ns);
+    check_cuda(cudaGetLastError(), "launching the take kernel");
+    fill_kernel<<<kCopyBlocks, kCopyThreads, 0, stream>>>(slot, payload);
+    check_cuda(cudaGetLastError(), "launching the fill kernel");
+    hand_over_kernel<<<1, 1, 0, stream>>>(slot, ring, payload);
+    check_cuda(cudaGetLastError(), "launching the kernel that hands a slot over");
+    return;
+  }
   const auto routing_warps = payload.routing.logits == nullptr ? 0u : std::min(payload.tokens, kMostRoutingWarps);
   launch_early("launching the submit kernel", submit_kernel, shape_for(payload.bytes, stream, routing_warps), slot,
                ring, payload, routing_warps, timeout_ns);
@@ -340,8 +447,18 @@ void launch_submit(const SlotView& slot, const RingView& ring, const Payload& pa
 void launch_wait(const SlotView& slot, void* out, const Epilogue& epilogue, size_t values, DType dtype,
                  uint64_t timeout_ns, cudaStream_t stream) {
   auto launch = [&]<class T>(T) {
-    launch_early("launching the wait kernel", wait_kernel<T>, shape_for(values * sizeof(T), stream), slot,
-                 static_cast<T*>(out), epilogue, values, timeout_ns);
+    if (values * sizeof(T) <= kOneBlockBytes) {
+      launch_early("launching the wait kernel", wait_kernel<T>, shape_for(values * sizeof(T), stream), slot,
+                   static_cast<T*>(out), epilogue, values, timeout_ns);
+      return;
+    }
+    await_kernel<<<1, 1, 0, stream>>>(slot, timeout_ns);
+    check_cuda(cudaGetLastError(), "launching the kernel that awaits an answer");
+    if (out != nullptr)
+      collect_kernel<<<kCopyBlocks, kCopyThreads, 0, stream>>>(slot, static_cast<T*>(out), epilogue, values);
+    check_cuda(cudaGetLastError(), "launching the kernel that collects an answer");
+    free_kernel<<<1, 1, 0, stream>>>(slot.counts);
+    check_cuda(cudaGetLastError(), "launching the kernel that frees a slot");
   };
   if (dtype == DType::f32) launch(float{});
   else if (dtype == DType::f16) launch(__half{});

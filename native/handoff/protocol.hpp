@@ -1,8 +1,9 @@
 // What a GPU and the CPU agree on. Kernels and the dispatcher thread both include this file.
 //
-// A channel has slots in mapped host memory. A submit kernel fills a slot and puts an entry into the ring of its
-// device. The dispatcher thread finds the entry, computes, and writes the answer into the slot. A wait kernel takes the
-// answer. `count` is the number of submits that a slot has had: it tells the present submit from earlier ones.
+// Slots lie in mapped host memory. A submit kernel fills a slot and puts an entry into the ring of its device. The
+// dispatcher thread finds the entry, computes, and writes the answer into the slot. A wait kernel takes the answer.
+// `count` is the number of submits that a slot has had: it tells the present submit from earlier ones. The head says
+// whose experts are asked, so that layers whose submits follow each other can use one slot.
 //
 //   submit kernel                          mapped memory        dispatcher thread
 //   takes the slot (busy 0 → 1)            in device memory
@@ -23,10 +24,13 @@
 //   - values of the answer. submit() pre-fills the answer with a NaN bit pattern that no kernel produces by itself, so
 //     the wait kernel sees for each value whether it is there. It takes an answer that contains this very pattern as
 //     soon as `answered` has reached the count. Where a thread has more than one piece of the answer, the wait kernel
-//     relies on `answered` alone.
+//     relies on `answered` alone, and submit() writes no pattern.
+//
+// What is long goes the same way by three kernels instead of one, so that many blocks copy: one takes the slot, one
+// fills it, and one writes head and entry; one waits, one copies, and one frees the slot.
 //
 // `status` is written by kernels (plain stores) and by host functions, and read by both (acquire). While it is not
-// kFine, all waits of the channel end. Channel::check() sets it back (release) when nothing is on its way.
+// kFine, all waits of the layer end. Channel::check() sets it back (release) when nothing is on its way.
 #pragma once
 
 #include <cstddef>
@@ -62,8 +66,10 @@ constexpr uint32_t count_of(Counted word) { return static_cast<uint32_t>(word >>
 constexpr uint32_t value_of(Counted word) { return static_cast<uint32_t>(word); }
 
 // The head of a slot. What the GPU writes and what the CPU writes lie on cache lines of their own.
+struct Layer;
 struct Head {
-  alignas(128) uint32_t tokens;
+  alignas(128) Layer* layer;  // whose experts are asked
+  uint32_t tokens;
   uint32_t top_k;
   uint32_t dtype;
   uint32_t count;                  // of this submit
@@ -85,7 +91,8 @@ struct SlotView {
   Counted* weights;  // [tokens, top_k], fp32
   std::byte* out;    // [tokens, hidden]
   Counts* counts;
-  uint32_t* status;  // the channel's, in mapped memory
+  uint32_t* status;  // the layer's, in mapped memory
+  Layer* layer;
 };
 
 // Where a submit kernel puts its entry.

@@ -6,16 +6,21 @@ namespace ktinject::handoff {
 
 using cuda::refuse;
 
-struct Channel::Slot {};
-struct Channel::Shared {};
-
 std::string why_no_flags(int) { refuse(); }
-Channel::Channel(const moe::Experts&, int, int, int, int, Mode) { refuse(); }
+size_t pinned_bytes() { return 0; }
+Slots::Slots(int on, int, size_t bytes, size_t routes, Mode way, bool several)
+    : device(on), mode(way), shared(several), most_bytes(bytes), most_routes(routes) {
+  refuse();
+}
+void Slots::leave() {}
+void Slot::run() noexcept {}
+Channel::Channel(const moe::Experts&, int device) : device_(device), expert_count_(0), layer_(nullptr) { refuse(); }
 Channel::~Channel() = default;
-Mode Channel::mode() const { refuse(); }
-size_t Channel::bytes() const { refuse(); }
-void Channel::submit(int, const DeviceRequest&, uintptr_t) { refuse(); }
-void Channel::wait(int, int, DType, void*, const float*, const void*, uintptr_t) { refuse(); }
+void Channel::submit(const std::shared_ptr<Slots>&, int, const DeviceRequest&, uintptr_t) { refuse(); }
+void Channel::wait(const std::shared_ptr<Slots>&, int, int, DType, void*, const float*, const void*, uintptr_t,
+                   uintptr_t) {
+  refuse();
+}
 void Channel::exchange(const cuda::Resident&, const moe::Experts&, int, int, int, int32_t*, void*, uintptr_t) {
   refuse();
 }

@@ -6,19 +6,22 @@
 
 Several submits may be under way; they are computed in the order in which they were submitted. On a CUDA device both
 calls only put kernels into the current stream, so both can be captured in a graph, and each replay is a new submit and
-a new wait. On the CPU a thread of the native core computes while the caller goes on.
+a new wait. Graphs hold submits of any number of tokens, and keep their buffers as long as they live. On the CPU a
+thread of the native core computes while the caller goes on.
 
 A failure in the experts never hangs the GPU: it gets NaN. On a CUDA device `wait` returns before the answer is there,
 so either it or the next submit, wait or check raises OperatorError; once, in one thread.
-Whoever replays a graph calls `wake()` before, since a GPU cannot wake a sleeping thread, and `check()` of the operators
-after it has looked at the result.
+Whoever replays a graph may call `wake()` before: a GPU cannot wake a sleeping thread, so without it the first answer
+comes up to 50 us later, or 1 ms after a second without work. `check()` of the operators, after one has looked at the
+result, says what went wrong.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -27,7 +30,19 @@ from ktinject import _native
 from ktinject.addresses import CODES, address, stream_of
 from ktinject.errors import OperatorError
 from ktinject.machine import has_gpu
-from ktinject.operators.offload.submits import MOST_TOKENS, Mode, OnGpu, Routing, Slots, Ticket
+from ktinject.operators.offload.submits import (
+    MOST_EXPERTS_PER_TOKEN,
+    MOST_TOKENS,
+    SLOTS,
+    Mode,
+    OnGpu,
+    Routing,
+    Slots,
+    Ticket,
+    mode_of,
+    take_from,
+    take_shared,
+)
 
 # Answers that kernels may still be reading.
 _read: deque[tuple[torch.cuda.Event, Tensor]] = deque()
@@ -45,27 +60,33 @@ class Handoff:
         self._experts = experts
         self._hidden = hidden_size
         self._mode = mode
-        self._slots: dict[torch.device, Slots] = {}
-        self._smaller: list[Slots] = []  # graphs that were captured with them still use them
+        self._channels: dict[torch.device, _native.Channel] = {}
+        self._own: dict[torch.device, Slots] = {}  # for up to MOST_TOKENS tokens
+        self._others: set[Slots] = (
+            set()
+        )  # shared ones that were used, and own ones that wider ones have replaced
 
     def prepare(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Take the buffers for a CUDA device now, as the first submit would; needed before a capture.
+        """Take the buffers for a CUDA device now, as the first submit would.
 
         Raises   OperatorError if there is no room for them, or `flags` were asked for and do not work
         """
-        held = self._slots.get(device)
-        if held is not None and held.value_bytes >= dtype.itemsize:
+        held = self._own.get(device)
+        size = MOST_TOKENS * self._hidden * dtype.itemsize
+        if held is not None and held.size >= size:
             return
-        if torch.cuda.is_current_stream_capturing():
-            raise OperatorError(
-                "handoff: its buffers cannot be allocated while a graph is captured. Run the model once before."
-            )
-        if held is not None:
-            self._smaller.append(held)
+        assert device.index is not None
         try:
-            self._slots[device] = Slots(self._experts, device, dtype.itemsize, self._mode)
+            if device not in self._channels:
+                self._channels[device] = _native.Channel(experts=self._experts, device=device.index)
+            made = Slots(
+                device, SLOTS, size, MOST_TOKENS * MOST_EXPERTS_PER_TOKEN, mode_of(device, self._mode)
+            )
         except (RuntimeError, MemoryError) as error:
             raise OperatorError(f"handoff: {str(error) or 'no room for pinned buffers'}.") from None
+        if held is not None:
+            self._others.add(held)
+        self._own[device] = made
 
     def submit(
         self,
@@ -84,47 +105,41 @@ class Handoff:
         on_gpu   experts that lie on the device, which the CPU leaves out
         ranks    first and end: only these of a token's experts, as `of_ranks` numbers them
         routing  ids (int64) and weights (of the logits' dtype), both contiguous, are written by this instead of read;
-                 on a CUDA device, for up to MOST_TOKENS tokens
+                 on a CUDA device, in a graph or for up to MOST_TOKENS tokens
         Returns  a ticket to be given to `wait` once
-        Raises   OperatorError for shapes, dtypes and devices, and for what went wrong before; during a capture
-                 also for more than MOST_TOKENS tokens
+        Raises   OperatorError for shapes, dtypes and devices, and for what went wrong before
         """
         self._check(x, ids, weights)
-        if routing is not None and not (x.is_cuda and len(x) <= MOST_TOKENS):
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if routing is not None and not (x.is_cuda and (capturing or len(x) <= MOST_TOKENS)):
             raise OperatorError(
                 f"handoff: found {len(x)} tokens on {x.device} to be routed by the submit; "
-                f"allowed are up to {MOST_TOKENS} on a CUDA device."
+                f"allowed are up to {MOST_TOKENS} on a CUDA device, and any number in a graph."
             )
         ticket = Ticket(x)
         if x.shape[0] == 0:
             return ticket
-        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if not x.is_cuda or (x.shape[0] > MOST_TOKENS and not capturing):
             self._submit_host(
                 ticket, x, ids if ranks is None else of_ranks(ids, weights, *ranks), weights, on_gpu
             )
             return ticket
-        if x.shape[0] > MOST_TOKENS:
-            raise OperatorError(
-                f"handoff: found {x.shape[0]} tokens in a graph; allowed are up to {MOST_TOKENS}. "
-                "Run prompts outside of graphs."
-            )
         self.prepare(x.device, x.dtype)
         if not capturing:
             self.check()
-            moved.set()
-        slots = self._slots[x.device]
+        channel, live = self._channels[x.device], live_rows(x)
         x = x.contiguous()
         if routing is None:  # else they are written
             ids, weights = ids.contiguous(), weights.contiguous()
         ticket.stream = torch.cuda.current_stream(x.device).cuda_stream
         ticket.captured = capturing
-        slot = slots.take()
+        slots, slot = self._take(x, ids.numel(), ticket.stream)
         try:
             logits = None if routing is None else routing.logits
             if logits is not None and (logits.dim() != 2 or len(logits) != len(ids)):
                 raise ValueError(f"logits: found {list(logits.shape)}; expected [{len(ids)}, experts]")
-            slots.native.submit(
+            channel.submit(
+                slots.native,
                 slot,
                 address("hidden_states", x, x.device),
                 CODES[x.dtype],
@@ -136,6 +151,7 @@ class Handoff:
                 ids.shape[1],
                 *((0, 0, 0) if on_gpu is None else on_gpu.addresses(ids)),
                 *(ranks or (0, ids.shape[1])),
+                address("live", live, x.device, torch.bool, ids.shape[:1]),
                 address("logits", logits, x.device, weights.dtype),
                 routing is not None and routing.normed,
                 ticket.stream,
@@ -143,7 +159,7 @@ class Handoff:
         except (RuntimeError, ValueError) as error:
             slots.give(slot)
             raise OperatorError(f"handoff: {error}.") from None
-        ticket.slot, ticket.channel = slot, slots
+        ticket.slot, ticket.slots, ticket.channel = slot, slots, channel
         return ticket
 
     def wait(
@@ -184,16 +200,18 @@ class Handoff:
             )
         except ValueError as error:
             raise OperatorError(f"handoff: {error}.") from None
-        slots, ticket.channel = ticket.channel, None
-        if slots is None:
+        slots, ticket.slots = ticket.slots, None
+        if slots is None or ticket.channel is None:
             raise OperatorError("handoff: this ticket was waited for already; submit again.")
         try:
-            slots.native.wait(
+            ticket.channel.wait(
+                slots.native,
                 ticket.slot,
                 ticket.shape[0],
                 CODES[ticket.dtype],
                 *addresses,
                 torch.cuda.current_stream(ticket.device).cuda_stream,
+                ticket.stream,
             )
         except RuntimeError as error:
             raise OperatorError(f"handoff: {error}.") from None
@@ -205,19 +223,19 @@ class Handoff:
 
     def check(self) -> None:
         """Raise OperatorError for what went wrong in submits so far; looks at two words of memory."""
-        for slots in (*self._slots.values(), *self._smaller):
+        for channel in self._channels.values():
             try:
-                slots.native.check()
+                channel.check()
             except (IndexError, ValueError, RuntimeError) as error:
                 raise OperatorError(f"handoff: {error}.") from None
 
     def forget(self) -> None:
         """Wait for what is under way, and drop what went wrong in it: for whoever has an exception to raise already."""
-        for slots in (*self._slots.values(), *self._smaller):
+        for device, channel in self._channels.items():
             for _ in ("who waits", "what was computed"):
                 with suppress(IndexError, ValueError, RuntimeError):
-                    torch.cuda.synchronize(slots.device)
-                    slots.native.check()
+                    torch.cuda.synchronize(device)
+                    channel.check()
 
     def describe(self, device: torch.device) -> str:
         """How a CUDA device would tell the CPU, and why, for the plan."""
@@ -235,7 +253,7 @@ class Handoff:
 
         Waits for steps under way that may use `leaving`, but keeps none waiting; returns when the table says so.
         """
-        self._slots[memory.device].native.exchange(
+        self._channels[memory.device].exchange(
             shapes,
             self._experts,
             leaving,
@@ -255,7 +273,30 @@ class Handoff:
 
     def modes(self) -> dict[torch.device, Mode]:
         """How each device that was used tells the CPU."""
-        return {device: slots.mode for device, slots in self._slots.items()}
+        return {device: slots.mode for device, slots in self._own.items()}
+
+    def _take(self, x: Tensor, routes: int, stream: int) -> tuple[Slots, int]:
+        """A slot for a request. Raises OperatorError."""
+        own = self._own[x.device]
+        if x.shape[0] <= MOST_TOKENS:
+            slot = own.take()
+            if slot is None:
+                raise OperatorError(
+                    f"handoff: {SLOTS} submits of one layer are under way, which is the most. Wait for one first."
+                )
+            return own, slot
+        try:
+            if own.mode == "flags":
+                slots, slot = take_shared(x.device, stream, x.nbytes, routes)
+            else:  # a host function cannot tell whose slot it is, if one gets none
+                slots, slot = take_from(self._others, x.device, x.nbytes, routes, own.mode)
+        except (RuntimeError, MemoryError) as error:
+            raise OperatorError(
+                f"handoff: no room for the pinned buffers of {x.shape[0]} tokens in a graph "
+                f"({2 * x.nbytes / 2**20:.0f} MiB): {str(error) or 'out of memory'}. Capture fewer tokens."
+            ) from None
+        self._others.add(slots)
+        return slots, slot
 
     def _check(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         if x.dim() != 2 or x.shape[1] != self._hidden or ids.dim() != 2 or ids.shape != weights.shape:
@@ -301,6 +342,8 @@ class Handoff:
     def _submit_host(
         self, ticket: Ticket, x: Tensor, ids: Tensor, weights: Tensor, on_gpu: OnGpu | None
     ) -> None:
+        if (live := live_rows(x)) is not None:
+            ids = ids.masked_fill(~live[:, None], -1)
         if on_gpu is not None:
             ids = on_gpu.split(ids)
         x, ids, weights = _on_host(x.detach(), ids, weights.detach().float())
@@ -355,12 +398,33 @@ def of_ranks(ids: Tensor, weights: Tensor, first: int, end: int) -> Tensor:
     return ids.masked_fill((ranks < first) | (ranks >= end), -1)
 
 
-# Set whenever there is traffic on a GPU, for whoever follows it.
-moved = threading.Event()
+class _Rows(threading.local):
+    live: Tensor | None = None
+
+
+_rows = _Rows()
+
+
+@contextmanager
+def only(live: Tensor | None) -> Iterator[None]:
+    """Within, experts are computed for some rows alone; the others get zeros. For steps with rows that nobody reads.
+
+    live     [m] bool on a CUDA device; read when a submit runs, also in a graph. Submits on another device, or of
+             another number of tokens, are not concerned. None: all rows
+    """
+    before, _rows.live = _rows.live, live
+    try:
+        yield
+    finally:
+        _rows.live = before
+
+
+def live_rows(x: Tensor) -> Tensor | None:
+    """What `only` says of the rows of x."""
+    live = _rows.live
+    return live if live is not None and live.device == x.device and len(live) == len(x) else None
 
 
 def wake() -> None:
-    """Wake the thread that answers. To be called before a graph with submits in it is replayed."""
+    """Wake the thread that answers, before a graph with submits in it is replayed: without, it is asleep or naps."""
     _native.handoff_wake()
-    if not moved.is_set():
-        moved.set()

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ktinject.operators.offload import handoff
+from ktinject import _native
 from ktinject.operators.offload.gpu_experts import GpuExperts
 from ktinject.operators.offload.handoff import Handoff
 
@@ -71,6 +71,10 @@ class Follower:
             if len(_followers) == 1:
                 threading.Thread(target=_follow, name="ktinject-hot-experts", daemon=True).start()
 
+    def is_gone(self) -> bool:
+        """Whether the layer is."""
+        return self._operator() is None
+
     def look(self) -> bool:
         """Exchange what should be; False when the layer is gone."""
         operator = self._operator()
@@ -93,12 +97,13 @@ _lock = threading.Lock()
 
 
 def _follow() -> None:
+    before = -1
     while True:
-        # Nothing moves, nothing is looked at: the timeout is for layers that are gone.
-        handoff.moved.wait(timeout=60)
-        handoff.moved.clear()
-        gone = []
-        for follower in list(_followers):
+        time.sleep(PERIOD_S)
+        entries = _native.handoff_entries()
+        moved, before = entries != before, entries
+        gone = [follower for follower in _followers if follower.is_gone()]
+        for follower in list(_followers) if moved else []:
             try:
                 if not follower.look():
                     gone.append(follower)
@@ -106,8 +111,7 @@ def _follow() -> None:
                 logger.warning("the experts on the GPU stay where they are: %s", error)
                 gone.append(follower)
         with _lock:
-            for follower in gone:
+            for follower in set(gone):
                 _followers.remove(follower)
             if not _followers:
                 return
-        time.sleep(PERIOD_S)

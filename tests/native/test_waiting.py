@@ -130,10 +130,10 @@ DO_NOT = set(
     multiply_units trace_start trace_stop cuda_built cuda_devices why_no_flags read_device handoff_wake handoff_pause
     rms_norm set_answer_timeout answer_timeout fp8_quantise attention latent attention_scratch decode_linear
     force_kernel handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped
-    add_from_host
+    add_from_host handoff_entries pinned_bytes
     Experts.hidden_size Experts.id Experts.bytes Experts.kernels Experts.kernel_for Experts.shards
     Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
-    Channel.bytes Channel.submit Channel.wait Channel.exchange Channel.check
+    Slots.bytes Channel.submit Channel.wait Channel.exchange Channel.check
     Resident.bytes Resident.inner_width Resident.copy Resident.forward
     Int4Linear.scratch Int4Linear.forward Int4Linear.dequantise
     Streamed.packed_bytes Streamed.copy Streamed.unpack Streamed.activate

@@ -18,7 +18,14 @@ EXPERTS, HIDDEN = 8, 64
 
 @cache
 def operator(seed: int = 0, hidden: int = HIDDEN) -> CpuExperts:
-    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=48, num_experts=EXPERTS)
+    return filled(seed, hidden)
+
+
+def filled(
+    seed: int = 0, hidden: int = HIDDEN, experts: int = EXPERTS, of_nan: int | None = None
+) -> CpuExperts:
+    """Random experts; of_nan: one whose weights are all NaN."""
+    config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=48, num_experts=experts)
     config._experts_implementation = "eager"
     module = Qwen3MoeExperts(config)
     random = torch.Generator().manual_seed(seed)
@@ -26,6 +33,8 @@ def operator(seed: int = 0, hidden: int = HIDDEN) -> CpuExperts:
     made.allocate()
     for name, parameter in module.named_parameters():
         values = torch.randn(parameter.shape, generator=random) * parameter.shape[-1] ** -0.5
+        if of_nan is not None:
+            values[of_nan] = torch.nan
         made.load(name, values, None, None)
     made.finish()
     return made

@@ -18,6 +18,7 @@ from transformers import DynamicCache, GenerationMixin, LogitsProcessor, PreTrai
 from waiting import ctrl_c_ends
 
 import ktinject
+from ktinject.generation import decoding, graph_runner
 from ktinject.generation.cache import bucket_of
 from ktinject.model_class import own_class
 from ktinject.operators import register_operator
@@ -137,6 +138,23 @@ def test_own_loop_gives_the_stock_loop_s_tokens_from_the_same_seed(
         assert torch.equal(ours, stock(model, **arguments))
         assert torch.equal(state, torch.get_rng_state()), "as many random numbers are used up"
         assert model.ktinject_decoding.last == "eager loop"
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=name_of)
+def test_padded_rows_change_no_token(
+    with_runner: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
+) -> None:
+    for module in (graph_runner, decoding):
+        monkeypatch.setattr(module, "size_of", lambda batch, device: batch + 3)
+    with_runner.ktinject_decoding.release()
+    arguments = {**prompt(), **case}
+    torch.manual_seed(0)
+    ours = with_runner.generate(**arguments)
+    torch.manual_seed(0)
+    assert torch.equal(ours, stock(with_runner, **arguments))
+    for size, runner in with_runner.ktinject_decoding.runners.items():
+        assert len(runner.ids) == size == runner.rows + 3
+    with_runner.ktinject_decoding.release()
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=name_of)
@@ -276,8 +294,8 @@ def test_why_there_are_no_graphs_can_be_read(
 
     decoding.requests.clear()
     with caplog.at_level(logging.WARNING, "ktinject"):
-        assert "batch size 9" in reason(**prompt(9))
-        assert "batch size 9" in reason(**prompt(9))
+        assert "batch size 65" in reason(**prompt(65))
+        assert "batch size 65" in reason(**prompt(65))
     assert len(caplog.records) == 1, "said once"
     handle = with_runner.lm_head.register_forward_hook(lambda *_: None)
     assert reason() == "lm_head has forward hooks"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from handoff_cases import EXPERTS, HIDDEN, RANKS, by_rank, inputs, plain, way
+from handoff_cases import EXPERTS, HIDDEN, RANKS, by_rank, filled, inputs, plain, way
 
 from ktinject import _native
 from ktinject.errors import OperatorError
@@ -296,9 +296,9 @@ def test_a_failure_is_raised_to_one_of_several_threads(cuda: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("graph", [False, True])
-def test_a_lost_dispatcher_releases_the_gpu(cuda: str, graph: bool, mode: handoff.Mode) -> None:
-    here, arguments = way(mode=mode), inputs(2, device=cuda)
+@pytest.mark.parametrize("graph, tokens", [(False, 2), (True, 2), (True, 1100)])
+def test_a_lost_dispatcher_releases_the_gpu(cuda: str, graph: bool, tokens: int, mode: handoff.Mode) -> None:
+    here, arguments = way(mode=mode), inputs(tokens, device=cuda)
     here.prepare(torch.device(cuda))
     out = torch.empty_like(arguments[0])
     step = captured(lambda: here.wait(here.submit(*arguments), out)) if graph else None
@@ -396,14 +396,14 @@ def test_a_submit_that_gets_no_slot_ends_its_naps(cuda: str) -> None:
 
         here, (x, ids, weights) = way(mode="flags"), inputs(2, device="cuda:0")
         here.prepare(x.device)
-        channel = here._slots[x.device].native
+        channel, slots = here._channels[x.device], here._own[x.device].native
         _native.set_answer_timeout(0.3)
         _native.handoff_pause(True)
         for _ in range(2):  # the second finds the slot taken
             stream = torch.cuda.Stream()
             channel.submit(
-                0, x.data_ptr(), CODES[x.dtype], ids.data_ptr(), True, weights.data_ptr(), CODES[weights.dtype], 2, 2,
-                0, 0, 0, 0, 2, 0, False, stream.cuda_stream,
+                slots, 0, x.data_ptr(), CODES[x.dtype], ids.data_ptr(), True, weights.data_ptr(),
+                CODES[weights.dtype], 2, 2, 0, 0, 0, 0, 2, 0, 0, False, stream.cuda_stream,
             )
         assert _native.handoff_naps()
         torch.cuda.synchronize()
@@ -451,7 +451,7 @@ def test_a_thousand_replays_take_no_memory(cuda: str) -> None:
 
     def on_device() -> tuple[int, int]:
         """This process's own: others may use the GPU at the same time."""
-        return torch.cuda.memory_reserved(), sum(slots.native.bytes for slots in here._slots.values())
+        return torch.cuda.memory_reserved(), sum(slots.native.bytes for slots in here._own.values())
 
     for _ in range(50):
         replay(graph)
@@ -488,11 +488,199 @@ def test_buffers_of_a_dropped_layer_are_used_again(cuda: str) -> None:
         gc.collect()
 
 
-def test_a_capture_is_refused_what_it_cannot_hold(cuda: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "tokens, hidden", [(2, HIDDEN), (33, HIDDEN), (100, 1000), (64, 7168), (1500, HIDDEN)]
+)
+def test_a_graph_of_any_number_of_tokens(
+    cuda: str, tokens: int, hidden: int, dtype: torch.dtype, mode: handoff.Mode
+) -> None:
+    """By one kernel and by several, in a capture that is the layer's first work; new inputs at every replay."""
+    here = way(mode=mode, hidden=hidden)
+    arguments = inputs(tokens, dtype=dtype, device=cuda, hidden=hidden)
+    addend, residual = torch.randn(tokens, hidden, device=cuda), torch.randn_like(arguments[0])
+    outs = torch.empty_like(residual), torch.empty_like(residual)
+
+    def step() -> None:
+        here.wait(here.submit(*arguments), outs[0])
+        here.wait(here.submit(*arguments), outs[1], addend, residual)
+
+    graph = captured(step, warm=False)
+    for seed in range(3):
+        new = inputs(tokens, seed, dtype, device=cuda, hidden=hidden)
+        for to, value in zip(arguments, new):
+            to.copy_(value)
+        replay(graph)
+        want = plain(arguments).to(cuda)
+        assert torch.equal(outs[0], want)
+        assert torch.equal(outs[1], (want.float() + addend).to(dtype) + residual)
+    here.check()
+
+
+@pytest.mark.parametrize("tokens", [40, 3000])
+def test_a_long_submit_in_a_graph_cuts_and_routes(cuda: str, tokens: int) -> None:
+    """Experts on the GPU, ranks, and experts that the submit chooses."""
     here = way()
-    for tokens, match in [(2, "Run the model once before"), (submits.MOST_TOKENS + 1, "Run prompts outside")]:
-        arguments = inputs(tokens, device=cuda)
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(OperatorError, match=match), torch.cuda.graph(graph):
-            here.submit(*arguments)
-    torch.cuda.synchronize()
+    x, ids, weights = inputs(tokens, top_k=4, device=cuda)
+    places = torch.arange(EXPERTS, dtype=torch.int32, device=cuda)
+    places[1::2] = -1
+    traffic = torch.zeros(EXPERTS, dtype=torch.int32, device=cuda)
+    on_gpu = submits.OnGpu(places, torch.zeros(tokens, 4, dtype=torch.int32, device=cuda), traffic)
+    logits = torch.randn(tokens, EXPERTS, device=cuda, dtype=x.dtype)
+    made = torch.empty_like(ids), torch.empty(tokens, 4, dtype=x.dtype, device=cuda)
+    outs = [torch.empty_like(x) for _ in range(3)]
+
+    def step() -> None:
+        here.wait(here.submit(x, ids, weights, on_gpu), outs[0])
+        here.wait(here.submit(x, ids, weights, ranks=(1, 3)), outs[1])
+        here.wait(here.submit(x, *made, routing=submits.Routing(logits, True)), outs[2])
+
+    graph = captured(step, warm=False)
+    for round in range(1, 3):
+        replay(graph)
+        assert torch.equal(outs[0].cpu(), plain((x, torch.where(ids % 2 == 1, ids, -1), weights)))
+        assert torch.equal(on_gpu.chosen.long(), torch.where(ids % 2 == 1, -1, ids))
+        assert torch.equal(traffic.long(), round * ids.flatten().bincount(minlength=EXPERTS))
+        assert torch.equal(outs[1].cpu(), plain((x, by_rank(ids.cpu(), weights.cpu(), (1, 3)), weights)))
+        chosen = logits.float().topk(4, -1)
+        assert torch.equal(made[0].sort(-1).values, chosen.indices.sort(-1).values)
+        assert torch.equal(outs[2].cpu(), plain((x, *made)))
+    here.check()
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_padded_rows_read_no_expert(cuda: str, tokens: int) -> None:
+    """An expert that only padded rows asked for is full of NaN: whoever read it would find that out."""
+    operator = filled(experts=EXPERTS + 1, of_nan=EXPERTS)
+    here = handoff.Handoff(operator.native, HIDDEN)
+    x, ids, weights = inputs(tokens, device=cuda)
+    out = torch.empty_like(x)
+    graph = captured(lambda: here.wait(here.submit(x, ids, weights), out), warm=False)
+    for rows in (tokens, tokens // 2, 1, 0):
+        fresh = inputs(tokens, rows, device=cuda)[1]
+        ids.copy_(fresh)
+        ids[rows:] = EXPERTS
+        replay(graph)
+        assert out[rows:].isnan().all()
+        ids[rows:] = -1
+        replay(graph)
+        want = operator.compute(*(tensor[:rows].cpu() for tensor in (x, ids, weights)))
+        assert torch.equal(out[:rows].cpu(), want)
+        assert not out[rows:].any()
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+@pytest.mark.parametrize("graph", [False, True])
+def test_only_live_rows_read_experts(cuda: str, tokens: int, graph: bool) -> None:
+    """The same expert of NaN, asked for by rows that a mask on the device names; it may change between replays."""
+    operator = filled(experts=EXPERTS + 1, of_nan=EXPERTS)
+    here = handoff.Handoff(operator.native, HIDDEN)
+    x, ids, weights = inputs(tokens, device=cuda)
+    out, live = torch.empty_like(x), torch.ones(tokens, dtype=torch.bool, device=cuda)
+    asked = ids.clone()
+
+    def step() -> None:
+        with handoff.only(live):
+            here.wait(here.submit(x, asked, weights), out)
+
+    recorded = captured(step, warm=False) if graph else None
+    for seed in range(3):
+        live.copy_(torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) < 0.5)
+        asked.copy_(torch.where(live[:, None], ids, EXPERTS))
+        replay(recorded) if recorded is not None else step()
+        want = operator.compute(*(tensor[live].cpu() for tensor in (x, ids, weights)))
+        assert torch.equal(out[live].cpu(), want)
+        assert not out[~live].any()
+    here.wait(here.submit(x, asked, weights), out)
+    assert out[~live].isnan().all(), "only within"
+
+
+@pytest.mark.parametrize("tokens", [2, 1100])
+def test_a_wait_in_another_stream_follows_the_submit(cuda: str, tokens: int) -> None:
+    here, aside = way(), torch.cuda.Stream()
+    x, ids, weights = inputs(tokens, device=cuda)
+    outs = [torch.empty_like(x) for _ in range(2)]
+
+    def step(out: torch.Tensor) -> None:
+        torch.cuda._sleep(2_000_000)  # the submit comes late
+        ticket = here.submit(x, ids, weights)
+        with torch.cuda.stream(aside):
+            here.wait(ticket, out)
+        torch.cuda.current_stream().wait_stream(aside)
+
+    graph = captured(lambda: step(outs[0]), warm=False)
+    for seed in range(3):
+        for to, value in zip((x, ids, weights), inputs(tokens, seed, device=cuda)):
+            to.copy_(value)
+        replay(graph)
+        if tokens <= submits.MOST_TOKENS:
+            step(outs[1])
+        torch.cuda.synchronize()
+        assert torch.equal(outs[0].cpu(), plain((x, ids, weights)))
+        assert tokens > submits.MOST_TOKENS or torch.equal(outs[1], outs[0])
+
+
+def test_layers_of_a_stream_share_long_buffers(cuda: str) -> None:
+    """Also with deferred work, where a slot is held into the next layer; and graphs of the same stream share them."""
+    tokens = 200
+    layers = [way(seed % 2) for seed in range(4)]
+    x, ids, weights = inputs(tokens, device=cuda)
+    outs = [torch.empty_like(x) for _ in range(8)]
+
+    def step() -> None:
+        later = None
+        for index, layer in enumerate(layers):
+            now, deferred = layer.submit(x, ids, weights), layer.submit(x, ids, weights, ranks=(0, 1))
+            if later is not None:
+                layers[index - 1].wait(later, outs[4 + index - 1])
+            layer.wait(now, outs[index])
+            later = deferred
+        layers[-1].wait(later, outs[7])
+
+    graphs = [captured(step, warm=False) for _ in range(2)]
+    held = set().union(*(layer._others for layer in layers))
+    assert len(held) == 3
+    for graph in graphs:
+        for out in outs:
+            out.fill_(torch.nan)
+        replay(graph)
+        torch.cuda.synchronize()
+        for index in range(4):
+            assert torch.equal(outs[index].cpu(), plain((x, ids, weights), index % 2))
+            part = by_rank(ids.cpu(), weights.cpu(), (0, 1))
+            assert torch.equal(outs[4 + index].cpu(), plain((x, part, weights), index % 2))
+
+
+def captured_layer(layer: handoff.Handoff, arguments, out: torch.Tensor) -> torch.cuda.CUDAGraph:
+    return captured(lambda: layer.wait(layer.submit(*arguments), out), warm=False)
+
+
+@pytest.mark.parametrize("tokens", [2, 1100])
+def test_buffers_live_as_long_as_the_graph(cuda: str, tokens: int) -> None:
+    """The layer goes first: its graph gets NaN, and disturbs nobody; the graph goes: its buffers are used again."""
+    arguments = inputs(tokens, device=cuda)
+    out, other_out = (torch.empty_like(arguments[0]) for _ in "ab")
+    held = []
+    for _ in range(12):
+        here = way()
+        graph = captured_layer(here, arguments, out)
+        replay(graph)
+        assert torch.equal(out.cpu(), plain(arguments))
+        del here
+        gc.collect()
+        other = way(seed=1)
+        following = captured_layer(other, arguments, other_out)
+        for _ in range(3):
+            handoff.wake()
+            graph.replay()
+            following.replay()
+            torch.cuda.synchronize()
+            assert out.isnan().all()
+            assert torch.equal(other_out.cpu(), plain(arguments, seed=1))
+        other.check()
+        del graph, following, other
+        gc.collect()
+        torch.cuda.synchronize()
+        held.append(_native.pinned_bytes())
+    assert held[-1] == held[3], held
