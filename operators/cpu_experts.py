@@ -127,13 +127,18 @@ class CpuExperts(Operator):
         self.spec = spec
         self.config = config
         self.num_experts = spec.num_experts
-        self.native = native_experts(
-            spec, config.weights, config.group_size, config.kernel, config.symmetric, config.numa
-        )
+        self.native = self.native_of(spec, config)
         if config.weights == "fp8":
             self.native_formats = ("fp8_blocks",)
         self._loaded_dtype: torch.dtype | None = None
         self._handle = handle_of(self)
+
+    @classmethod
+    def native_of(cls, spec: ExpertsSpec, config: Any) -> _native.Experts:
+        """The native experts, empty. Raises OperatorError for what the operator does not serve."""
+        return native_experts(
+            spec, config.weights, config.group_size, config.kernel, config.symmetric, config.numa
+        )
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -147,7 +152,7 @@ class CpuExperts(Operator):
         if isinstance(spec, Support):
             return spec.reason
         try:
-            cls(spec, config)
+            cls.native_of(spec, config)
         except OperatorError as error:
             return str(error).removeprefix("cpu_experts: ").removeprefix(f"{cls.name}: ").removesuffix(".")
         return None
