@@ -78,6 +78,15 @@ def stock(model: PreTrainedModel, **arguments: Any) -> Any:
         model.__class__ = ours
 
 
+def assert_stock(model: PreTrainedModel, seed: int, arguments: dict[str, Any]) -> None:
+    """On a GPU, the model writes what transformers' own loop writes, and draws as many random numbers."""
+    torch.manual_seed(seed)
+    ours, state = model.generate(**arguments), torch.cuda.get_rng_state()
+    torch.manual_seed(seed)
+    assert torch.equal(ours, stock(model, **arguments))
+    assert torch.equal(state, torch.cuda.get_rng_state()), "as many random numbers are used up"
+
+
 def prompt(batch: int = 3, length: int = 9, device: str = "cpu", padding: int = 4) -> dict[str, Any]:
     ids = torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
