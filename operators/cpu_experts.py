@@ -120,7 +120,7 @@ class CpuExperts(Operator):
 
     Config = CpuExpertsConfig
     per_expert = True
-    across = "first"
+    on_ranks = "first"
 
     def __init__(self, spec: ExpertsSpec, config: CpuExpertsConfig) -> None:
         super().__init__()

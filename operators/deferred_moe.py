@@ -217,7 +217,7 @@ class DeferredMoe(Operator):
     device_types = HybridExperts.device_types
     capturable = True
     per_expert = True
-    across = "none"
+    on_ranks = "none"
     keeps = ("gate", "router", "shared_experts", "shared_expert", "shared_expert_gate", "shared_mlp")
 
     def __init__(self, block: nn.Module, spec: BlockSpec, config: Any) -> None:
