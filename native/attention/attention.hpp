@@ -33,7 +33,7 @@ struct Step {
   const void* sin = nullptr;
   int rotary = 0;
   bool shared_rotation = false;   // one row for all
-  const uint8_t* mask = nullptr;  // [batch, mask_stride], places up to `position`
+  const uint8_t* mask = nullptr;  // [batch, mask_stride], positions up to `position`
   size_t mask_stride = 0;
 
   size_t width() const { return dtype_bytes(dtype); }
@@ -93,6 +93,17 @@ class LatentAttention final : public DecoderAttention {
   void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const override;
 
  private:
+  // q [batch, heads, nope + rope] and kv [batch, rank + rope] of x, rounded. low: scratch for twice q_a's output
+  void project(const float* x, const Step& step, float* low, float* q, float* kv) const;
+  // One row's rotary values, turned if the step has a rotation.
+  void rotate(const float* from, const Step& step, int row, float* to) const;
+  // Latents and rotary keys of kv, to the cache. latent: scratch for [rank + rope]
+  void write(const float* kv, const Step& step, float* latent, const LayerCache& cache) const;
+  // query [batch, heads, rank + rope], scaled, to compare with what is cached: q with the keys' up-projection absorbed.
+  void absorb(const float* q, const Step& step, float* query) const;
+  // head [batch, heads, value] of the attended latents [batch, heads, rank]: the values' up-projection.
+  void expand(const float* sum, const Step& step, float* head) const;
+
   LatentAttentionConfig config_;
 };
 

@@ -61,7 +61,7 @@ HeldCache make_cache(std::vector<Cached> keys, std::vector<Cached> values) {
 }
 
 void forward(const decode::Decoder& self, const Input& x, const std::optional<Input>& cos,
-             const std::optional<Input>& sin, const std::optional<Mask>& mask, int place, const HeldCache& cache,
+             const std::optional<Input>& sin, const std::optional<Mask>& mask, int position, const HeldCache& cache,
              int first, int last, const HeldNorm* final_norm, const Output& out) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("decoder: " + what); };
   const DType dtype = dtype_of(x.dtype(), "hidden states");
@@ -69,15 +69,15 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
   attention::Step step;
   step.dtype = dtype;
   step.batch = size_of(batch, "batch");
-  step.position = place;
+  step.position = position;
   step.capacity = cache.capacity;
   if (dtype != self.dtype() || x.shape(1) != static_cast<size_t>(self.hidden()) || batch == 0)
     refuse("hidden states must be [batch, " + std::to_string(self.hidden()) + "] of the model's dtype");
   if (out.shape(0) != batch || out.shape(1) != x.shape(1) || out.dtype() != x.dtype())
     refuse("output: shape and dtype must be those of the hidden states");
   if (cache.dtype != dtype || cache.batch != step.batch) refuse("the cache has another dtype or batch size");
-  if (place < 0 || place >= cache.capacity)
-    refuse("place " + std::to_string(place) + " of a cache of " + std::to_string(cache.capacity));
+  if (position < 0 || position >= cache.capacity)
+    refuse("position " + std::to_string(position) + " of a cache of " + std::to_string(cache.capacity));
   if (final_norm != nullptr && (final_norm->weight.dtype() != x.dtype() || final_norm->norm.size != self.hidden()))
     refuse("the final norm must be one of " + std::to_string(self.hidden()) + " values of the model's dtype");
   if (cos.has_value() != sin.has_value()) refuse("cos and sin belong together");
@@ -92,8 +92,8 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
     step.shared_rotation = cos->shape(0) == 1;
   }
   if (mask) {
-    if (mask->shape(0) != batch || mask->shape(1) <= static_cast<size_t>(place) || mask->stride(1) != 1)
-      refuse("the mask must be [batch, at least " + std::to_string(place + 1) + "], rows contiguous");
+    if (mask->shape(0) != batch || mask->shape(1) <= static_cast<size_t>(position) || mask->stride(1) != 1)
+      refuse("the mask must be [batch, at least " + std::to_string(position + 1) + "], rows contiguous");
     step.mask = reinterpret_cast<const uint8_t*>(mask->data());
     step.mask_stride = static_cast<size_t>(mask->stride(0));
   }
@@ -278,12 +278,12 @@ void def_decoder(nb::module_& m) {
           nb::arg("before_attention"), nb::arg("attention"), nb::arg("before_feed_forward"), nb::arg("feed_forward"),
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
           nb::call_guard<WithoutGil>(), "Add a layer.")
-      .def(
-          "forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
-          nb::arg("mask").none(), nb::arg("place"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
-          nb::arg("final_norm").none(), nb::arg("out"), nb::call_guard<WithoutGil>(),
-          "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. Keys and "
-          "values are written to `place` of the cache; places up to it are attended to where mask [batch, n] is true.");
+      .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
+           nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
+           nb::arg("final_norm").none(), nb::arg("out"), nb::call_guard<WithoutGil>(),
+           "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. Keys and "
+           "values are written to `position` of the cache; positions up to it are attended to where mask [batch, n] is "
+           "true.");
 }
 
 }  // namespace

@@ -117,7 +117,7 @@ class NativeDecoder:
             cos=cos[:, 0].contiguous(),
             sin=sin[:, 0].contiguous(),
             mask=call.mask[:, 0, 0],
-            place=call.cache_position,
+            position=call.cache_position,
             cache=self._caches[call.cache],
             first=first,
             last=last,
@@ -177,8 +177,8 @@ class NativeDecoder:
             twins.append(twin.of(layer))
             compare = hook(f"layer {i}", functools.partial(after_layer, i))
             twins[i].register_forward_hook(compare, with_kwargs=True)
-        stack = twin.of(layers.layers, {str(i): layer for i, layer in enumerate(twins)})
-        inner = twin.of(layers.module, {"layers": stack})
+        decoder_layers = twin.of(layers.layers, {str(i): layer for i, layer in enumerate(twins)})
+        inner = twin.of(layers.module, {"layers": decoder_layers})
         inner.register_forward_hook(hook("the last norm", after_norm), with_kwargs=True)
         found = twin.of(model, {model.base_model_prefix: inner}, without=("ktinject_decoding",))
         found.register_forward_hook(hook("logits", after_head), with_kwargs=True)
