@@ -3,12 +3,12 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <optional>
 
 #include "bindings/arrays.hpp"
+#include "bindings/sequences.hpp"
 #include "bindings/subjects.hpp"
 #include "bindings/waiting.hpp"
 #include "decode/choose.hpp"
@@ -163,8 +163,8 @@ void def_state(nb::module_& m) {
   nb::class_<HeldCache>(m, "DecoderCache", "Keys and values of all layers, each [batch, heads, capacity, width].")
       .def(
           "__init__",
-          [](HeldCache* self, std::vector<Cached> keys, std::vector<Cached> values) {
-            new (self) HeldCache(make_cache(std::move(keys), std::move(values)));
+          [](HeldCache* self, const Sequence<Cached>& keys, const Sequence<Cached>& values) {
+            new (self) HeldCache(make_cache(vector_of(keys, "keys"), vector_of(values, "values")));
           },
           nb::arg("keys"), nb::arg("values"));
 }
