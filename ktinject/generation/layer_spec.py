@@ -16,30 +16,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ktinject.generation import layer_probes, twin
+from ktinject.generation import layer_probes
 from ktinject.generation.cpu import openmp
 from ktinject.operators import Operator
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_router import CpuRouter
+from ktinject.operators.probes import norm, twin
 from ktinject.operators.probes.answer import Memory, key_of
 from ktinject.operators.probes.attention import LatentSpec
+from ktinject.operators.probes.norm import RmsNormSpec
 from ktinject.support import Support
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """An RMS norm: weight · x / sqrt(mean(x²) + epsilon).
-
-    size                  of its weight
-    has_unit_offset       the weight is stored without the 1 that it is around
-    rounds_before_weight  x is rounded to its dtype before the weight is multiplied, not after
-    """
+    """An RMS norm and what it computes."""
 
     path: str
-    size: int
-    epsilon: float
-    has_unit_offset: bool
-    rounds_before_weight: bool
+    rms: RmsNormSpec
 
 
 @dataclass(frozen=True)
@@ -180,10 +174,14 @@ PartSpec = DecoderLayerSpec | NormSpec | AttentionSpec | RouterSpec | MoeSpec | 
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _LINEAR_LAYER = ("input_layernorm", "linear_attn", "post_attention_layernorm", "mlp")
 _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-
 _WIDTHS = (("q_proj", "out_features"), ("o_proj", "in_features"))
-_DELTA = ({"in_proj_qkvz", "in_proj_ba"}, {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"})
+_DELTA = [
+    {"conv1d", "norm", "out_proj", *projections}
+    for projections in (
+        ("in_proj_qkvz", "in_proj_ba"),
+        ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    )
+]
 
 
 @openmp.one_thread()
@@ -212,18 +210,11 @@ def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
     )
 
 
-# A model's norms are of few kinds, and each is asked about alone, with its attention and with its layer.
-_norms: Memory[tuple[int, float, bool, bool] | Support] = Memory()
-
-
 @openmp.one_thread()
 def of_norm(module: nn.Module) -> NormSpec | Support:
     """The spec of an RMS norm, with an empty path."""
-    if [*module.buffers()]:  # whose values may count, and `key_of` does not have them
-        found = layer_probes.rms_norm(module)
-    else:
-        found = _norms.once(key_of(module), lambda: layer_probes.rms_norm(module))
-    return found if isinstance(found, Support) else NormSpec("", *found)
+    found = norm.probe(module)
+    return found if isinstance(found, Support) else NormSpec("", found)
 
 
 def of_attention(module: nn.Module) -> AttentionSpec | Support:
@@ -258,13 +249,11 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
 
 def of_linear_attention(module: Any) -> GatedDeltaSpec | Support:
     """The spec of linear attention, with an empty path. Its users compare it in the first step."""
-    children = {name for name, _ in module.named_children()} - {"conv1d", "norm", "out_proj"}
+    children = {name for name, _ in module.named_children()}
     parameters = {name for name, _ in module.named_parameters(recurse=False)}
     if children not in _DELTA or parameters != {"A_log", "dt_bias"}:
         held = ", ".join(sorted(children | parameters))
-        return Support.no(
-            f"{type(module).__name__} holds {held}; known is linear attention by the gated delta rule"
-        )
+        return Support.no(f"{type(module).__name__} holds {held}; known is the gated delta rule")
     names = ("layer_idx", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
     sizes: list[Any] = [getattr(module, name, None) for name in names]
     norm, epsilon = module.norm, getattr(module.norm, "variance_epsilon", None)

@@ -185,13 +185,14 @@ class TestSpecs:
             "linear_attn", 0, 2, 4, 8, 8, 1e-6, is_interleaved=family == "qwen3_next"
         )
         assert isinstance(full.attention, GroupedAttentionSpec) and full.attention.has_output_gate
-        assert full.attention.q_norm.has_unit_offset and not full.attention.q_norm.rounds_before_weight
+        norm = full.attention.q_norm.rms
+        assert norm.has_unit_offset and not norm.rounds_before_weight
         assert [kind.is_state for kind in cache.kinds_of(model.config)] == [True, False]
 
     def test_other_parts_are_refused(self) -> None:
         attention = attention_of(tiny("qwen3_next"))
         attention.temperature = nn.Parameter(torch.ones(1))
-        assert "holds A_log, dt_bias, in_proj_ba" in layer_spec.of_linear_attention(attention).reason
+        assert "holds A_log, conv1d, dt_bias, in_proj_ba" in layer_spec.of_linear_attention(attention).reason
         attention = attention_of(tiny("qwen3_next"))
         attention.conv1d.bias = nn.Parameter(torch.ones(64))
         assert "has a conv1d with a bias" in layer_spec.of_linear_attention(attention).reason
