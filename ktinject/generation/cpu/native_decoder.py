@@ -82,7 +82,7 @@ class NativeDecoder:
         if self.is_proven:
             layers = self._layers
             x = layers.embed(ids)
-            out = self._run(call, x[:, 0], layers.rotary(x, positions), 0, len(layers), layers.norm)
+            out = self._run(call, x[:, 0], layers.rotation(x, positions), 0, len(layers), layers.norm)
             head: Tensor = model.lm_head(out)
             return head
         model = self._comparing(model, call) if self.support else model
@@ -135,7 +135,7 @@ class NativeDecoder:
         """A twin of the model that computes the same; what each layer makes of its input is compared with ours."""
         layers = self._layers
         expected = layers.embed(call.ids)
-        rotation = layers.rotary(expected, call.positions)
+        rotation = layers.rotation(expected, call.positions)
         before: dict[int, list[Tensor]] = {}  # the states of layers that have one
 
         def before_layer(index: int, *_: Any) -> None:

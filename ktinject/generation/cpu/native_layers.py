@@ -80,12 +80,27 @@ class NativeLayers:
         if not (support := masks.mask_support(self.module, self.kinds)):
             raise UnknownLayer(support.reason)
         self._frequencies = getattr(self.rotary, "inv_freq", torch.empty(0)).shape[-1]
+        self._axes = 0
         try:
-            self.rotary(weight[:1, None], torch.zeros(1, 1, dtype=torch.int64))
+            self._find_axes(weight[:1, None])
         except TypeError as error:  # some have angles for each kind of layer
-            raise UnknownLayer(
-                f"its {type(self.rotary).__name__} is called in another way: {error}"
-            ) from None
+            kind = type(self.rotary).__name__
+            raise UnknownLayer(f"its {kind} is called in another way: {error}") from None
+
+    def _find_axes(self, x: Tensor) -> None:
+        """How the rotary embedding takes positions: that of text and images needs three in some versions."""
+        try:
+            self.rotation(x, torch.zeros(1, 1, dtype=torch.int64))
+        except IndexError:
+            self._axes = 3
+            self.rotation(x, torch.zeros(1, 1, dtype=torch.int64))
+
+    def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions [b, 1], as the model gives them to its layers."""
+        if self._axes:
+            positions = positions.expand(self._axes, *positions.shape)
+        found: tuple[Tensor, Tensor] = self.rotary(x, positions)
+        return found
 
     def __len__(self) -> int:
         return len(self.layers)
