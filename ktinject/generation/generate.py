@@ -24,7 +24,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
 from ktinject.generation import cache as caches
-from ktinject.generation import loop
+from ktinject.generation import kept_cache, loop
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest, read_plain
@@ -169,6 +169,8 @@ def _run_stock_loop(
     if decoding.group is None:
         decoding.check()
     if replay is not None:
+        if arguments["generation_config"].return_dict_in_generate:
+            replay.hand_back()
         decoding.reason = replay.support.reason
     return found
 
@@ -181,10 +183,10 @@ def _run_own_loop(
     config: GenerationConfig,
     streamer: Any,
     model_kwargs: dict[str, Any],
-) -> Tensor:
+) -> Any:
     """The request in our own loop, with recorded steps if they serve it.
 
-    Returns  [b, n + new] int64
+    Returns  [b, n + new] int64; or transformers' GenerateDecoderOnlyOutput
     """
     decoding: Decoding = model.ktinject_decoding
     outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
@@ -192,6 +194,7 @@ def _run_own_loop(
     cache = outputs.get("past_key_values")
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     del outputs
+    held = cache.get_seq_length() if cache is not None else 0
     new_tokens = max(1, plain.max_length - input_ids.shape[1])
     runner = None
     if recorded and new_tokens > 1:
@@ -220,11 +223,24 @@ def _run_own_loop(
             pad=plain.sampling.pad,
             stop=None if plain.stop is None else lambda rows: plain.stop(rows, None),
             streamer=streamer,
-            queue_ahead=runner is not None and native is None,
+            queue_ahead=runner is not None and native is None and not _sees_ended_rows(plain, len(input_ids)),
             generator=torch.cuda.default_generators[logits.device.index] if draws else None,
         )
     decoding.note(*_how(runner, recorded, is_native=native is not None))
-    return tokens
+    if not plain.is_dict:
+        return tokens
+    new_tokens = tokens.shape[1] - input_ids.shape[1]
+    if runner is not None:
+        # The last token was read by no step that counts.
+        kept_cache.hand_back(cache, runner.cache, int(held) + new_tokens - 1)
+    return compat.GenerateDecoderOnlyOutput(
+        sequences=tokens, past_key_values=cache, **step.records.first(new_tokens)
+    )
+
+
+def _sees_ended_rows(plain: PlainRequest, batch: int) -> bool:
+    """Whether a request returns what rows compute after a stop string, which a step queued ahead does not know of."""
+    return plain.is_dict and plain.stop is not None and batch > 1
 
 
 def _runner(

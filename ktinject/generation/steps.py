@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ktinject.generation import kept_cache
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest
 from ktinject.generation.graph_runner import GraphRunner
@@ -53,12 +54,48 @@ def last_logits(outputs: Any, input_ids: Tensor) -> Tensor:
     return outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
 
 
+class Records:
+    """What a request returns of each step beside the tokens, on the device; a list where it is asked for, else None.
+
+    scores  [b, v] fp32 each: what the tokens were chosen from, after all processors
+    logits  [b, v] fp32 each: the model's
+    """
+
+    def __init__(self, plain: PlainRequest) -> None:
+        self.scores: list[Tensor] | None = [] if plain.has_scores else None
+        self.logits: list[Tensor] | None = [] if plain.has_logits else None
+
+    def add(self, logits: Tensor, scores: Tensor | None) -> None:
+        """Keep those of a step: tensors that nothing writes to any more."""
+        if self.logits is not None:
+            self.logits.append(logits)
+        if self.scores is not None:
+            assert scores is not None
+            self.scores.append(scores)
+
+    def add_copies(self, logits: Tensor, scores: Tensor | None) -> None:
+        """Copy those of a step, which the next one writes over, within the stream."""
+        if self.logits is None and self.scores is None:
+            return
+        if scores is None or scores is logits:
+            logits = logits.clone()
+            self.add(logits, logits)
+        else:
+            self.add(logits.clone() if self.logits is not None else logits, scores.clone())
+
+    def first(self, steps: int) -> dict[str, tuple[Tensor, ...] | None]:
+        """Those of the first steps, by the names of transformers' output."""
+        found = {"scores": self.scores, "logits": self.logits}
+        return {name: None if kept is None else tuple(kept[:steps]) for name, kept in found.items()}
+
+
 class GraphStep:
     """A `loop.Step` of two replays: the forward pass, then the choice."""
 
     def __init__(self, runner: GraphRunner, plain: PlainRequest, decoding: Decoding) -> None:
         self._runner, self._decoding = runner, decoding
         self._sampling, self.sampler = plain.sampling, runner.sampler(plain.sampling)
+        self.records = Records(plain)
         self.result, self.end_row = self.sampler.result, self.sampler.end_row
         if decoding.group is not None:
             self.result = torch.cat([self.result, self.result[:1]])  # a third row, see `check`
@@ -73,6 +110,7 @@ class GraphStep:
 
     def _choose(self) -> None:
         self._runner.choose(self._sampling)
+        self.records.add_copies(self._runner.logits, self.sampler.scores)
         if self._decoding.group is not None:
             self.result[:2].copy_(self.sampler.result)
             self.result[2].copy_(self._runner.logits[:, 0].isnan())
@@ -94,9 +132,10 @@ class EagerStep:
         self._model, self._tokens, self._kwargs = model, input_ids, model_kwargs
         self.sampler = Sampler(plain.sampling, input_ids[:, -1:].clone(), logits.shape[1])
         self.result, self.end_row = self.sampler.result, self.sampler.end_row
+        self.records = Records(plain)
 
     def first(self, logits: Tensor) -> None:
-        self.sampler.choose(logits)
+        self._choose(logits)
 
     def check(self, result: Tensor) -> None:
         pass  # the forward pass raises what went wrong
@@ -108,7 +147,11 @@ class EagerStep:
         )
         outputs = self._model(**inputs, return_dict=True)
         self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
-        self.sampler.choose(last_logits(outputs, self._tokens))
+        self._choose(last_logits(outputs, self._tokens))
+
+    def _choose(self, logits: Tensor) -> None:
+        self.sampler.choose(logits)
+        self.records.add(logits, self.sampler.scores)
 
 
 class StockReplay:
@@ -123,6 +166,8 @@ class StockReplay:
         self._shape: Tensor | None = None
         self._runner: GraphRunner | None = None
         self._support = SUPPORTED
+        self._cache: Any = None  # the loop's own, with so many tokens in the runner's
+        self._tokens = 0
 
     @property
     def support(self) -> Support:
@@ -137,6 +182,7 @@ class StockReplay:
         if self._runner is not None:
             self._runner.ids.copy_(ids)
             self._runner.step()
+            self._tokens += 1
             logits = self._runner.logits[:, None]
             if (group := self._model.ktinject_decoding.group) is not None:
                 group.raise_if_failed(logits)
@@ -159,4 +205,12 @@ class StockReplay:
             return None
         mask = mask[:, 0, 0] if mask is not None and mask.dim() == 4 else mask
         self._support = begin(decoding, runner, logits, cache, mask, inputs.get("position_ids"))
-        return runner if self._support else None
+        if not self._support:
+            return None
+        self._cache, self._tokens = cache, int(cache.get_seq_length())
+        return runner
+
+    def hand_back(self) -> None:
+        """Bring the loop's cache, which the replays did not write to, up to date. To be called after the loop."""
+        if self._runner is not None:
+            kept_cache.hand_back(self._cache, self._runner.cache, self._tokens)

@@ -213,7 +213,10 @@ STOCK: list[tuple[dict[str, Any], str]] = [
     ({"prompt_lookup_num_tokens": 2}, "stock loop: assisted decoding"),
     ({"cache_implementation": "dynamic"}, "eager loop"),
     ({"use_cache": False}, "eager loop"),
-    ({"output_scores": True, "return_dict_in_generate": True}, "stock loop: more than tokens"),
+    (
+        {"output_hidden_states": True, "output_scores": True, "return_dict_in_generate": True},
+        "stock loop: attentions or hidden states",
+    ),
 ]
 
 
