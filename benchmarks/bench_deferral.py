@@ -11,7 +11,6 @@ and CPU are busy. Rounds alternate between the depths; the best of each counts. 
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import functools
 import os
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import rows
 import torch
 import yaml
 from transformers import PreTrainedModel
@@ -121,15 +121,10 @@ def main() -> None:
     arguments = parser.parse_args()
     for layers in arguments.layers:
         for weights in arguments.weights:
-            rows = measure(arguments.shape, layers, weights, arguments)
+            measured = measure(arguments.shape, layers, weights, arguments)
             torch.cuda.empty_cache()
             if arguments.csv:
-                is_new = not arguments.csv.exists()
-                with arguments.csv.open("a", newline="") as file:
-                    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                    if is_new:
-                        writer.writeheader()
-                    writer.writerows(rows)
+                rows.record(measured, arguments.csv, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ Every id is -1, so the CPU finds no expert to compute and answers with zeros.
 from __future__ import annotations
 
 import argparse
-import csv
-import os
-import subprocess
 from datetime import date
-from pathlib import Path
+from typing import Any
 
+import rows
 import torch
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -60,10 +58,9 @@ def best_us(step, repeats: int = 60) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--csv", type=Path)
-    parser.add_argument("--machine", default="unnamed machine")
+    rows.add_arguments(parser)
     arguments = parser.parse_args()
-    rows = []
+    measured = []
     for hidden in (2048, 7168):
         for tokens in (1, 8):
             x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
@@ -84,35 +81,30 @@ def main() -> None:
                 print(
                     f"hidden {hidden:5}  tokens {tokens}  {mode:9}  {added:6.2f} µs added a layer", flush=True
                 )
-                rows.append((hidden, tokens, mode, added))
+                measured.append((hidden, tokens, mode, added))
     if arguments.csv:
-        write(arguments.csv, arguments.machine, rows)
+        rows.record(lines(arguments.commit or rows.commit(), arguments.machine, measured), arguments.csv)
 
 
-def write(path: Path, machine: str, rows: list[tuple[int, int, str, float]]) -> None:
-    """Append to a results file, in its columns."""
-    commit = os.environ.get("KTINJECT_COMMIT") or subprocess.getoutput("git rev-parse --short HEAD")
-    with path.open(newline="") as file:
-        columns = csv.DictReader(file).fieldnames or []
-    host = {(hidden, tokens): added for hidden, tokens, mode, added in rows if mode == "host_func"}
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        for hidden, tokens, mode, added in rows:
-            writer.writerow(
-                {
-                    "date": date.today().isoformat(),
-                    "commit": commit,
-                    "machine": machine,
-                    "benchmark": "handoff",
-                    "shape": f"hidden {hidden}",
-                    "kernel": mode,
-                    "tokens": tokens,
-                    "us": f"{added:.2f}",
-                    "peer": "host functions" if mode == "flags" else "",
-                    "peer_us": f"{host[hidden, tokens]:.2f}" if mode == "flags" else "",
-                    "ratio": f"{host[hidden, tokens] / added:.2f}" if mode == "flags" else "",
-                }
-            )
+def lines(commit: str, machine: str, measured: list[tuple[int, int, str, float]]) -> list[dict[str, Any]]:
+    """Lines of a results file: of (hidden, tokens, mode, µs added a layer)."""
+    host = {(hidden, tokens): added for hidden, tokens, mode, added in measured if mode == "host_func"}
+    return [
+        {
+            "date": date.today().isoformat(),
+            "commit": commit,
+            "machine": machine,
+            "benchmark": "handoff",
+            "shape": f"hidden {hidden}",
+            "kernel": mode,
+            "tokens": tokens,
+            "us": f"{added:.2f}",
+            "peer": "host functions" if mode == "flags" else "",
+            "peer_us": f"{host[hidden, tokens]:.2f}" if mode == "flags" else "",
+            "ratio": f"{host[hidden, tokens] / added:.2f}" if mode == "flags" else "",
+        }
+        for hidden, tokens, mode, added in measured
+    ]
 
 
 if __name__ == "__main__":

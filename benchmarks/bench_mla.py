@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
-import os
-import subprocess
 import time
 from collections.abc import Callable
 from datetime import date
-from pathlib import Path
 from typing import Any
 
+import rows
 import torch
 import transformers
 from torch import Tensor, nn
@@ -109,10 +106,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--context", type=int, action="append")
-    parser.add_argument("--csv", type=Path)
-    parser.add_argument("--machine", default="unnamed machine")
+    rows.add_arguments(parser)
     arguments = parser.parse_args()
-    rows = []
+    measured = []
     for context in arguments.context or (1024, 4096, 32768):
         ours, theirs, error, their_error = measure(arguments.device, context)
         print(
@@ -120,35 +116,30 @@ def main() -> None:
             f"relative error {error:.1e} and {their_error:.1e}",
             flush=True,
         )
-        rows.append((context, ours, theirs))
+        measured.append((context, ours, theirs))
     if arguments.csv:
-        write(arguments.csv, arguments.machine, rows)
+        rows.record(lines(arguments.commit or rows.commit(), arguments.machine, measured), arguments.csv)
 
 
-def write(path: Path, machine: str, rows: list[tuple[int, float, float]]) -> None:
-    """Append to a results file, in its columns."""
-    commit = os.environ.get("KTINJECT_COMMIT") or subprocess.getoutput("git rev-parse --short HEAD")
-    with path.open(newline="") as file:
-        columns = csv.DictReader(file).fieldnames or []
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        for context, ours, theirs in rows:
-            writer.writerow(
-                {
-                    "date": date.today().isoformat(),
-                    "commit": commit,
-                    "machine": machine,
-                    "benchmark": "mla_decode",
-                    "shape": f"deepseek-v3 attention, context {context}",
-                    "tokens": 1,
-                    "weights": "bf16",
-                    "kernel": "absorbed",
-                    "us": f"{ours:.1f}",
-                    "peer": f"transformers {transformers.__version__} sdpa",
-                    "peer_us": f"{theirs:.1f}",
-                    "ratio": f"{theirs / ours:.2f}",
-                }
-            )
+def lines(commit: str, machine: str, measured: list[tuple[int, float, float]]) -> list[dict[str, Any]]:
+    """Lines of a results file: of (context, µs of absorbed_mla, µs of transformers)."""
+    return [
+        {
+            "date": date.today().isoformat(),
+            "commit": commit,
+            "machine": machine,
+            "benchmark": "mla_decode",
+            "shape": f"deepseek-v3 attention, context {context}",
+            "tokens": 1,
+            "weights": "bf16",
+            "kernel": "absorbed",
+            "us": f"{ours:.1f}",
+            "peer": f"transformers {transformers.__version__} sdpa",
+            "peer_us": f"{theirs:.1f}",
+            "ratio": f"{theirs / ours:.2f}",
+        }
+        for context, ours, theirs in measured
+    ]
 
 
 if __name__ == "__main__":

@@ -201,7 +201,7 @@ def bench(arguments: argparse.Namespace, cells: list[Cell], ceilings: Ceilings) 
                 layers += [
                     build(shape, weights, kernel, gate_up, down) for _ in range(1, copies(layers[0].bytes))
                 ]
-                ceilings.measure(unit_of(name, weights) for name in layers[0].kernels)
+                ceilings.measure(map(unit_of, layers[0].kernels))
                 if position == 0:
                     most = min(max(arguments.tokens), arguments.peer_tokens)
                     peers = peers_of(kt, weights, gate_up, down, shape, most, len(layers))

@@ -75,13 +75,20 @@ class Problem:
         return 2.0 * self.shape.weights_an_expert * self.shape.top_k * self.tokens
 
 
-def unit_of(kernel: str, weights: str) -> str:
-    """What bounds a kernel: int4 runs on the int8 units, fp8 and mxfp4 on the bf16 ones, and AVX2 converts everything
-    to fp32 or int16."""
-    isa = kernel.split("_")[0]
-    if isa in ("avx2", "reference"):
-        return "avx2_fp32"
-    return f"{isa}_{'int8' if weights.startswith('int') else 'bf16'}"
+# What a row of the kernel table must have → the unit that it multiplies with, the fastest first.
+_UNITS = {
+    "amx_int8": "amx_int8",
+    "amx_bf16": "amx_bf16",
+    "avx512_vnni": "avx512_int8",
+    "avx512_bf16": "avx512_bf16",
+    "avx_vnni": "avxvnni_int8",
+}
+
+
+def unit_of(kernel: str) -> str:
+    """The multiply unit that bounds a row of the kernel table; AVX2 converts everything to fp32 or int16."""
+    (has,) = (row["isa"].split() for row in _native.kernels() if row["name"] == kernel)
+    return next((unit for isa, unit in _UNITS.items() if isa in has), "avx2_fp32")
 
 
 @dataclass
@@ -105,7 +112,7 @@ class Cell:
 
     @property
     def unit(self) -> str:
-        return unit_of(self.kernel, self.weights)
+        return unit_of(self.kernel)
 
 
 @dataclass

@@ -30,11 +30,11 @@ def commit() -> str:
         return os.environ.get("KTINJECT_COMMIT", "unknown")
 
 
-def record(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Append; the header is written once."""
+def record(rows: Sequence[Mapping[str, Any]], path: Path, columns: Sequence[str] = COLUMNS) -> None:
+    """Append; the header is written once. What a row does not say is left empty."""
     is_new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         if is_new:
             writer.writeheader()
         writer.writerows(rows)

@@ -1,9 +1,9 @@
 """What an operator is: the contract between the engine and the modules it swaps in.
 
 An operator takes the place of one module of the model and keeps its call signature. It holds no `Parameter` and
-no buffer of its own: its weights live in a native object, filled piece by piece from the checkpoint. Whatever it
-does not compute itself (a router, a norm) it keeps as a child, under the child's old name, and transformers loads
-that as it always did.
+no buffer of its own: its weights live in a native object, filled piece by piece from the checkpoint. What it keeps of
+the module, a child (a router) or a parameter (a norm's weight), stays under its old name, and transformers loads that
+as it always did.
 
 To plan, the engine calls `plan_placement` for all modules of an operator at once. For each module it then calls
 `resolve`, `supports` and `build`, `place` if something was placed, and `describe`, `footprint`, `parameter_shapes` and
@@ -64,7 +64,9 @@ class Operator(nn.Module, ABC):
     name: ClassVar[str]  # set by `register_operator`
     Config: ClassVar[type] = Config
     replaces: ClassVar[bool] = True  # False only for `keep`
-    device_types: ClassVar[tuple[str, ...]] = ("cpu",)  # where the module may stand, preferred first
+    # Where it can compute, preferred first; the planner refuses others. `device: auto` is where the layer stands, if
+    # that is among them. Inputs may come from another device, and what it keeps of the module stands with the layer.
+    device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     # Dimension 0 of every parameter is the expert: `load` gets one expert at a time.
     per_expert: ClassVar[bool] = False
     # Formats of a checkpoint that `load_stored` takes as they are; ktinject/checkpoints/formats/ has their names.

@@ -279,15 +279,16 @@ class HybridExperts(CpuExperts):
             if ranks is not None:
                 top_k_index = of_ranks(top_k_index, top_k_weights, *ranks)
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        streamed = self._streams(*top_k_index.shape) if ranks is None else 0
+        # The ring through which experts pass is filled by the host, which a replay does not do.
+        captured = torch.cuda.is_current_stream_capturing()
+        streamed = self._streams(*top_k_index.shape) if ranks is None and not captured else 0
         if streamed:
             try:
                 return self._stream(streamed, hidden_states, top_k_index, top_k_weights)
             except torch.OutOfMemoryError:
                 self._keep_on_cpu()
         here = self.on_gpu
-        long = len(hidden_states) > MOST_TOKENS
-        if self.config.dynamic and long and not torch.cuda.is_current_stream_capturing():
+        if self.config.dynamic and len(hidden_states) > MOST_TOKENS and not captured:
             here = None  # such submits take no slot, so an exchange would not wait for them
         # The routing on the GPU is cut into the GPU's part and the CPU's by the submit itself.
         asked = None if here is None else here.ask(top_k_index)
@@ -331,10 +332,8 @@ class HybridExperts(CpuExperts):
         return Underway(ticket, self.streamed.forward(x, ids, weights, count, torch.float32))
 
     def _streams(self, tokens: int, top_k: int) -> int:
-        """How many experts pass through the GPU, the first ones; none in a graph, which cannot hold their buffers."""
+        """How many experts pass through the GPU, the first ones."""
         if self.streamed is None or tokens <= MOST_TOKENS or top_k == 0:
-            return 0
-        if torch.cuda.is_current_stream_capturing():
             return 0
         if self.config.streams_from is not None:
             return self.num_experts if tokens >= self.config.streams_from else 0

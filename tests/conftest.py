@@ -1,24 +1,24 @@
-"""Tiny random models as folders, the way `save_pretrained` writes them."""
+"""What all tests share: tiny random models as folders, the way `save_pretrained` writes them, and prepared processes.
+
+torch and transformers are imported where they are used: pytest's first process reads this file, too, and runs no test
+if others do it for it.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import prepared
 import pytest
-import torch
 from _pytest.mark.expression import Expression
-from byte_tokenizer import tokenizer
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 257
 SHARED = {
@@ -45,6 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # A run in the background of a script inherits that Ctrl-C is ignored, and so would all that it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # In pytest's first process, whose environment the others inherit.
+    if prepared.ADDRESS not in os.environ:
+        server = prepared.Server()
+        os.environ[prepared.ADDRESS] = server.address
+        config.add_cleanup(lambda: (server.end(), os.environ.pop(prepared.ADDRESS)))
 
 
 def selects_gpu_tests_alone(expression: str) -> bool:
@@ -67,8 +72,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -81,6 +89,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 def save(folder: Path, model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0) -> Path:
     """Write a randomly initialised model and its tokenizer to `folder`, in fp32."""
+    import torch
+    from byte_tokenizer import tokenizer
+
     torch.manual_seed(seed)
     model = model_class(config).eval()
     for name, buffer in model.named_buffers():
@@ -92,8 +103,19 @@ def save(folder: Path, model_class: type[PreTrainedModel], config: PreTrainedCon
 
 
 @pytest.fixture(scope="session")
+def spinning() -> Iterator[prepared.Server]:
+    """Prepared processes in which OpenMP's threads wait as they do unless somebody says otherwise."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    server = prepared.Server(environ)
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="session")
 def tiny_deepseek_v3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MLA, a dense first layer, group-limited sigmoid routing with a correction bias, a shared expert."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
     config = DeepseekV3Config(
         **SHARED,
         num_key_value_heads=4,
@@ -114,6 +136,8 @@ def tiny_deepseek_v3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Softmax routing, every layer with experts, no shared expert."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
     config = Qwen3MoeConfig(
         **SHARED,
         num_key_value_heads=2,

@@ -50,6 +50,15 @@ def test_rows_have_the_columns_of_the_kept_results(rows: list[dict[str, str]]) -
     assert any(row["peer"].startswith("torch") for row in rows)
 
 
+def test_every_kernel_that_can_run_has_a_ceiling(bench_moe) -> None:
+    here = bench_moe._native.multiply_units()
+    for row in bench_moe._native.kernels():
+        unit = bench_moe.unit_of(row["name"])
+        assert not row["available"] or unit in here, row
+        if row["name"].startswith("amx"):
+            assert unit == ("amx_int8" if "int" in row["weights"] else "amx_bf16")
+
+
 def test_a_line_of_a_model(bench_moe, tmp_path: Path) -> None:
     import rows
 
@@ -72,6 +81,30 @@ def test_a_line_of_a_model(bench_moe, tmp_path: Path) -> None:
         rows.record([wrote, read], tmp_path / "out.csv")
     with (tmp_path / "out.csv").open(newline="") as file:
         assert [row["weights"] for row in csv.DictReader(file)] == ["bf16", ""] * 2
+
+
+# module → what it measured
+MEASURED = {
+    "bench_handoff": [(2048, 1, "flags", 4.0), (2048, 1, "host_func", 8.0)],
+    "bench_mla": [(1024, 4.0, 8.0)],
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_file_that_does_not_exist_yet_begins_with_the_columns(
+    bench_moe, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rows
+
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    wrote = importlib.import_module(name).lines("abc", "a machine", MEASURED[name])
+    for _ in range(2):
+        rows.record(wrote, tmp_path / "new.csv")
+    with (tmp_path / "new.csv").open(newline="") as file:
+        read = csv.DictReader(file)
+        found = [(row["commit"], row["us"], row["ratio"]) for row in read]
+        assert read.fieldnames == rows.COLUMNS
+    assert found[:1] == [("abc", found[0][1], "2.00")] and len(found) == 2 * len(MEASURED[name])
 
 
 def test_kept_results_are_whole() -> None:

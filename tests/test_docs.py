@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import csv
 import importlib.util
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
+import prepared
 import pytest
 import torch
 import typer
@@ -88,12 +87,7 @@ def test_commands_exist(page):
 
 @pytest.mark.parametrize("name", ["quickstart.py", "own_operator.py"])
 def test_example_runs(name):
-    environ = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, str(ROOT / "examples" / name)]
-    assert (
-        "cpu_experts"
-        in subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout
-    )
+    assert "cpu_experts" in prepared.run(ROOT / "examples" / name, check=True).stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -83,8 +83,12 @@ def index(folder: Path) -> str:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Virtual environments with pip, which take seconds to make and none to copy: with and without system packages."""
     folder = tmp_path_factory.mktemp("finished")
-    for name, flags in {"apart": (), "shared": ("--system-site-packages",)}.items():
-        subprocess.run([sys.executable, "-m", "venv", *flags, folder / name], check=True)
+    subprocess.run([sys.executable, "-m", "venv", folder / "apart"], check=True)
+    shutil.copytree(folder / "apart", folder / "shared", symlinks=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", folder / "shared"],
+        check=True,
+    )
     return folder
 
 
@@ -180,13 +184,15 @@ def clone(tmp_path: Path, python: Path) -> Clone:
     return Clone(tmp_path, python)
 
 
-def check(clone: Clone, version: str, calls_itself: str, **variables: str) -> str:
-    """`make dev` ends well with this torch; what was written."""
-    done = clone.make("dev", **variables)
+def check(
+    clone: Clone, version: str, calls_itself: str, target: str = ".venv/torch", **variables: str
+) -> str:
+    """`make` ends well with this torch; what was written. Whether the rest keeps it is seen with target="dev"."""
+    done = clone.make(target, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert clone.torch() == (version, calls_itself)
     assert (clone.folder / ".venv/torch").read_text() == f"torch=={version}\n"
-    assert (clone.folder / ".venv/dev").exists()
+    assert (clone.folder / ".venv/dev").exists() == (target == "dev")
     return done.stdout
 
 
@@ -194,13 +200,13 @@ def test_an_nvidia_driver_takes_torch_from_the_package_index(clone):
     clone.program("nvidia-smi")
     torch_wheel(clone.packages / "torch", "2.13.0", "2.13.0+cu130")
     torch_wheel(clone.cpu_packages / "torch", "2.13.0+cpu", "2.13.0+cpu")
-    check(clone, "2.13.0", "2.13.0+cu130")
+    check(clone, "2.13.0", "2.13.0+cu130", "dev")
 
 
 def test_without_a_driver_a_wheel_of_the_cpu_build_comes_first(clone):
     torch_wheel(clone.packages / "torch", "2.13.0", "2.13.0+cu130")
     torch_wheel(clone.folder / "wheels", "2.13.0+cpu", "2.13.0+cpu")
-    check(clone, "2.13.0+cpu", "2.13.0+cpu", PIP_ARGS="--find-links wheels")
+    check(clone, "2.13.0+cpu", "2.13.0+cpu", "dev", PIP_ARGS="--find-links wheels")
 
 
 def test_without_a_driver_torch_s_index_of_cpu_builds_comes_second(clone):
@@ -228,7 +234,7 @@ def install(python: Path, built: Path) -> None:
 )
 def test_the_torch_of_a_virtual_environment_is_used(clone, version, calls_itself):
     install(clone.python, torch_wheel(clone.folder / "wheels", version, calls_itself))
-    said = check(clone, version, calls_itself)
+    said = check(clone, version, calls_itself, "dev")
     assert f"Using torch {version} of {clone.python}" in said
     assert not list(clone.folder.glob(".venv/lib/*/site-packages/torch"))
 

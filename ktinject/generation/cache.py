@@ -97,13 +97,15 @@ class FixedCache:
 
         like      a cache that a prefill left: the shapes of its keys and values are taken
         capacity  a bucket's size
+        batch     rows, as many as `like` has or more
         device    of mask and positions; keys and values are where those of `like` are
         """
         self.capacity, self.device = capacity, device
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self.layers = [
-                (_empty(layer.keys, capacity), _empty(layer.values, capacity)) for layer in like.layers
+                (_empty(layer.keys, batch, capacity), _empty(layer.values, batch, capacity))
+                for layer in like.layers
             ]
             self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
             self.cache_position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -118,7 +120,7 @@ class FixedCache:
         return [self.positions, self.cache_position, self.mask]
 
     def begin(self, cache: Cache, length: int, mask: Tensor | None, positions: Tensor | None) -> None:
-        """Take over what a prefill left.
+        """Take over what a prefill left. Rows beyond those are copies of the first one.
 
         cache      its layers' keys and values, [b, h, n ≥ length, d]
         length     tokens in it
@@ -126,8 +128,8 @@ class FixedCache:
         positions  [b or 1, 1] of the next token; None: `length`
         """
         for (keys, values), layer in zip(self.layers, cache.layers):
-            keys[:, :, :length].copy_(layer.keys[:, :, :length])
-            values[:, :, :length].copy_(layer.values[:, :, :length])
+            fill_rows(keys[:, :, :length], layer.keys[:, :, :length])
+            fill_rows(values[:, :, :length], layer.values[:, :, :length])
             # What a failed request left is not finite, which a mask does not hide.
             keys[:, :, length : self._written].zero_()
             values[:, :, length : self._written].zero_()
@@ -135,9 +137,12 @@ class FixedCache:
         self.mask.zero_()
         self.mask[:, 0, 0, : length + 1] = True
         if mask is not None:
-            self.mask[:, 0, 0, :length] = mask[:, :length] != 0
+            fill_rows(self.mask[:, 0, 0, :length], mask[:, :length] != 0)
         self.cache_position.fill_(length)
-        self.positions.copy_(self.cache_position if positions is None else positions)
+        if positions is None or len(positions) == 1:
+            self.positions.copy_(self.cache_position if positions is None else positions)
+        else:
+            fill_rows(self.positions, positions)
 
     def reserve(self) -> int:
         """Make room for one more token; returns the size of the bucket that the next step needs."""
@@ -167,7 +172,7 @@ class FixedCache:
         self._buckets.clear()
         with torch.inference_mode(False):
             for index, tensors in enumerate(self.layers):
-                longer = [_empty(tensor, capacity) for tensor in tensors]
+                longer = [_empty(tensor, len(tensor), capacity) for tensor in tensors]
                 for tensor, new in zip(tensors, longer):
                     new[:, :, : self._written].copy_(tensor[:, :, : self._written])
                 self.layers[index] = (longer[0], longer[1])
@@ -178,8 +183,15 @@ class FixedCache:
         self.mask, self.capacity = mask, capacity
 
 
-def _empty(like: Tensor, capacity: int) -> Tensor:
-    batch, heads, _, size = like.shape
+def fill_rows(to: Tensor, rows: Tensor) -> None:
+    """Copy rows to the first ones of `to`, and the first of them to the others."""
+    to[: len(rows)].copy_(rows)
+    if len(rows) < len(to):
+        to[len(rows) :].copy_(rows[:1].expand_as(to[len(rows) :]))
+
+
+def _empty(like: Tensor, batch: int, capacity: int) -> Tensor:
+    _, heads, _, size = like.shape
     try:
         return torch.zeros(batch, heads, capacity, size, dtype=like.dtype, device=like.device)
     except RuntimeError as error:  # what the CPU says, or a size beyond 64 bits

@@ -22,7 +22,7 @@ from ktinject.generation import eligibility, loop
 from ktinject.generation.cache import bucket_of
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cuda.fused import Fused
-from ktinject.generation.graph_runner import GraphRunner
+from ktinject.generation.graph_runner import GraphRunner, size_of
 from ktinject.generation.watch import Watch
 from ktinject.operators.offload.handoff import Handoff, wake
 from ktinject.support import SUPPORTED, Support
@@ -37,7 +37,7 @@ class Decoding:
     last      how the last request ran: "graph loop", "eager loop", "graph, stock loop: why" or "stock loop: why"
     reason    why the last request ran without graphs, or not all of it; "" if it ran with them
     requests  the same words → how many requests
-    runners   batch size → what is captured for it
+    runners   rows of a step → what is captured of that size
     """
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
@@ -175,7 +175,7 @@ class Decoding:
 
     def runner(self, cache: Any, logits: Tensor, tokens: int) -> tuple[GraphRunner | None, Support]:
         """The runner of a request of up to so many tokens; None, and why, if there is no room for one."""
-        batch = len(logits)
+        batch = size_of(len(logits), logits.device)
         if self.native is not None:
             tokens = int(cache.get_seq_length()) + 1  # its cache grows
         found = self.runners.get(batch)

@@ -1,7 +1,10 @@
-"""Decode steps as CUDA graphs: captured once for each batch size and KV bucket, replayed for every request.
+"""Decode steps as CUDA graphs: captured once for each of some batch sizes and KV bucket, replayed for every request.
 
     eager prefill ──► its cache ──► `GraphRunner.begin` copies it into a `FixedCache`
                                     `GraphRunner.step`: one replay is one token: forward, cache, mask, positions
+
+A batch between two sizes is padded with copies of its first row. For these rows, and for rows whose text has ended, no
+expert is computed.
 
 Layers on several GPUs make one step several graphs, see `piecewise_graph`.
 """
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ktinject.generation.cache import FixedCache, bucket_of
+from ktinject.generation.cache import FixedCache, bucket_of, fill_rows
 from ktinject.generation.piecewise_graph import (
     EagerStages,
     NotCapturable,
@@ -27,22 +30,32 @@ from ktinject.generation.piecewise_graph import (
     capture_stream,
 )
 from ktinject.generation.sampling import Request, Sampler, Sampling
+from ktinject.operators.offload import handoff
 from ktinject.support import SUPPORTED, Support
 
 logger = logging.getLogger("ktinject")
 
-MAX_BATCH = 8
+# Batch sizes that are captured. A wider step costs more with every row, a graph of its own costs memory.
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)
+MAX_BATCH = SIZES[-1]
 _SAMPLERS = 16  # captured ways to choose a token that a runner keeps
 
 # (ids [b, 1], mask [b, 1, 1, n] bool, positions [b, 1], cache) → logits [b, v]
 Forward = Callable[[Tensor, Tensor, Tensor, Cache], Tensor]
 
 
+def size_of(batch: int, device: torch.device) -> int:
+    """Rows of the step that serves a batch of up to MAX_BATCH rows: on a GPU, of the next size that is captured."""
+    return next(size for size in SIZES if size >= batch) if device.type == "cuda" else batch
+
+
 class GraphRunner:
     """All that is captured for one batch size.
 
+    rows      of this request; the others of the step are padding
     ids       [b, 1] int64: the tokens that the next step reads
     logits    [b, v] fp32: what a step leaves
+    live      [b] bool: the rows for which experts are computed; None: all
     cache     keys, values, mask and positions
     captures  graphs captured so far
     replays   steps replayed
@@ -67,12 +80,13 @@ class GraphRunner:
         wake     called before each replay
         cache    as a prefill left it; the shapes of its keys and values are taken
         tokens   that the longest row of the request may have; on the CPU, that there is room for at first
-        logits   [b, v] of that prefill
+        logits   [rows, v] of that prefill
         own      as `forward`, by the model as it is now, whatever was recorded
         change   asked before each step: what the model has of another kind than when `forward` was made, or ""
         """
         self.device = device = logits.device
-        batch, vocab_size = logits.shape
+        self.rows, vocab_size = logits.shape
+        batch = size_of(self.rows, device)
         self.captures, self.replays, self.changed = 0, 0, ""
         self._forward, self._wake = forward, wake
         self._own, self._change = own or forward, change
@@ -81,6 +95,9 @@ class GraphRunner:
         with torch.inference_mode(False):
             self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
             self.logits = torch.zeros(batch, vocab_size, dtype=torch.float32, device=device)
+            self.live = None
+            if device.type == "cuda" and batch > 1:
+                self.live = torch.ones(batch, dtype=torch.bool, device=device)
         self.graphs = SUPPORTED
         self._pool: Any = None
         if device.type == "cuda":
@@ -88,12 +105,26 @@ class GraphRunner:
         else:
             self.graphs = Support.no(f"{device} has no CUDA graphs")
         self._steps: dict[int, PiecewiseGraph] = {}  # by the size of the bucket
-        self._samplers: OrderedDict[Sampling, tuple[Sampler, PiecewiseGraph | None]] = OrderedDict()
+        self._samplers: OrderedDict[tuple[Sampling, int], tuple[Sampler, PiecewiseGraph | None]] = (
+            OrderedDict()
+        )
 
     def begin(self, cache: Cache, length: int, mask: Tensor | None, positions: Tensor | None) -> None:
         """Begin a request; the arguments are those of `FixedCache.begin`."""
         self.changed = ""
+        self.rows = len(cache.layers[0].keys)
         self.cache.begin(cache, length, mask, positions)
+        if self.live is not None:
+            self.live.fill_(True)[self.rows :] = False
+
+    def put(self, ids: Tensor) -> None:
+        """Set the tokens [rows, 1] that the next step reads."""
+        fill_rows(self.ids, ids)
+
+    @property
+    def found(self) -> Tensor:
+        """The logits [rows, v] of this request's rows."""
+        return self.logits[: self.rows]
 
     def step(self) -> None:
         """One forward pass over `ids`, which leaves `logits`."""
@@ -119,24 +150,35 @@ class GraphRunner:
 
     def sampler(self, sampling: Sampling) -> Sampler:
         """The sampler of this runner for a way of choosing."""
-        if sampling not in self._samplers:
+        key = sampling, self.rows
+        if key not in self._samplers:
             with torch.inference_mode(False):
-                sampler = Sampler(sampling, self.ids, self.logits.shape[1])
-            sampler.begin(self.ids, Request())
-            graph = self._capture(lambda _: sampler.choose(self.logits), [self.ids]) if self.graphs else None
-            self._samplers[sampling] = (sampler, graph)
+                sampler = Sampler(sampling, self.ids[: self.rows], self.logits.shape[1])
+            sampler.begin(sampler.ids, Request())
+            state = [self.ids] if self.live is None else [self.ids, self.live]
+            graph = self._capture(lambda _: self._choose(sampler), state) if self.graphs else None
+            self._samplers[key] = (sampler, graph)
             if len(self._samplers) > _SAMPLERS:
                 self._samplers.popitem(last=False)
-        self._samplers.move_to_end(sampling)
-        return self._samplers[sampling][0]
+        self._samplers.move_to_end(key)
+        return self._samplers[key][0]
 
     def choose(self, sampling: Sampling) -> None:
         """Choose the next tokens from `logits`; `sampler(sampling)` was called before."""
-        sampler, graph = self._samplers[sampling]
+        sampler, graph = self._samplers[sampling, self.rows]
         if graph is None or not self.graphs:
-            sampler.choose(self.logits)
+            self._choose(sampler)
         else:
             graph.replay()
+
+    def _choose(self, sampler: Sampler) -> None:
+        sampler.choose(self.found)
+        if self.rows < len(self.ids):
+            fill_rows(self.ids, sampler.ids)
+        # Without a token to pad with, a row that has ended goes on with what it produces.
+        ends = sampler.sampling.pad is not None and not sampler.sampling.keeps_rows
+        if self.live is not None and ends:
+            self.live[: self.rows].copy_(sampler.result[1])
 
     def _run_eagerly(self, bucket: int, forward: Forward) -> None:
         with EagerStages(self.device) as stages:
@@ -145,7 +187,8 @@ class GraphRunner:
     def _compute(self, bucket: int, stages: Stages, forward: Forward) -> None:
         view = self.cache.bucket(bucket)
         view.stages = stages
-        logits = forward(self.ids, self.cache.mask[..., :bucket], self.cache.positions, view)
+        with handoff.only(self.live):
+            logits = forward(self.ids, self.cache.mask[..., :bucket], self.cache.positions, view)
         self.logits.copy_(logits)
         self.cache.advance()
 

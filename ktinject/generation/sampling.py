@@ -43,6 +43,7 @@ class Sampling:
     ends          end tokens
     pad           what a finished row goes on with; None: whatever it produces
     keeps_scores  what is chosen from can be read afterwards, see `Sampler.scores`
+    keeps_rows    what a finished row computes is returned, so it is computed like the others
     """
 
     steps: tuple[tuple[str, float], ...]
@@ -50,6 +51,7 @@ class Sampling:
     ends: tuple[int, ...]
     pad: int | None
     keeps_scores: bool = False
+    keeps_rows: bool = False
 
     @property
     def has_penalty(self) -> bool:
@@ -75,6 +77,7 @@ def read(
     pad: int | None,
     *,
     keeps_scores: bool = False,
+    keeps_rows: bool = False,
 ) -> tuple[Sampling, Request] | Support:
     """transformers' prepared processors as a Sampling, or why that cannot be: one of them is not plain.
 
@@ -115,7 +118,7 @@ def read(
     names = [name for name, _ in steps]
     if names.count("penalty") > 1:
         return Support.no("two repetition penalties")
-    chosen = Sampling(tuple(steps), do_sample, end_tokens, pad, keeps_scores)
+    chosen = Sampling(tuple(steps), do_sample, end_tokens, pad, keeps_scores, keeps_rows)
     return chosen, Request(min_length, ignore)
 
 

@@ -41,9 +41,9 @@ def begin(
 
     def step() -> None:
         nonlocal last
-        runner.ids.copy_(last.argmax(-1, keepdim=True))
+        runner.put(last.argmax(-1, keepdim=True))
         runner.step()
-        last = runner.logits.clone()
+        last = runner.found.clone()
 
     native.prove(step, take_over)
     return native.support
@@ -62,6 +62,7 @@ class Records:
     """
 
     def __init__(self, plain: PlainRequest) -> None:
+        self._are_equal = not plain.sampling.steps  # nothing processes the logits
         self.scores: list[Tensor] | None = [] if plain.has_scores else None
         self.logits: list[Tensor] | None = [] if plain.has_logits else None
 
@@ -75,13 +76,12 @@ class Records:
 
     def add_copies(self, logits: Tensor, scores: Tensor | None) -> None:
         """Copy those of a step, which the next one writes over, within the stream."""
-        if self.logits is None and self.scores is None:
-            return
-        if scores is None or scores is logits:
+        if self.logits is not None or (self.scores is not None and self._are_equal):
             logits = logits.clone()
-            self.add(logits, logits)
-        else:
-            self.add(logits.clone() if self.logits is not None else logits, scores.clone())
+        if self.scores is not None:
+            assert scores is not None
+            scores = logits if self._are_equal else scores.clone()
+        self.add(logits, scores)
 
     def first(self, steps: int) -> dict[str, tuple[Tensor, ...] | None]:
         """Those of the first steps, by the names of transformers' output."""
@@ -101,7 +101,7 @@ class GraphStep:
             self.result = torch.cat([self.result, self.result[:1]])  # a third row, see `check`
 
     def first(self, logits: Tensor) -> None:
-        self._runner.logits.copy_(logits)
+        self._runner.found.copy_(logits)
         self._choose()
 
     def __call__(self) -> None:
@@ -110,10 +110,10 @@ class GraphStep:
 
     def _choose(self) -> None:
         self._runner.choose(self._sampling)
-        self.records.add_copies(self._runner.logits, self.sampler.scores)
+        self.records.add_copies(self._runner.found, self.sampler.scores)
         if self._decoding.group is not None:
             self.result[:2].copy_(self.sampler.result)
-            self.result[2].copy_(self._runner.logits[:, 0].isnan())
+            self.result[2].copy_(self._runner.found[:, 0].isnan())
 
     def check(self, result: Tensor) -> None:
         group = self._decoding.group
@@ -180,10 +180,10 @@ class StockReplay:
         if self._runner is None and self._shape is not None:
             self._runner, self._shape = self._begin(inputs, self._shape), None
         if self._runner is not None:
-            self._runner.ids.copy_(ids)
+            self._runner.put(ids)
             self._runner.step()
             self._tokens += 1
-            logits = self._runner.logits[:, None]
+            logits = self._runner.found[:, None]
             if (group := self._model.ktinject_decoding.group) is not None:
                 group.raise_if_failed(logits)
             return CausalLMOutputWithPast(logits=logits, past_key_values=inputs["past_key_values"])

@@ -177,6 +177,9 @@ def _by_layer(config: Any) -> dict[str, list[Any]]:
 
 def _shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     config = copy.deepcopy(config)
+    # Flex attention compiles its mask, which takes seconds. What is cached is the same with any attention.
+    if config._attn_implementation == "flex_attention":
+        config._attn_implementation = "sdpa"
     text = config.get_text_config()
     for name, value in _by_layer(text).items():
         setattr(text, name, value[:layers])

@@ -82,12 +82,4 @@ const StepOps& step_ops();
 // Why this CPU cannot run the kernel; empty if it can.
 std::string why_unavailable(const Kernel& kernel);
 
-// One line a file of kernels/.
-Multiply reference_bf16, reference_int8, reference_int4, reference_fp8, reference_mxfp4;
-Multiply avx2_bf16, avx2_int8, avx2_int4, avx2_fp8, avx2_mxfp4;
-Multiply avxvnni_int8, avxvnni_int4;
-Multiply avx512_bf16, avx512_int8, avx512_int4, avx512_fp8, avx512_mxfp4;
-Multiply amx_bf16, amx_int8, amx_int4, amx_fp8, amx_mxfp4;
-Multiply modelled_amx_bf16, modelled_amx_int8, modelled_amx_int4, modelled_amx_fp8, modelled_amx_mxfp4;
-
 }  // namespace ktinject::gemm

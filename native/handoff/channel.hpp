@@ -44,6 +44,8 @@ struct DeviceRequest {
   // equal weights, the first comes first.
   int rank_from = 0;
   int rank_to = 64;
+  // [tokens]: 0 for rows that nobody looks at, whose ids are all taken as -1. Null: there are none.
+  const uint8_t* live = nullptr;
   Routing routing{};  // with logits, ids and weights are written, not read
 };
 

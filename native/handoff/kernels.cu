@@ -78,7 +78,7 @@ __device__ bool is_ranked(const Payload& from, size_t i) {
 __device__ void send(const SlotView& slot, const Payload& from, uint32_t count, size_t i, int64_t id, float weight) {
   // The CPU refuses an id that is no expert's.
   const bool known = id >= 0 && id < from.experts;
-  const bool ranked = is_ranked(from, i);
+  const bool ranked = (from.live == nullptr || __ldcg(from.live + i / from.top_k) != 0) && is_ranked(from, i);
   const int32_t place = from.places != nullptr && known && ranked ? __ldcg(from.places + id) : -1;
   if (from.chosen != nullptr) from.chosen[i] = place;
   if (from.traffic != nullptr && known && ranked) atomicAdd(from.traffic + id, 1u);

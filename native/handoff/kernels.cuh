@@ -25,6 +25,7 @@ struct Payload {
   uint32_t dtype;
   bool ids_are_64_bit;
   uint32_t weights_dtype;
+  const uint8_t* live;
   Routing routing;
 };
 

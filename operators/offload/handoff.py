@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ class Handoff:
         self.prepare(x.device, x.dtype)
         if not capturing:
             self.check()
-        channel = self._channels[x.device]
+        channel, live = self._channels[x.device], live_rows(x)
         x = x.contiguous()
         if routing is None:  # else they are written
             ids, weights = ids.contiguous(), weights.contiguous()
@@ -150,6 +151,7 @@ class Handoff:
                 ids.shape[1],
                 *((0, 0, 0) if on_gpu is None else on_gpu.addresses(ids)),
                 *(ranks or (0, ids.shape[1])),
+                address("live", live, x.device, torch.bool, ids.shape[:1]),
                 address("logits", logits, x.device, weights.dtype),
                 routing is not None and routing.normed,
                 ticket.stream,
@@ -340,6 +342,8 @@ class Handoff:
     def _submit_host(
         self, ticket: Ticket, x: Tensor, ids: Tensor, weights: Tensor, on_gpu: OnGpu | None
     ) -> None:
+        if (live := live_rows(x)) is not None:
+            ids = ids.masked_fill(~live[:, None], -1)
         if on_gpu is not None:
             ids = on_gpu.split(ids)
         x, ids, weights = _on_host(x.detach(), ids, weights.detach().float())
@@ -392,6 +396,33 @@ def of_ranks(ids: Tensor, weights: Tensor, first: int, end: int) -> Tensor:
     order = weights.abs().argsort(dim=-1, descending=True, stable=True)
     ranks = order.argsort(dim=-1)
     return ids.masked_fill((ranks < first) | (ranks >= end), -1)
+
+
+class _Rows(threading.local):
+    live: Tensor | None = None
+
+
+_rows = _Rows()
+
+
+@contextmanager
+def only(live: Tensor | None) -> Iterator[None]:
+    """Within, experts are computed for some rows alone; the others get zeros. For steps with rows that nobody reads.
+
+    live     [m] bool on a CUDA device; read when a submit runs, also in a graph. Submits on another device, or of
+             another number of tokens, are not concerned. None: all rows
+    """
+    before, _rows.live = _rows.live, live
+    try:
+        yield
+    finally:
+        _rows.live = before
+
+
+def live_rows(x: Tensor) -> Tensor | None:
+    """What `only` says of the rows of x."""
+    live = _rows.live
+    return live if live is not None and live.device == x.device and len(live) == len(x) else None
 
 
 def wake() -> None:

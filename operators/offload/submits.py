@@ -197,7 +197,8 @@ def take_from(
             if slot is not None:
                 return slots, slot
         # By powers of two, so that a series of ever longer submits does not take a block each.
-        made = Slots(device, 1, *(1 << (most - 1).bit_length() for most in (size, routes)), mode, stream)
+        size, routes = (1 << (most - 1).bit_length() for most in (size, routes))
+        made = Slots(device, 1, size, routes, mode, stream)
         pool.add(made)
         slot = made.take()
         assert slot is not None

@@ -1,13 +1,18 @@
 """Several processes that share a model, as torchrun would start them, and what tests let them do.
 
-`run` starts them once for many cases, since each start imports torch and transformers.
+`run` starts them once for many cases, since each start on a GPU imports torch and transformers.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
+import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +22,53 @@ from torch import Tensor
 # A case is a function of a rank and its arguments; what it returns must be picklable.
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
-LIMIT_SECONDS = 900
-
 
 def run(cases: Sequence[Case], size: int = 2, gpu: bool = False) -> list[list[Any]]:
     """[case][rank]: what each returned, or the exception it raised as (class name, text)."""
-    context = torch.multiprocessing.get_context("spawn")
+    import prepared  # not where this file is the process: its path has no such module
+
     # Listens from here on, as torchrun's does: a port that is only looked for may be another run's a moment later.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    answers = context.Queue()
-    processes = [
-        context.Process(target=_work, args=(rank, size, store.port, gpu, list(cases), answers), daemon=True)
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        found: dict[int, list[Any]] = {}
-        for _ in processes:
-            rank, results = answers.get(timeout=LIMIT_SECONDS)
-            found[rank] = results
-        for process in processes:
-            process.join(timeout=LIMIT_SECONDS)
-            assert process.exitcode == 0, "a process did not end"
-    finally:
-        for process in processes:
-            process.kill()
-    return [list(results) for results in zip(*(found[rank] for rank in range(size)))]
+    environ = {
+        **os.environ,
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "KTINJECT_THREADS": str(max(1, (os.cpu_count() or 1) // size)),
+    }
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(size) as threads:
+        folder = Path(name)
+        (folder / "cases").write_bytes(pickle.dumps(list(cases)))
+
+        def start(rank: int) -> list[Any]:
+            own = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if gpu:
+                command = [sys.executable, __file__, name]
+                done = subprocess.run(command, env=own, capture_output=True, text=True)
+            else:
+                done = prepared.run(Path(__file__), name, env={**own, "CUDA_VISIBLE_DEVICES": ""})
+            print(done.stderr)
+            assert done.returncode == 0, done.stderr
+            return pickle.loads((folder / str(rank)).read_bytes())
+
+        found = list(threads.map(start, range(size)))
+    return [list(results) for results in zip(*found)]
 
 
-def _work(rank: int, size: int, port: int, gpu: bool, cases: list[Case], answers: Any) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        KTINJECT_THREADS=str(max(1, (os.cpu_count() or 1) // size)),
-    )
-    if not gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+def work(folder: Path) -> None:
+    """One of the processes."""
     torch.set_num_threads(1)
-    results: list[Any] = []
-    for case, arguments in cases:
+    rank, results = int(os.environ["RANK"]), []
+    for case, arguments in pickle.loads((folder / "cases").read_bytes()):
         try:
             results.append(case(rank, *arguments))
         except Exception as error:
             results.append((type(error).__name__, str(error)))
             if type(error).__module__ != "ktinject.errors":
                 traceback.print_exc()
-    answers.put((rank, results))
+    (folder / str(rank)).write_bytes(pickle.dumps(results))
 
 
 # What they do. Tensors are given back as lists, since their memory goes with the process.
@@ -210,3 +210,7 @@ def bad_shard(rank: int, folder: Path, rules: Any) -> str:
 def refused(rank: int, folder: Path, rules: Any) -> str:
     load(folder, rules)
     return "not refused"
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]))

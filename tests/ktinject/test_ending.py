@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import models
+import prepared
 import pytest
 from double import saved
 
@@ -71,10 +70,5 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_daemon_thread_that_computes_lets_the_interpreter_end(folder: Path) -> None:
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", CODE, str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    found = prepared.run(CODE, folder)
     assert (found.stdout.split(), found.stderr) == (["7"] * 4, "")

@@ -6,12 +6,11 @@ import dataclasses
 import json
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import models
+import prepared
 import pytest
 import torch
 from double import EXPERTS, on_meta, saved
@@ -312,9 +311,8 @@ def test_wherever_memory_runs_out_everything_is_given_back() -> None:
 
     In one thread: glibc ends a process that starts a thread for which it has no thread-local memory.
     """
-    command = [sys.executable, "-c", OUT_OF_MEMORY, str(TRAINED)]
     environment = os.environ | {"HF_DEACTIVATE_ASYNC_LOAD": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = prepared.run(OUT_OF_MEMORY, TRAINED, env=environment)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 4
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from pathlib import Path
 
 import models
+import prepared
 import proportions
 import pytest
 
@@ -20,8 +20,7 @@ Costs = dict[str, tuple[str, float, int]]
 @pytest.fixture(scope="module")
 def costs(tmp_path_factory: pytest.TempPathFactory) -> Costs:
     folder = tmp_path_factory.mktemp("proportions")
-    command = [sys.executable, proportions.__file__, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = prepared.run(Path(proportions.__file__), folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

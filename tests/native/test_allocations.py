@@ -5,12 +5,14 @@ native_test does the same for a layer by itself, without Python.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
-import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
+import prepared
 import pytest
 
 HERE = Path(__file__).parent
@@ -46,28 +48,29 @@ COMMON = """
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[prepared.Server]:
+    """Prepared processes whose allocations can be made to fail."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler")
     built = tmp_path_factory.mktemp("shim") / "failing_allocations.so"
     source = HERE / "failing_allocations.cpp"
     subprocess.run([compiler, "-O1", "-shared", "-fPIC", source, "-o", built, "-ldl"], check=True)
-    return built
+    server = prepared.Server({**os.environ, "LD_PRELOAD": str(built)})
+    yield server
+    server.end()
 
 
-def answer(shim: Path, model: Path, code: str) -> list[int]:
+def answer(shim: prepared.Server, model: Path, code: str) -> list[int]:
     """The numbers that a process prints in which allocations fail."""
     text = textwrap.dedent(COMMON) + f"PATH = {str(model)!r}\n" + textwrap.dedent(code)
-    done = subprocess.run(
-        ["env", f"LD_PRELOAD={shim}", sys.executable, "-c", text], capture_output=True, text=True
-    )
+    done = prepared.run(text, server=shim)
     assert done.returncode == 0, done.stderr
     return [int(number) for number in done.stdout.split()]
 
 
 @pytest.mark.slow
-def test_every_allocation_of_a_request_may_fail(shim: Path) -> None:
+def test_every_allocation_of_a_request_may_fail(shim: prepared.Server) -> None:
     code = """
         model = ktinject.load(PATH, devices=["cpu"], progress=False)
         ids = torch.arange(5, 25)[None]
@@ -96,7 +99,7 @@ def test_every_allocation_of_a_request_may_fail(shim: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_allocation_of_a_load_may_fail(shim: Path, tiny_qwen3_moe: Path) -> None:
+def test_an_allocation_of_a_load_may_fail(shim: prepared.Server, tiny_qwen3_moe: Path) -> None:
     """Some of the many, from the first on; the model is as it was, and the next try succeeds."""
     code = """
         from transformers import AutoConfig, AutoModelForCausalLM

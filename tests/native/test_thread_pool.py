@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 
+import prepared
 import pytest
 import torch
 from silu_layers import silu_experts
@@ -236,7 +237,7 @@ def test_ctrl_c_ends_a_long_call():
         ctrl_c_ends(lambda: native.forward(x, index, weight, out), late=4 * LATE_SECONDS)
         native.forward(x[:2], index[:2], weight[:2], out[:2])
     """.replace("HERE", repr(str(Path(__file__).parents[1])))
-    answer = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    answer = prepared.run(textwrap.dedent(code))
     assert answer.returncode == 0, answer.stderr
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import prepared
 import pytest
 import torch
 from silu_layers import silu_experts
@@ -191,7 +190,7 @@ def alone(code: str) -> str:
     text = textwrap.dedent(LONG).replace(
         "HERE", repr([*map(str, Path(__file__).parents[:2])])
     ) + textwrap.dedent(code)
-    answer = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    answer = prepared.run(text)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout
 

@@ -14,7 +14,6 @@ import models
 import pytest
 import reference
 import torch
-import transformers
 from expert_cases import (
     FORMATS,
     RUNS,
@@ -33,7 +32,7 @@ from expert_cases import (
     unpacked,
     wanted,
 )
-from probe_cases import KINDS
+from probe_cases import KINDS, experts_module
 
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
@@ -336,9 +335,7 @@ def test_describe_says_what_runs(name: str, kernel: str) -> None:
 @pytest.mark.parametrize("family_name,name", [*zip(KINDS, [*FORMATS, "bf16"])])
 def test_plan_on_meta(family_name: str, name: str) -> None:
     """Everything that the plan asks is known without a weight, and the same as with weights."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(models.config(family_name))
-    planned, real = build(models.leaf(model)[1], name), ready(family_name, name)
+    planned, real = build(experts_module(family_name, "meta"), name), ready(family_name, name)
     assert planned.spec == real.spec
     assert planned.footprint() == real.footprint() and planned.describe() == real.describe()
     assert planned.parameter_shapes() == parameter_shapes(real.spec)

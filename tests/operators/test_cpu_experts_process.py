@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import models
+import prepared
 import pytest
 import reference
 import torch
@@ -23,7 +23,7 @@ from expert_cases import (
     ready,
     unpacked,
 )
-from probe_cases import KINDS
+from probe_cases import KINDS, skip_unless_routed_outside
 from torch import Tensor, nn
 
 from ktinject import _native
@@ -162,6 +162,7 @@ def test_compile_without_a_graph_break(backend: str) -> None:
 @pytest.mark.parametrize("family_name", models.AVAILABLE)
 def test_whole_model(family_name: str) -> None:
     model = models.tiny(family_name)
+    skip_unless_routed_outside(family_name, models.leaf(model)[1])
     tokens = torch.arange(3, 23).view(2, 10)
     with torch.no_grad():
         want = model(input_ids=tokens, use_cache=False).logits
@@ -181,13 +182,8 @@ def test_whole_model(family_name: str) -> None:
 
 def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Settings are read once a process."""
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
+    return prepared.run(
+        textwrap.dedent(code), env={**os.environ, **environment}, cwd=Path(__file__).parents[2], check=True
     )
 
 

@@ -176,25 +176,34 @@ def test_saved_again_as_it_was(tmp_path: Path) -> None:
         lossy.save_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("folder", ["tiny-deepseek-v3", "tiny-qwen3-moe"])
+@pytest.fixture(scope="module", params=["tiny-deepseek-v3", "tiny-qwen3-moe"])
+def trained(request: pytest.FixtureRequest) -> tuple[Path, Any, Tensor]:
+    """A trained model's folder, the model in fp32, and some text that it has not seen."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = MODELS / request.param
+    text = (MODELS / "heldout.txt").read_text("utf-8")[:4096]
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text)["input_ids"][:512])
+    assert len(ids) == 512
+    return folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), ids
+
+
 @pytest.mark.parametrize("weights,limit", [("bf16", 1e-3), ("int8", 5e-3), ("int4", 0.055)])
-def test_trained_models_on_the_cpu_alone(folder: str, weights: str, limit: float) -> None:
+def test_trained_models_on_the_cpu_alone(
+    trained: tuple[Path, Any, Tensor], weights: str, limit: float
+) -> None:
     """Mean KL divergence, in nats, of the model with every linear and expert swapped from the one in fp32.
 
     int4's is 0.0497 with AVX-512 and 0.0501 with AMX, which sum in another order; the limit leaves room for other CPUs.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    exact = AutoModelForCausalLM.from_pretrained(MODELS / folder, dtype=torch.float32).eval()
+    folder, exact, ids = trained
     found = ktinject.load(
-        MODELS / folder,
+        folder,
         rules(weights=weights, group_size=32),
         dtype=torch.float32,
         devices=["cpu"],
         progress=False,
     )
-    text = (MODELS / "heldout.txt").read_text("utf-8")
-    ids = torch.tensor(AutoTokenizer.from_pretrained(MODELS / folder)(text)["input_ids"][:512])
     assert evaluate.divergence(exact, found, ids).mean_nats <= limit
 
 

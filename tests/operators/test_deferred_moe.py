@@ -91,13 +91,21 @@ def test_none_deferred_is_the_experts_operator(qwen: PreTrainedModel) -> None:
     assert torch.equal(swapped.generate(ids, **arguments), other.generate(ids, **arguments))
 
 
+@pytest.fixture(scope="module")
+def texts(qwen: PreTrainedModel) -> dict[int | None, Tensor]:
+    """By how many tokens of the prompt are read at a time."""
+    return {chunk: decided(qwen, (2, 2, 2, 0), chunk=chunk)[0] for chunk in (None, 4)}
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generate_writes_what_the_definition_does(qwen: PreTrainedModel, batch: int, cache: str) -> None:
+def test_generate_writes_what_the_definition_does(
+    qwen: PreTrainedModel, texts: dict[int | None, Tensor], batch: int, cache: str
+) -> None:
     """Also with a prompt in chunks, whose last one here is a single token: a decode step by definition."""
     swapped = swap(qwen, deferred=2)
-    for chunk in (None, 4):
-        text = decided(qwen, (2, 2, 2, 0), chunk=chunk)[0][:batch]
+    for chunk, decisive in texts.items():
+        text = decisive[:batch]
         ids = text[:, :PROMPT]
         found = swapped.generate(
             ids,

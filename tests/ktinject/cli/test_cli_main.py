@@ -9,6 +9,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 
+import prepared
 import pytest
 
 import ktinject.tools.doctor
@@ -145,9 +146,7 @@ def test_wrong_usage_is_exit_code_2(ktinject, arguments):
 
 def test_a_bad_variable_of_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("KTINJECT_THREADS", "many")
-    process = subprocess.run(
-        [sys.executable, "-m", "ktinject.cli", "doctor"], capture_output=True, text=True, check=False
-    )
+    process = prepared.run("from ktinject.cli import main; main()", "doctor")
     assert process.returncode == 2
     assert process.stderr.startswith("ktinject: KTINJECT_THREADS='many': allowed is")
 

@@ -9,13 +9,27 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import prepared
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ktinject.cli import measure, run
 from ktinject.cli.measure import Measurement, measure_unswapped
+
+
+@pytest.fixture
+def prepared_process(monkeypatch):
+    """The unswapped model's process begins with everything imported."""
+
+    def start(command, *, input, capture_output, text, check):
+        program, option, module = command
+        assert (program, option, capture_output, text, check) == (sys.executable, "-m", True, True, False)
+        return prepared.run(f"import runpy; runpy.run_module({module!r}, run_name='__main__')", input=input)
+
+    monkeypatch.setattr(measure, "subprocess", SimpleNamespace(run=start))
 
 
 def written(folder, prompt: str, new_tokens: int) -> str:
@@ -26,6 +40,7 @@ def written(folder, prompt: str, new_tokens: int) -> str:
     return tokenizer.decode(out, skip_special_tokens=True)
 
 
+@pytest.mark.usefixtures("prepared_process")
 def test_plan_text_and_comparison(ktinject, tiny_qwen3_moe):
     result = ktinject("run", tiny_qwen3_moe, "--prompt", "def f(", "--max-new-tokens", 6)
     plan, text, table = re.split(r"\n(?=def f\()|\n\n +(?=unswapped)", result.stdout)
@@ -92,7 +107,7 @@ print("", sorted(used)[15], sep="\\n")
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) != 2, reason="needs as many CPUs as the script has threads")
-def test_torch_s_threads_sleep_for_the_unswapped_model_too(tiny_qwen3_moe):
+def test_torch_s_threads_sleep_for_the_unswapped_model_too(tiny_qwen3_moe, spinning):
     """Else they spin through all the time between two operations, which on shared cores handicaps the model."""
     request = {
         "folder": str(tiny_qwen3_moe),
@@ -102,13 +117,7 @@ def test_torch_s_threads_sleep_for_the_unswapped_model_too(tiny_qwen3_moe):
         "device_map": None,
     }
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", UNSWAPPED, json.dumps(request)],
-        env=environ,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = prepared.run(UNSWAPPED, json.dumps(request), env=environ, check=True, server=spinning)
     assert float(done.stdout.split()[-1]) < 0.5e-3
 
 
@@ -132,6 +141,7 @@ def test_unswapped_has_the_better_of_both(tiny_qwen3_moe, monkeypatch, teams, se
     assert next(taken, None) is None
 
 
+@pytest.mark.usefixtures("prepared_process")
 def test_unswapped_that_fails(tmp_path):
     found = measure_unswapped(tmp_path, [1], 1, dtype="auto", device_map=None)
     assert isinstance(found, str) and "config.json" in found

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import prepared
 import pytest
 import torch
 from waiting import exit_code
@@ -62,12 +61,11 @@ print(used[len(used) // 2])
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) != 2, reason="needs as many CPUs as the script has threads")
-def test_threads_that_wait_use_no_time() -> None:
+def test_threads_that_wait_use_no_time(spinning: prepared.Server) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
 
     def used(mode: str) -> float:
-        command = [sys.executable, "-c", SCRIPT, mode]
-        return float(subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout)
+        return float(prepared.run(SCRIPT, mode, env=environ, check=True, server=spinning).stdout)
 
     assert used("sleep") < 0.5e-3 < used("spin")
 

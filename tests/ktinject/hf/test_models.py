@@ -351,11 +351,12 @@ def test_kimi_k2_loads_in_plain_transformers_once_ktinject_is_imported(tmp_path:
     model = models.tiny("deepseek_v3")
     torch.save({"ids": IDS, "logits": model(IDS).logits}, tmp_path / "expected.pt")
     folder = as_kimi(saved(model, tmp_path / "kimi"))
-    # Each order in a process of its own; torch, which all of them begin with, is imported once.
+    # Each order in a process of its own; what transformers imports of others is imported once.
     code = f"""
 import os, sys, traceback
-import torch
-torch.set_num_threads(1)
+import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor, torch.export
+import huggingface_hub, safetensors.torch, tokenizers
+torch.set_num_threads({torch.get_num_threads()})
 assert "transformers" not in sys.modules and "ktinject" not in sys.modules
 def load():
     expected = torch.load({str(tmp_path / "expected.pt")!r})

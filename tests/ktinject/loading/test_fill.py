@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import models
+import prepared
 import pytest
 import torch
 from double import EXPERTS, HeldExperts, on_meta, saved
@@ -263,7 +262,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(code: str, folder: Path) -> dict[str, float]:
-    done = subprocess.run([sys.executable, "-c", PRELUDE + code, str(folder)], capture_output=True, text=True)
+    done = prepared.run(PRELUDE + code, folder)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     return json.loads(done.stdout.splitlines()[-1])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import models
+import prepared
 import pytest
 import torch
 from double import on_meta, saved
@@ -217,7 +216,7 @@ seconds = time.process_time() - started  # without the imports, and ours alone, 
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps([seconds, peak, len(plan.replacements), plan.bytes]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = prepared.run(code)
     assert done.returncode == 0, done.stderr
     seconds, peak, entries, sizes = json.loads(done.stdout.splitlines()[-1])
     print(f"{seconds:.1f} s, {peak / 2**20:.0f} MiB\n{done.stdout}")
