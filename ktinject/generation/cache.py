@@ -208,10 +208,13 @@ def kind_support(cache: Any) -> Support:
     return SUPPORTED
 
 
-def length_support(cache: Any, prompt: Tensor) -> Support:
-    """Whether a cache holds the tokens of the prompt, [b, n], and no others."""
+def length_support(cache: Any, prompt: Tensor, before: int) -> Support:
+    """Whether a cache holds what a prefill of the prompt, [b, n], has to leave.
+
+    before  tokens that it held; the prompt may begin with them, or go on after them
+    """
     held = int(cache.get_seq_length()) if cache is not None else 0
-    if held == prompt.shape[1]:
+    if held in (prompt.shape[1], before + prompt.shape[1]):
         return SUPPORTED
     return Support.no(f"the cache holds {held} tokens, the prompt {prompt.shape[1]}")
 

@@ -26,7 +26,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ktinject.generation import cache, sampling, trust
+from ktinject.generation import cache, kept_cache, sampling, trust
 from ktinject.generation.graph_runner import MAX_BATCH
 from ktinject.generation.sampling import Request, Sampling
 from ktinject.hf import compat
@@ -108,8 +108,8 @@ def request_support(
         return Support.no(f"the prompt is on {input_ids.device}, the model on {model.device}")
     if not config.use_cache or held is None:
         return Support.no("there is no cache (use_cache=False)")
-    if getattr(held, "_is_user_defined", False):
-        return Support.no("the cache is the caller's own (past_key_values)")
+    if kept_cache.is_callers(held) and not (own := kept_cache.callers_support(model, held)):
+        return own
     if config.cache_implementation not in (None, "static"):
         return Support.no(f"cache_implementation={config.cache_implementation!r}")
     if config.return_dict_in_generate and type(held) is not DynamicCache:
@@ -153,9 +153,17 @@ class PlainRequest:
 
 
 def read_plain(
-    model: Any, processors: Any, criteria: Any, config: GenerationConfig, synced_gpus: bool
+    model: Any,
+    processors: Any,
+    criteria: Any,
+    config: GenerationConfig,
+    synced_gpus: bool,
+    keeps_rows: bool,
 ) -> PlainRequest | Support:
-    """The request, or why our own loop cannot run it; the arguments are those of transformers' `_sample`."""
+    """The request, or why our own loop cannot run it; the arguments are those of transformers' `_sample`.
+
+    keeps_rows  what rows compute after their end is seen by the caller
+    """
     if synced_gpus:
         return Support.no("synced_gpus")
     if config.output_attentions or config.output_hidden_states:
@@ -185,6 +193,7 @@ def read_plain(
         ends,
         int(pad) if ends is not None and pad is not None else None,
         keeps_scores=is_dict and bool(config.output_scores),
+        keeps_rows=keeps_rows,
     )
     if isinstance(found, Support):
         return found

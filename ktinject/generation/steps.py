@@ -49,6 +49,13 @@ def begin(
     return native.support
 
 
+def mask_support(mask: Tensor | None, length: int) -> Support:
+    """Whether the mask of a next step, [b, n] or made for a static cache, is of the cache's tokens and one more."""
+    if mask is None or mask.dim() != 2 or mask.shape[1] == length + 1:
+        return SUPPORTED
+    return Support.no(f"the attention mask has {mask.shape[1] - 1} columns, the cache {length} tokens")
+
+
 def last_logits(outputs: Any, input_ids: Tensor) -> Tensor:
     """[b, v] fp32, a copy: a view would keep the logits of a long prompt alive."""
     return outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
@@ -157,11 +164,12 @@ class EagerStep:
 class StockReplay:
     """Stands for the model in the stock loop. The first step with one token shows the shapes; the next ones replay.
 
-    support  whether all steps that could be replayed were
+    max_length  tokens of the text when the loop ends, of which `prompt` are there; 0: it is not known
+    support     whether all steps that could be replayed were
     """
 
-    def __init__(self, model: Any, max_length: int) -> None:
-        self._model, self._max_length = model, max_length
+    def __init__(self, model: Any, max_length: int, prompt: int) -> None:
+        self._model, self._max_length, self._prompt = model, max_length, prompt
         self._steps = 0
         self._shape: Tensor | None = None
         self._runner: GraphRunner | None = None
@@ -199,7 +207,12 @@ class StockReplay:
         if not self._support:
             return None
         cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
-        tokens = max(self._max_length, int(cache.get_seq_length()) + 1)
+        length = int(cache.get_seq_length())
+        self._support = mask_support(mask, length)
+        if not self._support:
+            return None
+        # The cache may have begun with more than the prompt. One token was made and read since.
+        tokens = max(self._max_length, length + max(1, self._max_length - self._prompt - 1))
         runner, self._support = decoding.runner(cache, logits, tokens)
         if runner is None:
             return None
@@ -207,7 +220,7 @@ class StockReplay:
         self._support = begin(decoding, runner, logits, cache, mask, inputs.get("position_ids"))
         if not self._support:
             return None
-        self._cache, self._tokens = cache, int(cache.get_seq_length())
+        self._cache, self._tokens = cache, length
         return runner
 
     def hand_back(self) -> None:
