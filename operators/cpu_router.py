@@ -15,7 +15,7 @@ from ktinject.operators.base import Operator, register_operator
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
 from ktinject.operators.probes import router
 from ktinject.operators.probes.answer import Refusal
-from ktinject.operators.probes.router import ProductWeight
+from ktinject.operators.probes.router import ProductBias, ProductWeight
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @register_operator("cpu_router")
 class CpuRouter(Operator):
-    """Multiplies a router's weight on the CPU. Takes routers with one bf16 parameter `weight` [experts, hidden].
+    """Multiplies a router's weight on the CPU. Takes routers with a bf16 `weight` [experts, hidden] and maybe a `bias`.
 
-    The router uses that weight in `F.linear(x, weight)`; all else of its forward runs as it is. The operator is an
+    The router uses them in `F.linear(x, weight, bias)` alone; all else of its forward runs as it is. The operator is an
     instance of the router's class, so transformers still records router logits. On a GPU, and in models that are not
     bf16, the router stays as it is.
     """
@@ -53,13 +53,17 @@ class CpuRouter(Operator):
 
     def _take(self, module: nn.Module, config: Any) -> None:
         router.copy_into(self, module)
-        weight = module.get_parameter("weight")
+        parameters = dict(module.named_parameters())
+        weight, has_bias = parameters["weight"], "bias" in parameters
         with torch.device("meta"):
-            like = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+            like = nn.Linear(weight.shape[1], weight.shape[0], bias=has_bias, dtype=weight.dtype)
         # Not as children: the weight's name in checkpoints is the router's.
         linear = CpuLinear.build(like, CpuLinearConfig(device=config.device))
         shape = (weight.shape[0], weight.shape[1])
-        self.__dict__.update(linear=linear, packed=ProductWeight(linear, shape, linear.dtype))
+        bias = ProductBias(shape[:1], linear.dtype) if has_bias else None
+        self.__dict__.update(linear=linear, packed=ProductWeight(linear, shape, linear.dtype, bias))
+        if has_bias:
+            self.__dict__["bias"] = bias
 
     @property
     def weight(self) -> ProductWeight:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,7 +54,7 @@ def run(
         }
         (folder / "stdin").write_text(input, "utf-8")
         (folder / "request").write_text(json.dumps(request), "utf-8")
-        connection.connect(server.address if server else os.environ[ADDRESS])
+        connection.connect("\0" + (server.address if server else os.environ[ADDRESS]))
         connection.sendall(name.encode())
         answer = connection.recv(64)
         assert answer, "the server of prepared processes has ended"
@@ -72,10 +73,10 @@ class Server:
     """Before the first request it has imported nothing and is idle."""
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        self.address = f"{self.folder.name}/socket"
+        # In Linux's abstract namespace: no file, whose path might be too long.
+        self.address = f"prepared-processes-{uuid.uuid4()}"
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(self.address)
+            listener.bind("\0" + self.address)
             listener.listen(64)
             # Ctrl-C is for the test; what the test has started then ends with it.
             self.process = subprocess.Popen(
@@ -90,7 +91,6 @@ class Server:
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
-        self.folder.cleanup()
 
 
 # --- the server's side ---

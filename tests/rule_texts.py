@@ -25,6 +25,7 @@ FAMILIES = {
     "qwen2_moe": "qwen2-moe",
     "mixtral": "mixtral",
     "glm4_moe": "glm4-moe",
+    "gpt_oss": "gpt-oss",
 }
 
 DESIGN_EXAMPLE = r"""

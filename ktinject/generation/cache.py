@@ -6,7 +6,8 @@
 A captured graph holds addresses and sizes. So one `FixedCache` holds the longest request so far, rounded up to a power
 of two, and a step sees the smallest bucket, a power of two again, that holds what there is. Attention over the empty
 rest costs at most as much as over what is there, and nothing is captured again until a request needs a longer cache. On
-the CPU, where no graph holds an address, the cache grows with the text.
+the CPU, where no graph holds an address, the cache grows with the text. There, too, a layer with a sliding window keeps
+no more tokens than its window shows.
 """
 
 from __future__ import annotations
@@ -16,10 +17,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, StaticCache, StaticLayer
+from transformers import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    PreTrainedConfig,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from ktinject.generation.cuda.decode_ops import advance
 from ktinject.generation.piecewise_graph import Stages
+from ktinject.hf import compat
 from ktinject.support import SUPPORTED, Support
 
 _SMALLEST_BUCKET = 256
@@ -59,23 +70,57 @@ class BucketLayer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
+class WindowLayer(BucketLayer):
+    """The last tokens of a layer with a sliding window, on the CPU: a ring, where position p has place p % window.
+
+    As long as it has fewer places than the window shows, it holds all tokens.
+    """
+
+    is_sliding = True
+
+    def __init__(self, keys: Tensor, values: Tensor, cache_position: Tensor, window: int) -> None:
+        super().__init__(keys, values, cache_position)
+        self.sliding_window = window
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        position = int(self.cache_position)
+        place = position % self.sliding_window
+        found = []
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            held[:, :, place : place + 1] = new
+            if position < self.sliding_window:
+                found.append(held[:, :, : position + 1])
+            else:
+                found.append(torch.cat([held[:, :, place + 1 :], held[:, :, : place + 1]], dim=2))
+        return found[0], found[1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        seen = int(self.cache_position) + 1
+        length = min(seen, self.sliding_window)
+        return length, seen - length
+
+    def get_max_length(self) -> int:
+        return self.sliding_window
+
+
 class KVBucket(Cache):
     """What a step sees of a `FixedCache`.
 
-    stages  how the step goes on where the next layers are on another GPU
+    stages          how the step goes on where the next layers are on another GPU
+    cache_position  [1] int64: of the next token
     """
 
-    def __init__(self, layers: Sequence[BucketLayer], cache_position: Tensor) -> None:
+    def __init__(self, layers: Sequence[CacheLayerMixin], cache_position: Tensor) -> None:
         super().__init__(layers=[*layers])
         self.stages: Stages | None = None
-        self._cache_position = cache_position
+        self.cache_position = cache_position
 
     def transfer(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """As `Stages.transfer`. The next token's position goes along, for the layers on that GPU."""
         assert self.stages is not None
-        if device == self._cache_position.device:
+        if device == self.cache_position.device:
             return self.stages.transfer(tensors, device)
-        *there, cache_position = self.stages.transfer([*tensors, self._cache_position], device)
+        *there, cache_position = self.stages.transfer([*tensors, self.cache_position], device)
         for layer in self.layers:
             if layer.keys.device == device:
                 layer.cache_position = cache_position
@@ -85,27 +130,37 @@ class KVBucket(Cache):
 class FixedCache:
     """Keys, values, mask and positions of the requests of one batch size, one after the other.
 
-    layers          keys and values of each layer, [b, h, capacity, d]
+    layers          keys and values of each layer, [b, h, capacity, d]; of one with a window [b, h, up to window, d]
+    windows         of each layer the tokens that a step sees at most, its own included; None: all
     capacity        tokens that there is room for
     mask            [b, 1, 1, capacity] bool: what the next step may attend to
     positions       [b, 1] int64: of the next tokens in their rows
     cache_position  [1] int64: of the next token in the cache
     """
 
-    def __init__(self, like: Cache, capacity: int, batch: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        like: Cache,
+        capacity: int,
+        batch: int,
+        device: torch.device,
+        windows: Sequence[int | None] | None = None,
+    ) -> None:
         """Take the memory. Raises torch.OutOfMemoryError.
 
         like      a cache that a prefill left: the shapes of its keys and values are taken
         capacity  a bucket's size
         batch     rows, as many as `like` has or more
         device    of mask and positions; keys and values are where those of `like` are
+        windows   None: those of `like`, which of static layers are cut to their length
         """
         self.capacity, self.device = capacity, device
+        self.windows = [*map(window_of, like.layers)] if windows is None else [*windows]
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self.layers = [
-                (_empty(layer.keys, batch, capacity), _empty(layer.values, batch, capacity))
-                for layer in like.layers
+                (_empty(layer.keys, batch, places), _empty(layer.values, batch, places))
+                for layer, places in zip(like.layers, self._places(capacity))
             ]
             self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
             self.cache_position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -122,12 +177,16 @@ class FixedCache:
     def begin(self, cache: Cache, length: int, mask: Tensor | None, positions: Tensor | None) -> None:
         """Take over what a prefill left. Rows beyond those are copies of the first one.
 
-        cache      its layers' keys and values, [b, h, n ≥ length, d]
+        cache      its layers' keys and values, [b, h, n ≥ length, d]; of a layer with a window, of its last tokens
         length     tokens in it
         mask       [b, ≥ length], 0 or False for padding; None: there is none
         positions  [b or 1, 1] of the next token; None: `length`
         """
-        for (keys, values), layer in zip(self.layers, cache.layers):
+        for (keys, values), layer, window in zip(self.layers, cache.layers, self.windows):
+            if window is not None:
+                _fill_ring(keys, layer.keys, length, window)
+                _fill_ring(values, layer.values, length, window)
+                continue
             fill_rows(keys[:, :, :length], layer.keys[:, :, :length])
             fill_rows(values[:, :, :length], layer.values[:, :, :length])
             # What a failed request left is not finite, which a mask does not hide.
@@ -157,10 +216,17 @@ class FixedCache:
     def bucket(self, size: int) -> KVBucket:
         if size not in self._buckets:
             layers = [
-                BucketLayer(k[:, :, :size], v[:, :, :size], self.cache_position) for k, v in self.layers
+                BucketLayer(k[:, :, :size], v[:, :, :size], self.cache_position)
+                if window is None
+                else WindowLayer(k, v, self.cache_position, window)
+                for (k, v), window in zip(self.layers, self.windows)
             ]
             self._buckets[size] = KVBucket(layers, self.cache_position)
         return self._buckets[size]
+
+    def _places(self, capacity: int) -> list[int]:
+        """Of each layer, for so many tokens."""
+        return [capacity if window is None else min(capacity, window) for window in self.windows]
 
     def advance(self) -> None:
         """What follows from a token more."""
@@ -171,10 +237,13 @@ class FixedCache:
         capacity = 2 * self.capacity
         self._buckets.clear()
         with torch.inference_mode(False):
-            for index, tensors in enumerate(self.layers):
-                longer = [_empty(tensor, len(tensor), capacity) for tensor in tensors]
+            for index, (tensors, places) in enumerate(zip(self.layers, self._places(capacity))):
+                held = tensors[0].shape[2]
+                if held == places:
+                    continue  # a ring that is as long as its window
+                longer = [_empty(tensor, len(tensor), places) for tensor in tensors]
                 for tensor, new in zip(tensors, longer):
-                    new[:, :, : self._written].copy_(tensor[:, :, : self._written])
+                    new[:, :, :held].copy_(tensor)
                 self.layers[index] = (longer[0], longer[1])
             mask = torch.zeros(*self.mask.shape[:-1], capacity, dtype=torch.bool, device=self.device)
             mask[..., : self.capacity] = self.mask
@@ -198,11 +267,41 @@ def _empty(like: Tensor, batch: int, capacity: int) -> Tensor:
         raise torch.OutOfMemoryError(f"a cache of {capacity} tokens: {error}") from None
 
 
-def kind_support(cache: Any) -> Support:
-    """Whether a request's cache is of a kind that a `FixedCache` can take over."""
-    wanted = {DynamicCache: DynamicLayer, StaticCache: StaticLayer}.get(type(cache))
-    odd = {type(layer).__name__ for layer in cache.layers if type(layer) is not wanted}
-    if wanted is None or odd or cache.offloading:
+def window_of(layer: Any) -> int | None:
+    """Tokens that a layer's step sees at most, its own included; None: all."""
+    if isinstance(layer, StaticSlidingWindowLayer):
+        return int(layer.get_max_length())
+    window: int | None = getattr(layer, "sliding_window", None)
+    return window
+
+
+def windows_of(config: PreTrainedConfig) -> list[int | None]:
+    """`FixedCache.windows` of a model."""
+    return [*map(window_of, DynamicCache(config=config).layers)]
+
+
+def _fill_ring(ring: Tensor, held: Tensor, length: int, window: int) -> None:
+    """held [b, h, n, d]: the last of so many tokens, in their order; a static layer has zeros behind them."""
+    last = held[:, :, :length][:, :, -window:]
+    places = torch.arange(length - last.shape[2], length, device=ring.device) % window
+    ring[: len(last)].index_copy_(2, places, last)
+    ring[len(last) :] = ring[:1]
+
+
+def _kinds(cache: Any, device: torch.device) -> tuple[type, ...]:
+    """What a cache may consist of: for graphs, and what the native decoder takes beside that."""
+    kinds: dict[type, tuple[type, ...]] = {DynamicCache: (DynamicLayer,), StaticCache: (StaticLayer,)}
+    if device.type == "cpu":
+        kinds[DynamicCache] += (compat.DynamicSlidingWindowLayer,)
+        kinds[StaticCache] += (StaticSlidingWindowLayer,)
+    return kinds.get(type(cache), ())
+
+
+def kind_support(cache: Any, device: torch.device) -> Support:
+    """Whether a request's cache is of a kind that a `FixedCache` can take over, for a model on that device."""
+    wanted = _kinds(cache, device)
+    odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in wanted}
+    if not wanted or odd or cache.offloading:
         kinds = ", ".join(sorted(odd)) or "offloaded layers"
         return Support.no(f"the cache is a {type(cache).__name__} of {kinds}")
     return SUPPORTED

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
 from ktinject.generation import eligibility, loop
-from ktinject.generation.cache import bucket_of
+from ktinject.generation.cache import bucket_of, windows_of
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cuda.fused import Fused
 from ktinject.generation.graph_runner import GraphRunner, size_of
@@ -211,6 +211,7 @@ class Decoding:
             logits,
             own=functools.partial(run_model, self._model, None),
             change=self._watch.change,
+            windows=None if self.graphs else windows_of(model.config),
         )
 
 
@@ -229,7 +230,7 @@ def run_model(
     """
     model = reference()
     assert model is not None
-    if not (attention := eligibility.attention_support(model)):
+    if mask.is_cuda and not (attention := eligibility.attention_support(model)):
         raise OperatorError(
             f"generate: {attention.reason}, of which a request's mask is made. Change it between requests."
         )

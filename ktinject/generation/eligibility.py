@@ -114,7 +114,7 @@ def request_support(
         return Support.no(f"cache_implementation={config.cache_implementation!r}")
     if config.return_dict_in_generate and type(held) is not DynamicCache:
         return Support.no(f"return_dict_in_generate=True returns the cache, a {type(held).__name__}")
-    if not (kind := cache.kind_support(held)):
+    if not (kind := cache.kind_support(held, model.device)):
         return kind
     unknown = {name for name, value in model_kwargs.items() if value is not None} - _KNOWN
     if unknown:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class GraphRunner:
         *,
         own: Forward | None = None,
         change: Callable[[], str] = lambda: "",
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         """Take the memory. Raises torch.OutOfMemoryError.
 
@@ -83,6 +84,7 @@ class GraphRunner:
         logits   [rows, v] of that prefill
         own      as `forward`, by the model as it is now, whatever was recorded
         change   asked before each step: what the model has of another kind than when `forward` was made, or ""
+        windows  as `FixedCache` takes them
         """
         self.device = device = logits.device
         self.rows, vocab_size = logits.shape
@@ -90,7 +92,7 @@ class GraphRunner:
         self.captures, self.replays, self.changed = 0, 0, ""
         self._forward, self._wake = forward, wake
         self._own, self._change = own or forward, change
-        self.cache = FixedCache(cache, bucket_of(tokens), batch, device)
+        self.cache = FixedCache(cache, bucket_of(tokens), batch, device, windows)
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)

@@ -68,9 +68,15 @@ def is_pre_norm(layer: nn.Module) -> Support:
         "post_attention_layernorm": _Stub(lambda x: torch.tanh(x - 0.5)),
         "mlp": _Stub(lambda x: x * x),
     }
-    arguments = ("attention_mask", "position_ids", "past_key_values", "position_embeddings")
+    arguments = dict.fromkeys(("attention_mask", "position_ids", "past_key_values", "position_embeddings"))
     try:
-        found = _run(layer, children, x, use_cache=True, **dict.fromkeys(arguments))
+        try:
+            found = _run(layer, children, x, use_cache=True, **arguments)
+        except (
+            ValueError
+        ):  # it takes its feed-forward part's output apart: a block may give its routing along
+            children["mlp"] = _Stub(lambda x: (x * x, None))
+            found = _run(layer, children, x, use_cache=True, **arguments)
     except Exception as error:
         return _failed(error)
     found = found[0] if isinstance(found, tuple) else found
@@ -149,17 +155,24 @@ def is_rotation(module: nn.Module, frequencies: Tensor, scale: float) -> Support
 
 
 def routing(
-    block: nn.Module, router: nn.Module, shared: str | None = None, shared_gate: str | None = None
+    block: nn.Module,
+    name: str,
+    router: nn.Module,
+    shared: str | None = None,
+    shared_gate: str | None = None,
 ) -> dict[str, Any] | Support:
     """How a Mixture-of-Experts block chooses its experts: `RouterSpec` without its path.
 
-    router  stands for the block's; its own weights are not looked at
+    name    of the block's router
+    router  stands for it; its own weights are not looked at
     shared  the child whose output is added, times the sigmoid of the child `shared_gate`
     """
-    if [name for name, _ in router.named_parameters()] != ["weight"] or list(router.children()):
-        return Support.no(f"its {type(router).__name__} holds something else than a weight")
+    parameters = {name for name, _ in router.named_parameters()}
+    if "weight" not in parameters or parameters - {"weight", "bias"} or list(router.children()):
+        return Support.no(f"its {type(router).__name__} holds something else than a weight and a bias")
     experts, hidden = router.get_parameter("weight").shape
     weight, x = 3 * hidden**-0.5 * _random(experts, hidden), _random(1, _ROWS, hidden, seed=1)
+    bias = _random(experts, seed=3) if "bias" in parameters else torch.zeros(experts)
     buffers = {name: 0.1 * _random(*buffer.shape, seed=2) for name, buffer in router.named_buffers()}
     given: list[tuple[Tensor, Tensor]] = []
 
@@ -167,33 +180,42 @@ def routing(
         given.append((ids, weights))
         return torch.tanh(x)
 
-    def run(x: Tensor, weight: Tensor) -> Tensor:
+    def run(x: Tensor) -> Tensor:
+        held = {"weight": weight.to(x.dtype), "bias": bias.to(x.dtype), **buffers}
         children = {
-            "gate": _Stub(lambda x: _run(router, {"weight": weight, **buffers}, x)),
+            name: _Stub(lambda x: _run(router, held, x)),
             "experts": _Stub(taken),
         }
         if shared is not None:
             children[shared] = _Stub(torch.cos)
         if shared_gate is not None:
             children[shared_gate] = _Stub(lambda x: x[..., :1] * 0.3)
-        out: Tensor = _run(block, children, x)
-        return out
+        out = _run(block, children, x)
+        found: Tensor = out[0] if isinstance(out, tuple) else out
+        return found
 
     try:
-        out = run(x, weight)
-        run(x.bfloat16(), weight.bfloat16())
+        out = run(x)
+        run(x.bfloat16())
         (ids, weights), (_, rounded) = given
         want = torch.tanh(x)
         if shared is not None:
             want = want + torch.cos(x) * (1 if shared_gate is None else torch.sigmoid(x[..., :1] * 0.3))
         if not torch.allclose(out, want, atol=1e-5):
             return Support.no(f"its {type(block).__name__} does not add shared experts to routed ones")
-        found = _explained(router, x[0] @ weight.T, buffers.get("e_score_correction_bias"), ids, weights)
+        found = _explained(
+            router, x[0] @ weight.T + bias, buffers.get("e_score_correction_bias"), ids, weights
+        )
     except Exception as error:
         return _failed(error)
     if found is None:
         return Support.no(f"its {type(router).__name__} chooses in another way")
-    return {**found, "num_experts": experts, "rounds": rounded.dtype == torch.bfloat16}
+    return {
+        **found,
+        "num_experts": experts,
+        "rounds": rounded.dtype == torch.bfloat16,
+        "has_bias": "bias" in parameters,
+    }
 
 
 def _explained(

@@ -47,6 +47,7 @@ class GroupedAttentionSpec:
     """Attention with q_proj, k_proj, v_proj and o_proj to heads and back.
 
     q_norm, k_norm  of queries and keys before the rotation: a head's if `head_size` long, else of all heads at once
+    has_sinks       the parameter `sinks` has a score a head that takes part in the softmax, without a value
     """
 
     path: str
@@ -55,6 +56,7 @@ class GroupedAttentionSpec:
     layer_idx: int
     q_norm: NormSpec | None
     k_norm: NormSpec | None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,14 @@ AttentionSpec = GroupedAttentionSpec | LatentAttentionSpec
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """A choice of top_k of num_experts by the scores of weight · x.
+    """A choice of top_k of num_experts by the scores of weight · x, + bias where there is one.
 
     is_corrected   e_score_correction_bias is added for the choice, not to the weights
     groups         of experts, of which the `top_groups` with the greatest sums of two take part; 1: no groups
     is_normed      the chosen weights are divided by their sum
     factor         that they are multiplied with at last
     rounds         they are in the dtype of the logits of a model in 16 bits; else in fp32
+    has_bias       a bias is added to weight · x
     """
 
     path: str
@@ -98,6 +101,7 @@ class RouterSpec:
     is_normed: bool
     factor: float
     rounds: bool
+    has_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,8 +206,11 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         return Support.no(
             f"{type(module).__name__} holds {', '.join(sorted(children))}; known is {', '.join(_HEADS)}"
         )
-    if getattr(module, "sinks", None) is not None or getattr(module, "attn_logit_softcapping", None):
-        return Support.no("its attention has sinks or a cap")
+    if getattr(module, "attn_logit_softcapping", None):
+        return Support.no("its attention has a cap")
+    parameters = {name for name, _ in module.named_parameters(recurse=False)}
+    if parameters - {"sinks"}:
+        return Support.no(f"{type(module).__name__} itself holds {', '.join(sorted(parameters))}")
     size, scaling, index = (getattr(module, name, None) for name in ("head_dim", "scaling", "layer_idx"))
     if not isinstance(size, int) or not isinstance(scaling, float) or not isinstance(index, int):
         return Support.no(f"{type(module).__name__} has no head_dim, scaling and layer_idx")
@@ -213,7 +220,7 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         if isinstance(found, Support):
             return found
         norms.append(found)
-    return GroupedAttentionSpec("", size, scaling, index, norms[0], norms[1])
+    return GroupedAttentionSpec("", size, scaling, index, norms[0], norms[1], "sinks" in parameters)
 
 
 def _of_latent(module: AbsorbedMla) -> LatentAttentionSpec | Support:
@@ -244,21 +251,22 @@ def of_dense(module: nn.Module) -> DenseSpec | Support:
 def of_moe(block: nn.Module) -> MoeSpec | Support:
     """The spec of a Mixture-of-Experts block, or why it has none."""
     names = {name for name, _ in block.named_children()}
+    gate = "router" if "gate" not in names else "gate"
     shared = sorted(names & {"shared_experts", "shared_expert"})
     gated = names & {"shared_expert_gate"}
-    if names - {*shared} - gated != {"gate", "experts"} or len(shared) > 1 or len(gated) > len(shared):
+    if names - {*shared} - gated != {gate, "experts"} or len(shared) > 1 or len(gated) > len(shared):
         return Support.no(f"its {type(block).__name__} holds {', '.join(sorted(names))}")
     if isinstance(block, Operator):
         return Support.no(f"{block.name} routes by itself")
     dense = of_dense(block.get_submodule(shared[0])) if shared else None
     if isinstance(dense, Support):
         return dense
-    found = _routing(block, _plain_router(block.get_submodule("gate")), (*shared, *gated))
+    found = _routing(block, gate, _plain_router(block.get_submodule(gate)), (*shared, *gated))
     if isinstance(found, Support):
         return found
     return MoeSpec(
         path="",
-        router=RouterSpec("gate", **found),
+        router=RouterSpec(gate, **found),
         experts="experts",
         shared=None if dense is None else replace(dense, path=shared[0]),
         shared_gate="shared_expert_gate" if gated else None,
@@ -269,11 +277,13 @@ def of_moe(block: nn.Module) -> MoeSpec | Support:
 _routings: Memory[dict[str, Any] | Support] = Memory(most=64)
 
 
-def _routing(block: nn.Module, router: nn.Module, shared: tuple[str, ...]) -> dict[str, Any] | Support:
+def _routing(
+    block: nn.Module, name: str, router: nn.Module, shared: tuple[str, ...]
+) -> dict[str, Any] | Support:
     alone = twin.of(block)
     vars(alone)["_modules"] = {}
-    key = (key_of(alone), key_of(router), shared)
-    return _routings.once(key, lambda: layer_probes.routing(block, router, *shared))
+    key = (key_of(alone), name, key_of(router), shared)
+    return _routings.once(key, lambda: layer_probes.routing(block, name, router, *shared))
 
 
 def _plain_router(gate: nn.Module) -> nn.Module:
@@ -282,11 +292,14 @@ def _plain_router(gate: nn.Module) -> nn.Module:
         return gate
     kind = next(base for base in type(gate).__mro__ if not issubclass(base, Operator))
     plain: Any = object.__new__(kind)
+    shapes = gate.parameter_shapes()
     vars(plain).update(
-        {name: value for name, value in vars(gate).items() if name not in ("linear", "packed")}
+        {name: value for name, value in vars(gate).items() if name not in ("linear", "packed", *shapes)}
     )
-    weight = nn.Parameter(torch.empty(gate.weight.shape, dtype=gate.weight.dtype, device="meta"), False)
-    vars(plain)["_parameters"] = {"weight": weight}
+    vars(plain)["_parameters"] = {
+        name: nn.Parameter(torch.empty(shape, dtype=gate.weight.dtype, device="meta"), False)
+        for name, shape in shapes.items()
+    }
     router: nn.Module = plain
     return router
 

@@ -123,10 +123,14 @@ def run(
 
 
 def logits_of(model: Callable[..., Any], ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
-    """One step of a model as transformers calls it: ids and positions [b, 1], mask [b, 1, 1, n] bool → [b, v]."""
+    """One step of a model as transformers calls it: ids and positions [b, 1], mask [b, 1, 1, n] bool → [b, v].
+
+    On the CPU the model makes its masks itself, of which layers may have several kinds. A captured step gets the one
+    of layers that attend to all tokens.
+    """
     outputs = model(
         input_ids=ids,
-        attention_mask=mask,
+        attention_mask=mask[:, 0, 0] if mask.device.type == "cpu" else mask,
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,

@@ -207,6 +207,11 @@ class StockReplay:
         if not self._support:
             return None
         cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
+        if isinstance(mask, dict):  # of each kind of layer
+            if "full_attention" not in mask:
+                self._support = Support.no("no layer has a mask of all tokens")
+                return None
+            mask = mask["full_attention"]
         length = int(cache.get_seq_length())
         self._support = mask_support(mask, length)
         if not self._support:
@@ -216,7 +221,8 @@ class StockReplay:
         runner, self._support = decoding.runner(cache, logits, tokens)
         if runner is None:
             return None
-        mask = mask[:, 0, 0] if mask is not None and mask.dim() == 4 else mask
+        if mask is not None and mask.dim() == 4:
+            mask = mask[:, 0, 0] if mask.dtype == torch.bool else mask[:, 0, 0] == 0  # else: added to scores
         self._support = begin(decoding, runner, logits, cache, mask, inputs.get("position_ids"))
         if not self._support:
             return None

@@ -212,6 +212,13 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         # Caches: copied from, and what ours derive from.
         *_each(f"{_CACHE}:Cache.__init__", "layers offloading", SET, "what a cache is made of"),
         *_each(f"{_CACHE}:CacheLayerMixin.__init__", "keys values is_initialized", SET, "[b, h, n, d] each"),
+        *_each(_CACHE, "DynamicSlidingWindowLayer", THERE, "copied from on the CPU"),
+        *_each(
+            f"{_CACHE}:DynamicSlidingWindowLayer.__init__",
+            "sliding_window cumulative_length record_past",
+            SET,
+            "which tokens it holds",
+        ),
         Private(_LAYER, "update", "(self, key_states, value_states, *args, **kwargs)", "overridden"),
         Private(_LAYER, "lazy_initialization", "(self, key_states, value_states)", "overridden"),
         Private(_LAYER, "get_mask_sizes", "(self, query_length)", "overridden"),

@@ -28,10 +28,12 @@ void each(runtime::ThreadPool& workers, bool serial, int tasks, Task&& task) {
 struct Over {
   int batch = 1, groups = 1, heads = 1, places = 0;
   int d = 0, dv = 0;
+  const float* sinks = nullptr;  // [groups, heads]
 };
 
 template <class Of>
 void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* out, Of&& of) {
+  const int heads_of_row = over.groups * over.heads;
   const runtime::Session session;
   runtime::ThreadPool& workers = *session;
   const auto all = static_cast<size_t>(over.batch * over.groups * over.heads);
@@ -64,7 +66,8 @@ void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* 
   });
   const bool few = serial || all * static_cast<size_t>(splits) * part < kSerialProducts;
   each(workers, few, static_cast<int>(all), [&](int head, int) {
-    ops.merge(parts + static_cast<size_t>(head) * part, splits, all * part, over.dv, dtype,
+    ops.merge(parts + static_cast<size_t>(head) * part, splits, all * part, over.dv,
+              over.sinks == nullptr ? nullptr : over.sinks + head % heads_of_row, dtype,
               out + static_cast<size_t>(head) * static_cast<size_t>(over.dv));
   });
 }
@@ -88,14 +91,36 @@ void expect(const gemm::Linear* linear, int out, const char* name) {
     throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(out) + " outputs");
 }
 
+// Where keys and values of a step lie in a cache, and how many are attended to, from the first on.
+struct Places {
+  int capacity, own, count;
+};
+
 // Places are written by it.
-void expect(const LayerCache& cache, int heads, int key_size, int value_size) {
-  if (cache.heads == heads && cache.key_size == key_size && cache.value_size == value_size) return;
-  auto shown = [](int count, int keys, int values) {
-    return std::to_string(count) + " heads of " + std::to_string(keys) + " and " + std::to_string(values) + " values";
+Places places_of(const LayerCache& cache, const Step& step, int heads, int key_size, int value_size, int window) {
+  auto refuse = [](const std::string& what) { throw std::invalid_argument("cache: " + what); };
+  auto is = [&](const Cached& one, int width) {
+    return one.dtype == step.dtype && one.shape.size() == 4 && one.shape[0] == step.batch && one.shape[1] == heads &&
+           one.shape[2] == cache.first.shape[2] && one.shape[3] == width;
   };
-  throw std::invalid_argument("cache: found " + shown(cache.heads, cache.key_size, cache.value_size) + "; expected " +
-                              shown(heads, key_size, value_size));
+  if (!is(cache.first, key_size) || !is(cache.second, value_size))
+    refuse("expected " + std::to_string(step.batch) + " rows of " + std::to_string(heads) + " heads of " +
+           std::to_string(key_size) + " and " + std::to_string(value_size) + " values of the model's dtype");
+  const int capacity = cache.first.shape[2];
+  if (window > 0 && capacity > window)
+    refuse("found " + std::to_string(capacity) + " places for a window of " + std::to_string(window));
+  if (step.position >= capacity && capacity != window)
+    refuse("there is no place " + std::to_string(step.position) + " among " + std::to_string(capacity));
+  if (window == 0) return {capacity, step.position, step.position + 1};
+  return {capacity, step.position % window, std::min(step.position + 1, window)};
+}
+
+// The mask [window] of a row in the order of a ring that is full.
+void mask_of_ring(const uint8_t* mask, int position, int window, uint8_t* out) {
+  const int later = position % window + 1;  // places from the first on hold the latest positions
+  const uint8_t* latest = mask + position + 1 - later;
+  std::copy(latest, latest + later, out);
+  std::copy(latest - (window - later), latest, out + later);
 }
 
 }  // namespace
@@ -103,7 +128,7 @@ void expect(const LayerCache& cache, int heads, int key_size, int value_size) {
 GroupedAttention::GroupedAttention(GroupedAttentionConfig config) : config_(config) {
   if (config_.groups < 1 || config_.size < 1 || config_.heads < 1 || config_.heads % config_.groups != 0)
     throw std::invalid_argument("attention: heads must be a multiple of groups");
-  expect(config_.q, config_.heads * config_.size, "q_proj");
+  expect(config_.q, config_.heads * config_.size * (config_.gated ? 2 : 1), "q_proj");
   expect(config_.k, config_.groups * config_.size, "k_proj");
   expect(config_.v, config_.groups * config_.size, "v_proj");
   for (const Norm& norm : {config_.q_norm, config_.k_norm})
@@ -119,16 +144,21 @@ bool GroupedAttention::fits(int hidden) const {
 }
 
 void GroupedAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
-  expect(cache, config_.groups, config_.size, config_.size);
-  const gemm::StepOps& ops = gemm::step_ops();
   const int heads = config_.heads, groups = config_.groups, size = config_.size, batch = step.batch;
+  const Places places = places_of(cache, step, groups, size, size, config_.window);
+  const gemm::StepOps& ops = gemm::step_ops();
   if (step.rotary > size) throw std::invalid_argument("attention: more values are turned than a head has");
+  const bool wraps = step.mask != nullptr && step.position >= places.count;
+  const size_t wide = product(size, config_.gated ? 2 : 1);  // what q_proj gives a head
   runtime::Arrays arrays;
-  const size_t q_at = arrays.take(product(batch, heads, size)), k_at = arrays.take(product(batch, groups, size)),
-               v_at = arrays.take(product(batch, groups, size)), head_at = arrays.take(product(2, size)),
-               sum_at = arrays.take(product(batch, heads, size));
+  const size_t q_at = arrays.take(static_cast<size_t>(batch * heads) * wide),
+               k_at = arrays.take(product(batch, groups, size)), v_at = arrays.take(product(batch, groups, size)),
+               head_at = arrays.take(product(2, size)), sum_at = arrays.take(product(batch, heads, size)),
+               gate_at = arrays.take(config_.gated ? product(batch, heads, size) : 0),
+               mask_at = arrays.take(wraps ? product(batch, places.count) / sizeof(float) + 1 : 0);
   const runtime::Scratch memory(arrays.count());
   float *q = memory + q_at, *k = memory + k_at, *v = memory + v_at, *head = memory + head_at, *sum = memory + sum_at;
+  float* gate = memory + gate_at;
 
   const gemm::Linear::Product products[] = {{config_.q, q}, {config_.k, k}, {config_.v, v}};
   gemm::Linear::forward(products, x, DType::f32, batch);
@@ -136,37 +166,50 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     ops.round(values, size, step.dtype);
     const float* from = values;
     if (norm.weight != nullptr) {
-      ops.rms_norm(values, norm.weight, size, norm.epsilon, step.dtype, head);
+      ops.rms_norm(values, norm, step.dtype, head);
       from = head;
     }
     turn(ops, from, size, step, row, false, head + size);
   };
   for (int row = 0; row < batch; ++row) {
     for (int h = 0; h < heads; ++h) {
-      float* one = q + product(row * heads + h, size);
+      float* one = q + static_cast<size_t>(row * heads + h) * wide;
       norm_and_turn(one, config_.q_norm, row);
-      for (int i = 0; i < size; ++i) one[i] = head[size + i] * config_.scale;
+      // Queries come to lie side by side, over heads that are done with.
+      if (config_.gated) std::copy(one + size, one + 2 * size, gate + product(row * heads + h, size));
+      float* query = q + product(row * heads + h, size);
+      for (int i = 0; i < size; ++i) query[i] = head[size + i] * config_.scale;
     }
     for (int g = 0; g < groups; ++g) {
       float* one = k + product(row * groups + g, size);
       norm_and_turn(one, config_.k_norm, row);
-      const size_t place = product(row * groups + g, step.capacity, size) + product(step.position, size);
-      ops.store(head + size, size, step.dtype, at(cache.keys, place, step));
-      ops.store(v + product(row * groups + g, size), size, step.dtype, at(cache.values, place, step));
+      const size_t place = product(row * groups + g, places.capacity, size) + product(places.own, size);
+      ops.store(head + size, size, step.dtype, at(cache.first.data, place, step));
+      ops.store(v + product(row * groups + g, size), size, step.dtype, at(cache.second.data, place, step));
     }
   }
+  auto* masks = reinterpret_cast<uint8_t*>(memory + mask_at);
+  for (int row = 0; wraps && row < batch; ++row)
+    mask_of_ring(step.mask + static_cast<size_t>(row) * step.mask_stride, step.position, places.count,
+                 masks + product(row, places.count));
   const int shared = heads / groups;
-  attend_all(ops, {batch, groups, shared, step.position + 1, size, size}, step.dtype, sum, [&](int row, int group) {
-    const size_t begin = product(row * groups + group, step.capacity, size);
+  const Over over{batch, groups, shared, places.count, size, size, config_.sinks};
+  attend_all(ops, over, step.dtype, sum, [&](int row, int group) {
+    const size_t begin = product(row * groups + group, places.capacity, size);
     gemm::Attend task;
     task.q = q + product((row * groups + group) * shared, size);
-    task.k1 = at(cache.keys, begin, step);
-    task.v = at(cache.values, begin, step);
+    task.k1 = at(cache.first.data, begin, step);
+    task.v = at(cache.second.data, begin, step);
     task.d1 = task.dv = size;
     task.dtype = step.dtype;
-    task.mask = step.mask == nullptr ? nullptr : step.mask + static_cast<size_t>(row) * step.mask_stride;
+    if (wraps) task.mask = masks + product(row, places.count);
+    else if (step.mask != nullptr) task.mask = step.mask + static_cast<size_t>(row) * step.mask_stride;
     return task;
   });
+  if (config_.gated) {
+    ops.round(gate, batch * heads * size, step.dtype);
+    ops.gate_by_sigmoid(sum, gate, batch * heads * size, step.dtype);
+  }
   config_.o->forward(sum, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
 }
@@ -193,7 +236,7 @@ bool LatentAttention::fits(int hidden) const {
 }
 
 void LatentAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
-  expect(cache, 1, config_.rank, config_.rope);
+  const Places places = places_of(cache, step, 1, config_.rank, config_.rope, 0);
   const gemm::StepOps& ops = gemm::step_ops();
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, rope = config_.rope, batch = step.batch;
   const int value = config_.value, wide = rank + rope;
@@ -219,8 +262,7 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
     gemm::Linear::forward(products, x, DType::f32, batch);
     ops.round(before, batch * low, step.dtype);
     for (int row = 0; row < batch; ++row)
-      ops.rms_norm(before + product(row, low), config_.q_norm.weight, low, config_.q_norm.epsilon, step.dtype,
-                   after + product(row, low));
+      ops.rms_norm(before + product(row, low), config_.q_norm, step.dtype, after + product(row, low));
     config_.q_b->forward(after, DType::f32, batch, q);
   }
   ops.round(q, batch * heads * (nope + rope), step.dtype);
@@ -232,11 +274,11 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   };
   for (int row = 0; row < batch; ++row) {
     float* one = kv + product(row, wide);
-    ops.rms_norm(one, config_.kv_norm.weight, rank, config_.kv_norm.epsilon, step.dtype, latent);
+    ops.rms_norm(one, config_.kv_norm, step.dtype, latent);
     turned(one + rank, row, latent + rank);
-    const size_t place = product(row, step.capacity) + static_cast<size_t>(step.position);
-    ops.store(latent, rank, step.dtype, at(cache.keys, place * static_cast<size_t>(rank), step));
-    ops.store(latent + rank, rope, step.dtype, at(cache.values, place * static_cast<size_t>(rope), step));
+    const size_t place = product(row, places.capacity) + static_cast<size_t>(places.own);
+    ops.store(latent, rank, step.dtype, at(cache.first.data, place * static_cast<size_t>(rank), step));
+    ops.store(latent + rank, rope, step.dtype, at(cache.second.data, place * static_cast<size_t>(rope), step));
   }
   {
     const runtime::Session session;
@@ -252,11 +294,11 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
       }
     });
   }
-  attend_all(ops, {batch, 1, heads, step.position + 1, wide, rank}, step.dtype, sum, [&](int row, int) {
+  attend_all(ops, {batch, 1, heads, places.count, wide, rank, nullptr}, step.dtype, sum, [&](int row, int) {
     gemm::Attend task;
     task.q = query + product(row * heads, wide);
-    task.k1 = task.v = at(cache.keys, product(row, step.capacity, rank), step);
-    task.k2 = at(cache.values, product(row, step.capacity, rope), step);
+    task.k1 = task.v = at(cache.first.data, product(row, places.capacity, rank), step);
+    task.k2 = at(cache.second.data, product(row, places.capacity, rope), step);
     task.d1 = task.dv = rank;
     task.d2 = rope;
     task.dtype = step.dtype;

@@ -3,37 +3,37 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "gemm/linear.hpp"
 #include "gemm/step_ops.hpp"
 
 namespace ktinject::attention {
 
-// Weight of the model's dtype, null where there is no norm.
-struct Norm {
-  const void* weight = nullptr;
-  int size = 0;
-  float epsilon = 0;
+using gemm::Norm;
+
+// A tensor of a layer's cache, contiguous. The first of its sizes is the batch.
+struct Cached {
+  void* data = nullptr;
+  DType dtype = DType::bf16;
+  std::vector<int> shape;
 };
 
-// Keys and values of one layer, [batch, heads, capacity, width] of the model's dtype, contiguous.
+// What a layer keeps of the tokens before: keys and values [batch, heads, capacity, width] of the model's dtype.
 struct LayerCache {
-  void* keys = nullptr;
-  void* values = nullptr;
-  int heads = 0, key_size = 0, value_size = 0;
+  Cached first, second;
 };
 
 // What is the same for all layers of a step.
 struct Step {
   DType dtype = DType::bf16;
   int batch = 1;
-  int position = 0;           // in the cache, of the tokens of this step
-  int capacity = 0;           // of the cache
+  int position = 0;           // of the tokens of this step: so many came before
   const void* cos = nullptr;  // [batch or 1, rotary] of dtype
   const void* sin = nullptr;
   int rotary = 0;
   bool shared_rotation = false;   // one row for all
-  const uint8_t* mask = nullptr;  // [batch, mask_stride], places up to `position`
+  const uint8_t* mask = nullptr;  // [batch, mask_stride], positions up to `position`
   size_t mask_stride = 0;
 
   size_t width() const { return dtype_bytes(dtype); }
@@ -54,11 +54,17 @@ class DecoderAttention {
 
 // Heads in groups that share keys and values; queries and keys may be normed a head, then the first `rotary` values of
 // each are turned by halves.
+//
+// Of a layer with a window, the cache is a ring: position p lies at place p % window. Attention does not depend on the
+// order of keys, and what the ring holds is what the window shows.
 struct GroupedAttentionConfig {
   const gemm::Linear *q = nullptr, *k = nullptr, *v = nullptr, *o = nullptr;
   Norm q_norm, k_norm;
   int heads = 0, groups = 0, size = 0;
   float scale = 1;
+  int window = 0;                // positions that are attended to, with the token's own; 0: all
+  const float* sinks = nullptr;  // [heads]: scores that take part in the softmax and have no value (gpt-oss)
+  bool gated = false;            // q gives [heads, 2, size]: queries, and what the output is gated with (Qwen3-Next)
 };
 
 class GroupedAttention final : public DecoderAttention {

@@ -19,7 +19,7 @@ namespace {
 
 using Vector = Array<nb::ro, nb::ndim<1>, nb::c_contig>;
 using FloatVector = Array<const float, nb::ndim<1>, nb::c_contig>;
-using Cached = Array<nb::ndim<4>, nb::c_contig>;
+using Kept = Array<nb::c_contig>;
 using Mask = Array<const bool, nb::ndim<2>>;
 
 // A norm and the tensor that it points to.
@@ -30,38 +30,31 @@ struct HeldNorm {
 
 attention::Norm norm_of(const HeldNorm* held) { return held == nullptr ? attention::Norm() : held->norm; }
 
-// Keys and values of all layers.
+// What all layers keep of the tokens before.
 struct HeldCache {
-  std::vector<Cached> held;
+  std::vector<Kept> held;
   std::vector<attention::LayerCache> layers;
-  DType dtype;
-  int batch, capacity;
 };
 
-HeldCache make_cache(std::vector<Cached> keys, std::vector<Cached> values) {
-  if (keys.empty() || keys.size() != values.size())
-    throw std::invalid_argument("cache: found " + std::to_string(keys.size()) + " keys and " +
-                                std::to_string(values.size()) + " values; expected one of each a layer");
+attention::Cached cached_of(const Kept& array) {
+  attention::Cached found{array.data(), dtype_of(array.dtype(), "cache"), {}};
+  for (size_t i = 0; i < array.ndim(); ++i) found.shape.push_back(size_of(array.shape(i), "cache"));
+  return found;
+}
+
+HeldCache make_cache(std::vector<Kept> first, std::vector<Kept> second) {
+  if (first.empty() || first.size() != second.size())
+    throw std::invalid_argument("cache: found " + std::to_string(first.size()) + " and " +
+                                std::to_string(second.size()) + " tensors; expected two of each layer");
   HeldCache cache;
-  cache.dtype = dtype_of(keys[0].dtype(), "cache");
-  cache.batch = size_of(keys[0].shape(0), "cache");
-  cache.capacity = size_of(keys[0].shape(2), "cache");
-  for (size_t i = 0; i < keys.size(); ++i) {
-    for (const Cached* one : {&keys[i], &values[i]})
-      if (one->dtype() != keys[0].dtype() || one->shape(0) != keys[0].shape(0) || one->shape(2) != keys[0].shape(2))
-        throw std::invalid_argument("cache: all layers must have one dtype, batch size and capacity");
-    if (keys[i].shape(1) != values[i].shape(1))
-      throw std::invalid_argument("cache: keys and values must have one number of heads");
-    cache.layers.push_back({keys[i].data(), values[i].data(), size_of(keys[i].shape(1), "cache"),
-                            size_of(keys[i].shape(3), "cache"), size_of(values[i].shape(3), "cache")});
-  }
-  cache.held = std::move(keys);
-  cache.held.insert(cache.held.end(), values.begin(), values.end());
+  for (size_t i = 0; i < first.size(); ++i) cache.layers.push_back({cached_of(first[i]), cached_of(second[i])});
+  cache.held = std::move(first);
+  cache.held.insert(cache.held.end(), second.begin(), second.end());
   return cache;
 }
 
 void forward(const decode::Decoder& self, const Input& x, const std::optional<Input>& cos,
-             const std::optional<Input>& sin, const std::optional<Mask>& mask, int place, const HeldCache& cache,
+             const std::optional<Input>& sin, const std::optional<Mask>& mask, int position, const HeldCache& cache,
              int first, int last, const HeldNorm* final_norm, const Output& out) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("decoder: " + what); };
   const DType dtype = dtype_of(x.dtype(), "hidden states");
@@ -69,15 +62,12 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
   attention::Step step;
   step.dtype = dtype;
   step.batch = size_of(batch, "batch");
-  step.position = place;
-  step.capacity = cache.capacity;
+  step.position = position;
   if (dtype != self.dtype() || x.shape(1) != static_cast<size_t>(self.hidden()) || batch == 0)
     refuse("hidden states must be [batch, " + std::to_string(self.hidden()) + "] of the model's dtype");
   if (out.shape(0) != batch || out.shape(1) != x.shape(1) || out.dtype() != x.dtype())
     refuse("output: shape and dtype must be those of the hidden states");
-  if (cache.dtype != dtype || cache.batch != step.batch) refuse("the cache has another dtype or batch size");
-  if (place < 0 || place >= cache.capacity)
-    refuse("place " + std::to_string(place) + " of a cache of " + std::to_string(cache.capacity));
+  if (position < 0) refuse("position " + std::to_string(position));
   if (final_norm != nullptr && (final_norm->weight.dtype() != x.dtype() || final_norm->norm.size != self.hidden()))
     refuse("the final norm must be one of " + std::to_string(self.hidden()) + " values of the model's dtype");
   if (cos.has_value() != sin.has_value()) refuse("cos and sin belong together");
@@ -92,8 +82,8 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
     step.shared_rotation = cos->shape(0) == 1;
   }
   if (mask) {
-    if (mask->shape(0) != batch || mask->shape(1) <= static_cast<size_t>(place) || mask->stride(1) != 1)
-      refuse("the mask must be [batch, at least " + std::to_string(place + 1) + "], rows contiguous");
+    if (mask->shape(0) != batch || mask->shape(1) <= static_cast<size_t>(position) || mask->stride(1) != 1)
+      refuse("the mask must be [batch, at least " + std::to_string(position + 1) + "], rows contiguous");
     step.mask = reinterpret_cast<const uint8_t*>(mask->data());
     step.mask_stride = static_cast<size_t>(mask->stride(0));
   }
@@ -140,7 +130,8 @@ void normalise(const Input& x, const Vector& weight, float epsilon, const Output
   if (weight.dtype() != x.dtype() || out.dtype() != x.dtype() || weight.shape(0) != x.shape(1) || x.shape(1) == 0 ||
       x.shape(1) > (1u << 24) || out.shape(0) != x.shape(0) || out.shape(1) != x.shape(1))
     throw std::invalid_argument("norm: expected x and out [rows, n] and weight [n] of one dtype, n at least 1");
-  decode::norm_rows(x.data(), dtype, x.shape(0), static_cast<int>(x.shape(1)), weight.data(), epsilon, out.data());
+  const gemm::Norm norm{weight.data(), static_cast<int>(x.shape(1)), epsilon};
+  decode::norm_rows(x.data(), dtype, x.shape(0), norm, out.data());
 }
 
 void def_state(nb::module_& m) {
@@ -155,18 +146,25 @@ void def_state(nb::module_& m) {
   nb::class_<HeldNorm>(m, "Norm", "An RMS norm: weight [n] of the model's dtype.")
       .def(
           "__init__",
-          [](HeldNorm* self, Vector weight, float epsilon) {
-            const attention::Norm norm{weight.data(), size_of(weight.shape(0), "norm"), epsilon};
+          [](HeldNorm* self, Vector weight, float epsilon, bool unit_offset, bool rounds_first) {
+            if (unit_offset && rounds_first)
+              throw std::invalid_argument("norm: a weight less 1 is not multiplied with rounded values");
+            const attention::Norm norm{weight.data(), size_of(weight.shape(0), "norm"), epsilon, unit_offset,
+                                       rounds_first};
             new (self) HeldNorm{std::move(weight), norm};
           },
-          nb::arg("weight"), nb::arg("epsilon"));
-  nb::class_<HeldCache>(m, "DecoderCache", "Keys and values of all layers, each [batch, heads, capacity, width].")
+          nb::arg("weight"), nb::arg("epsilon"), nb::kw_only(), nb::arg("unit_offset") = false,
+          nb::arg("rounds_first") = true);
+  nb::class_<HeldCache>(
+      m, "DecoderCache",
+      "What all layers keep of the tokens before, two tensors a layer: keys and values [batch, heads, "
+      "capacity, width].")
       .def(
           "__init__",
-          [](HeldCache* self, std::vector<Cached> keys, std::vector<Cached> values) {
-            new (self) HeldCache(make_cache(std::move(keys), std::move(values)));
+          [](HeldCache* self, std::vector<Kept> first, std::vector<Kept> second) {
+            new (self) HeldCache(make_cache(std::move(first), std::move(second)));
           },
-          nb::arg("keys"), nb::arg("values"));
+          nb::arg("first"), nb::arg("second"));
 }
 
 void def_attention(nb::module_& m) {
@@ -177,14 +175,17 @@ void def_attention(nb::module_& m) {
           "__init__",
           [](attention::GroupedAttention* self, const gemm::Linear& q, const gemm::Linear& k, const gemm::Linear& v,
              const gemm::Linear& o, const HeldNorm* q_norm, const HeldNorm* k_norm, int heads, int groups, int size,
-             float scale) {
-            new (self) attention::GroupedAttention(
-                {&q, &k, &v, &o, norm_of(q_norm), norm_of(k_norm), heads, groups, size, scale});
+             float scale, int window, std::optional<FloatVector> sinks, bool gated) {
+            if (sinks && sinks->shape(0) != static_cast<size_t>(heads))
+              throw std::invalid_argument("attention: one sink a head is needed");
+            new (self) attention::GroupedAttention({&q, &k, &v, &o, norm_of(q_norm), norm_of(k_norm), heads, groups,
+                                                    size, scale, window, sinks ? sinks->data() : nullptr, gated});
           },
           nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("o"), nb::arg("q_norm").none(),
           nb::arg("k_norm").none(), nb::arg("heads"), nb::arg("groups"), nb::arg("size"), nb::arg("scale"),
-          nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
-          nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>());
+          nb::arg("window"), nb::arg("sinks").none(), nb::arg("gated"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+          nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
+          nb::keep_alive<1, 13>());
   nb::class_<attention::LatentAttention, attention::DecoderAttention>(m, "LatentAttention",
                                                                       "Latent attention, absorbed.")
       .def(
@@ -278,12 +279,12 @@ void def_decoder(nb::module_& m) {
           nb::arg("before_attention"), nb::arg("attention"), nb::arg("before_feed_forward"), nb::arg("feed_forward"),
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
           nb::call_guard<WithoutGil>(), "Add a layer.")
-      .def(
-          "forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
-          nb::arg("mask").none(), nb::arg("place"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
-          nb::arg("final_norm").none(), nb::arg("out"), nb::call_guard<WithoutGil>(),
-          "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. Keys and "
-          "values are written to `place` of the cache; places up to it are attended to where mask [batch, n] is true.");
+      .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
+           nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
+           nb::arg("final_norm").none(), nb::arg("out"), nb::call_guard<WithoutGil>(),
+           "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. The "
+           "cache takes up these tokens, before which `position` came; they attend to those where mask [batch, n] is "
+           "true.");
 }
 
 }  // namespace

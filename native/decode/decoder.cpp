@@ -50,7 +50,7 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
   gemm::vector_ops().widen(x, step.dtype, 1, count, stream);
   auto norm_all = [&](const attention::Norm& norm) {
     for (int row = 0; row < step.batch; ++row)
-      ops.rms_norm(stream + row * hidden_, norm.weight, hidden_, norm.epsilon, step.dtype, normed + row * hidden_);
+      ops.rms_norm(stream + row * hidden_, norm, step.dtype, normed + row * hidden_);
   };
   for (int i = first; i < last; ++i) {
     const Layer& layer = (*layers)[static_cast<size_t>(i)];

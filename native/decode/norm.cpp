@@ -14,7 +14,8 @@ constexpr size_t kSlot = 1;
 
 }  // namespace
 
-void norm_rows(const void* x, DType dtype, size_t rows, int n, const void* weight, float epsilon, void* out) {
+void norm_rows(const void* x, DType dtype, size_t rows, const gemm::Norm& norm, void* out) {
+  const int n = norm.size;
   const gemm::StepOps& ops = gemm::step_ops();
   const auto widen = gemm::vector_ops().widen;
   const runtime::Session session;
@@ -29,7 +30,7 @@ void norm_rows(const void* x, DType dtype, size_t rows, int n, const void* weigh
     for (size_t row = first; row < last; ++row) {
       const size_t at = row * size * dtype_bytes(dtype);
       widen(static_cast<const std::byte*>(x) + at, dtype, 1, n, wide);
-      ops.rms_norm(wide, weight, n, epsilon, dtype, normed);
+      ops.rms_norm(wide, norm, dtype, normed);
       ops.store(normed, n, dtype, static_cast<std::byte*>(out) + at);
     }
   };

@@ -3,11 +3,11 @@
 
 #include <cstddef>
 
-#include "runtime/dtype.hpp"
+#include "gemm/step_ops.hpp"
 
 namespace ktinject::decode {
 
-// out [rows, n] = norm of x [rows, n], both of dtype, as is weight [n]; see StepOps::rms_norm.
-void norm_rows(const void* x, DType dtype, size_t rows, int n, const void* weight, float epsilon, void* out);
+// out [rows, n] = norm of x [rows, n], both of dtype, as is its weight [n].
+void norm_rows(const void* x, DType dtype, size_t rows, const gemm::Norm& norm, void* out);
 
 }  // namespace ktinject::decode

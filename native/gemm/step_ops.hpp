@@ -28,6 +28,15 @@ struct Attend {
   float* out = nullptr;           // [heads, 2 + dv]: greatest score, sum of weights, weighted values
 };
 
+// An RMS norm. Its weight is of the model's dtype; null where there is no norm.
+struct Norm {
+  const void* weight = nullptr;
+  int size = 0;
+  float epsilon = 0;
+  bool unit_offset = false;  // the weight is stored without the 1 that it is around; then nothing is rounded before
+  bool rounds_first = true;  // the normed values are rounded before they are multiplied with the weight
+};
+
 // Places that are widened at once.
 inline constexpr int kAttendPlaces = 32;
 
@@ -40,16 +49,19 @@ struct StepOps {
   void (*add)(float* x, const float* y, int n, DType dtype);
   // out [n] of dtype = x [n].
   void (*store)(const float* x, int n, DType dtype, void* out);
-  // out [n] = weight [n] of dtype * round(x / sqrt(mean(x²) + epsilon)), rounded.
-  void (*rms_norm)(const float* x, const void* weight, int n, float epsilon, DType dtype, float* out);
+  // out = weight * x / sqrt(mean(x²) + epsilon), rounded; of as many values as the norm is of.
+  void (*rms_norm)(const float* x, const Norm& norm, DType dtype, float* out);
   // out [n] = x [n] with pairs of values turned; cos and sin [n] of dtype. The pairs are (i, i + n/2), or with
   // `neighbours` (2i, 2i + 1), and come out as (i, i + n/2).
   void (*rotate)(const float* x, const void* cos, const void* sin, int n, bool neighbours, DType dtype, float* out);
   void (*attend)(const Attend& task);
-  // out [n] = the splits of one head put together, rounded; parts [splits, stride], each as Attend::out has it.
-  void (*merge)(const float* parts, int splits, size_t stride, int n, DType dtype, float* out);
+  // out [n] = the splits of one head put together, rounded; parts [splits, stride], each as Attend::out has it. `sink`:
+  // the score of a place without a value, or null.
+  void (*merge)(const float* parts, int splits, size_t stride, int n, const float* sink, DType dtype, float* out);
   // gate [n] = silu(gate) * up, both factors and the product rounded.
   void (*gate_up)(float* gate, const float* up, int n, DType dtype);
+  // x [n] = x * sigmoid(gate), the factor and the product rounded.
+  void (*gate_by_sigmoid)(float* x, const float* gate, int n, DType dtype);
   // x [n] = exp(x - max(x)) / sum
   void (*softmax)(float* x, int n);
   void (*sigmoid)(float* x, int n);

@@ -80,11 +80,16 @@ static float dot(const float* a, const float* b, int n) {
   return sum;
 }
 
-static void rms_norm(const float* x, const void* weight, int n, float epsilon, DType dtype, float* out) {
-  const float inverse = 1.0f / __builtin_sqrtf(dot(x, x, n) / static_cast<float>(n) + epsilon);
+static void rms_norm(const float* x, const Norm& norm, DType dtype, float* out) {
+  const int n = norm.size;
+  const float inverse = 1.0f / __builtin_sqrtf(dot(x, x, n) / static_cast<float>(n) + norm.epsilon);
+  const float offset = norm.unit_offset ? 1.0f : 0.0f;
   of_dtype(dtype, [&](auto* kind, auto to) {
-    auto* w = static_cast<decltype(kind)>(weight);
-    for (int i = 0; i < n; ++i) out[i] = to.round(load_value(w + i) * to.round(x[i] * inverse));
+    auto* w = static_cast<decltype(kind)>(norm.weight);
+    if (norm.rounds_first)
+      for (int i = 0; i < n; ++i) out[i] = to.round(load_value(w + i) * to.round(x[i] * inverse));
+    else
+      for (int i = 0; i < n; ++i) out[i] = to.round((load_value(w + i) + offset) * (x[i] * inverse));
   });
 }
 
@@ -189,10 +194,14 @@ static void attend(const Attend& task) {
   }
 }
 
-static void merge(const float* parts, int splits, size_t stride, int n, DType dtype, float* out) {
+static void merge(const float* parts, int splits, size_t stride, int n, const float* sink, DType dtype, float* out) {
   float most = parts[0], sum = 0.0f;
   for (int s = 1; s < splits; ++s)
     most = parts[static_cast<size_t>(s) * stride] > most ? parts[static_cast<size_t>(s) * stride] : most;
+  if (sink != nullptr) {
+    most = *sink > most ? *sink : most;
+    sum = exp_of(*sink - most);
+  }
   for (int i = 0; i < n; ++i) out[i] = 0.0f;
   for (int s = 0; s < splits; ++s) {
     const float* part = parts + static_cast<size_t>(s) * stride;
@@ -209,6 +218,12 @@ static void merge(const float* parts, int splits, size_t stride, int n, DType dt
 static void gate_up(float* gate, const float* up, int n, DType dtype) {
   of_dtype(dtype, [&](auto*, auto to) {
     for (int i = 0; i < n; ++i) gate[i] = to.round(to.round(gate[i] * sigmoid(gate[i])) * up[i]);
+  });
+}
+
+static void gate_by_sigmoid(float* x, const float* gate, int n, DType dtype) {
+  of_dtype(dtype, [&](auto*, auto to) {
+    for (int i = 0; i < n; ++i) x[i] = to.round(x[i] * to.round(sigmoid(gate[i])));
   });
 }
 
@@ -323,6 +338,6 @@ static float race(const float* scores, const uint32_t* words, int n, float most,
   return best;
 }
 
-constexpr StepOps kStepOps = {round_all,   add,           store,           rms_norm,    rotate,     attend,
-                              merge,       gate_up,       softmax,         sigmoid_all, times_rows, rows_times,
-                              greatest_of, mersenne_next, mersenne_temper, race};
+constexpr StepOps kStepOps = {round_all,  add,         store,           rms_norm,        rotate,      attend,
+                              merge,      gate_up,     gate_by_sigmoid, softmax,         sigmoid_all, times_rows,
+                              rows_times, greatest_of, mersenne_next,   mersenne_temper, race};

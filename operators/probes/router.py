@@ -1,4 +1,4 @@
-"""What a router does with its weight, found out by running it: `F.linear(x, weight)` and nothing else.
+"""What a router does with its weight, found out by running it: `F.linear(x, weight)`, or with a bias, and no more.
 
 The choice of experts that follows may be anything: it stays the module's own code. So another matrix product can stand
 in for the weight. `probe` runs a copy with such a product beside the router itself.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,38 +26,62 @@ _ELSEWHERE = Refusal("its forward does something else with the weight than F.lin
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """The shape of the weight [experts, hidden]."""
+    """The shape of the weight [experts, hidden], and whether there is a bias [experts]."""
 
     num_experts: int
     hidden_size: int
+    has_bias: bool
 
 
-class ProductWeight:
-    """Stands for a router's weight in its forward: torch's `linear` with it is `product`. It cannot be written to.
+class _StandIn:
+    """Stands for a parameter of a router in its forward. It cannot be written to."""
 
-    product   [..., hidden] → [..., experts], in the input's dtype
-    """
+    __slots__ = ("device", "dtype", "shape")
 
-    __slots__ = ("device", "dtype", "product", "shape")
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device("cpu")
 
-    def __init__(
-        self, product: Callable[[Tensor], Tensor], shape: tuple[int, int], dtype: torch.dtype
-    ) -> None:
-        self.product, self.dtype = product, dtype
-        self.shape, self.device = torch.Size(shape), torch.device("cpu")
-
-    def to(self, *args: Any, **kwargs: Any) -> ProductWeight:
+    def to(self, *args: Any, **kwargs: Any) -> Self:
         return self  # to fp32, for a product in fp32: the result has the input's dtype in any case
 
     type = float = to
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
-        if func is functional.linear and len(args) == 2 and not kwargs and isinstance(args[1], cls):
-            return args[1].product(args[0])
+        if func is functional.linear and not kwargs and len(args) > 1 and isinstance(args[1], ProductWeight):
+            if args[1].takes(args[2] if len(args) == 3 else None):
+                return args[1].product(args[0])
         raise OperatorError(
-            f"cpu_router: the router's weight is used in {func.__name__}, which is not served."
+            f"cpu_router: the router's weight or bias is used in {func.__name__}, which is not served."
         )
+
+
+class ProductBias(_StandIn):
+    """Stands for a router's bias, which the product with the weight adds."""
+
+    __slots__ = ()
+
+
+class ProductWeight(_StandIn):
+    """Stands for a router's weight: torch's `linear` with it, and with the bias where there is one, is `product`.
+
+    product   [..., hidden] → [..., experts], in the input's dtype
+    """
+
+    __slots__ = ("bias", "product")
+
+    def __init__(
+        self,
+        product: Callable[[Tensor], Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        bias: ProductBias | None = None,
+    ) -> None:
+        super().__init__(shape, dtype)
+        self.product, self.bias = product, bias
+
+    def takes(self, bias: Any) -> bool:
+        return bias is self.bias
 
 
 def copy_into(router: Any, module: nn.Module) -> None:
@@ -72,11 +96,14 @@ def copy_into(router: Any, module: nn.Module) -> None:
 
 @answered_once
 def probe(module: nn.Module) -> RouterSpec | Refusal:
-    """Whether the router's one parameter, a `weight`, is used in `F.linear` alone."""
+    """Whether the router's parameters, a `weight` and maybe a `bias`, are used in one `F.linear` alone."""
     names = [name for name, _ in module.named_parameters()]
-    if names != ["weight"] or module.get_parameter("weight").dim() != 2 or list(module.children()):
+    is_known = "weight" in names and {*names} <= {"weight", "bias"} and not list(module.children())
+    if not is_known or [*_shapes(module).values()] != _expected(module):
         found = ", ".join(few(names)) or "none"
-        return Refusal(f"its parameters are {found}; a weight [experts, hidden] alone is needed")
+        return Refusal(
+            f"its parameters are {found}; a weight [experts, hidden] is needed, and at most a bias [experts]"
+        )
     try:
         with twin.on_cpu():
             return _compare(module)
@@ -91,17 +118,22 @@ def _compare(module: nn.Module) -> RouterSpec | Refusal:
         return torch.randn(shape, generator=random)
 
     n, k = module.get_parameter("weight").shape
-    weight = (gaussian(n, k) * k**-0.5).bfloat16()
-    own = twin.with_parameters(module, {"weight": weight})
+    weight, bias = (gaussian(n, k) * k**-0.5).bfloat16(), gaussian(n).bfloat16()
+    has_bias = "bias" in _shapes(module)
+    own = twin.with_parameters(module, {"weight": weight, "bias": bias} if has_bias else {"weight": weight})
     own._buffers = {name: gaussian(*b.shape).to(b.dtype) * 0.1 for name, b in module.named_buffers()}
 
     def product(x: Tensor) -> Tensor:
         # In another order, and exact, so that a use of the weight beside this one shows.
-        return (x.double().flip(-1) @ weight.double().flip(-1).T).to(x.dtype)
+        found = x.double().flip(-1) @ weight.double().flip(-1).T
+        return (found + bias.double() if has_bias else found).to(x.dtype)
 
     other: Any = object.__new__(type(module))
     copy_into(other, own)
-    other.__dict__["weight"] = ProductWeight(product, (n, k), weight.dtype)
+    stand_in = ProductBias((n,), weight.dtype) if has_bias else None
+    other.__dict__["weight"] = ProductWeight(product, (n, k), weight.dtype, stand_in)
+    if has_bias:
+        other.__dict__["bias"] = stand_in
     x = gaussian(7, k).bfloat16()
     want, found = _tensors(own(x)), _tensors(other(x))
     if [a.shape for a in want] != [b.shape for b in found]:
@@ -113,7 +145,18 @@ def _compare(module: nn.Module) -> RouterSpec | Refusal:
             same = _CHOICES.allows((a != b).float().mean().item())
         if not same:
             return _ELSEWHERE
-    return RouterSpec(n, k)
+    return RouterSpec(n, k, has_bias)
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def _expected(module: nn.Module) -> list[tuple[int, ...]]:
+    """Shapes of the parameters that are there, with as many experts as the weight has."""
+    weight = module.get_parameter("weight").shape
+    found = {"weight": (weight[0], weight[-1]), "bias": (weight[0],)}
+    return [found[name] for name in _shapes(module)]
 
 
 def _tensors(found: Any) -> list[Tensor]:

@@ -374,8 +374,9 @@ struct Step {
     attention::Step step;
     step.dtype = DType::f32;
     step.position = 3;
-    step.capacity = kPlaces;
-    decoder.forward(x.data(), step, {{keys.data(), values.data(), kHeads, kSize, kSize}}, 0, 1, {}, y.data());
+    const attention::Cached held{keys.data(), DType::f32, {1, kHeads, kPlaces, kSize}};
+    const attention::LayerCache cache{held, {values.data(), held.dtype, held.shape}};
+    decoder.forward(x.data(), step, {cache}, 0, 1, {}, y.data());
     int64_t token = -1;
     choose_greatest(y.data(), 1, kHidden, &token);
     y.push_back(static_cast<float>(token));

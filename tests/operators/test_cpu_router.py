@@ -18,8 +18,20 @@ from ktinject.operators.cpu_router import CpuRouter
 from tests.models import AVAILABLE, tiny
 from tests.reference import relative_error
 
-SERVED = ["deepseek_v2", "deepseek_v3", "glm4_moe", "kimi_k2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
-RULES = [{"name": "router", "match": {"path": r".*\.mlp\.gate"}, "replace": {"operator": "cpu_router"}}]
+SERVED = [
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "kimi_k2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+]
+RULES = [
+    {"name": "router", "match": {"path": r".*\.mlp\.(gate|router)"}, "replace": {"operator": "cpu_router"}}
+]
 CPU = CpuLinearConfig(device="cpu")
 
 
@@ -34,7 +46,7 @@ def test_the_same_choices(name: str) -> None:
     path = next(path for path, module in other.named_modules() if isinstance(module, CpuRouter))
     ours, theirs = other.get_submodule(path), model.get_submodule(path)
     assert isinstance(ours, type(theirs)) and [*ours.state_dict()] == [
-        buffer for buffer in theirs.state_dict() if buffer != "weight"
+        buffer for buffer in theirs.state_dict() if buffer not in ("weight", "bias")
     ]
     x = torch.randn(1, 64, 40, generator=torch.Generator().manual_seed(2)).bfloat16()
     with torch.no_grad():
@@ -87,8 +99,11 @@ def test_refused_forward(way: str) -> None:
 
 
 def test_refused_parameters() -> None:
-    reason = CpuRouter.supports(nn.Linear(3, 4).bfloat16(), CPU, detect())
-    assert reason == "its parameters are weight, bias; a weight [experts, hidden] alone is needed"
+    needed = "; a weight [experts, hidden] is needed, and at most a bias [experts]"
+    reason = CpuRouter.supports(nn.LayerNorm(3).bfloat16(), CPU, detect())
+    assert reason == f"its parameters are weight, bias{needed}"
+    reason = CpuRouter.supports(nn.Bilinear(3, 3, 4).bfloat16(), CPU, detect())
+    assert reason == f"its parameters are weight, bias{needed}"
     rules = [{**RULES[0], "match": {"path": r".*\.norm"}}]
     with pytest.raises(
         PlanError, match="cpu_router cannot replace a Qwen3MoeRMSNorm: its parameters are weight;"
@@ -97,7 +112,9 @@ def test_refused_parameters() -> None:
     router = CpuRouter.build(tiny("qwen3_moe").bfloat16().model.layers[0].mlp.gate, CPU)
     with pytest.raises(OperatorError, match="never loaded: weight"):
         router.finish()
-    with pytest.raises(OperatorError, match="the router's weight is used in matmul, which is not served"):
+    with pytest.raises(
+        OperatorError, match="the router's weight or bias is used in matmul, which is not served"
+    ):
         torch.matmul(torch.zeros(1, 40), router.weight)
 
 

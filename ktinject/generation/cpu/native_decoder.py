@@ -38,12 +38,13 @@ class _Call:
 
     def __init__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> None:
         self.ids, self.mask, self.positions, self.cache = ids, mask, positions, cache
-        self.cache_position = int(cache.layers[0].cache_position)
+        self.cache_position = int(cache.cache_position)
 
     def kept(self, index: int) -> list[Tensor]:
         """What a layer has left in the cache."""
         layer = self.cache.layers[index]
-        return [tensor[:, :, self.cache_position].clone() for tensor in (layer.keys, layer.values)]
+        place = self.cache_position % (getattr(layer, "sliding_window", None) or self.cache_position + 1)
+        return [tensor[:, :, place].clone() for tensor in (layer.keys, layer.values)]
 
 
 class NativeDecoder:
@@ -109,14 +110,14 @@ class NativeDecoder:
             self._caches[call.cache] = _native.DecoderCache(
                 [layer.keys for layer in layers], [layer.values for layer in layers]
             )
-        cos, sin = rotation
+        cos, sin = (self._layers.turned(part[:, 0]) for part in rotation)
         out = torch.empty_like(x)
         self._layers.decoder.forward(
             x=x,
-            cos=cos[:, 0].contiguous(),
-            sin=sin[:, 0].contiguous(),
+            cos=cos,
+            sin=sin,
             mask=call.mask[:, 0, 0],
-            place=call.cache_position,
+            position=call.cache_position,
             cache=self._caches[call.cache],
             first=first,
             last=last,

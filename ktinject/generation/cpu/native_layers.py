@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from ktinject import _native
 from ktinject.generation import layer_spec
+from ktinject.generation.cache import windows_of
+from ktinject.generation.cpu import masks
 from ktinject.generation.layer_spec import (
     DenseSpec,
     GroupedAttentionSpec,
@@ -31,6 +33,10 @@ from ktinject.support import Support
 LAST_PLACE = {torch.float32: 2**-20, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
+# How transformers computes attention, and so what masks it makes, in models that are served.
+_ATTENTION = ("sdpa", "eager")
+
+
 class UnknownLayer(Exception):
     """Something is not as it has to be; says why."""
 
@@ -43,8 +49,9 @@ class NativeLayers:
 
     def __init__(self, model: Any) -> None:
         implementation = model.config.get_text_config()._attn_implementation
-        if implementation != "sdpa":
-            raise UnknownLayer(f"attention runs as {implementation!r}; known is 'sdpa'")
+        if implementation not in _ATTENTION:
+            both = " and ".join(map(repr, _ATTENTION))
+            raise UnknownLayer(f"attention runs as {implementation!r}; known are {both}")
         self.module = _of(model, model.base_model_prefix, nn.Module, "the model")
         self.embed = _of(self.module, "embed_tokens", nn.Embedding, "the model")
         self.layers = _of(self.module, "layers", nn.ModuleList, "the model")
@@ -61,14 +68,26 @@ class NativeLayers:
         self.norm = _norm(_known(layer_spec.of_norm(norm)), norm, weight.dtype)
         self.decoder = _native.Decoder(weight.shape[1], str(weight.dtype).removeprefix("torch."))
         self.copies: list[tuple[Tensor, Tensor]] = []
-        for index, layer in enumerate(self.layers):
+        windows = windows_of(model.config)
+        if len(windows) != len(self.layers):
+            raise UnknownLayer(f"its cache has {len(windows)} layers, the model {len(self.layers)}")
+        for index, (layer, window) in enumerate(zip(self.layers, windows)):
             try:
-                self.decoder.add(*_layer(layer, weight.dtype, self.copies))
+                self.decoder.add(*_layer(layer, window, weight.dtype, self.copies))
             except (UnknownLayer, ValueError) as error:
                 raise UnknownLayer(f"layer {index}: {error}") from None
+        if not (support := masks.window_support(self.module, windows)):
+            raise UnknownLayer(support.reason)
+        self._frequencies = getattr(self.rotary, "inv_freq", torch.empty(0)).shape[-1]
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def turned(self, rotation: Tensor) -> Tensor:
+        """cos or sin [b, n], as the model's rotary embedding gives it, twice side by side if it gives each one once."""
+        if rotation.shape[-1] == self._frequencies:
+            rotation = torch.cat([rotation, rotation], dim=-1)
+        return rotation.contiguous()
 
 
 Spec = TypeVar("Spec")
@@ -97,20 +116,25 @@ def _norm(spec: NormSpec, owner: nn.Module, dtype: torch.dtype) -> Any:
     """The norm at the spec's path below its owner."""
     module = owner.get_submodule(spec.path)
     weight = module.get_parameter("weight").detach()
-    if spec.has_unit_offset or weight.dtype != dtype or not weight.is_contiguous():
+    if weight.dtype != dtype or not weight.is_contiguous():
         raise UnknownLayer(f"a {type(module).__name__} is no RMS norm of the model's dtype")
-    return _native.Norm(weight, spec.epsilon)
+    if spec.has_unit_offset and spec.rounds_before_weight and dtype != torch.float32:
+        raise UnknownLayer(f"a {type(module).__name__} rounds the sum of its weight and 1")
+    rounds_first = spec.rounds_before_weight and not spec.has_unit_offset
+    return _native.Norm(weight, spec.epsilon, unit_offset=spec.has_unit_offset, rounds_first=rounds_first)
 
 
 def _layer(
-    layer: nn.Module, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
+    layer: nn.Module, window: int | None, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
 ) -> tuple[Any, Any, Any, Any]:
     spec = _known(layer_spec.of_layer(layer))
     attention: Any = layer.get_submodule(spec.attention.path)
     if isinstance(spec.attention, LatentAttentionSpec):
+        if window is not None:
+            raise UnknownLayer("its latent attention has a window")
         native = _latent(spec.attention, attention, dtype)
     else:
-        native = _grouped(spec.attention, attention, dtype)
+        native = _grouped(spec.attention, attention, window, dtype, copies)
     return (
         _norm(spec.input_norm, layer, dtype),
         native,
@@ -119,9 +143,16 @@ def _layer(
     )
 
 
-def _grouped(spec: GroupedAttentionSpec, module: Any, dtype: torch.dtype) -> Any:
+def _grouped(
+    spec: GroupedAttentionSpec,
+    module: Any,
+    window: int | None,
+    dtype: torch.dtype,
+    copies: list[tuple[Tensor, Tensor]],
+) -> Any:
     """Attention with projections to heads, and maybe a norm of queries and keys by heads."""
     q, k = _of(module, "q_proj", CpuLinear), _of(module, "k_proj", CpuLinear)
+    sinks = _wide(module.get_parameter("sinks"), copies) if spec.has_sinks else None
     return _native.GroupedAttention(
         q=q.native,
         k=k.native,
@@ -133,6 +164,9 @@ def _grouped(spec: GroupedAttentionSpec, module: Any, dtype: torch.dtype) -> Any
         groups=k.out_features // spec.head_size,
         size=spec.head_size,
         scale=spec.scaling,
+        window=window or 0,
+        sinks=sinks,
+        gated=False,
     )
 
 

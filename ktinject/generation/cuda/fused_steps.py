@@ -89,6 +89,7 @@ def _is_plain_softmax(spec: RouterSpec) -> bool:
         and spec.groups == 1
         and spec.factor == 1
         and spec.rounds
+        and not spec.has_bias
     )
 
 
@@ -112,7 +113,7 @@ class _GroupedRouter:
 
     @classmethod
     def of(cls, spec: RouterSpec, module: Any) -> _GroupedRouter | None:
-        if spec.scores != "sigmoid" or not spec.is_corrected:
+        if spec.scores != "sigmoid" or not spec.is_corrected or spec.has_bias:
             return None
         if module.weight.dtype == torch.float32 or module.weight.shape[1] % 32:
             return None
@@ -212,7 +213,7 @@ class _Attention:
 
     @classmethod
     def of(cls, spec: GroupedAttentionSpec, module: Any, block_counts: Tensor) -> _Attention | None:
-        if any(p.dtype == torch.float32 for p in module.parameters()):
+        if spec.has_sinks or any(p.dtype == torch.float32 for p in module.parameters()):
             return None  # tensor cores would round what it computes with
         specs = (spec.q_norm, spec.k_norm)
         norms = [None if norm is None else _norm(norm, module) for norm in specs]

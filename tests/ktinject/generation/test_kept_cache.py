@@ -20,6 +20,7 @@ from answers import (
 )
 from byte_tokenizer import tokenizer
 from test_generate import FAMILIES, Heard, Shift, prompt
+from test_native_windows import model_of
 from test_outputs import ALL, WAYS
 from torch import Tensor
 from transformers import DynamicCache, DynamicLayer, StaticCache
@@ -385,7 +386,7 @@ def test_an_interrupt_while_it_is_handed_back(
         chat.say(3)
     before = state_of(ours.cache)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        failing(patch, kept_cache, "_beginning", number)
+        failing(patch, kept_cache, "_copy", number)
         ours.answer(**how)
     assert_untouched(ours.cache, before)
     for chat in (ours, theirs):
@@ -432,20 +433,35 @@ def test_a_cache_of_another_dtype_stays_with_the_model_s_own_steps(models: Pair)
     assert reason == "the caller's cache holds torch.float64, the model computes in torch.float32"
 
 
-def test_the_model_s_windows_count_not_those_that_the_cache_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_model_s_windows_count_not_those_that_the_cache_knows(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A DynamicCache() of a model with sliding windows has layers that know of none."""
     config = tiny_models.tiny("qwen3_moe").config
+    model: Any = SimpleNamespace(config=config, dtype=torch.float32, device=torch.device(device))
+    assert kept_cache.callers_support(model, DynamicCache())
+    assert kept_cache.callers_support(model, DynamicCache(config=config))
+    partial = DynamicCache()
+    partial.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
+    reason = kept_cache.callers_support(model, partial).reason
+    assert reason == "the caller's cache has 1 layers, the model's 2"
+    assert "offloaded" in kept_cache.callers_support(model, offloaded(monkeypatch)).reason
+
     config.layer_types = ["sliding_attention", "full_attention"]
     config.sliding_window = 4
-    model: Any = SimpleNamespace(config=config, dtype=torch.float32)
-    found = kept_cache.callers_support(model, DynamicCache())
-    assert not found and "DynamicSlidingWindowLayer" in found.reason
-    config.layer_types = ["full_attention", "full_attention"]
-    assert kept_cache.callers_support(model, DynamicCache())
-    cache = DynamicCache()
-    cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
-    assert kept_cache.callers_support(model, cache).reason == "the caller's cache has 1 layers, the model's 2"
-    assert "offloaded" in kept_cache.callers_support(model, offloaded(monkeypatch)).reason
+    reason = kept_cache.callers_support(model, DynamicCache()).reason
+    if device == "cuda":
+        assert reason == "the model's caches are of DynamicLayer, DynamicSlidingWindowLayer"
+        return
+    assert "other sliding windows than the model" in reason
+    own = DynamicCache(config=config)
+    assert kept_cache.callers_support(model, own)
+    config.sliding_window = 5
+    assert not kept_cache.callers_support(model, own)
+    config.sliding_window = 4
+    own.activate_past_recording()
+    assert "have passed" in kept_cache.callers_support(model, own).reason
 
 
 def offloaded(monkeypatch: pytest.MonkeyPatch) -> DynamicCache:
@@ -483,16 +499,39 @@ def test_a_request_that_transformers_refuses_leaves_it_as_it_was(models: Pair) -
     assert_untouched(chat.cache, before)
 
 
-def test_native_steps_serve_three_turns(native: Pair) -> None:
-    for batch in (1, 3):
-        chat = Chat(native.model, batch)
-        for said in (0, 5, 1):
-            chat.say(said)
-            chat.answer()
-            assert native.model.ktinject_decoding.last == "native loop"
-            _, wanted = read(native.plain, chat.ids[:, :-1], chat.mask[:, :-1])
-            assert_near_cache(chat.cache, wanted)
-        assert native.model.ktinject_decoding.native is not None
+def assert_turns(models: Pair, batch: int) -> None:
+    """Three of them, in native steps."""
+    chat = Chat(models.model, batch)
+    for said in (0, 5, 1):
+        chat.say(said)
+        chat.answer()
+        assert models.model.ktinject_decoding.last == "native loop", models.model.ktinject_decoding.reason
+        _, wanted = read(models.plain, chat.ids[:, :-1], chat.mask[:, :-1])
+        assert_near_cache(chat.cache, wanted)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_native_steps_serve_three_turns(native: Pair, batch: int) -> None:
+    assert_turns(native, batch)
+
+
+@pytest.mark.parametrize("window", [2, 7, 16, 40])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_layers_with_sliding_windows(window: int, batch: int) -> None:
+    """Their caches hold the last tokens alone, in native steps as rings."""
+    plain = tiny_models.tiny("gpt_oss", sliding_window=window, num_experts_per_tok=6).bfloat16()
+    models = Pair(model_of("gpt_oss", window), plain, "native loop")
+    assert_turns(models, batch)
+    out = models.model.generate(**prompt(batch), **ALL, **{"eos_token_id": None})
+    mask = prompt(batch)["attention_mask"]
+    assert_near_cache(out.past_key_values, read(plain, out.sequences[:, :-1], mask)[1])
+    chat = Chat(models.model, batch)
+    for _ in range(2):
+        before = state_of(chat.cache)
+        with pytest.raises(KeyboardInterrupt):
+            chat.answer(streamer=Breaks())
+        assert_untouched(chat.cache, before)
+        chat.answer()
 
 
 def test_native_steps_choose_what_the_same_text_gives_without_a_cache(native: Pair) -> None:

@@ -31,6 +31,7 @@ ROUTERS = {
     "qwen2_moe": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, False, 1.0, rounds=True),
     "mixtral": RouterSpec("gate", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=False),
     "glm4_moe": SIGMOIDS,
+    "gpt_oss": RouterSpec("router", "softmax", 6, 2, False, 1, 1, True, 1.0, rounds=True, has_bias=True),
     "deepseek_v3": SIGMOIDS,
     "kimi_k2": SIGMOIDS,
 }
@@ -52,15 +53,19 @@ def test_layers_of_families(family: str, is_swapped: bool) -> None:
         ktinject.optimize(model, [rule], devices=["cpu"], progress=False)
     first, last = (known(layer_spec.of_layer(layer), DecoderLayerSpec) for layer in model.model.layers)
     norm = model.config.rms_norm_eps
-    assert last.input_norm == NormSpec("input_layernorm", model.config.hidden_size, norm, False, True)
+    is_gpt = family == "gpt_oss"
+    assert last.input_norm == NormSpec("input_layernorm", model.config.hidden_size, norm, False, not is_gpt)
     assert last.feed_forward.router == ROUTERS[family]
     has_dense_first = family in ("deepseek_v3", "kimi_k2", "glm4_moe")
     assert isinstance(first.feed_forward, DenseSpec if has_dense_first else MoeSpec)
-    shared = {"qwen2_moe": "shared_expert", "qwen3_moe": None, "mixtral": None}.get(family, "shared_experts")
+    shared = {"qwen2_moe": "shared_expert", **dict.fromkeys(("qwen3_moe", "mixtral", "gpt_oss"))}.get(
+        family, "shared_experts"
+    )
     assert (last.feed_forward.shared and last.feed_forward.shared.path) == shared
     assert last.feed_forward.shared_gate == ("shared_expert_gate" if family == "qwen2_moe" else None)
     latent = family in ("deepseek_v3", "kimi_k2")
     assert isinstance(last.attention, LatentAttentionSpec if latent else GroupedAttentionSpec)
+    assert getattr(last.attention, "has_sinks", False) == is_gpt
     assert last.attention.layer_idx == 1 and (last.attention.q_norm is not None) == (
         family in ("qwen3_moe", "deepseek_v3", "kimi_k2")
     )
@@ -117,6 +122,11 @@ class TestRefusals:
         attention = qwen().model.layers[0].self_attn
         attention.register_module("gate_proj", nn.Linear(4, 4))
         assert "holds gate_proj, k_norm" in reason(layer_spec.of_attention(attention))
+
+    def test_an_attention_with_parameters_of_its_own(self) -> None:
+        attention = qwen().model.layers[0].self_attn
+        attention.temperature = nn.Parameter(torch.ones(4))
+        assert "itself holds temperature" in reason(layer_spec.of_attention(attention))
 
     def test_a_gated_unit_of_another_activation(self) -> None:
         mlp = models.tiny("deepseek_v3").model.layers[0].mlp

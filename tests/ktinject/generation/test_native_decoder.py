@@ -20,7 +20,7 @@ from ktinject.generation.graph_runner import GraphRunner
 from tests.models import tiny
 
 torch.set_num_threads(1)
-FAMILIES = ["qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral", "kimi_k2", "qwen2_moe"]
+FAMILIES = ["qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral", "kimi_k2", "qwen2_moe", "gpt_oss"]
 # Of the logits of a row, the median over steps and rows, after two layers 40 values wide: sums that bf16 rounds to the
 # other side. Seen: 1.6e-2, and 3e-2 where activations are int8. A row whose experts tie may be all wrong.
 TOLERANCE = 3e-2
@@ -131,7 +131,12 @@ def sure(family: str) -> PreTrainedModel:
 
 def assert_same_tokens(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """Those of the stock loop, up to a token that roundings decide."""
-    ours, theirs = model.generate(**arguments), stock(model, **arguments)
+    assert_same_but_for_roundings(model, arguments, model.generate(**arguments), stock(model, **arguments))
+
+
+def assert_same_but_for_roundings(
+    model: PreTrainedModel, arguments: dict[str, Any], ours: Tensor, theirs: Tensor
+) -> None:
     width = min(ours.shape[1], theirs.shape[1])
     mask = torch.ones_like(theirs)
     mask[:, : arguments["attention_mask"].shape[1]] = arguments["attention_mask"]
@@ -309,8 +314,11 @@ class TestRefusals:
     def test_attention_with_another_kind_of_mask(self) -> None:
         model = swapped("qwen3_moe")
         model.set_attn_implementation("eager")
-        model.generate(**prompt())
-        assert model.ktinject_decoding.reason == "attention runs as 'eager'; known is 'sdpa'"
+        assert_same_tokens(model, prompt())
+        assert model.ktinject_decoding.last == "native loop"
+        model.set_attn_implementation("flex_attention")
+        refused = NativeDecoder(model).support.reason
+        assert refused == "attention runs as 'flex_attention'; known are 'sdpa' and 'eager'"
 
     def test_hooks_and_adapters_are_heeded(self) -> None:
         model = swapped("qwen3_moe")

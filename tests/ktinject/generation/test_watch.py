@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 import ktinject
-from ktinject import OperatorError
 from ktinject.generation.cuda.fused import Fused
 from ktinject.generation.watch import Watch
 from ktinject.operators import register_operator
@@ -248,13 +247,14 @@ def test_a_change_of_another_thread_counts_from_the_next_step_on(model: PreTrain
     assert layer.forward.count == STEPS - 5
 
 
-def test_another_attention_within_a_request_is_refused(model: PreTrainedModel) -> None:
+def test_another_attention_within_a_request_gets_its_own_masks(model: PreTrainedModel) -> None:
+    arguments = {**prompt(1, padding=0), "eos_token_id": None}
     other = At(6, lambda: model.set_attn_implementation("eager"))
-    with pytest.raises(OperatorError, match=r"attention runs as .eager.*Change it between requests"):
-        model.generate(**prompt(1, padding=0), eos_token_id=None, streamer=other)
-    arguments = {**prompt(), "eos_token_id": None}
-    assert torch.equal(model.generate(**arguments), stock(model, **arguments))
-    assert model.ktinject_decoding.reason == "attention runs as 'eager'; known is 'sdpa'"
+    ours = model.generate(**arguments, streamer=other)
+    assert model.ktinject_decoding.reason.endswith("was changed")
+    model.set_attn_implementation("sdpa")
+    theirs = model.generate(**arguments)
+    assert torch.equal(ours[:, :20], theirs[:, :20])  # a rounding may decide a later token
 
 
 def test_the_stock_loop_s_replays_see_it_too(model: PreTrainedModel) -> None:

@@ -53,6 +53,18 @@ def test_the_cache_is_as_large_as_was_said(family: str) -> None:
     assert found == held and sum(held) > 0
 
 
+def test_masks_of_flex_attention_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create(*_: Any, **__: Any) -> None:
+        raise AssertionError("a mask is compiled")
+
+    model = on_meta(models.tiny("qwen3_moe"))
+    expected = memory.cached_values(model)
+    model.config._attn_implementation = "flex_attention"
+    monkeypatch.setattr("transformers.masking_utils.create_block_mask", create)
+    assert memory.cached_values(model) == expected is not None
+    assert model.config._attn_implementation == "flex_attention"
+
+
 def test_what_cannot_be_told_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "cached_values", lambda model: None)
     plan = planned()

@@ -1,0 +1,241 @@
+"""Native decode steps of layers with sliding windows and sinks: beyond the window, among other steps, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_generate import prompt, stock
+from test_native_decoder import (
+    assert_as_exact_as_its_own,
+    assert_same_but_for_roundings,
+    assert_same_tokens,
+    exact,
+    swapped,
+)
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import ktinject
+from ktinject.generation.cpu import masks
+from ktinject.generation.cpu.native_decoder import NativeDecoder
+from tests.models import tiny
+
+torch.set_num_threads(1)
+# Of which layers some have a window. All experts are taken, so that none can turn over.
+FAMILIES: dict[str, dict[str, Any]] = {"gpt_oss": {"num_experts_per_tok": 6}}
+
+
+def model_of(family: str, window: int, **changes: Any) -> PreTrainedModel:
+    """With weights as they are: of gpt-oss' twice as large, steps in bf16 differ by a fifth from exact ones."""
+    model = tiny(family, sliding_window=window, **{**FAMILIES[family], **changes}).bfloat16()
+    return ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
+
+
+def assert_native(model: PreTrainedModel) -> None:
+    decoding = model.ktinject_decoding
+    assert decoding.last in ("native loop", "native, stock loop: MaxTimeCriteria"), decoding.reason
+    assert decoding.native is not None and decoding.native.is_proven and not decoding.reason
+
+
+@pytest.mark.parametrize("window", [2, 6, 12])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_are_as_exact_as_the_model_s_own(family: str, window: int) -> None:
+    changes = {**FAMILIES[family], "sliding_window": window}
+    assert_as_exact_as_its_own(swapped(family, **changes), exact(family, **changes))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_formats(family: str, weights: str) -> None:
+    changes = {**FAMILIES[family], "sliding_window": 12}
+    assert_as_exact_as_its_own(swapped(family, weights, **changes), exact(family, **changes), 6e-2)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {},
+        {"cache_implementation": "static"},
+        {"max_time": 1e6},
+        {"max_time": 1e6, "cache_implementation": "static"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [3, 8, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_the_stock_loop_s(family: str, window: int, case: dict[str, Any]) -> None:
+    """Prompts of 9 tokens and 24 more: longer than the window, or than it becomes on the way."""
+    model = model_of(family, window)
+    for batch in (1, 3):
+        assert_same_tokens(model, {**prompt(batch), "eos_token_id": None, **case})
+        assert_native(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_window_longer_than_the_cache_is_at_first(family: str) -> None:
+    model = model_of(family, 300)
+    assert_same_tokens(
+        model, {**prompt(2), "cache_implementation": "static"}
+    )  # which is shorter than the window
+    ids = torch.randint(3, 90, (2, 250), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+    long = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 70, "eos_token_id": None}
+    assert_same_tokens(model, long)
+    assert_native(model)
+    [runner] = model.ktinject_decoding.runners.values()
+    assert sorted({keys.shape[2] for keys, _ in runner.cache.layers} | {runner.cache.capacity}) == [300, 512]
+
+
+class EverySecond:
+    """Changes the model after each token, so that native steps take turns with the model's own."""
+
+    def __init__(self, change: Callable[[bool], None]) -> None:
+        self.change, self.tokens = change, 0
+
+    def put(self, _: Tensor) -> None:
+        self.tokens += 1
+        self.change(self.tokens % 2 == 1)
+
+    def end(self) -> None:
+        self.change(False)
+
+
+def taking_turns(model: PreTrainedModel) -> tuple[EverySecond, list[int]]:
+    """A streamer that hooks into the model and out again, and how many steps the hook saw."""
+    layer, calls = model.get_submodule("model.layers.1"), [0]
+
+    def change(hooks: bool) -> None:
+        vars(layer).pop("forward", None)
+        if hooks:
+            layer.forward = forward
+
+    own = layer.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return own(*args, **kwargs)
+
+    return EverySecond(change), calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("window", [8, 16])
+def test_steps_take_turns_with_the_model_s_own(family: str, window: int) -> None:
+    model = model_of(family, window)
+    arguments = {**prompt(1, padding=2), "eos_token_id": None}
+    assert_same_tokens(model, arguments)
+    assert_native(model)
+    streamer, calls = taking_turns(model)
+    found = model.generate(**arguments, streamer=streamer)
+    assert calls[0] == 12
+    assert_same_but_for_roundings(model, arguments, found, stock(model, **arguments))
+
+
+class TestWhatChanges:
+    def test_sinks(self) -> None:
+        model = model_of("gpt_oss", 8)
+        before = model.generate(**prompt(), eos_token_id=None)
+        attention: Any = model.model.layers[1].self_attn
+        with torch.no_grad():
+            attention.sinks.add_(6.0)  # nearly all of the weight
+        changed = model.generate(**prompt(), eos_token_id=None)
+        assert not torch.equal(before, changed)
+        assert_same_tokens(model, {**prompt(), "eos_token_id": None})
+        assert_native(model)
+        attention.sinks = nn.Parameter(attention.sinks.detach() - 6.0)
+        assert_same_tokens(model, {**prompt(), "eos_token_id": None})
+        assert_native(model)
+
+    def test_the_window(self) -> None:
+        model = model_of("gpt_oss", 16)
+        before = model.generate(**prompt(), eos_token_id=None)
+        model.config.sliding_window = 4
+        assert not torch.equal(before, model.generate(**prompt(), eos_token_id=None))
+        assert_same_tokens(model, {**prompt(), "eos_token_id": None})
+        assert_native(model)
+
+    def test_the_kinds_of_layers(self) -> None:
+        model = model_of("gpt_oss", 4)
+        before = model.generate(**prompt(), eos_token_id=None)
+        model.config.layer_types.reverse()
+        assert not torch.equal(before, model.generate(**prompt(), eos_token_id=None))
+        assert_same_tokens(model, {**prompt(), "eos_token_id": None})
+        assert_native(model)
+
+    def test_how_attention_computes(self) -> None:
+        model = model_of("gpt_oss", 8)
+        model.generate(**prompt(), eos_token_id=None)
+        attention: Any = model.model.layers[0].self_attn
+        attention.scaling = 0.9
+        assert_same_tokens(model, {**prompt(), "eos_token_id": None})
+        assert_native(model)
+
+
+def odd(module: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A model whose layers get changed masks where the tokens before are more than a prompt of 9."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layers = [*self.layers]
+        for layer in layers:
+            own = layer.forward
+            vars(layer)["forward"] = lambda *args, own=own, **kwargs: own(
+                *args, **{**kwargs, "attention_mask": changed(kwargs["attention_mask"])}
+            )
+        try:
+            return type(self).__mro__[1].forward(self, *args, **kwargs)
+        finally:
+            for layer in layers:
+                del vars(layer)["forward"]
+
+    def changed(mask: Any) -> Any:
+        return change(mask) if mask is not None and mask.shape[-1] > 10 else mask
+
+    module.__class__ = type("Odd", (type(module),), {"forward": forward, "capturable": True})
+    return module
+
+
+def without_oldest(mask: Tensor) -> Tensor:
+    """As of a window that is shorter by one token."""
+    mask = mask.clone()
+    mask[..., 0] = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    return mask
+
+
+class TestMasks:
+    """Seen at a position beyond all windows, where no request has been."""
+
+    @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", *FAMILIES])
+    def test_of_families(self, family: str) -> None:
+        model = tiny(family)
+        kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * 2
+        windows = [model.config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+        assert masks.window_support(model.model, windows)
+        is_mixed = len({*windows}) > 1
+        refused = masks.window_support(model.model, [4 if window is None else None for window in windows])
+        assert refused.ok != is_mixed  # else masks are made for what the cache's first layer is
+        assert not is_mixed or refused.reason.startswith("layer 0: its mask shows something else than all")
+        if is_mixed:
+            assert not masks.window_support(model.model, [windows[0] + 1, None])
+
+    def test_a_model_with_another_mask_is_refused(self) -> None:
+        model = odd(tiny("gpt_oss", sliding_window=16).model, without_oldest)
+        refused = masks.window_support(model, [16, None])
+        assert refused.reason == "layer 0: its mask shows something else than a window of 16 tokens"
+
+    def test_and_keeps_its_own_steps(self) -> None:
+        model = model_of("gpt_oss", 16)
+        odd(model.model, without_oldest)
+        assert "its mask shows something else" in NativeDecoder(model).support.reason
+        assert_same_tokens(model, {**prompt(), "eos_token_id": None})
+        assert model.ktinject_decoding.last == "eager loop"
+
+    def test_what_a_mask_hides_in_a_ring_is_hidden(self) -> None:
+        """Padding lies in the window at first, and wanders out of it."""
+        model = model_of("gpt_oss", 12)
+        for padding in (1, 5, 8):
+            assert_same_tokens(model, {**prompt(2, padding=padding), "eos_token_id": None})
+        assert_native(model)
