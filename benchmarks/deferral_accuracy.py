@@ -58,7 +58,7 @@ def load(name: str, deferred: int = 0) -> PreTrainedModel:
 
 def skip(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """Leave out at decode, in all but the last layer, the `count` experts of a token with the smallest weights."""
-    within = Pass(Layers(model).stack)
+    within = Pass(Layers(model).decoder)
 
     def without(_: torch.nn.Module, arguments: tuple[Tensor, Tensor, Tensor]) -> Any:
         hidden_states, index, weights = arguments
@@ -92,7 +92,7 @@ def shares(model: PreTrainedModel, ids: Tensor, counts: Sequence[int]) -> list[d
     """For each Mixture-of-Experts layer: n → mean square of its n late experts' sum, over that of what it hands on."""
     leaves = {
         layer: layer.mlp.get_submodule("experts")
-        for layer in Layers(model).stack.layers
+        for layer in Layers(model).decoder.layers
         if isinstance(layer.mlp, DeferredMoe)
     }
     late: dict[tuple[Any, int], list[Tensor]] = {(layer, n): [] for layer in leaves for n in counts}

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from ktinject import env
@@ -111,7 +112,6 @@ def detect(root: Path | str = "/", *, affinity: Collection[int] | None = None) -
     Raises    PlanError or OperatorError for a bad environment variable
     """
     import torch
-    import transformers
 
     from ktinject import _native
 
@@ -144,7 +144,7 @@ def detect(root: Path | str = "/", *, affinity: Collection[int] | None = None) -
         versions={
             "python": ".".join(str(part) for part in sys.version_info[:3]),
             "torch": str(torch.__version__),
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),  # importing it takes a second
             **({"CUDA": torch.version.cuda} if torch.version.cuda else {}),
         },
     )

@@ -25,9 +25,9 @@ from torch.nn import functional
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.probes import attention
-from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.attention import EXPANSION, LatentSpec, Positions
 from ktinject.operators.torch_ops import cpu_attention
+from ktinject.support import Support
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -83,7 +83,7 @@ class AbsorbedMla(Operator):
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
         spec = attention.probe(module)
-        if isinstance(spec, Refusal):
+        if isinstance(spec, Support):
             return spec.reason
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if implementation not in (*_MASKS, None):
@@ -93,7 +93,7 @@ class AbsorbedMla(Operator):
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
         spec = attention.probe(module)
-        if isinstance(spec, Refusal):
+        if isinstance(spec, Support):
             raise OperatorError(f"absorbed_mla: {type(module).__name__} cannot be replaced: {spec.reason}.")
         return cls(module, spec, config)
 

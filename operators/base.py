@@ -72,8 +72,9 @@ class Operator(nn.Module, ABC):
     # Formats of a checkpoint that `load_stored` takes as they are; ktinject/checkpoints/formats/ has their names.
     native_formats: tuple[str, ...] = ()
     keeps: ClassVar[tuple[str, ...]] = ()  # direct children it keeps; rules may replace what is inside these
-    # Of several tensor-parallel processes: each has one; only the first, which tells the others; it cannot be in any.
-    across: ClassVar[Literal["each", "first", "none"]] = "each"
+    # Of a tensor-parallel process group: each rank has one; the first has it and sends the others what it computes; or
+    # none can have it.
+    on_ranks: ClassVar[Literal["each", "first", "none"]] = "each"
     # forward, given CUDA tensors, only enqueues work: no host synchronisation, and nothing on the host that a replay
     # of a CUDA graph would miss. Decode is captured only if all operators of a model say so.
     # Derived classes that override something must say so themselves.

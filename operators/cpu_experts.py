@@ -16,9 +16,9 @@ from ktinject.checkpoints.formats.base import Fp8Blocks
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.probes import experts as routed_experts
-from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.operators.torch_ops.experts import experts_op, handle_of
+from ktinject.support import Support
 
 if TYPE_CHECKING:
     from ktinject.checkpoints.formats.base import Format, Stored
@@ -120,20 +120,25 @@ class CpuExperts(Operator):
 
     Config = CpuExpertsConfig
     per_expert = True
-    across = "first"
+    on_ranks = "first"
 
     def __init__(self, spec: ExpertsSpec, config: CpuExpertsConfig) -> None:
         super().__init__()
         self.spec = spec
         self.config = config
         self.num_experts = spec.num_experts
-        self.native = native_experts(
-            spec, config.weights, config.group_size, config.kernel, config.symmetric, config.numa
-        )
+        self.native = self.native_of(spec, config)
         if config.weights == "fp8":
             self.native_formats = ("fp8_blocks",)
         self._loaded_dtype: torch.dtype | None = None
         self._handle = handle_of(self)
+
+    @classmethod
+    def native_of(cls, spec: ExpertsSpec, config: Any) -> _native.Experts:
+        """The native experts, empty. Raises OperatorError for what the operator does not serve."""
+        return native_experts(
+            spec, config.weights, config.group_size, config.kernel, config.symmetric, config.numa
+        )
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -144,10 +149,10 @@ class CpuExperts(Operator):
     @classmethod
     def _unsupported(cls, module: nn.Module, config: Any) -> str | None:
         spec = routed_experts.probe(module)
-        if isinstance(spec, Refusal):
+        if isinstance(spec, Support):
             return spec.reason
         try:
-            cls(spec, config)
+            cls.native_of(spec, config)
         except OperatorError as error:
             return str(error).removeprefix("cpu_experts: ").removeprefix(f"{cls.name}: ").removesuffix(".")
         return None
@@ -155,7 +160,7 @@ class CpuExperts(Operator):
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
         spec = routed_experts.probe(module)
-        if isinstance(spec, Refusal):
+        if isinstance(spec, Support):
             raise OperatorError(f"{cls.name}: {type(module).__name__} cannot be replaced: {spec.reason}.")
         return cls(spec, config)
 

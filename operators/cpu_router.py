@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ktinject.operators.base import Operator, register_operator
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
 from ktinject.operators.probes import router
-from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.router import ProductBias, ProductWeight
+from ktinject.support import Support
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -42,7 +42,7 @@ class CpuRouter(Operator):
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
         spec = router.probe(module)
-        return spec.reason if isinstance(spec, Refusal) else None
+        return spec.reason if isinstance(spec, Support) else None
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:

@@ -43,8 +43,8 @@ from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
 from ktinject.operators.offload import deferral
 from ktinject.operators.offload.expert_placement import ExpertPlacement
 from ktinject.operators.probes import moe_block, twin
-from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.moe_block import BlockSpec
+from ktinject.support import Support
 
 if TYPE_CHECKING:
     from ktinject.checkpoints.formats.base import Format, Stored
@@ -217,7 +217,7 @@ class DeferredMoe(Operator):
     device_types = HybridExperts.device_types
     capturable = True
     per_expert = True
-    across = "none"
+    on_ranks = "none"
     keeps = ("gate", "router", "shared_experts", "shared_expert", "shared_expert_gate", "shared_mlp")
 
     def __init__(self, block: nn.Module, spec: BlockSpec, config: Any) -> None:
@@ -229,7 +229,7 @@ class DeferredMoe(Operator):
         experts = HybridExperts.build(block.get_submodule(spec.experts), _experts_config(config))
         self.native_formats = experts.native_formats
         routed = _DeferringExperts(experts, spec, self.defers)
-        own = twin.of(block, **{spec.experts: routed})
+        own = twin.of(block, {spec.experts: routed}, hooks=False)
         # No child, but this module under the block's class: children and tensors are the same, exchanged or not.
         shared = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
         vars(self).update({name: vars(own)[name] for name in shared}, _block=own)
@@ -243,7 +243,7 @@ class DeferredMoe(Operator):
     ) -> dict[str, DeferralPlacement | str]:
         specs = {path: moe_block.probe(module) for path, (module, _) in modules.items()}
         placements: dict[str, DeferralPlacement | str] = {
-            path: spec.reason for path, spec in specs.items() if isinstance(spec, Refusal)
+            path: spec.reason for path, spec in specs.items() if isinstance(spec, Support)
         }
         blocks = {path: spec for path, spec in specs.items() if isinstance(spec, BlockSpec)}
         inner = {path: modules[path][0].get_submodule(spec.experts) for path, spec in blocks.items()}
@@ -273,14 +273,14 @@ class DeferredMoe(Operator):
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
         spec = moe_block.probe(module)
-        if isinstance(spec, Refusal):
+        if isinstance(spec, Support):
             return spec.reason
         return HybridExperts.supports(module.get_submodule(spec.experts), _experts_config(config), machine)
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
         spec = moe_block.probe(module)
-        if isinstance(spec, Refusal):
+        if isinstance(spec, Support):
             raise OperatorError(f"deferred_moe: {type(module).__name__} cannot be replaced: {spec.reason}.")
         return cls(module, spec, config)
 

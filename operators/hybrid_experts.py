@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Placement, register_operator
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts, weights_in_words
@@ -118,9 +119,6 @@ class HybridExperts(CpuExperts):
 
     def __init__(self, spec: ExpertsSpec, config: HybridExpertsConfig) -> None:
         super().__init__(spec, config)
-        streamed = StreamedExperts.support(spec)
-        if config.streams_from is not None and not streamed:
-            raise OperatorError(f"hybrid_experts: prefill is {config.prefill}, but {streamed.reason}")
         self.resident: tuple[int, ...] = ()
         self.handoff = Handoff(self.native, spec.hidden_size, config.handoff)
         self.on_gpu: GpuExperts | None = None
@@ -151,6 +149,13 @@ class HybridExperts(CpuExperts):
         self._for_gpu = self.native
         if self.resident and not same:
             self._for_gpu = native_experts(self.spec, config.gpu_weights, config.group_size, "auto")
+
+    @classmethod
+    def native_of(cls, spec: ExpertsSpec, config: Any) -> _native.Experts:
+        streamed = StreamedExperts.support(spec)
+        if config.streams_from is not None and not streamed:
+            raise OperatorError(f"hybrid_experts: prefill is {config.prefill}, but {streamed.reason}")
+        return super().native_of(spec, config)
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:

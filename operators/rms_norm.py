@@ -16,10 +16,23 @@ from ktinject.addresses import CODES, address, stream_of
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.probes import norm
-from ktinject.operators.probes.answer import Refusal
+from ktinject.operators.probes.norm import RmsNormSpec
+from ktinject.support import Support
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
+
+
+def _spec_of(module: nn.Module) -> RmsNormSpec | Support:
+    """What a norm computes, or why the kernel cannot compute it."""
+    spec = norm.probe(module)
+    if isinstance(spec, Support):
+        return spec
+    if spec.has_unit_offset:
+        return Support.no("its weight is stored less 1, and the kernel adds no 1")
+    if not spec.rounds_before_weight:
+        return Support.no("it rounds bf16 after it multiplies the weight, and the kernel rounds before")
+    return spec
 
 
 @dataclass(frozen=True)
@@ -46,13 +59,13 @@ class RmsNorm(Operator):
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
-        spec = norm.probe(module)
-        return spec.reason if isinstance(spec, Refusal) else None
+        spec = _spec_of(module)
+        return spec.reason if isinstance(spec, Support) else None
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
-        spec = norm.probe(module)
-        if isinstance(spec, Refusal):
+        spec = _spec_of(module)
+        if isinstance(spec, Support):
             raise OperatorError(f"rms_norm: {type(module).__name__} cannot be replaced: {spec.reason}.")
         return cls(module, config, spec.epsilon)
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ktinject.generation import twin
+from ktinject.operators.probes import twin
+from ktinject.operators.probes.answer import refusal_of
 from ktinject.support import SUPPORTED, Support
 
 _ROWS = 3
@@ -38,13 +39,10 @@ def _run(module: nn.Module, changed: Mapping[str, Any], *args: Any, **kwargs: An
     changed   children, or tensors that stand for parameters and buffers, by name
     Raises    whatever transformers' code does where it is given what it is not made for
     """
-    found = twin.of(module, {name: child for name, child in changed.items() if isinstance(child, nn.Module)})
-    for name, tensor in changed.items():
-        for held in (found._parameters, found._buffers):
-            if name in held:
-                held[name] = nn.Parameter(tensor, False) if held is found._parameters else tensor
-    with torch.no_grad(), torch.device("cpu"):
-        return type(found).forward(found, *args, **kwargs)
+    children = {name: value for name, value in changed.items() if isinstance(value, nn.Module)}
+    tensors = {name: value for name, value in changed.items() if isinstance(value, Tensor)}
+    with twin.on_cpu():
+        return twin.run(twin.of(module, children, tensors), *args, **kwargs)
 
 
 @functools.lru_cache(
@@ -53,10 +51,6 @@ def _run(module: nn.Module, changed: Mapping[str, Any], *args: Any, **kwargs: An
 def _random(*shape: int, seed: int = 0) -> Tensor:
     """Normally distributed; not to be written to."""
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
-
-
-def _failed(error: Exception) -> Support:
-    return Support.no(f"its forward fails on a copy of itself: {type(error).__name__}: {error}")
 
 
 def is_pre_norm(layer: nn.Module) -> Support:
@@ -78,47 +72,13 @@ def is_pre_norm(layer: nn.Module) -> Support:
             children["mlp"] = _Stub(lambda x: (x * x, None))
             found = _run(layer, children, x, use_cache=True, **arguments)
     except Exception as error:
-        return _failed(error)
+        return refusal_of(error)
     found = found[0] if isinstance(found, tuple) else found
     y = x + torch.cos(2 * torch.sin(x + 0.3))
     want = y + torch.tanh(y - 0.5) ** 2
     if isinstance(found, Tensor) and found.shape == want.shape and torch.allclose(found, want, atol=1e-5):
         return SUPPORTED
     return Support.no("it is not x + attention(norm(x)), and that + feed_forward(norm(that))")
-
-
-def rms_norm(module: nn.Module) -> tuple[int, float, bool, bool] | Support:
-    """Size, ε, whether the weight is stored less 1, and whether it rounds before it multiplies, of an RMS norm."""
-    weight = dict(module.named_parameters()).get("weight")
-    if weight is None or weight.dim() != 1 or len(module.state_dict()) != 1 or [*module.children()]:
-        return Support.no("it holds something else than one vector called weight")
-    n = weight.shape[0]
-    values = _random(n) + 2.0
-    try:
-        # With x far below sqrt(ε), y is weight · x / sqrt(ε).
-        tiny = torch.full((1, n), 2.0**-60)
-        ratio = _run(module, {"weight": values}, tiny) / tiny
-        for offset in (0.0, 1.0):
-            scale = (ratio / (values + offset)).median().item()
-            epsilon = float(f"{scale**-2:.6g}") if math.isfinite(scale) and scale > 0 else math.nan
-            x = torch.cat([_random(_ROWS, n, seed=1) * size for size in (1.0, 1e-3, 30.0)])
-            want = _normed(x, epsilon) * (values + offset)
-            error = (_run(module, {"weight": values}, x) - want).abs().max().item()
-            if error <= 1e-5 * (1 + values.abs().max().item()):
-                break
-        else:
-            return Support.no("it is not weight · x / sqrt(mean(x²) + ε)")
-        x, values = x.bfloat16(), values.bfloat16()
-        found = _run(module, {"weight": values}, x)
-    except Exception as error:
-        return _failed(error)
-    before = (values + offset) * _normed(x, epsilon).bfloat16()
-    return n, epsilon, offset == 1.0, bool(torch.equal(found, before))
-
-
-def _normed(x: Tensor, epsilon: float) -> Tensor:
-    wide = x.float()
-    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
 
 
 def is_gated_silu(module: nn.Module) -> Support:
@@ -130,7 +90,7 @@ def is_gated_silu(module: nn.Module) -> Support:
     try:
         found = _run(module, children, x)
     except Exception as error:
-        return _failed(error)
+        return refusal_of(error)
     want = torch.tanh(functional.silu(torch.sin(x)) * torch.cos(x))
     if isinstance(found, Tensor) and torch.allclose(found, want, atol=1e-5):
         return SUPPORTED
@@ -144,7 +104,7 @@ def is_rotation(module: nn.Module, frequencies: Tensor, scale: float) -> Support
     try:
         found = _run(module, {"inv_freq": frequencies}, torch.zeros(1, 3, 1), positions)
     except Exception as error:
-        return _failed(error)
+        return refusal_of(error)
     angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], -1)
     wanted = (angles.cos() * scale, angles.sin() * scale)
@@ -207,7 +167,7 @@ def routing(
             router, x[0] @ weight.T + bias, buffers.get("e_score_correction_bias"), ids, weights
         )
     except Exception as error:
-        return _failed(error)
+        return refusal_of(error)
     if found is None:
         return Support.no(f"its {type(router).__name__} chooses in another way")
     return {

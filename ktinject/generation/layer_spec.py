@@ -16,30 +16,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ktinject.generation import layer_probes, twin
+from ktinject.generation import layer_probes
 from ktinject.generation.cpu import openmp
 from ktinject.operators import Operator
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_router import CpuRouter
+from ktinject.operators.probes import norm, twin
 from ktinject.operators.probes.answer import Memory, key_of
 from ktinject.operators.probes.attention import LatentSpec
+from ktinject.operators.probes.norm import RmsNormSpec
 from ktinject.support import Support
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """An RMS norm: weight · x / sqrt(mean(x²) + epsilon).
-
-    size                  of its weight
-    has_unit_offset       the weight is stored without the 1 that it is around
-    rounds_before_weight  x is rounded to its dtype before the weight is multiplied, not after
-    """
+    """An RMS norm and what it computes."""
 
     path: str
-    size: int
-    epsilon: float
-    has_unit_offset: bool
-    rounds_before_weight: bool
+    rms: RmsNormSpec
 
 
 @dataclass(frozen=True)
@@ -182,18 +176,11 @@ def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
     )
 
 
-# A model's norms are of few kinds, and each is asked about alone, with its attention and with its layer.
-_norms: Memory[tuple[int, float, bool, bool] | Support] = Memory()
-
-
 @openmp.one_thread()
 def of_norm(module: nn.Module) -> NormSpec | Support:
     """The spec of an RMS norm, with an empty path."""
-    if [*module.buffers()]:  # whose values may count, and `key_of` does not have them
-        found = layer_probes.rms_norm(module)
-    else:
-        found = _norms.once(key_of(module), lambda: layer_probes.rms_norm(module))
-    return found if isinstance(found, Support) else NormSpec("", *found)
+    found = norm.probe(module)
+    return found if isinstance(found, Support) else NormSpec("", found)
 
 
 def of_attention(module: nn.Module) -> AttentionSpec | Support:

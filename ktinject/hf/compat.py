@@ -28,8 +28,10 @@ import functools
 import importlib
 import inspect
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from inspect import Parameter
 from typing import Any
 
@@ -303,7 +305,21 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
 @functools.cache
 def support(feature: str) -> Support:
     """Whether this version of transformers and torch has what a feature needs, as it is needed."""
-    faults = [fault for private in PRIVATE[feature] if (fault := private.fault())]
+    return _support_of(PRIVATE[feature])
+
+
+def expected_support(feature: str) -> Support:
+    """`support`, but without importing transformers' models, which takes seconds, if the version is a tested one.
+
+    What tests have shown of that version is taken as true. What it needs of torch is looked at.
+    """
+    if "transformers.modeling_utils" in sys.modules or metadata.version("transformers") not in TESTED:
+        return support(feature)
+    return _support_of(private for private in PRIVATE[feature] if private.owner.startswith("torch"))
+
+
+def _support_of(needed: Iterable[Private]) -> Support:
+    faults = [fault for private in needed if (fault := private.fault())]
     if not faults:
         return SUPPORTED
     versions = " and ".join(

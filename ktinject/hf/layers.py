@@ -38,7 +38,7 @@ class Layers:
         return [f"{prefix}.{number}" for number in range(count)]
 
     @property
-    def stack(self) -> nn.Module:
+    def decoder(self) -> nn.Module:
         """The module that owns the decoder layers, through whose forward all tokens go; else the model itself."""
         prefix, count = self._prefix_and_count
         return self._model.get_submodule(prefix.rpartition(".")[0]) if count else self._model

@@ -48,7 +48,7 @@ def apply(
     for path, operator in operators.items():
         operator.train(model.training)
         model.set_submodule(path, operator, strict=True)
-    decoder = Layers(model).stack
+    decoder = Layers(model).decoder
     kinds: dict[type[Operator], None] = dict.fromkeys(type(operator) for operator in operators.values())
     for kind in kinds:
         theirs = {path: operator for path, operator in operators.items() if type(operator) is kind}
@@ -58,7 +58,7 @@ def apply(
         for path, operator in operators.items():
             if isinstance(operator, ReceivedExperts):
                 operator.group = group
-            elif operator.across == "first":
+            elif operator.on_ranks == "first":
                 model.set_submodule(path, BroadcastExperts(operator, group), strict=True)
     model.ktinject = plan
     if operators:

@@ -74,7 +74,7 @@ def make(
             cuts = tensor_parallel.key_cuts(model, styles, mapping, group)
         layers = Layers(model)
         kv_values = tensor_parallel.cached_values(memory.cached_values(model), layers.of, styles, group)
-        replacer = Replacer(modules, where, machine, layers.stack, group)
+        replacer = Replacer(modules, where, machine, layers.decoder, group)
         chosen = layout.choose(model, replacer, where, candidates, has_weights, kv_values)
     plan = Plan(
         model=type(model).__name__,
@@ -156,7 +156,7 @@ def _cut(
             "Build the model on meta and give checkpoint=<folder>."
         )
     for matched in modules:
-        if matched.operator.across == "none":
+        if matched.operator.on_ranks == "none":
             text = f"{matched.rule.operator} does not run with tp (tensor parallelism over processes)"
             raise PlanError(
                 str(matched.rule.place().refusal(f"{text}. Use another operator, or leave tp out."))

@@ -171,7 +171,7 @@ class Replacer:
         self, matched: MatchedModule, built: _Built, made: Operator, placement: Placement | None
     ) -> Replacement:
         group, operator = self._group, built.operator
-        elsewhere = group is not None and group.rank > 0 and operator.across == "first"
+        elsewhere = group is not None and group.rank > 0 and operator.on_ranks == "first"
         with blaming(matched.rule, matched.path, operator.name):
             if placement is not None:
                 made.place(placement)

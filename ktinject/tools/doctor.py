@@ -71,7 +71,7 @@ def doctor(machine: Machine | None = None) -> Report:
 
 def _explain_transformers(machine: Machine) -> Finding:
     """What can be had with this version's inside."""
-    supports = {feature.replace("_", " "): compat.support(feature) for feature in compat.PRIVATE}
+    supports = {feature.replace("_", " "): compat.expected_support(feature) for feature in compat.PRIVATE}
     reasons = [f"{feature}: {found.reason}" for feature, found in supports.items() if not found]
     uses = "all" if not reasons else ", ".join(feature for feature, found in supports.items() if found)
     has = f"{machine.versions.get('transformers', 'none')}, tested are {' and '.join(compat.TESTED)}"

@@ -1,5 +1,5 @@
 // Attention of one token a row: projections on the pool, norms and rotation by the caller, then tasks of (some heads of
-// a row, some places of the cache), whose results are put together by head.
+// a row, some positions of the cache), whose results are put together by head.
 #include <algorithm>
 #include <stdexcept>
 
@@ -24,9 +24,9 @@ void each(runtime::ThreadPool& workers, bool serial, int tasks, Task&& task) {
 }
 
 // Attention over the cache for `batch` rows of `groups` groups of `heads` heads. What `of` gives for (row, group) has
-// all but heads, places and memory filled in. out [batch, groups, heads, dv], rounded.
+// all but heads, positions and memory filled in. out [batch, groups, heads, dv], rounded.
 struct Over {
-  int batch = 1, groups = 1, heads = 1, places = 0;
+  int batch = 1, groups = 1, heads = 1, positions = 0;
   int d = 0, dv = 0;
   const float* sinks = nullptr;  // [groups, heads]
 };
@@ -37,17 +37,17 @@ void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* 
   const runtime::Session session;
   runtime::ThreadPool& workers = *session;
   const auto all = static_cast<size_t>(over.batch * over.groups * over.heads);
-  const size_t products = all * static_cast<size_t>(over.places) * static_cast<size_t>(over.d + over.dv);
+  const size_t products = all * static_cast<size_t>(over.positions) * static_cast<size_t>(over.d + over.dv);
   const bool serial = products < kSerialProducts || workers.threads() == 1;
   const int blocks = (over.heads + kMostHeads - 1) / kMostHeads, most = (over.heads + blocks - 1) / blocks;
   const int units = over.batch * over.groups * blocks;
-  const int spans = (over.places + gemm::kAttendPlaces - 1) / gemm::kAttendPlaces;
+  const int spans = (over.positions + gemm::kAttendPositions - 1) / gemm::kAttendPositions;
   const int wanted = serial ? 1 : std::clamp(workers.threads() * kTasksPerThread / units, 1, spans);
-  const int length = (spans + wanted - 1) / wanted * gemm::kAttendPlaces;
-  const int splits = (over.places + length - 1) / length;
+  const int length = (spans + wanted - 1) / wanted * gemm::kAttendPositions;
+  const int splits = (over.positions + length - 1) / length;
 
   const size_t part = 2 + static_cast<size_t>(over.dv);
-  const auto wide = static_cast<size_t>(std::max(over.d, over.dv) + most) * gemm::kAttendPlaces;
+  const auto wide = static_cast<size_t>(std::max(over.d, over.dv) + most) * gemm::kAttendPositions;
   const size_t parts_count = (all * static_cast<size_t>(splits) * part + 15) / 16 * 16;
   const runtime::Scratch parts(parts_count + wide * static_cast<size_t>(serial ? 1 : workers.threads()));
   float* own = parts + parts_count;
@@ -59,7 +59,7 @@ void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* 
     task.heads = std::min(most, over.heads - first);
     task.q += static_cast<size_t>(first) * static_cast<size_t>(over.d);
     task.first = split * length;
-    task.last = std::min(over.places, task.first + length);
+    task.last = std::min(over.positions, task.first + length);
     task.scratch = own + static_cast<size_t>(worker) * wide;
     task.out = parts + (static_cast<size_t>(split) * all + static_cast<size_t>(pair * over.heads + first)) * part;
     ops.attend(task);
@@ -90,11 +90,6 @@ void expect(const gemm::Linear* linear, int out, const char* name) {
   if (linear == nullptr || linear->config().out_features != out)
     throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(out) + " outputs");
 }
-
-// Where keys and values of a step lie in a cache, and how many are attended to, from the first on.
-struct Places {
-  int capacity, own, count;
-};
 
 // Places are written by it.
 Places places_of(const LayerCache& cache, const Step& step, int heads, int key_size, int value_size, int window) {
@@ -237,9 +232,8 @@ bool LatentAttention::fits(int hidden) const {
 
 void LatentAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
   const Places places = places_of(cache, step, 1, config_.rank, config_.rope, 0);
-  const gemm::StepOps& ops = gemm::step_ops();
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, rope = config_.rope, batch = step.batch;
-  const int value = config_.value, wide = rank + rope;
+  const int wide = rank + rope;
   if (step.rotary != rope && step.rotary != 0)
     throw std::invalid_argument("attention: found a rotation of " + std::to_string(step.rotary) + " values; expected " +
                                 std::to_string(rope));
@@ -248,52 +242,15 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   const size_t low_at = arrays.take(product(2 * batch, low)), q_at = arrays.take(product(batch, heads, nope + rope)),
                kv_at = arrays.take(product(batch, wide)), latent_at = arrays.take(static_cast<size_t>(wide)),
                query_at = arrays.take(product(batch, heads, wide)), sum_at = arrays.take(product(batch, heads, rank)),
-               head_at = arrays.take(product(batch, heads, value));
+               head_at = arrays.take(product(batch, heads, config_.value));
   const runtime::Scratch memory(arrays.count());
-  float *q = memory + q_at, *kv = memory + kv_at, *latent = memory + latent_at, *query = memory + query_at;
+  float *q = memory + q_at, *kv = memory + kv_at, *query = memory + query_at;
   float *sum = memory + sum_at, *head = memory + head_at;
 
-  if (config_.q != nullptr) {
-    const gemm::Linear::Product products[] = {{config_.q, q}, {config_.kv, kv}};
-    gemm::Linear::forward(products, x, DType::f32, batch);
-  } else {
-    float *before = memory + low_at, *after = before + product(batch, low);
-    const gemm::Linear::Product products[] = {{config_.q_a, before}, {config_.kv, kv}};
-    gemm::Linear::forward(products, x, DType::f32, batch);
-    ops.round(before, batch * low, step.dtype);
-    for (int row = 0; row < batch; ++row)
-      ops.rms_norm(before + product(row, low), config_.q_norm, step.dtype, after + product(row, low));
-    config_.q_b->forward(after, DType::f32, batch, q);
-  }
-  ops.round(q, batch * heads * (nope + rope), step.dtype);
-  ops.round(kv, batch * wide, step.dtype);
-
-  auto turned = [&](const float* from, int row, float* to) {
-    if (step.rotary == 0) std::copy(from, from + rope, to);
-    else turn(ops, from, rope, step, row, config_.neighbours, to);
-  };
-  for (int row = 0; row < batch; ++row) {
-    float* one = kv + product(row, wide);
-    ops.rms_norm(one, config_.kv_norm, step.dtype, latent);
-    turned(one + rank, row, latent + rank);
-    const size_t place = product(row, places.capacity) + static_cast<size_t>(places.own);
-    ops.store(latent, rank, step.dtype, at(cache.first.data, place * static_cast<size_t>(rank), step));
-    ops.store(latent + rank, rope, step.dtype, at(cache.second.data, place * static_cast<size_t>(rope), step));
-  }
-  {
-    const runtime::Session session;
-    const bool serial = product(batch, heads, nope * rank) < kSerialProducts;
-    each(*session, serial, heads, [&](int h, int) {
-      const void* w = at(const_cast<void*>(config_.expansion), product(h, nope + value, rank), step);
-      for (int row = 0; row < batch; ++row) {
-        const float* from = q + product(row * heads + h, nope + rope);
-        float* to = query + product(row * heads + h, wide);
-        ops.times_rows(from, w, nope, rank, step.dtype, to);
-        turned(from + nope, row, to + rank);
-        for (int i = 0; i < wide; ++i) to[i] *= config_.scale;
-      }
-    });
-  }
+  project(x, step, memory + low_at, q, kv);
+  write(kv, step, places, memory + latent_at, cache);
+  absorb(q, step, query);
+  const gemm::StepOps& ops = gemm::step_ops();
   attend_all(ops, {batch, 1, heads, places.count, wide, rank, nullptr}, step.dtype, sum, [&](int row, int) {
     gemm::Attend task;
     task.q = query + product(row * heads, wide);
@@ -305,19 +262,79 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
     task.mask = step.mask == nullptr ? nullptr : step.mask + static_cast<size_t>(row) * step.mask_stride;
     return task;
   });
-  {
-    const runtime::Session session;
-    const bool serial = product(batch, heads, value * rank) < kSerialProducts;
-    each(*session, serial, heads, [&](int h, int) {
-      const void* w =
-          at(const_cast<void*>(config_.expansion), product(h, nope + value, rank) + product(nope, rank), step);
-      for (int row = 0; row < batch; ++row)
-        ops.rows_times(w, sum + product(row * heads + h, rank), value, rank, step.dtype,
-                       head + product(row * heads + h, value));
-    });
-  }
+  expand(sum, step, head);
   config_.o->forward(head, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
+}
+
+void LatentAttention::project(const float* x, const Step& step, float* low, float* q, float* kv) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int batch = step.batch;
+  if (config_.q != nullptr) {
+    const gemm::Linear::Product products[] = {{config_.q, q}, {config_.kv, kv}};
+    gemm::Linear::forward(products, x, DType::f32, batch);
+  } else {
+    const int size = config_.q_a->config().out_features;
+    float* normed = low + product(batch, size);
+    const gemm::Linear::Product products[] = {{config_.q_a, low}, {config_.kv, kv}};
+    gemm::Linear::forward(products, x, DType::f32, batch);
+    ops.round(low, batch * size, step.dtype);
+    for (int row = 0; row < batch; ++row)
+      ops.rms_norm(low + product(row, size), config_.q_norm, step.dtype, normed + product(row, size));
+    config_.q_b->forward(normed, DType::f32, batch, q);
+  }
+  ops.round(q, batch * config_.heads * (config_.nope + config_.rope), step.dtype);
+  ops.round(kv, batch * (config_.rank + config_.rope), step.dtype);
+}
+
+void LatentAttention::rotate(const float* from, const Step& step, int row, float* to) const {
+  if (step.rotary == 0) std::copy(from, from + config_.rope, to);
+  else turn(gemm::step_ops(), from, config_.rope, step, row, config_.neighbours, to);
+}
+
+void LatentAttention::write(const float* kv, const Step& step, const Places& places, float* latent,
+                            const LayerCache& cache) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int rank = config_.rank, rope = config_.rope;
+  for (int row = 0; row < step.batch; ++row) {
+    const float* from = kv + product(row, rank + rope);
+    ops.rms_norm(from, config_.kv_norm, step.dtype, latent);
+    rotate(from + rank, step, row, latent + rank);
+    const size_t slot = product(row, places.capacity) + static_cast<size_t>(places.own);
+    ops.store(latent, rank, step.dtype, at(cache.first.data, slot * static_cast<size_t>(rank), step));
+    ops.store(latent + rank, rope, step.dtype, at(cache.second.data, slot * static_cast<size_t>(rope), step));
+  }
+}
+
+void LatentAttention::absorb(const float* q, const Step& step, float* query) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int heads = config_.heads, rank = config_.rank, nope = config_.nope, wide = rank + config_.rope;
+  const runtime::Session session;
+  const bool serial = product(step.batch, heads, nope * rank) < kSerialProducts;
+  each(*session, serial, heads, [&](int h, int) {
+    const void* w = at(const_cast<void*>(config_.expansion), product(h, nope + config_.value, rank), step);
+    for (int row = 0; row < step.batch; ++row) {
+      const float* from = q + product(row * heads + h, nope + config_.rope);
+      float* to = query + product(row * heads + h, wide);
+      ops.times_rows(from, w, nope, rank, step.dtype, to);
+      rotate(from + nope, step, row, to + rank);
+      for (int i = 0; i < wide; ++i) to[i] *= config_.scale;
+    }
+  });
+}
+
+void LatentAttention::expand(const float* sum, const Step& step, float* head) const {
+  const gemm::StepOps& ops = gemm::step_ops();
+  const int heads = config_.heads, rank = config_.rank, nope = config_.nope, value = config_.value;
+  const runtime::Session session;
+  const bool serial = product(step.batch, heads, value * rank) < kSerialProducts;
+  each(*session, serial, heads, [&](int h, int) {
+    const size_t begin = product(h, nope + value, rank) + product(nope, rank);
+    const void* w = at(const_cast<void*>(config_.expansion), begin, step);
+    for (int row = 0; row < step.batch; ++row)
+      ops.rows_times(w, sum + product(row * heads + h, rank), value, rank, step.dtype,
+                     head + product(row * heads + h, value));
+  });
 }
 
 }  // namespace ktinject::attention

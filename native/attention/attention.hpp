@@ -77,6 +77,11 @@ class GroupedAttention final : public DecoderAttention {
   GroupedAttentionConfig config_;
 };
 
+// Where keys and values of a step lie in a cache, and how many are attended to, from the first on.
+struct Places {
+  int capacity, own, count;
+};
+
 // operators/probes/attention.py has the formula; with the up-projections absorbed. expansion [heads, nope + value,
 // rank] of the model's dtype is kv_b_proj's weight. keys hold the latent, values the rotary key.
 struct LatentAttentionConfig {
@@ -99,6 +104,17 @@ class LatentAttention final : public DecoderAttention {
   void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const override;
 
  private:
+  // q [batch, heads, nope + rope] and kv [batch, rank + rope] of x, rounded. low: scratch for twice q_a's output
+  void project(const float* x, const Step& step, float* low, float* q, float* kv) const;
+  // One row's rotary values, turned if the step has a rotation.
+  void rotate(const float* from, const Step& step, int row, float* to) const;
+  // Latents and rotary keys of kv, to the cache. latent: scratch for [rank + rope]
+  void write(const float* kv, const Step& step, const Places& places, float* latent, const LayerCache& cache) const;
+  // query [batch, heads, rank + rope], scaled, to compare with what is cached: q with the keys' up-projection absorbed.
+  void absorb(const float* q, const Step& step, float* query) const;
+  // head [batch, heads, value] of the attended latents [batch, heads, rank]: the values' up-projection.
+  void expand(const float* sum, const Step& step, float* head) const;
+
   LatentAttentionConfig config_;
 };
 

@@ -71,7 +71,7 @@ inline gemm::Format format_of(const std::string& weights) {
   throw std::invalid_argument("weights: found '" + weights + "'; allowed: " + allowed);
 }
 
-// The native core counts rows, places and features in int.
+// The native core counts rows, positions and features in int.
 inline int size_of(size_t size, const char* what) {
   constexpr size_t kMost = std::numeric_limits<int>::max();
   if (size > kMost)

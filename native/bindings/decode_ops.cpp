@@ -1,11 +1,10 @@
 // The small kernels of a decode step.
-#include <nanobind/stl/vector.h>
-
 #include <cstdint>
 #include <stdexcept>
 #include <vector>
 
 #include "bindings/addresses.hpp"
+#include "bindings/sequences.hpp"
 #include "bindings/stream.hpp"
 #include "bindings/subjects.hpp"
 #include "cuda/decode_choose.hpp"
@@ -108,9 +107,12 @@ void def_linear(nb::module_& m) {
       nb::arg("epsilon"), nb::arg("stream"), "Put the normalisation of rows into the stream; addresses on the device.");
   m.def(
       "decode_linear",
-      [](Address<> x, Address<> norm, float eps, Address<> normed, const std::vector<Address<>>& weights,
-         const std::vector<Address<>>& biases, const std::vector<int>& n, Address<> residual, Address<> out,
+      [](Address<> x, Address<> norm, float eps, Address<> normed, const Sequence<Address<>>& given_weights,
+         const Sequence<Address<>>& given_biases, const Sequence<int>& given_n, Address<> residual, Address<> out,
          bool is_wide, Address<> then, int64_t then_bytes, int rows, int k, DType dtype, cuda::Stream stream) {
+        const std::vector<Address<>> weights = vector_of(given_weights, "weights"),
+                                     biases = vector_of(given_biases, "biases");
+        const std::vector<int> n = vector_of(given_n, "n");
         if (n.size() > cuda::DecodeLinear::kMatrices || weights.size() != n.size() || biases.size() != n.size())
           throw std::invalid_argument("decode_linear: up to three matrices, each with n and a bias or 0");
         cuda::DecodeLinear input{.x = x,

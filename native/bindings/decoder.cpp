@@ -3,12 +3,12 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <optional>
 
 #include "bindings/arrays.hpp"
+#include "bindings/sequences.hpp"
 #include "bindings/subjects.hpp"
 #include "bindings/waiting.hpp"
 #include "decode/choose.hpp"
@@ -161,8 +161,8 @@ void def_state(nb::module_& m) {
       "capacity, width].")
       .def(
           "__init__",
-          [](HeldCache* self, std::vector<Kept> first, std::vector<Kept> second) {
-            new (self) HeldCache(make_cache(std::move(first), std::move(second)));
+          [](HeldCache* self, const Sequence<Kept>& first, const Sequence<Kept>& second) {
+            new (self) HeldCache(make_cache(vector_of(first, "first"), vector_of(second, "second")));
           },
           nb::arg("first"), nb::arg("second"));
 }

@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings/sequences.hpp"
 #include "bindings/subjects.hpp"
 #include "bindings/waiting.hpp"
 #include "cuda/devices.hpp"
@@ -71,9 +72,9 @@ void def_threads(nb::module_& m) {
       "(id, CPUs) of each node that weights are cut for; id -1 where memory is not placed: one node, or virtual ones.");
   m.def(
       "find_nodes",
-      [](const std::string& root, const std::vector<int>& cpus, const std::vector<int>& mems) {
+      [](const std::string& root, const Sequence<int>& cpus, const Sequence<int>& mems) {
         nb::list rows;
-        for (const runtime::Node& node : runtime::find_nodes(root, cpus, mems))
+        for (const runtime::Node& node : runtime::find_nodes(root, vector_of(cpus, "cpus"), vector_of(mems, "mems")))
           rows.append(nb::make_tuple(node.id, node.cpus));
         return rows;
       },

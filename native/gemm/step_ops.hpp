@@ -12,19 +12,19 @@
 
 namespace ktinject::gemm {
 
-// Attention of some heads to some places of the cache. A key may lie in two parts: of latent attention, latent and
+// Attention of some heads to some positions of the cache. A key may lie in two parts: of latent attention, latent and
 // rotary key; the latent is the value, too.
 struct Attend {
   const float* q = nullptr;  // [heads, d1 + d2], scaled
   int heads = 0;
-  const void* k1 = nullptr;  // [places, d1] of `dtype`
-  const void* k2 = nullptr;  // [places, d2]
-  const void* v = nullptr;   // [places, dv]
+  const void* k1 = nullptr;  // [positions, d1] of `dtype`
+  const void* k2 = nullptr;  // [positions, d2]
+  const void* v = nullptr;   // [positions, dv]
   int d1 = 0, d2 = 0, dv = 0;
   DType dtype = DType::bf16;
-  const uint8_t* mask = nullptr;  // [places], 0: not attended to; null: all are
-  int first = 0, last = 0;        // of the places
-  float* scratch = nullptr;       // kAttendPlaces * (max(d1 + d2, dv) + heads)
+  const uint8_t* mask = nullptr;  // [positions], 0: not attended to; null: all are
+  int first = 0, last = 0;        // of the positions
+  float* scratch = nullptr;       // kAttendPositions * (max(d1 + d2, dv) + heads)
   float* out = nullptr;           // [heads, 2 + dv]: greatest score, sum of weights, weighted values
 };
 
@@ -37,8 +37,8 @@ struct Norm {
   bool rounds_first = true;  // the normed values are rounded before they are multiplied with the weight
 };
 
-// Places that are widened at once.
-inline constexpr int kAttendPlaces = 32;
+// Positions that are widened at once.
+inline constexpr int kAttendPositions = 32;
 
 inline constexpr int kMersenneWords = 624;
 

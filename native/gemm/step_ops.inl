@@ -153,23 +153,23 @@ static void add_rows(const float* weight, const float* v, int stride, int count,
 
 static void attend(const Attend& task) {
   const int d = task.d1 + task.d2, wide = d > task.dv ? d : task.dv;
-  float *rows = task.scratch, *scores = rows + kAttendPlaces * wide;
+  float *rows = task.scratch, *scores = rows + kAttendPositions * wide;
   const float never = -__builtin_inff();
   for (int h = 0; h < task.heads; ++h) {
     float* out = task.out + h * (2 + task.dv);
     out[0] = never;
     for (int i = 1; i < 2 + task.dv; ++i) out[i] = 0.0f;
   }
-  for (int first = task.first; first < task.last; first += kAttendPlaces) {
-    const int count = task.last - first < kAttendPlaces ? task.last - first : kAttendPlaces;
+  for (int first = task.first; first < task.last; first += kAttendPositions) {
+    const int count = task.last - first < kAttendPositions ? task.last - first : kAttendPositions;
     for (int j = 0; j < count; ++j) {
-      const auto place = static_cast<size_t>(first + j);
-      widen_any(task.k1, task.dtype, place * static_cast<size_t>(task.d1), task.d1, rows + j * d);
+      const auto position = static_cast<size_t>(first + j);
+      widen_any(task.k1, task.dtype, position * static_cast<size_t>(task.d1), task.d1, rows + j * d);
       if (task.d2 > 0)
-        widen_any(task.k2, task.dtype, place * static_cast<size_t>(task.d2), task.d2, rows + j * d + task.d1);
+        widen_any(task.k2, task.dtype, position * static_cast<size_t>(task.d2), task.d2, rows + j * d + task.d1);
     }
     for (int h = 0; h < task.heads; ++h) {
-      float* score = scores + h * kAttendPlaces;
+      float* score = scores + h * kAttendPositions;
       dots(task.q + h * d, rows, count, d, score);
       if (task.mask != nullptr)
         for (int j = 0; j < count; ++j) score[j] = task.mask[first + j] != 0 ? score[j] : never;
@@ -180,7 +180,7 @@ static void attend(const Attend& task) {
       widen_any(task.v, task.dtype, static_cast<size_t>(first + j) * static_cast<size_t>(task.dv), task.dv,
                 rows + j * task.dv);
     for (int h = 0; h < task.heads; ++h) {
-      float *out = task.out + h * (2 + task.dv), *score = scores + h * kAttendPlaces;
+      float *out = task.out + h * (2 + task.dv), *score = scores + h * kAttendPositions;
       const float most = greatest(score, count), before = out[0];
       if (most == never) continue;
       const float top = most > before ? most : before, factor = before == never ? 0.0f : exp_of(before - top);

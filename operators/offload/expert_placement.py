@@ -19,8 +19,8 @@ from ktinject.operators.offload import gpu_experts, streaming
 from ktinject.operators.offload.gpu_experts import GpuExperts
 from ktinject.operators.offload.streaming import StreamedExperts
 from ktinject.operators.probes import experts as routed_experts
-from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.experts import ExpertsSpec
+from ktinject.support import Support
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def plan(
     placements: dict[str, ExpertPlacement | str] = {}
     for path, module in modules.items():
         spec = routed_experts.probe(module)
-        if isinstance(spec, Refusal):
+        if isinstance(spec, Support):
             placements[path] = spec.reason
         else:
             specs[path] = spec

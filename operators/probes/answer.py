@@ -1,7 +1,8 @@
 """What a probe answers, and the memory of answers: each distinct module is run once in a process.
 
-A probe is a function `probe(module) -> Spec | Refusal`. It runs a twin of the module (twin.py) on inputs of its own,
-reads the formula's parameters off the outputs, and compares the twin with the formula (comparison.py).
+A probe is a function `probe(module) -> Spec | Support`; its Support is always a refusal. It runs a twin of the module
+(twin.py) on inputs of its own, reads the formula's parameters off the outputs, and compares the twin with the formula
+(comparison.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import enum
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -18,43 +18,69 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ktinject.support import Support
+
 _MOST_ANSWERS = 512  # of one probe; a large model has some dozens of distinct modules
 
 Spec = TypeVar("Spec")
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why a module is not what a probe looks for, without a full stop."""
+class PassingRefusal(Support):
+    """A refusal because of a failure that may pass, such as too little memory. Nothing is known of the module."""
 
-    reason: str
+
+_PASSING = (MemoryError, RecursionError, OSError, torch.OutOfMemoryError, torch.AcceleratorError)
+# torch has no class of its own for what its CPU allocator, a std::bad_alloc or a thread that cannot start raises.
+_PASSING_TEXTS = ("DefaultCPUAllocator", "bad_alloc", "can't start new thread")
+
+
+def refusal_of(error: BaseException, what: str = "its forward fails on a copy of itself") -> Support:
+    """The refusal for what a module's own code raised in a probe; a passing one if the failure may pass.
+
+    what   what failed
+    """
+    kind = PassingRefusal if any(map(_passes, _causes(error))) else Support
+    return kind(False, f"{what}: {type(error).__name__}: {error}")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _passes(error: BaseException) -> bool:
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return isinstance(error, _PASSING) or any(sign in text for sign in _PASSING_TEXTS)
 
 
 class Memory(Generic[Answer]):
-    """Answers by what was asked about. When there are `most` of them, all are forgotten."""
+    """Answers by what was asked about, but for passing refusals. When there are `most` of them, all are forgotten."""
 
     def __init__(self, most: int = _MOST_ANSWERS) -> None:
         self._answers: dict[Hashable, Answer] = {}
         self._most = most
 
     def once(self, key: Hashable, ask: Callable[[], Answer]) -> Answer:
-        """The answer for a key; asked for the first time only."""
+        """The answer for a key; asked until there is one that is kept."""
         if key in (answers := self._answers):
             return answers[key]
         found = ask()
+        if isinstance(found, PassingRefusal):
+            return found
         if len(answers) >= self._most:
             self._answers = answers = {}  # another thread may still look into the old ones
         answers[key] = found
         return found
 
 
-def answered_once(probe: Callable[[nn.Module], Spec | Refusal]) -> Callable[[nn.Module], Spec | Refusal]:
+def answered_once(probe: Callable[[nn.Module], Spec | Support]) -> Callable[[nn.Module], Spec | Support]:
     """Remember a probe's answers. What `key_of` cannot tell apart has one answer."""
-    answers: Memory[Spec | Refusal] = Memory()
+    answers: Memory[Spec | Support] = Memory()
 
     @functools.wraps(probe)
-    def remembered(module: nn.Module) -> Spec | Refusal:
+    def remembered(module: nn.Module) -> Spec | Support:
         return answers.once(key_of(module), lambda: probe(module))
 
     return remembered

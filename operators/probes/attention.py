@@ -25,8 +25,9 @@ from transformers import Cache, DynamicCache
 
 from ktinject.errors import few
 from ktinject.operators.probes import twin
-from ktinject.operators.probes.answer import Refusal, answered_once
+from ktinject.operators.probes.answer import Memory, PassingRefusal, answered_once, key_of, refusal_of
 from ktinject.operators.probes.comparison import Tolerance, difference
+from ktinject.support import Support
 
 # Sizes of the small copy; no two are equal, so that an exchange of them shows.
 _SMALL = {
@@ -126,70 +127,128 @@ def formula(
     return out
 
 
+class _Hidden:
+    """Stands for the index of a layer where that is only handed on to a cache. Whatever else is done with it raises."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def _used(self, *_: Any) -> Any:
+        raise TypeError("the index of the layer is used")
+
+    __bool__ = __eq__ = __str__ = __repr__ = __format__ = _used
+
+
+_HIDDEN = _Hidden()
+
+
+class _OneLayer(DynamicCache):
+    """A cache of one layer, whichever it is called."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, 0, *args, **kwargs)
+        return found
+
+
 @answered_once
-def probe(module: nn.Module) -> LatentSpec | Refusal:
+def probe(module: nn.Module) -> LatentSpec | Support:
     """What a module computes that is latent attention as above."""
     layout = _layout(module)
-    if isinstance(layout, Refusal):
+    if isinstance(layout, Support):
         return layout
     try:
         with twin.on_cpu():
             small = twin.small(module, _SMALL, layout.layer_idx)
-    except Exception as failure:  # transformers' own code on sizes that it may not be made for
-        return Refusal(f"a small copy of it cannot be built: {failure}")
+    except Exception as error:  # transformers' own code on sizes that it may not be made for
+        return refusal_of(error, "a small copy of it cannot be built")
+    rope = _shared_rope(small)
+    return rope if isinstance(rope, Support) else dataclasses.replace(layout, rope=rope)
+
+
+_ropes: Memory[str | PassingRefusal | None] = Memory()
+
+
+def _shared_rope(small: nn.Module) -> str | Support:
+    """`_rope`, found once for small copies that differ in nothing but the index of their layer.
+
+    They share the answer if it is found while the index is hidden: then it cannot depend on it. What the class made of
+    the index when the copy was built, such as a window in some layers, are attributes, and tell copies apart.
+    """
+    index = vars(small).get("layer_idx")
+    vars(small)["layer_idx"] = _HIDDEN
+
+    def rope() -> str | PassingRefusal | None:
+        found = _rope(small)
+        return found if isinstance(found, (str, PassingRefusal)) else None
+
+    found = _ropes.once(key_of(small), rope)
+    vars(small)["layer_idx"] = index
+    return _rope(small) if found is None else found
+
+
+def _rope(small: nn.Module) -> str | Support:
+    """The kind of rotary embedding with which the formula is what a small copy computes."""
     sizes = _layout(small)
-    if isinstance(sizes, Refusal):
+    if isinstance(sizes, Support):
         return sizes
     differences = []
-    error: Exception | None = None
+    failed: Support | None = None
     for rope in ("halves", "neighbours", "complex", "none"):
         try:
             differences.append(_difference(small, dataclasses.replace(sizes, rope=rope)))
-        except Exception as failure:  # transformers' own code, given what it may not be made for
-            error = failure
+        except Exception as error:  # transformers' own code, given what it may not be made for
+            failed = refusal_of(error, "a small copy of it does not run")
+            if isinstance(failed, PassingRefusal):
+                return failed
             continue
         if _TOLERANCE.allows(differences[-1]):
-            return dataclasses.replace(layout, rope=rope)
-    if not differences:
-        return Refusal(f"a small copy of it does not run: {error}")
-    return Refusal(f"it computes something else than latent attention: max difference {min(differences):.1e}")
+            return rope
+    if failed is not None and not differences:
+        return failed
+    return Support.no(
+        f"it computes something else than latent attention: max difference {min(differences):.1e}"
+    )
 
 
-def _layout(module: nn.Module) -> LatentSpec | Refusal:
+def _layout(module: nn.Module) -> LatentSpec | Support:
     """The sizes, from the children's shapes and the config."""
     children = dict(module.named_children())
     has_query = "q_proj" in children or {"q_a_proj", "q_a_layernorm", "q_b_proj"} <= children.keys()
     absent = [name for name in (*LATENT, EXPANSION, OUTPUT) if name not in children]
     if absent or not has_query:
         absent += [] if has_query else ["q_proj, or q_a_proj, q_a_layernorm and q_b_proj"]
-        return Refusal(f"it has no {', '.join(absent)}: it is no latent attention with DeepSeek's children")
+        return Support.no(
+            f"it has no {', '.join(absent)}: it is no latent attention with DeepSeek's children"
+        )
     extra = [name for name in children if name not in CHILDREN]
     extra += [
         name for name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     ]
     if extra:
-        return Refusal(f"it also holds {', '.join(few(extra))}, which absorbed_mla would lose")
+        return Support.no(f"it also holds {', '.join(few(extra))}, which absorbed_mla would lose")
     config = getattr(module, "config", None)
     sizes: dict[str, Any] = {
         name: getattr(module, name, None) for name in ("num_heads", *list(_SMALL)[4:7], "v_head_dim")
     }
     wrong = [name for name, value in sizes.items() if type(value) is not int or value < 1]
     if wrong or config is None or not isinstance(getattr(module, "scaling", None), float):
-        return Refusal(f"it does not state {', '.join(wrong) or 'its config and scaling'}")
+        return Support.no(f"it does not state {', '.join(wrong) or 'its config and scaling'}")
     expansion = children[EXPANSION]
     outputs = sizes["num_heads"] * (sizes["qk_nope_head_dim"] + sizes["v_head_dim"])
     if not isinstance(expansion, nn.Linear) or expansion.bias is not None:
-        return Refusal(f"its {EXPANSION} is a {type(expansion).__name__}; a Linear without bias is needed")
+        return Support.no(f"its {EXPANSION} is a {type(expansion).__name__}; a Linear without bias is needed")
     if (expansion.out_features, expansion.in_features) != (outputs, sizes["kv_lora_rank"]):
         found = [expansion.out_features, expansion.in_features]
-        return Refusal(f"its {EXPANSION} is {found}; its sizes ask for {[outputs, sizes['kv_lora_rank']]}")
+        return Support.no(f"its {EXPANSION} is {found}; its sizes ask for {[outputs, sizes['kv_lora_rank']]}")
     if expansion.weight.dtype.itemsize == 1:
-        return Refusal(
+        return Support.no(
             f"its {EXPANSION} is {expansion.weight.dtype}: it is quantised; inject into the plain model"
         )
     if not getattr(module, "is_causal", True):
-        return Refusal("it is not causal")
-    query = children.get("q_a_proj")
+        return Support.no("it is not causal")
+    query, layer_idx = children.get("q_a_proj"), getattr(module, "layer_idx", None)
     return LatentSpec(
         num_heads=sizes["num_heads"],
         q_lora_rank=None if query is None else query.out_features,
@@ -197,7 +256,7 @@ def _layout(module: nn.Module) -> LatentSpec | Refusal:
         qk_nope_head_dim=sizes["qk_nope_head_dim"],
         qk_rope_head_dim=sizes["qk_rope_head_dim"],
         v_head_dim=sizes["v_head_dim"],
-        layer_idx=getattr(module, "layer_idx", 0) or 0,
+        layer_idx=layer_idx if isinstance(layer_idx, int) else 0,
         scaling=module.scaling,
         rope="none",
         dropout=float(getattr(module, "attention_dropout", 0.0)),
@@ -233,10 +292,10 @@ def _difference(module: nn.Module, spec: LatentSpec) -> float:
             result = forward(**{name: value for name, value in arguments.items() if name in names})
             return result[0] if isinstance(result, tuple) else result
 
-        cache = DynamicCache()
+        cache = _OneLayer()
         outputs = [call(at(0, 6) | {"past_key_values": None})]
         outputs += [call(at(*part) | {"past_key_values": cache}) for part in ((0, 5), (5, 6))]
-        layer: Any = cache.layers[spec.layer_idx]
+        layer: Any = cache.layers[0]
         return [*outputs, layer.keys, layer.values]
 
     taken = inspect.signature(type(module).forward).parameters

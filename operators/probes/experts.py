@@ -25,8 +25,9 @@ from torch.nn import functional
 
 from ktinject.errors import OperatorError, few
 from ktinject.operators.probes import twin
-from ktinject.operators.probes.answer import Refusal, answered_once
+from ktinject.operators.probes.answer import answered_once, refusal_of
 from ktinject.operators.probes.comparison import Tolerance, difference
+from ktinject.support import Support
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "identity")
 
@@ -65,16 +66,16 @@ class ExpertsSpec:
 
 
 @answered_once
-def probe(module: nn.Module) -> ExpertsSpec | Refusal:
+def probe(module: nn.Module) -> ExpertsSpec | Support:
     """What an experts module computes, which may be on the meta device."""
     layout = _layout(module)
-    if isinstance(layout, Refusal):
+    if isinstance(layout, Support):
         return layout
     try:
         with twin.on_cpu():
             return _arithmetic(module, layout)
     except Exception as error:  # the module's own code runs here, so anything may come out of it
-        return Refusal(f"its forward fails on a small copy of itself: {type(error).__name__}: {error}")
+        return refusal_of(error, "its forward fails on a small copy of itself")
 
 
 def parameter_shapes(spec: ExpertsSpec) -> dict[str, tuple[int, ...]]:
@@ -166,18 +167,18 @@ def _act(name: str, alpha: float, x: Tensor) -> Tensor:
     return x
 
 
-def _layout(module: nn.Module) -> ExpertsSpec | Refusal:
+def _layout(module: nn.Module) -> ExpertsSpec | Support:
     """The spec with its arithmetic still open, from the flags and the parameter shapes."""
     signature = inspect.signature(type(module).forward)
     try:
         signature.bind(module, None, None, None)
     except TypeError:
-        return Refusal(
+        return Support.no(
             f"its forward takes ({', '.join([*signature.parameters][1:])}), "
             "not (hidden_states, top_k_index, top_k_weights)"
         )
     if getattr(module, "has_post_expert_norm", False):
-        return Refusal(
+        return Support.no(
             "it normalises the output of every expert (has_post_expert_norm), which no kernel does"
         )
 
@@ -188,7 +189,9 @@ def _layout(module: nn.Module) -> ExpertsSpec | Refusal:
     for name in names:
         if name not in parameters or parameters[name].dim() != 3:
             found = ", ".join(f"{n} {list(p.shape)}" for n, p in [*parameters.items()][:4]) or "none"
-            return Refusal(f"it has no parameter {name} of three dimensions, experts first; it has {found}")
+            return Support.no(
+                f"it has no parameter {name} of three dimensions, experts first; it has {found}"
+            )
     up_shape, down_shape = parameters[up_name].shape, parameters["down_proj"].shape
     is_transposed = bool(getattr(module, "is_transposed", False))
     down_k, down_n = (1, 2) if is_transposed else (2, 1)
@@ -210,33 +213,33 @@ def _layout(module: nn.Module) -> ExpertsSpec | Refusal:
     shapes = parameter_shapes(spec)
     for name, shape in shapes.items():
         if name not in parameters:
-            return Refusal(f"it has no parameter {name}, which its flags promise")
+            return Support.no(f"it has no parameter {name}, which its flags promise")
         if tuple(parameters[name].shape) != shape:
             is_shape = list(parameters[name].shape)
-            return Refusal(
+            return Support.no(
                 f"its {name} is {is_shape}, but with down_proj {list(down_shape)} it should be {list(shape)}"
             )
         if not parameters[name].is_floating_point():
-            return Refusal(
+            return Support.no(
                 f"its {name} is {parameters[name].dtype}: the module is quantised; inject into the plain model"
             )
     extra = [name for name in [*parameters, *dict(module.named_buffers())] if name not in shapes]
     if extra:
-        return Refusal(f"it also holds {', '.join(few(extra))}, which no kernel applies")
+        return Support.no(f"it also holds {', '.join(few(extra))}, which no kernel applies")
     stated = getattr(module, "num_experts", spec.num_experts)
     if stated != spec.num_experts or 0 in up_shape or 0 in down_shape:
-        return Refusal(f"it says it has {stated} experts, and {up_name} is {list(up_shape)}")
+        return Support.no(f"it says it has {stated} experts, and {up_name} is {list(up_shape)}")
     return spec
 
 
-def _arithmetic(module: nn.Module, layout: ExpertsSpec) -> ExpertsSpec | Refusal:
+def _arithmetic(module: nn.Module, layout: ExpertsSpec) -> ExpertsSpec | Support:
     """Fill in the activation, clamps and offset, or say why no choice of them is what the module computes."""
     small = dataclasses.replace(layout, num_experts=3, hidden_size=6, intermediate_size=3)
     gate = _gate_of(module, small)
     spec = _fit(module, small, gate)
     off = inf if spec is None else _gate_difference(spec, gate)
     if spec is None or not _TOLERANCE.allows(off):
-        return Refusal(
+        return Support.no(
             "its gate is none of act(min(gate, a)) * (clamp(up, -b, b) + c), with act one of "
             f"{', '.join(ACTIVATIONS)}: max difference {off:.1e} from the closest"
         )
@@ -245,10 +248,10 @@ def _arithmetic(module: nn.Module, layout: ExpertsSpec) -> ExpertsSpec | Refusal
         # Eager forward may spell the gate out; transformers' other implementations call _apply_gate instead.
         off = _gate_difference(spec, lambda gate, up: apply_gate(_join(spec, gate, up)))
         if not _TOLERANCE.allows(off):
-            return Refusal(f"its forward and its _apply_gate differ by {off:.1e}")
+            return Support.no(f"its forward and its _apply_gate differ by {off:.1e}")
     off = _forward_difference(module, spec)
     if not _TOLERANCE.allows(off):
-        return Refusal(f"its forward does more than route, project and gate: max difference {off:.1e}")
+        return Support.no(f"its forward does more than route, project and gate: max difference {off:.1e}")
     return dataclasses.replace(
         spec,
         num_experts=layout.num_experts,
@@ -373,7 +376,7 @@ def _run(
     weights: Tensor,
 ) -> Tensor:
     """The module's own forward with other parameters."""
-    small = twin.with_parameters(module, parameters, num_experts=spec.num_experts)
+    small = twin.of(module, tensors=parameters, attributes={"num_experts": spec.num_experts})
     found: Tensor = twin.run_eager(small, x, index, weights)
     return found
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.operators.probes import experts, twin
-from ktinject.operators.probes.answer import Refusal, answered_once
+from ktinject.operators.probes.answer import PassingRefusal, answered_once, refusal_of
 from ktinject.operators.probes.comparison import Tolerance
+from ktinject.support import Support
 
 _TOLERANCE = Tolerance(1e-5, "fp32 in, fp32 out, one addition: what is left is the rounding of that addition")
 _BATCH = 3
@@ -47,16 +48,16 @@ class _Answering(nn.Module):
 
 
 @answered_once
-def probe(block: nn.Module) -> BlockSpec | Refusal:
+def probe(block: nn.Module) -> BlockSpec | Support:
     """What a block does with its experts' output; it may be on the meta device. A refusal: they cannot be deferred."""
-    found = {
-        name: spec
-        for name, child in block.named_children()
-        if isinstance(spec := experts.probe(child), experts.ExpertsSpec)
-    }
+    answers = {name: experts.probe(child) for name, child in block.named_children()}
+    for answer in answers.values():
+        if isinstance(answer, PassingRefusal):
+            return answer
+    found = {name: answer for name, answer in answers.items() if isinstance(answer, experts.ExpertsSpec)}
     if len(found) != 1:
         names = ", ".join(found) or "none"
-        return Refusal(
+        return Support.no(
             f"a Mixture-of-Experts block has one child that computes routed experts; found: {names}"
         )
     ((name, spec),) = found.items()
@@ -64,10 +65,10 @@ def probe(block: nn.Module) -> BlockSpec | Refusal:
         with twin.on_cpu():
             return _run(block, name, spec.hidden_size)
     except Exception as error:  # the block's own code runs here, so anything may come out of it
-        return Refusal(f"its forward fails on a copy with one token a row: {type(error).__name__}: {error}")
+        return refusal_of(error, "its forward fails on a copy with one token a row")
 
 
-def _run(block: nn.Module, name: str, hidden_size: int) -> BlockSpec | Refusal:
+def _run(block: nn.Module, name: str, hidden_size: int) -> BlockSpec | Support:
     """name: of the child that computes the routed experts."""
     random = torch.Generator("cpu").manual_seed(0)
     stand_in = _Answering(block.get_submodule(name))
@@ -82,18 +83,18 @@ def _run(block: nn.Module, name: str, hidden_size: int) -> BlockSpec | Refusal:
     delta = torch.randn(_BATCH, hidden_size, generator=random)
     alone, together = answer(torch.zeros_like(delta)), answer(delta)
     if len(stand_in.calls) != 2:
-        return Refusal(f"it calls its experts {len(stand_in.calls) // 2} times for one input")
+        return Support.no(f"it calls its experts {len(stand_in.calls) // 2} times for one input")
     rows, index, weights = stand_in.calls[0]
     if rows != (_BATCH, hidden_size) or len(index) != 2 or index[0] != _BATCH or weights != index:
-        return Refusal(
+        return Support.no(
             f"it calls its experts with shapes {[*rows]}, {[*index]}, {[*weights]}; "
             f"expected [{_BATCH}, {hidden_size}], [{_BATCH}, top_k], [{_BATCH}, top_k]"
         )
     if together.numel() != delta.numel():
-        return Refusal(
+        return Support.no(
             f"its output has shape {list(together.shape)}, that of its experts {list(delta.shape)}"
         )
     off = ((together - alone).reshape(delta.shape) - delta).abs().max().item()
     if not _TOLERANCE.allows(off / (1 + alone.abs().max().item())):
-        return Refusal(f"it does more with its experts' output than add to it: max difference {off:.1e}")
+        return Support.no(f"it does more with its experts' output than add to it: max difference {off:.1e}")
     return BlockSpec(experts=name, top_k=index[1], adds=bool(alone.count_nonzero()))

@@ -16,12 +16,13 @@ from torch.nn import functional
 
 from ktinject.errors import OperatorError, few
 from ktinject.operators.probes import twin
-from ktinject.operators.probes.answer import Refusal, answered_once
+from ktinject.operators.probes.answer import answered_once, refusal_of
 from ktinject.operators.probes.comparison import Tolerance
+from ktinject.support import Support
 
 _LOGITS = Tolerance(1e-2, "the median: sums in another order, rounded to bf16, may fall to the other side")
 _CHOICES = Tolerance(0.1, "the part of the choices that differ: near ties of two experts may turn over")
-_ELSEWHERE = Refusal("its forward does something else with the weight than F.linear")
+_ELSEWHERE = Support.no("its forward does something else with the weight than F.linear")
 
 
 @dataclass(frozen=True)
@@ -95,33 +96,34 @@ def copy_into(router: Any, module: nn.Module) -> None:
 
 
 @answered_once
-def probe(module: nn.Module) -> RouterSpec | Refusal:
+def probe(module: nn.Module) -> RouterSpec | Support:
     """Whether the router's parameters, a `weight` and maybe a `bias`, are used in one `F.linear` alone."""
     names = [name for name, _ in module.named_parameters()]
     is_known = "weight" in names and {*names} <= {"weight", "bias"} and not list(module.children())
     if not is_known or [*_shapes(module).values()] != _expected(module):
         found = ", ".join(few(names)) or "none"
-        return Refusal(
+        return Support.no(
             f"its parameters are {found}; a weight [experts, hidden] is needed, and at most a bias [experts]"
         )
     try:
         with twin.on_cpu():
             return _compare(module)
     except Exception as error:  # transformers' own code, given what it may not be made for
-        return Refusal(f"its forward cannot be tried out: {error}")
+        return refusal_of(error, "its forward cannot be tried out")
 
 
-def _compare(module: nn.Module) -> RouterSpec | Refusal:
+def _compare(module: nn.Module) -> RouterSpec | Support:
     random = torch.Generator("cpu").manual_seed(0)
 
     def gaussian(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random)
 
     n, k = module.get_parameter("weight").shape
-    weight, bias = (gaussian(n, k) * k**-0.5).bfloat16(), gaussian(n).bfloat16()
+    tensors = {"weight": (gaussian(n, k) * k**-0.5).bfloat16(), "bias": gaussian(n).bfloat16()}
     has_bias = "bias" in _shapes(module)
-    own = twin.with_parameters(module, {"weight": weight, "bias": bias} if has_bias else {"weight": weight})
-    own._buffers = {name: gaussian(*b.shape).to(b.dtype) * 0.1 for name, b in module.named_buffers()}
+    buffers = {name: gaussian(*b.shape).to(b.dtype) * 0.1 for name, b in module.named_buffers()}
+    own = twin.of(module, tensors={**tensors, **buffers})
+    weight, bias = tensors["weight"], tensors["bias"]
 
     def product(x: Tensor) -> Tensor:
         # In another order, and exact, so that a use of the weight beside this one shows.

@@ -1,6 +1,7 @@
-"""Twins: second modules of the same class and attributes that can be run without touching the first, on the CPU.
+"""Twins: second modules of the same class and attributes, to try something on.
 
-A twin shares everything with its module but what it is given anew.
+A trial on a twin changes nothing of its module, even if it is interrupted, and no other thread sees it. A twin
+shares everything with its module but what it is given anew.
 """
 
 from __future__ import annotations
@@ -8,33 +9,49 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+Module = TypeVar("Module", bound=nn.Module)
+
+# What a module changes in place where tensors, children and hooks come and go.
+_OWN = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, dict))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def of(module: nn.Module, **children: nn.Module) -> Any:
-    """A twin without hooks that shares parameters, buffers and children with its module, but for the children given."""
-    twin = copy.copy(module)
-    vars(twin)["_modules"] = {**module._modules, **children}
-    for name in ("_parameters", "_buffers"):
-        vars(twin)[name] = dict(vars(module)[name])
-    for name in _HOOKS:
-        vars(twin)[name] = OrderedDict()
-    return twin
+def of(
+    module: Module,
+    children: Mapping[str, nn.Module] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    attributes: Mapping[str, Any] | None = None,
+    without: tuple[str, ...] = (),
+    hooks: bool = True,
+) -> Module:
+    """A twin, which may be an operator's: nothing is pickled.
 
-
-def with_parameters(module: nn.Module, parameters: Mapping[str, Tensor], **attributes: Any) -> Any:
-    """A twin with other parameters and, where the module has them, other attributes; the module's hooks run on it."""
-    twin: Any = copy.copy(module)
-    vars(twin)["_parameters"] = {name: nn.Parameter(tensor, False) for name, tensor in parameters.items()}
-    vars(twin).update({name: value for name, value in attributes.items() if hasattr(module, name)})
-    return twin
+    children    name → what it has in place of the child of that name
+    tensors     name → what it has in place of the parameter or buffer of that name, if there is one
+    attributes  name → what it has in place of the attribute of that name, if there is one
+    without     attributes that it does not have
+    hooks       whether it has the module's hooks; those that it is given later are its own
+    """
+    found = object.__new__(type(module))
+    values = {name: value for name, value in vars(module).items() if name not in without}
+    vars(found).update({name: value.copy() if name in _OWN else value for name, value in values.items()})
+    vars(found).update({name: value for name, value in (attributes or {}).items() if hasattr(module, name)})
+    if not hooks:
+        vars(found).update({name: OrderedDict() for name in _HOOKS})
+    found._modules.update(children or {})
+    for name, tensor in (tensors or {}).items():
+        if name in found._parameters:
+            found._parameters[name] = nn.Parameter(tensor, False)
+        elif name in found._buffers:
+            found._buffers[name] = tensor
+    return found
 
 
 def filled(
@@ -46,7 +63,7 @@ def filled(
     """
     given = children or {}
     others = {name: filled(child, random) for name, child in module.named_children() if name not in given}
-    twin = of(module, **others, **given)
+    twin = of(module, {**others, **given}, hooks=False)
     # A repeated pattern, since a shared expert of a large model would take a second to draw.
     pattern = torch.rand(4099, generator=random) - 0.5
     kinds: list[dict[str, Any]] = [twin._parameters, twin._buffers]
@@ -82,6 +99,40 @@ def small(module: Any, sizes: Mapping[str, int], *args: Any) -> nn.Module:
         noise = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
         parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 else noise * parameter.shape[-1] ** -0.5)
     return twin.eval()
+
+
+def tree(root: Module, wanted: Callable[[nn.Module], bool], without: tuple[str, ...] = ()) -> Module:
+    """A twin of a model in which every wanted module is a twin, and so is whatever holds one; others are shared.
+
+    without    attributes that the root's twin does not have
+    """
+    found = _tree(root, root, wanted, without, {})
+    assert isinstance(found, type(root))
+    return found
+
+
+def _tree(
+    module: nn.Module,
+    root: nn.Module,
+    wanted: Callable[[nn.Module], bool],
+    without: tuple[str, ...],
+    made: dict[int, nn.Module],
+) -> nn.Module:
+    """made: id of a module → what stands for it."""
+    if id(module) in made:
+        return made[id(module)]
+    old = {name: child for name, child in module._modules.items() if child is not None}
+    new = {name: _tree(child, root, wanted, without, made) for name, child in old.items()}
+    if all(new[name] is old[name] for name in old) and module is not root and not wanted(module):
+        made[id(module)] = module
+        return module
+    made[id(module)] = found = of(module, new, without=without if module is root else ())
+    for name, value in vars(module).items():
+        # The same children under another class, as `deferred_moe` has its block.
+        if isinstance(value, nn.Module) and value._modules is module._modules:
+            vars(found)[name] = block = of(value)
+            vars(block)["_modules"] = found._modules
+    return found
 
 
 def run(twin: Any, *args: Any, **kwargs: Any) -> Any:

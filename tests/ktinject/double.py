@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from ktinject.errors import OperatorError
 from ktinject.machine import Gpu, Machine, detect
@@ -124,4 +124,15 @@ def memory_in_use() -> tuple[int, int]:
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
-__all__ = ["EXPERTS", "REGISTRY", "HeldExperts", "machine", "memory_in_use", "on_meta", "saved"]
+class Recorder(LogitsProcessor):
+    """Keeps the logits of every step; a processor that is not known, so the stock loop runs around the graphs."""
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.logits.append(scores.clone())
+        return scores
+
+
+__all__ = ["EXPERTS", "REGISTRY", "HeldExperts", "Recorder", "machine", "memory_in_use", "on_meta", "saved"]

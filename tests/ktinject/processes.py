@@ -159,7 +159,7 @@ def failure(rank: int, folder: Path, rules: Any, devices: str | None) -> list[st
 
     model = load(folder, rules, devices)
     ids = prompt(1, 7, device=model.device)
-    experts = [module for module in model.modules() if getattr(module, "across", "") == "first"]
+    experts = [module for module in model.modules() if getattr(module, "on_ranks", "") == "first"]
     assert bool(experts) == (rank == 0)
     wrong, refuse = torch.zeros((), dtype=torch.int64, device=model.device), [False]
     if rank == 0:

@@ -120,7 +120,7 @@ def decoder() -> tuple[Callable[..., Any], dict[str, Any]]:
     )
     cache = _native.DecoderCache([torch.zeros(2, 2, 8, 16)], [torch.zeros(2, 2, 8, 16)])
     tables = {"cos": torch.ones(2, 16), "sin": torch.zeros(2, 16), "mask": torch.ones(2, 8, dtype=torch.bool)}
-    call = {"place": 3, "cache": cache, "first": 0, "last": 1, "final_norm": norm}
+    call = {"position": 3, "cache": cache, "first": 0, "last": 1, "final_norm": norm}
     return made.forward, {"x": torch.randn(2, 64), **tables, **call, "out": torch.zeros(2, 64)}
 
 
@@ -272,3 +272,21 @@ def test_a_signal_is_not_lost_where_an_array_is_taken(monkeypatch: pytest.Monkey
     native, out = linear(32, 64), torch.zeros(3, 32)
     native.forward(torch.randn(3, 64), out)
     assert out.any() and not called
+
+
+class Endless(list):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 2**50
+
+
+def test_a_list_that_memory_does_not_hold_is_an_error() -> None:
+    with pytest.raises(MemoryError):
+        _native.find_nodes("/", Endless(), [])
+
+
+def test_a_list_of_something_else_is_refused_by_its_item() -> None:
+    with pytest.raises(TypeError, match=r"cpus\[1\]: found str, which is not taken"):
+        _native.find_nodes("/", [0, "1"], [])
+    keys = torch.zeros(1, 1, 4, 2)
+    with pytest.raises(TypeError, match=r"values\[0\]: found torch.Tensor"):
+        _native.DecoderCache([keys], [keys[0]])

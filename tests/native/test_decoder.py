@@ -57,7 +57,7 @@ class Layer:
         self.decoder = _native.Decoder(HIDDEN, "float32")
         self.decoder.add(_native.Norm(ones, 1e-6), attention, _native.Norm(ones, 1e-6), unit)
 
-    def __call__(self, x: Tensor, keys: Tensor, values: Tensor, place: int, **others: Any) -> Tensor:
+    def __call__(self, x: Tensor, keys: Tensor, values: Tensor, position: int, **others: Any) -> Tensor:
         out = torch.empty_like(x)
         arguments = {
             "cos": None,
@@ -68,7 +68,7 @@ class Layer:
             "final_norm": None,
         } | others
         cache = _native.DecoderCache([keys], [values])
-        self.decoder.forward(x=x, place=place, cache=cache, out=out, **arguments)
+        self.decoder.forward(x=x, position=position, cache=cache, out=out, **arguments)
         return out - x
 
 
@@ -90,10 +90,10 @@ def rotation(batch: int, n: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-@pytest.mark.parametrize("place", [0, 31, 32, 700, 2047])
+@pytest.mark.parametrize("position", [0, 31, 32, 700, 2047])
 @pytest.mark.parametrize("heads, groups, size, rotary", [(4, 2, 32, 32), (24, 1, 40, 16), (6, 6, 20, 0)])
 def test_grouped_attention_over_any_length(
-    heads: int, groups: int, size: int, rotary: int, place: int
+    heads: int, groups: int, size: int, rotary: int, position: int
 ) -> None:
     torch.manual_seed(0)
     batch = 2
@@ -117,27 +117,27 @@ def test_grouped_attention_over_any_length(
     )
     keys, values = torch.randn(2, batch, groups, 2048, size).unbind()
     x, mask = torch.randn(batch, HIDDEN), torch.rand(batch, 2048) < 0.7
-    mask[1, :500] = False  # padding: whole stretches without a place
-    mask[:, place] = True
+    mask[1, :500] = False  # padding: whole stretches without a position
+    mask[:, position] = True
     cos, sin = rotation(batch, rotary)
     tables = {"cos": cos, "sin": sin} if rotary else {}
     inner = normed(x)
     new_q = turned((inner @ wq.T).view(batch, heads, size), cos[:, None], sin[:, None])
     new_k = turned((inner @ wk.T).view(batch, groups, size), cos[:, None], sin[:, None])
     want_keys, want_values = keys.clone(), values.clone()
-    want_keys[:, :, place], want_values[:, :, place] = new_k, (inner @ wv.T).view(batch, groups, size)
+    want_keys[:, :, position], want_values[:, :, position] = new_k, (inner @ wv.T).view(batch, groups, size)
     want = torch.nn.functional.scaled_dot_product_attention(
-        new_q[:, :, None], want_keys[:, :, : place + 1], want_values[:, :, : place + 1],
-        attn_mask=mask[:, None, None, : place + 1], enable_gqa=True,
+        new_q[:, :, None], want_keys[:, :, : position + 1], want_values[:, :, : position + 1],
+        attn_mask=mask[:, None, None, : position + 1], enable_gqa=True,
     ).reshape(batch, -1) @ wo.T  # fmt: skip
-    found = layer(x, keys, values, place, mask=mask, **tables)
+    found = layer(x, keys, values, position, mask=mask, **tables)
     assert relative_error(found, want) <= TOLERANCE
     assert relative_error(keys, want_keys) <= TOLERANCE and relative_error(values, want_values) <= TOLERANCE
 
 
-@pytest.mark.parametrize("place", [0, 40, 1023])
+@pytest.mark.parametrize("position", [0, 40, 1023])
 @pytest.mark.parametrize("neighbours", [False, True])
-def test_latent_attention_over_any_length(place: int, neighbours: bool) -> None:
+def test_latent_attention_over_any_length(position: int, neighbours: bool) -> None:
     torch.manual_seed(0)
     batch, heads, rank, nope, rope, value = 2, 20, 48, 24, 16, 12
     q, wq = linear(heads * (nope + rope), HIDDEN)
@@ -166,26 +166,32 @@ def test_latent_attention_over_any_length(place: int, neighbours: bool) -> None:
     keys, values = torch.randn(batch, 1, 1024, rank), torch.randn(batch, 1, 1024, rope)
     x, mask = torch.randn(batch, HIDDEN), torch.rand(batch, 1024) < 0.7
     mask[1, :500] = False
-    mask[:, place] = True
+    mask[:, position] = True
     cos, sin = rotation(batch, rope)
     inner = normed(x)
     query = (inner @ wq.T).view(batch, heads, -1)
     both = inner @ wkv.T
     want_keys, want_values = keys.clone(), values.clone()
-    want_keys[:, 0, place] = normed(both[:, :rank])
-    want_values[:, 0, place] = turned(both[:, rank:], cos, sin, neighbours)
-    expanded = (want_keys[:, 0, : place + 1] @ expansion.T).view(batch, place + 1, heads, -1).transpose(1, 2)
-    k = torch.cat([expanded[..., :nope], want_values[:, :, : place + 1].expand(-1, heads, -1, -1)], -1)
+    want_keys[:, 0, position] = normed(both[:, :rank])
+    want_values[:, 0, position] = turned(both[:, rank:], cos, sin, neighbours)
+    expanded = (
+        (want_keys[:, 0, : position + 1] @ expansion.T).view(batch, position + 1, heads, -1).transpose(1, 2)
+    )
+    k = torch.cat([expanded[..., :nope], want_values[:, :, : position + 1].expand(-1, heads, -1, -1)], -1)
     new_q = torch.cat(
         [query[..., :nope], turned(query[..., nope:], cos[:, None], sin[:, None], neighbours)], -1
     )
     want = (
         torch.nn.functional.scaled_dot_product_attention(
-            new_q[:, :, None], k, expanded[..., nope:], attn_mask=mask[:, None, None, : place + 1], scale=0.2
+            new_q[:, :, None],
+            k,
+            expanded[..., nope:],
+            attn_mask=mask[:, None, None, : position + 1],
+            scale=0.2,
         ).reshape(batch, -1)
         @ wo.T
     )
-    found = layer(x, keys, values, place, mask=mask, cos=cos, sin=sin)
+    found = layer(x, keys, values, position, mask=mask, cos=cos, sin=sin)
     assert relative_error(found, want) <= TOLERANCE
     assert relative_error(keys, want_keys) <= TOLERANCE and relative_error(values, want_values) <= TOLERANCE
 
@@ -261,8 +267,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "changed, why",
         [
-            ({"place": 8}, "place 8 of a cache of 8"),
-            ({"place": -1}, "place -1"),
+            ({"position": 8}, "position 8 of a cache of 8"),
+            ({"position": -1}, "position -1"),
             ({"x": torch.zeros(1, 32)}, "hidden states must be"),
             ({"x": torch.zeros(1, HIDDEN).bfloat16()}, "of the model's dtype"),
             ({"keys": torch.zeros(2, 2, 8, 16)}, "one dtype, batch size and capacity"),
@@ -272,7 +278,7 @@ class TestRefusals:
                 "found 1 heads of 16 and 16 values; expected 2 heads of 16 and 16 values",
             ),
             ({"values": torch.zeros(1, 2, 8, 8)}, "found 2 heads of 16 and 8 values"),
-            ({"mask": torch.ones(1, 3, dtype=torch.bool), "place": 3}, "the mask must be"),
+            ({"mask": torch.ones(1, 3, dtype=torch.bool), "position": 3}, "the mask must be"),
             ({"cos": torch.ones(1, 16)}, "cos and sin belong together"),
             ({"cos": torch.ones(1, 32), "sin": torch.ones(1, 32)}, "more values are turned"),
             ({"last": 2}, "there are no such layers"),
@@ -285,7 +291,7 @@ class TestRefusals:
             "x": torch.zeros(1, HIDDEN),
             "keys": torch.zeros(1, 2, 8, 16),
             "values": torch.zeros(1, 2, 8, 16),
-            "place": 0,
+            "position": 0,
         }
         layer(**arguments)
         with pytest.raises(ValueError, match=why):

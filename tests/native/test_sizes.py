@@ -77,7 +77,7 @@ def test_a_decode_step_has_rows_for_one_batch() -> None:
             cos=None,
             sin=None,
             mask=None,
-            place=0,
+            position=0,
             cache=_native.DecoderCache(
                 [wide(1 << 14, 1, 1, 1).contiguous()], [wide(1 << 14, 1, 1, 1).contiguous()]
             ),

@@ -73,7 +73,7 @@ def decoder() -> Callable[[], Tensor]:
             cos=None,
             sin=None,
             mask=None,
-            place=7,
+            position=7,
             cache=cache,
             first=0,
             last=1,

@@ -13,8 +13,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from ktinject.operators.probes.answer import Refusal
 from ktinject.operators.probes.experts import ExpertsSpec, probe
+from ktinject.support import Support
 
 torch.set_num_threads(1)
 
@@ -99,7 +99,7 @@ def described(module: nn.Module) -> ExpertsSpec:
 
 def refusal(module: nn.Module) -> str:
     found = probe(module)
-    assert isinstance(found, Refusal), found
+    assert isinstance(found, Support), found
     assert "\n" not in found.reason and not found.reason.endswith(".")
     return found.reason
 

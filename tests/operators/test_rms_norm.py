@@ -12,9 +12,9 @@ from torch import nn
 import ktinject
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.operators.probes.answer import Refusal
-from ktinject.operators.probes.norm import formula, probe
+from ktinject.operators.probes.norm import RmsNormSpec, formula, probe
 from ktinject.operators.rms_norm import RmsNorm, RmsNormConfig
+from ktinject.support import Support
 
 FAMILIES = ["deepseek_v3", "qwen3_moe", "mixtral"]
 
@@ -90,22 +90,47 @@ def test_the_native_norm_refuses_what_does_not_fit() -> None:
 class Offset(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(8))
+        self.weight = nn.Parameter(torch.zeros(64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (1 + self.weight) * formula(x, torch.ones(8), 1e-6)
+        return formula(x, 1 + self.weight, 1e-6)
+
+
+class RoundedLast(Offset):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return formula(x, self.weight, 1e-6, rounds_before_weight=False)
+
+
+class InBf16(Offset):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class Buffered(Offset):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(64), persistent=False)
+
+
+@pytest.mark.parametrize("kind, has_unit_offset", [(Offset, True), (RoundedLast, False)])
+def test_norms_that_the_kernel_does_not_compute(kind: type[Offset], has_unit_offset: bool) -> None:
+    assert probe(kind()) == RmsNormSpec(64, 1e-6, has_unit_offset, rounds_before_weight=has_unit_offset)
+    match = "stored less 1" if has_unit_offset else "rounds bf16 after"
+    with pytest.raises(OperatorError, match=f"cannot be replaced: .*{match}"):
+        RmsNorm.build(kind(), RmsNormConfig(device="cpu"))
 
 
 def test_what_computes_something_else_is_refused() -> None:
     layer_norm = nn.LayerNorm(8, elementwise_affine=True, bias=False)
     for module, match in [
-        (Offset(), "it is not weight"),
+        (InBf16(), "rounds bf16 at another place"),
+        (Buffered(), "a buffer beside its weight"),
         (layer_norm, "it"),
         (nn.LayerNorm(8), "something else than one vector"),
         (nn.Linear(8, 8, bias=False), "something else than one vector"),
     ]:
         found = probe(module)
-        assert isinstance(found, Refusal) and match in found.reason
+        assert isinstance(found, Support) and match in found.reason
         with pytest.raises(OperatorError, match="cannot be replaced"):
             RmsNorm.build(module, RmsNormConfig(device="cpu"))
 

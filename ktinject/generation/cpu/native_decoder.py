@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ktinject import _native
-from ktinject.generation import loop, twin
+from ktinject.generation import loop
 from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers, UnknownLayer
+from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
 logger = logging.getLogger("ktinject")
@@ -177,8 +178,8 @@ class NativeDecoder:
             twins.append(twin.of(layer))
             compare = hook(f"layer {i}", functools.partial(after_layer, i))
             twins[i].register_forward_hook(compare, with_kwargs=True)
-        stack = twin.of(layers.layers, {str(i): layer for i, layer in enumerate(twins)})
-        inner = twin.of(layers.module, {"layers": stack})
+        decoder_layers = twin.of(layers.layers, {str(i): layer for i, layer in enumerate(twins)})
+        inner = twin.of(layers.module, {"layers": decoder_layers})
         inner.register_forward_hook(hook("the last norm", after_norm), with_kwargs=True)
         found = twin.of(model, {model.base_model_prefix: inner}, without=("ktinject_decoding",))
         found.register_forward_hook(hook("logits", after_head), with_kwargs=True)

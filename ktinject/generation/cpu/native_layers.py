@@ -116,12 +116,13 @@ def _norm(spec: NormSpec, owner: nn.Module, dtype: torch.dtype) -> Any:
     """The norm at the spec's path below its owner."""
     module = owner.get_submodule(spec.path)
     weight = module.get_parameter("weight").detach()
+    rms = spec.rms
     if weight.dtype != dtype or not weight.is_contiguous():
         raise UnknownLayer(f"a {type(module).__name__} is no RMS norm of the model's dtype")
-    if spec.has_unit_offset and spec.rounds_before_weight and dtype != torch.float32:
+    if rms.has_unit_offset and rms.rounds_before_weight and dtype != torch.float32:
         raise UnknownLayer(f"a {type(module).__name__} rounds the sum of its weight and 1")
-    rounds_first = spec.rounds_before_weight and not spec.has_unit_offset
-    return _native.Norm(weight, spec.epsilon, unit_offset=spec.has_unit_offset, rounds_first=rounds_first)
+    rounds_first = rms.rounds_before_weight and not rms.has_unit_offset
+    return _native.Norm(weight, rms.epsilon, unit_offset=rms.has_unit_offset, rounds_first=rounds_first)
 
 
 def _layer(

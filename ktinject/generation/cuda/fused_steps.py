@@ -64,8 +64,8 @@ def _norm(spec: NormSpec, owner: nn.Module) -> Norm | None:
     """The norm at the spec's path below its owner, if the kernels have it."""
     return (
         None
-        if spec.has_unit_offset
-        else Norm(owner.get_submodule(spec.path).get_parameter("weight"), spec.epsilon)
+        if spec.rms.has_unit_offset
+        else Norm(owner.get_submodule(spec.path).get_parameter("weight"), spec.rms.epsilon)
     )
 
 
@@ -218,7 +218,7 @@ class _Attention:
         specs = (spec.q_norm, spec.k_norm)
         norms = [None if norm is None else _norm(norm, module) for norm in specs]
         for described, found in zip(specs, norms):
-            if described is not None and (found is None or described.size != spec.head_size):
+            if described is not None and (found is None or described.rms.size != spec.head_size):
                 return None
         if norms[0] is not None and norms[1] is not None and norms[0].eps != norms[1].eps:
             return None

@@ -8,15 +8,15 @@ from typing import Any
 import models
 import pytest
 import torch
-from double import EXPERTS
+from double import EXPERTS, Recorder
 from test_generate import prompt, stock, swapped
 from torch import Tensor, nn
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
 import ktinject
-from ktinject.generation import twin
 from ktinject.generation.cuda import fused
 from ktinject.generation.layer_spec import NormSpec, PartSpec
+from ktinject.operators.probes import twin
 from ktinject.support import Support
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -27,6 +27,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
     },
 }  # fmt: skip
+LAYERS = 2  # of a tiny model
 LATENT = {"name": "a", "match": {"path": r".*self_attn"}, "replace": {"operator": "absorbed_mla"}}
 
 
@@ -39,13 +40,35 @@ def layered(rules: Any, device: str = "cuda", family: str = "qwen3_moe", **confi
     return ktinject.optimize(model, rules, progress=False)
 
 
-class _Recorder(LogitsProcessor):
-    def __init__(self) -> None:
-        self.logits: list[Tensor] = []
+def in_graphs_and_eagerly(rules: Any, batch: int, family: str = "qwen3_moe") -> tuple[list[Tensor], set[str]]:
+    """What a model writes from one seed, and the paths that its graphs have kernels for.
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.logits.append(scores.clone())
-        return scores
+    Returns  tokens [batch, n] and logits [steps, batch, vocabulary] in graphs, and both eagerly
+    """
+    found: list[Tensor] = []
+    replaced: set[str] = set()
+    for graphs in (True, False):
+        model = layered(rules, family=family)
+        if not graphs:
+            model.ktinject_decoding.graphs = Support.no("for comparison")
+        recorder = Recorder()
+        arguments = {**prompt(batch, device="cuda"), "eos_token_id": None, "do_sample": True}
+        torch.manual_seed(1)
+        text = model.generate(**arguments, logits_processor=[recorder])
+        assert model.ktinject_decoding.last.startswith("graph" if graphs else "stock")
+        found += [text[:, arguments["input_ids"].shape[1] :], torch.stack(recorder.logits)]
+        if graphs:
+            assert not model.ktinject_decoding.fused.refused
+            replaced = {*model.ktinject_decoding.fused._steps}
+    return found, replaced
+
+
+def assert_same_logits(ours: Tensor, logits: Tensor, theirs: Tensor, wanted: Tensor) -> None:
+    """As long as both write the same."""
+    same = int((ours == theirs).all(0).int().cumprod(0).sum())
+    assert same > 4, "rounding takes longer to show"
+    error = (logits[:same] - wanted[:same]).norm() / wanted[:same].norm()
+    assert error < 2e-2, error
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -55,27 +78,9 @@ class TestLayersWithLatents:
 
     def test_logits_are_those_of_transformers_kernels(self, batch: int, gpu_experts: int) -> None:
         rules = [{**EXPERTS, "replace": {"operator": "hybrid_experts", "gpu_experts": gpu_experts}}, LATENT]
-        found = []
-        for graphs in (True, False):
-            model = layered(rules, family="deepseek_v3")
-            if not graphs:
-                model.ktinject_decoding.graphs = Support.no("for comparison")
-            recorder = _Recorder()
-            arguments = {**prompt(batch, device="cuda"), "eos_token_id": None, "do_sample": True}
-            torch.manual_seed(1)
-            text = model.generate(**arguments, logits_processor=[recorder])
-            found.append((text, torch.stack(recorder.logits)))
-            if graphs:
-                decoding = model.ktinject_decoding
-                assert not decoding.fused.refused
-                assert {f"model.layers.{i}" for i in range(len(model.model.layers))} <= set(
-                    decoding.fused._steps
-                )
-        (ours, logits), (theirs, wanted) = found
-        same = int((ours == theirs).all(0).int().cumprod(0).sum()) - arguments["input_ids"].shape[1]
-        assert same > 4, "rounding takes longer to show"
-        error = (logits[:same] - wanted[:same]).norm() / wanted[:same].norm()
-        assert error < 2e-2, error
+        found, replaced = in_graphs_and_eagerly(rules, batch, "deepseek_v3")
+        assert {f"model.layers.{i}" for i in range(LAYERS)} <= replaced
+        assert_same_logits(*found)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
@@ -92,26 +97,9 @@ class TestWholeLayers:
         if has_norms:
             path = r".*(layernorm|[qk]_norm|model\.norm)"
             rules.append({"name": "n", "match": {"path": path}, "replace": {"operator": "rms_norm"}})
-        found = []
-        for graphs in (True, False):
-            model = layered(rules)
-            if not graphs:
-                model.ktinject_decoding.graphs = Support.no("for comparison")
-            recorder = _Recorder()
-            arguments = {**prompt(batch, device="cuda"), "eos_token_id": None, "do_sample": True}
-            torch.manual_seed(1)
-            text = model.generate(**arguments, logits_processor=[recorder])
-            assert model.ktinject_decoding.last.startswith("graph" if graphs else "stock")
-            found.append((text, torch.stack(recorder.logits)))
-            if graphs:
-                decoding = model.ktinject_decoding
-                assert not decoding.fused.refused
-                assert {"model.layers.0", "model.layers.1"} <= set(decoding.fused._steps)
-        (ours, logits), (theirs, wanted) = found
-        same = int((ours == theirs).all(0).int().cumprod(0).sum()) - arguments["input_ids"].shape[1]
-        assert same > 4, "rounding takes longer to show"
-        error = (logits[:same] - wanted[:same]).norm() / wanted[:same].norm()
-        assert error < 2e-2, error
+        found, replaced = in_graphs_and_eagerly(rules, batch)
+        assert {f"model.layers.{i}" for i in range(LAYERS)} <= replaced
+        assert_same_logits(*found)
 
     def test_a_graph_gives_the_same_tokens_every_time(
         self, batch: int, gpu_experts: int, has_norms: bool

@@ -78,6 +78,15 @@ def stock(model: PreTrainedModel, **arguments: Any) -> Any:
         model.__class__ = ours
 
 
+def assert_stock(model: PreTrainedModel, seed: int, arguments: dict[str, Any]) -> None:
+    """On a GPU, the model writes what transformers' own loop writes, and draws as many random numbers."""
+    torch.manual_seed(seed)
+    ours, state = model.generate(**arguments), torch.cuda.get_rng_state()
+    torch.manual_seed(seed)
+    assert torch.equal(ours, stock(model, **arguments))
+    assert torch.equal(state, torch.cuda.get_rng_state()), "as many random numbers are used up"
+
+
 class Stock:
     """What transformers' own loop writes, and the random state it leaves; asked once for what several tests compare."""
 

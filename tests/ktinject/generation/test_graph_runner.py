@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import reference
 import torch
-from double import memory_in_use
-from test_generate import PLAIN, STOCK, name_of, prompt, stock, swapped
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, PreTrainedModel
+from double import Recorder, memory_in_use
+from test_generate import PLAIN, STOCK, assert_stock, name_of, prompt, stock, swapped
+from test_piecewise_graph import cut
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from waiting import ctrl_c_ends
 
 import ktinject
@@ -43,11 +44,7 @@ def test_graphs_give_the_stock_loop_s_tokens_from_the_same_seed(
         arguments = {**prompt(batch, device="cuda"), **case}
         if arguments.get("num_return_sequences") and batch == 8:
             continue
-        torch.manual_seed(seed)
-        ours, state = model.generate(**arguments), torch.cuda.get_rng_state()
-        torch.manual_seed(seed)
-        assert torch.equal(ours, stock(model, **arguments))
-        assert torch.equal(state, torch.cuda.get_rng_state()), "as many random numbers are used up"
+        assert_stock(model, seed, arguments)
         if arguments["max_new_tokens"] > 1:
             assert model.ktinject_decoding.last == "graph loop", model.ktinject_decoding.reason
 
@@ -112,14 +109,19 @@ def test_a_thousand_requests_take_no_more_memory(model: PreTrainedModel) -> None
     assert after[0] <= before[0] and after[1] <= before[1] + 2**21, (before, after)
 
 
-def test_a_dropped_model_gives_its_memory_back() -> None:
-    swapped("qwen3_moe", device="cuda").generate(**prompt(device="cuda"))  # cuBLAS takes its workspace, once
+@pytest.mark.parametrize("is_cut", [False, True], ids=["one graph", "several graphs"])
+def test_a_dropped_model_gives_its_memory_back(is_cut: bool) -> None:
+    def made() -> PreTrainedModel:
+        model = swapped("qwen3_moe", device="cuda", num_hidden_layers=4)
+        return cut(model) if is_cut else model
+
+    made().generate(**prompt(device="cuda"))  # cuBLAS takes its workspace, once
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    model = swapped("qwen3_moe", device="cuda")
+    model = made()
     model.generate(**prompt(device="cuda"))
-    runner = weakref.ref(model.ktinject_decoding.runners[3])
+    (runner,) = map(weakref.ref, model.ktinject_decoding.runners.values())
     del model
     gc.collect()
     assert runner() is None
@@ -191,17 +193,6 @@ def test_experts_on_the_cpu_within_the_graph(batch: int) -> None:
     assert eager.ktinject_decoding.last == "eager loop"
     assert torch.equal(cpu.generate(**arguments), wanted)
     assert "cpu_experts cannot be captured" in cpu.ktinject_decoding.reason
-
-
-class Recorder(LogitsProcessor):
-    """Keeps the logits of every step; a processor that is not known, so the stock loop runs around the graphs."""
-
-    def __init__(self) -> None:
-        self.logits: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.logits.append(scores.clone())
-        return scores
 
 
 @pytest.fixture(scope="module", params=["tiny-deepseek-v3", "tiny-qwen3-moe"])

@@ -22,6 +22,7 @@ from ktinject.generation.layer_spec import (
     RotationSpec,
     RouterSpec,
 )
+from ktinject.operators.probes.norm import RmsNormSpec
 from ktinject.support import Support
 
 torch.set_num_threads(1)
@@ -54,7 +55,8 @@ def test_layers_of_families(family: str, is_swapped: bool) -> None:
     first, last = (known(layer_spec.of_layer(layer), DecoderLayerSpec) for layer in model.model.layers)
     norm = model.config.rms_norm_eps
     is_gpt = family == "gpt_oss"
-    assert last.input_norm == NormSpec("input_layernorm", model.config.hidden_size, norm, False, not is_gpt)
+    rms = RmsNormSpec(model.config.hidden_size, norm, has_unit_offset=False, rounds_before_weight=not is_gpt)
+    assert last.input_norm == NormSpec("input_layernorm", rms)
     assert last.feed_forward.router == ROUTERS[family]
     has_dense_first = family in ("deepseek_v3", "kimi_k2", "glm4_moe")
     assert isinstance(first.feed_forward, DenseSpec if has_dense_first else MoeSpec)
@@ -77,7 +79,7 @@ def test_layers_of_families(family: str, is_swapped: bool) -> None:
 )
 def test_kinds_of_norms(family: str, has_unit_offset: bool, rounds_before_weight: bool) -> None:
     norm = models.tiny(family).model.norm
-    found = known(layer_spec.of_norm(norm), NormSpec)
+    found = known(layer_spec.of_norm(norm), NormSpec).rms
     assert (found.has_unit_offset, found.rounds_before_weight) == (has_unit_offset, rounds_before_weight)
 
 
@@ -99,12 +101,12 @@ class TestRefusals:
     def test_a_norm_that_adds_its_weight(self) -> None:
         norm = qwen().model.norm
         own = type(norm).forward
-        assert "it is not weight · x" in reason(
+        assert "it is not weight * x" in reason(
             layer_spec.of_norm(derived(norm, lambda self, x: own(self, x) + self.weight))
         )
 
     def test_layer_norm(self) -> None:
-        assert "it is not weight · x" in reason(layer_spec.of_norm(nn.LayerNorm(8, bias=False)))
+        assert "it is not weight * x" in reason(layer_spec.of_norm(nn.LayerNorm(8, bias=False)))
         assert "something else than one vector" in reason(layer_spec.of_norm(nn.LayerNorm(8)))
 
     def test_a_layer_that_scales_its_residual(self) -> None:

@@ -6,9 +6,12 @@ import ast
 import copy
 import importlib
 import inspect
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -53,6 +56,28 @@ def looked_at_anew() -> Iterator[None]:
 
 
 # The list
+
+
+@pytest.mark.parametrize("owner", ["torch._C", "transformers.modeling_utils"])
+@pytest.mark.parametrize("is_tested", [True, False])
+@pytest.mark.parametrize("is_imported", [True, False])
+def test_what_is_expected_of_a_version(
+    owner: str, is_tested: bool, is_imported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that is gone is missed only in a tested version that is not imported yet."""
+    monkeypatch.setitem(PRIVATE, "probes", (Private(owner, "_never_there", THERE, "nothing"),))
+    monkeypatch.setattr(compat, "TESTED", (transformers.__version__,) if is_tested else ("5.0.0",))
+    if not is_imported:
+        monkeypatch.setattr(compat, "sys", SimpleNamespace(modules={}))
+    is_missed = owner.startswith("transformers") and is_tested and not is_imported
+    assert compat.expected_support("probes").ok == is_missed
+
+
+def test_doctor_imports_no_models_of_a_tested_version() -> None:
+    if transformers.__version__ not in compat.TESTED:
+        pytest.skip("this version is not a tested one, so all of it is looked at")
+    code = "import sys, ktinject; ktinject.doctor(); sys.exit('transformers.modeling_utils' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("feature", PRIVATE)

@@ -1,0 +1,96 @@
+"""Layers of latent attention share one answer, unless it may depend on which layer it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+from torch import Tensor, nn
+
+from ktinject.operators.probes import attention
+from ktinject.operators.probes.attention import LatentSpec
+from ktinject.support import Support
+
+LAYERS = 6
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The modules that are run, of classes that are not remembered."""
+    found: list[nn.Module] = []
+    own = attention._rope
+
+    def counted(small: nn.Module) -> str | Support:
+        found.append(small)
+        return own(small)
+
+    monkeypatch.setattr(attention, "_rope", counted)
+    return found
+
+
+def layers(base: type | None = None) -> list[Any]:
+    """The attention of a model's layers; base: a class to put before their own."""
+    model: Any = models.tiny("deepseek_v3", num_hidden_layers=LAYERS)
+    own = type(model.model.layers[0].self_attn)
+    kind = type("Attention", (own,) if base is None else (base, own), {})
+    return [kind(model.config, index) for index in range(LAYERS)]
+
+
+def test_layers_that_are_alike_are_run_once(runs: list[nn.Module]) -> None:
+    modules = layers()
+    specs = [attention.probe(module) for module in modules]
+    assert len(runs) == 1
+    assert all(isinstance(spec, LatentSpec) and spec.rope == "neighbours" for spec in specs)
+    assert [spec.layer_idx for spec in specs if isinstance(spec, LatentSpec)] == [*range(LAYERS)]
+    assert [attention.probe(module) for module in modules] == specs and len(runs) == 1
+    assert [module.layer_idx for module in modules] == [*range(LAYERS)]
+
+
+class Windowed(nn.Module):
+    """Every other layer is said to see a window; it computes the same."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)  # type: ignore[call-arg]
+        self.sliding_window = None if layer_idx % 2 else 128
+
+
+def test_kinds_of_layers_are_told_apart(runs: list[nn.Module]) -> None:
+    assert all(isinstance(attention.probe(module), LatentSpec) for module in layers(Windowed))
+    assert len(runs) == 2
+
+
+class Scaling(nn.Module):
+    """Layers from the fourth on double their output, and say so nowhere."""
+
+    layer_idx: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        out, *others = super().forward(*args, **kwargs)
+        return (2 * out if self.is_late() else out, *others)
+
+    def is_late(self) -> bool:
+        return self.layer_idx >= 3
+
+
+class ByTable(Scaling):
+    def is_late(self) -> bool:
+        return (False, False, False, True, True, True)[self.layer_idx]
+
+
+class ByEquality(Scaling):
+    def is_late(self) -> bool:
+        return self.layer_idx in (3, 4, 5)
+
+
+class ByName(Scaling):
+    def is_late(self) -> bool:
+        return f"layer {self.layer_idx}" >= "layer 3"
+
+
+@pytest.mark.parametrize("kind", [Scaling, ByTable, ByEquality, ByName])
+def test_a_layer_that_computes_by_its_index_answers_for_itself(kind: type, runs: list[nn.Module]) -> None:
+    found = [attention.probe(module) for module in layers(kind)]
+    assert [isinstance(spec, LatentSpec) for spec in found] == [True] * 3 + [False] * 3
+    assert all("something else than latent attention" in spec.reason for spec in found[3:])  # type: ignore[union-attr]
+    assert len(runs) == LAYERS + 1, "once with the index hidden, then each"
