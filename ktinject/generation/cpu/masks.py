@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktinject.generation import twin
 from ktinject.generation.cache import BucketLayer, KVBucket, WindowLayer
+from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
 _ROWS = 2
