@@ -172,7 +172,7 @@ class FixedCache:
         kinds     of the layers; None: those of `like`, where windows of static layers are cut to their length
         """
         self.capacity, self.device = capacity, device
-        self.kinds = [*map(_kind, like.layers)] if kinds is None else [*kinds]
+        self.kinds = [*map(kind_of, like.layers)] if kinds is None else [*kinds]
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self.layers = [
@@ -289,7 +289,8 @@ def _empty(like: Tensor, batch: int, capacity: int | None) -> Tensor:
         raise torch.OutOfMemoryError(f"a cache of {capacity} tokens: {error}") from None
 
 
-def _kind(layer: Any) -> LayerKind:
+def kind_of(layer: Any) -> LayerKind:
+    """Of a layer of transformers' caches; a static one's window is cut to its length."""
     if isinstance(layer, StaticSlidingWindowLayer):
         return LayerKind(int(layer.get_max_length()))
     return LayerKind(getattr(layer, "sliding_window", None), isinstance(layer, compat.LinearAttentionLayer))
@@ -297,7 +298,7 @@ def _kind(layer: Any) -> LayerKind:
 
 def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
     """Of a model's layers, as transformers makes caches for them."""
-    return [*map(_kind, DynamicCache(config=config).layers)]
+    return [*map(kind_of, DynamicCache(config=config).layers)]
 
 
 def tensors_of(layer: Any) -> tuple[Tensor, Tensor]:
@@ -355,17 +356,20 @@ def kind_support(cache: Any, device: torch.device) -> Support:
     if not wanted or odd or cache.offloading:
         kinds = ", ".join(sorted(odd)) or "offloaded layers"
         return Support.no(f"the cache is a {type(cache).__name__} of {kinds}")
-    if all(_kind(layer).is_state for layer in cache.layers):
+    if cache.layers and all(kind_of(layer).is_state for layer in cache.layers):
         return Support.no("no layer of the cache counts tokens")
     if any(getattr(layer, "number_of_states", 1) != 1 for layer in cache.layers):
         return Support.no("a layer of the cache has several states")
     return SUPPORTED
 
 
-def length_support(cache: Any, prompt: Tensor) -> Support:
-    """Whether a cache holds the tokens of the prompt, [b, n], and no others."""
+def length_support(cache: Any, prompt: Tensor, before: int) -> Support:
+    """Whether a cache holds what a prefill of the prompt, [b, n], has to leave.
+
+    before  tokens that it held; the prompt may begin with them, or go on after them
+    """
     held = int(cache.get_seq_length()) if cache is not None else 0
-    if held == prompt.shape[1]:
+    if held in (prompt.shape[1], before + prompt.shape[1]):
         return SUPPORTED
     return Support.no(f"the cache holds {held} tokens, the prompt {prompt.shape[1]}")
 
@@ -373,6 +377,6 @@ def length_support(cache: Any, prompt: Tensor) -> Support:
 def give_back(cache: DynamicCache | StaticCache) -> None:
     """Free a cache that was copied; nobody else holds it."""
     for layer in cache.layers:
-        if _kind(layer).is_state:
+        if kind_of(layer).is_state:
             continue  # which is small
         layer.keys, layer.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()

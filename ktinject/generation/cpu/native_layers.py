@@ -84,8 +84,8 @@ class NativeLayers:
         try:
             self._find_axes(weight[:1, None])
         except TypeError as error:  # some have angles for each kind of layer
-            kind = type(self.rotary).__name__
-            raise UnknownLayer(f"its {kind} is called in another way: {error}") from None
+            name = type(self.rotary).__name__
+            raise UnknownLayer(f"its {name} is called in another way: {error}") from None
 
     def _find_axes(self, x: Tensor) -> None:
         """How the rotary embedding takes positions: that of text and images needs three in some versions."""
