@@ -1,1 +1,1 @@
-"""Several GPUs in one process, and several processes."""
+"""Models on several GPUs: decoder layers split over the GPUs of one process, or tensor parallelism over processes."""

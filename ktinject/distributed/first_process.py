@@ -1,10 +1,10 @@
-"""Routed experts of a tensor-parallel model: the process of rank 0 holds them, and all processes need their results.
+"""Routed experts of a tensor-parallel model: rank 0 holds and computes them, and broadcasts the results to all ranks.
 
-    rank 0   BroadcastExperts: the operator inside ──► broadcast
-    others   ReceivedExperts                       ◄── [m, hidden]
+    rank 0       BroadcastExperts: the operator inside ──► broadcast
+    other ranks  ReceivedExperts                       ◄── [m, hidden]
 
-The other processes have routed, too, to the same experts, and ignore the result. Rank 0 sends a failure as
-NaN, and it is raised by all processes at the end of the forward pass (`ProcessGroup.raise_if_failed`).
+Every rank computes the same routing, but only rank 0 uses it. If the experts fail, rank 0 broadcasts NaN, and all ranks
+raise the error at the end of the forward pass (`ProcessGroup.raise_if_failed`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _RankZeroExperts(Operator):
-    """What both have in common. No rule names them; the plan shows the operator that rank 0 has."""
+    """The common base of the two operators. No rule can name them: the plan names the operator inside rank 0."""
 
     device_types = ("cuda", "cpu")
 
@@ -44,22 +44,22 @@ class _RankZeroExperts(Operator):
 
 
 class ReceivedExperts(_RankZeroExperts):
-    """Stands for experts of process 0."""
+    """Takes the place of the experts in every rank but 0, and receives their results."""
 
     name = "received_experts"
     capturable = True
     group: ProcessGroup
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [m, hidden] → what process 0 computed, of the same shape, dtype and device."""
+        """hidden_states [m, hidden] → what rank 0 computed, in the same shape and dtype, on the same device."""
         out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
         return self.group.broadcast(out) if len(out) else out
 
 
 class BroadcastExperts(_RankZeroExperts):
-    """Tells the others what the operator inside computes.
+    """Computes the experts on rank 0 and broadcasts the results.
 
-    operator   filled
+    operator   computes the experts; its weights are loaded
     """
 
     name = "broadcast_experts"
@@ -69,10 +69,10 @@ class BroadcastExperts(_RankZeroExperts):
         self.operator, self.group, self.capturable = operator, group, operator.capturable
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """As the operator inside. Its errors are left to `ProcessGroup.raise_if_failed`; the output is then NaN."""
+        """The forward of the operator inside. If it fails, the output is NaN, and `raise_if_failed` raises it."""
         try:
             if self.group.failure:
-                raise OperatorError(self.group.failure)  # the rest of a pass that has failed
+                raise OperatorError(self.group.failure)  # an earlier layer of this pass has failed
             out = self.operator(hidden_states, top_k_index, top_k_weights)
         except OperatorError as error:
             if hidden_states.is_cuda and torch.cuda.is_current_stream_capturing():

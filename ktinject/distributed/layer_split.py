@@ -1,11 +1,12 @@
-"""Decoder layers on several GPUs: what they take and give crosses a stage boundary once.
+"""Decoder layers split over several GPUs: each tensor is copied once per stage boundary.
 
     layer 11 on cuda:0 ── hidden states ──► layer 12 on cuda:1 …  last layer ── hidden states ──► norm, head on cuda:0
 
-With the hidden states crosses what the model gives to every layer, such as the mask and the rotation, and the pending
-outputs of operators (`PendingOutput`). The copies are kept for the other layers of that GPU until the last of them is
-done. A layer's cache is made where its keys are. The cache of a captured step says itself how tensors cross, see
-`cache.KVBucket`.
+A stage is a run of layers on one GPU. Before its first layer, three kinds of tensors are copied to that GPU: the hidden
+states, the other arguments of the layers (mask, rotary embeddings), and the pending outputs of operators
+(`PendingOutput`). The later layers of the stage use the same copies, and the last one drops them. The KV cache of a
+layer is allocated on the device of its keys. In a captured step, the cache decides how tensors are copied
+(`cache.KVBucket.transfer`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from ktinject.operators.base import PendingOutput
 
 
 class StageBoundary:
-    """The boundary before the layers on one GPU: what was moved there, and its copies.
+    """The boundary before a stage. Copies tensors to the stage's GPU, and keeps the copies for all its layers.
 
-    pending   outputs that operators of one layer leave for the next
+    device    the GPU of the stage
+    pending   outputs that operators of one layer leave for the next layer
     """
 
     def __init__(self, device: str, pending: Sequence[PendingOutput] = ()) -> None:
@@ -34,14 +36,14 @@ class StageBoundary:
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
 
     def install_on(self, layers: Sequence[nn.Module]) -> None:
-        """Let all that these layers take come to this GPU; they follow each other."""
+        """Register the hooks that copy the layers' arguments to this GPU. The layers are one run, in order."""
         layers[0].register_forward_pre_hook(self.enter_stage, with_kwargs=True)
         for layer in layers[1:]:
             layer.register_forward_pre_hook(self.stay_in_stage, with_kwargs=True)
         layers[-1].register_forward_hook(self.leave_stage)
 
     def enter_stage(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The pre-hook of the first layer: all that it is given crosses, together."""
+        """The pre-hook of the first layer: copies all its arguments and the pending outputs in one transfer."""
         handed = [(who, tensor) for who in self._pending if (tensor := who.detach()) is not None]
         tensors = {id(tensor): tensor for tensor in _tensors((args, kwargs))}
         crossed = _transfer_of(kwargs)([*tensors.values(), *(tensor for _, tensor in handed)], self.device)
@@ -51,15 +53,15 @@ class StageBoundary:
         return self.to_stage(args), self.to_stage(kwargs)
 
     def stay_in_stage(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The pre-hook of the others, whose hidden states are here."""
+        """The pre-hook of the later layers. Hidden states are on this GPU already; other arguments may not be."""
         return args, self.to_stage(kwargs)
 
     def leave_stage(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The hook of the last layer: another pass hands out other tensors."""
+        """The hook of the last layer: drops the copies, since the next forward pass has other tensors."""
         self._moved.clear()
 
     def to_stage(self, value: Any) -> Any:
-        """A value with its tensors on this GPU; one that was moved before is not moved again."""
+        """The value with all tensors in it (tuples, lists, dicts, too) on this GPU. No tensor is copied twice."""
         if isinstance(value, Tensor):
             found = self._moved.get(id(value))
             if found is not None and found[0] is value:
@@ -77,14 +79,14 @@ class StageBoundary:
             return {key: self.to_stage(item) for key, item in value.items()}
         return value
 
-    # They put work on GPUs and decide nothing.
+    # The hooks enqueue copies and do not depend on values, so a CUDA graph may capture them.
     for _hook in (enter_stage, stay_in_stage, leave_stage):
         _hook.capturable = True  # type: ignore[union-attr]
     del _hook
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Those that `StageBoundary.to_stage` finds."""
+    """The tensors in a value, in the order in which `StageBoundary.to_stage` reaches them."""
     if isinstance(value, Tensor):
         return [value]
     if type(value) in (tuple, list, dict):
@@ -94,7 +96,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _transfer_of(kwargs: Mapping[str, Any]) -> Callable[[Sequence[Tensor], torch.device], list[Tensor]]:
-    """How tensors cross in this pass."""
+    """The function that copies tensors to a device in this forward pass."""
     return getattr(kwargs.get("past_key_values"), "transfer", _transfer)
 
 
@@ -103,7 +105,7 @@ def _transfer(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def return_hook(home: torch.device) -> Callable[[nn.Module, Any, dict[str, Any], Any], Any]:
-    """The hook of the last layer of all, if what comes after stands elsewhere."""
+    """The hook of the model's last layer, for a model whose final norm and head are on another device, `home`."""
 
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         tensors = _tensors(output)
@@ -125,10 +127,10 @@ def pending_outputs(model: nn.Module) -> list[PendingOutput]:
 
 
 def install(model: nn.Module, layers: Sequence[str], device_map: Mapping[str, str]) -> None:
-    """Let hidden states cross where the device map changes from one layer to the next.
+    """Put a stage boundary wherever two neighbouring layers are on different devices.
 
     layers      paths of the decoder layers, in order
-    device_map  module path → device; "" is where everything else stands
+    device_map  module path → device; "" is the device of everything that has no entry of its own
     """
     home = before = device_map[""]
     for device, paths in groupby(layers, lambda path: device_of(device_map, path)):

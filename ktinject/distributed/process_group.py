@@ -1,10 +1,10 @@
 """The process group of a tensor-parallel model: one process a GPU, started by torchrun.
 
-    process 0 ── data: NCCL on GPUs, gloo on CPUs; in the order of the stream ──► the others
-              ── control: gloo; decisions and failures, from host to host ──────► the others
+    rank 0 ── data: NCCL on GPUs, gloo on CPUs; in the order of the stream ──► other ranks
+           ── control: gloo; decisions and failures, from host to host ──────► other ranks
 
-All processes run the same program, so they call the same functions in the same order. A decision or a failure of one
-process alone goes through the control group, so no process waits for another that has given up.
+All processes run the same program, so they call the same functions in the same order. A decision or a failure that only
+one process knows is sent through the control group. So no process waits for another one that has given up.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ktinject.errors import OperatorError, PlanError
 from ktinject.machine import Machine
 from ktinject.support import SUPPORTED, Support
 
-# Process 0 packs all experts, the others wait for it.
+# Rank 0 packs all experts, and the other ranks wait for it.
 _LOADING = timedelta(hours=2)
-# From the moment on that a transfer is queued, so with all that is computed before it.
+# Counts from the moment when a transfer is queued, so it includes the computation that the transfer waits for.
 _COMPUTING = timedelta(minutes=30)
 _START = "Start it with `torchrun --nproc-per-node <number of GPUs> script.py`."
 
@@ -36,10 +36,11 @@ _START = "Start it with `torchrun --nproc-per-node <number of GPUs> script.py`."
 class ProcessGroup:
     """The processes that share a model, as one of them sees them.
 
-    rank     0 to size - 1; process 0 has the experts
-    size     how many there are
-    device   where this one computes
-    failure  what went wrong in this process and was not raised yet: the others must hear of it at the same place
+    rank     of this process, 0 to size - 1; rank 0 holds the experts
+    size     number of processes
+    device   where this process computes
+    failure  an error of this process that is not raised yet, since all ranks have to raise it at the same point; ""
+             without one
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, control: Any, data: Any) -> None:
@@ -50,9 +51,12 @@ class ProcessGroup:
 
     @classmethod
     def join(cls, machine: Machine, devices: str | Sequence[str] | None) -> ProcessGroup | None:
-        """Meet the other processes; None if this is the only one. Raises PlanError, in all of them alike.
+        """Connect to the other processes.
 
-        devices  None: the n-th GPU for the n-th process, or the CPU where there is none; else one for each, or "cpu"
+        devices  None: rank n gets the n-th GPU, or the CPU on a machine without GPUs; else one device for each rank, or
+                 "cpu" for all
+        Returns  None if this is the only process
+        Raises   PlanError, in all processes alike
         """
         rank, size = rank_and_size()
         device = torch.device(_device(machine, devices, rank, size))
@@ -61,17 +65,17 @@ class ProcessGroup:
         return cls(rank, size, device, *_connect(device))
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Process 0's values in everybody's `tensor`, which is contiguous."""
+        """Overwrite `tensor`, which is contiguous, with rank 0's values in all ranks; returns it."""
         dist.broadcast(tensor, 0, group=self._data)
         return tensor
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes in everybody's `tensor`, which is contiguous; the same bits everywhere."""
+        """Overwrite `tensor`, which is contiguous, with the sum over all ranks; returns it. All get the same bits."""
         dist.all_reduce(tensor, group=self._data)
         return tensor
 
     def gather_last(self, part: Tensor) -> Tensor:
-        """[…, n] → […, size · n]: the parts of all processes, in their order."""
+        """[…, n] → […, size · n]: the parts of all ranks along the last dimension, by rank."""
         parts = part.new_empty(self.size, *part.shape)
         if part.device.type == "cuda":
             dist.all_gather_into_tensor(parts, part.contiguous(), group=self._data)
@@ -80,22 +84,25 @@ class ProcessGroup:
         return parts.movedim(0, -2).flatten(-2)
 
     def all_gather(self, thing: Any) -> list[Any]:
-        """What each process gives, by rank; small, picklable objects, over the hosts."""
+        """Exchange small, picklable objects through the control group. Returns those of all ranks, by rank."""
         said: list[Any] = [None] * self.size
         dist.all_gather_object(said, thing, group=self._control)
         return said
 
     def all_agree(self, fine: bool) -> bool:
-        """Whether `fine` is true in all processes."""
+        """Whether `fine` is true in all ranks."""
         return all(self.all_gather(fine))
 
     def all_support(self, support: Support) -> Support:
-        """What a process refuses, all refuse: the first refusal, by rank."""
+        """The first refusal by rank, if any rank refuses; so all ranks decide alike."""
         return next((said for said in self.all_gather(support) if not said), SUPPORTED)
 
     @contextmanager
     def sharing_errors(self) -> Iterator[None]:
-        """What one process raises within, the others raise at the end. No transfer within may be left half done."""
+        """If one rank raises in the `with` block, the other ranks raise the same error at its end.
+
+        A rank that raises must not leave the others inside a collective call: they would wait for it.
+        """
         try:
             yield
         except BaseException as error:
@@ -111,21 +118,24 @@ class ProcessGroup:
                 raise kind(f"process {rank} of {self.size}: {text}")
 
     def add_check(self, check: Callable[[], None]) -> None:
-        """Have `raise_if_failed` ask this method, too, what went wrong; it raises OperatorError."""
+        """Register a method that `raise_if_failed` calls to find failures. The method raises OperatorError for one.
+
+        The group does not keep the method's object alive.
+        """
         self._checks.append(weakref.WeakMethod(check))
 
     def raise_if_failed(self, logits: Tensor) -> None:
-        """Raise in all processes what went wrong in one, at the end of a forward pass.
+        """At the end of a forward pass, raise in all ranks the error of any rank.
 
-        logits  [b, …, v], the same bits in all processes. Whatever fails in the experts gives NaN for all tokens, and
-                so NaN in here: only then does anybody ask the others.
+        logits  [b, …, v], the same bits in all ranks. A failure of the experts makes all tokens NaN and so all logits,
+                so the ranks exchange their failures only if there is a NaN
         Raises  OperatorError
         """
         if bool(logits[..., 0].isnan().any()):
             self.raise_failures()
 
     def raise_failures(self) -> None:
-        """`raise_if_failed` after NaN was seen in all processes."""
+        """The second half of `raise_if_failed`, once all ranks have seen NaN. Raises OperatorError."""
         for reference in self._checks:
             try:
                 if (check := reference()) is not None:
@@ -139,9 +149,10 @@ class ProcessGroup:
                 raise OperatorError(f"{where}{failure}")
 
     def begin_request(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Begin a request: all were given the same, and draw the same random numbers as process 0.
+        """Check that all ranks were given the same request, and set rank 0's random state in all of them.
 
-        Raises  OperatorError if the tensors in the arguments differ
+        args, kwargs  the arguments of `generate`
+        Raises        OperatorError if the tensors in the arguments differ between ranks
         """
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         mine = [(list(tensor.shape), _checksum(tensor)) for tensor in tensors]
@@ -163,14 +174,14 @@ class ProcessGroup:
 
 @functools.cache
 def _connect(device: torch.device) -> tuple[Any, Any]:
-    """The groups for control and data, the same for all models."""
+    """The process groups for control and data. One pair serves all models of a process."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=_LOADING)
     control = dist.new_group(backend="gloo", timeout=_LOADING)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=_COMPUTING)
-    # NCCL connects, and takes its memory, with the first transfer.
+    # NCCL connects and takes its memory at the first transfer, so make that here and not in a forward pass.
     dist.all_reduce(torch.zeros(1, device=device), group=data)
     return control, data
 
@@ -204,7 +215,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def _device(machine: Machine, devices: str | Sequence[str] | None, rank: int, size: int) -> str:
-    """The device of a process. Raises PlanError."""
+    """The device of rank `rank`. Raises PlanError."""
     gpus = [f"cuda:{gpu.index}" for gpu in machine.gpus]
     listed = [devices] if isinstance(devices, str) else list(gpus or ["cpu"] if devices is None else devices)
     listed = ["cuda:0" if device == "cuda" else str(device) for device in listed]

@@ -1,18 +1,19 @@
-"""What tensor parallelism cuts: the linear layers that transformers' own `tp_plan` names, each process having a part.
+"""Tensor parallelism: each rank holds a part of the linear layers that transformers' `tp_plan` names.
 
-    style                  weight [n, k]   before                     after
-    colwise                [n / size, k]   –                          each process goes on with its outputs
-    rowwise                [n, k / size]   –                          the sum of all processes
-    colwise_gather_output  [n / size, k]   –                          the outputs of all, one after the other
-    rowwise_split_input    [n, k / size]   its part of the inputs     the sum of all processes
+    style                  weight of a rank   before the layer             after the layer
+    colwise                [n / size, k]      –                            the rank keeps its part of the outputs
+    rowwise                [n, k / size]      –                            sum over all ranks
+    colwise_gather_output  [n / size, k]      –                            the outputs of all ranks are concatenated
+    rowwise_split_input    [n, k / size]      takes its part of the input  sum over all ranks
 
-A cut layer is an `nn.Linear` of its part's size, so the planner, operators and transformers' loader see nothing but a
-smaller layer. All else is whole in every process: it gets the same inputs everywhere and gives the same outputs. So
-whatever the plan says of modules that are no linear layers, or of layers within a module that an operator takes, may
-be left out, if all that hangs together is.
+The whole weight is [n, k]. A cut layer is an `nn.Linear` of its part's size, so the planner, the operators and
+transformers' loader just see a smaller layer. All other modules are whole in every rank, with the same
+inputs and the same outputs everywhere. So it is always correct to leave a layer uncut, as long as a colwise layer and
+the rowwise layers that take its outputs are treated alike. Layers within a module that an operator replaces are left
+uncut, and so are modules other than linear layers.
 
-transformers' own way to cut (tensors that know their part, wrapped forwards) would not reach the operators, and it
-changed between 5.17 and 5.23. The plans that it reads did not change, so they are read here.
+transformers' own implementation (DTensors, wrapped forwards) would not reach the operators, and it changed between 5.17
+and 5.23. The format of `tp_plan` did not change, so it is read here.
 """
 
 from __future__ import annotations
@@ -41,33 +42,37 @@ _STYLES: dict[str, Style] = {
     "rowwise_split_input": "rowwise_split_input",
     "rowwise_rep": "rowwise_split_input",
 }
-# Styles that do something to gradients only, or nothing.
+# Styles that change nothing in a forward pass; some of them act on gradients.
 _NOTHING = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate")
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a tensor that a process has; of length 0: none of it, there are zeros in its place."""
+    """The part of a tensor that a rank holds: `length` indices of dimension `dim` from `start` on.
+
+    Length 0 means that the rank holds no part; it uses zeros of the whole shape.
+    """
 
     dim: int
     start: int
     length: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A copy of the part, so that the whole can be given back."""
+        """A copy of the part. A view would keep the whole tensor in memory."""
         if self.length == 0:
             return torch.zeros_like(tensor)
         return tensor.narrow(self.dim, self.start, self.length).clone(memory_format=torch.contiguous_format)
 
 
 def choose(model: PreTrainedModel, size: int, taken: Collection[str]) -> dict[str, Style]:
-    """The layers to cut: path → style.
+    """Choose the layers to cut.
 
-    model   not swapped
-    size    number of processes
-    taken   paths of modules that operators take as a whole
-    Raises  PlanError if transformers has no plan for the model, or its sizes cannot be divided
+    model    not swapped
+    size     number of ranks
+    taken    paths of modules that operators replace as a whole
+    Returns  path of a linear layer → style
+    Raises   PlanError if transformers' plan names no layer that can be cut, or the layers' sizes cannot be divided
     """
     plan = model.tp_plan
     modules = dict(model.named_modules())
@@ -96,7 +101,7 @@ def choose(model: PreTrainedModel, size: int, taken: Collection[str]) -> dict[st
     units = {path: _units(model, modules, path, style) for path, style in found.items()}
     for path in [path for path, style in found.items() if style == "colwise_gather_output"]:
         if units[path] % size:
-            del found[path], units[path]  # whole is as good
+            del found[path], units[path]  # no other layer depends on how this one is cut, so it stays whole
     unfit = {path: count for path, count in units.items() if count % size}
     if unfit:
         most = min(unit for path, unit in units.items() if path in found)
@@ -118,7 +123,10 @@ def _is_within(path: str, whole: Collection[str]) -> bool:
 
 
 def _hangs_together(path: str, found: Mapping[str, Style]) -> bool:
-    """Whether cut outputs find layers beside them that take them, and cut inputs such that give them."""
+    """Whether a colwise layer has a rowwise layer beside it in the same module, and a rowwise layer a colwise one.
+
+    The outputs of the one are the inputs of the other, so neither can be cut alone. The other styles need no partner.
+    """
     parent = path.rpartition(".")[0]
     partner = {"colwise": "rowwise", "rowwise": "colwise"}.get(found[path])
     return partner is None or any(
@@ -135,7 +143,7 @@ def _unit(path: str) -> str:
 
 
 def _units(model: PreTrainedModel, modules: Mapping[str, nn.Module], path: str, style: Style) -> int:
-    """How many things of a layer must not be cut in two: heads of attention, else features."""
+    """The number of units that a layer can be divided into: attention heads, or features of any other layer."""
     module: Any = modules[path]
     features = module.out_features if style.startswith("colwise") else module.in_features
     if not _is_attention(path) or style == "colwise_gather_output":
@@ -149,7 +157,7 @@ def _units(model: PreTrainedModel, modules: Mapping[str, nn.Module], path: str, 
 
 @contextmanager
 def applied(model: nn.Module, styles: Mapping[str, Style], size: int) -> Iterator[None]:
-    """Within, the layers have the sizes of their parts."""
+    """Inside the `with` block, the layers have the sizes of one rank's parts; afterwards their own again."""
     saved = [
         (module := model.get_submodule(path), dict(module._parameters), vars(module).copy())
         for path in styles
@@ -164,7 +172,11 @@ def applied(model: nn.Module, styles: Mapping[str, Style], size: int) -> Iterato
 
 
 def apply(model: nn.Module, styles: Mapping[str, Style], size: int) -> None:
-    """Give the layers, on meta, the sizes of their parts."""
+    """Shrink the layers, which are on the meta device, to the sizes of one rank's parts.
+
+    styles  path → style, as `choose` returns it
+    size    number of ranks
+    """
     for path, style in styles.items():
         module: Any = model.get_submodule(path)
         if style.startswith("colwise"):
@@ -181,9 +193,11 @@ def apply(model: nn.Module, styles: Mapping[str, Style], size: int) -> None:
 def key_cuts(
     model: nn.Module, styles: Mapping[str, Style], mapping: KeyMap, group: ProcessGroup
 ) -> dict[str, Cut]:
-    """Checkpoint key → the part of it that this process has; for a model whose layers have the sizes of their parts.
+    """The part of each checkpoint tensor that this rank reads.
 
-    Raises  PlanError for a layer that the checkpoint stores together with others
+    model    its layers have the sizes of their parts (`applied`)
+    Returns  checkpoint key → part, for the tensors of cut layers only
+    Raises   PlanError for a layer that the checkpoint stores together with other layers
     """
     cuts: dict[str, Cut] = {}
     for path, style in styles.items():
@@ -192,7 +206,7 @@ def key_cuts(
         length = module.out_features if by_output else module.in_features
         for name, parameter in module._parameters.items():
             if parameter is None or (name == "bias" and not by_output and group.rank == 0):
-                continue  # the sum of all processes has a bias once
+                continue  # rank 0 adds the whole bias of a rowwise layer; the other ranks add zeros, see below
             pieces = mapping.targets.get(f"{path}.{name}", ())
             if len(pieces) != 1 or pieces[0].part is not None:
                 raise PlanError(
@@ -212,7 +226,11 @@ def cached_values(
     styles: Mapping[str, Style],
     group: ProcessGroup | None,
 ) -> Sequence[int] | None:
-    """The values that a process caches for a token in each layer, where all together cache `whole`."""
+    """The values that one rank's KV cache holds for a token, layer by layer.
+
+    whole     the same for the uncut model; None if not known
+    layer_of  module path → number of its decoder layer, None outside of the layers
+    """
     if whole is None or group is None:
         return whole
     cut = {layer_of(path) for path, style in styles.items() if style == "colwise" and _is_attention(path)}
@@ -220,7 +238,7 @@ def cached_values(
 
 
 class _Hook:
-    """Called after a layer, or before it; a captured graph holds what it does."""
+    """A forward hook or pre-hook of a cut layer. It only enqueues work, so a CUDA graph may capture it."""
 
     capturable = True
 
@@ -249,7 +267,10 @@ class _Split(_Hook):
 
 
 class _End(_Hook):
-    """After the model: all processes have the same logits, and all raise what one of them met."""
+    """A hook after the whole model. All ranks get the same logits, and all raise an error that one rank has met.
+
+    share   rank 0's logits are broadcast; not needed if the logits have been gathered from all ranks
+    """
 
     def __init__(self, group: ProcessGroup, share: bool) -> None:
         super().__init__(group)
@@ -260,7 +281,8 @@ class _End(_Hook):
         if not isinstance(logits, Tensor):
             return None
         if self._share:
-            # Sums come in the same bits everywhere, and so should these; tokens must.
+            # Each rank has computed these logits itself. They should be equal bit by bit, but the chosen tokens must
+            # be, so nothing is left to chance.
             output.logits = logits = self._group.broadcast(logits.contiguous())
         if not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._group.raise_if_failed(logits)
@@ -268,7 +290,10 @@ class _End(_Hook):
 
 
 def install(model: PreTrainedModel, styles: Mapping[str, Style], group: ProcessGroup) -> None:
-    """Let a loaded model's layers exchange what they must."""
+    """Register the hooks by which the cut layers of a loaded model exchange inputs and outputs; freezes its parameters.
+
+    styles  path → style, as `choose` returns it
+    """
     model.requires_grad_(False)
     for path, style in styles.items():
         module = model.get_submodule(path)

@@ -1,1 +1,1 @@
-"""A plan carried out: operators built, filled and put into the model."""
+"""Carries out a plan: builds the operators, fills them with weights and puts them into the model."""

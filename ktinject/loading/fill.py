@@ -1,8 +1,8 @@
-"""Weights into operators, one tensor at a time, in the order in which they lie on disk.
+"""Loads weights into operators, one tensor at a time, in the order in which they lie on disk.
 
-    checkpoint ── read, decode ──► one tensor or one expert of it ──► operator.load ──► packed; the tensor is gone
+    checkpoint ── read, decode ──► one tensor or one expert of it ──► operator.load ──► packed; the tensor is freed
 
-So memory never holds more than what is packed already, one tensor and its decoded copy.
+So memory never holds more than the weights that are packed already, one tensor as stored, and its decoded copy.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Advance = Callable[[int], None]
 
 
 class WeightReader:
-    """Reads tensors of a checkpoint as floats, counts their bytes, and looks for NaN and infinity if asked to.
+    """Reads tensors of a checkpoint as floats. Reports the bytes read and, on request, refuses NaN and infinity.
 
-    advance  called with the bytes of each tensor that was read; may be called from several threads
-    check    refuse values that are not finite; scales are checked in any case
-    cuts     key → the part of it that is wanted
+    advance  called with the number of bytes of each tensor after it was read; may be called from several threads
+    check    refuse values that are not finite; scales are always checked
+    cuts     checkpoint key → the part of the tensor to read; keys that are absent are read whole
     """
 
     def __init__(
@@ -45,7 +45,11 @@ class WeightReader:
         self._cuts = cuts or {}
 
     def __call__(self, key: str, index: int | None = None) -> Tensor:
-        """The tensor or the part of it that is wanted, or one slice of its first dimension. Raises CheckpointError."""
+        """Read a tensor, or its part from `cuts`. With `index`, only that slice of the tensor's first dimension.
+
+        Returns  floats on the CPU; integers (counters, tables of indices) are returned as stored
+        Raises   CheckpointError
+        """
         cut = self._cuts.get(key)
         if cut is None:
             return self._whole(key, index)
@@ -55,12 +59,12 @@ class WeightReader:
                 check_finite(key, tensor)
             self._advance(tensor.nbytes)
             return tensor
-        # Columns lie apart, and blocks and codes are decoded as a whole.
+        # The columns of a part are not contiguous on disk, and quantised tensors can only be decoded as a whole.
         return cut.of(self._whole(key, index))
 
     def _whole(self, key: str, index: int | None) -> Tensor:
         info = self._checkpoint.tensors.get(key)
-        # Integers are no weights: counters and tables of indices are taken as they are.
+        # Integers are not weights but counters and tables of indices, so nothing has to be decoded.
         is_weight = info is None or info.dtype.startswith(("F", "BF", "Q"))
         tensor = (self._checkpoint.decode if is_weight else self._checkpoint.read)(key, index)
         if self._check:
@@ -69,11 +73,16 @@ class WeightReader:
         return tensor
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of what `__call__` gives for a whole weight. Raises CheckpointError."""
+        """The shape of a whole weight after decoding. Raises CheckpointError."""
         return self._checkpoint.shape(key)
 
     def stored(self, key: str, takes: Collection[str]) -> Stored | None:
-        """The weight as it is stored, if that is one of the formats that are taken so. Raises CheckpointError."""
+        """Read a weight without decoding it, or its part from `cuts`.
+
+        takes    names of the formats that the operator loads without decoding
+        Returns  None if the weight is stored in another format
+        Raises   CheckpointError
+        """
         if not takes or self._checkpoint.format_of(key).name not in takes:
             return None
         value = self._checkpoint.stored(key)
@@ -94,8 +103,9 @@ def from_checkpoint(
 ) -> None:
     """Fill the operators from a checkpoint, shard by shard.
 
-    model    not swapped; it only knows shapes
-    Raises   CheckpointError, or OperatorError with rule, module and operator where one did not take its weights
+    model    not swapped; only its shapes are used
+    read     reads `checkpoint`
+    Raises   CheckpointError, or OperatorError that names rule, module and operator if an operator refuses its weights
     """
     assert plan.mapping is not None
     targets, conversions = plan.mapping.targets, plan.mapping.conversions
@@ -139,10 +149,12 @@ def from_model(
     advance: Advance,
     check: bool = False,
 ) -> None:
-    """Fill the operators from the weights that the model has.
+    """Fill the operators from the weights that the model already has.
 
+    advance  called with the number of bytes of each tensor after it was loaded
     check    refuse values that are not finite
-    Raises   CheckpointError for these, or OperatorError with rule, module and operator
+    Raises   CheckpointError for a value that is not finite; OperatorError that names rule, module and operator if an
+             operator refuses its weights
     """
     _allocate(plan, operators)
     for replacement in plan.replacements:
@@ -178,9 +190,11 @@ def _finish(plan: Plan, operators: Mapping[str, Operator]) -> None:
 
 @contextmanager
 def progress(total: int, shown: bool) -> Iterator[Advance]:
-    """A progress bar on stderr, with bytes, rate and time left, if it is to be shown.
+    """Show a progress bar on stderr with bytes, rate and time left.
 
-    Yields   the function to call with each number of bytes read
+    total    bytes to read
+    shown    False: show nothing
+    Yields   the function to call with the number of bytes of each read
     """
     if not shown:
         yield lambda count: None

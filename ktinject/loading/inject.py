@@ -1,4 +1,4 @@
-"""Operators into the model, and back out of it if anything goes wrong: the only file that sets a module."""
+"""Puts operators into the model, and restores the model if anything fails. Only this file replaces modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ from ktinject.planning.plan import Plan
 
 
 def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
-    """The operators of a plan by module path, not filled, not allocated and not yet in the model."""
+    """Build the operators of a plan. They have no memory and no weights yet, and are not in the model.
+
+    Returns  module path → operator
+    Raises   OperatorError that names rule, module and operator
+    """
     operators: dict[str, Operator] = {}
     for replacement in plan.replacements:
         kind = ReceivedExperts if replacement.elsewhere else REGISTRY[replacement.operator]
@@ -38,11 +42,12 @@ def build(plan: Plan, model: PreTrainedModel) -> dict[str, Operator]:
 def apply(
     model: PreTrainedModel, plan: Plan, operators: Mapping[str, Operator], group: ProcessGroup | None = None
 ) -> None:
-    """Set the operators; to be called while a `Transaction` is open.
+    """Put the operators into the model. Call it inside a `Transaction`: after an exception the model is half swapped.
 
-    group  the processes that share the model, which get the results of operators that only the first has
-
-    Modules come in the order of the model, so an operator that keeps a child is there before what replaces the child.
+    operators  module path → operator, filled, in the order of the model. A parent comes before its children, so an
+               operator that keeps a child module is in place before the child itself is replaced
+    group      the tensor-parallel process group; all its ranks receive the results of operators that only rank 0 has
+    Raises     OperatorError that names rule, modules and operator
     """
     models.untie(model, plan.swapped)
     for path, operator in operators.items():
@@ -62,15 +67,16 @@ def apply(
                 model.set_submodule(path, BroadcastExperts(operator, group), strict=True)
     model.ktinject = plan
     if operators:
-        # Weak, so that a model that is dropped is freed at once and not when Python next looks for cycles.
+        # A weak reference: a strong one would be a cycle, and a dropped model would stay until the next collection.
         model.save_pretrained = functools.partial(_save_pretrained, weakref.ref(model))
 
 
 class Transaction:
-    """What a model is now, so that `restore` can put it back exactly so after any exception.
+    """Records the state of a model, so that `restore` can bring it back after any exception.
 
-    Restored are all attributes of all modules (so parameters, buffers, children and hooks), what dicts, sets and lists
-    among them held, the marks that transformers leaves on tensors, and the config's attributes.
+    It records the model's class, all attributes of all modules (these include parameters, buffers, children and hooks),
+    the contents of dicts, sets and lists among the attributes, the attributes that transformers sets on tensors, and
+    the attributes of the config. Values of tensors are not recorded.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -83,7 +89,7 @@ class Transaction:
         ]
 
     def restore(self) -> None:
-        """Put everything back; may be called at any time, also when nothing has changed."""
+        """Bring back the recorded state. May be called at any time, also if nothing has changed."""
         self._model.__class__ = self._class
         for owner, saved in zip(self._owners, self._saved):
             attributes = vars(owner)
@@ -96,7 +102,7 @@ class Transaction:
 
 
 def _content(value: object) -> list[Any] | set[Any] | dict[Any, Any] | None:
-    """What a container holds now; None for anything else."""
+    """A shallow copy of a dict, set or list; None for any other value."""
     for kind in (dict, set, list):
         if isinstance(value, kind):
             return kind(value)
@@ -111,21 +117,27 @@ def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 def _save_pretrained(
     reference: weakref.ref[PreTrainedModel], save_directory: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """`save_pretrained` of a swapped model: the checkpoint that would give the same weights, or OperatorError.
+    """`save_pretrained` of a swapped model: writes a checkpoint with the same weights.
 
-    transformers' own would write one without the weights that the operators hold. Takes the memory of those
-    weights in the model's dtype while it saves.
+    transformers' own method would leave out the weights that operators hold. So these are unpacked first, which
+    temporarily takes their size in the model's dtype in RAM.
+
+    Raises  OperatorError if a weight cannot be restored exactly, or memory is short
     """
     model = reference()
     assert model is not None, "the call comes through the model"
-    only_adapters = getattr(model, "_hf_peft_config_loaded", False)  # then transformers writes nothing else
+    # With PEFT, transformers saves nothing but the adapters.
+    only_adapters = getattr(model, "_hf_peft_config_loaded", False)
     if kwargs.get("state_dict") is None and not only_adapters:
         kwargs["state_dict"] = {**model.state_dict(), **_unpacked(model)}
     type(model).save_pretrained(model, save_directory, *args, **kwargs)
 
 
 def _operators(model: PreTrainedModel, plan: Plan) -> dict[str, Operator]:
-    """The operators of a plan that are in the model still. Raises OperatorError for one within another module."""
+    """Module path → operator, for the operators of a plan that are still in the model.
+
+    Raises  OperatorError if another module has been put around an operator, as PEFT does
+    """
     found = {}
     for replacement in plan.replacements:
         module = model.get_submodule(replacement.path)
@@ -141,12 +153,13 @@ def _operators(model: PreTrainedModel, plan: Plan) -> dict[str, Operator]:
 
 
 def _with_weights(operator: Operator) -> str:
-    """Its name and, if it says so, what its weights are."""
+    """The operator's name, with the format of its weights if it states one: `cpu_experts (int8)`."""
     weights = operator.describe().get("weights")
     return operator.name + (f" ({weights})" if weights else "")
 
 
 def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameter name → value in the model's dtype, for all weights that operators hold. Raises OperatorError."""
     plan: Plan = model.ktinject
     if plan.styles:
         raise OperatorError(
@@ -154,7 +167,8 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
             f"{f' ({plan.checkpoint})' if plan.checkpoint else ''} instead."
         )
     operators = _operators(model, plan)
-    # A copy of a tied parameter that is there is no loss; an exact one may differ from what it was copied from by now.
+    # A rounded copy of a tied parameter may be left out, since the original is in the model. An exact copy is saved
+    # if the original has changed since it was copied.
     state = model.state_dict()
     copies = {name for name, source in plan.tied.items() if source in state}
     replacements = [
@@ -202,5 +216,5 @@ def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
                     )
     for name in copies & tensors.keys():
         if torch.equal(tensors[name], state[plan.tied[name]].to("cpu", model.dtype)):
-            del tensors[name]  # as it was: stored once
+            del tensors[name]  # still equal to its original, which is saved once for both
     return tensors

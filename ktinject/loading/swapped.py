@@ -1,6 +1,7 @@
-"""A swapped model's own methods, where transformers' look at parameters only: the weights of operators are none.
+"""Methods that replace transformers' own in a swapped model.
 
-A model gets them by `model_class.put_before`.
+transformers' methods look at parameters only, and the weights that operators hold are not parameters.
+`model_class.put_before` gives a model these methods.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def install(model: PreTrainedModel) -> None:
     put_before(model, _Swapped)
 
 
-_Methods: Any = Methods  # at run time it stands before a PreTrainedModel
+_Methods: Any = Methods  # `super()` reaches PreTrainedModel's methods; mypy cannot know that
 
 
 class _Swapped(_Methods):
@@ -37,7 +38,7 @@ class _Swapped(_Methods):
     _said_frozen = False
 
     def train(self, mode: bool = True) -> Any:
-        """As of any module; where that would train all parameters, says once which are not among them."""
+        """`nn.Module.train`. Warns once if full training is about to begin: weights in operators are not trained."""
         super().train(mode)
         if mode and not self._said_frozen and _trains_all(self):
             self._said_frozen = True
@@ -66,12 +67,12 @@ class _Swapped(_Methods):
         return self
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """As of any model of transformers. What operators hold counts, too; none of it can be trained."""
+        """As in transformers, and the weights in operators count, too. None of them is trainable."""
         found: int = super().num_parameters(only_trainable, exclude_embeddings)
         return found if only_trainable else found + sum(map(prod, _held(self.ktinject).values()))
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """As of any model of transformers: bytes, those that operators hold on all devices among them."""
+        """Bytes, as in transformers, and the bytes that operators hold on all devices count, too."""
         found: int = super().get_memory_footprint(return_buffers)
         return found + sum(sum(replacement.bytes.values()) for replacement in self.ktinject.replacements)
 
@@ -82,7 +83,7 @@ class _Swapped(_Methods):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As of any model of transformers. Raises OperatorError where an operator would have to be resized."""
+        """As in transformers. Raises OperatorError if an operator holds the weights that would be resized."""
         words = self.get_input_embeddings()
         held = [module for module in (words, self.get_output_embeddings()) if isinstance(module, Operator)]
         wanted = new_num_tokens or words.weight.shape[0]
@@ -98,7 +99,7 @@ class _Swapped(_Methods):
 
 
 def _held(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Full name → shape of what operators hold, without the copies of tied parameters."""
+    """Full parameter name → shape, for the weights that operators hold. Copies of tied parameters do not count."""
     shapes = {
         f"{replacement.path}.{name}": shape
         for replacement in plan.replacements
@@ -108,7 +109,7 @@ def _held(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def _trains_all(model: nn.Module) -> bool:
-    """Whether a parameter is to be trained that is no adapter's."""
+    """Whether a parameter outside of PEFT's adapters requires a gradient."""
     if any(parameter.requires_grad for parameter in model._parameters.values() if parameter is not None):
         return True
     children = (child for child in model.children() if not type(child).__module__.startswith("peft."))

@@ -1,1 +1,1 @@
-"""What a rule file makes of a model, before anything is changed."""
+"""Plans what a rule file does to a model, before anything is changed."""

@@ -1,7 +1,7 @@
-"""Where things may stand: the devices there are, what they have free, and what a budget allows of it.
+"""The devices of a plan: which there are, how much memory they have free, and how much of it the budget allows.
 
-Decoder layers are laid over several GPUs in order, each GPU having its share of the limits. What is in no layer stands
-on the first GPU.
+Several GPUs hold the decoder layers in order, each GPU in proportion to its limit. Modules outside of the layers are on
+the first GPU.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ktinject.rules import Rule
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
 _SIZE = re.compile(r"\s*(\d{1,18})\s*B?\s*|\s*(\d{1,9}(?:\.\d{1,9})?)\s*(" + "|".join(_UNITS) + r")\s*")
-# Assumed for a GPU that this machine does not have.
+# The compute capability assumed for a GPU that this machine does not have.
 _SUPPOSED_CAPABILITY = (8, 0)
 
 
 def show_bytes(count: int) -> str:
-    """`1.2 GiB`."""
+    """A number of bytes for people: `1.2 GiB`."""
     if count < 2**10:
         return f"{count} B"
     power = min(int(math.log2(count)) // 10, 4)
@@ -32,7 +32,12 @@ def show_bytes(count: int) -> str:
 
 
 def parse_bytes(size: object, what: str) -> int:
-    """A size as a whole number of bytes, or as text of one or with a unit. Raises PlanError."""
+    """The bytes of a size that a user gave.
+
+    size    a number of bytes, or text of a number with or without a unit: "24GiB"
+    what    where the size was given, for the message
+    Raises  PlanError for anything else
+    """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     found = _SIZE.fullmatch(size) if isinstance(size, str) else None
@@ -45,10 +50,11 @@ def parse_bytes(size: object, what: str) -> int:
 
 
 def suppose(machine: Machine, memory: Mapping[str, int | str]) -> Machine:
-    """`machine` with other memory, to plan for a machine that is not there.
+    """Describe another machine, so that a plan can be made for it here.
 
-    memory   device → bytes, all free. The machine has the GPUs named here and no others; without "cpu" it keeps its own
-             memory
+    machine  this machine; its CPU is kept
+    memory   device → bytes, or text like "24GiB"; all of it counts as free. The other machine has the GPUs named here
+             and no others; without "cpu" it has this machine's memory
     Returns  the machine to plan for
     Raises   PlanError for anything but such a mapping
     """
@@ -92,11 +98,12 @@ def suppose(machine: Machine, memory: Mapping[str, int | str]) -> Machine:
 class Devices:
     """The devices of one plan.
 
-    free        device → bytes that can be allocated, for every device the machine has
-    limits      the same, or the budget where that is less
-    allowed     what the plan may use; the CPU always
-    candidates  where everything that is not swapped may stand, best first: on one device, or layer by layer on GPUs
-    notes       what the plan should say of this
+    free        device → free bytes, for every device of the machine
+    limits      device → bytes that the plan may use: the budget, but at most the free bytes
+    allowed     devices that the plan may use; the CPU is always one of them
+    candidates  devices for the modules that are not replaced, best first; each is one device, or several GPUs for
+                decoder layers in order
+    notes       remarks on this choice, for the plan
     """
 
     free: dict[str, int]
@@ -112,9 +119,12 @@ class Devices:
         devices: str | Sequence[str] | None = None,
         budget: Mapping[str, int | str] | None = None,
     ) -> Devices:
-        """Decide from what the machine has and what the user names. Raises PlanError for devices it does not have.
+        """Choose devices from what the machine has and what the user names.
 
-        devices  None: the first GPU if the plan fits it, else all GPUs, else the CPU; several GPUs: all of them
+        devices  None: the first GPU if the model fits it, else all GPUs, else the CPU. Several GPUs: layers are spread
+                 over all of them
+        budget   device → bytes, or text like "24GiB"; None: all that is free
+        Raises   PlanError for a device that the machine does not have, or a size that cannot be read
         """
         free = {"cpu": machine.memory_available_bytes}
         free |= {f"cuda:{gpu.index}": gpu.free_bytes for gpu in machine.gpus}
@@ -152,11 +162,12 @@ class Devices:
         return cls(free, limits, (*gpus, "cpu"), tuple(map(tuple, groups)), notes)
 
     def for_operator(self, rule: Rule, wanted: str, types: Sequence[str], standing: str) -> str:
-        """The device of an operator. Raises PlanError at the rule's line.
+        """The device on which an operator computes.
 
-        wanted    what the rule says, "auto" to stand where the module around it does if it can
+        wanted    the rule's `device`; "auto": the device of the surrounding modules if the operator computes there
         types     device types on which the operator computes, preferred first
-        standing  where everything that is not swapped stands
+        standing  the device of the surrounding modules, which are not replaced
+        Raises    PlanError that names the rule's line
         """
         if wanted == "auto":
             order = [standing, *(d for kind in types for d in self.allowed if d.startswith(kind))]
@@ -187,9 +198,11 @@ def spread(
 ) -> dict[str, str]:
     """Assign decoder layers to GPUs in order. Each GPU gets a share of the bytes in proportion to its limit.
 
-    outside_bytes  bytes of everything that is in no layer; it stands on the first GPU
+    outside_bytes  bytes of the modules outside of the layers, which are on the first GPU
     layers         path → bytes, in order
-    Returns        a device map; the first GPU is ""
+    gpus           their names, in the order in which they get layers
+    limits         device → bytes that the plan may use
+    Returns        a device map: module path → GPU; "" is the first GPU and covers all modules without an entry
     """
     room = sum(limits[gpu] for gpu in gpus) or 1
     total = outside_bytes + sum(layers.values())

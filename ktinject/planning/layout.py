@@ -1,4 +1,4 @@
-"""Where the model may stand: a layout for each candidate of devices, and the first one that fits."""
+"""Chooses the devices of a model: makes a layout for one candidate after another until one fits."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ktinject.planning.replacements import Replacement, Replacer
 
 @dataclass(frozen=True)
 class Layout:
-    """The model on some devices.
+    """How a model is distributed over devices, and what it needs there.
 
-    device_map      where everything stands that is not replaced
+    device_map      module path → device, for the modules that are not replaced
     replacements    the replaced modules
     rest_bytes      device → bytes of everything that is not replaced
-    to_load         device → bytes that are not in memory yet
-    runtime_memory  device → what the model takes there while it runs, beside its weights
-    excess          device → bytes of weights beyond what the plan may use
-    problems        what does not fit, in words
+    to_load         device → bytes of weights that are not in memory yet
+    runtime_memory  device → memory that the model takes while it runs, beside its weights
+    excess          device → bytes of weights beyond the plan's limit, where they exceed it
+    problems        sentences about what does not fit
     """
 
     device_map: dict[str, str]
@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def shortage(self) -> tuple[int, int]:
-        """How far it is from fitting: first the bytes that lack for weights, then the number of other problems."""
+        """How far the layout is from fitting, for comparisons: excess bytes of weights, then other problems."""
         return sum(self.excess.values()), len(self.problems) - len(self.excess)
 
 
@@ -57,16 +57,17 @@ def choose(
     has_weights: bool,
     kv_values: Sequence[int] | None,
 ) -> Layout:
-    """The first layout that fits, or the one that comes nearest.
+    """The first layout that fits, or the one with the smallest shortage.
 
-    candidates   devices for what is not replaced, best first
-    has_weights  what is not replaced is in memory already
-    kv_values    as `memory.cached_values` says
-    Raises       as `Replacer.replacements`
+    where        the devices of the plan, with their limits
+    candidates   devices for the modules that are not replaced, best first
+    has_weights  True: the modules that are not replaced are in memory already
+    kv_values    as `memory.cached_values` returns them
+    Raises       what `Replacer.replacements` raises
     """
     layouts: list[Layout] = []
     for devices in candidates:
-        # Operators try modules out on a few tokens, for which other threads are not worth waking.
+        # Probes run modules on a few tokens, where waking more threads costs more than they save.
         with openmp.one_thread():
             layouts.append(_lay_out(model, replacer, where, devices, has_weights, kv_values))
         if layouts[-1].fits:
@@ -82,7 +83,7 @@ def _lay_out(
     has_weights: bool,
     kv_values: Sequence[int] | None,
 ) -> Layout:
-    """The model on one device, or its decoder layers on several."""
+    """The layout of a model on one device, or with its decoder layers on several."""
 
     def to_load() -> dict[str, int]:
         taken = (replacement.bytes for replacement in replacements)
@@ -116,7 +117,7 @@ def _lay_out(
 
 
 def _rest_sizes(model: PreTrainedModel, replacements: Sequence[Replacement]) -> Iterator[tuple[str, int]]:
-    """Name and bytes of what operators do not take: parameters, buffers, tied ones once, in their final dtype."""
+    """Name and bytes, in the final dtype, of each parameter and buffer that operators do not take; tied ones once."""
     taken = {
         f"{replacement.path}.{name}" for replacement in replacements for name in replacement.parameter_shapes
     }
@@ -130,7 +131,7 @@ def _rest_sizes(model: PreTrainedModel, replacements: Sequence[Replacement]) -> 
 def _rest_bytes(
     model: PreTrainedModel, replacements: Sequence[Replacement], device_map: Mapping[str, str]
 ) -> dict[str, int]:
-    """Device → bytes of all that operators do not take."""
+    """Device → bytes of the parameters and buffers that operators do not take."""
     sizes = dict.fromkeys(device_map.values(), 0)
     for name, size in _rest_sizes(model, replacements):
         sizes[device_of(device_map, name)] += size
@@ -140,7 +141,7 @@ def _rest_bytes(
 def _spread(
     model: PreTrainedModel, replacements: Sequence[Replacement], gpus: Sequence[str], where: Devices
 ) -> dict[str, str]:
-    """A device map of several GPUs, from the bytes that the first one would hold if everything stood there."""
+    """A device map for several GPUs. `replacements` were planned for the first GPU alone and give the sizes."""
     layers = Layers(model)
     outside, inside = 0, dict.fromkeys(layers.paths, 0)
     on_first = ((replacement.path, replacement.bytes.get(gpus[0], 0)) for replacement in replacements)

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a model, from names and headers alone. One report lists all that is wrong."""
+"""Checks from names and headers whether a checkpoint fits a model. One error lists all that is wrong."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
 
 
 def check(checkpoint: Checkpoint, model: PreTrainedModel, mapping: KeyMap) -> None:
-    """Refuse a checkpoint that has not exactly what the model needs, in shapes and formats that are read.
+    """Refuse a checkpoint unless its tensors are exactly those of the model, in the right shapes and a known format.
 
     model    not swapped
+    mapping  of the checkpoint's keys to the model's parameters
     Raises   CheckpointError that lists all tensors that are missing, unexpected, misshapen or unreadable
     """
     state = model.state_dict()
@@ -58,7 +59,10 @@ def check(checkpoint: Checkpoint, model: PreTrainedModel, mapping: KeyMap) -> No
 
 
 def grouped(names: list[str]) -> list[str]:
-    """The names; of many, those that differ only in numbers share a line: `model.layers.{3-60}.mlp.gate.weight`."""
+    """Shorten a long list of names: names that differ only in numbers share a line.
+
+    `model.layers.{3-60}.mlp.gate.weight (58 tensors)`; a list of up to `LISTED` names stays as it is.
+    """
     if len(names) <= LISTED:
         return names
     alike: dict[str, list[tuple[int, ...]]] = {}
@@ -67,7 +71,7 @@ def grouped(names: list[str]) -> list[str]:
         alike.setdefault(pattern, []).append(tuple(map(int, _NUMBER.findall(name))))
     lines = []
     for pattern, numbers in alike.items():
-        # A name may be listed twice, and so its numbers.
+        # A name may be listed twice, so its numbers may repeat.
         columns = {column: sorted(set(column)) for column in zip(*numbers)}
         if len(numbers) > 1 and len(set(numbers)) == math.prod(map(len, columns.values())):
             ranges = [_ranges(columns[column]) for column in zip(*numbers)]
@@ -78,7 +82,7 @@ def grouped(names: list[str]) -> list[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """`{0-2,5}`, or the number if there is one only."""
+    """Sorted numbers as ranges: `{0-2,5}`; a single number without braces."""
     if len(numbers) == 1:
         return str(numbers[0])
     runs: list[list[int]] = []
@@ -104,7 +108,7 @@ def _shape(parameter: Tensor, is_slice: bool, parts: int) -> tuple[int, ...]:
 
 def _unreadable(checkpoint: Checkpoint, key: str, parameter: Tensor) -> list[str]:
     if not parameter.is_floating_point():
-        return []  # a counter or a table of indices: transformers takes it as it is
+        return []  # a counter or a table of indices, which is never quantised; transformers loads it
     try:
         checkpoint.format_of(key)
     except CheckpointError as error:
@@ -118,7 +122,7 @@ def _misconverted(
     model: PreTrainedModel,
     state: Mapping[str, Tensor],
 ) -> list[str]:
-    """Run the converter on tensors without data and compare what comes out."""
+    """Run a conversion on meta tensors and compare the shapes of its results with the model's."""
 
     def without_data(key: str) -> Tensor:
         return torch.empty(checkpoint.shape(key), device="meta")

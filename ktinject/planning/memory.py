@@ -1,8 +1,8 @@
-"""Runtime memory: what a swapped model holds beside its weights while it runs, which is workspace and KV cache.
+"""Runtime memory: workspace and KV cache, which a swapped model holds beside its weights while it runs.
 
 The size of the KV cache is not computed from the config, whose fields differ from family to family. Instead the model
-runs once on the meta device, where nothing is computed, and the values in its cache are counted. A plan without room
-for a short request is refused, and one GPU is left for several because of it.
+runs once on the meta device, where nothing is computed, and the values in its cache are counted. If a device has no
+room for a short request, the layout does not fit: the planner tries several GPUs instead of one, or reports a problem.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from ktinject.planning.devices import show_bytes
 if TYPE_CHECKING:
     from ktinject.planning.replacements import Replacement
 
-_TOKENS = 2  # of the request that runs on meta
+_TOKENS = 2  # tokens of the request that runs on the meta device
 _SHORTEST = bucket_of(1)
 
 
 @dataclass(frozen=True)
 class RuntimeMemory:
-    """What one device holds.
+    """The runtime memory of one device.
 
-    workspace           what for → bytes of buffers that operators share
-    kv_bytes_per_token  that a token adds to the KV cache; 0 where the model caches nothing here, or nobody can tell
-    longest_request     tokens of the longest request that there is room for, prompt and answer, all rows together; None
-                        where nobody can tell
+    workspace           purpose → bytes of a buffer that operators share
+    kv_bytes_per_token  bytes that a token adds to the KV cache on this device; 0 if there is no cache here or its size
+                        is not known
+    longest_request     tokens of the longest request that fits: prompt and answer, summed over the rows of the batch;
+                        None if it is not known
     """
 
     workspace: dict[str, int]
@@ -46,7 +47,7 @@ class RuntimeMemory:
         return asdict(self)
 
     def lines(self, device: str) -> list[str]:
-        """For people."""
+        """Sentences for the plan."""
         found = [f"{device}: {show_bytes(size)} for {what}" for what, size in self.workspace.items() if size]
         if self.kv_bytes_per_token and self.longest_request is not None:
             found.append(
@@ -64,10 +65,13 @@ def find(
     limits: Mapping[str, int],
     cached: Sequence[int] | None,
 ) -> tuple[dict[str, RuntimeMemory], list[str]]:
-    """Device → its runtime memory, and the problems where that does not fit.
+    """The runtime memory of all devices.
 
-    to_load   device → bytes of weights that are not in memory yet
-    cached    as `cached_values` says
+    device_map  module path → device, for the modules that are not replaced
+    to_load     device → bytes of weights that are not in memory yet
+    limits      device → bytes that the plan may use
+    cached      as `cached_values` returns them
+    Returns     device → its runtime memory; and sentences about what does not fit
     """
     runtime_memory, problems = {}, []
     for device in {**to_load, **dict.fromkeys(device_map.values())}:
@@ -95,7 +99,10 @@ def find(
 
 
 def _workspace(replacements: Sequence[Replacement], device: str) -> list[tuple[str, int, int]]:
-    """(what for, least, wanted) bytes of each buffer: the largest that any operator asks for, since they share it."""
+    """(purpose, least bytes, wanted bytes) of each buffer on a device.
+
+    Operators that name the same buffer share it, so each size is the largest that any of them asks for.
+    """
     found: dict[str, tuple[int, int]] = {}
     for replacement in replacements:
         for (on, what), (least, wanted) in replacement.workspace.items():
@@ -112,7 +119,7 @@ def _kv_bytes_per_token(
     device: str,
     values: Sequence[int] | None,
 ) -> int:
-    """Bytes that a token adds to the cache on one device."""
+    """Bytes that a token adds to the KV cache on one device; 0 if this is not known."""
     layers = Layers(model)
     if values is None or len(values) != layers.count:
         return 0
@@ -129,7 +136,11 @@ def _kv_bytes_per_token(
 
 
 def _longest(room: int, kv_bytes_per_token: int) -> int:
-    """Tokens of the longest request. A captured step has a cache of a power of two; the prompt's is copied into it."""
+    """Tokens of the longest request that fits `room` bytes.
+
+    The KV cache of a captured step has a power of two of positions. The prompt's own cache is copied into it, so at
+    that moment memory holds both.
+    """
     if room < 2 * kv_bytes_per_token * _SHORTEST:
         return 0
     tokens: int = 1 << (room // (2 * kv_bytes_per_token)).bit_length() - 1
@@ -137,29 +148,33 @@ def _longest(room: int, kv_bytes_per_token: int) -> int:
 
 
 def cached_values(model: PreTrainedModel) -> list[int] | None:
-    """Keys and values that each layer caches for a token; None where the model does not run on meta."""
+    """The number of values (keys and values together) that each layer caches for a token.
+
+    None if the model does not run on the meta device.
+    """
     layers = Layers(model)
     kinds = [_kind(model, path, number) for number, path in enumerate(layers.paths)]
     if not kinds:
         return None
-    # Layers of one kind cache alike, so as many run as show every kind: one of Qwen3's 48, four of DeepSeek-V3's 61.
+    # Layers of one kind cache alike. So it is enough to run the first layers until every kind has occurred: one of
+    # Qwen3's 48, four of DeepSeek-V3's 61.
     needed = max(kinds.index(kind) for kind in kinds) + 1
     for count in dict.fromkeys((needed, len(kinds))):
         try:
-            # Some kernels take nothing but bf16, on meta, too.
+            # Some kernels accept only bf16, even on the meta device.
             twin = models.meta_model(_shortened(model.config, count), torch.bfloat16)
             ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
             with torch.no_grad():
                 cache = twin(input_ids=ids, use_cache=True).past_key_values
             found = [_values(layer) // _TOKENS for layer in cache.layers]
             return [found[kinds.index(kind)] for kind in kinds]
-        except Exception:  # whatever a family's code says to tensors without values, or to fewer layers
+        except Exception:  # code of a model family may fail in any way on meta tensors, or with fewer layers
             continue
     return None
 
 
 def _kind(model: PreTrainedModel, path: str, number: int) -> tuple[Any, ...]:
-    """What layers that cache alike have in common: modules, shapes, and what the config says of each layer."""
+    """Equal for layers that cache alike: shapes, classes of modules, and the config's settings of this layer."""
     layer, config = model.get_submodule(path), model.config.get_text_config()
     shapes = [(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()]
     classes = [type(module).__name__ for module in layer.modules()]
@@ -168,7 +183,7 @@ def _kind(model: PreTrainedModel, path: str, number: int) -> tuple[Any, ...]:
 
 
 def _by_layer(config: Any) -> dict[str, list[Any]]:
-    """The settings that have a value for each decoder layer."""
+    """The settings of a config that are lists with a value for each decoder layer."""
     count = config.num_hidden_layers
     return {
         name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count
@@ -177,7 +192,7 @@ def _by_layer(config: Any) -> dict[str, list[Any]]:
 
 def _shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     config = copy.deepcopy(config)
-    # Flex attention compiles its mask, which takes seconds. What is cached is the same with any attention.
+    # Flex attention compiles its mask, which takes seconds. The cache is the same with any attention.
     if config._attn_implementation == "flex_attention":
         config._attn_implementation = "sdpa"
     text = config.get_text_config()

@@ -1,4 +1,4 @@
-"""The modules that rules replace, each with its operator, arguments and what the checkpoint has for it."""
+"""Finds the modules that rules replace, each with its operator, its arguments and its formats in the checkpoint."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _SHOWN = 5
 class MatchedModule:
     """A module that a rule replaces.
 
-    config   the rule's checked arguments; the device may be "auto" still
-    source   how the checkpoint stores its weight, if it has one
-    sources  the ways in which the checkpoint stores what fills the module: parameter, format, part of it
+    config   the rule's checked arguments; `device` may still be "auto"
+    source   the format in which the checkpoint stores the parameter `weight`; None without a checkpoint or a `weight`
+    sources  returns the formats of all parameters of the module in the checkpoint, each (parameter, format, part)
     """
 
     path: str
@@ -42,7 +42,7 @@ class MatchedModule:
     sources: Callable[[], Collection[tuple[str, Format, int | None]]] = field(default=tuple, compare=False)
 
     def fitted(self, operator: type[Operator], config: Any) -> Any:
-        """The arguments that fit the checkpoint, if the operator runs its format as it is stored."""
+        """The arguments for an operator, changed to those of the checkpoint if it loads that format undecoded."""
         if self.source is None or self.source.name not in operator.native_formats:
             return config
         return operator.use_checkpoint_format(config, self.source)
@@ -50,9 +50,12 @@ class MatchedModule:
 
 @contextmanager
 def blaming(rule: Rule, where: str, operator: str) -> Iterator[None]:
-    """Within, whatever an operator raises names the rule's line, the module and the operator.
+    """Inside the `with` block, an operator's errors get the rule's line, the module and the operator in front.
 
-    An exception that is none of the package's becomes an OperatorError: it comes from the operator's own code.
+    where   path of the module, or several paths
+
+    An exception of another package becomes an OperatorError, since it comes from the operator's code. RuleError,
+    PlanError, CheckpointError and MemoryError pass unchanged.
     """
     try:
         yield
@@ -69,8 +72,9 @@ def blaming(rule: Rule, where: str, operator: str) -> Iterator[None]:
 def find_modules(
     model: PreTrainedModel, ruleset: RuleSet
 ) -> tuple[list[MatchedModule], dict[str, tuple[str, ...]]]:
-    """The modules that rules replace, in the order of the model, and the paths that each rule matches.
+    """Find the modules that rules replace.
 
+    Returns  the modules, in the order of the model; and rule name → paths of all modules that the rule matches
     Raises   RuleError for an unknown operator, a wrong argument, or a rule that matches nothing
     """
     configs: dict[str, Any] = {}
@@ -96,12 +100,12 @@ def find_modules(
 
 
 def without_experts(model: PreTrainedModel) -> str:
-    """Half a sentence about a model that the bundled rules have nothing for."""
+    """The first half of a sentence about a model without routed experts, for which there are no bundled rules."""
     return f"{type(model).__name__} (model type {model.config.model_type!r}) has no routed experts"
 
 
 def with_checkpoint_format(matched: MatchedModule, checkpoint: Checkpoint, mapping: KeyMap) -> MatchedModule:
-    """The module with the formats that the checkpoint has for it, and with arguments that fit them."""
+    """The module with its formats in the checkpoint, and with the arguments that fit them. Raises CheckpointError."""
 
     @functools.cache
     def sources() -> Collection[tuple[str, Format, int | None]]:
@@ -122,6 +126,6 @@ def with_checkpoint_format(matched: MatchedModule, checkpoint: Checkpoint, mappi
 
 
 def some(paths: Sequence[str]) -> str:
-    """The first paths, and how many more there are."""
+    """The first paths, and the number of the others: `a, b, c, d, e and 7 more`."""
     more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
     return ", ".join(paths[:_SHOWN]) + more

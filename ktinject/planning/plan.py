@@ -1,4 +1,4 @@
-"""The plan: which operator replaces which module, where it stands, how many bytes it takes; and how people read it."""
+"""The plan: which operator replaces which module, on which device, in how many bytes; and its text for people."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from ktinject.rules import KEEP, RuleSet
 class Plan:
     """All decisions of one call. `str(plan)` is a table, `to_dict()` is ready for JSON.
 
-    matched         rule → paths of its modules, in the order of the rules; those of `keep` too
+    matched         rule → paths of the modules that it matches, in the order of the rules; also for `replace: keep`
     replacements    the replaced modules, in the order of the model
     rest_bytes      device → bytes of everything that is not replaced
-    device_map      where that stands, as transformers wants it
-    limits          device → bytes the plan may use
-    to_load         device → bytes that are not in memory yet
-    runtime_memory  device → what the model takes there while it runs, beside its weights
-    problems        what does not fit
-    notes           what else one should know
-    mapping         of the checkpoint's keys; None if the model has its weights
-    styles          path → how tensor parallelism cuts a linear layer
-    cuts            checkpoint key → the part of it that this process has
-    tied            parameter that an operator takes → the one that it is tied to, of which the operator has a copy
+    device_map      module path → device of the modules that are not replaced, in transformers' form
+    limits          device → bytes that the plan may use
+    to_load         device → bytes of weights that are not in memory yet
+    runtime_memory  device → memory that the model takes while it runs, beside its weights
+    problems        sentences about what does not fit
+    notes           other remarks for the user
+    mapping         of the checkpoint's keys to parameters; None if the model has its weights already
+    styles          path of a linear layer → how tensor parallelism cuts it
+    cuts            checkpoint key → the part of the tensor that this rank holds
+    tied            parameter that an operator takes → the parameter that it is tied to; the operator holds a copy
     """
 
     model: str
@@ -59,7 +59,7 @@ class Plan:
     tied: dict[str, str] = field(default_factory=dict, repr=False)
 
     def blaming(self, *paths: str) -> AbstractContextManager[None]:
-        """Within, whatever the operator of these modules raises names its rule, its modules and itself."""
+        """Inside the `with` block, errors of the operator of these modules name the rule, the modules and itself."""
         replacement = self._replacements_by_path[paths[0]]
         rule = next(rule for rule in self.ruleset.rules if rule.name == replacement.rule)
         return blaming(rule, some(paths), replacement.operator)
@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Device → bytes of the swapped model."""
+        """Device → bytes of the swapped model's weights."""
         return total([*(replacement.bytes for replacement in self.replacements), self.rest_bytes])
 
     @property
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def elsewhere(self) -> set[str]:
-        """Full names of the parameters that another process takes."""
+        """Full names of the parameters that only another rank loads."""
         return {
             f"{replacement.path}.{name}"
             for replacement in self.replacements
@@ -93,12 +93,12 @@ class Plan:
         }
 
     def check(self) -> None:
-        """Raises PlanError if something does not fit."""
+        """Raise PlanError if something does not fit."""
         if self.problems:
             raise PlanError(f"the plan does not fit:{listed(self.problems)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Lists, dicts, numbers and strings only."""
+        """The plan as lists, dicts, numbers and strings, for JSON."""
         fields = [f.name for f in dataclasses.fields(Replacement) if f.repr]
         return {
             "model": self.model,
@@ -132,7 +132,7 @@ TITLES = ("rule", "modules", "operator", "kernel", "weights", "device", "bytes")
 
 
 def rows(plan: Plan) -> list[tuple[str, ...]]:
-    """The cells under TITLES; modules of one rule that run alike share a line."""
+    """The table's rows, with a cell for each of TITLES. Modules of one rule that run alike share a row."""
     groups: dict[tuple[str, ...], list[Replacement]] = {}
     for replacement in plan.replacements:
         runs = (str(replacement.runs.get("kernel", "")), str(replacement.runs.get("weights", "")))
@@ -142,7 +142,7 @@ def rows(plan: Plan) -> list[tuple[str, ...]]:
     table: list[tuple[str, ...]] = []
     for rule in plan.ruleset.rules:
         matched = plan.matched[rule.name]
-        # Under a rule that replaces, too, modules may stay as they are.
+        # An operator may leave a module as it is (`Operator.resolve`), so a replacing rule may keep some modules.
         count = len(matched) - sum(replacement.rule == rule.name for replacement in plan.replacements)
         if not matched:
             table.append((rule.name, "none (optional)", rule.operator, "", "", "", ""))
@@ -175,7 +175,7 @@ def remarks(plan: Plan) -> list[str]:
 
 
 def grid(plan: Plan) -> Grid:
-    """The table; on a narrow terminal, kernel and device stand below operator and weights."""
+    """The table. On a narrow terminal, the kernel is below the operator and the device below the weights."""
     found = rows(plan)
     narrow = [
         (rule, modules, f"{operator}\n{kernel}".strip(), f"{weights}\n{device}".strip(), size)
@@ -186,19 +186,19 @@ def grid(plan: Plan) -> Grid:
 
 
 def rich(plan: Plan) -> Any:
-    """Something that a rich console prints."""
+    """The plan as an object that a rich console prints."""
     from rich.console import Group
 
     return Group(grid(plan), Lines(remarks(plan)))
 
 
 def text(plan: Plan) -> str:
-    """Plain text, as wide as its content needs."""
+    """The plan as plain text, as wide as its content needs."""
     return "\n".join([str(grid(plan)), "", *remarks(plan)])
 
 
 def as_html(plan: Plan) -> str:
-    """A table for notebooks."""
+    """The plan as HTML for notebooks."""
     head = "".join(f"<th>{title}</th>" for title in TITLES)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows(plan)
@@ -208,7 +208,7 @@ def as_html(plan: Plan) -> str:
 
 
 def total(parts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """Bytes per device, summed, the CPU first."""
+    """Device → the sum of its bytes over all parts; the CPU comes first."""
     result: dict[str, int] = {}
     for part in parts:
         for device, size in part.items():

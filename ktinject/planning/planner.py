@@ -1,9 +1,9 @@
-"""Makes a plan: decides which operator replaces which module, what runs in it, where it stands and its bytes.
+"""Makes a plan: decides which operator replaces which module, which kernel it runs, and its device and bytes.
 
-    find_modules ──► formats of the checkpoint ──► shares of the processes ──► layout ──► plan, with its notes
+    find_modules ──► formats of the checkpoint ──► tensor-parallel parts ──► layout ──► plan, with its notes
 
-Every refusal lives here, before a byte of weight is read or a module touched. Only what does not fit into memory
-is kept as a problem of the plan and not raised, so that the plan of a large model can be read on a small machine.
+All refusals come before a weight is read or a module is changed. Lack of memory is not raised but kept as a problem of
+the plan, so that the plan of a large model can be read on a small machine.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def make(
 ) -> Plan:
     """Decide everything, change nothing.
 
-    model       on meta, or with weights: the checkpoint replaces them, without one they are taken
+    model       on the meta device, or with weights. A checkpoint replaces its weights; without a checkpoint, operators
+                take them
     checkpoint  open; only its names and headers are used
-    devices     what may be used; None: the first GPU if what is not swapped fits it, else the CPU
+    devices     devices that may be used; None: the first GPU if the plan fits it, else all GPUs, else the CPU
     budget      device → bytes, or text like "24GiB"
-    group       the processes that share the model; the plan is this one's
+    group       the tensor-parallel process group; the plan is that of this rank
     Raises      RuleError, PlanError, CheckpointError or OperatorError for everything but lack of memory
     """
     compat.require("swapping")
@@ -103,10 +104,10 @@ def make(
 
 
 def _notes_on_devices(plan: Plan, wanted: Sequence[str], allowed: Sequence[str]) -> Iterator[str]:
-    """What stands elsewhere than first choice, and which GPUs are left idle.
+    """Notes if the model is not on the devices of first choice, and on GPUs that it does not use.
 
-    wanted    the first candidate
-    allowed   devices that the plan could have used of itself
+    wanted    the devices of first choice
+    allowed   devices that the plan could have used; empty if the user has named devices
     """
     standing = tuple(dict.fromkeys(plan.device_map.values()))
     if standing != wanted and len(standing) > 1:
@@ -149,7 +150,7 @@ def _notes_on_checkpoint(checkpoint: Checkpoint | None) -> Iterator[str]:
 def _cut(
     model: PreTrainedModel, modules: list[MatchedModule], has_weights: bool, group: ProcessGroup
 ) -> dict[str, Style]:
-    """The linear layers that the processes share. Raises PlanError."""
+    """Path → style of the linear layers that tensor parallelism cuts. Raises PlanError."""
     if has_weights:
         raise PlanError(
             "tp: the model has its weights already; each process reads its own part of a checkpoint. "
@@ -166,7 +167,7 @@ def _cut(
 
 
 def check_class(model: object) -> None:
-    """Raises PlanError for something else than a model of transformers."""
+    """Raise PlanError unless `model` is a model of transformers."""
     if not isinstance(model, PreTrainedModel):
         raise PlanError(
             f"found a {type(model).__name__}; models of transformers are served. "
@@ -175,7 +176,7 @@ def check_class(model: object) -> None:
 
 
 def auto_rules(model: PreTrainedModel) -> str:
-    """The bundled rules for a model. Raises PlanError for one that bundled rules have nothing for."""
+    """The name of the bundled rules for a model. Raises PlanError if it has no routed experts."""
     check_class(model)
     if not has_routed_experts(model):
         raise PlanError(
@@ -221,7 +222,7 @@ def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
 
 
 def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
-    """The device of a model that has its weights; it is not moved."""
+    """The device of a model that has its weights already. Planning does not move it. Raises PlanError."""
     standing = sorted({str(tensor.device) for tensor in model.parameters()})
     if len(standing) > 1:
         raise PlanError(
@@ -237,7 +238,7 @@ def _stands_on(model: PreTrainedModel, where: Devices, devices: object) -> str:
 
 
 def _check_shared(plan: Plan, model: PreTrainedModel) -> None:
-    """Refuse to swap a part of what can only be loaded together."""
+    """Refuse to replace only some of the parameters that are tied, or that the checkpoint stores together."""
     swapped = plan.swapped
     for name, source in model.all_tied_weights_keys.items():
         if source in swapped and name not in swapped:

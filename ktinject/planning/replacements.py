@@ -1,8 +1,8 @@
-"""From matched modules to planned replacements: an operator for each module, what it runs and what it holds.
+"""Turns matched modules into planned replacements: each has an operator, what it runs and how many bytes it takes.
 
-Modules, rules and arguments are the same wherever the model stands; a planner tries several device maps. So an operator
-is built once for each module and device, and asked again. Only its placement, which depends on the other modules and
-on the memory that is left, is planned for each device map.
+The planner tries several device maps, and modules, rules and arguments are the same for all of them. So an operator is
+built only once for each module and device. Only its placement is planned anew for each device map, since that depends
+on the other modules and on the memory that is left.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ from ktinject.planning.modules import MatchedModule, blaming, some
 class Replacement:
     """One module that is replaced.
 
-    module               its class
+    module               name of its class
+    rule                 name of the rule
+    operator             name of the operator
     arguments            as the rule gives them
-    runs                 what will run: the operator's `describe`
+    runs                 kernel and formats that will run: the operator's `describe()`
     device               where the operator computes
-    bytes                device → bytes that it takes
-    config               the checked arguments, device resolved
-    placement            what the operator's `plan_placement` settled for this module; None: nothing
-    parameter_shapes     parameter name relative to the module → shape
-    workspace            buffers, as the operator says
-    kv_values_per_token  values that it caches for a token, if it says
-    elsewhere            another process has it; nothing is read or held for it here
+    bytes                device → bytes that the operator takes
+    config               the checked arguments, with the device decided
+    placement            the result of `Operator.plan_placement` for this module; None if it has none
+    parameter_shapes     parameter name, relative to the module → shape
+    workspace            (device, purpose) → (least, wanted) bytes of a shared buffer: the operator's `workspace()`
+    kv_values_per_token  values that the operator caches for a token; None if the module's own cache counts
+    elsewhere            True: only another rank holds it; nothing is read or allocated for it here
     """
 
     path: str
@@ -59,12 +61,12 @@ class Replacement:
 
 @dataclass(frozen=True)
 class _Built:
-    """What takes a module on one device.
+    """The operator that was built for a module on one device.
 
-    operator   the one that `resolve` named
-    config     its arguments, device resolved
-    made       the operator, not allocated; None if it is refused
-    refusal    why it is refused
+    operator   the class that `Operator.resolve` named
+    config     its arguments, with the device decided
+    made       the operator, without memory; None if the module is refused
+    refusal    why the module is refused
     """
 
     operator: type[Operator]
@@ -74,12 +76,12 @@ class _Built:
 
 
 class Replacer:
-    """Makes replacements of matched modules, for one device map after another.
+    """Plans the replacements of matched modules, for one device map after another.
 
-    modules   in the order of the model
+    modules   the matched modules, in the order of the model
     where     the devices that the plan may use
     decoder   the module that owns the decoder layers
-    group     the processes that share the model, if several do
+    group     the tensor-parallel process group, if there is one
     """
 
     def __init__(
@@ -100,10 +102,11 @@ class Replacer:
     def replacements(
         self, device_map: Mapping[str, str], spare: Mapping[str, int] | None = None
     ) -> tuple[Replacement, ...]:
-        """What rules make of the model if its modules stand as `device_map` says.
+        """Plan the replacements for one device map.
 
-        spare    device → bytes that operators may take on top; see `Operator.plan_placement`
-        Raises   PlanError that lists the modules whose operators refuse them, and OperatorError
+        device_map  module path → device, for the modules that are not replaced
+        spare       device → bytes that operators may take in addition; see `Operator.plan_placement`
+        Raises      PlanError that lists the modules that operators refuse; OperatorError for a fault of an operator
         """
         configs = {matched.path: self._config(matched, device_map) for matched in self._modules}
         placements = self._placements(configs, spare or {})
@@ -124,14 +127,14 @@ class Replacer:
         return tuple(replacements)
 
     def _config(self, matched: MatchedModule, device_map: Mapping[str, str]) -> Any:
-        """The arguments with the device on which the operator computes."""
+        """The arguments of a module's rule, with the device on which the operator computes."""
         standing = device_of(device_map, matched.path)
         wanted, types = matched.config.device, matched.operator.device_types
         device = self._where.for_operator(matched.rule, wanted, types, standing)
         return dataclasses.replace(matched.config, device=device)
 
     def _placements(self, configs: Mapping[str, Any], spare: Mapping[str, int]) -> dict[str, Placement | str]:
-        """Path → placement, or the reason why there is none; paths without anything to place are absent."""
+        """Path → placement, or the reason why the module is refused. Modules that need no placement are absent."""
         by_operator: dict[type[Operator], list[MatchedModule]] = {}
         for matched in self._modules:
             by_operator.setdefault(matched.operator, []).append(matched)
@@ -143,7 +146,7 @@ class Replacer:
         return placements
 
     def _build(self, matched: MatchedModule, config: Any) -> _Built | None:
-        """What takes a module on the config's device; None if the module stays as it is."""
+        """The operator for a module on the config's device, built at most once; None if the module is not replaced."""
         key = matched.path, config.device
         if key not in self._built:
             self._built[key] = self._build_anew(matched, config)
@@ -196,7 +199,7 @@ class Replacer:
 
 
 class _Refusals:
-    """Modules that operators cannot replace; those of one rule and one reason share a line."""
+    """Collects the modules that operators refuse. Modules with one rule and one reason share a line."""
 
     def __init__(self) -> None:
         self._paths: dict[tuple[str, str], list[str]] = {}
@@ -215,13 +218,13 @@ class _Refusals:
         self._lines[rule.name, text] = str(refusal)
 
     def check(self) -> None:
-        """Raises PlanError if there are any."""
+        """Raise PlanError if there are any."""
         if self._lines:
             raise PlanError("\n".join(few([*self._lines.values()])))
 
 
 def _misfit(made: Operator, matched: MatchedModule) -> str | None:
-    """Why an operator cannot take what the checkpoint has in one of its native formats."""
+    """Why an operator cannot load a weight that the checkpoint stores in one of its native formats; None if it can."""
     sources = matched.sources() if made.native_formats else ()
     reasons = (made.misfit_of(*source) for source in sources if source[1].name in made.native_formats)
     return next((reason for reason in reasons if reason), None)
@@ -232,7 +235,7 @@ def _broken(text: str) -> OperatorError:
 
 
 def _check_answers(runs: object, sizes: Mapping[str, int], devices: Collection[str]) -> None:
-    """What an operator says of itself must be of the kind that a plan can show."""
+    """Raise OperatorError unless `describe()` and `footprint()` of an operator return what a plan can show."""
     if not isinstance(runs, dict):
         raise _broken(f"its describe() gave {runs!r}, which is no dict")
     if unknown := sizes.keys() - {*devices}:
@@ -240,9 +243,10 @@ def _check_answers(runs: object, sizes: Mapping[str, int], devices: Collection[s
 
 
 def _check_contract(matched: MatchedModule, made: Operator, inner: Sequence[str]) -> None:
-    """Everything the module has must be taken or kept by the operator, which may have nothing else.
+    """Check that the operator loads or keeps every parameter and buffer of the module, and has no others.
 
-    inner   paths of matched modules inside this one
+    inner    paths of matched modules inside this one, which take their parameters themselves
+    Raises   OperatorError
     """
     theirs = {**dict(matched.module.named_parameters()), **dict(matched.module.named_buffers())}
     kept = {**dict(made.named_parameters()), **dict(made.named_buffers())}

@@ -1,1 +1,1 @@
-"""What a captured step computes on a GPU."""
+"""The kernels of a decode step on a GPU, and the modules whose forward they replace in a captured step."""

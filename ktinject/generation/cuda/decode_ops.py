@@ -1,4 +1,8 @@
-"""What native/cuda computes in a decode step, on tensors: one token a row, all of it enqueued in the current stream."""
+"""The kernels of native/cuda for a decode step, as functions of tensors. A row is one token.
+
+All tensors are on one CUDA device. The functions only enqueue kernels in the current stream and do not wait, so all of
+them can be captured in a CUDA graph. They raise ValueError for shapes, dtypes or devices that the kernels do not take.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +15,24 @@ from torch import Tensor
 from ktinject import _native
 from ktinject.addresses import CODES, address, stream_of
 
-_SPLIT = 256  # positions of the cache that one block of attention takes at a time
+_SPLIT = 256  # positions of the KV cache for one thread block of attention
 _MOST_SPLITS = 32
-MOST_ROWS = 8  # of `linear`
+MOST_ROWS = 8  # rows that `linear` takes
 
 
 class Norm(NamedTuple):
-    """An RMS norm: weight [n], and what is added to the mean square."""
+    """An RMS norm: weight [n], and the epsilon that is added to the mean square."""
 
     weight: Tensor
     eps: float
 
 
 class Cache(NamedTuple):
-    """One layer's cache, and where the token stands that is about to be written to it.
+    """The KV cache of one layer, and the position of the next token in it.
 
-    keys, values  [b, g, n, d], rows contiguous
-    cache_position  [1] int64; positions after it are not read
-    mask          [b, 1, 1, n] bool
+    keys, values    [b, kv heads, n, d], rows of d contiguous
+    cache_position  [1] int64: where the next token is written; positions after it are not read
+    mask            [b, 1, 1, n] bool: the positions to attend to
     """
 
     keys: Tensor
@@ -38,8 +42,9 @@ class Cache(NamedTuple):
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """weight [n] · x [..., n] / rms(x), rounded to x's dtype before the multiplication, as transformers does.
+    """weight · round(x / rms(x)), where round() is to x's dtype, as in transformers.
 
+    x     [..., n] float32, bfloat16 or float16, as the weight and the result
     Raises    ValueError for a weight of another size, dtype or device
     """
     x = x.contiguous()
@@ -69,16 +74,17 @@ def linear(
     wide: bool = False,
     then: Tensor | None = None,
 ) -> Tensor:
-    """x [m, k] through up to three matrices [n, k], beside each other in the result [m, sum of n].
+    """Up to three linear layers of the same input in one kernel, with the norm before and the residual after them.
 
-    x         bfloat16 or float16, at most MOST_ROWS rows; k a multiple of 32; all are contiguous, alike in dtype
-    biases    [n] or None for each
-    norm      of x, before
+    x         [m, k] bfloat16 or float16, m up to MOST_ROWS, k a multiple of 32; all tensors contiguous, of x's dtype
+    weights   [n, k] each
+    biases    [n] or None for each weight
+    norm      an RMS norm of x before the layers
     normed    [m, k], receives the normed x
-    residual  [m, n], added to the rounded result
-    wide      the result is float32, not rounded; without a residual
-    then      weights that the next call will read; fetched into the GPU's L2 cache meanwhile
-    Raises    ValueError for what is not served
+    residual  [m, sum of n], added to the rounded result
+    wide      the result is float32 and not rounded; only without a residual
+    then      weights that the next call will read; this call fetches them into the GPU's L2 cache
+    Returns   [m, sum of n]: the outputs of the layers, concatenated
     """
     rows, k = x.shape
     sizes = [weight.shape[0] for weight in weights]
@@ -110,7 +116,12 @@ def linear(
 
 
 def route(logits: Tensor, top_k: int, normed: bool) -> tuple[Tensor, Tensor]:
-    """Softmax over logits [m, e], the top_k greatest: weights [m, t] of the same dtype, ids [m, t] int64."""
+    """Choose the top_k experts of each token by softmax.
+
+    logits    [m, experts] float32, bfloat16 or float16
+    normed    divide the weights by their sum
+    Returns   weights [m, top_k] of the logits' dtype, ids [m, top_k] int64; the greatest first
+    """
     logits = logits.contiguous()
     rows, experts = logits.shape
     weights = logits.new_empty(rows, top_k)
@@ -132,11 +143,16 @@ def route(logits: Tensor, top_k: int, normed: bool) -> tuple[Tensor, Tensor]:
 def route_grouped(
     logits: Tensor, bias: Tensor, top_k: int, groups: int, kept: int, normed: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Sigmoids of logits [m, e] float32; the top_k greatest after bias [e] is added, within the `kept` best groups.
+    """Choose the top_k experts of each token as DeepSeek-V3's router does.
 
-    A group is as good as the sum of its two best. Returns the sigmoids [m, t] float32, divided by their sum if
-    `normed`, times `scale`, and ids [m, t] int64, in the order of torch.topk(sorted=False).
-    Raises    ValueError for what is not served
+    The score of an expert is the sigmoid of its logit, and experts are ranked by score + bias. A group of experts is
+    ranked by the sum of its two best. The top_k best experts of the `kept` best groups are chosen.
+
+    logits   [m, experts] float32; the experts of a group are neighbours
+    bias     [experts] float32, bfloat16 or float16
+    normed   divide the scores of the chosen experts by their sum
+    Returns  weights [m, top_k] float32: the scores times `scale`; ids [m, top_k] int64, in the order of
+             torch.topk(sorted=False)
     """
     logits = logits.contiguous()
     rows, experts = logits.shape
@@ -173,13 +189,13 @@ def attend(
 ) -> Tensor:
     """Norm and rotate the queries and the new key, write the new key and value to the cache, and attend to it.
 
-    q, k, v   [b, h, d], [b, g, d], [b, g, d], bfloat16 or float16; heads contiguous, k and v of the same strides
-    norms     of the heads of queries and keys
-    rotation  cos and sin, each [b or 1, 1, d]
-    cache     of q's dtype; keys and values of the same strides
-    block_counts  at least [b · h] int32 zeros, which they are again afterwards
-    Returns   [b, h, d] contiguous
-    Raises    ValueError for what is not served
+    q, k, v       [b, heads or kv heads, d] bfloat16 or float16; a row contiguous, k and v with equal strides
+    norms         RMS norms of a query's and a key's head [d], or None
+    rotation      cos and sin, each [b or 1, 1, d]
+    cache         of q's dtype; keys and values with equal strides
+    scale         factor of q · kᵀ
+    block_counts  int32 zeros, at least b · heads of them; they are zero again afterwards
+    Returns       [b, heads, d] contiguous
     """
     batch, heads, size = q.shape
     cos, sin = rotation
@@ -241,14 +257,14 @@ def latent(
     cache: Cache,
     turns_neighbours: bool,
 ) -> None:
-    """What latent attention does before it attends; q is rotated where it lies, and the cache gets a token more.
+    """Prepare latent attention (MLA): rotate the queries in place, and write the new token to the cache.
 
-    q         [b, h, n + d], heads contiguous: the last d of each are rotated
-    kv        [b, r + d], rows contiguous: the first r are normed, the rest is rotated
-    rotation  cos and sin, each [b or 1, 1, d]
-    cache     keys [b, 1, m, r], values [b, 1, m, d]
-    turns_neighbours  2i with 2i + 1, which come to i and i + d/2; else i with i + d/2
-    Raises    ValueError for what is not served
+    q                 [b, heads, n + d], the heads of a row contiguous; the last d values of each head are rotated
+    kv                [b, r + d], rows contiguous; the first r values are normed, the last d are rotated
+    norm              of the latent, weight [r]
+    rotation          cos and sin, each [b or 1, 1, d]
+    cache             keys [b, 1, m, r] receive the latent, values [b, 1, m, d] the rotated key
+    turns_neighbours  True: rotates values 2i and 2i + 1, and writes them to i and i + d/2; False: rotates i and i + d/2
     """
     (batch, heads, size), (cos, sin) = q.shape, rotation
     rank, rope = cache.keys.shape[-1], cache.values.shape[-1]
@@ -286,7 +302,12 @@ def latent(
 def rotation(
     positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [b, 1, 2 f] of positions [b, 1] int64 times frequencies [f] float32, twice side by side, scaled."""
+    """The rotary embedding of each token: cos and sin of position · frequency, times `scale`.
+
+    positions    [b, 1] int64
+    frequencies  [f] float32
+    Returns      cos and sin, each [b, 1, 2 f] of `dtype`; both halves are equal
+    """
     rows, half = positions.shape[0], frequencies.shape[0]
     cos, sin = (torch.empty(rows, 1, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))
     device = positions.device
@@ -305,7 +326,12 @@ def rotation(
 
 
 def advance(cache_position: Tensor, positions: Tensor, mask: Tensor) -> None:
-    """After a token: cache_position [1] and positions [b, 1] int64 grow by one, mask [b, 1, 1, n] allows the new."""
+    """Advance by one token, in place. Also runs on the CPU.
+
+    cache_position  [1] int64, grows by one
+    positions       [b, 1] int64, grow by one
+    mask            [b, 1, 1, n] bool; becomes True at the new cache_position
+    """
     if not (cache_position.is_cuda and _native.cuda_built()):
         cache_position.add_(1)
         positions.add_(1)
@@ -322,14 +348,14 @@ def advance(cache_position: Tensor, positions: Tensor, mask: Tensor) -> None:
 
 
 class Chooser:
-    """The choice of a token for each row, and what follows from it, as one kernel.
+    """Chooses the next token of each row and updates the state of the request, in one kernel.
 
-    ids     [b, 1] int64: receives the tokens
-    result  [2, b] int64: receives them, and says of each row whether it goes on, which is read, too
-    length  [1] int64: one is added
-    seen    [b, v + 1] bool, where each token is marked, or [b, 0]
-    ends    [v] bool: tokens after which a row does not go on
-    pad     what such a row goes on with; None: whatever is chosen
+    ids     [b, 1] int64, receives the tokens
+    result  [2, b] int64: receives the tokens; then, read and written, 1 while a row goes on and 0 once it has ended
+    length  [1] int64, grows by one
+    seen    [b, v + 1] bool, where the chosen tokens are marked; or [b, 0] if nobody needs it
+    ends    [v] bool: True for tokens that end a row
+    pad     the token that an ended row gets; None: the token that is chosen as for other rows
     """
 
     def __init__(
@@ -349,13 +375,17 @@ class Chooser:
             "seen": address("seen", seen if seen.numel() else None, device, torch.bool),
             "length": address("length", length, device, int64, (1,)),
         }
-        # Of the kernel's blocks among themselves: zero between calls.
+        # Scratch by which the kernel's thread blocks find the best token together; zero between calls.
         self._best = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
         self._block_counts = torch.zeros(1, dtype=torch.int32, device=ids.device)
 
     def __call__(self, scores: Tensor, noise: Tensor | None) -> None:
-        """The greatest of scores [b, v] float32, of equal ones the first; or, with noise [b, v] from the exponential
-        distribution, of softmax(scores) / noise, which is a sample."""
+        """Choose the token with the greatest score; of equal scores, the first. With noise, draw a sample.
+
+        scores  [b, v] float32
+        noise   [b, v] float32 from the exponential distribution. The greatest of softmax(scores) / noise is a sample
+                of the softmax
+        """
         scores = scores.contiguous()
         shape, device = (len(self._ids), len(self._ends)), self._ids.device
         _native.choose_on_gpu(

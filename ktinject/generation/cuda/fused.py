@@ -1,16 +1,17 @@
-"""Decode steps of few kernels: norms, attention, routing and what lies between them as native/cuda computes it.
+"""Decode steps with few kernels: native/cuda computes norms, attention and routing of a captured step.
 
-Between two layers of experts, transformers runs some fifty kernels on tensors of a single token; nearly all of that
-time is launches. So what is captured is a twin of the model, in which modules with a known spec (layer_spec.py) compute
-with few kernels. The model itself stays as it is, for prompts and for other threads:
+Between the experts of two layers, transformers runs some fifty kernels on tensors of a single token, and nearly all of
+that time is launch overhead. So a twin of the model is captured instead, in which modules with a known spec
+(layer_spec.py) run few kernels. The model itself does not change: prompts and other threads use it. `|` separates
+kernels:
 
-    a decoder layer   norm and projections to heads | attention | output projection and residual
-                      | norm and router | choice of experts and submit | wait and residual
-    its parts         a norm, attention, a router, where the layer around them is not known
-    before            angles of rotation
+    a decoder layer   norm, query, key and value projections | attention | output projection, residual
+                      | norm, router | choice of experts, submit | wait, residual
+    its parts         a norm, attention or a router, if the layer around them is not known
+    before            cos and sin of the rotary embedding
 
-That these kernels compute what the modules compute is not believed. The first step runs both, on the model's own
-numbers, and a module whose kernels differ stays as it is.
+These kernels are not trusted to compute what the modules compute. The first step runs both on the model's own values,
+and a module keeps its own forward if the results differ.
 """
 
 from __future__ import annotations
@@ -32,17 +33,21 @@ from ktinject.support import SUPPORTED, Support
 
 logger = logging.getLogger("ktinject")
 
-# Rounding to a dtype of the intermediate results, which differ by the order of a sum: a few units in the last place.
+# Relative errors by dtype. Sums in another order differ, and each intermediate result is rounded: a few units in the
+# last place.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-# Of a whole layer, whose parts have been compared: only how they are put together. Where two experts are nearly as
-# likely, rounding decides, and a layer with the other one differs by more than rounding.
+# Relative error of a whole layer. Its parts have been compared already, so this checks only how they are connected. It
+# is larger, since rounding decides between two experts with nearly equal scores, and another expert changes the result
+# by more than rounding does.
 _LAYER_TOLERANCE = 0.1
 
 
 class Fused:
-    """A twin of a model in which known modules compute with few kernels, if these agreed in the first step.
+    """A twin of a model whose known modules run few kernels, if these agreed with the modules in the first step.
 
-    twin      holds the model's modules, and not the model
+    group     the tensor-parallel process group; its ranks replace the same modules
+    twin      copies of the known modules and of those around them; it shares all else with the model, which it does
+              not keep alive
     refused   path → why a module with a known spec keeps its own forward
     """
 
@@ -50,7 +55,8 @@ class Fused:
         self._group = group
         self.refused: dict[str, str] = {}
         self._checked = False
-        # Blocks of attention count themselves here; requests of one model take turns.
+        # The thread blocks of the attention kernel count here which of them are done. One buffer a device is enough:
+        # requests of one model take turns.
         heads = max((getattr(m, "num_attention_heads", 0) for m in _configs(model)), default=0)
         counts: dict[torch.device, Tensor] = {}
 
@@ -78,10 +84,10 @@ class Fused:
         return len(self._steps)
 
     def __call__(self, **inputs: Any) -> Any:
-        """The model's output; the first time, known modules compare and compute as ever."""
+        """The model's output. In the first call, known modules only compare, and their own forward gives the result."""
         checking = not self._checked
         try:
-            # For the time of the call only: a twin that holds its steps, which hold it, would not be freed at once.
+            # Set only during the call: twin and steps would hold each other and not be freed at once.
             for path, (module, step) in self._steps.items():
                 vars(module)["forward"] = self._comparing(path, module, step) if checking else step
             outputs = self.twin(**inputs)
@@ -109,7 +115,7 @@ class Fused:
             else:
                 support = Support.no(f"{part} does")
             if self._group is not None:
-                # Parts exchange what they compute: all processes must compare and replace the same ones.
+                # Cut modules exchange data in their forward, so all ranks must replace the same ones.
                 support = self._group.all_support(support)
             if not support:
                 self.refused[path] = support.reason
@@ -120,7 +126,10 @@ class Fused:
 
 
 def _agreement(ours: Any, theirs: Any, tolerance: dict[Any, float]) -> Support:
-    """Whether two outputs are the same but for rounding."""
+    """Whether two outputs are equal up to rounding.
+
+    tolerance  dtype → largest relative error; "" for every dtype
+    """
     if isinstance(ours, tuple) != isinstance(theirs, tuple):
         return Support.no(f"{type(ours).__name__}, not {type(theirs).__name__}")
     ours = [t for t in (ours if isinstance(ours, tuple) else (ours,)) if t is not None]
@@ -131,7 +140,7 @@ def _agreement(ours: Any, theirs: Any, tolerance: dict[Any, float]) -> Support:
         if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
             return Support.no(f"an output is {list(a.shape)} {a.dtype}, not {list(b.shape)} {b.dtype}")
         if not b.dtype.is_floating_point:
-            continue  # ids may change places where weights tie; the weights tell
+            continue  # ids with equal weights may be swapped; the weights are compared anyway
         error = (a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-20)
         if not error <= tolerance.get("", tolerance.get(b.dtype, 0.0)):
             return Support.no(f"relative difference {error.item():.2g}")

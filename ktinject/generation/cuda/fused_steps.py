@@ -1,4 +1,4 @@
-"""Decode steps of few kernels, for modules by their specs; `fused.py` tries them out and puts them in place."""
+"""Decode steps with few kernels, one for each kind of spec. `fused.py` compares them with the modules and uses them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from ktinject.operators.hybrid_experts import HybridExperts, Underway
 
 Step = Callable[..., Any]
 
-# Weights from which on cuBLAS is faster, and inputs from which on a norm is, as a kernel of its own.
+# With more weights, cuBLAS is faster than our kernel. With more inputs, a norm is faster as a kernel of its own.
 _MANY_WEIGHTS = 50_000_000
 _MANY_INPUTS = 4096
 
 
 def step_of(spec: PartSpec, module: Any, block_counts: Tensor) -> Step | None:
-    """The decode step of a module by what it computes, or None if there are no kernels for it.
+    """A function that replaces a module's forward in a captured decode step; None if there are no kernels for it.
 
+    spec          what the module computes
     block_counts  as `decode_ops.attend` takes them
     """
     if isinstance(spec, NormSpec):
@@ -61,7 +62,7 @@ def _rotation_step(spec: RotationSpec, module: Any) -> Step:
 
 
 def _norm(spec: NormSpec, owner: nn.Module) -> Norm | None:
-    """The norm at the spec's path below its owner, if the kernels have it."""
+    """The norm at the spec's path below `owner`; None if the kernels cannot compute it."""
     return (
         None
         if spec.rms.has_unit_offset
@@ -106,7 +107,7 @@ def _router_step(spec: RouterSpec, module: Any) -> Step | None:
 
 
 class _GroupedRouter:
-    """A router by sigmoids, of groups of experts, with a correction of its choice, as DeepSeek-V3's."""
+    """DeepSeek-V3's router: sigmoid scores, a bias that corrects the choice, and groups of experts."""
 
     def __init__(self, spec: RouterSpec, module: Any) -> None:
         self.spec, self.module = spec, module
@@ -122,7 +123,8 @@ class _GroupedRouter:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [b, hidden] → logits [b, e], weights and ids [b, t]."""
         spec, router = self.spec, self.module
-        # Products of two values of 16 bits are exact in fp32, so nothing has to be widened before.
+        # transformers computes these logits in fp32. Products of two 16-bit values are exact in fp32, so the kernel
+        # may take x and the weight as they are.
         logits = decode_ops.linear(x, [router.weight], wide=True)
         weights, ids = decode_ops.route_grouped(
             logits,
@@ -152,7 +154,7 @@ def _grouped_router_step(spec: RouterSpec, module: Any) -> Step | None:
 
 
 def _moe_step(spec: MoeSpec, module: Any) -> Step | None:
-    """A block with shared experts on the GPU, which compute while the CPU computes the others."""
+    """An MoE block with shared experts on the GPU. They compute while the CPU computes the routed experts."""
     if spec.shared is None or spec.shared_gate is not None:
         return None
     gate, experts = module.get_submodule(spec.router.path), module.get_submodule(spec.experts)
@@ -184,7 +186,14 @@ def _project(
     residual: Tensor | None = None,
     then: Tensor | None = None,
 ) -> list[Tensor]:
-    """x [m, k], normed where there is a norm, through each of up to three layers, + residual; each [m, n]."""
+    """norm(x) through each of up to three linear layers, plus the residual.
+
+    x         [m, k]
+    norm      None: x as it is
+    residual  [m, n], with one layer only
+    then      weights that the next call will read; see `decode_ops.linear`
+    Returns   [m, n] for each layer
+    """
     parts: list[Any] = list(linears)
     if norm is not None and x.shape[1] > _MANY_INPUTS:
         x, norm = decode_ops.rms_norm(x, norm), None
@@ -200,7 +209,7 @@ def _project(
 
 
 class _Attention:
-    """Attention with projections to heads, rotation by halves and, maybe, a norm of queries and keys by heads."""
+    """Grouped-query attention with rotation by halves, and optionally norms of each query and key head."""
 
     def __init__(
         self,
@@ -214,7 +223,7 @@ class _Attention:
     @classmethod
     def of(cls, spec: GroupedAttentionSpec, module: Any, block_counts: Tensor) -> _Attention | None:
         if spec.has_sinks or any(p.dtype == torch.float32 for p in module.parameters()):
-            return None  # tensor cores would round what it computes with
+            return None  # the kernels compute in 16 bits on tensor cores, which would round fp32 weights
         specs = (spec.q_norm, spec.k_norm)
         norms = [None if norm is None else _norm(norm, module) for norm in specs]
         for described, found in zip(specs, norms):
@@ -225,7 +234,7 @@ class _Attention:
         return cls(spec, module, (norms[0], norms[1]), block_counts)
 
     def __call__(self, x: Tensor, norm: Norm | None, rotation: Any, cache: Cache) -> Tensor:
-        """x [b, hidden] → what the heads found [b, heads · size]; the output projection is left."""
+        """x [b, hidden] → the heads' outputs [b, heads · size], before the output projection."""
         module = self.module
         then = module.o_proj.weight if type(module.o_proj) is nn.Linear else None
         q, k, v = (
@@ -238,7 +247,7 @@ class _Attention:
 
 
 class _Latent:
-    """`absorbed_mla`, whose cache holds the latent and one rotary key."""
+    """Latent attention by `absorbed_mla`, whose KV cache holds the latent and one rotary key for all heads."""
 
     def __init__(self, module: AbsorbedMla, norms: tuple[Norm | None, Norm]) -> None:
         self.module, self.norms = module, norms
@@ -256,7 +265,7 @@ class _Latent:
         return cls(module, (query, latent))
 
     def __call__(self, x: Tensor, norm: Norm | None, rotation: Any, cache: Cache) -> Tensor:
-        """x [b, hidden] → what the heads found [b, heads · size]; the output projection is left."""
+        """x [b, hidden] → the heads' outputs [b, heads · size], before the output projection."""
         module, spec, (query, latent) = self.module, self.module.spec, self.norms
         first = module.q_proj if module.q_a_proj is None else module.q_a_proj
         q, kv = _project(x, (first, module.kv_a_proj_with_mqa), norm)
@@ -277,7 +286,7 @@ def _attention_of(spec: AttentionSpec, module: Any, block_counts: Tensor) -> _At
 def _cache_of(
     spec: AttentionSpec, module: Any, hidden_states: Tensor, args: Any, kwargs: Any
 ) -> Cache | None:
-    """What attention attends to in a captured step; None for any other call, as others may make meanwhile."""
+    """The cache and mask of a captured step's attention; None if the call is not one of a captured step."""
     held, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     layer: Any = held.layers[spec.layer_idx] if held is not None else None
     if hidden_states.shape[1] != 1 or args or kwargs.get("position_embeddings") is None:
@@ -306,7 +315,7 @@ def _attention_step(spec: AttentionSpec, module: Any, block_counts: Tensor) -> S
 
 
 class _Routed:
-    """A block of a router, experts behind a handoff and, maybe, shared experts."""
+    """An MoE block: a router, routed experts (`hybrid_experts`) and optionally shared experts."""
 
     def __init__(self, spec: MoeSpec, block: Any, router: _GroupedRouter | None) -> None:
         self.spec, self.router = spec.router, router
@@ -326,7 +335,7 @@ class _Routed:
         return None if router is None and not by_softmax else cls(spec, block, router)
 
     def __call__(self, x: Tensor, norm: Norm) -> Tensor:
-        """x [b, hidden] + the experts of the normed x."""
+        """x + experts(norm(x)), [b, hidden]."""
         if self.router is not None:
             normed = decode_ops.rms_norm(x, norm)
             _, weights, ids = self.router(normed)
@@ -339,13 +348,13 @@ class _Routed:
             return self.experts.complete(started, residual=x)
         shared = self.shared(normed)  # while the CPU computes
         if isinstance(started, Underway) and started.part is None:
-            # Rounded before and after, as a residual is.
+            # The wait adds `part` before it rounds the sum, and x after that.
             return self.experts.complete(started._replace(part=shared.float()), residual=x)
         return x + self.experts.complete(started, residual=shared)
 
 
 def _layer_step(spec: DecoderLayerSpec, module: Any, block_counts: Tensor) -> Step | None:
-    """norm, attention, residual, norm, experts or another feed-forward part, residual."""
+    """The step of a whole decoder layer: norm, attention, residual, norm, MoE block or dense layers, residual."""
     before, behind = _norm(spec.input_norm, module), _norm(spec.post_attention_norm, module)
     self_attn: Any = module.get_submodule(spec.attention.path)
     mlp = module.get_submodule(spec.feed_forward.path)
