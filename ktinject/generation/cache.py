@@ -155,7 +155,7 @@ class FixedCache:
         windows   None: those of `like`, which of static layers are cut to their length
         """
         self.capacity, self.device = capacity, device
-        self.windows = [*map(_window, like.layers)] if windows is None else [*windows]
+        self.windows = [*map(window_of, like.layers)] if windows is None else [*windows]
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self.layers = [
@@ -267,7 +267,8 @@ def _empty(like: Tensor, batch: int, capacity: int) -> Tensor:
         raise torch.OutOfMemoryError(f"a cache of {capacity} tokens: {error}") from None
 
 
-def _window(layer: Any) -> int | None:
+def window_of(layer: Any) -> int | None:
+    """Tokens that a layer's step sees at most, its own included; None: all."""
     if isinstance(layer, StaticSlidingWindowLayer):
         return int(layer.get_max_length())
     window: int | None = getattr(layer, "sliding_window", None)
@@ -276,7 +277,7 @@ def _window(layer: Any) -> int | None:
 
 def windows_of(config: PreTrainedConfig) -> list[int | None]:
     """`FixedCache.windows` of a model."""
-    return [*map(_window, DynamicCache(config=config).layers)]
+    return [*map(window_of, DynamicCache(config=config).layers)]
 
 
 def _fill_ring(ring: Tensor, held: Tensor, length: int, window: int) -> None:
@@ -306,10 +307,13 @@ def kind_support(cache: Any, device: torch.device) -> Support:
     return SUPPORTED
 
 
-def length_support(cache: Any, prompt: Tensor) -> Support:
-    """Whether a cache holds the tokens of the prompt, [b, n], and no others."""
+def length_support(cache: Any, prompt: Tensor, before: int) -> Support:
+    """Whether a cache holds what a prefill of the prompt, [b, n], has to leave.
+
+    before  tokens that it held; the prompt may begin with them, or go on after them
+    """
     held = int(cache.get_seq_length()) if cache is not None else 0
-    if held == prompt.shape[1]:
+    if held in (prompt.shape[1], before + prompt.shape[1]):
         return SUPPORTED
     return Support.no(f"the cache holds {held} tokens, the prompt {prompt.shape[1]}")
 

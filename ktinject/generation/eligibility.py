@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    DynamicCache,
     EosTokenCriteria,
     GenerationConfig,
     MaxLengthCriteria,
@@ -25,7 +26,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ktinject.generation import cache, sampling, trust
+from ktinject.generation import cache, kept_cache, sampling, trust
 from ktinject.generation.graph_runner import MAX_BATCH
 from ktinject.generation.sampling import Request, Sampling
 from ktinject.hf import compat
@@ -34,7 +35,6 @@ from ktinject.support import SUPPORTED, Support
 
 # What a captured step makes itself, or what was used when the request was prepared.
 _KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "tokenizer"}
-_OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
 # Methods that decide what a step is given. A recorded step does not call them.
 _PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "__call__")
 # transformers' hooks that record what was asked for with output_…=True, and else do nothing; they stay once set.
@@ -108,12 +108,12 @@ def request_support(
         return Support.no(f"the prompt is on {input_ids.device}, the model on {model.device}")
     if not config.use_cache or held is None:
         return Support.no("there is no cache (use_cache=False)")
-    if getattr(held, "_is_user_defined", False):
-        return Support.no("the cache is the caller's own (past_key_values)")
+    if kept_cache.is_callers(held) and not (own := kept_cache.callers_support(model, held)):
+        return own
     if config.cache_implementation not in (None, "static"):
         return Support.no(f"cache_implementation={config.cache_implementation!r}")
-    if config.return_dict_in_generate:
-        return Support.no("return_dict_in_generate=True returns the cache")
+    if config.return_dict_in_generate and type(held) is not DynamicCache:
+        return Support.no(f"return_dict_in_generate=True returns the cache, a {type(held).__name__}")
     if not (kind := cache.kind_support(held, model.device)):
         return kind
     unknown = {name for name, value in model_kwargs.items() if value is not None} - _KNOWN
@@ -133,24 +133,43 @@ def request_support(
 class PlainRequest:
     """A request that our own loop can run.
 
-    max_length  tokens, with the prompt
-    stop        transformers' criterion for stop strings, or None
+    max_length   tokens, with the prompt
+    stop         transformers' criterion for stop strings, or None
+    is_dict      a `GenerateDecoderOnlyOutput` is returned, with the cache
+    has_scores   it holds the processed logits of each step; `sampling.keeps_scores` says the same
+    has_logits   it holds the model's logits of each step
     """
 
     sampling: Sampling
     request: Request
     max_length: int
     stop: Any
+    is_dict: bool = False
+    has_logits: bool = False
+
+    @property
+    def has_scores(self) -> bool:
+        return self.sampling.keeps_scores
 
 
 def read_plain(
-    model: Any, processors: Any, criteria: Any, config: GenerationConfig, synced_gpus: bool
+    model: Any,
+    processors: Any,
+    criteria: Any,
+    config: GenerationConfig,
+    synced_gpus: bool,
+    keeps_rows: bool,
 ) -> PlainRequest | Support:
-    """The request, or why our own loop cannot run it; the arguments are those of transformers' `_sample`."""
+    """The request, or why our own loop cannot run it; the arguments are those of transformers' `_sample`.
+
+    keeps_rows  what rows compute after their end is seen by the caller
+    """
     if synced_gpus:
         return Support.no("synced_gpus")
-    if config.return_dict_in_generate or any(getattr(config, name) for name in _OUTPUTS):
-        return Support.no("more than tokens is asked for (return_dict_in_generate, output_…)")
+    if config.output_attentions or config.output_hidden_states:
+        return Support.no(
+            "attentions or hidden states are asked for (output_attentions, output_hidden_states)"
+        )
     if config.is_assistant or model.config.is_encoder_decoder:
         return Support.no("an assistant, or an encoder and decoder")
     max_length, stop, ends = 0, None, None
@@ -167,7 +186,15 @@ def read_plain(
     if not max_length:
         return Support.no("there is no maximal length")
     pad = config._pad_token_tensor
+    is_dict = bool(config.return_dict_in_generate)
     found = sampling.read(
-        processors, config.do_sample, ends, int(pad) if ends is not None and pad is not None else None
+        processors,
+        config.do_sample,
+        ends,
+        int(pad) if ends is not None and pad is not None else None,
+        keeps_scores=is_dict and bool(config.output_scores),
+        keeps_rows=keeps_rows,
     )
-    return found if isinstance(found, Support) else PlainRequest(*found, max_length, stop)
+    if isinstance(found, Support):
+        return found
+    return PlainRequest(*found, max_length, stop, is_dict, is_dict and bool(config.output_logits))

@@ -24,12 +24,12 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
 from ktinject.generation import cache as caches
-from ktinject.generation import loop
+from ktinject.generation import kept_cache, loop
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest, read_plain
 from ktinject.generation.graph_runner import GraphRunner
-from ktinject.generation.steps import EagerStep, GraphStep, StockReplay, begin, last_logits
+from ktinject.generation.steps import EagerStep, GraphStep, StockReplay, begin, last_logits, mask_support
 from ktinject.hf import compat
 from ktinject.model_class import Methods, own_class, put_before
 from ktinject.support import Support
@@ -102,10 +102,19 @@ class _Swapped(Methods):
         **model_kwargs: Any,
     ) -> Any:
         decoding: Decoding = self.ktinject_decoding
-        plain = read_plain(self, logits_processor, stopping_criteria, generation_config, synced_gpus)
+        held = model_kwargs.get("past_key_values")
+        is_kept = kept_cache.is_callers(held) or bool(generation_config.return_dict_in_generate)
+        plain = read_plain(
+            self,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            synced_gpus,
+            keeps_rows=is_kept and len(input_ids) > 1,
+        )
         outer, decoding.replay = decoding.replay, None
         try:
-            with decoding.turn() as turn:
+            with kept_cache.restored(held, self.device), decoding.turn() as turn:
                 recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
                 is_static = generation_config.cache_implementation == "static"
                 if not recorded and is_static and isinstance(plain, PlainRequest):
@@ -163,12 +172,16 @@ def _run_stock_loop(
     decoding: Decoding = model.ktinject_decoding
     kind = "native, " if decoding.native is not None else "graph, "
     decoding.note(f"{kind if recorded else ''}stock loop: {plain.reason}", recorded.reason)
-    replay = StockReplay(model, arguments["stopping_criteria"].max_length or 0) if recorded else None
+    max_length = arguments["stopping_criteria"].max_length or 0
+    replay = StockReplay(model, max_length, input_ids.shape[1]) if recorded else None
     decoding.replay = replay
     found = own_class(model)._sample(model, input_ids, **arguments)
     if decoding.group is None:
         decoding.check()
     if replay is not None:
+        config, cache = arguments["generation_config"], arguments.get("past_key_values")
+        if config.return_dict_in_generate or kept_cache.is_callers(cache):
+            replay.hand_back()
         decoding.reason = replay.support.reason
     return found
 
@@ -181,21 +194,24 @@ def _run_own_loop(
     config: GenerationConfig,
     streamer: Any,
     model_kwargs: dict[str, Any],
-) -> Tensor:
+) -> Any:
     """The request in our own loop, with recorded steps if they serve it.
 
-    Returns  [b, n + new] int64
+    Returns  [b, n + new] int64; or transformers' GenerateDecoderOnlyOutput
     """
     decoding: Decoding = model.ktinject_decoding
+    before = _tokens_in(model_kwargs.get("past_key_values"))
     outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
     logits = last_logits(outputs, input_ids)
     cache = outputs.get("past_key_values")
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     del outputs
+    length = _tokens_in(cache)
     new_tokens = max(1, plain.max_length - input_ids.shape[1])
     runner = None
     if recorded and new_tokens > 1:
-        runner, recorded = _runner(decoding, cache, logits, input_ids, new_tokens)
+        mask = model_kwargs.get("attention_mask")
+        runner, recorded = _runner(decoding, cache, logits, input_ids, before, mask, new_tokens)
     native = decoding.native if runner is not None else None
     with model._optimize_model_for_decode(), nullcontext() if native is None else openmp.one_thread():
         if runner is not None:
@@ -206,12 +222,15 @@ def _run_own_loop(
                 runner = native = None
         step: GraphStep | EagerStep
         if runner is not None:
-            caches.give_back(cache)
+            if not kept_cache.is_callers(cache):
+                caches.give_back(cache)
             step = GraphStep(runner, plain, decoding)
         else:
             step = EagerStep(model, plain, logits, input_ids, model_kwargs)
         step.sampler.begin(input_ids, plain.request)
         draws = runner is not None and plain.sampling.do_sample and logits.is_cuda
+        # A step that is queued ahead does not know of the rows that a stop string has just ended.
+        waits = native is not None or (plain.sampling.keeps_rows and plain.stop is not None)
         tokens = loop.run(
             input_ids,
             step,
@@ -220,22 +239,46 @@ def _run_own_loop(
             pad=plain.sampling.pad,
             stop=None if plain.stop is None else lambda rows: plain.stop(rows, None),
             streamer=streamer,
-            queue_ahead=runner is not None and native is None,
+            queue_ahead=runner is not None and not waits,
             generator=torch.cuda.default_generators[logits.device.index] if draws else None,
         )
+    steps = tokens.shape[1] - input_ids.shape[1]
+    if runner is not None and (plain.is_dict or kept_cache.is_callers(cache)):
+        # The last token was read by no step that counts.
+        kept_cache.hand_back(cache, runner.cache, length + steps - 1)
     decoding.note(*_how(runner, recorded, is_native=native is not None))
-    return tokens
+    if not plain.is_dict:
+        return tokens
+    return compat.GenerateDecoderOnlyOutput(
+        sequences=tokens, past_key_values=cache, **step.records.first(steps)
+    )
+
+
+def _tokens_in(cache: Any) -> int:
+    return 0 if cache is None else int(cache.get_seq_length())
 
 
 def _runner(
-    decoding: Decoding, cache: Any, logits: Tensor, prompt: Tensor, new_tokens: int
+    decoding: Decoding,
+    cache: Any,
+    logits: Tensor,
+    prompt: Tensor,
+    before: int,
+    mask: Tensor | None,
+    new_tokens: int,
 ) -> tuple[GraphRunner | None, Support]:
-    """The runner for a request after its prefill, or why there is none."""
+    """The runner for a request after its prefill, or why there is none.
+
+    before  tokens that the cache held before the prefill
+    mask    [b, n + 1] of the next step
+    """
     # Asked again, for the prefill ran code of the model.
-    support = caches.length_support(cache, prompt) and decoding.model_support()
+    length = _tokens_in(cache)
+    support = caches.length_support(cache, prompt, before) and mask_support(mask, length)
+    support = support and decoding.model_support()
     if not support:
         return None, support
-    return decoding.runner(cache, logits, prompt.shape[1] + new_tokens)
+    return decoding.runner(cache, logits, length + new_tokens)
 
 
 def _how(runner: GraphRunner | None, recorded: Support, is_native: bool) -> tuple[str, str]:

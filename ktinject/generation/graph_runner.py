@@ -178,7 +178,8 @@ class GraphRunner:
         if self.rows < len(self.ids):
             fill_rows(self.ids, sampler.ids)
         # Without a token to pad with, a row that has ended goes on with what it produces.
-        if self.live is not None and sampler.sampling.pad is not None:
+        ends = sampler.sampling.pad is not None and not sampler.sampling.keeps_rows
+        if self.live is not None and ends:
             self.live[: self.rows].copy_(sampler.result[1])
 
     def _run_eagerly(self, bucket: int, forward: Forward) -> None:

@@ -38,16 +38,20 @@ _TIES = 64  # tokens beyond the k-th that may tie with it, looked at where top-p
 class Sampling:
     """How tokens are chosen; equal ones share a captured graph.
 
-    steps      (name, value) of each processor, in order; the length of "min_length" is the request's, not in here
-    do_sample  draw, or take the most likely
-    ends       end tokens
-    pad        what a finished row goes on with; None: whatever it produces
+    steps         (name, value) of each processor, in order; the length of "min_length" is the request's, not in here
+    do_sample     draw, or take the most likely
+    ends          end tokens
+    pad           what a finished row goes on with; None: whatever it produces
+    keeps_scores  what is chosen from can be read afterwards, see `Sampler.scores`
+    keeps_rows    what a finished row computes is returned, so it is computed like the others
     """
 
     steps: tuple[tuple[str, float], ...]
     do_sample: bool
     ends: tuple[int, ...]
     pad: int | None
+    keeps_scores: bool = False
+    keeps_rows: bool = False
 
     @property
     def has_penalty(self) -> bool:
@@ -67,7 +71,13 @@ class Request:
 
 
 def read(
-    processors: Iterable[Any], do_sample: bool, ends: Tensor | None, pad: int | None
+    processors: Iterable[Any],
+    do_sample: bool,
+    ends: Tensor | None,
+    pad: int | None,
+    *,
+    keeps_scores: bool = False,
+    keeps_rows: bool = False,
 ) -> tuple[Sampling, Request] | Support:
     """transformers' prepared processors as a Sampling, or why that cannot be: one of them is not plain.
 
@@ -108,7 +118,8 @@ def read(
     names = [name for name, _ in steps]
     if names.count("penalty") > 1:
         return Support.no("two repetition penalties")
-    return Sampling(tuple(steps), do_sample, end_tokens, pad), Request(min_length, ignore)
+    chosen = Sampling(tuple(steps), do_sample, end_tokens, pad, keeps_scores, keeps_rows)
+    return chosen, Request(min_length, ignore)
 
 
 class Sampler:
@@ -116,6 +127,8 @@ class Sampler:
 
     ids     [b, 1] int64: receives the chosen tokens, where the model reads them
     result  [2, b] int64: the same tokens, and 1 for each row that goes on
+    scores  [b, v] fp32: what the last tokens were chosen from, where the sampling keeps scores; the logits themselves
+            where nothing processes them. A replay of a captured choice writes it anew, other replays may write over it.
     """
 
     def __init__(self, sampling: Sampling, ids: Tensor, vocab_size: int) -> None:
@@ -123,6 +136,7 @@ class Sampler:
         self.sampling = sampling
         self.ids = ids
         self.result = torch.zeros(2, batch, dtype=torch.int64, device=device)
+        self.scores: Tensor | None = None
         self._length = torch.zeros(1, dtype=torch.int64, device=device)
         self._min_length = torch.zeros(1, dtype=torch.int64, device=device)
         self._ends = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -160,6 +174,8 @@ class Sampler:
     def choose(self, logits: Tensor) -> None:
         """Choose a token for each row of logits [b, v] fp32; `ids` and `result` then hold them."""
         scores = self._process(logits)
+        if self.sampling.keeps_scores:
+            self.scores = scores
         if self._chooser is not None:
             noise = torch.empty_like(scores).exponential_(1) if self.sampling.do_sample else None
             self._chooser(scores, noise)

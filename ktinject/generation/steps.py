@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ktinject.generation import kept_cache
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest
 from ktinject.generation.graph_runner import GraphRunner
@@ -48,9 +49,51 @@ def begin(
     return native.support
 
 
+def mask_support(mask: Tensor | None, length: int) -> Support:
+    """Whether the mask of a next step, [b, n] or made for a static cache, is of the cache's tokens and one more."""
+    if mask is None or mask.dim() != 2 or mask.shape[1] == length + 1:
+        return SUPPORTED
+    return Support.no(f"the attention mask has {mask.shape[1] - 1} columns, the cache {length} tokens")
+
+
 def last_logits(outputs: Any, input_ids: Tensor) -> Tensor:
     """[b, v] fp32, a copy: a view would keep the logits of a long prompt alive."""
     return outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=input_ids.device)
+
+
+class Records:
+    """What a request returns of each step beside the tokens, on the device; a list where it is asked for, else None.
+
+    scores  [b, v] fp32 each: what the tokens were chosen from, after all processors
+    logits  [b, v] fp32 each: the model's
+    """
+
+    def __init__(self, plain: PlainRequest) -> None:
+        self._are_equal = not plain.sampling.steps  # nothing processes the logits
+        self.scores: list[Tensor] | None = [] if plain.has_scores else None
+        self.logits: list[Tensor] | None = [] if plain.has_logits else None
+
+    def add(self, logits: Tensor, scores: Tensor | None) -> None:
+        """Keep those of a step: tensors that nothing writes to any more."""
+        if self.logits is not None:
+            self.logits.append(logits)
+        if self.scores is not None:
+            assert scores is not None
+            self.scores.append(scores)
+
+    def add_copies(self, logits: Tensor, scores: Tensor | None) -> None:
+        """Copy those of a step, which the next one writes over, within the stream."""
+        if self.logits is not None or (self.scores is not None and self._are_equal):
+            logits = logits.clone()
+        if self.scores is not None:
+            assert scores is not None
+            scores = logits if self._are_equal else scores.clone()
+        self.add(logits, scores)
+
+    def first(self, steps: int) -> dict[str, tuple[Tensor, ...] | None]:
+        """Those of the first steps, by the names of transformers' output."""
+        found = {"scores": self.scores, "logits": self.logits}
+        return {name: None if kept is None else tuple(kept[:steps]) for name, kept in found.items()}
 
 
 class GraphStep:
@@ -59,6 +102,7 @@ class GraphStep:
     def __init__(self, runner: GraphRunner, plain: PlainRequest, decoding: Decoding) -> None:
         self._runner, self._decoding = runner, decoding
         self._sampling, self.sampler = plain.sampling, runner.sampler(plain.sampling)
+        self.records = Records(plain)
         self.result, self.end_row = self.sampler.result, self.sampler.end_row
         if decoding.group is not None:
             self.result = torch.cat([self.result, self.result[:1]])  # a third row, see `check`
@@ -73,6 +117,7 @@ class GraphStep:
 
     def _choose(self) -> None:
         self._runner.choose(self._sampling)
+        self.records.add_copies(self._runner.found, self.sampler.scores)
         if self._decoding.group is not None:
             self.result[:2].copy_(self.sampler.result)
             self.result[2].copy_(self._runner.found[:, 0].isnan())
@@ -94,9 +139,10 @@ class EagerStep:
         self._model, self._tokens, self._kwargs = model, input_ids, model_kwargs
         self.sampler = Sampler(plain.sampling, input_ids[:, -1:].clone(), logits.shape[1])
         self.result, self.end_row = self.sampler.result, self.sampler.end_row
+        self.records = Records(plain)
 
     def first(self, logits: Tensor) -> None:
-        self.sampler.choose(logits)
+        self._choose(logits)
 
     def check(self, result: Tensor) -> None:
         pass  # the forward pass raises what went wrong
@@ -108,21 +154,28 @@ class EagerStep:
         )
         outputs = self._model(**inputs, return_dict=True)
         self._kwargs = self._model._update_model_kwargs_for_generation(outputs, self._kwargs)
-        self.sampler.choose(last_logits(outputs, self._tokens))
+        self._choose(last_logits(outputs, self._tokens))
+
+    def _choose(self, logits: Tensor) -> None:
+        self.sampler.choose(logits)
+        self.records.add(logits, self.sampler.scores)
 
 
 class StockReplay:
     """Stands for the model in the stock loop. The first step with one token shows the shapes; the next ones replay.
 
-    support  whether all steps that could be replayed were
+    max_length  tokens of the text when the loop ends, of which `prompt` are there; 0: it is not known
+    support     whether all steps that could be replayed were
     """
 
-    def __init__(self, model: Any, max_length: int) -> None:
-        self._model, self._max_length = model, max_length
+    def __init__(self, model: Any, max_length: int, prompt: int) -> None:
+        self._model, self._max_length, self._prompt = model, max_length, prompt
         self._steps = 0
         self._shape: Tensor | None = None
         self._runner: GraphRunner | None = None
         self._support = SUPPORTED
+        self._cache: Any = None  # the loop's own, with so many tokens in the runner's
+        self._tokens = 0
 
     @property
     def support(self) -> Support:
@@ -137,6 +190,7 @@ class StockReplay:
         if self._runner is not None:
             self._runner.put(ids)
             self._runner.step()
+            self._tokens += 1
             logits = self._runner.found[:, None]
             if (group := self._model.ktinject_decoding.group) is not None:
                 group.raise_if_failed(logits)
@@ -158,11 +212,24 @@ class StockReplay:
                 self._support = Support.no("no layer has a mask of all tokens")
                 return None
             mask = mask["full_attention"]
-        tokens = max(self._max_length, int(cache.get_seq_length()) + 1)
+        length = int(cache.get_seq_length())
+        self._support = mask_support(mask, length)
+        if not self._support:
+            return None
+        # The cache may have begun with more than the prompt. One token was made and read since.
+        tokens = max(self._max_length, length + max(1, self._max_length - self._prompt - 1))
         runner, self._support = decoding.runner(cache, logits, tokens)
         if runner is None:
             return None
         if mask is not None and mask.dim() == 4:
             mask = mask[:, 0, 0] if mask.dtype == torch.bool else mask[:, 0, 0] == 0  # else: added to scores
         self._support = begin(decoding, runner, logits, cache, mask, inputs.get("position_ids"))
-        return runner if self._support else None
+        if not self._support:
+            return None
+        self._cache, self._tokens = cache, length
+        return runner
+
+    def hand_back(self) -> None:
+        """Bring the loop's cache, which the replays did not write to, up to date. To be called after the loop."""
+        if self._runner is not None:
+            kept_cache.hand_back(self._cache, self._runner.cache, self._tokens)

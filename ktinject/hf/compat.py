@@ -132,6 +132,7 @@ _MOE = "transformers.integrations.moe"
 _HOOKS = "torch.nn.modules.module"
 _LOOP = "(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, {}**model_kwargs)"
 _PREFILL = "input_ids, generation_config, model_kwargs"
+_ANSWER = "(*, sequences, scores, logits, past_key_values)"
 _PREPARE = "(self, input_ids, next_sequence_length=None, **kwargs)"
 _RENAME = "(source_key, weight_renamings, weight_converters, base_model_prefix=None, meta_state_dict=None)"
 _ADD = "(self, target_key, source_key, source_pattern, future)"
@@ -178,6 +179,9 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         ),
         Private(_GENERATION, "prepare_inputs_for_generation", _PREPARE, "a step without graphs"),
         Private(_GENERATION, "_optimize_model_for_decode", "(self)", "around all decode steps"),
+        Private(
+            "transformers.generation.utils", "GenerateDecoderOnlyOutput", _ANSWER, "return_dict_in_generate"
+        ),
         Private("torch.utils._python_dispatch", "_get_current_dispatch_mode", "()", "it would see no replay"),
         Private(
             "torch._C", "_cuda_endAllocateToPool", THERE, "a failed capture leaves the allocator recording"
@@ -211,7 +215,12 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         *_each(f"{_CACHE}:Cache.__init__", "layers offloading", SET, "what a cache is made of"),
         *_each(f"{_CACHE}:CacheLayerMixin.__init__", "keys values is_initialized", SET, "[b, h, n, d] each"),
         *_each(_CACHE, "DynamicSlidingWindowLayer", THERE, "copied from on the CPU"),
-        *_each(f"{_CACHE}:DynamicSlidingWindowLayer.__init__", "sliding_window", SET, "tokens that it shows"),
+        *_each(
+            f"{_CACHE}:DynamicSlidingWindowLayer.__init__",
+            "sliding_window cumulative_length record_past",
+            SET,
+            "which tokens it holds",
+        ),
         Private(_LAYER, "update", "(self, key_states, value_states, *args, **kwargs)", "overridden"),
         Private(_LAYER, "lazy_initialization", "(self, key_states, value_states)", "overridden"),
         Private(_LAYER, "get_mask_sizes", "(self, query_length)", "overridden"),

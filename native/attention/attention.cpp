@@ -91,6 +91,12 @@ void expect(const gemm::Linear* linear, int out, const char* name) {
     throw std::invalid_argument(std::string(name) + ": expected " + std::to_string(out) + " outputs");
 }
 
+std::string shown(const std::vector<int>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  return text + "]";
+}
+
 // Places are written by it.
 Places places_of(const LayerCache& cache, const Step& step, int heads, int key_size, int value_size, int window) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("cache: " + what); };
@@ -98,14 +104,16 @@ Places places_of(const LayerCache& cache, const Step& step, int heads, int key_s
     return one.dtype == step.dtype && one.shape.size() == 4 && one.shape[0] == step.batch && one.shape[1] == heads &&
            one.shape[2] == cache.first.shape[2] && one.shape[3] == width;
   };
-  if (!is(cache.first, key_size) || !is(cache.second, value_size))
-    refuse("expected " + std::to_string(step.batch) + " rows of " + std::to_string(heads) + " heads of " +
-           std::to_string(key_size) + " and " + std::to_string(value_size) + " values of the model's dtype");
+  if (!is(cache.first, key_size) || !is(cache.second, value_size)) {
+    const std::string rows = "[" + std::to_string(step.batch) + ", " + std::to_string(heads) + ", n, ";
+    refuse("found " + shown(cache.first.shape) + " and " + shown(cache.second.shape) + "; expected " + rows +
+           std::to_string(key_size) + "] and " + rows + std::to_string(value_size) + "] of the model's dtype");
+  }
   const int capacity = cache.first.shape[2];
   if (window > 0 && capacity > window)
     refuse("found " + std::to_string(capacity) + " places for a window of " + std::to_string(window));
   if (step.position >= capacity && capacity != window)
-    refuse("there is no place " + std::to_string(step.position) + " among " + std::to_string(capacity));
+    refuse("position " + std::to_string(step.position) + " of a cache of " + std::to_string(capacity));
   if (window == 0) return {capacity, step.position, step.position + 1};
   return {capacity, step.position % window, std::min(step.position + 1, window)};
 }

@@ -37,6 +37,9 @@ struct HeldCache {
 };
 
 attention::Cached cached_of(const Kept& array) {
+  if (array.ndim() < 3 || array.ndim() > 4)
+    throw std::invalid_argument("cache: found a tensor of " + std::to_string(array.ndim()) +
+                                " dimensions; expected 3 or 4, of which the first is the batch");
   attention::Cached found{array.data(), dtype_of(array.dtype(), "cache"), {}};
   for (size_t i = 0; i < array.ndim(); ++i) found.shape.push_back(size_of(array.shape(i), "cache"));
   return found;

@@ -99,6 +99,12 @@ def mixture() -> dict[str, Any]:
     }
 
 
+def grouped() -> dict[str, Any]:
+    q, k, v, o = linear(64, 64), linear(32, 64), linear(32, 64), linear(64, 64)
+    return {"q": q, "k": k, "v": v, "o": o, "q_norm": None, "k_norm": None, "heads": 4, "groups": 2, "size": 16,
+            "scale": 1.0, "window": 0, "sinks": torch.zeros(4), "gated": False}  # fmt: skip
+
+
 def latent() -> dict[str, Any]:
     q, kv, o = linear(4 * 24, 64), linear(32 + 8, 64), linear(64, 4 * 12)
     norm = _native.Norm(torch.ones(32), 1e-6)
@@ -109,12 +115,9 @@ def latent() -> dict[str, Any]:
 
 def decoder() -> tuple[Callable[..., Any], dict[str, Any]]:
     made, norm = _native.Decoder(64, "float32"), _native.Norm(torch.ones(64), 1e-6)
-    q, k, v, o = linear(64, 64), linear(32, 64), linear(32, 64), linear(64, 64)
     made.add(
         norm,
-        _native.GroupedAttention(
-            q=q, k=k, v=v, o=o, q_norm=None, k_norm=None, heads=4, groups=2, size=16, scale=1.0
-        ),
+        _native.GroupedAttention(**grouped()),
         norm,
         _native.GatedUnit(linear(32, 64), linear(32, 64), linear(64, 32)),
     )
@@ -183,8 +186,9 @@ CASES: dict[str, Case] = {
     "Norm.__init__": lambda: (_native.Norm, {"weight": torch.ones(8), "epsilon": 1e-6}),
     "DecoderCache.__init__": lambda: (
         _native.DecoderCache,
-        {"keys": [torch.zeros(2, 2, 8, 16)], "values": [torch.zeros(2, 2, 8, 16)]},
+        {"first": [torch.zeros(2, 2, 8, 16)], "second": [torch.zeros(2, 2, 8, 16)]},
     ),
+    "GroupedAttention.__init__": lambda: (_native.GroupedAttention, grouped()),
     "LatentAttention.__init__": lambda: (_native.LatentAttention, latent()),
     "Mixture.__init__": lambda: (_native.Mixture, mixture()),
     "Decoder.forward": decoder,
@@ -288,5 +292,7 @@ def test_a_list_of_something_else_is_refused_by_its_item() -> None:
     with pytest.raises(TypeError, match=r"cpus\[1\]: found str, which is not taken"):
         _native.find_nodes("/", [0, "1"], [])
     keys = torch.zeros(1, 1, 4, 2)
-    with pytest.raises(TypeError, match=r"values\[0\]: found torch.Tensor"):
-        _native.DecoderCache([keys], [keys[0]])
+    with pytest.raises(TypeError, match=r"second\[0\]: found list"):
+        _native.DecoderCache([keys], [[keys]])
+    with pytest.raises(ValueError, match="found a tensor of 2 dimensions; expected 3 or 4"):
+        _native.DecoderCache([keys], [keys[0, 0]])

@@ -113,6 +113,9 @@ def test_grouped_attention_over_any_length(
             groups=groups,
             size=size,
             scale=size**-0.5,
+            window=0,
+            sinks=None,
+            gated=False,
         )
     )
     keys, values = torch.randn(2, batch, groups, 2048, size).unbind()
@@ -261,6 +264,9 @@ class TestRefusals:
                 groups=2,
                 size=16,
                 scale=1.0,
+                window=0,
+                sinks=None,
+                gated=False,
             )
         )
 
@@ -271,13 +277,14 @@ class TestRefusals:
             ({"position": -1}, "position -1"),
             ({"x": torch.zeros(1, 32)}, "hidden states must be"),
             ({"x": torch.zeros(1, HIDDEN).bfloat16()}, "of the model's dtype"),
-            ({"keys": torch.zeros(2, 2, 8, 16)}, "one dtype, batch size and capacity"),
-            ({"keys": torch.zeros(1, 1, 8, 16)}, "one number of heads"),
+            ({"keys": torch.zeros(2, 2, 8, 16)}, r"found \[2, 2, 8, 16\] and \[1, 2, 8, 16\]"),
+            ({"keys": torch.zeros(1, 2, 8, 16).bfloat16()}, "of the model's dtype"),
+            ({"keys": torch.zeros(1, 2, 9, 16)}, r"found \[1, 2, 9, 16\] and \[1, 2, 8, 16\]"),
             (
                 {"keys": torch.zeros(1, 1, 8, 16), "values": torch.zeros(1, 1, 8, 16)},
-                "found 1 heads of 16 and 16 values; expected 2 heads of 16 and 16 values",
+                r"expected \[1, 2, n, 16\] and \[1, 2, n, 16\]",
             ),
-            ({"values": torch.zeros(1, 2, 8, 8)}, "found 2 heads of 16 and 8 values"),
+            ({"values": torch.zeros(1, 2, 8, 8)}, r"found \[1, 2, 8, 16\] and \[1, 2, 8, 8\]"),
             ({"mask": torch.ones(1, 3, dtype=torch.bool), "position": 3}, "the mask must be"),
             ({"cos": torch.ones(1, 16)}, "cos and sin belong together"),
             ({"cos": torch.ones(1, 32), "sin": torch.ones(1, 32)}, "more values are turned"),
@@ -300,14 +307,36 @@ class TestRefusals:
     def test_of_parts_that_do_not_fit(self) -> None:
         parts = {name: linear(32, HIDDEN)[0] for name in "qkvo"}
         with pytest.raises(ValueError, match="q_proj: expected 64 outputs"):
-            _native.GroupedAttention(**parts, q_norm=None, k_norm=None, heads=4, groups=2, size=16, scale=1.0)
+            _native.GroupedAttention(
+                **parts,
+                q_norm=None,
+                k_norm=None,
+                heads=4,
+                groups=2,
+                size=16,
+                scale=1.0,
+                window=0,
+                sinks=None,
+                gated=False,
+            )
         with pytest.raises(ValueError, match="multiple of groups"):
-            _native.GroupedAttention(**parts, q_norm=None, k_norm=None, heads=3, groups=2, size=16, scale=1.0)
+            _native.GroupedAttention(
+                **parts,
+                q_norm=None,
+                k_norm=None,
+                heads=3,
+                groups=2,
+                size=16,
+                scale=1.0,
+                window=0,
+                sinks=None,
+                gated=False,
+            )
         with pytest.raises(ValueError, match="do not fit together"):
             _native.GatedUnit(linear(32, HIDDEN)[0], linear(16, HIDDEN)[0], linear(HIDDEN, 32)[0])
         attention = _native.GroupedAttention(
             q=linear(HIDDEN, HIDDEN)[0], k=parts["k"], v=parts["v"], o=linear(HIDDEN, HIDDEN)[0],
-            q_norm=None, k_norm=None, heads=4, groups=2, size=16, scale=1.0,
+            q_norm=None, k_norm=None, heads=4, groups=2, size=16, scale=1.0, window=0, sinks=None, gated=False,
         )  # fmt: skip
         unit = _native.GatedUnit(linear(32, HIDDEN)[0], linear(32, HIDDEN)[0], linear(HIDDEN, 32)[0])
         right, wrong = (
@@ -325,6 +354,15 @@ class TestRefusals:
         with pytest.raises(ValueError, match="attention: expected 64 values in and out"):
             Layer(
                 _native.GroupedAttention(
-                    **parts, q_norm=None, k_norm=None, heads=2, groups=2, size=16, scale=1.0
+                    **parts,
+                    q_norm=None,
+                    k_norm=None,
+                    heads=2,
+                    groups=2,
+                    size=16,
+                    scale=1.0,
+                    window=0,
+                    sinks=None,
+                    gated=False,
                 )
             )

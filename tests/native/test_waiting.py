@@ -58,7 +58,16 @@ def decoder() -> Callable[[], Tensor]:
     norm = _native.Norm(torch.ones(64), 1e-6)
     parts = [allocated(linear(64, 64)) for _ in range(4)]
     attention = _native.GroupedAttention(
-        **dict(zip("qkvo", parts)), q_norm=None, k_norm=None, heads=4, groups=4, size=16, scale=0.25
+        **dict(zip("qkvo", parts)),
+        q_norm=None,
+        k_norm=None,
+        heads=4,
+        groups=4,
+        size=16,
+        scale=0.25,
+        window=0,
+        sinks=None,
+        gated=False,
     )
     unit = _native.GatedUnit(*(allocated(linear(64, 64)) for _ in range(3)))
     made.add(norm, attention, norm, unit)

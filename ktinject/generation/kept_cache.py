@@ -1,0 +1,121 @@
+"""A cache that outlives its request: the caller's own (`past_key_values`), or one that is returned.
+
+    the caller's DynamicCache ──► prefill of the new tokens ──► copied into a `FixedCache`, on which recorded steps run
+                               ▲                                └─ the request ends: `hand_back` copies all its tokens
+                               └─ the request raises: `restored` leaves the tokens that it held before
+
+So it is never seen with a part of an answer, nor with layers of different lengths. Both take attributes of its layers
+anew, as transformers' own update does, and never write into a tensor that somebody may hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from ktinject.generation.cache import FixedCache, kind_support, window_of
+from ktinject.support import SUPPORTED, Support
+
+
+def is_callers(cache: Any) -> bool:
+    """Whether the caller of `generate` passed it."""
+    return getattr(cache, "_is_user_defined", False)
+
+
+def callers_support(model: PreTrainedModel, cache: Any) -> Support:
+    """Whether recorded steps can take over a cache of the caller's, and hand it back."""
+    if type(cache) is not DynamicCache:
+        return Support.no(f"the cache is the caller's own (past_key_values), a {type(cache).__name__}")
+    if not (kind := kind_support(cache, model.device)):
+        return kind
+    own = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if not kind_support(own, model.device):
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in own.layers}))
+        return Support.no(f"the model's caches are of {kinds}")
+    if cache.layers and len(cache.layers) != len(own.layers):
+        return Support.no(f"the caller's cache has {len(cache.layers)} layers, the model's {len(own.layers)}")
+    windows = [*map(window_of, own.layers)]
+    # One that was made without a config has no layers yet, and they will know nothing of windows.
+    if ([*map(window_of, cache.layers)] or [None] * len(windows)) != windows:
+        return Support.no(
+            "the caller's cache has other sliding windows than the model: make it by DynamicCache(config=model.config)"
+        )
+    if any(getattr(layer, "record_past", False) for layer in cache.layers):
+        return Support.no("the caller's cache keeps what its sliding windows have passed")
+    other = {layer.keys.dtype for layer in cache.layers if layer.get_seq_length()} - {model.dtype}
+    if other:
+        return Support.no(f"the caller's cache holds {other.pop()}, the model computes in {model.dtype}")
+    return SUPPORTED
+
+
+@dataclass(frozen=True)
+class _Before:
+    """A layer of a cache as it is.
+
+    tensors  its keys and values; None where they are `length` tokens with which those of the next steps begin
+    """
+
+    layer: Any
+    length: int
+    tensors: tuple[Tensor | None, Tensor | None] | None
+
+    @classmethod
+    def of(cls, layer: Any) -> _Before:
+        length = layer.get_seq_length()
+        is_growing = length > 0 and window_of(layer) is None
+        return cls(layer, length, None if is_growing else (layer.keys, layer.values))
+
+    def restore(self) -> None:
+        layer = self.layer
+        if self.tensors is None:
+            layer.keys, layer.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
+            return
+        layer.keys, layer.values = self.tensors
+        layer.is_initialized = self.tensors[0] is not None
+        if window_of(layer) is not None:
+            layer.cumulative_length = self.length
+
+
+@contextmanager
+def restored(cache: Any, device: torch.device) -> Iterator[None]:
+    """Within, whatever is raised leaves a caller's cache with the tokens that it held before.
+
+    device  the model's. A cache of another kind than recorded steps take there is left to transformers.
+    """
+    if not is_callers(cache) or type(cache) is not DynamicCache or not kind_support(cache, device):
+        yield
+        return
+    before = [_Before.of(layer) for layer in cache.layers]
+    try:
+        yield
+    except BaseException:
+        del cache.layers[len(before) :]
+        for layer in before:
+            layer.restore()
+        raise
+
+
+def hand_back(cache: DynamicCache, fixed: FixedCache, length: int) -> None:
+    """Give a prefill's cache the keys and values that recorded steps left: tensors of its own, as transformers has.
+
+    cache   of the batch's rows, whose order is that of the first rows of `fixed`
+    length  tokens; what `fixed` holds after them is of a step whose token was thrown away
+    """
+    for layer, tensors, window in zip(cache.layers, fixed.layers, fixed.windows):
+        if window is None:
+            layer.keys, layer.values = (_copy(tensor, len(layer.keys), length) for tensor in tensors)
+            continue
+        # Of a window, the next token sees one less of those before it. They lie in a ring.
+        seen = torch.arange(max(0, length - window + 1), length, device=tensors[0].device) % window
+        layer.keys, layer.values = (tensor[: len(layer.keys)].index_select(2, seen) for tensor in tensors)
+        layer.cumulative_length = length
+
+
+def _copy(tensor: Tensor, rows: int, length: int) -> Tensor:
+    return tensor[:rows, :, :length].clone(memory_format=torch.contiguous_format)
