@@ -25,10 +25,10 @@ from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_
 from ktinject.operators.offload import expert_placement, prefill_rates, streaming
 from ktinject.operators.offload.expert_placement import ExpertPlacement
 from ktinject.operators.offload.gpu_experts import GpuExperts
-from ktinject.operators.offload.handoff import Handoff, of_ranks
+from ktinject.operators.offload.handoff import Handoff
 from ktinject.operators.offload.hot_experts import Follower
 from ktinject.operators.offload.streaming import StreamedExperts
-from ktinject.operators.offload.submits import MOST_TOKENS, Routing, Ticket
+from ktinject.operators.offload.submits import MOST_TOKENS, Routing, Ticket, of_ranks
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -281,7 +281,7 @@ class HybridExperts(CpuExperts):
     ) -> Started:
         """Begin `forward`; `complete` ends it. Several may be under way; they are computed in the order of the starts.
 
-        ranks    (first, end): compute only the experts of a token with these ranks; see `handoff.of_ranks`
+        ranks    (first, end): compute only the experts of a token with these ranks; see `submits.of_ranks`
         Raises   OperatorError, as `forward`
         """
         needs_graph = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)

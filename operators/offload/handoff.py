@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -38,7 +37,9 @@ from ktinject.operators.offload.submits import (
     Routing,
     Slots,
     Ticket,
+    live_rows,
     mode_of,
+    of_ranks,
     take_from,
     take_shared,
 )
@@ -390,43 +391,6 @@ def _on_host(*tensors: Tensor) -> list[Tensor]:
         copy.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensors[0].device).synchronize()
     return copies
-
-
-def of_ranks(ids: Tensor, weights: Tensor, first: int, end: int) -> Tensor:
-    """ids [m, t], with -1 for the experts of a token whose rank is not in first … end - 1.
-
-    Rank 0 has the greatest |weight| of weights [m, t]; of equal ones, the first in its row.
-    """
-    order = weights.abs().argsort(dim=-1, descending=True, stable=True)
-    ranks = order.argsort(dim=-1)
-    return ids.masked_fill((ranks < first) | (ranks >= end), -1)
-
-
-class _Rows(threading.local):
-    live: Tensor | None = None
-
-
-_rows = _Rows()
-
-
-@contextmanager
-def only(live: Tensor | None) -> Iterator[None]:
-    """Inside the `with` block, this thread's submits compute only some rows; other rows get zeros. For ended requests.
-
-    live     [m] bool on a CUDA device: the rows to compute; None: all rows. Read when a submit's kernel runs, also in a
-             replayed graph. Submits on another device, or of another number of tokens, compute all rows
-    """
-    before, _rows.live = _rows.live, live
-    try:
-        yield
-    finally:
-        _rows.live = before
-
-
-def live_rows(x: Tensor) -> Tensor | None:
-    """The rows of x that `only` selects, as [m] bool; None for all rows."""
-    live = _rows.live
-    return live if live is not None and live.device == x.device and len(live) == len(x) else None
 
 
 def wake() -> None:
