@@ -32,7 +32,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 import ktinject
 from ktinject.hf.layers import Layers
 from ktinject.operators.deferred_moe import DeferredMoe, Pass
-from ktinject.operators.offload.handoff import of_ranks
+from ktinject.operators.offload.submits import of_ranks
 from ktinject.tools import evaluate
 
 ROOT = Path(__file__).parents[1]

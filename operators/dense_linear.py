@@ -1,6 +1,6 @@
-"""A linear layer in the format asked for, by whichever operator computes that where the layer stands.
+"""Chooses the operator of a linear layer by the device of the layer and the format that the rule asks for.
 
-Rules that serve machines with and without a GPU name this one. The plan shows the operator that it comes to.
+Rules name this operator if they serve machines with and without a GPU. The plan shows the operator that was chosen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A linear layer with fp8 weights in blocks on the GPU, multiplied by torch's scaled product where the GPU has it."""
+"""A linear layer on the GPU with fp8 weights in blocks, multiplied by torch's scaled product if the GPU supports it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ktinject.checkpoints.formats.base import Format, Stored
 
 BLOCK = 128
-FP8_MAX = 448.0  # of float8_e4m3fn
-_ROWS = 4  # cuBLAS wants the scales of so many tokens at a time
+FP8_MAX = 448.0  # the greatest value of float8_e4m3fn
+_ROWS = 4  # cuBLAS takes a multiple of this many tokens
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,26 @@ class Fp8LinearConfig(Config):
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to fp8 with a scale for each token and 128 inputs.
+    """Round activations to fp8, with one scale for each 128 inputs of a token.
 
     x        [m, k] float, k a multiple of 128
     Returns  [m, k] float8_e4m3fn and scales [m, k / 128] fp32, each column contiguous
     """
     m, k = x.shape
     groups = x.view(m, k // BLOCK, BLOCK).float()
-    # Times the reciprocal: for a quotient of a tensor and a number, torch's CPU and GPU differ in the last bit.
+    # Multiplied by the reciprocal, since torch divides a tensor by a number differently on CPU and GPU (last bit).
     scales = (groups.abs().amax(-1) * (1 / FP8_MAX)).clamp_(min=1e-12)
     values = (groups / scales[..., None]).to(torch.float8_e4m3fn)
     return values.view(m, k), scales.t().contiguous().t()
 
 
 def quantise_on_gpu(x: Tensor, padded: int) -> tuple[Tensor, Tensor]:
-    """`quantise_rows` of x and as many zero rows as make it `padded`, in one kernel; the same bits."""
+    """`quantise_rows` in one kernel, with the same bits.
+
+    x        [m, k] bfloat16 or float16 on a CUDA device, contiguous, aligned to 8 bytes, k a multiple of 128
+    padded   rows of the result; rows from m on are zero
+    Returns  [padded, k] float8_e4m3fn and scales [padded, k / 128] fp32, each column contiguous
+    """
     m, k = x.shape
     values = torch.empty(padded, k, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(k // BLOCK, padded, dtype=torch.float32, device=x.device)
@@ -66,7 +71,10 @@ def quantise_on_gpu(x: Tensor, padded: int) -> tuple[Tensor, Tensor]:
 
 
 def quantise_blocks(weight: Tensor) -> Fp8Blocks:
-    """Round [n, k] to fp8 with a scale for each 128 × 128 block, so that the greatest value of a block is 448."""
+    """Round a weight [n, k] to fp8 with a scale for each 128 × 128 block; the greatest magnitude becomes 448.
+
+    Raises OperatorError if a value is not finite.
+    """
     n, k = weight.shape
     padded = functional.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
     blocks = padded.view(-(-n // BLOCK), BLOCK, -(-k // BLOCK), BLOCK)
@@ -79,14 +87,17 @@ def quantise_blocks(weight: Tensor) -> Fp8Blocks:
 
 
 def dequantise_blocks(values: Tensor, scales: Tensor) -> Tensor:
-    """[n, k] fp32, each the product of a value and its block's scale."""
+    """values [n, k] fp8 times the scales of their blocks [⌈n / 128⌉, ⌈k / 128⌉ or more] → [n, k] fp32."""
     n, k = values.shape
     spread = scales.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)[:, :k]
     return values.float() * spread
 
 
 def has_scaled_product(device: str) -> bool:
-    """Whether torch multiplies fp8 with 1 × 128 and 128 × 128 scales there: cuBLAS 12.9 on compute capability 9.0."""
+    """Whether torch multiplies fp8 with 1 × 128 and 128 × 128 scales on a device.
+
+    That needs cuBLAS 12.9 and compute capability 9.0.
+    """
     if not has_gpu(device) or not _native.cuda_built():
         return False
     version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
@@ -140,7 +151,7 @@ class Fp8Linear(GpuLinear):
             self._dense = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=device)
             return
         rows, columns = self._grid()
-        # As cuBLAS wants them: whole blocks of outputs, and rows of scales in fours.
+        # cuBLAS takes whole blocks of outputs only, and rows of scales that are multiples of four.
         self._values = torch.zeros(rows * BLOCK, self.in_features, dtype=torch.float8_e4m3fn, device=device)
         self._scales = torch.ones(rows, columns + -columns % 4, dtype=torch.float32, device=device)
 
@@ -152,7 +163,7 @@ class Fp8Linear(GpuLinear):
         if not self.is_scaled:
             self._dense.copy_(dequantise_blocks(values, scales))
             return
-        # Bytes, since not every version of torch copies float8 slices.
+        # Copied as bytes, since not every version of torch copies float8 slices.
         self._values.view(torch.uint8)[: self.out_features].copy_(values.view(torch.uint8))
         self._scales[:, : scales.shape[1]].copy_(scales)
 

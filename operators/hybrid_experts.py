@@ -1,11 +1,11 @@
-"""Routed experts beside a model on a GPU: some of them on the GPU, the others on the CPU, at the same time.
+"""Routed experts of a model on a GPU: the CPU computes them, and at the same time the GPU computes some of them.
 
-    submit ──────────────► CPU: its experts ─────────────┐
-      GPU: its experts (those that `gpu_experts` names)   ▼
+    submit ──────────────► CPU: all other experts ─────────┐
+      GPU: the resident experts (`gpu_experts` of a rule)  ▼
                                                  wait: the sum of both
 
-No host function, no copy that the host waits for, no allocation: decoding can be captured in a CUDA graph. On a machine
-without a GPU, or under autograd, it is `cpu_experts`; the CPU holds every expert.
+There is no host function, no copy that the host waits for and no allocation, so a CUDA graph can capture a decode step.
+The CPU holds every expert. Without a GPU, or if gradients are needed, it computes all of them, as `cpu_experts` does.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_
 from ktinject.operators.offload import expert_placement, prefill_rates, streaming
 from ktinject.operators.offload.expert_placement import ExpertPlacement
 from ktinject.operators.offload.gpu_experts import GpuExperts
-from ktinject.operators.offload.handoff import Handoff, of_ranks
+from ktinject.operators.offload.handoff import Handoff
 from ktinject.operators.offload.hot_experts import Follower
 from ktinject.operators.offload.streaming import StreamedExperts
-from ktinject.operators.offload.submits import MOST_TOKENS, Routing, Ticket
+from ktinject.operators.offload.submits import MOST_TOKENS, Routing, Ticket, of_ranks
 
 if TYPE_CHECKING:
     from ktinject.machine import Machine
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ktinject")
 
-# Experts that a submit can choose among, and how many of them; as native/cuda/route.cuh says.
+# A submit can route among so many experts, and choose so many of them for a token (native/cuda/route.cuh).
 MOST_ROUTED, MOST_CHOSEN = 256, 32
 
 
@@ -93,18 +93,18 @@ class HybridExpertsConfig(CpuExpertsConfig):
 
     @property
     def streams_from(self) -> int | None:
-        """Tokens from which on prompts are streamed, faster or not; None: where that is faster, or never."""
+        """Prompts of at least so many tokens are always streamed; None: streamed if that is faster, or never."""
         return self.prefill if isinstance(self.prefill, int) else {"gpu": 1}.get(self.prefill)
 
 
 class Underway(NamedTuple):
-    """What the CPU was given, and what the GPU computes itself [m, hidden] fp32."""
+    """Experts under way: the ticket of the CPU's part, and the GPU's part [m, hidden] fp32 if there is one."""
 
     ticket: Ticket
     part: Tensor | None
 
 
-Started = Tensor | Underway  # what `start` gives: the result where it is there at once
+Started = Tensor | Underway  # what `start` returns; a Tensor is the finished result
 
 
 @register_operator("hybrid_experts")
@@ -124,7 +124,7 @@ class HybridExperts(CpuExperts):
         self.on_gpu: GpuExperts | None = None
         self.streamed: StreamedExperts | None = None
         self._rates: prefill_rates.Rates | None = None
-        # What is packed for the GPU; the CPU's own where the format is the same.
+        # The experts in the GPU's format; the same object as the CPU's if the formats are equal.
         self._for_gpu = self.native
 
     @classmethod
@@ -144,7 +144,7 @@ class HybridExperts(CpuExperts):
     def place(self, placement: Placement) -> None:
         assert isinstance(placement, ExpertPlacement), placement
         config, self.resident = self.config, placement.resident
-        # GPU kernels have no zero points.
+        # The GPU's kernels do not support zero points, so experts with them are packed again.
         same = config.gpu_weights == config.weights and config.symmetric
         self._for_gpu = self.native
         if self.resident and not same:
@@ -183,7 +183,7 @@ class HybridExperts(CpuExperts):
         return runs
 
     def _idle_arguments(self) -> list[str]:
-        """What a rule asks of a GPU that is not used."""
+        """The rule's arguments that have no effect without a GPU, as `name=value`."""
         config, default = self.config, HybridExpertsConfig()
         names = ("gpu_experts", "dynamic", "prefill", "handoff")
         asked = {name: getattr(config, name) for name in names}
@@ -210,7 +210,8 @@ class HybridExperts(CpuExperts):
         least, wanted = expert_placement.ring_bytes(self.config, self.spec, self.native.bytes)
         if not wanted:
             return {}
-        needed = 0 if self.config.streams_from is None else least  # auto does without
+        # Without room for a ring, auto leaves prompts to the CPU.
+        needed = 0 if self.config.streams_from is None else least
         return {(self.config.device, "the experts of long prompts"): (needed, wanted)}
 
     def allocate(self) -> None:
@@ -261,10 +262,13 @@ class HybridExperts(CpuExperts):
             Follower(self)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [m, hidden], top_k_index and top_k_weights [m, t] → [m, hidden], dtype and device kept.
+        """The weighted sum of the experts' outputs.
 
-        Ids of -1 and num_experts are skipped. Raises OperatorError for any other id that is no expert: on a GPU, in
-        the next call.
+        hidden_states  [m, hidden] float32, bfloat16 or float16
+        top_k_index    [m, t] int64 or int32; -1 and num_experts are skipped
+        top_k_weights  [m, t] float32, bfloat16 or float16
+        Returns        [m, hidden] of hidden_states' dtype, on its device
+        Raises         OperatorError for an invalid id; on a GPU, in a later call
         """
         return self.complete(self.start(hidden_states, top_k_index, top_k_weights))
 
@@ -275,16 +279,17 @@ class HybridExperts(CpuExperts):
         top_k_weights: Tensor,
         ranks: tuple[int, int] | None = None,
     ) -> Started:
-        """Begin `forward`; `complete` ends it. Several may be under way and are computed in this order.
+        """Begin `forward`; `complete` ends it. Several may be under way; they are computed in the order of the starts.
 
-        ranks    only the experts of a token of these ranks, first and end; see `handoff.of_ranks`
+        ranks    (first, end): compute only the experts of a token with these ranks; see `submits.of_ranks`
+        Raises   OperatorError, as `forward`
         """
         needs_graph = torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad)
         if not hidden_states.is_cuda or needs_graph or torch.compiler.is_compiling():
             if ranks is not None:
                 top_k_index = of_ranks(top_k_index, top_k_weights, *ranks)
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        # The ring through which experts pass is filled by the host, which a replay does not do.
+        # The host fills the ring of streamed experts, and a replayed graph runs no host code.
         captured = torch.cuda.is_current_stream_capturing()
         streamed = self._streams(*top_k_index.shape) if ranks is None and not captured else 0
         if streamed:
@@ -294,8 +299,9 @@ class HybridExperts(CpuExperts):
                 self._keep_on_cpu()
         here = self.on_gpu
         if self.config.dynamic and len(hidden_states) > MOST_TOKENS and not captured:
-            here = None  # such submits take no slot, so an exchange would not wait for them
-        # The routing on the GPU is cut into the GPU's part and the CPU's by the submit itself.
+            # An exchange waits only for submits with a slot, and this one takes none. So the CPU computes all.
+            here = None
+        # The submit itself divides the routes between the GPU's experts and the CPU's.
         asked = None if here is None else here.ask(top_k_index)
         ticket = self.handoff.submit(hidden_states, top_k_index, top_k_weights, asked, ranks)
         if here is None or asked is None:
@@ -303,7 +309,7 @@ class HybridExperts(CpuExperts):
         return Underway(ticket, here.forward(hidden_states, asked.chosen, top_k_weights))
 
     def routes(self, experts: int, top_k: int) -> bool:
-        """Whether `start_routed` can choose among so many experts."""
+        """Whether `start_routed` can choose top_k of so many experts."""
         return (
             self.config.device != "cpu"
             and experts == self.num_experts <= MOST_ROUTED
@@ -311,13 +317,12 @@ class HybridExperts(CpuExperts):
         )
 
     def start_routed(self, hidden_states: Tensor, logits: Tensor, top_k: int, normed: bool) -> Underway:
-        """`start` that chooses the experts itself, on a GPU, without gradients.
+        """As `start`, but the submit also chooses the experts, by softmax. For a GPU, without gradients.
 
-        Outside of graphs, for up to MOST_TOKENS tokens.
-
-        hidden_states  [m, hidden]
-        logits         [m, num_experts] contiguous; the top_k greatest of their softmax, divided by their sum if
-                       `normed`, rounded to their dtype
+        hidden_states  [m, hidden]; outside of graphs, m is at most MOST_TOKENS
+        logits         [m, num_experts] contiguous
+        normed         divide the weights of the top_k experts by their sum; then they are rounded to the logits' dtype
+        Raises         OperatorError, as `forward`
         """
         ids = torch.empty(len(logits), top_k, dtype=torch.int64, device=logits.device)
         weights = logits.new_empty(len(logits), top_k)
@@ -328,16 +333,16 @@ class HybridExperts(CpuExperts):
         return Underway(ticket, self.on_gpu.forward(hidden_states, asked.chosen, weights))
 
     def _stream(self, count: int, x: Tensor, ids: Tensor, weights: Tensor) -> Started:
-        """The first experts through the GPU, and the others on the CPU at the same time."""
+        """Stream the first `count` experts through the GPU, while the CPU computes the others."""
         assert self.streamed is not None
         if count == self.num_experts:
             return self.streamed.forward(x, ids, weights)
-        # The CPU has all it needs before anything is queued on the GPU.
+        # The CPU's part is submitted first: it would otherwise wait for the work that is queued on the GPU.
         ticket = self.handoff.submit(x, ids.masked_fill((ids >= 0) & (ids < count), -1), weights)
         return Underway(ticket, self.streamed.forward(x, ids, weights, count, torch.float32))
 
     def _streams(self, tokens: int, top_k: int) -> int:
-        """How many experts pass through the GPU, the first ones."""
+        """How many experts to stream through the GPU, the first ones; 0 if the CPU computes this call."""
         if self.streamed is None or tokens <= MOST_TOKENS or top_k == 0:
             return 0
         if self.config.streams_from is not None:
@@ -358,7 +363,7 @@ class HybridExperts(CpuExperts):
         self.streamed = None
 
     def complete(self, started: Started, residual: Tensor | None = None) -> Tensor:
-        """What `forward` returns, + residual [m, hidden]; on a GPU, the current stream waits for it."""
+        """The result of `forward`, plus residual [m, hidden]. On a GPU, the current stream waits for it."""
         if isinstance(started, Tensor):
             return started if residual is None else started + residual
         return self.handoff.wait(started.ticket, addend=started.part, residual=residual)

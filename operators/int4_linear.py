@@ -1,4 +1,4 @@
-"""A linear layer with int4 weights on the GPU, through ktinject's own kernel."""
+"""A linear layer on the GPU with int4 weights, multiplied by ktinject's own kernel."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Int4LinearConfig(Config):
 
 @dataclass(frozen=True)
 class _AsStored(Int4LinearConfig):
-    """Group size and zero points are those of the checkpoint, whose codes are taken as they are."""
+    """For codes that are taken from the checkpoint as they are: its group size and its zero points."""
 
-    group_size: int = 128  # type: ignore[assignment]  # of any multiple of 64, and 32
+    group_size: int = 128  # type: ignore[assignment]  # 32, or any multiple of 64
     source: str = ""
     names_groups: bool = False  # the checkpoint has a g_idx, which may put the inputs of a group anywhere
 
 
-# Beyond this many tokens it is faster to unpack the weight and let cuBLAS multiply: on Hopper, and elsewhere.
+# With more tokens than this (first on Hopper, then on other GPUs), it is faster to unpack the weight and use cuBLAS.
 MANY_TOKENS, MANY_TOKENS_SM80 = 4096, 256
 _TURNS = 4  # sets of counters that calls take in turns, so that calls on several streams do not share one
 
@@ -63,8 +63,9 @@ class Int4Linear(GpuLinear):
     Config = Int4LinearConfig
     changing = frozenset({"_turn"})
     native_formats = ("gptq", "awq", "packed", "q4_0")
-    sm80_only = False  # for tests: leave sm_90's own kernels out
-    every_lane = False  # for racecheck, which does not see that __syncwarp orders what a warp has read
+    sm80_only = False  # for tests: run the sm_80 kernels on Hopper, too
+    # For compute-sanitizer's racecheck, which does not know that __syncwarp orders a warp's reads.
+    every_lane = False
 
     def __init__(self, module: nn.Linear, config: Int4LinearConfig) -> None:
         super().__init__(module, config)
@@ -73,7 +74,7 @@ class Int4Linear(GpuLinear):
         self._scale_dtype = torch.bfloat16
         self._native: Any = None
         self._names_groups = isinstance(config, _AsStored) and config.names_groups
-        self._order: Tensor | None = None  # [k] int64: which input stands where; None: as in the checkpoint
+        self._order: Tensor | None = None  # [k] int64: position → the checkpoint's input; None: same order
         self._turn = 0
         hopper = _is_hopper(config.device)
         self._arch = "sm90" if hopper else "sm80"
@@ -105,7 +106,7 @@ class Int4Linear(GpuLinear):
         }
 
     def _sizes(self) -> tuple[int, int, int]:
-        """Numbers of words, scales and counters of one turn."""
+        """The numbers of words, of scales, and of counters in one set."""
         tiles = -(-self.out_features // TILE)
         words = tiles * TILE * self.in_features // 8
         counters = -(-self.out_features // 256) * -(-MANY_TOKENS // 64)
@@ -174,7 +175,11 @@ class Int4Linear(GpuLinear):
         self._loaded.add(name)
 
     def _sorted(self, group_of: Tensor) -> Tensor:
-        """The order in which inputs stand so that groups are runs (GPTQ's activation order)."""
+        """An order [k] of the inputs in which each group is contiguous, for GPTQ's activation order.
+
+        group_of   [k]: input → its group
+        Raises     OperatorError if the groups differ in size
+        """
         sizes = group_of.bincount(minlength=self.in_features // self.group_size)
         if bool((sizes != self.group_size).any()):
             raise OperatorError(
@@ -192,7 +197,7 @@ class Int4Linear(GpuLinear):
         super().finish()
         device = torch.device(self.config.device)
         if device.type != "cuda":
-            return  # filled for its values; forward refuses
+            return  # an operator on the CPU can be filled and unpacked; its forward raises OperatorError
         here = self._words.device
         self._native = _native.Int4Linear(
             words=address("words", self._words, here, torch.int32),
@@ -209,7 +214,7 @@ class Int4Linear(GpuLinear):
         )
 
     def codes(self) -> Codes:
-        """What is packed, in the checkpoint's order."""
+        """The packed codes, scales and zero points, with inputs in the checkpoint's order."""
         self._at("weight")
         n, k = self.out_features, self.in_features
         scales, zeros = int4_layout.unpack_scales(self._scales, n, k // self.group_size, self._scale_dtype)
@@ -220,7 +225,7 @@ class Int4Linear(GpuLinear):
         return Codes(self._as_stored(codes), scales, zeros, self._as_stored(group_of))
 
     def _as_stored(self, values: Tensor) -> Tensor:
-        """Inputs, in the last dimension, in the checkpoint's order."""
+        """Values with inputs in the last dimension, from the packed order to the checkpoint's."""
         return (
             values if self._order is None else torch.empty_like(values).index_copy_(-1, self._order, values)
         )
@@ -241,7 +246,7 @@ class Int4Linear(GpuLinear):
         return self._as_stored(self._dequantise(dtype))
 
     def _dequantise(self, dtype: torch.dtype) -> Tensor:
-        """The weight [n, k], inputs in the order in which they are packed."""
+        """The weight [n, k] of `dtype`, with inputs in the packed order."""
         out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.config.device)
         stream = torch.cuda.current_stream(out.device).cuda_stream
         self._native.dequantise(
@@ -265,7 +270,8 @@ class Int4Linear(GpuLinear):
         y = torch.empty(m, self.out_features, dtype=x.dtype, device=x.device)
         if m == 0:
             return y
-        # Fresh scratch belongs to this call and this stream; the caching allocator has it ready.
+        # Each call allocates its own scratch, so calls on several streams cannot share it. torch's caching allocator
+        # makes that cheap.
         partials = torch.empty(self._native.scratch(m)[0], dtype=torch.uint8, device=x.device)
         self._turn = (self._turn + 1) % _TURNS
         self._native.forward(

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +25,23 @@ from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cuda.fused import Fused
 from ktinject.generation.graph_runner import GraphRunner, size_of
 from ktinject.generation.watch import Watch
+from ktinject.hf import compat
 from ktinject.operators.offload.handoff import Handoff, wake
 from ktinject.support import SUPPORTED, Support
 
 logger = logging.getLogger("ktinject")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a request would run.
+
+    how     as `Decoding.last` says it afterwards
+    reason  as `Decoding.reason`; "" if all its steps run in CUDA graphs, or in the native decoder
+    """
+
+    how: str
+    reason: str
 
 
 class Decoding:
@@ -38,6 +52,7 @@ class Decoding:
     reason    why the last request ran without graphs, or not all of it; "" if it ran with them
     requests  the same words → how many requests
     runners   rows of a step → what is captured of that size
+    strict    a request is refused, OperatorError, rather than run without CUDA graphs or native steps
     """
 
     def __init__(self, model: PreTrainedModel, group: ProcessGroup | None = None) -> None:
@@ -46,6 +61,7 @@ class Decoding:
         self.last, self.reason = "", ""
         self.requests: Counter[str] = Counter()
         self.runners: dict[int, GraphRunner] = {}
+        self.strict = False
         self._native: NativeDecoder | None = None
         self._fused: Fused | None = None
         self._fuses = True
@@ -70,6 +86,39 @@ class Decoding:
     @replay.setter
     def replay(self, replay: Callable[..., Any] | None) -> None:
         self._local.replay = replay
+
+    @property
+    def explains(self) -> bool:
+        """Whether `generate` of this thread is to say how a request would run, and not to run it."""
+        return getattr(self._local, "explains", False)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """How `model.generate` with these arguments would run, and why; nothing is computed but what prepares it.
+
+        It cannot know of what shows only within a request: that memory is short, that a step cannot be captured, that
+        a layer of the native decoder differs. As `generate`, it raises what is wrong with the arguments.
+        """
+        if not (known := compat.support("generation")):
+            return Explanation("stock loop", known.reason)
+        for name in ("custom_generate", "cache_implementation"):
+            if kwargs.get(name) not in (None, "dynamic", "static", "offloaded", "quantized"):
+                return Explanation("stock loop", f"{name}={kwargs[name]!r} decides how it runs")
+        model: Any = self._model()
+        kwargs.pop("streamer", None)  # it would be given the prompt
+        self._local.explains = True
+        try:
+            found: Explanation = model.generate(*args, **kwargs)
+        finally:
+            self._local.explains = False
+        return found
+
+    def require(self, support: Support) -> None:
+        """Refuse a request that recorded steps do not serve, if it must not be slow. Raises OperatorError."""
+        if self.strict and not support:
+            raise OperatorError(
+                f"generate: this request would run without CUDA graphs or native decode steps: {support.reason}. "
+                "Change the request, or allow it: model.ktinject_decoding.strict = False."
+            )
 
     @property
     def native(self) -> NativeDecoder | None:

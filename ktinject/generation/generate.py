@@ -26,9 +26,9 @@ from ktinject.errors import OperatorError
 from ktinject.generation import cache as caches
 from ktinject.generation import kept_cache, loop
 from ktinject.generation.cpu import openmp
-from ktinject.generation.decoding import Decoding
+from ktinject.generation.decoding import Decoding, Explanation
 from ktinject.generation.eligibility import PlainRequest, read_plain
-from ktinject.generation.graph_runner import GraphRunner
+from ktinject.generation.graph_runner import GraphRunner, size_of
 from ktinject.generation.steps import EagerStep, GraphStep, StockReplay, begin, last_logits, mask_support
 from ktinject.hf import compat
 from ktinject.model_class import Methods, own_class, put_before
@@ -63,6 +63,7 @@ class _Stock(Methods):
         decoding = self.ktinject_decoding
         if decoding.group is not None:
             decoding.group.begin_request(args, kwargs)
+        decoding.require(compat.support("generation"))
         decoding.note("stock loop", compat.support("generation").reason)
         try:
             return own_class(self).generate(self, *args, **kwargs)
@@ -84,11 +85,13 @@ class _Swapped(Methods):
         return replays or own_class(self)._valid_auto_compile_criteria(self, *args, **kwargs)
 
     def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.ktinject_decoding.note("stock loop: beam search", "beam search")
+        if found := _left_alone(self.ktinject_decoding, "beam search"):
+            return found
         return own_class(self)._beam_search(self, *args, **kwargs)
 
     def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.ktinject_decoding.note("stock loop: assisted decoding", "assisted decoding")
+        if found := _left_alone(self.ktinject_decoding, "assisted decoding"):
+            return found
         return own_class(self)._assisted_decoding(self, *args, **kwargs)
 
     def _sample(
@@ -121,6 +124,9 @@ class _Swapped(Methods):
                     plain = Support.no("a static cache without graphs, which transformers may compile")
                 if not input_ids.shape[1]:
                     plain = Support.no("the prompt is embeddings (inputs_embeds)")
+                if decoding.explains:
+                    return _foreseen(decoding, recorded, plain, input_ids)
+                decoding.require(recorded)
                 if isinstance(plain, PlainRequest):
                     return _run_own_loop(
                         self, recorded, plain, input_ids, generation_config, streamer, model_kwargs
@@ -158,6 +164,33 @@ class _Shared(_Swapped):
 
     def _get_static_cache_init_shape(self) -> None:
         """A process has its part of the heads: each layer's cache is made for the keys that come."""
+
+
+def _left_alone(decoding: Decoding, why: str) -> Explanation | None:
+    """Note a request that transformers runs by itself; or only say so, where that is what is asked for."""
+    explanation = Explanation(f"stock loop: {why}", why)
+    if decoding.explains:
+        return explanation
+    decoding.require(Support.no(why))
+    decoding.note(explanation.how, why)
+    return None
+
+
+def _foreseen(
+    decoding: Decoding, recorded: Support, plain: PlainRequest | Support, input_ids: Tensor
+) -> Explanation:
+    """How a request would run; the arguments are those of the loops."""
+    is_native = decoding.native is not None
+    if not isinstance(plain, PlainRequest):
+        kind = ("native, " if is_native else "graph, ") if recorded else ""
+        return Explanation(f"{kind}stock loop: {plain.reason}", recorded.reason)
+    is_decoded = plain.max_length - input_ids.shape[1] > 1
+    if recorded and is_decoded and not is_native:
+        known = decoding.runners.get(size_of(len(input_ids), input_ids.device))
+        recorded = known.graphs if known is not None else recorded
+    if not recorded or not is_decoded:
+        return Explanation("eager loop", recorded.reason)
+    return Explanation("native loop" if is_native else "graph loop", "")
 
 
 def _run_stock_loop(
@@ -220,6 +253,7 @@ def _run_own_loop(
             recorded = begin(decoding, runner, logits, cache, model_kwargs.get("attention_mask"), positions)
             if not recorded:
                 runner = native = None
+        decoding.require(recorded)
         step: GraphStep | EagerStep
         if runner is not None:
             if not kept_cache.is_callers(cache):

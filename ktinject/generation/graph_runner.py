@@ -30,7 +30,7 @@ from ktinject.generation.piecewise_graph import (
     capture_stream,
 )
 from ktinject.generation.sampling import Request, Sampler, Sampling
-from ktinject.operators.offload import handoff
+from ktinject.operators.offload import submits
 from ktinject.support import SUPPORTED, Support
 
 logger = logging.getLogger("ktinject")
@@ -189,7 +189,7 @@ class GraphRunner:
     def _compute(self, bucket: int, stages: Stages, forward: Forward) -> None:
         view = self.cache.bucket(bucket)
         view.stages = stages
-        with handoff.only(self.live):
+        with submits.only(self.live):
             logits = forward(self.ids, self.cache.mask[..., :bucket], self.cache.positions, view)
         self.logits.copy_(logits)
         self.cache.advance()

@@ -114,6 +114,8 @@ class GraphStep:
 
     def __call__(self) -> None:
         self._runner.step()
+        if self._decoding.native is None:
+            self._decoding.require(self._runner.graphs)
         self._choose()
 
     def _choose(self) -> None:
@@ -188,9 +190,12 @@ class StockReplay:
         ids: Tensor = inputs["input_ids"]
         if self._runner is None and self._shape is not None:
             self._runner, self._shape = self._begin(inputs, self._shape), None
+            self._model.ktinject_decoding.require(self._support)
         if self._runner is not None:
             self._runner.put(ids)
             self._runner.step()
+            if self._model.ktinject_decoding.native is None:
+                self._model.ktinject_decoding.require(self._runner.graphs)
             self._tokens += 1
             logits = self._runner.found[:, None]
             if (group := self._model.ktinject_decoding.group) is not None:

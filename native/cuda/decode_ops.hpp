@@ -70,7 +70,7 @@ void route(const void* logits, void* weights, int64_t* ids, int rows, int expert
 // The router of DeepSeek-V3. Scores are sigmoids of logits [rows, experts]; an expert's choice is its score + bias. A
 // group counts by the sum of its two greatest choices, and `kept` groups remain. Of their experts, the top_k with the
 // greatest choices are taken. Weights are their scores, divided by their sum if `normed`, times `scale`. The order is
-// that of torch.topk(sorted=False): by number, and those that tie with the last one taken at the end.
+// that of torch.topk(sorted=False): by id, but experts whose choice equals the smallest one taken come last.
 struct GroupedRoute {
   const float* logits = nullptr;
   const void* bias = nullptr;  // [experts]

@@ -1,4 +1,4 @@
-// Activations to fp8 with a scale for each token and 128 inputs, as cuBLAS's block-scaled product takes them.
+// Rounds activations to fp8 with a scale for each 128 inputs of a token, as cuBLAS's block-scaled product takes them.
 #pragma once
 
 namespace ktinject::cuda {

@@ -16,7 +16,7 @@ struct Int4Matrix {
   bool has_zeros = false;    // else every zero point is 8
   bool fp16_scales = false;  // else bf16
   bool sm80_only = false;    // leave sm_90's own kernels out, to test the others there
-  bool every_lane = false;   // every lane says that it has read, for racecheck: see int4_sm90.cuh
+  bool every_lane = false;   // for racecheck: every lane signals that it has read, see int4_sm90.cuh
 };
 
 // Sizes of the scratch memory of one call: `partials_bytes` need not be initialised; `counters` ints must be zero

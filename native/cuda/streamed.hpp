@@ -1,4 +1,4 @@
-// A layer's packed experts on their way to a GPU: page-locked where they lie, copied as they are, unpacked there.
+// Streams a layer's packed experts to a GPU: page-locks them in RAM, copies them packed, and unpacks them on the GPU.
 #pragma once
 
 #include <cstddef>

@@ -33,8 +33,8 @@ cudaGraph_t captured_graph(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusNone ? nullptr : graph;
 }
 
-// The graph, and whatever is instantiated from it, keeps the slots. CUDA drops them on a thread of its own, where
-// nothing may call CUDA.
+// Makes a graph, and all that is instantiated from it, keep the slots alive. CUDA releases them on a thread of its own,
+// which must not call CUDA.
 void keep_in(cudaGraph_t graph, const std::shared_ptr<Slots>& slots) {
   auto kept = std::make_unique<std::shared_ptr<Slots>>(slots);
   const cudaHostFn_t drop = [](void* held) { delete static_cast<std::shared_ptr<Slots>*>(held); };
@@ -46,7 +46,7 @@ void keep_in(cudaGraph_t graph, const std::shared_ptr<Slots>& slots) {
   check_cuda(error, "keeping slots in a graph");
 }
 
-// What follows in `stream` comes after what is in `before` by now.
+// Makes later work in `stream` wait for all work that is in `before` now.
 void follow(cudaStream_t stream, cudaStream_t before) {
   cudaEvent_t event = nullptr;
   check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
@@ -77,11 +77,12 @@ Channel::~Channel() {
   }
   cudaGetLastError();
   cudaSetDevice(before);
-  // First the experts, then a look at who runs: either the dispatcher thread finds none, or it is waited for.
+  // Clear the experts first, then look at what the dispatcher thread runs: either it finds no experts, or we wait for
+  // it.
   layer_->experts.store(nullptr);
   for (const auto& slots : used_)
     for (const auto& slot : slots->all) dispatcher().settle(slot.get());
-  // Work may still be on its way: what comes is answered without the experts.
+  // Entries of this layer may still come. The dispatcher thread answers them without the experts.
   if (!idle) new std::vector<std::shared_ptr<Slots>>(std::move(used_));
 }
 
@@ -175,7 +176,7 @@ void Channel::exchange(const cuda::Resident& shapes, const moe::Experts& from, i
   auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
   OnDevice on(device_);
   const AsideOfCaptures aside;
-  // Off the table first: whatever is launched after this look at the slots does not find the expert here.
+  // Remove the expert from the table before looking at the slots: a submit launched later does not find it here.
   launch_evict(places, leaving, nullptr, 0, timeout_ns(), stream);
   check_cuda(cudaStreamSynchronize(stream), "taking an expert off the table");
   for (const auto& slots : used())
@@ -186,9 +187,9 @@ void Channel::exchange(const cuda::Resident& shapes, const moe::Experts& from, i
   check_cuda(cudaStreamSynchronize(stream), "exchanging experts");
 }
 
-// Frees slots whose answer did not come. While the status stands, all kernels that wait end at once, so that nothing of
-// this layer is on its way on the device. The next submit must not get the answer of an earlier one: what runs ends
-// first, and the rest never begins.
+// Frees slots whose answer did not come. While the status is not kFine, all waiting kernels end at once, so no kernel
+// of this layer stays on the device. The next submit must not get the answer of an earlier one, so work that runs is
+// waited for, and work that has not begun never begins.
 void Channel::release_lost() {
   const AsideOfCaptures aside;
   for (const auto& slots : used()) {

@@ -35,8 +35,8 @@ struct DeviceRequest {
   DType weights_dtype = DType::f32;
   int tokens = 0;
   int top_k = 0;
-  // [experts + 1]: where an expert lies on this GPU, or -1. The CPU does not compute what lies here. The table may
-  // change at any time, so the submit writes what it has found to `chosen` [tokens, top_k]. Null: no expert lies here.
+  // [experts]: the place of an expert on this GPU, or -1. The CPU skips the experts that are here. The table may change
+  // at any time, so the submit writes the places that it has read to `chosen` [tokens, top_k]. Null: no expert is here.
   const int32_t* places = nullptr;
   int32_t* chosen = nullptr;
   uint32_t* traffic = nullptr;  // [experts]: counts how often each expert is asked for; or null
@@ -44,12 +44,12 @@ struct DeviceRequest {
   // equal weights, the first comes first.
   int rank_from = 0;
   int rank_to = 64;
-  // [tokens]: 0 for rows that nobody looks at, whose ids are all taken as -1. Null: there are none.
+  // [tokens]: 0 for rows whose result is not needed; all their ids count as -1. Null: all rows are needed.
   const uint8_t* live = nullptr;
   Routing routing{};  // with logits, ids and weights are written, not read
 };
 
-// A layer's way from one device. Calls for a slot alternate: submit, wait, submit, …
+// Submits of one layer from one device. Calls for a slot alternate: submit, wait, submit, …
 class Channel {
  public:
   // Throws std::runtime_error or std::bad_alloc.
@@ -81,7 +81,7 @@ class Channel {
   const int expert_count_;
   Layer* const layer_;
   mutable std::mutex mutex_;
-  std::vector<std::shared_ptr<Slots>> used_;  // until nothing of this layer is on its way
+  std::vector<std::shared_ptr<Slots>> used_;  // kept while a submit of this layer may be under way
 };
 
 }  // namespace ktinject::handoff

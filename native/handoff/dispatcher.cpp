@@ -56,7 +56,7 @@ std::once_flag global_once;
 Global& state() {
   std::call_once(global_once, [] {
     global = new Global;
-    // The child has none of the parent's threads; what is left of the parent's dispatcher is never touched again.
+    // The child has none of the parent's threads, so it never touches the parent's dispatcher again.
     pthread_atfork(nullptr, nullptr, [] { global = new Global; });
   });
   return *global;
@@ -170,7 +170,7 @@ Work* Dispatcher::find(uint32_t address) {
 }
 
 void Dispatcher::loop() {
-  // Not pinned: it starts the pool where nobody has before, and threads inherit their mask from who starts them.
+  // This thread is not pinned: it may be the one that starts the pool, and threads inherit the mask of their creator.
   pthread_setname_np(pthread_self(), "kt-dispatcher");
   prctl(PR_SET_TIMERSLACK, 1000);  // a nap of 50 us would else take twice as long
   runtime::set_patience(kPatienceMicroseconds);

@@ -23,7 +23,7 @@
 
 namespace ktinject::handoff {
 
-// Something to compute. Whoever hands it in keeps it alive until run() has returned.
+// Something to compute. The caller that posts it keeps it alive until run() has returned.
 class Work {
  public:
   virtual ~Work() = default;
@@ -49,15 +49,15 @@ class Dispatcher {
   // Reads a ring of kRingEntries entries that one GPU writes, from now on and for as long as the process lives.
   void watch(const uint64_t* ring);
 
-  // open() gives `work` a port, and returns the address by which rings and ring() ask for it. close() waits until
-  // `work` does not run. Entries may come later than that: they are skipped, also when the port has a new owner.
+  // open() gives `work` a port, and returns the address that ring entries and ring() use for it. close() waits until
+  // `work` does not run. Entries that come after close() are skipped, also when the port has a new owner.
   uint32_t open(Work* work);
   void close(uint32_t address);
   // Waits until `work` does not run. False if it still runs after so many seconds.
   bool settle(const Work* work, double seconds = std::numeric_limits<double>::infinity()) const;
 
-  // Asks from the host, in order; both wait for room. `work` must live until it has run; an address may be closed
-  // before.
+  // Requests from the host, run in order; both wait if the queue is full. `work` must live until it has run; an address
+  // may be closed earlier.
   void post(Work* work) { enqueue(reinterpret_cast<uintptr_t>(work)); }
   void ring(uint32_t address) { enqueue(uintptr_t{address} << 1 | 1); }
 
@@ -138,7 +138,7 @@ class Task : public Work {
   std::exception_ptr failure_;
 };
 
-// How long everybody waits for an answer before it counts as lost: 60 s unless set.
+// How long CPU and GPU wait for an answer before it counts as lost: 60 s unless set.
 void set_answer_timeout(double seconds);
 double answer_timeout();
 

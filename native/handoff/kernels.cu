@@ -16,10 +16,10 @@ using namespace cuda;  // NOLINT
 
 constexpr int kMostThreads = 1024;
 constexpr uint32_t kMostRoutingWarps = 8;
-// An answer of which a thread has one piece at most is watched piece by piece, and needs the patterns.
+// If each thread has at most one piece of the answer, the wait watches the pieces, and the submit writes NaN patterns.
 constexpr size_t kWatchedBytes = size_t{kMostThreads} * 16;
-// One block copies so many bytes; more are worth three kernels. Its rate over the bus is about 16 GB/s, and the two
-// more kernels cost some 3 us.
+// Up to so many bytes are copied by one block; more are worth three kernels. One block copies about 16 GB/s over the
+// bus, and the two additional kernels cost some 3 us.
 constexpr size_t kOneBlockBytes = 128 * 1024;
 constexpr int kCopyBlocks = 32, kCopyThreads = 512;
 
@@ -61,7 +61,7 @@ __device__ float widen(const void* values, uint32_t dtype, size_t i) {
   return __bfloat162float(static_cast<const __nv_bfloat16*>(values)[i]);
 }
 
-// Whether route `i` of the request is of a rank that was asked for.
+// Whether the rank of route `i` is one of those that the submit asks for.
 __device__ bool is_ranked(const Payload& from, size_t i) {
   if (from.rank_from == 0 && from.rank_to >= from.top_k) return true;
   const size_t first = i / from.top_k * from.top_k;
@@ -74,9 +74,9 @@ __device__ bool is_ranked(const Payload& from, size_t i) {
   return from.rank_from <= rank && rank < from.rank_to;
 }
 
-// Sends route `i` of the request: a weight for an expert. It goes to the CPU, or to `chosen` if the expert lies here.
+// Sends route `i` of the request (an expert and its weight) to the CPU, or to `chosen` if the expert is on this GPU.
 __device__ void send(const SlotView& slot, const Payload& from, uint32_t count, size_t i, int64_t id, float weight) {
-  // The CPU refuses an id that is no expert's.
+  // An invalid id goes to the CPU, which refuses it.
   const bool known = id >= 0 && id < from.experts;
   const bool ranked = (from.live == nullptr || __ldcg(from.live + i / from.top_k) != 0) && is_ranked(from, i);
   const int32_t place = from.places != nullptr && known && ranked ? __ldcg(from.places + id) : -1;
@@ -190,8 +190,8 @@ __global__ void __launch_bounds__(kMostThreads)
            [&](size_t i, int64_t id, float weight) { send(slot, from, taken.count, i, id, weight); });
     return;
   }
-  // The ticket is taken only now: the dispatcher reads entries in order, so whoever has a ticket must not wait for
-  // others.
+  // The ticket is taken only now: the dispatcher reads entries in order, so a submit that has a ticket must not wait
+  // for another one.
   uint32_t ticket = 0;
   if (thread == 0 && ring.entries != nullptr) ticket = atomicAdd(ring.ticket, 1u);
   copy(from.x, slot.x, from.bytes, thread, threads);
@@ -203,8 +203,8 @@ __global__ void __launch_bounds__(kMostThreads)
   put_entry(ring, ticket, ring.address);
 }
 
-// A submit of many bytes: the slot is taken here, filled by many blocks, and handed over. What a kernel has written is
-// seen by the next one of its stream, and its fence puts all of that before the entry.
+// A submit of many bytes: one kernel takes the slot, one with many blocks fills it, and one hands it over. A kernel
+// sees all that earlier kernels of its stream have written, and the last one's fence orders all of it before the entry.
 __global__ void take_kernel(SlotView slot, bool has_places, uint64_t timeout_ns) { take(slot, has_places, timeout_ns); }
 
 __global__ void __launch_bounds__(kCopyThreads) fill_kernel(SlotView slot, Payload from) {
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kMostThreads)
   enum State { kWaiting, kAnswered, kLost };
   __shared__ State states[2];  // in turns, so that one barrier a round is enough
   await_previous();
-  // Not earlier: the next kernel may fill the device, while our submit kernel still needs the end of another one.
+  // Not earlier: the next kernel might fill the device while our submit kernel still waits for another kernel to end.
   release_next();
   const auto* pieces = reinterpret_cast<const uint4*>(slot.out);
   const bool is_one_each = values <= kEach * blockDim.x, has_piece = threadIdx.x * kEach < values;
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(kMostThreads)
     if (__syncthreads_and(!lost && is_one_each && (!has_piece || is_complete<T>(raw)))) break;
     state = states[round % 2];
   }
-  // Without an answer: NaN, in every dtype, which nobody takes for a result.
+  // Without an answer the output has all bits set, a NaN in every dtype, so that nobody takes it for a result.
   if (state == kLost) raw = uint4{~0u, ~0u, ~0u, ~0u};
   constexpr int kTogether = 4;  // on their way at the same time
   for (size_t base = threadIdx.x; out != nullptr && base * kEach < values; base += kTogether * blockDim.x) {

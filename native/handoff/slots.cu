@@ -35,7 +35,7 @@ using Mapped = std::unique_ptr<T, FreeMapped>;
 template <class T>
 using Counters = std::unique_ptr<T, FreeDevice>;
 
-// A stream for what has to be done at once, beside streams that are captured.
+// A stream of its own for work that must run now, while other streams may be captured.
 class Aside {
  public:
   Aside() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"); }
@@ -77,7 +77,7 @@ Counters<T> counters_of(size_t count, const Aside& stream) {
   return counters;
 }
 
-// One round trip of flags in mapped memory, by a kernel that runs meanwhile. Returns why that does not work, or "".
+// Tries one round trip of flags in mapped memory with a running kernel. Returns why that does not work, or "".
 std::string try_flags(int device, const Aside& stream) {
   int maps = 0, unified = 0;
   check_cuda(cudaDeviceGetAttribute(&maps, cudaDevAttrCanMapHostMemory, device), "asking for mapped memory");
@@ -135,8 +135,8 @@ PerDevice& per_device(int device, const Aside& stream) {
   return kept;
 }
 
-// Blocks that former Slots left, by device, number of slots and bytes. They are not freed, since freeing one would wait
-// for the whole device. The mutex is never held across a call of CUDA: a graph that goes takes it on CUDA's own thread.
+// Blocks of deleted Slots, by device, number of slots and bytes. They are not freed, since freeing one would wait for
+// the whole device. The mutex is never held during a call of CUDA: a graph that is destroyed takes it on CUDA's thread.
 using Kind = std::tuple<int, size_t, size_t>;
 std::mutex left_mutex;
 
@@ -187,7 +187,7 @@ std::exception_ptr Layer::take_failure() {
   return std::exchange(failure_, nullptr);  // null if another thread has just taken it
 }
 
-// Takes the ids and weights of submit `count`. As a rule all of them have come when the entry has.
+// Takes the ids and weights of submit `count`. Usually all of them are there when the entry is.
 void Slot::receive(uint32_t count) {
   const size_t routes = static_cast<size_t>(view.head->tokens) * view.head->top_k;
   const auto start = Clock::now();
@@ -236,7 +236,7 @@ void Slot::run() noexcept {
     return;
   }
   const Head& head = *view.head;
-  // A host function is called even if its submit did not get the slot. The head is then of the submit before.
+  // A host function is called even if its submit did not get the slot. The head is then that of an earlier submit.
   const uint32_t count = mode == Mode::flags ? entry : head.count;
   try {
     compute(count);

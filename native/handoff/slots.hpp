@@ -21,10 +21,10 @@ enum class Mode { flags, host_func };
 // Why mapped flags do not work on a device; empty if they do. Tried once a process, by one round trip.
 std::string why_no_flags(int device);
 
-// Pinned bytes of all Slots that there are or were: what those leave is used again.
+// Pinned bytes of all Slots, also of deleted ones: their blocks are kept for reuse.
 size_t pinned_bytes();
 
-// What the dispatcher thread knows of a layer. Never freed, since an entry that comes late may name it: some 200 bytes.
+// What the dispatcher thread knows of a layer. Never freed, since a late entry may name it; it is some 200 bytes.
 struct Layer {
   // Throws std::runtime_error or std::bad_alloc.
   static Layer* make(const moe::Experts& experts, int device);
@@ -43,19 +43,19 @@ struct Layer {
   std::atomic<bool> failed_{false};
 };
 
-// One submit at a time has a slot.
+// The buffers of one submit at a time.
 struct Slot final : Work {
   SlotView view{};
   Mode mode = Mode::flags;
   uint32_t address = 0;               // of its port
-  uint32_t entries = 0;               // that the dispatcher has seen: in the ring, or from host functions
+  uint32_t entries = 0;               // entries that the dispatcher has seen, from the ring or from host functions
   std::atomic<uint32_t> given_up{0};  // entries up to this one get no answer any more
   std::vector<int32_t> ids;           // of the request that runs
   std::vector<float> weights;
   std::atomic<uint32_t> called{0}, ended{0};  // host functions that the driver has called, and entries that are done
 
   void run() noexcept override;
-  // Host functions of a stream, on a thread of the driver: what flags do otherwise.
+  // Host functions of a stream, which run on a thread of the driver. They replace the flags in Mode::host_func.
   static void announce(void* slot);
   static void await_answer(void* slot);
 
@@ -64,12 +64,12 @@ struct Slot final : Work {
   void compute(uint32_t count);
 };
 
-// Slots in one block of mapped memory. What puts kernels into streams, or captures them, keeps the Slots until these
-// kernels have ended for good: a Channel, and the graphs themselves.
+// Slots in one block of mapped memory. A Channel that has launched kernels on the Slots keeps them alive until the
+// kernels have ended. A graph that has captured such kernels keeps them alive as long as it can be replayed.
 class Slots {
  public:
   // Each of `count` slots has room for x and an answer of `bytes` bytes each, and for `routes` ids and weights.
-  // `shared`: used by several layers, whose submits follow each other; with flags only. Also while a graph is captured.
+  // `shared`: used by several layers, whose submits follow each other; with flags only. May be called during a capture.
   // Throws std::runtime_error or std::bad_alloc.
   Slots(int device, int count, size_t bytes, size_t routes, Mode mode, bool shared);
   ~Slots() { leave(); }

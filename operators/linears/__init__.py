@@ -1,1 +1,1 @@
-"""What the linear operators share."""
+"""Base classes and weight layouts of the linear operators."""

@@ -23,7 +23,7 @@ class GpuLinear(PackedLinear):
 
     device_types = ("cuda",)
     capturable = True
-    capability: ClassVar[tuple[int, int]] = (8, 0)  # least compute capability
+    capability: ClassVar[tuple[int, int]] = (8, 0)  # the oldest compute capability that can run it
 
     def __init__(self, module: nn.Linear, config: Config) -> None:
         super().__init__(module, config)
@@ -56,7 +56,7 @@ class GpuLinear(PackedLinear):
     @classmethod
     @abstractmethod
     def misfit(cls, k: int, n: int, config: Any) -> str | None:
-        """Why a weight [n, k] is not served, or None."""
+        """Why the operator cannot serve a weight [n, k]; None if it can."""
 
     @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
@@ -80,15 +80,15 @@ class GpuLinear(PackedLinear):
 
     @abstractmethod
     def _allocate(self) -> None:
-        """Take the memory of the weight."""
+        """Allocate the memory of the weight on the device."""
 
     @abstractmethod
     def _pack(self, weight: Tensor) -> None:
-        """Take a float weight [n, k], which is on the device."""
+        """Quantise and pack a float weight [n, k] that is on the device. Raises OperatorError."""
 
     @abstractmethod
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """The weight [n, k] on the device, each value rounded once."""
+        """The unpacked weight [n, k] on the device, each value rounded once to `dtype`."""
 
     def accept(self, name: str, tensor: Tensor) -> None:
         if name == "bias":
@@ -126,7 +126,7 @@ class GpuLinear(PackedLinear):
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
-        """x [m, k] contiguous on the device → [m, n], bias added."""
+        """x [m, k] bfloat16 or float16, contiguous, on the device → x · Wᵀ + b, [m, n] of x's dtype."""
 
     def compute_gradient(self, grad: Tensor) -> Tensor:
         here = grad.to(self.config.device).reshape(-1, self.out_features)

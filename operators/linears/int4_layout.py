@@ -1,8 +1,8 @@
-"""int4 weights for the tensor cores: how they are quantised, packed and unpacked; torch operations, on any device.
+"""int4 weights for tensor cores: quantising, packing and unpacking them, in torch operations on any device.
 
-A weight [n, k] is cut into tiles of 64 outputs × 64 inputs, a tile into 4 × 4 operands of the instruction
-mma.m16n8k16: 16 outputs × 16 inputs. Of an operand each of 32 lanes holds 8 codes, one word; the four words of a
-lane along k are one 16-byte piece:
+A weight [n, k] is cut into tiles of 64 outputs × 64 inputs, and a tile into 4 × 4 operands of the instruction
+mma.m16n8k16, of 16 outputs × 16 inputs each. Each of the 32 lanes of a warp holds 8 codes of an operand, in one 32-bit
+word. The four words of a lane along k are stored together, as one 16-byte piece:
 
     words   [k / 64, tiles of a strip, 4 operands along n, 32 lanes, 4 operands along k] int32, strip after strip
     lane    4 · (output // 2) + input % 8 // 2                    output, input: within the operand
@@ -11,12 +11,13 @@ lane along k are one 16-byte piece:
     scales  [groups, tiles of a strip, 64] int16, the bits of a bf16 or fp16, strip after strip; or int32,
             zero point << 16 | scale
 
-A strip is four tiles along n, 256 outputs; the last has what is left, the last tile padded. The value of a code is
-scale · (code - zero point); without zero points that is 8.
+A strip is four tiles along n, 256 outputs. The last strip may have fewer tiles, and its last tile is padded. The value
+of a code is scale · (code - zero point); without zero points, 8 is subtracted.
 
-Our own scales have so few significant bits that every value is a bf16 and an fp16 without rounding: 5 beside the 3
-of a code minus 8, or 4 beside the 4 of a code minus a zero point. So all ways to multiply, also those that round
-the weights, see the same numbers. What the coarser scales cost is little: the error is flat around its minimum.
+Scales that `quantise` chooses have few significant bits: 5 without zero points, since a code minus 8 has up to 3, and 4
+with zero points, since a code minus a zero point has up to 4. The product has up to 8, as many as a bf16. So every
+weight is exact in bf16 and in fp16, and all kernels, also those that round weights to 16 bits, compute with the same
+numbers. The coarse scales cost little accuracy: the error is flat around its minimum.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ from ktinject.checkpoints.formats.base import Codes
 
 TILE = 64
 STRIP = 4  # tiles
-_ROWS = 2048  # that are quantised at a time: bounds temporary memory
+_ROWS = 2048  # rows that are quantised at a time, which limits temporary memory
 
 
 def quantise(weight: Tensor, group_size: int, symmetric: bool) -> Codes:
     """Round to int4, with the scale of each group chosen for the least squared error.
 
     weight      [n, k] float, k a multiple of group_size
+    group_size  inputs that share a scale
+    symmetric   False: each group also has a zero point
+    Returns     codes [n, k] uint8, 0 to 15; scales [n, k / group_size] fp32; zero points, likewise uint8, or None
     Raises      ValueError if a value is not finite
     """
     pieces = [_quantise(rows.float(), group_size, symmetric) for rows in weight.split(_ROWS)]
@@ -52,7 +56,7 @@ def _quantise(weight: Tensor, group_size: int, symmetric: bool) -> Codes:
     if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
         raise ValueError("a value is not finite")
     if symmetric:
-        # The code -8 goes to the side of the greatest magnitude; the scale may be negative for that.
+        # Codes minus 8 reach from -8 to 7. The value of greatest magnitude gets -8, if need be by a negative scale.
         sign = torch.where(high > -low, -1.0, 1.0)
         reach, bits, tries = torch.maximum(high, -low) / 8.6, 5, 10
     else:
@@ -79,7 +83,7 @@ def _quantise(weight: Tensor, group_size: int, symmetric: bool) -> Codes:
 
 
 def _few_bits(x: Tensor, bits: int, step: int) -> Tensor:
-    """The `step`-th number with `bits` significant bits that is not below x > 0, counted from 0."""
+    """The smallest number with `bits` significant bits that is at least x > 0, and then `step` such numbers further."""
     mantissa, exponent = torch.frexp(x)  # mantissa in [0.5, 1)
     half = 1 << (bits - 1)
     place = (mantissa * (2 * half)).ceil().int() - half + step
@@ -87,12 +91,12 @@ def _few_bits(x: Tensor, bits: int, step: int) -> Tensor:
 
 
 def _to_strips(tiles: Tensor) -> Tensor:
-    """[tiles along n, stretches of k, …] → flat, strip after strip of four tiles, stretch by stretch."""
+    """[tiles along n, parts along k, …] → flat: strip after strip, within a strip part after part along k."""
     return torch.cat([strip.transpose(0, 1).reshape(-1) for strip in tiles.split(STRIP)])
 
 
 def _from_strips(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The inverse of `_to_strips` for tiles of this shape."""
+    """The inverse of `_to_strips`; `shape` is that of the tiles."""
     tiles, stretches, *inner = shape
     widths = [min(STRIP, tiles - first) for first in range(0, tiles, STRIP)]
     each = flat.numel() // tiles
@@ -101,7 +105,7 @@ def _from_strips(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-    """codes [n, k] uint8 → words, flat int32; rows beyond n are zero."""
+    """codes [n, k] uint8 → the words of the layout above, flat int32; padding rows are zero."""
     n, k = codes.shape
     codes = functional.pad(codes, (0, 0, 0, -n % TILE))
     # block, operand n, output // 2, output % 2, depth, operand k, input // 8, input % 8 // 2, input % 2
@@ -125,7 +129,7 @@ def unpack_codes(words: Tensor, n: int, k: int) -> Tensor:
 
 
 def scale_dtype(scales: Tensor) -> torch.dtype | None:
-    """bf16 or fp16, whichever holds the scales exactly, or None."""
+    """bf16 or fp16: the first of the two that holds all scales exactly; None if neither does."""
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(scales.to(dtype).to(scales.dtype), scales):
             return dtype
@@ -133,7 +137,11 @@ def scale_dtype(scales: Tensor) -> torch.dtype | None:
 
 
 def pack_scales(scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """scales [n, groups] and zeros → flat int16, or int32 with zero points."""
+    """scales [n, groups] and zero points [n, groups] or None → the scales of the layout above, flat.
+
+    dtype    of the stored scales, bf16 or fp16
+    Returns  int16, or int32 with zero points
+    """
     n, groups = scales.shape
     bits = scales.to(dtype).contiguous().view(torch.int16)
     if zeros is not None:

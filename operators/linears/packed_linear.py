@@ -1,7 +1,8 @@
-"""The base of dense linear operators: an `nn.Linear` to PyTorch, whose weights are packed and no parameters.
+"""The base of dense linear operators: a subclass of `nn.Linear` whose weights are packed instead of parameters.
 
-PEFT and others want `nn.Linear`, `in_features`, `out_features`, `weight` and `bias`. The last two are properties that
-unpack. What is written to them in place, as PEFT merges an adapter, is packed again.
+Libraries such as PEFT use `nn.Linear`, `in_features`, `out_features`, `weight` and `bias`. Here `weight` and `bias` are
+properties that unpack at each access. Values written to them in place, as PEFT does to merge an adapter, are packed
+again.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ SOURCES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Unpacked(Tensor):
-    """A weight or bias as a tensor of its own, which is packed again after every operation that writes to it.
+    """An unpacked weight or bias. Every operation that writes to it also packs it again.
 
-    Views and `.data` of it are of this class, too; what else is computed from it is a plain tensor.
+    Its views and its `.data` are of this class, too. Other results computed from it are plain tensors.
     """
 
     _linear: PackedLinear
@@ -59,7 +60,10 @@ class Unpacked(Tensor):
             return found
 
     def _pack(self, data: Tensor | None) -> None:
-        """data: what was set as `.data`; None: something was written in place."""
+        """Pack the new values.
+
+        data    the tensor that was set as `.data`; None: the values were written in place
+        """
         if data is None:
             self._linear.write(self._name, self._whole)
         elif getattr(data, "_whole", None) is not self._whole:
@@ -76,7 +80,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function of torch changes its first argument, or `out`, by its name."""
+    """Whether a torch function changes its first argument or `out`. Judged by the function's name."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         in_place = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
@@ -94,7 +98,7 @@ def _warn_rounded(operator: str, weights: str) -> None:
 
 
 class PackedLinear(Operator, nn.Linear):
-    """y = x · Wᵀ + b; subclasses say how W is kept and multiplied.
+    """y = x · Wᵀ + b; subclasses define how W is packed and multiplied.
 
     An input on another device is copied to the operator's device, and the result is copied back. Gradients flow to the
     input, computed with the unpacked weight; weight and bias are frozen.
@@ -142,33 +146,33 @@ class PackedLinear(Operator, nn.Linear):
 
     @abstractmethod
     def accept(self, name: str, tensor: Tensor) -> None:
-        """Pack the whole weight [n, k], or keep the bias [n]; of a dtype of `SOURCES`."""
+        """Pack the whole weight [n, k], or keep the bias [n]. The tensor has one of the dtypes `SOURCES`."""
 
     @abstractmethod
     def unpacked(self, name: str) -> Tensor:
-        """`weight` [n, k], or `bias` [n] where there is one, in the model's dtype, where it is kept; a copy."""
+        """A copy of `weight` [n, k], or of `bias` [n] if there is one, in the model's dtype, on the device of W."""
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The unpacked weight [n, k] in the model's dtype, made at each access; what is written to it is packed."""
+        """The weight [n, k] in the model's dtype, unpacked at each access. Values written to it are packed again."""
         return Unpacked.of(self, "weight")
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        """The bias [n] in the model's dtype, as `weight`; or None."""
+        """The bias [n] in the model's dtype, or None. Values written to it are kept."""
         return Unpacked.of(self, "bias") if self.has_bias else None
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Pack other values of the shape [n, k], or [n]. Raises OperatorError for another shape or dtype."""
+        """Replace `weight` [n, k] or `bias` [n]. Raises OperatorError for another shape or dtype."""
         if name == "weight" and self.describe()["weights"] != "bf16":
             _warn_rounded(self.name, self.describe()["weights"])
         self.load(name, tensor, None, None)
         self.finish()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in_features] → [..., out_features], dtype and device kept.
+        """x [..., in_features] → [..., out_features], of x's dtype and on x's device.
 
-        Raises OperatorError for another width, or a dtype that is not served.
+        Raises OperatorError for another width, or for a dtype that the operator does not serve.
         """
         if torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
             return linear_op(x, self._handle)
@@ -176,7 +180,7 @@ class PackedLinear(Operator, nn.Linear):
 
     @abstractmethod
     def compute(self, x: Tensor) -> Tensor:
-        """forward without autograd."""
+        """`forward` without autograd."""
 
     @abstractmethod
     def compute_gradient(self, grad: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Which routed experts lie on a GPU beside the CPU, which holds all of them.
+"""Chooses the routed experts that are copied to the GPU. The CPU holds all experts in any case.
 
-A rule gives a number, a share, or a profile of the traffic; or it leaves the number to the memory that is left when
-everything else has its place. With a profile the most used experts go first, over all layers.
+A rule gives a number, a share, or a profile of the traffic. Or it gives `auto`: as many as fit in the memory that
+everything else leaves. With a profile, the most used experts of all layers come first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ktinject.support import Support
 
 @dataclass(frozen=True)
 class ExpertPlacement(Placement):
-    """The experts of one layer that lie on the GPU; the CPU has all of them."""
+    """The ids of one layer's experts that are copied to the GPU."""
 
     resident: tuple[int, ...]
 
@@ -33,9 +33,13 @@ class ExpertPlacement(Placement):
 def plan(
     modules: Mapping[str, nn.Module], config: Any, spare: Mapping[str, int]
 ) -> dict[str, ExpertPlacement | str]:
-    """Path → the experts that go to the GPU, or the reason why not; for modules with one config.
+    """Choose the resident experts of modules that share one config.
 
-    What does not fit the model is refused without a GPU, too: a rule file is right or wrong wherever it is tried.
+    modules  path → experts module
+    spare    device → bytes that may be used
+    Returns  path → placement, or the reason why the module is refused. On the CPU there are only refusals
+
+    Arguments that do not fit the model are refused without a GPU, too, so that a rule file can be checked anywhere.
     """
     specs: dict[str, ExpertsSpec] = {}
     placements: dict[str, ExpertPlacement | str] = {}
@@ -63,7 +67,7 @@ def plan(
 
 
 def _traffic(config: Any, specs: Mapping[str, ExpertsSpec]) -> dict[str, list[int]] | str:
-    """Path → how often each expert is asked for, as the rule's profile says; or what is wrong with the profile."""
+    """Path → how often each expert was chosen in the rule's profile, 0 without one; or what is wrong with the file."""
     profile = config.gpu_experts if str(config.gpu_experts).endswith(".json") else config.profile
     if profile is None:
         return {path: [0] * spec.num_experts for path, spec in specs.items()}
@@ -81,9 +85,9 @@ def _traffic(config: Any, specs: Mapping[str, ExpertsSpec]) -> dict[str, list[in
 def _counts_on_gpu(
     config: Any, specs: Mapping[str, ExpertsSpec], traffic: Mapping[str, list[int]], spare: int
 ) -> dict[str, int]:
-    """Path → how many of its experts go to the GPU.
+    """Path → how many of its experts are copied to the GPU.
 
-    spare   bytes that may be used on it
+    spare   bytes that may be used on the GPU
     """
     share = config.gpu_experts
     if isinstance(share, float):
@@ -102,15 +106,15 @@ def _counts_on_gpu(
     sizes = {path: expert_bytes[spec] for path, spec in specs.items()}
     if config.profile is not None or share != "auto":
         return gpu_experts.fill(traffic, sizes, max(0, room))
-    # Without a profile, each layer gets as many as the others.
+    # Without a profile, each layer gets the same number.
     each = max(0, room) // max(1, sum(sizes.values()))
     return {path: min(each, spec.num_experts) for path, spec in specs.items()}
 
 
 def ring_bytes(config: Any, spec: ExpertsSpec, packed: int) -> tuple[int, int]:
-    """What long prompts take on the GPU, at least and best; nothing where they stay on the CPU.
+    """Bytes (least, wanted) on the GPU for streaming the experts of long prompts; zeros if prompts stay on the CPU.
 
-    packed   bytes of all experts of the layer
+    packed   bytes of all experts of the layer, packed
     """
     if config.device == "cpu" or config.prefill == "cpu" or not StreamedExperts.support(spec):
         return 0, 0

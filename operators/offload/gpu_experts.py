@@ -1,7 +1,7 @@
-"""The experts of a layer that lie on a GPU beside the others on the CPU: which, where, and their part of the sum.
+"""The resident experts of a layer, which are on a GPU: which they are, where they lie, and how they are computed.
 
-They are copies: the CPU holds every expert. On the GPU an expert lies as it does in RAM, packed by the same code, so
-that placing one is a copy of bytes.
+They are copies, since the CPU holds every expert. An expert has the same packed layout on the GPU as in RAM, so placing
+one there only copies bytes.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from ktinject.checkpoints.json_text import parse_json
 from ktinject.errors import CheckpointError, OperatorError
 from ktinject.operators.offload.submits import OnGpu
 
-# Of a GPU's memory, what `auto` leaves for the cache of keys and values and for what layers compute in.
+# Memory that `gpu_experts: auto` leaves free for KV cache and activations: a share of the rest, plus some bytes.
 RESERVE_SHARE, RESERVE_BYTES = 0.15, 2**30
-# (token, slot) pairs that one launch takes: a dimension of a CUDA grid.
+# Pairs (token, expert of the token) in one launch: the limit of a dimension of a CUDA grid.
 MOST_PAIRS = 65535
-_PROFILE_BYTES = 16 << 20  # of 61 layers with 256 experts: 100 KB
+_PROFILE_BYTES = 16 << 20  # largest file that is read; 61 layers with 256 experts take 100 KB
 _AGAIN = "Make one with `ktinject profile MODEL --prompts FILE`."
 
 
 def read_profile(path: str) -> dict[str, list[int]]:
-    """How often each expert was chosen, by the path of its layer's experts, from what `ktinject profile` writes.
+    """Read a file that `ktinject profile` has written.
 
+    Returns  path of a layer's experts module → how often each of its experts was chosen
     Raises   OperatorError
     """
     try:
@@ -49,12 +50,17 @@ def read_profile(path: str) -> dict[str, list[int]]:
 
 
 def hottest(counts: Sequence[int], n: int) -> tuple[int, ...]:
-    """The n experts with the greatest counts, of equal ones the first, in ascending order."""
+    """The ids of the n experts with the greatest counts, in ascending order; of equal counts, the first expert."""
     return tuple(sorted(sorted(range(len(counts)), key=lambda e: (-counts[e], e))[:n]))
 
 
 def fill(counts: Mapping[str, Sequence[int]], expert_bytes: Mapping[str, int], room: int) -> dict[str, int]:
-    """How many experts of each layer fit into `room` bytes, the most often used for their bytes first."""
+    """How many experts of each layer to place in `room` bytes. Those with the most traffic per byte come first.
+
+    counts        path → how often each expert of the layer was chosen
+    expert_bytes  path → bytes of one expert of the layer
+    Returns       path → number of experts
+    """
     order = sorted(
         (-count / max(1, sum(layer)) / expert_bytes[path], rank, path)
         for path, layer in counts.items()
@@ -71,8 +77,10 @@ def fill(counts: Mapping[str, Sequence[int]], expert_bytes: Mapping[str, int], r
 class GpuExperts:
     """The resident experts of one layer on one CUDA device.
 
-    experts   packed for the GPU, all or only those that are resident; not kept
-    resident  their numbers
+    experts      source of the copies, in the GPU's format; at least the resident ones are loaded. Not kept
+    num_experts  of the layer
+    resident     ids of the experts to place
+    Raises       OperatorError if there is no room for them
     """
 
     def __init__(
@@ -103,19 +111,20 @@ class GpuExperts:
 
     @staticmethod
     def table_bytes(num_experts: int) -> int:
+        """Bytes on the GPU of the table of places and of the counts of traffic."""
         return 2 * 4 * num_experts
 
     def ask(self, ids: Tensor) -> OnGpu:
-        """For the submit of `ids` [m, t]; what it then holds goes to `forward`."""
+        """The argument `on_gpu` for the submit of `ids` [m, t]. Its `chosen` then goes to `forward`."""
         return OnGpu(self.places, torch.empty(ids.shape, dtype=torch.int32, device=ids.device), self.traffic)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum over the resident experts; only enqueues.
+        """The weighted sum over the resident experts of each token. Only enqueues kernels.
 
         x        [m, hidden] float32, bfloat16 or float16; rounded to bfloat16
-        chosen   [m, t] int32: places, or -1
-        weights  [m, t], as the handoff takes them
-        Returns  [m, hidden] float32, zero for a token that none of them serves
+        chosen   [m, t] int32: places of resident experts; -1 for other experts
+        weights  [m, t] float32, bfloat16 or float16
+        Returns  [m, hidden] float32; zero for a token without a resident expert
         """
         x, weights = x.contiguous(), weights.contiguous()
         if x.data_ptr() % 16:

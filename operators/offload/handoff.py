@@ -1,27 +1,25 @@
-"""Work for the CPU's experts that is handed in by one call and waited for by another.
+"""Hands work to the experts on the CPU: one call submits it, and another call waits for the result.
 
     ticket = handoff.submit(x, ids, weights)      # returns at once, on a GPU in the order of the current stream
-    …                                             # what the device does meanwhile
-    out = handoff.wait(ticket)                    # [m, hidden], where and as x was
+    …                                             # other work of the device
+    out = handoff.wait(ticket)                    # [m, hidden], of x's dtype, on x's device
 
 Several submits may be under way; they are computed in the order in which they were submitted. On a CUDA device both
-calls only put kernels into the current stream, so both can be captured in a graph, and each replay is a new submit and
-a new wait. Graphs hold submits of any number of tokens, and keep their buffers as long as they live. On the CPU a
-thread of the native core computes while the caller goes on.
+calls only put kernels into the current stream. So a CUDA graph can capture both, and each replay is a new submit and
+a new wait. A graph may hold submits of any number of tokens, and keeps their buffers alive. On the CPU, a thread of
+the native core computes while the caller continues.
 
-A failure in the experts never hangs the GPU: it gets NaN. On a CUDA device `wait` returns before the answer is there,
-so either it or the next submit, wait or check raises OperatorError; once, in one thread.
-Whoever replays a graph may call `wake()` before: a GPU cannot wake a sleeping thread, so without it the first answer
-comes up to 50 us later, or 1 ms after a second without work. `check()` of the operators, after one has looked at the
-result, says what went wrong.
+A failure in the experts never hangs the GPU: the result is NaN. On a CUDA device `wait` returns before the result is
+there, so the error is raised by this call or by the next submit, wait or check; once, in one thread. After a replay,
+call `check()` when the result has been read. Call `wake()` before a replay: a GPU cannot wake a sleeping thread, so
+without it the first result comes up to 50 us later, or up to 1 ms later if there was no work for a second.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -39,21 +37,24 @@ from ktinject.operators.offload.submits import (
     Routing,
     Slots,
     Ticket,
+    live_rows,
     mode_of,
+    of_ranks,
     take_from,
     take_shared,
 )
 
-# Answers that kernels may still be reading.
+# Answers in page-locked memory that kernels may still be reading, each with an event that follows those kernels.
 _read: deque[tuple[torch.cuda.Event, Tensor]] = deque()
 _read_lock = threading.Lock()
 
 
 class Handoff:
-    """The way of one layer to its experts on the CPU.
+    """Submits the work of one layer to its experts on the CPU.
 
-    experts  filled; must not be closed while submits are under way
-    mode     how a CUDA device tells the CPU: mapped flags, or host functions where those do not work (auto)
+    experts  the layer's experts, with weights; must not be closed while submits are under way
+    mode     how a CUDA device signals the CPU: by flags in mapped memory, or by host functions of the stream; auto:
+             flags where they work
     """
 
     def __init__(self, experts: _native.Experts, hidden_size: int, mode: Mode = "auto") -> None:
@@ -61,15 +62,15 @@ class Handoff:
         self._hidden = hidden_size
         self._mode = mode
         self._channels: dict[torch.device, _native.Channel] = {}
-        self._own: dict[torch.device, Slots] = {}  # for up to MOST_TOKENS tokens
-        self._others: set[Slots] = (
-            set()
-        )  # shared ones that were used, and own ones that wider ones have replaced
+        self._own: dict[torch.device, Slots] = {}  # slots of up to MOST_TOKENS tokens
+        # Keeps alive the shared slots that were used, and own slots that wider ones have replaced.
+        self._others: set[Slots] = set()
 
     def prepare(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Take the buffers for a CUDA device now, as the first submit would.
+        """Allocate the buffers for a CUDA device now instead of at the first submit.
 
-        Raises   OperatorError if there is no room for them, or `flags` were asked for and do not work
+        dtype    of the tokens that will be submitted
+        Raises   OperatorError if there is no room for them, or mode is `flags` and flags do not work
         """
         held = self._own.get(device)
         size = MOST_TOKENS * self._hidden * dtype.itemsize
@@ -102,12 +103,12 @@ class Handoff:
         x        [m, hidden] float32, bfloat16 or float16, on the CPU or a CUDA device
         ids      [m, t] int64 or int32 on the same device; -1 and num_experts are skipped
         weights  [m, t] float32, bfloat16 or float16 on the same device
-        on_gpu   experts that lie on the device, which the CPU leaves out
-        ranks    first and end: only these of a token's experts, as `of_ranks` numbers them
-        routing  ids (int64) and weights (of the logits' dtype), both contiguous, are written by this instead of read;
-                 on a CUDA device, in a graph or for up to MOST_TOKENS tokens
-        Returns  a ticket to be given to `wait` once
-        Raises   OperatorError for shapes, dtypes and devices, and for what went wrong before
+        on_gpu   the experts that are on the device; the CPU skips them
+        ranks    (first, end): compute only the experts of a token with these ranks; see `of_ranks`
+        routing  the submit chooses the experts itself, and writes ids (int64) and weights (the logits' dtype), both
+                 contiguous, instead of reading them; only on a CUDA device, in a graph or for up to MOST_TOKENS tokens
+        Returns  a ticket, to be given to `wait` once
+        Raises   OperatorError for wrong shapes, dtypes or devices, and for failures of earlier submits
         """
         self._check(x, ids, weights)
         capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -129,7 +130,7 @@ class Handoff:
             self.check()
         channel, live = self._channels[x.device], live_rows(x)
         x = x.contiguous()
-        if routing is None:  # else they are written
+        if routing is None:  # else the submit writes to them, so they must not be copies
             ids, weights = ids.contiguous(), weights.contiguous()
         ticket.stream = torch.cuda.current_stream(x.device).cuda_stream
         ticket.captured = capturing
@@ -169,12 +170,12 @@ class Handoff:
         addend: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """The result of a submit; on a CUDA device in the order of the current stream.
+        """The result of a submit: out = round(experts + addend) + residual. On a GPU, only the current stream waits.
 
-        out      [m, hidden] contiguous, of x's dtype and device, to write to; None: a new tensor
-        addend   [m, hidden] float32 contiguous on x's device, added before rounding
-        residual [m, hidden] contiguous, of x's dtype and device, added after rounding
-        Raises   OperatorError for what the experts raised, or if nobody answered within the timeout
+        out       [m, hidden] contiguous, of x's dtype and device, receives the result; None: a new tensor
+        addend    [m, hidden] float32 contiguous on x's device, added before rounding
+        residual  [m, hidden] contiguous, of x's dtype and device, added after rounding
+        Raises    OperatorError for failures of the experts, or if no answer came within the timeout
         """
         if out is None:
             out = torch.empty(ticket.shape, dtype=ticket.dtype, device=ticket.device)
@@ -222,7 +223,7 @@ class Handoff:
         return out
 
     def check(self) -> None:
-        """Raise OperatorError for what went wrong in submits so far; looks at two words of memory."""
+        """Raise OperatorError for a failure of a submit so far. Cheap: reads two words of memory for each device."""
         for channel in self._channels.values():
             try:
                 channel.check()
@@ -230,7 +231,7 @@ class Handoff:
                 raise OperatorError(f"handoff: {error}.") from None
 
     def forget(self) -> None:
-        """Wait for what is under way, and drop what went wrong in it: for whoever has an exception to raise already."""
+        """Wait for all submits under way and discard their failures. For a caller that raises another error already."""
         for device, channel in self._channels.items():
             for _ in ("who waits", "what was computed"):
                 with suppress(IndexError, ValueError, RuntimeError):
@@ -238,20 +239,24 @@ class Handoff:
                     channel.check()
 
     def describe(self, device: torch.device) -> str:
-        """How a CUDA device would tell the CPU, and why, for the plan."""
+        """How a CUDA device will signal the CPU, and why, in words for the plan."""
         if self._mode != "auto":
             return self._mode
         if not has_gpu(str(device)) or not _native.cuda_built():
-            return "flags"  # what a GPU that is planned for, but cannot be asked, most likely has
+            return "flags"  # the plan is for a GPU that is not here; flags work on nearly all
         reason = _native.why_no_flags(device.index)
         return f"host_func, since mapped flags do not work here: {reason}" if reason else "flags"
 
     def exchange(
         self, shapes: _native.Resident, leaving: int, coming: int, place: int, places: Tensor, memory: Tensor
     ) -> None:
-        """Put expert `coming` to where `leaving` lies, in the current stream, which must not be one that submits.
+        """Replace resident expert `leaving` by expert `coming`. Returns when the new expert can be used.
 
-        Waits for steps under way that may use `leaving`, but keeps none waiting; returns when the table says so.
+        place    index of the expert in `memory` to overwrite
+        places   [num_experts] int32 on the GPU: expert → place, or -1
+        memory   the resident experts, packed, on the GPU
+
+        Steps under way that may use `leaving` end first; later steps do not wait. The current stream must not submit.
         """
         self._channels[memory.device].exchange(
             shapes,
@@ -265,18 +270,18 @@ class Handoff:
         )
 
     def read(self, counts: Tensor) -> Tensor:
-        """A small tensor of a CUDA device, as it is now, through the current stream, whoever captures meanwhile."""
+        """Copy a CUDA tensor to the CPU by the current stream. Allowed while another thread captures a graph."""
         out = torch.empty_like(counts, device="cpu")
         here, there = address("counts", counts, counts.device), address("out", out, out.device)
         _native.read_device(here, there, counts.nbytes, stream_of(counts.device))
         return out
 
     def modes(self) -> dict[torch.device, Mode]:
-        """How each device that was used tells the CPU."""
+        """Device → how it signals the CPU, for all devices used so far."""
         return {device: slots.mode for device, slots in self._own.items()}
 
     def _take(self, x: Tensor, routes: int, stream: int) -> tuple[Slots, int]:
-        """A slot for a request. Raises OperatorError."""
+        """A free slot for a submit of x with `routes` pairs of an id and a weight. Raises OperatorError."""
         own = self._own[x.device]
         if x.shape[0] <= MOST_TOKENS:
             slot = own.take()
@@ -288,7 +293,7 @@ class Handoff:
         try:
             if own.mode == "flags":
                 slots, slot = take_shared(x.device, stream, x.nbytes, routes)
-            else:  # a host function cannot tell whose slot it is, if one gets none
+            else:  # layers cannot share slots here: a host function does not know which layer has the slot
                 slots, slot = take_from(self._others, x.device, x.nbytes, routes, own.mode)
         except (RuntimeError, MemoryError) as error:
             raise OperatorError(
@@ -321,7 +326,7 @@ class Handoff:
             )
 
     def _add(self, answer: Tensor, addend: Tensor, out: Tensor) -> None:
-        """out = answer + addend; the answer is on the CPU, in page-locked memory where out is on a GPU."""
+        """out = answer + addend. The answer is on the CPU, in page-locked memory if `out` is on a GPU."""
         if not out.is_cuda or self._hidden % 8:
             torch.add(answer.to(out.device), addend, out=out)
             return
@@ -333,7 +338,7 @@ class Handoff:
             CODES[out.dtype],
             stream_of(out.device),
         )
-        # torch knows nothing of who reads there, and would give the memory to the next answer.
+        # torch does not know that a kernel reads the answer, and would reuse its memory too early.
         with _read_lock:
             while _read and _read[0][0].query():
                 _read.popleft()
@@ -378,7 +383,7 @@ class Handoff:
 
 
 def _on_host(*tensors: Tensor) -> list[Tensor]:
-    """Contiguous copies on the CPU of what is on a GPU, by way of page-locked memory, waited for once."""
+    """Contiguous tensors on the CPU. Those of a GPU are copied to page-locked memory, with one wait for all of them."""
     if not tensors[0].is_cuda:
         return [tensor.contiguous() for tensor in tensors]
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
@@ -388,43 +393,6 @@ def _on_host(*tensors: Tensor) -> list[Tensor]:
     return copies
 
 
-def of_ranks(ids: Tensor, weights: Tensor, first: int, end: int) -> Tensor:
-    """ids [m, t] with -1 for all but the experts of a token of ranks first to end - 1 by |weight|.
-
-    Rank 0 has the greatest weight [m, t]; of equal ones, the first in its row.
-    """
-    order = weights.abs().argsort(dim=-1, descending=True, stable=True)
-    ranks = order.argsort(dim=-1)
-    return ids.masked_fill((ranks < first) | (ranks >= end), -1)
-
-
-class _Rows(threading.local):
-    live: Tensor | None = None
-
-
-_rows = _Rows()
-
-
-@contextmanager
-def only(live: Tensor | None) -> Iterator[None]:
-    """Within, experts are computed for some rows alone; the others get zeros. For steps with rows that nobody reads.
-
-    live     [m] bool on a CUDA device; read when a submit runs, also in a graph. Submits on another device, or of
-             another number of tokens, are not concerned. None: all rows
-    """
-    before, _rows.live = _rows.live, live
-    try:
-        yield
-    finally:
-        _rows.live = before
-
-
-def live_rows(x: Tensor) -> Tensor | None:
-    """What `only` says of the rows of x."""
-    live = _rows.live
-    return live if live is not None and live.device == x.device and len(live) == len(x) else None
-
-
 def wake() -> None:
-    """Wake the thread that answers, before a graph with submits in it is replayed: without, it is asleep or naps."""
+    """Wake the dispatcher thread. Call it before a graph with submits is replayed: a GPU cannot wake the thread."""
     _native.handoff_wake()

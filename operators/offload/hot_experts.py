@@ -1,9 +1,9 @@
-"""`dynamic: true`: the experts on the GPU follow the traffic, between steps and without holding one up.
+"""`dynamic: true`: keeps the experts on the GPU that are used most at present, without delaying any step.
 
-The submits count on the GPU which experts are asked for. A thread looks at the counts while there is traffic, and
-exchanges an expert on the GPU for one that has become hotter. An exchange takes the leaving expert off the table, waits
-on the GPU for steps that may have seen it there, copies the other from RAM, and puts it on the table; steps that run
-meanwhile find both on the CPU.
+Submits count on the GPU how often each expert is asked for. While there is traffic, a thread reads the counts and
+replaces an expert on the GPU by one that is used more. It removes the old expert from the table of places, waits on
+the GPU for steps that may have seen it there, copies the new expert from RAM and enters it in the table. Steps that run
+meanwhile find neither in the table, so the CPU computes both.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from ktinject.operators.offload.handoff import Handoff
 
 logger = logging.getLogger("ktinject")
 
-PERIOD_S = 0.1  # between two looks
-DECAY = 0.9  # what is left of a count at the next look: traffic of the last second or so decides
-# An expert comes in only if it is clearly hotter, or two equal ones would be exchanged for ever.
+PERIOD_S = 0.1  # seconds between two looks at the counts
+DECAY = 0.9  # factor of older counts at each look, so about the last second of traffic decides
+# An expert must be clearly hotter than the one it replaces: else two equal ones would be exchanged again and again.
 CLEARLY, AT_LEAST = 1.25, 4.0
-MOST_AT_ONCE = 2  # exchanges of a layer at one look: copies compete with the CPU's experts for memory
+# Exchanges of a layer at one look: copies compete with the CPU's experts for memory bandwidth.
+MOST_AT_ONCE = 2
 
 
 def exchanges(heat: Tensor, resident: list[int]) -> list[tuple[int, int]]:
-    """Which experts should change places: (leaving, coming), at most MOST_AT_ONCE.
+    """The exchanges to make.
 
-    heat      [num_experts] how much each was asked for lately
-    resident  those on the GPU
+    heat      [num_experts] float32: how often each expert was asked for lately
+    resident  ids of the experts on the GPU
+    Returns   at most MOST_AT_ONCE pairs (id to remove from the GPU, id to copy to it)
     """
     here = torch.zeros(len(heat), dtype=torch.bool)
     here[resident] = True
@@ -50,7 +52,7 @@ def exchanges(heat: Tensor, resident: list[int]) -> list[tuple[int, int]]:
 
 
 class Layer(Protocol):
-    """A layer with experts on the GPU."""
+    """What a Follower needs of a layer with experts on the GPU."""
 
     num_experts: int
     on_gpu: GpuExperts | None
@@ -58,7 +60,7 @@ class Layer(Protocol):
 
 
 class Follower:
-    """Follows the traffic of one layer; the layer itself is not kept alive."""
+    """Follows the traffic of one layer and exchanges its experts. Does not keep the layer alive."""
 
     def __init__(self, operator: Layer) -> None:
         assert operator.on_gpu is not None
@@ -72,11 +74,11 @@ class Follower:
                 threading.Thread(target=_follow, name="ktinject-hot-experts", daemon=True).start()
 
     def is_gone(self) -> bool:
-        """Whether the layer is."""
+        """Whether the layer has been deleted."""
         return self._operator() is None
 
     def look(self) -> bool:
-        """Exchange what should be; False when the layer is gone."""
+        """Read the counts once and make the exchanges. Returns False if the layer has been deleted."""
         operator = self._operator()
         if operator is None or operator.on_gpu is None:
             return False
@@ -107,7 +109,7 @@ def _follow() -> None:
             try:
                 if not follower.look():
                     gone.append(follower)
-            except Exception as error:  # whatever the driver says; the layer works on as it is
+            except Exception as error:  # an error of CUDA, most likely; the layer itself still works
                 logger.warning("the experts on the GPU stay where they are: %s", error)
                 gone.append(follower)
         with _lock:

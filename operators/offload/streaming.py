@@ -1,15 +1,16 @@
-"""Long prompts: a layer's packed experts pass through a GPU while it computes.
+"""Long prompts: the packed experts of each layer are streamed to the GPU, which computes them.
 
-The experts stay where they are, packed in RAM and page-locked. A ring of slots on the GPU takes them in, some experts
-at a time, and runs ahead of the computation into the layers that follow, so that the bus never waits for an attention.
-What came in is unpacked to bf16 and multiplied with the rows of those experts. So a layer takes the time of the bus,
-however many tokens there are.
+The experts stay packed in page-locked RAM. A ring of slots on the GPU receives copies of them, a chunk of experts at a
+time. Copies run ahead of the computation, also into the next layers, so that the bus is busy during attention, too. The
+GPU unpacks each chunk to bf16 and multiplies it with the tokens of its experts. So the time of a layer is that of the
+bus, for any number of tokens.
 
-Where CPU and bus take about equally long, each gets a part of the experts, and both work at the same time. The CPU gets
-its part first, and a kernel reads its answer from page-locked RAM: a copy would queue up behind the experts that were
-sent ahead.
+If CPU and bus need about equally long, each gets a part of the experts, and both work at the same time. The CPU gets
+its part first. A kernel reads its result directly from page-locked RAM, since a copy would wait behind the experts that
+are queued for the bus.
 
-There is one ring a device. It knows the order of the layers; what it fetched ahead for another layer is dropped.
+Each device has one ring, which knows the order of the layers. Chunks that it fetched for another layer than the one
+that comes next are dropped.
 """
 
 from __future__ import annotations
@@ -33,23 +34,24 @@ from ktinject.support import SUPPORTED, Support
 
 log = logging.getLogger("ktinject")
 
-# Unpacked weights that are multiplied at a time. Smaller ones leave the GPU idle between launches, bigger ones cost
-# memory and the time of the first copy.
+# Bytes of a chunk after unpacking. With smaller chunks, the GPU is idle between launches; larger ones cost memory, and
+# the first copy takes longer.
 CHUNK_BYTES = 256 << 20
-# One is unpacked while the others are filled.
+# One slot is unpacked while the others are filled.
 SLOTS = 3
-# Never streamed below: the rates are measured with many tokens, and decoding is not to depend on them.
+# With fewer tokens, `auto` never streams: rates are measured with many tokens, and decoding must not depend on them.
 FEWEST_TOKENS = 128
 _ALL = 1 << 30
-# One answer a token and expert is kept until all experts have passed; more tokens than fit go through in parts.
+# Bytes for the answers of a layer, one for each pair of a token and an expert. They are kept until all experts have
+# passed, so a longer prompt goes through the layer in parts.
 ANSWER_BYTES = 1 << 30
 
 
 @dataclass
 class _Slot:
-    memory: Tensor  # uint8 on the GPU
-    filled: torch.cuda.Event  # its copy has ended
-    usable: torch.cuda.Event  # what it held has been unpacked
+    memory: Tensor  # [bytes] uint8 on the GPU
+    filled: torch.cuda.Event  # the copy into it has ended
+    usable: torch.cuda.Event  # its chunk has been unpacked, so the next copy may begin
 
 
 @dataclass
@@ -65,7 +67,7 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.lock = threading.Lock()  # held for a layer: the workspace is one
+        self.lock = threading.Lock()  # held during a layer, since there is only one workspace
         self._layers: list[weakref.ref[StreamedExperts]] = []
         self._stream = torch.cuda.Stream(device)
         self._chunk_bytes = 0  # of unpacked weights
@@ -73,21 +75,21 @@ class Ring:
         self._free: deque[_Slot] = deque()
         self._ahead: deque[_Copy] = deque()  # oldest first
         self._idle = torch.cuda.Event()  # the workspace is free
-        self.passing = _ALL  # experts of a layer that pass, the first ones
+        self.passing = _ALL  # how many experts of a layer are streamed: the first ones
 
     def join(self, layer: StreamedExperts) -> None:
-        """Layers pass in the order in which they join."""
+        """Add a layer. Layers are streamed in the order in which they join."""
         self._layers = [held for held in self._layers if held() is not None] + [weakref.ref(layer)]
 
     def bytes(self) -> int:
-        """What the ring holds on the device."""
+        """Bytes that the ring holds on the device."""
         slots = [*self._free, *(copy.slot for copy in self._ahead)]
         return sum(t.numel() * t.element_size() for t in [self._workspace, *(slot.memory for slot in slots)])
 
     def reserve(self) -> None:
-        """Take slots and workspace for the layers there are, smaller ones where memory is short.
+        """Allocate slots and workspace that suit all layers. If memory is short, use smaller chunks.
 
-        Raises   torch.OutOfMemoryError if there is no room for one expert
+        Raises   torch.OutOfMemoryError if there is no room for chunks of one expert
         """
         layers = [layer for held in self._layers if (layer := held()) is not None]
         least = max(layer.expert_bytes for layer in layers)
@@ -112,13 +114,13 @@ class Ring:
                 wanted = max(wanted // 2, least)
         for part in memory:
             slot = _Slot(part, torch.cuda.Event(), torch.cuda.Event())
-            # The memory may have been something else a moment ago, in this stream.
+            # The memory may come from a tensor that queued kernels of this stream still use.
             slot.usable.record(torch.cuda.current_stream(self.device))
             self._free.append(slot)
         self._chunk_bytes = wanted
 
     def chunks(self, layer: StreamedExperts) -> list[tuple[int, int]]:
-        """(first expert, count) of what passes together."""
+        """(first expert, count) of each chunk of a layer."""
         most, experts = layer.most_experts(self._chunk_bytes), min(self.passing, layer.spec.num_experts)
         return [(first, min(most, experts - first)) for first in range(0, experts, most)]
 
@@ -156,7 +158,7 @@ class Ring:
             copy = self._ahead.popleft()
             if copy.layer() is layer and copy.experts == experts:
                 return copy.slot
-            self._free.append(copy.slot)  # something else came than what was foreseen
+            self._free.append(copy.slot)  # fetched for another layer than the one that is computed
         self._copy(layer, index)
         return self._ahead.popleft().slot
 
@@ -193,12 +195,15 @@ class Ring:
 
 
 def expert_bytes(spec: ExpertsSpec) -> int:
-    """Of one expert, unpacked to bf16."""
+    """Bytes of one expert, unpacked to bf16."""
     return 2 * (3 if spec.has_gate else 2) * spec.intermediate_size * spec.hidden_size
 
 
 def ring_bytes(spec: ExpertsSpec, packed_bytes: int) -> tuple[int, int]:
-    """What a ring takes for experts of so many bytes, packed: with one at a time, and with full chunks."""
+    """Bytes of a ring on the device: with chunks of one expert, and with chunks of CHUNK_BYTES.
+
+    packed_bytes   of one expert
+    """
     unpacked = expert_bytes(spec)
     each = unpacked + SLOTS * packed_bytes
     return each, each * max(1, min(spec.num_experts, CHUNK_BYTES // unpacked))
@@ -208,9 +213,9 @@ _rings: weakref.WeakValueDictionary[torch.device, Ring] = weakref.WeakValueDicti
 
 
 class StreamedExperts:
-    """The experts of one layer, computed on a GPU from what passes through its ring.
+    """The experts of one layer, streamed through the ring of a device and computed there.
 
-    native  filled
+    native  the experts in RAM, with weights
     """
 
     def __init__(self, spec: ExpertsSpec, native: _native.Experts, device: torch.device) -> None:
@@ -246,12 +251,15 @@ class StreamedExperts:
         first_experts: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """x [m, hidden], ids and weights [m, t] on the GPU → [m, hidden] in `dtype`, or x's.
+        """The weighted sum of the experts' outputs. Expert weights and activations are bf16, sums are fp32.
 
-        first_experts  only so many pass, the first ones; what others would add is left out
-        Ids of -1 and num_experts are skipped. Weights and activations are rounded to bf16, products summed in fp32.
-        Raises   OperatorError for any other id that is no expert, torch.OutOfMemoryError where there is no room for
-                 one expert and a few tokens
+        x              [m, hidden] on the GPU
+        ids, weights   [m, t] on the GPU; ids of -1 and num_experts are skipped
+        first_experts  compute only the experts with smaller ids; None: all
+        dtype          of the result; None: that of x
+        Returns        [m, hidden]
+        Raises         OperatorError for an invalid id; torch.OutOfMemoryError if there is no room for one expert and
+                       FEWEST_TOKENS tokens
         """
         out = torch.empty_like(x, dtype=dtype or x.dtype)
         most = max(1, ANSWER_BYTES // (2 * ids.shape[1] * self.spec.hidden_size))
@@ -280,7 +288,7 @@ class StreamedExperts:
         order = expert.argsort(stable=True)
         ends = torch.bincount(expert, minlength=experts + 1).cumsum(0)
         rows = x.to(torch.bfloat16)
-        # One row for every (token, slot), so that the sum at the end has one order.
+        # One row for each pair (token, expert of the token), so that the sum at the end always has the same order.
         answers = torch.zeros(m * t, spec.hidden_size, dtype=torch.bfloat16, device=x.device)
         *host_ends, found = [0, *torch.cat([ends, strangers.sum()[None]]).tolist()]
         if found:
@@ -304,14 +312,14 @@ class StreamedExperts:
             answers[slots] = y.to(torch.bfloat16)
         known = (expert < experts).view(m, t, 1)
         scale = torch.where(known, weights.unsqueeze(-1).float(), 0.0)
-        # One slot after the other: [m, t, hidden] in fp32 would be twice the answers.
+        # One expert of each token at a time: [m, t, hidden] in fp32 would take twice the memory of the answers.
         total = torch.zeros(m, spec.hidden_size, device=x.device)
         for slot in range(t):
             total.addcmul_(answers.view(m, t, -1)[:, slot], scale[:, slot])
         return total
 
     def _activated(self, gate_up: Tensor) -> Tensor:
-        """[rows, n] bfloat16, or float32 → [rows, intermediate] bfloat16; computed in fp32, rounded once."""
+        """[rows, n] bfloat16 or float32 → [rows, intermediate] bfloat16; computed in fp32, rounded once."""
         out = gate_up.new_empty(gate_up.shape[0], self.spec.intermediate_size, dtype=torch.bfloat16)
         self.source.activate(
             address("gate_up", gate_up, gate_up.device),

@@ -1,9 +1,10 @@
-"""What is under way between a GPU and the CPU's experts: tickets, their slots, and what a submit asks for."""
+"""The data of a submit: its ticket, the slot with its buffers, and its options (resident experts, routing)."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import MutableSet
+from collections.abc import Iterator, MutableSet
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 from weakref import WeakSet
 
@@ -15,17 +16,17 @@ from ktinject.addresses import CODES, address
 
 Mode = Literal["auto", "flags", "host_func"]
 
-# Tokens that a layer's own slots hold: decoding with room for drafts. Longer submits into a stream, which only graphs
-# have, take slots that layers share.
+# Tokens in each slot that a layer owns: enough for decode steps, also of small batches or with speculated tokens. A
+# longer submit goes into a stream only within a graph, and takes a slot that layers share.
 MOST_TOKENS = 32
-# Submits of one owner under way at the same time. Deferral needs two.
+# Submits of one layer that may be under way at the same time. Deferral needs two.
 SLOTS = 4
 # The native core's limit.
 MOST_EXPERTS_PER_TOKEN = 64
 
 
 class Ticket:
-    """One submit. Dropping it without waiting drops the answer."""
+    """One submit. If a ticket is deleted without a wait, the answer is discarded and the slot is freed."""
 
     __slots__ = (
         "captured",
@@ -56,11 +57,11 @@ class Ticket:
 
 
 class OnGpu:
-    """What one submit has to know of the experts on its device.
+    """The resident experts, as one submit needs to know them. All tensors are on the GPU.
 
-    places   [num_experts] int32: where an expert lies, or -1
-    chosen   [m, t] int32, written by the submit: what `places` said of each id, then
-    traffic  [num_experts] int32, or None: counts how often each is asked for
+    places   [num_experts] int32: expert → place in the GPU's memory, or -1 if it is not there
+    chosen   [m, t] int32, written by the submit: the place of each id at that moment, or -1. `places` may change later
+    traffic  [num_experts] int32, or None: counts how often each expert is asked for
     """
 
     __slots__ = ("chosen", "places", "traffic")
@@ -69,7 +70,7 @@ class OnGpu:
         self.places, self.chosen, self.traffic = places, chosen, traffic
 
     def addresses(self, ids: Tensor) -> tuple[int, int, int]:
-        """For a submit of these ids. Raises ValueError."""
+        """The addresses of places, chosen and traffic, for a submit of these ids. Raises ValueError for a misfit."""
         like = ids.device, torch.int32
         return (
             address("places", self.places, *like),
@@ -78,7 +79,11 @@ class OnGpu:
         )
 
     def split(self, ids: Tensor) -> Tensor:
-        """Write `chosen`, and return what is left for the CPU; ids that are no expert are its to refuse."""
+        """Write `chosen`, as the submit kernel does, for a submit that goes through the host.
+
+        ids      [m, t]
+        Returns  [m, t]: the ids for the CPU, and -1 for resident experts. An invalid id stays: the CPU refuses it
+        """
         known = (ids >= 0) & (ids < self.places.shape[0])
         places = self.places[ids.clamp(0, self.places.shape[0] - 1).long()]
         self.chosen.copy_(places.masked_fill(~known, -1))
@@ -86,21 +91,61 @@ class OnGpu:
 
 
 class Routing(NamedTuple):
-    """A submit that chooses the experts itself, on the device: by softmax over logits [m, num_experts].
+    """For a submit that chooses the experts itself on the GPU, by softmax.
 
-    normed   the weights are divided by their sum
+    logits   [m, num_experts] contiguous, on the GPU
+    normed   divide the weights of the chosen experts by their sum
     """
 
     logits: Tensor
     normed: bool
 
 
-class Slots:
-    """Slots on one CUDA device, and which of them are free.
+def of_ranks(ids: Tensor, weights: Tensor, first: int, end: int) -> Tensor:
+    """ids [m, t], with -1 for the experts of a token whose rank is not in first … end - 1.
 
-    size     bytes of a request's tokens, and as many of the answer, that each slot holds
-    routes   pairs of an id and a weight that each slot holds
-    stream   that of all submits that use them, for slots that several layers share
+    Rank 0 has the greatest |weight| of weights [m, t]; of equal ones, the first in its row.
+    """
+    order = weights.abs().argsort(dim=-1, descending=True, stable=True)
+    ranks = order.argsort(dim=-1)
+    return ids.masked_fill((ranks < first) | (ranks >= end), -1)
+
+
+class _Rows(threading.local):
+    live: Tensor | None = None
+
+
+_rows = _Rows()
+
+
+@contextmanager
+def only(live: Tensor | None) -> Iterator[None]:
+    """Inside the `with` block, this thread's submits compute only some rows; other rows get zeros. For ended requests.
+
+    live     [m] bool on a CUDA device: the rows to compute; None: all rows. Read when a submit's kernel runs, also in a
+             replayed graph. Submits on another device, or of another number of tokens, compute all rows
+    """
+    before, _rows.live = _rows.live, live
+    try:
+        yield
+    finally:
+        _rows.live = before
+
+
+def live_rows(x: Tensor) -> Tensor | None:
+    """The rows of x that `only` selects, as [m] bool; None for all rows."""
+    live = _rows.live
+    return live if live is not None and live.device == x.device and len(live) == len(x) else None
+
+
+class Slots:
+    """Slots of one CUDA device, and which of them are free. A slot holds the buffers of one submit.
+
+    count    number of slots
+    size     bytes for the tokens in each slot, and the same again for the answer
+    routes   pairs of an id and a weight in each slot
+    mode     `flags` or `host_func`
+    stream   for slots that several layers share: the handle of the one stream of all their submits; else None
     """
 
     def __init__(
@@ -130,12 +175,12 @@ class Slots:
     def give(self, slot: int) -> None:
         with self._lock:
             self._free.append(slot)
-            # The lowest first, always: streams that take several take them in the same order and cannot block
-            # each other.
+            # Always the lowest first. So streams that take several slots take them in the same order, and cannot
+            # wait for each other in a circle.
             self._free.sort(reverse=True)
 
     def drop(self, ticket: Ticket) -> None:
-        """Free the slot of a ticket that nobody waited for. One captured in a graph has nothing to free."""
+        """Free the slot of a ticket that gets no wait. Outside of graphs, a wait is queued that discards the answer."""
         if not ticket.captured and ticket.channel is not None:
             ticket.channel.wait(
                 self.native,
@@ -152,23 +197,23 @@ class Slots:
 
 
 def mode_of(device: torch.device, mode: Mode) -> Mode:
-    """`flags` or `host_func`, whichever `auto` means on a CUDA device."""
+    """The mode, with `auto` resolved to `flags` where they work on the CUDA device, else `host_func`."""
     if mode != "auto":
         return mode
     assert device.index is not None
     return "host_func" if _native.why_no_flags(device.index) else "flags"
 
 
-# Slots for submits of more than MOST_TOKENS tokens, which only graphs have: a prompt of 8,192 tokens of DeepSeek-V3 is
-# 2 x 117 MB. Layers capture into one stream one after the other, so they can use the same slots; and so can graphs that
-# were captured in one stream: where two of them are replayed at once, one waits for the other on the device. What holds
-# the Slots is the layers that have used them; without them, the graphs hold what is native of them.
+# Slots for captured submits of more than MOST_TOKENS tokens. They are large (2 x 117 MB for 8,192 tokens of
+# DeepSeek-V3), so layers share them: layers that submit into one stream do so one after the other. Graphs captured in
+# one stream share them, too; if two such graphs are replayed at once, one waits for the other on the device.
+# The layers that have used a Slots object keep it alive. When they are gone, the graphs keep its native part alive.
 _shared: WeakSet[Slots] = WeakSet()
 _lock = threading.Lock()
 
 
 def take_shared(device: torch.device, stream: int, size: int, routes: int) -> tuple[Slots, int]:
-    """`take_from` the slots that layers share which submit into a stream."""
+    """A free slot of those that layers share for submits into one stream; see `take_from`."""
     return take_from(_shared, device, size, routes, "flags", stream)
 
 
@@ -180,9 +225,13 @@ def take_from(
     mode: Mode,
     stream: int | None = None,
 ) -> tuple[Slots, int]:
-    """The smallest slot of the pool that is free and has room for such a request; a new one if there is none.
+    """Take the smallest free slot of a pool that is large enough; add a new one to the pool if there is none.
 
-    Raises   RuntimeError, MemoryError where there is no room for pinned buffers
+    size     bytes of the tokens
+    routes   pairs of an id and a weight
+    stream   as in `Slots`
+    Returns  the Slots object and the index of the slot
+    Raises   RuntimeError or MemoryError if there is no room for pinned buffers
     """
     with _lock:
         fitting = [
@@ -196,7 +245,7 @@ def take_from(
             slot = slots.take()
             if slot is not None:
                 return slots, slot
-        # By powers of two, so that a series of ever longer submits does not take a block each.
+        # Sizes are rounded up to powers of two, so that a series of ever longer submits does not allocate for each.
         size, routes = (1 << (most - 1).bit_length() for most in (size, routes))
         made = Slots(device, 1, size, routes, mode, stream)
         pool.add(made)

@@ -77,8 +77,7 @@ def linear(
     """Up to three linear layers of the same input in one kernel, with the norm before and the residual after them.
 
     x         [m, k] bfloat16 or float16, m up to MOST_ROWS, k a multiple of 32; all tensors contiguous, of x's dtype
-    weights   [n, k] each
-    biases    [n] or None for each weight
+    weights   [n, k] each; their biases are [n], or None
     norm      an RMS norm of x before the layers
     normed    [m, k], receives the normed x
     residual  [m, sum of n], added to the rounded result

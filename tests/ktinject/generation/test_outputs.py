@@ -165,7 +165,7 @@ def test_the_stock_loop_around_recorded_steps_returns_the_same(
 
 
 def test_a_static_cache_that_is_returned_is_transformers_own(models: Pair) -> None:
-    ours, theirs = models.generate(**given(models, cache_implementation="static"))
+    ours, theirs = models.generate(**given(models, cache_implementation="static", disable_compile=True))
     assert torch.equal(ours.sequences, theirs.sequences)
     assert type(ours.past_key_values) is type(theirs.past_key_values)
     assert int(ours.past_key_values.get_seq_length()) == int(theirs.past_key_values.get_seq_length())

@@ -581,7 +581,7 @@ def test_only_live_rows_read_experts(cuda: str, tokens: int, graph: bool) -> Non
     asked = ids.clone()
 
     def step() -> None:
-        with handoff.only(live):
+        with submits.only(live):
             here.wait(here.submit(x, asked, weights), out)
 
     recorded = captured(step, warm=False) if graph else None
