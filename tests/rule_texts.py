@@ -26,6 +26,8 @@ FAMILIES = {
     "mixtral": "mixtral",
     "glm4_moe": "glm4-moe",
     "gpt_oss": "gpt-oss",
+    "qwen3_5_moe_text": "qwen3-next",
+    "qwen3_next": "qwen3-next",
 }
 
 DESIGN_EXAMPLE = r"""

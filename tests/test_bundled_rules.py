@@ -26,6 +26,8 @@ FILES = {
     "deepseek_v3": "deepseek-v3",
     "glm4_moe": "glm4-moe",
     "gpt_oss": "gpt-oss",
+    "qwen3_5_moe_text": "qwen3-next",
+    "qwen3_next": "qwen3-next",
     "kimi_k2": "kimi-k2",
     "mixtral": "mixtral",
     "qwen2_moe": "qwen2-moe",
@@ -70,8 +72,12 @@ def test_on_the_cpu_alone(family: str, variables: dict[str, Any]) -> None:
         3, 96, (2, 9), generator=torch.Generator().manual_seed(0)
     )  # the same after any other test
     with torch.inference_mode():
-        # A router may turn one of its choices over, which a tiny model of two layers feels. Seen: 0.05 and 0.17.
-        assert relative_error(other(ids).logits, model.float()(ids).logits) <= (0.25 if variables else 0.1)
+        # A router may turn one of its choices over, which a tiny model of two layers feels. Seen: 0.05 and 0.17; and
+        # 0.15 of qwen3_5_moe_text, unswapped 0.14.
+        found, own = other(ids).logits, model(ids).logits
+        exact = model.float()(ids).logits
+        allowed = 0.25 if variables else max(0.1, 1.2 * relative_error(own, exact))
+        assert relative_error(found, exact) <= allowed
     assert other.generate(ids, max_new_tokens=3, min_new_tokens=3).shape == (2, 12)
 
 

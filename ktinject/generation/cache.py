@@ -7,12 +7,13 @@ A captured graph holds addresses and sizes. So one `FixedCache` holds the longes
 of two, and a step sees the smallest bucket, a power of two again, that holds what there is. Attention over the empty
 rest costs at most as much as over what is there, and nothing is captured again until a request needs a longer cache. On
 the CPU, where no graph holds an address, the cache grows with the text. There, too, a layer with a sliding window keeps
-no more tokens than its window shows.
+no more tokens than its window shows, and one with linear attention its state in transformers' own cache layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +40,21 @@ _SMALLEST_BUCKET = 256
 def bucket_of(tokens: int) -> int:
     """The size of the smallest bucket that holds so many tokens."""
     return max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer keeps of the tokens before.
+
+    window    of how many at most a step sees keys and values, its own included; None: of all
+    is_state  a state of fixed size, and no keys and values
+    """
+
+    window: int | None = None
+    is_state: bool = False
+
+
+ALL_TOKENS = LayerKind()
 
 
 class BucketLayer(CacheLayerMixin):
@@ -130,8 +146,9 @@ class KVBucket(Cache):
 class FixedCache:
     """Keys, values, mask and positions of the requests of one batch size, one after the other.
 
-    layers          keys and values of each layer, [b, h, capacity, d]; of one with a window [b, h, up to window, d]
-    windows         of each layer the tokens that a step sees at most, its own included; None: all
+    layers          keys and values of each layer, [b, h, capacity, d]; of one with a window [b, h, up to window, d]; of
+                    linear attention the last inputs of its convolution and its state
+    kinds           of the layers
     capacity        tokens that there is room for
     mask            [b, 1, 1, capacity] bool: what the next step may attend to
     positions       [b, 1] int64: of the next tokens in their rows
@@ -144,7 +161,7 @@ class FixedCache:
         capacity: int,
         batch: int,
         device: torch.device,
-        windows: Sequence[int | None] | None = None,
+        kinds: Sequence[LayerKind] | None = None,
     ) -> None:
         """Take the memory. Raises torch.OutOfMemoryError.
 
@@ -152,15 +169,15 @@ class FixedCache:
         capacity  a bucket's size
         batch     rows, as many as `like` has or more
         device    of mask and positions; keys and values are where those of `like` are
-        windows   None: those of `like`, which of static layers are cut to their length
+        kinds     of the layers; None: those of `like`, where windows of static layers are cut to their length
         """
         self.capacity, self.device = capacity, device
-        self.windows = [*map(window_of, like.layers)] if windows is None else [*windows]
+        self.kinds = [*map(kind_of, like.layers)] if kinds is None else [*kinds]
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self.layers = [
-                (_empty(layer.keys, batch, places), _empty(layer.values, batch, places))
-                for layer, places in zip(like.layers, self._places(capacity))
+                (_empty(first, batch, places), _empty(second, batch, places))
+                for (first, second), places in zip(map(tensors_of, like.layers), self._places(capacity))
             ]
             self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
             self.cache_position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -182,10 +199,10 @@ class FixedCache:
         mask       [b, ≥ length], 0 or False for padding; None: there is none
         positions  [b or 1, 1] of the next token; None: `length`
         """
-        for (keys, values), layer, window in zip(self.layers, cache.layers, self.windows):
-            if window is not None:
-                _fill_ring(keys, layer.keys, length, window)
-                _fill_ring(values, layer.values, length, window)
+        for (keys, values), layer, kind in zip(self.layers, cache.layers, self.kinds):
+            if kind != ALL_TOKENS:
+                for to, held in zip((keys, values), tensors_of(layer)):
+                    fill_rows(to, held) if kind.window is None else _fill_ring(to, held, length, kind.window)
                 continue
             fill_rows(keys[:, :, :length], layer.keys[:, :, :length])
             fill_rows(values[:, :, :length], layer.values[:, :, :length])
@@ -216,17 +233,15 @@ class FixedCache:
     def bucket(self, size: int) -> KVBucket:
         if size not in self._buckets:
             layers = [
-                BucketLayer(k[:, :, :size], v[:, :, :size], self.cache_position)
-                if window is None
-                else WindowLayer(k, v, self.cache_position, window)
-                for (k, v), window in zip(self.layers, self.windows)
+                cache_layer(kind, _first(held, size) if kind == ALL_TOKENS else held, self.cache_position)
+                for kind, held in zip(self.kinds, self.layers)
             ]
             self._buckets[size] = KVBucket(layers, self.cache_position)
         return self._buckets[size]
 
-    def _places(self, capacity: int) -> list[int]:
-        """Of each layer, for so many tokens."""
-        return [capacity if window is None else min(capacity, window) for window in self.windows]
+    def _places(self, capacity: int) -> list[int | None]:
+        """Of each layer, for so many tokens; None: it has none."""
+        return [None if kind.is_state else min(capacity, kind.window or capacity) for kind in self.kinds]
 
     def advance(self) -> None:
         """What follows from a token more."""
@@ -239,8 +254,8 @@ class FixedCache:
         with torch.inference_mode(False):
             for index, (tensors, places) in enumerate(zip(self.layers, self._places(capacity))):
                 held = tensors[0].shape[2]
-                if held == places:
-                    continue  # a ring that is as long as its window
+                if places in (None, held):
+                    continue  # a state, or a ring that is as long as its window
                 longer = [_empty(tensor, len(tensor), places) for tensor in tensors]
                 for tensor, new in zip(tensors, longer):
                     new[:, :, :held].copy_(tensor)
@@ -252,6 +267,11 @@ class FixedCache:
         self.mask, self.capacity = mask, capacity
 
 
+def _first(tensors: tuple[Tensor, Tensor], places: int) -> tuple[Tensor, Tensor]:
+    keys, values = tensors
+    return keys[:, :, :places], values[:, :, :places]
+
+
 def fill_rows(to: Tensor, rows: Tensor) -> None:
     """Copy rows to the first ones of `to`, and the first of them to the others."""
     to[: len(rows)].copy_(rows)
@@ -259,25 +279,57 @@ def fill_rows(to: Tensor, rows: Tensor) -> None:
         to[len(rows) :].copy_(rows[:1].expand_as(to[len(rows) :]))
 
 
-def _empty(like: Tensor, batch: int, capacity: int) -> Tensor:
-    _, heads, _, size = like.shape
+def _empty(like: Tensor, batch: int, capacity: int | None) -> Tensor:
+    shape = [batch, *like.shape[1:]]
+    if capacity is not None:
+        shape[2] = capacity
     try:
-        return torch.zeros(batch, heads, capacity, size, dtype=like.dtype, device=like.device)
+        return torch.zeros(*shape, dtype=like.dtype, device=like.device)
     except RuntimeError as error:  # what the CPU says, or a size beyond 64 bits
         raise torch.OutOfMemoryError(f"a cache of {capacity} tokens: {error}") from None
 
 
-def window_of(layer: Any) -> int | None:
-    """Tokens that a layer's step sees at most, its own included; None: all."""
+def kind_of(layer: Any) -> LayerKind:
+    """Of a layer of transformers' caches; a static one's window is cut to its length."""
     if isinstance(layer, StaticSlidingWindowLayer):
-        return int(layer.get_max_length())
-    window: int | None = getattr(layer, "sliding_window", None)
-    return window
+        return LayerKind(int(layer.get_max_length()))
+    return LayerKind(getattr(layer, "sliding_window", None), isinstance(layer, compat.LinearAttentionLayer))
 
 
-def windows_of(config: PreTrainedConfig) -> list[int | None]:
-    """`FixedCache.windows` of a model."""
-    return [*map(window_of, DynamicCache(config=config).layers)]
+def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
+    """Of a model's layers, as transformers makes caches for them."""
+    return [*map(kind_of, DynamicCache(config=config).layers)]
+
+
+def tensors_of(layer: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values of a cache's layer, or the last inputs of its convolution and its state."""
+    if isinstance(layer, compat.LinearAttentionLayer):
+        return layer.conv_states[0], layer.recurrent_states[0]
+    return layer.keys, layer.values
+
+
+def rows_of(cache: Cache) -> int:
+    return len(tensors_of(cache.layers[0])[0])
+
+
+def cache_layer(kind: LayerKind, tensors: tuple[Tensor, Tensor], cache_position: Tensor) -> Any:
+    """A layer of a `KVBucket`."""
+    if kind.is_state:
+        return _state_layer(*tensors)
+    if kind.window is None:
+        return BucketLayer(*tensors, cache_position)
+    return WindowLayer(*tensors, cache_position, kind.window)
+
+
+def _state_layer(conv_states: Tensor, recurrent_states: Tensor) -> Any:
+    """transformers' own layer, which writes to its tensors where they lie."""
+    layer = compat.LinearAttentionLayer()
+    layer.dtype, layer.device = conv_states.dtype, conv_states.device
+    layer.conv_states[0], layer.recurrent_states[0] = conv_states, recurrent_states
+    layer.conv_kernel_size[0] = conv_states.shape[-1]
+    layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = True
+    layer.has_previous_state[0] = True
+    return layer
 
 
 def _fill_ring(ring: Tensor, held: Tensor, length: int, window: int) -> None:
@@ -292,8 +344,8 @@ def _kinds(cache: Any, device: torch.device) -> tuple[type, ...]:
     """What a cache may consist of: for graphs, and what the native decoder takes beside that."""
     kinds: dict[type, tuple[type, ...]] = {DynamicCache: (DynamicLayer,), StaticCache: (StaticLayer,)}
     if device.type == "cpu":
-        kinds[DynamicCache] += (compat.DynamicSlidingWindowLayer,)
-        kinds[StaticCache] += (StaticSlidingWindowLayer,)
+        kinds[DynamicCache] += (compat.DynamicSlidingWindowLayer, compat.LinearAttentionLayer)
+        kinds[StaticCache] += (StaticSlidingWindowLayer, compat.LinearAttentionLayer)
     return kinds.get(type(cache), ())
 
 
@@ -304,6 +356,10 @@ def kind_support(cache: Any, device: torch.device) -> Support:
     if not wanted or odd or cache.offloading:
         kinds = ", ".join(sorted(odd)) or "offloaded layers"
         return Support.no(f"the cache is a {type(cache).__name__} of {kinds}")
+    if cache.layers and all(kind_of(layer).is_state for layer in cache.layers):
+        return Support.no("no layer of the cache counts tokens")
+    if any(getattr(layer, "number_of_states", 1) != 1 for layer in cache.layers):
+        return Support.no("a layer of the cache has several states")
     return SUPPORTED
 
 
@@ -321,4 +377,6 @@ def length_support(cache: Any, prompt: Tensor, before: int) -> Support:
 def give_back(cache: DynamicCache | StaticCache) -> None:
     """Free a cache that was copied; nobody else holds it."""
     for layer in cache.layers:
+        if kind_of(layer).is_state:
+            continue  # which is small
         layer.keys, layer.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
 from ktinject.generation import eligibility, loop
-from ktinject.generation.cache import bucket_of, windows_of
+from ktinject.generation.cache import bucket_of, kinds_of
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cuda.fused import Fused
 from ktinject.generation.graph_runner import GraphRunner, size_of
@@ -260,7 +260,7 @@ class Decoding:
             logits,
             own=functools.partial(run_model, self._model, None),
             change=self._watch.change,
-            windows=None if self.graphs else windows_of(model.config),
+            kinds=None if self.graphs else kinds_of(model.config),
         )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ktinject.generation.cache import FixedCache, bucket_of, fill_rows
+from ktinject.generation.cache import FixedCache, LayerKind, bucket_of, fill_rows, rows_of
 from ktinject.generation.piecewise_graph import (
     EagerStages,
     NotCapturable,
@@ -73,7 +73,7 @@ class GraphRunner:
         *,
         own: Forward | None = None,
         change: Callable[[], str] = lambda: "",
-        windows: Sequence[int | None] | None = None,
+        kinds: Sequence[LayerKind] | None = None,
     ) -> None:
         """Take the memory. Raises torch.OutOfMemoryError.
 
@@ -84,7 +84,7 @@ class GraphRunner:
         logits   [rows, v] of that prefill
         own      as `forward`, by the model as it is now, whatever was recorded
         change   asked before each step: what the model has of another kind than when `forward` was made, or ""
-        windows  as `FixedCache` takes them
+        kinds    as `FixedCache` takes them
         """
         self.device = device = logits.device
         self.rows, vocab_size = logits.shape
@@ -92,7 +92,7 @@ class GraphRunner:
         self.captures, self.replays, self.changed = 0, 0, ""
         self._forward, self._wake = forward, wake
         self._own, self._change = own or forward, change
-        self.cache = FixedCache(cache, bucket_of(tokens), batch, device, windows)
+        self.cache = FixedCache(cache, bucket_of(tokens), batch, device, kinds)
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -114,7 +114,7 @@ class GraphRunner:
     def begin(self, cache: Cache, length: int, mask: Tensor | None, positions: Tensor | None) -> None:
         """Begin a request; the arguments are those of `FixedCache.begin`."""
         self.changed = ""
-        self.rows = len(cache.layers[0].keys)
+        self.rows = rows_of(cache)
         self.cache.begin(cache, length, mask, positions)
         if self.live is not None:
             self.live.fill_(True)[self.rows :] = False

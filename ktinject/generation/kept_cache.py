@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ktinject.generation.cache import FixedCache, kind_support, window_of
+from ktinject.generation.cache import FixedCache, kind_of, kind_support, tensors_of
 from ktinject.support import SUPPORTED, Support
 
 
@@ -40,9 +40,11 @@ def callers_support(model: PreTrainedModel, cache: Any) -> Support:
         return Support.no(f"the model's caches are of {kinds}")
     if cache.layers and len(cache.layers) != len(own.layers):
         return Support.no(f"the caller's cache has {len(cache.layers)} layers, the model's {len(own.layers)}")
-    windows = [*map(window_of, own.layers)]
+    windows = [kind_of(layer).window for layer in own.layers]
+    if any(kind_of(layer).is_state for layer in own.layers):
+        return Support.no("the caller's cache has states of linear attention")
     # One that was made without a config has no layers yet, and they will know nothing of windows.
-    if ([*map(window_of, cache.layers)] or [None] * len(windows)) != windows:
+    if ([kind_of(layer).window for layer in cache.layers] or [None] * len(windows)) != windows:
         return Support.no(
             "the caller's cache has other sliding windows than the model: make it by DynamicCache(config=model.config)"
         )
@@ -68,7 +70,7 @@ class _Before:
     @classmethod
     def of(cls, layer: Any) -> _Before:
         length = layer.get_seq_length()
-        is_growing = length > 0 and window_of(layer) is None
+        is_growing = length > 0 and kind_of(layer).window is None
         return cls(layer, length, None if is_growing else (layer.keys, layer.values))
 
     def restore(self) -> None:
@@ -78,7 +80,7 @@ class _Before:
             return
         layer.keys, layer.values = self.tensors
         layer.is_initialized = self.tensors[0] is not None
-        if window_of(layer) is not None:
+        if kind_of(layer).window is not None:
             layer.cumulative_length = self.length
 
 
@@ -86,9 +88,11 @@ class _Before:
 def restored(cache: Any, device: torch.device) -> Iterator[None]:
     """Within, whatever is raised leaves a caller's cache with the tokens that it held before.
 
-    device  the model's. A cache of another kind than recorded steps take there is left to transformers.
+    device  the model's. A cache of another kind than recorded steps take there, or one with states of linear attention,
+            is left to transformers.
     """
-    if not is_callers(cache) or type(cache) is not DynamicCache or not kind_support(cache, device):
+    is_ours = is_callers(cache) and type(cache) is DynamicCache and kind_support(cache, device)
+    if not is_ours or any(kind_of(layer).is_state for layer in cache.layers):
         yield
         return
     before = [_Before.of(layer) for layer in cache.layers]
@@ -107,7 +111,12 @@ def hand_back(cache: DynamicCache, fixed: FixedCache, length: int) -> None:
     cache   of the batch's rows, whose order is that of the first rows of `fixed`
     length  tokens; what `fixed` holds after them is of a step whose token was thrown away
     """
-    for layer, tensors, window in zip(cache.layers, fixed.layers, fixed.windows):
+    for layer, tensors, kind in zip(cache.layers, fixed.layers, fixed.kinds):
+        window = kind.window
+        if kind.is_state:  # on the CPU, where no step is thrown away
+            for to, held in zip(tensors_of(layer), tensors):
+                to.copy_(held[: len(to)])
+            continue
         if window is None:
             layer.keys, layer.values = (_copy(tensor, len(layer.keys), length) for tensor in tensors)
             continue

@@ -53,12 +53,17 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
 
 
-def is_pre_norm(layer: nn.Module) -> Support:
-    """Whether a layer adds attention of the normed input, and then the feed-forward part of that, normed again."""
+def is_pre_norm(layer: nn.Module, attention: str) -> Support:
+    """Whether a layer adds attention of the normed input, and then the feed-forward part of that, normed again.
+
+    attention  the name of that child: linear attention gives one tensor, other attention its weights along
+    """
     x = _random(1, 2, 8)
     children = {
         "input_layernorm": _Stub(lambda x: torch.sin(x + 0.3)),
-        "self_attn": _Stub(lambda x: (torch.cos(2 * x), None)),
+        attention: _Stub(
+            lambda x: torch.cos(2 * x) if attention == "linear_attn" else (torch.cos(2 * x), None)
+        ),
         "post_attention_layernorm": _Stub(lambda x: torch.tanh(x - 0.5)),
         "mlp": _Stub(lambda x: x * x),
     }

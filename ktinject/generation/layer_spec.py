@@ -42,6 +42,7 @@ class GroupedAttentionSpec:
 
     q_norm, k_norm  of queries and keys before the rotation: a head's if `head_size` long, else of all heads at once
     has_sinks       the parameter `sinks` has a score a head that takes part in the softmax, without a value
+    has_output_gate q_proj gives each head its query and a gate, whose sigmoid the head's output is multiplied with
     """
 
     path: str
@@ -51,6 +52,7 @@ class GroupedAttentionSpec:
     q_norm: NormSpec | None
     k_norm: NormSpec | None
     has_sinks: bool = False
+    has_output_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,26 @@ class LatentAttentionSpec:
     @property
     def layer_idx(self) -> int:
         return self.latent.layer_idx
+
+
+@dataclass(frozen=True)
+class GatedDeltaSpec:
+    """Linear attention by the gated delta rule, with the formula of native/attention/gated_delta.hpp.
+
+    key_size, value_size  of a head
+    norm_epsilon          of the gated norm of a head's values
+    is_interleaved        in_proj_qkvz and in_proj_ba give one head of keys after the other (Qwen3-Next); else there are
+                          in_proj_qkv, in_proj_z, in_proj_b and in_proj_a (Qwen3.5)
+    """
+
+    path: str
+    layer_idx: int
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    norm_epsilon: float
+    is_interleaved: bool
 
 
 AttentionSpec = GroupedAttentionSpec | LatentAttentionSpec
@@ -142,7 +164,7 @@ class DecoderLayerSpec:
     """y = x + attention(input_norm(x)), then y + feed_forward(post_attention_norm(y)). Paths are the layer's."""
 
     input_norm: NormSpec
-    attention: AttentionSpec
+    attention: AttentionSpec | GatedDeltaSpec
     post_attention_norm: NormSpec
     feed_forward: DenseSpec | MoeSpec | OtherFeedForward
 
@@ -150,27 +172,39 @@ class DecoderLayerSpec:
 PartSpec = DecoderLayerSpec | NormSpec | AttentionSpec | RouterSpec | MoeSpec | RotationSpec
 
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_LINEAR_LAYER = ("input_layernorm", "linear_attn", "post_attention_layernorm", "mlp")
 _HEADS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_WIDTHS = (("q_proj", "out_features"), ("o_proj", "in_features"))
+_DELTA = [
+    {"conv1d", "norm", "out_proj", *projections}
+    for projections in (
+        ("in_proj_qkvz", "in_proj_ba"),
+        ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    )
+]
 
 
 @openmp.one_thread()
 def of_layer(layer: nn.Module) -> DecoderLayerSpec | Support:
     """The spec of a decoder layer, or why it has none."""
     children = {name for name, _ in layer.named_children()}
-    if children != {*_LAYER}:
-        return Support.no(f"it holds {', '.join(sorted(children))}; known is {', '.join(sorted(_LAYER))}")
-    modules = [layer.get_submodule(name) for name in _LAYER]
-    before, attention, behind = of_norm(modules[0]), of_attention(modules[1]), of_norm(modules[2])
-    for name, found in zip(_LAYER, (before, attention, behind)):
+    linear = "linear_attn" in children
+    names = _LINEAR_LAYER if linear else _LAYER
+    if children != {*names}:
+        return Support.no(f"it holds {', '.join(sorted(children))}; known is {', '.join(sorted(names))}")
+    modules = [layer.get_submodule(name) for name in names]
+    before, behind = of_norm(modules[0]), of_norm(modules[2])
+    attention = of_linear_attention(modules[1]) if linear else of_attention(modules[1])
+    for name, found in zip(names, (before, attention, behind)):
         if isinstance(found, Support):
             return Support.no(f"{name}: {found.reason}")
-    if not (wiring := layer_probes.is_pre_norm(layer)):
+    if not (wiring := layer_probes.is_pre_norm(layer, names[1])):
         return wiring
     assert not isinstance(before, Support) and not isinstance(behind, Support)
     assert not isinstance(attention, Support)
     return DecoderLayerSpec(
         replace(before, path=_LAYER[0]),
-        replace(attention, path=_LAYER[1]),
+        replace(attention, path=names[1]),
         replace(behind, path=_LAYER[2]),
         replace(of_feed_forward(modules[3]), path=_LAYER[3]),
     )
@@ -207,7 +241,32 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
         if isinstance(found, Support):
             return found
         norms.append(found)
-    return GroupedAttentionSpec("", size, scaling, index, norms[0], norms[1], "sinks" in parameters)
+    q, o = (getattr(module.get_submodule(name), size, 0) for name, size in _WIDTHS)
+    return GroupedAttentionSpec(
+        "", size, scaling, index, norms[0], norms[1], "sinks" in parameters, has_output_gate=q == 2 * o > 0
+    )
+
+
+def of_linear_attention(module: Any) -> GatedDeltaSpec | Support:
+    """The spec of linear attention, with an empty path. Its users compare it in the first step."""
+    children = {name for name, _ in module.named_children()}
+    parameters = {name for name, _ in module.named_parameters(recurse=False)}
+    if children not in _DELTA or parameters != {"A_log", "dt_bias"}:
+        held = ", ".join(sorted(children | parameters))
+        return Support.no(f"{type(module).__name__} holds {held}; known is the gated delta rule")
+    names = ("layer_idx", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+    sizes: list[Any] = [getattr(module, name, None) for name in names]
+    norm, epsilon = module.norm, getattr(module.norm, "variance_epsilon", None)
+    if not all(isinstance(size, int) for size in sizes) or not isinstance(epsilon, float):
+        return Support.no(
+            f"{type(module).__name__} has no {', '.join(names)}, or its norm no variance_epsilon"
+        )
+    convolution = module.conv1d
+    is_known = type(convolution) is nn.Conv1d and convolution.bias is None
+    if not is_known or [name for name, _ in norm.named_parameters()] != ["weight"]:
+        return Support.no(f"{type(module).__name__} has a conv1d with a bias, or a norm that is not known")
+    index, *heads = sizes
+    return GatedDeltaSpec("", index, heads[0], heads[1], heads[2], heads[3], epsilon, children == _DELTA[0])
 
 
 def _of_latent(module: AbsorbedMla) -> LatentAttentionSpec | Support:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ktinject.generation import kept_cache
@@ -212,12 +213,8 @@ class StockReplay:
         if not self._support:
             return None
         cache, mask = inputs["past_key_values"], inputs.get("attention_mask")
-        if isinstance(mask, dict):  # of each kind of layer
-            if "full_attention" not in mask:
-                self._support = Support.no("no layer has a mask of all tokens")
-                return None
-            mask = mask["full_attention"]
         length = int(cache.get_seq_length())
+        mask = _mask_of_tokens(mask, length + 1)
         self._support = mask_support(mask, length)
         if not self._support:
             return None
@@ -226,8 +223,6 @@ class StockReplay:
         runner, self._support = decoding.runner(cache, logits, tokens)
         if runner is None:
             return None
-        if mask is not None and mask.dim() == 4:
-            mask = mask[:, 0, 0] if mask.dtype == torch.bool else mask[:, 0, 0] == 0  # else: added to scores
         self._support = begin(decoding, runner, logits, cache, mask, inputs.get("position_ids"))
         if not self._support:
             return None
@@ -238,3 +233,18 @@ class StockReplay:
         """Bring the loop's cache, which the replays did not write to, up to date. To be called after the loop."""
         if self._runner is not None:
             kept_cache.hand_back(self._cache, self._runner.cache, self._tokens)
+
+
+def _mask_of_tokens(mask: Any, tokens: int) -> Tensor | None:
+    """[b, n], as a request has it: of what transformers makes for static caches, a mask or one for each kind of layer.
+
+    tokens  in the cache with the one of the step
+    """
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention", mask.get("sliding_attention"))
+    if mask is None or mask.dim() != 4:
+        return mask
+    # One that is not of bool is added to scores.
+    found: Tensor = mask[:, 0, 0] if mask.dtype == torch.bool else mask[:, 0, 0] == 0
+    # Where all layers have a window, what was before it is seen no more. A static cache has room for more tokens.
+    return functional.pad(found, (max(0, tokens - found.shape[1]), 0), value=True)[:, :tokens]

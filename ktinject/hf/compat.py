@@ -214,7 +214,14 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         # Caches: copied from, and what ours derive from.
         *_each(f"{_CACHE}:Cache.__init__", "layers offloading", SET, "what a cache is made of"),
         *_each(f"{_CACHE}:CacheLayerMixin.__init__", "keys values is_initialized", SET, "[b, h, n, d] each"),
-        *_each(_CACHE, "DynamicSlidingWindowLayer", THERE, "copied from on the CPU"),
+        *_each(_CACHE, "DynamicSlidingWindowLayer LinearAttentionLayer", THERE, "copied from on the CPU"),
+        *_each(
+            f"{_CACHE}:LinearAttentionCacheLayerMixin.__init__",
+            "number_of_states conv_states recurrent_states conv_kernel_size has_previous_state "
+            "is_conv_states_initialized is_recurrent_states_initialized",
+            SET,
+            "a step's state, written to where it lies",
+        ),
         *_each(
             f"{_CACHE}:DynamicSlidingWindowLayer.__init__",
             "sliding_window cumulative_length record_past",

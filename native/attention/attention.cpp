@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "attention/attention.hpp"
+#include "attention/tasks.hpp"
 #include "runtime/scratch.hpp"
 #include "runtime/thread_pool.hpp"
 
@@ -12,16 +13,7 @@ namespace {
 
 // Heads of a task: their queries and sums share the widened keys, and stay in L1 with them.
 constexpr int kMostHeads = 16;
-// Multiplications that are left to the caller: waking workers would cost more.
-constexpr size_t kSerialProducts = 100'000;
 constexpr int kTasksPerThread = 2;
-
-template <class Task>
-void each(runtime::ThreadPool& workers, bool serial, int tasks, Task&& task) {
-  if (serial)
-    for (int index = 0; index < tasks; ++index) task(index, 0);
-  else workers.parallel_for(tasks, task);
-}
 
 // Attention over the cache for `batch` rows of `groups` groups of `heads` heads. What `of` gives for (row, group) has
 // all but heads, positions and memory filled in. out [batch, groups, heads, dv], rounded.
@@ -76,10 +68,6 @@ void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* 
 void turn(const gemm::StepOps& ops, const float* q, int n, const Step& step, int row, bool neighbours, float* out) {
   ops.rotate(q, step.rotation(step.cos, row), step.rotation(step.sin, row), step.rotary, neighbours, step.dtype, out);
   std::copy(q + step.rotary, q + n, out + step.rotary);
-}
-
-size_t product(int a, int b, int c = 1) {
-  return static_cast<size_t>(a) * static_cast<size_t>(b) * static_cast<size_t>(c);
 }
 
 void* at(void* base, size_t element, const Step& step) {

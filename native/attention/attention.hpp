@@ -19,7 +19,8 @@ struct Cached {
   std::vector<int> shape;
 };
 
-// What a layer keeps of the tokens before: keys and values [batch, heads, capacity, width] of the model's dtype.
+// What a layer keeps of the tokens before: keys and values [batch, heads, capacity, width] of the model's dtype, or
+// what attention/gated_delta.hpp says.
 struct LayerCache {
   Cached first, second;
 };

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <optional>
 
+#include "attention/gated_delta.hpp"
 #include "bindings/arrays.hpp"
 #include "bindings/sequences.hpp"
 #include "bindings/subjects.hpp"
@@ -170,6 +171,45 @@ void def_state(nb::module_& m) {
           nb::arg("first"), nb::arg("second"));
 }
 
+void init_gated_delta(attention::GatedDelta* self, const gemm::Linear& qkv, const gemm::Linear& ba,
+                      const gemm::Linear* z, const gemm::Linear* a, const gemm::Linear& o, const Input& taps,
+                      const FloatVector& a_log, const FloatVector& dt_bias, const HeldNorm& norm, int key_heads,
+                      int value_heads, int key_size, int value_size) {
+  attention::GatedDeltaConfig config;
+  config.qkv = &qkv;
+  config.ba = &ba;
+  config.z = z;
+  config.a = a;
+  config.o = &o;
+  config.taps_weight = taps.data();
+  config.taps = size_of(taps.shape(1), "taps");
+  config.a_log = a_log.data();
+  config.dt_bias = dt_bias.data();
+  config.norm = norm.norm;
+  config.key_heads = key_heads;
+  config.value_heads = value_heads;
+  config.key_size = key_size;
+  config.value_size = value_size;
+  if ((z == nullptr) != (a == nullptr)) throw std::invalid_argument("gated delta rule: z and a belong together");
+  for (const FloatVector* one : {&a_log, &dt_bias})
+    if (one->shape(0) != static_cast<size_t>(value_heads))
+      throw std::invalid_argument("gated delta rule: one a_log and one dt_bias a head of values are needed");
+  if (taps.shape(0) != static_cast<size_t>(config.channels()) || taps.dtype() != norm.weight.dtype())
+    throw std::invalid_argument("gated delta rule: the convolution must be [" + std::to_string(config.channels()) +
+                                ", taps] of the norm's dtype");
+  new (self) attention::GatedDelta(config);
+}
+
+void def_gated_delta(nb::module_& m) {
+  nb::class_<attention::GatedDelta, attention::DecoderAttention>(m, "GatedDelta", "Linear attention, gated delta rule.")
+      .def("__init__", &init_gated_delta, nb::kw_only(), nb::arg("qkv"), nb::arg("ba"), nb::arg("z").none(),
+           nb::arg("a").none(), nb::arg("o"), nb::arg("taps"), nb::arg("a_log"), nb::arg("dt_bias"), nb::arg("norm"),
+           nb::arg("key_heads"), nb::arg("value_heads"), nb::arg("key_size"), nb::arg("value_size"),
+           nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(),
+           nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 8>(), nb::keep_alive<1, 9>(),
+           nb::keep_alive<1, 10>());
+}
+
 void def_attention(nb::module_& m) {
   nb::class_<attention::DecoderAttention>(m, "DecoderAttention", "Attention of one token a row.");
   nb::class_<attention::GroupedAttention, attention::DecoderAttention>(m, "GroupedAttention",
@@ -189,6 +229,7 @@ void def_attention(nb::module_& m) {
           nb::arg("window"), nb::arg("sinks").none(), nb::arg("gated"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
           nb::keep_alive<1, 4>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>(), nb::keep_alive<1, 7>(),
           nb::keep_alive<1, 13>());
+  def_gated_delta(m);
   nb::class_<attention::LatentAttention, attention::DecoderAttention>(m, "LatentAttention",
                                                                       "Latent attention, absorbed.")
       .def(

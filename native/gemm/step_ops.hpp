@@ -37,6 +37,17 @@ struct Norm {
   bool rounds_first = true;  // the normed values are rounded before they are multiplied with the weight
 };
 
+// A head's step by the gated delta rule: S = decay * S; S += k (beta (v - k S)); out = q S. All in fp32.
+struct DeltaRule {
+  const float* q = nullptr;  // [keys]
+  const float* k = nullptr;  // [keys]
+  const float* v = nullptr;  // [values]
+  float decay = 1, beta = 1;
+  float* state = nullptr;  // [keys, values]
+  int keys = 0, values = 0;
+  float* out = nullptr;  // [values]
+};
+
 // Positions that are widened at once.
 inline constexpr int kAttendPositions = 32;
 
@@ -62,6 +73,12 @@ struct StepOps {
   void (*gate_up)(float* gate, const float* up, int n, DType dtype);
   // x [n] = x * sigmoid(gate), the factor and the product rounded.
   void (*gate_by_sigmoid)(float* x, const float* gate, int n, DType dtype);
+  // x [n] = x * silu(gate), the product rounded.
+  void (*gate_by_silu)(float* x, const float* gate, int n, DType dtype);
+  // x [channels] = silu of each channel's last inputs times its taps, both rounded; state and weight [channels, taps]
+  // of dtype. The inputs in the state move on by one, and x is the last one.
+  void (*convolve)(float* x, void* state, const void* weight, int channels, int taps, DType dtype);
+  void (*delta_rule)(const DeltaRule& rule);
   // x [n] = exp(x - max(x)) / sum
   void (*softmax)(float* x, int n);
   void (*sigmoid)(float* x, int n);

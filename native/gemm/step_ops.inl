@@ -227,6 +227,67 @@ static void gate_by_sigmoid(float* x, const float* gate, int n, DType dtype) {
   });
 }
 
+static void gate_by_silu(float* x, const float* gate, int n, DType dtype) {
+  of_dtype(dtype, [&](auto*, auto to) {
+    for (int i = 0; i < n; ++i) x[i] = to.round(x[i] * (gate[i] * sigmoid(gate[i])));
+  });
+}
+
+template <class T, class Rounding>
+static inline void convolve_as(float* x, T* held, const T* weight, int channels, int taps, DType dtype, Rounding to) {
+  for (int c = 0; c < channels; ++c, held += taps, weight += taps) {
+    for (int t = 0; t + 1 < taps; ++t) held[t] = held[t + 1];
+    store(x + c, 1, dtype, held + taps - 1);
+    float sum = 0.0f;
+    for (int t = 0; t < taps; ++t) sum += load_value(weight + t) * load_value(held + t);
+    x[c] = to.round(sum);
+  }
+  for (int c = 0; c < channels; ++c) x[c] = to.round(x[c] * sigmoid(x[c]));
+}
+
+static void convolve(float* x, void* state, const void* weight, int channels, int taps, DType dtype) {
+  if (dtype == DType::f32)
+    convolve_as(x, static_cast<float*>(state), static_cast<const float*>(weight), channels, taps, dtype, Exact());
+  else if (dtype == DType::bf16)
+    convolve_as(x, static_cast<Bf16*>(state), static_cast<const Bf16*>(weight), channels, taps, dtype, ToBf16());
+  else convolve_as(x, static_cast<F16*>(state), static_cast<const F16*>(weight), channels, taps, dtype, ToF16());
+}
+
+// Columns of the state are independent of each other: some are taken at a time, so that their sums stay in registers.
+static void delta_rule(const DeltaRule& rule) {
+  constexpr int kVectors = 4, kTogether = kVectors * kLanes;
+  const int n = rule.values;
+  int first = 0;
+  for (; first + kTogether <= n; first += kTogether) {
+    float* column = rule.state + first;
+    Lanes found[kVectors] = {}, sums[kVectors] = {};
+    for (int i = 0; i < rule.keys; ++i)
+      for (int t = 0; t < kVectors; ++t)
+        found[t] +=
+            lanes_of(column + static_cast<size_t>(i) * static_cast<size_t>(n) + t * kLanes) * rule.decay * rule.k[i];
+    for (int t = 0; t < kVectors; ++t) found[t] = (lanes_of(rule.v + first + t * kLanes) - found[t]) * rule.beta;
+    for (int i = 0; i < rule.keys; ++i)
+      for (int t = 0; t < kVectors; ++t) {
+        float* values = column + static_cast<size_t>(i) * static_cast<size_t>(n) + t * kLanes;
+        const Lanes state = lanes_of(values) * rule.decay + found[t] * rule.k[i];
+        put_lanes(values, state);
+        sums[t] += state * rule.q[i];
+      }
+    for (int t = 0; t < kVectors; ++t) put_lanes(rule.out + first + t * kLanes, sums[t]);
+  }
+  for (; first < n; ++first) {
+    float found = 0.0f, sum = 0.0f;
+    float* column = rule.state + first;
+    for (int i = 0; i < rule.keys; ++i) found += column[i * n] * rule.decay * rule.k[i];
+    found = (rule.v[first] - found) * rule.beta;
+    for (int i = 0; i < rule.keys; ++i) {
+      column[i * n] = column[i * n] * rule.decay + found * rule.k[i];
+      sum += column[i * n] * rule.q[i];
+    }
+    rule.out[first] = sum;
+  }
+}
+
 static void softmax(float* x, int n) {
   const float most = greatest(x, n);
   for (int i = 0; i < n; ++i) x[i] = exp_of(x[i] - most);
@@ -338,6 +399,7 @@ static float race(const float* scores, const uint32_t* words, int n, float most,
   return best;
 }
 
-constexpr StepOps kStepOps = {round_all,  add,         store,           rms_norm,        rotate,      attend,
-                              merge,      gate_up,     gate_by_sigmoid, softmax,         sigmoid_all, times_rows,
-                              rows_times, greatest_of, mersenne_next,   mersenne_temper, race};
+constexpr StepOps kStepOps = {round_all,  add,         store,         rms_norm,        rotate,
+                              attend,     merge,       gate_up,       gate_by_sigmoid, gate_by_silu,
+                              convolve,   delta_rule,  softmax,       sigmoid_all,     times_rows,
+                              rows_times, greatest_of, mersenne_next, mersenne_temper, race};

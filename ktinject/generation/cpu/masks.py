@@ -1,9 +1,9 @@
 """Which of the tokens before a decoder layer lets a token attend to, found by running the model without its layers.
 
 The native decoder takes the masks that transformers makes for granted: of a layer with a sliding window the last
-tokens of the window, of another one all, and none that is padding. How long the window is, a cache's layers say. That
-is compared with the masks that the model hands to its layers, at a position beyond all windows: the steps that are
-compared later (native_decoder.py) may be of requests that reach none of them.
+tokens of the window, of another one all, and none that is padding; of linear attention there is no mask. How long the
+window is, a cache's layers say. That is compared with the masks that the model hands to its layers, at a position
+beyond all windows: the steps that are compared later (native_decoder.py) may be of requests that reach none of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ktinject.generation.cache import BucketLayer, KVBucket, WindowLayer
+from ktinject.generation.cache import KVBucket, LayerKind, cache_layer
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
@@ -23,42 +23,41 @@ _ROWS = 2
 _BEYOND = 5
 
 
-def window_support(module: Any, windows: Sequence[int | None]) -> Support:
+def mask_support(module: Any, kinds: Sequence[LayerKind]) -> Support:
     """Whether a model masks as the native decoder does.
 
-    module   the model without its output layer
-    windows  of its layers, as `FixedCache` has them
+    module  the model without its output layer
+    kinds   of its layers
     """
-    position = max((window for window in windows if window is not None), default=8) + _BEYOND
+    position = max((kind.window for kind in kinds if kind.window is not None), default=8) + _BEYOND
     places = position + 3  # some are empty
     mask = torch.ones(_ROWS, places, dtype=torch.bool)
     mask[:, position + 1 :] = False
     mask[0, :7] = mask[0, position - 1] = False  # the latter in every window but one of a single token
     try:
-        given = _given(module, windows, mask, position)
+        given = _given(module, kinds, mask, position)
     except Exception as error:  # transformers' own code, given what it may not be made for
         return Support.no(f"its masks cannot be tried out: {type(error).__name__}: {error}")
-    for index, (found, window) in enumerate(zip(given, windows, strict=True)):
-        seen = (
-            slice(None) if window is None else slice(position + 1 - min(position + 1, window), position + 1)
-        )
-        if not _shows(found, mask[:, seen]):
-            what = "all tokens" if window is None else f"a window of {window} tokens"
+    for index, (found, kind) in enumerate(zip(given, kinds, strict=True)):
+        if kind.is_state:
+            if found is not None:
+                return Support.no(f"layer {index}: its linear attention has a mask")
+            continue
+        first = 0 if kind.window is None else position + 1 - min(position + 1, kind.window)
+        if not _shows(found, mask[:, first : None if kind.window is None else position + 1]):
+            what = "all tokens" if kind.window is None else f"a window of {kind.window} tokens"
             return Support.no(f"layer {index}: its mask shows something else than {what}")
     return SUPPORTED
 
 
-def _given(module: Any, windows: Sequence[int | None], mask: Tensor, position: int) -> list[Any]:
+def _given(module: Any, kinds: Sequence[LayerKind], mask: Tensor, position: int) -> list[Any]:
     """The masks that the layers get at a position."""
     cache_position = torch.tensor([position])
 
-    def empty(window: int | None) -> BucketLayer:
+    def empty(kind: LayerKind) -> Any:
         """A layer of a cache for no heads, which takes no memory."""
-        length = mask.shape[1] if window is None else window
-        keys = torch.empty(_ROWS, 0, length, 1)
-        if window is None:
-            return BucketLayer(keys, keys, cache_position)
-        return WindowLayer(keys, keys, cache_position, window)
+        keys = torch.empty(_ROWS, 0, kind.window or mask.shape[1], 1)
+        return cache_layer(kind, (keys, keys), cache_position)
 
     given: list[Any] = []
     layers = {}
@@ -73,7 +72,7 @@ def _given(module: Any, windows: Sequence[int | None], mask: Tensor, position: i
             input_ids=torch.zeros(_ROWS, 1, dtype=torch.int64),
             attention_mask=mask,
             position_ids=torch.full((_ROWS, 1), position),
-            past_key_values=KVBucket([empty(window) for window in windows], cache_position),
+            past_key_values=KVBucket([empty(kind) for kind in kinds], cache_position),
             use_cache=True,
         )
     return given

@@ -21,6 +21,7 @@ from transformers import Cache, PreTrainedModel
 
 from ktinject import _native
 from ktinject.generation import loop
+from ktinject.generation.cache import LayerKind, tensors_of
 from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers, UnknownLayer
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
@@ -41,11 +42,16 @@ class _Call:
         self.ids, self.mask, self.positions, self.cache = ids, mask, positions, cache
         self.cache_position = int(cache.cache_position)
 
-    def kept(self, index: int) -> list[Tensor]:
-        """What a layer has left in the cache."""
-        layer = self.cache.layers[index]
-        place = self.cache_position % (getattr(layer, "sliding_window", None) or self.cache_position + 1)
-        return [tensor[:, :, place].clone() for tensor in (layer.keys, layer.values)]
+    def kept(self, index: int, kind: LayerKind) -> list[Tensor]:
+        """What a layer has left in the cache: a copy."""
+        place = self.cache_position % (kind.window or self.cache_position + 1)
+        tensors = tensors_of(self.cache.layers[index])
+        return [(tensor if kind.is_state else tensor[:, :, place]).clone() for tensor in tensors]
+
+    def put_back(self, index: int, state: list[Tensor]) -> None:
+        """The state of a layer as it was."""
+        for tensor, value in zip(tensors_of(self.cache.layers[index]), state):
+            tensor.copy_(value)
 
 
 class NativeDecoder:
@@ -76,7 +82,7 @@ class NativeDecoder:
         if self.is_proven:
             layers = self._layers
             x = layers.embed(ids)
-            out = self._run(call, x[:, 0], layers.rotary(x, positions), 0, len(layers), layers.norm)
+            out = self._run(call, x[:, 0], layers.rotation(x, positions), 0, len(layers), layers.norm)
             head: Tensor = model.lm_head(out)
             return head
         model = self._comparing(model, call) if self.support else model
@@ -107,10 +113,8 @@ class NativeDecoder:
     ) -> Tensor:
         """x [b, hidden] through layers first to last - 1."""
         if call.cache not in self._caches:
-            layers = call.cache.layers
-            self._caches[call.cache] = _native.DecoderCache(
-                [layer.keys for layer in layers], [layer.values for layer in layers]
-            )
+            tensors = [tensors_of(layer) for layer in call.cache.layers]
+            self._caches[call.cache] = _native.DecoderCache([a for a, _ in tensors], [b for _, b in tensors])
         cos, sin = (self._layers.turned(part[:, 0]) for part in rotation)
         out = torch.empty_like(x)
         self._layers.decoder.forward(
@@ -131,7 +135,12 @@ class NativeDecoder:
         """A twin of the model that computes the same; what each layer makes of its input is compared with ours."""
         layers = self._layers
         expected = layers.embed(call.ids)
-        rotation = layers.rotary(expected, call.positions)
+        rotation = layers.rotation(expected, call.positions)
+        before: dict[int, list[Tensor]] = {}  # the states of layers that have one
+
+        def before_layer(index: int, *_: Any) -> None:
+            if layers.kinds[index].is_state:
+                before[index] = call.kept(index, layers.kinds[index])
 
         def after_layer(index: int, args: Any, kwargs: Any, output: Any) -> None:
             nonlocal expected
@@ -143,11 +152,16 @@ class NativeDecoder:
                 raise UnknownLayer("it is given another rotation than the model's own")
             expected = output[0] if isinstance(output, tuple) else output
             if index in self._unproven:
-                kept = call.kept(index)
+                kind = layers.kinds[index]
+                kept = call.kept(index, kind)
+                if kind.is_state:
+                    call.put_back(index, before[index])
                 ours = self._run(call, x[:, 0], rotation, index, index + 1)
                 agreement = _agreement(ours, expected[:, 0], x[:, 0])
-                for a, b in zip(call.kept(index), kept):
+                for a, b in zip(call.kept(index, kind), kept):
                     agreement = agreement and _agreement(a, b, torch.zeros_like(b))
+                if kind.is_state:
+                    call.put_back(index, kept)
                 self._note(index, agreement)
 
         def after_norm(args: Any, kwargs: Any, output: Any) -> None:
@@ -178,6 +192,7 @@ class NativeDecoder:
             twins.append(twin.of(layer))
             compare = hook(f"layer {i}", functools.partial(after_layer, i))
             twins[i].register_forward_hook(compare, with_kwargs=True)
+            twins[i].register_forward_pre_hook(functools.partial(before_layer, i))
         decoder_layers = twin.of(layers.layers, {str(i): layer for i, layer in enumerate(twins)})
         inner = twin.of(layers.module, {"layers": decoder_layers})
         inner.register_forward_hook(hook("the last norm", after_norm), with_kwargs=True)

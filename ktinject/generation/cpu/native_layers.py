@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from ktinject import _native
 from ktinject.generation import layer_spec
-from ktinject.generation.cache import windows_of
+from ktinject.generation.cache import LayerKind, kinds_of
 from ktinject.generation.cpu import masks
 from ktinject.generation.layer_spec import (
     DenseSpec,
+    GatedDeltaSpec,
     GroupedAttentionSpec,
     LatentAttentionSpec,
     MoeSpec,
@@ -68,17 +69,38 @@ class NativeLayers:
         self.norm = _norm(_known(layer_spec.of_norm(norm)), norm, weight.dtype)
         self.decoder = _native.Decoder(weight.shape[1], str(weight.dtype).removeprefix("torch."))
         self.copies: list[tuple[Tensor, Tensor]] = []
-        windows = windows_of(model.config)
-        if len(windows) != len(self.layers):
-            raise UnknownLayer(f"its cache has {len(windows)} layers, the model {len(self.layers)}")
-        for index, (layer, window) in enumerate(zip(self.layers, windows)):
+        self.kinds = kinds_of(model.config)
+        if len(self.kinds) != len(self.layers):
+            raise UnknownLayer(f"its cache has {len(self.kinds)} layers, the model {len(self.layers)}")
+        for index, (layer, kind) in enumerate(zip(self.layers, self.kinds)):
             try:
-                self.decoder.add(*_layer(layer, window, weight.dtype, self.copies))
+                self.decoder.add(*_layer(layer, kind, weight.dtype, self.copies))
             except (UnknownLayer, ValueError) as error:
                 raise UnknownLayer(f"layer {index}: {error}") from None
-        if not (support := masks.window_support(self.module, windows)):
+        if not (support := masks.mask_support(self.module, self.kinds)):
             raise UnknownLayer(support.reason)
         self._frequencies = getattr(self.rotary, "inv_freq", torch.empty(0)).shape[-1]
+        self._axes = 0
+        try:
+            self._find_axes(weight[:1, None])
+        except TypeError as error:  # some have angles for each kind of layer
+            name = type(self.rotary).__name__
+            raise UnknownLayer(f"its {name} is called in another way: {error}") from None
+
+    def _find_axes(self, x: Tensor) -> None:
+        """How the rotary embedding takes positions: that of text and images needs three in some versions."""
+        try:
+            self.rotation(x, torch.zeros(1, 1, dtype=torch.int64))
+        except IndexError:
+            self._axes = 3
+            self.rotation(x, torch.zeros(1, 1, dtype=torch.int64))
+
+    def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions [b, 1], as the model gives them to its layers."""
+        if self._axes:
+            positions = positions.expand(self._axes, *positions.shape)
+        found: tuple[Tensor, Tensor] = self.rotary(x, positions)
+        return found
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -126,16 +148,20 @@ def _norm(spec: NormSpec, owner: nn.Module, dtype: torch.dtype) -> Any:
 
 
 def _layer(
-    layer: nn.Module, window: int | None, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
+    layer: nn.Module, kind: LayerKind, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]
 ) -> tuple[Any, Any, Any, Any]:
     spec = _known(layer_spec.of_layer(layer))
     attention: Any = layer.get_submodule(spec.attention.path)
-    if isinstance(spec.attention, LatentAttentionSpec):
-        if window is not None:
+    if isinstance(spec.attention, GatedDeltaSpec) != kind.is_state:
+        raise UnknownLayer(f"its cache is not what a {type(attention).__name__} needs")
+    if isinstance(spec.attention, GatedDeltaSpec):
+        native = _delta(spec.attention, attention, dtype, copies)
+    elif isinstance(spec.attention, LatentAttentionSpec):
+        if kind.window is not None:
             raise UnknownLayer("its latent attention has a window")
         native = _latent(spec.attention, attention, dtype)
     else:
-        native = _grouped(spec.attention, attention, window, dtype, copies)
+        native = _grouped(spec.attention, attention, kind.window, dtype, copies)
     return (
         _norm(spec.input_norm, layer, dtype),
         native,
@@ -154,6 +180,7 @@ def _grouped(
     """Attention with projections to heads, and maybe a norm of queries and keys by heads."""
     q, k = _of(module, "q_proj", CpuLinear), _of(module, "k_proj", CpuLinear)
     sinks = _wide(module.get_parameter("sinks"), copies) if spec.has_sinks else None
+    size = spec.head_size * (2 if spec.has_output_gate else 1)
     return _native.GroupedAttention(
         q=q.native,
         k=k.native,
@@ -161,13 +188,39 @@ def _grouped(
         o=_linear(module, "o_proj"),
         q_norm=None if spec.q_norm is None else _norm(spec.q_norm, module, dtype),
         k_norm=None if spec.k_norm is None else _norm(spec.k_norm, module, dtype),
-        heads=q.out_features // spec.head_size,
+        heads=q.out_features // size,
         groups=k.out_features // spec.head_size,
         size=spec.head_size,
         scale=spec.scaling,
         window=window or 0,
         sinks=sinks,
-        gated=False,
+        gated=spec.has_output_gate,
+    )
+
+
+def _delta(spec: GatedDeltaSpec, module: Any, dtype: torch.dtype, copies: list[tuple[Tensor, Tensor]]) -> Any:
+    """Linear attention by the gated delta rule."""
+    taps = module.conv1d.weight.detach()
+    if taps.dtype != dtype or not taps.is_contiguous():
+        raise UnknownLayer(f"the weight of its conv1d is {taps.dtype}")
+    weight = module.norm.weight.detach()
+    if weight.dtype != dtype or not weight.is_contiguous():
+        raise UnknownLayer(f"a {type(module.norm).__name__} is no RMS norm of the model's dtype")
+    in_two = spec.is_interleaved
+    return _native.GatedDelta(
+        qkv=_linear(module, "in_proj_qkvz" if in_two else "in_proj_qkv"),
+        ba=_linear(module, "in_proj_ba" if in_two else "in_proj_b"),
+        z=None if in_two else _linear(module, "in_proj_z"),
+        a=None if in_two else _linear(module, "in_proj_a"),
+        o=_linear(module, "out_proj"),
+        taps=taps[:, 0],
+        a_log=_wide(module.A_log, copies),
+        dt_bias=_wide(module.dt_bias, copies),
+        norm=_native.Norm(weight, spec.norm_epsilon),
+        key_heads=spec.key_heads,
+        value_heads=spec.value_heads,
+        key_size=spec.key_size,
+        value_size=spec.value_size,
     )
 
 

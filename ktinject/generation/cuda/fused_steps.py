@@ -13,6 +13,7 @@ from ktinject.generation.cuda.decode_ops import Cache, Norm
 from ktinject.generation.layer_spec import (
     AttentionSpec,
     DecoderLayerSpec,
+    GatedDeltaSpec,
     GroupedAttentionSpec,
     LatentAttentionSpec,
     MoeSpec,
@@ -222,7 +223,8 @@ class _Attention:
 
     @classmethod
     def of(cls, spec: GroupedAttentionSpec, module: Any, block_counts: Tensor) -> _Attention | None:
-        if spec.has_sinks or any(p.dtype == torch.float32 for p in module.parameters()):
+        is_plain = not spec.has_sinks and not spec.has_output_gate
+        if not is_plain or any(p.dtype == torch.float32 for p in module.parameters()):
             return None  # the kernels compute in 16 bits on tensor cores, which would round fp32 weights
         specs = (spec.q_norm, spec.k_norm)
         norms = [None if norm is None else _norm(norm, module) for norm in specs]
@@ -358,14 +360,17 @@ def _layer_step(spec: DecoderLayerSpec, module: Any, block_counts: Tensor) -> St
     before, behind = _norm(spec.input_norm, module), _norm(spec.post_attention_norm, module)
     self_attn: Any = module.get_submodule(spec.attention.path)
     mlp = module.get_submodule(spec.feed_forward.path)
-    attention = _attention_of(spec.attention, self_attn, block_counts)
+    heads = spec.attention
+    if isinstance(heads, GatedDeltaSpec):
+        return None
+    attention = _attention_of(heads, self_attn, block_counts)
     if before is None or behind is None or attention is None or before.weight.dtype == torch.float32:
         return None
     routed = _Routed.of(spec.feed_forward, mlp) if isinstance(spec.feed_forward, MoeSpec) else None
     own = type(module).forward
 
     def step(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = _cache_of(spec.attention, self_attn, hidden_states, args, kwargs)
+        cache = _cache_of(heads, self_attn, hidden_states, args, kwargs)
         if cache is None or len(hidden_states) > decode_ops.MOST_ROWS:
             return own(module, hidden_states, *args, **kwargs)
         x = hidden_states[:, 0].contiguous()

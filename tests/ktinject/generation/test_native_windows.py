@@ -19,18 +19,29 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import ktinject
+from ktinject.generation import cache
+from ktinject.generation.cache import LayerKind
 from ktinject.generation.cpu import masks
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from tests.models import tiny
 
 torch.set_num_threads(1)
 # Of which layers some have a window. All experts are taken, so that none can turn over.
-FAMILIES: dict[str, dict[str, Any]] = {"gpt_oss": {"num_experts_per_tok": 6}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {},
+    "mixtral": {},
+    "qwen2_moe": {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+}
+CASES = [("gpt_oss", 3), ("gpt_oss", 8), ("gpt_oss", 16), ("mixtral", 8), ("qwen2_moe", 16)]
 
 
-def model_of(family: str, window: int, **changes: Any) -> PreTrainedModel:
+def windows_of(family: str, window: int) -> dict[str, Any]:
+    return {"sliding_window": window, "num_experts_per_tok": 6, **FAMILIES[family]}
+
+
+def model_of(family: str, window: int) -> PreTrainedModel:
     """With weights as they are: of gpt-oss' twice as large, steps in bf16 differ by a fifth from exact ones."""
-    model = tiny(family, sliding_window=window, **{**FAMILIES[family], **changes}).bfloat16()
+    model = tiny(family, **windows_of(family, window)).bfloat16()
     return ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
 
 
@@ -40,18 +51,16 @@ def assert_native(model: PreTrainedModel) -> None:
     assert decoding.native is not None and decoding.native.is_proven and not decoding.reason
 
 
-@pytest.mark.parametrize("window", [2, 6, 12])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, window", [("gpt_oss", 2), ("gpt_oss", 6), *((f, 12) for f in FAMILIES)])
 def test_steps_are_as_exact_as_the_model_s_own(family: str, window: int) -> None:
-    changes = {**FAMILIES[family], "sliding_window": window}
+    changes = windows_of(family, window)
     assert_as_exact_as_its_own(swapped(family, **changes), exact(family, **changes))
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_formats(family: str, weights: str) -> None:
-    changes = {**FAMILIES[family], "sliding_window": 12}
-    assert_as_exact_as_its_own(swapped(family, weights, **changes), exact(family, **changes), 6e-2)
+def test_formats(weights: str) -> None:
+    changes = windows_of("gpt_oss", 12)
+    assert_as_exact_as_its_own(swapped("gpt_oss", weights, **changes), exact("gpt_oss", **changes), 6e-2)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +73,7 @@ def test_formats(family: str, weights: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("window", [3, 8, 16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, window", CASES)
 def test_tokens_are_the_stock_loop_s(family: str, window: int, case: dict[str, Any]) -> None:
     """Prompts of 9 tokens and 24 more: longer than the window, or than it becomes on the way."""
     model = model_of(family, window)
@@ -74,9 +82,8 @@ def test_tokens_are_the_stock_loop_s(family: str, window: int, case: dict[str, A
         assert_native(model)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_window_longer_than_the_cache_is_at_first(family: str) -> None:
-    model = model_of(family, 300)
+def test_a_window_longer_than_the_cache_is_at_first() -> None:
+    model = model_of("gpt_oss", 300)
     assert_same_tokens(
         model, {**prompt(2), "cache_implementation": "static"}
     )  # which is shorter than the window
@@ -122,8 +129,7 @@ def taking_turns(model: PreTrainedModel) -> tuple[EverySecond, list[int]]:
     return EverySecond(change), calls
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("window", [8, 16])
+@pytest.mark.parametrize("family, window", CASES[1:])
 def test_steps_take_turns_with_the_model_s_own(family: str, window: int) -> None:
     model = model_of(family, window)
     arguments = {**prompt(1, padding=2), "eos_token_id": None}
@@ -210,20 +216,20 @@ class TestMasks:
 
     @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", *FAMILIES])
     def test_of_families(self, family: str) -> None:
-        model = tiny(family)
-        kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * 2
-        windows = [model.config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-        assert masks.window_support(model.model, windows)
-        is_mixed = len({*windows}) > 1
-        refused = masks.window_support(model.model, [4 if window is None else None for window in windows])
-        assert refused.ok != is_mixed  # else masks are made for what the cache's first layer is
-        assert not is_mixed or refused.reason.startswith("layer 0: its mask shows something else than all")
-        if is_mixed:
-            assert not masks.window_support(model.model, [windows[0] + 1, None])
+        model = tiny(family, **windows_of(family, 20) if family in FAMILIES else {})
+        kinds = cache.kinds_of(model.config)
+        assert masks.mask_support(model.model, kinds)
+        has_windows = LayerKind(20) in kinds
+        assert has_windows == (family in FAMILIES)
+        changed = [LayerKind(21 if kind.window == 20 else 20) for kind in kinds]
+        refused = masks.mask_support(model.model, changed)
+        # Without windows in the config, masks are made for what the cache's layers hold.
+        assert refused.ok != has_windows
+        assert refused or "its mask shows something else than a window of" in refused.reason
 
     def test_a_model_with_another_mask_is_refused(self) -> None:
         model = odd(tiny("gpt_oss", sliding_window=16).model, without_oldest)
-        refused = masks.window_support(model, [16, None])
+        refused = masks.mask_support(model, [LayerKind(16), LayerKind()])
         assert refused.reason == "layer 0: its mask shows something else than a window of 16 tokens"
 
     def test_and_keeps_its_own_steps(self) -> None:

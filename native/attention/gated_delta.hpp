@@ -1,0 +1,53 @@
+// Linear attention by the gated delta rule, of one token a row: a state of fixed size takes the place of keys and
+// values.
+//
+// Yang, Kautz, Hatamizadeh: Gated Delta Networks (arXiv 2412.06464); with the projections, convolution and gates of
+// transformers' modeling_qwen3_next.py and modeling_qwen3_5_moe.py.
+#pragma once
+
+#include "attention/attention.hpp"
+
+namespace ktinject::attention {
+
+// With q, k, v of a head behind the convolution, q and k of length 1, and a state S [key_size, value_size]:
+//
+//   S = exp(-exp(a_log) softplus(a + dt_bias)) S
+//   S += k (sigmoid(b) (v - k S))
+//   o = norm(q S / sqrt(key_size)) silu(z)
+//
+// The cache has the last inputs of the convolution [batch, channels, taps] of the model's dtype, channels being those
+// of all q, all k and all v, and the states [batch, value_heads, key_size, value_size] in fp32.
+struct GatedDeltaConfig {
+  // Either the first two, which give [key_heads, q | k | v | z] and [key_heads, b | a], where a head of keys has
+  // several of values; or all four: [q | k | v], z, b and a.
+  const gemm::Linear *qkv = nullptr, *ba = nullptr, *z = nullptr, *a = nullptr;
+  const gemm::Linear* o = nullptr;
+  const void* taps_weight = nullptr;  // [channels, taps] of the model's dtype
+  int taps = 0;
+  const float* a_log = nullptr;    // [value_heads]
+  const float* dt_bias = nullptr;  // [value_heads]
+  Norm norm;                       // of the values of a head
+  int key_heads = 0, value_heads = 0, key_size = 0, value_size = 0;
+
+  bool is_interleaved() const { return z == nullptr; }
+  int keys() const { return key_heads * key_size; }
+  int values() const { return value_heads * value_size; }
+  int channels() const { return 2 * keys() + values(); }
+};
+
+class GatedDelta final : public DecoderAttention {
+ public:
+  explicit GatedDelta(GatedDeltaConfig config);
+  bool fits(int hidden) const override;
+  void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const override;
+
+ private:
+  struct Projected;
+  void project(const float* x, const Step& step, const Projected& to) const;
+  void advance(const Projected& from, const Step& step, const LayerCache& cache, float* sum) const;
+  void head(int h, int row, const Projected& from, const Step& step, float* state, float* own, float* out) const;
+
+  GatedDeltaConfig config_;
+};
+
+}  // namespace ktinject::attention
