@@ -107,6 +107,19 @@ def test_steps_take_turns_with_the_model_s_own(model: PreTrainedModel) -> None:
     assert_same_but_for_roundings(model, arguments, found, stock(model, **arguments))
 
 
+def test_a_cache_of_the_callers_stays_with_eager_steps(model: PreTrainedModel) -> None:
+    """Two turns: its states cannot be put back if a request raises."""
+    ours, theirs = (DynamicCache(config=model.config) for _ in "ab")
+    arguments = {**prompt(1, padding=0), "eos_token_id": None}
+    for _ in range(2):
+        found = model.generate(**arguments, past_key_values=ours)
+        assert torch.equal(found, stock(model, **arguments, past_key_values=theirs))
+        assert "states of linear attention" in model.ktinject_decoding.reason
+        assert ours.get_seq_length() == theirs.get_seq_length() == found.shape[1] - 1
+        ids = torch.cat([found, arguments["input_ids"]], dim=1)
+        arguments |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 def test_states_are_those_of_transformers_layers() -> None:
     """What a native step leaves, transformers' own modules go on from."""
     model = model_of("qwen3_next")
