@@ -105,6 +105,15 @@ def grouped() -> dict[str, Any]:
             "scale": 1.0, "window": 0, "sinks": torch.zeros(4), "gated": False}  # fmt: skip
 
 
+def delta() -> dict[str, Any]:
+    """Two heads of keys and of values, 16 values each; a convolution over 4 tokens."""
+    qkv, ba, o = linear(3 * 32, 64), linear(2, 64), linear(64, 32)
+    norm = _native.Norm(torch.ones(16), 1e-6)
+    return {"qkv": qkv, "ba": ba, "z": linear(32, 64), "a": linear(2, 64), "o": o, "norm": norm,
+            "taps": torch.zeros(3 * 32, 4), "a_log": torch.zeros(2), "dt_bias": torch.zeros(2),
+            "key_heads": 2, "value_heads": 2, "key_size": 16, "value_size": 16}  # fmt: skip
+
+
 def latent() -> dict[str, Any]:
     q, kv, o = linear(4 * 24, 64), linear(32 + 8, 64), linear(64, 4 * 12)
     norm = _native.Norm(torch.ones(32), 1e-6)
@@ -189,6 +198,7 @@ CASES: dict[str, Case] = {
         {"first": [torch.zeros(2, 2, 8, 16)], "second": [torch.zeros(2, 2, 8, 16)]},
     ),
     "GroupedAttention.__init__": lambda: (_native.GroupedAttention, grouped()),
+    "GatedDelta.__init__": lambda: (_native.GatedDelta, delta()),
     "LatentAttention.__init__": lambda: (_native.LatentAttention, latent()),
     "Mixture.__init__": lambda: (_native.Mixture, mixture()),
     "Decoder.forward": decoder,

@@ -21,7 +21,7 @@ from answers import (
 from byte_tokenizer import tokenizer
 from test_generate import FAMILIES, Heard, Shift, prompt
 from test_native_windows import model_of
-from test_outputs import ALL, WAYS
+from test_outputs import ALL, OF_FAMILIES
 from torch import Tensor
 from transformers import DynamicCache, DynamicLayer, StaticCache
 from waiting import ctrl_c_ends
@@ -32,14 +32,20 @@ torch.set_num_threads(1)
 MORE = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="module", params=OF_FAMILIES)
+def chosen(request: pytest.FixtureRequest) -> tuple[str, str]:
+    family, way = request.param
+    return family, way
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def models(request: pytest.FixtureRequest, way: str) -> Pair:
-    return pair(request.param, way)
+@pytest.fixture(scope="module")
+def way(chosen: tuple[str, str]) -> str:
+    return chosen[1]
+
+
+@pytest.fixture(scope="module")
+def models(chosen: tuple[str, str]) -> Pair:
+    return pair(*chosen)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
