@@ -14,14 +14,12 @@ from answers import (
     assert_near_cache,
     assert_same_cache,
     assert_same_output,
-    native_pair,
-    pair,
     read,
 )
 from byte_tokenizer import tokenizer
-from test_generate import FAMILIES, Heard, Shift, prompt
+from test_generate import Heard, Shift, prompt
 from test_native_windows import model_of
-from test_outputs import ALL, OF_FAMILIES
+from test_outputs import ALL
 from torch import Tensor
 from transformers import DynamicCache, DynamicLayer, StaticCache
 from waiting import ctrl_c_ends
@@ -30,27 +28,6 @@ from ktinject.generation import kept_cache
 
 torch.set_num_threads(1)
 MORE = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
-
-
-@pytest.fixture(scope="module", params=OF_FAMILIES)
-def chosen(request: pytest.FixtureRequest) -> tuple[str, str]:
-    family, way = request.param
-    return family, way
-
-
-@pytest.fixture(scope="module")
-def way(chosen: tuple[str, str]) -> str:
-    return chosen[1]
-
-
-@pytest.fixture(scope="module")
-def models(chosen: tuple[str, str]) -> Pair:
-    return pair(*chosen)
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def native(request: pytest.FixtureRequest) -> Pair:
-    return native_pair(request.param)
 
 
 class Chat:

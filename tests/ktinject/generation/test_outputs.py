@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from answers import Pair, assert_near_cache, assert_same_output, native_pair, pair, read
+from answers import Pair, assert_near_cache, assert_same_output, read
 from byte_tokenizer import tokenizer
-from test_generate import FAMILIES, MANY_ENDS, Heard, Shift, name_of, prompt
+from test_generate import MANY_ENDS, Heard, Shift, name_of, prompt
 from test_native_decoder import TOLERANCE, difference
 from transformers import DynamicCache, LogitsProcessor, RepetitionPenaltyLogitsProcessor
 from transformers.generation import TemperatureLogitsWarper
@@ -17,12 +17,6 @@ torch.set_num_threads(1)
 ALL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 WAYS = ["eager", "fixed", pytest.param("graph", marks=[pytest.mark.gpu, NO_CUDA])]
-# On a CPU each way with one family: the steps that another family has are compared elsewhere.
-OF_FAMILIES = [
-    ("qwen3_moe", "eager"),
-    ("deepseek_v3", "fixed"),
-    *(pytest.param((family, "graph"), marks=[pytest.mark.gpu, NO_CUDA]) for family in FAMILIES),
-]
 
 OUTPUTS: list[dict[str, Any]] = [
     {"do_sample": False},
@@ -41,27 +35,6 @@ OUTPUTS: list[dict[str, Any]] = [
     {"do_sample": True, "output_logits": False, "temperature": 0.7},
     {"do_sample": True, "num_return_sequences": 2},
 ]
-
-
-@pytest.fixture(scope="module", params=OF_FAMILIES)
-def chosen(request: pytest.FixtureRequest) -> tuple[str, str]:
-    family, way = request.param
-    return family, way
-
-
-@pytest.fixture(scope="module")
-def way(chosen: tuple[str, str]) -> str:
-    return chosen[1]
-
-
-@pytest.fixture(scope="module")
-def models(chosen: tuple[str, str]) -> Pair:
-    return pair(*chosen)
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def native(request: pytest.FixtureRequest) -> Pair:
-    return native_pair(request.param)
 
 
 def given(models: Pair, batch: int = 3, **case: Any) -> dict[str, Any]:
