@@ -117,7 +117,7 @@ class _Swapped(Methods):
         )
         outer, decoding.replay = decoding.replay, None
         try:
-            with kept_cache.restored(held, self.device), decoding.turn() as turn:
+            with kept_cache.restored(held), decoding.turn() as turn:
                 recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
                 is_static = generation_config.cache_implementation == "static"
                 if not recorded and is_static and isinstance(plain, PlainRequest):

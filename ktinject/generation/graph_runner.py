@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ktinject.generation.cache import FixedCache, LayerKind, bucket_of, fill_rows, rows_of
+from ktinject.generation.cache import FixedCache, KVBucket, bucket_of, fill_rows, rows_of
+from ktinject.generation.cache_layers import LayerKind
 from ktinject.generation.piecewise_graph import (
     EagerStages,
     NotCapturable,
@@ -41,7 +42,7 @@ MAX_BATCH = SIZES[-1]
 _SAMPLERS = 16  # captured ways to choose a token that a runner keeps
 
 # (ids [b, 1], mask [b, 1, 1, n] bool, positions [b, 1], cache) → logits [b, v]
-Forward = Callable[[Tensor, Tensor, Tensor, Cache], Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor, KVBucket], Tensor]
 
 
 def size_of(batch: int, device: torch.device) -> int:
@@ -191,6 +192,7 @@ class GraphRunner:
         view.stages = stages
         with submits.only(self.live):
             logits = forward(self.ids, self.cache.mask[..., :bucket], self.cache.positions, view)
+        view.keep_in_place()
         self.logits.copy_(logits)
         self.cache.advance()
 

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ktinject import _native
 from ktinject.generation import loop
-from ktinject.generation.cache import LayerKind, tensors_of
+from ktinject.generation.cache import KVBucket
+from ktinject.generation.cache_layers import LayerKind, tensors_of
 from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers, UnknownLayer
+from ktinject.generation.masks import Masks
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
@@ -65,7 +67,7 @@ class NativeDecoder:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = weakref.ref(model)
-        self._caches: weakref.WeakKeyDictionary[Cache, Any] = weakref.WeakKeyDictionary()
+        self._caches: weakref.WeakKeyDictionary[KVBucket, Any] = weakref.WeakKeyDictionary()
         self.is_proven, self.support = False, SUPPORTED
         try:
             self._layers = NativeLayers(model)
@@ -74,7 +76,12 @@ class NativeDecoder:
             return
         self._unproven = dict.fromkeys(range(len(self._layers)), _TRIES)  # layer → tries left
 
-    def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    @property
+    def masks(self) -> Masks:
+        """How the model is given those of a step; of a decoder that may run."""
+        return self._layers.masks
+
+    def __call__(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: KVBucket) -> Tensor:
         """ids [b, 1], mask [b, 1, 1, n] bool, positions [b, 1], a runner's `KVBucket` → logits [b, v]."""
         model: Any = self._model()
         assert model is not None
@@ -86,7 +93,7 @@ class NativeDecoder:
             head: Tensor = model.lm_head(out)
             return head
         model = self._comparing(model, call) if self.support else model
-        return loop.logits_of(model, ids, mask, positions, cache)
+        return loop.logits_of(model, ids, self._layers.masks.of(cache), positions, cache)
 
     def prove(self, step: Callable[[], None], again: Callable[[], None]) -> None:
         """Settle whether steps run natively, if that is open.
