@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.generation import layer_spec
 from ktinject.generation.cuda import decode_ops
-from ktinject.generation.cuda.fused_steps import Step, step_of
+from ktinject.generation.cuda.fused_steps import step_of
+from ktinject.generation.cuda.projections import Step
 from ktinject.generation.layer_spec import DecoderLayerSpec
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
