@@ -35,7 +35,9 @@ class _Attention:
         specs = (spec.q_norm, spec.k_norm)
         norms = [None if norm is None else norm_of(norm, module) for norm in specs]
         for described, found in zip(specs, norms):
-            if described is not None and (found is None or described.rms.size != spec.head_size):
+            if described is None:
+                continue
+            if found is None or not found.is_plain or described.rms.size != spec.head_size:
                 return None
         if norms[0] is not None and norms[1] is not None and norms[0].eps != norms[1].eps:
             return None
@@ -68,7 +70,7 @@ class _Latent:
             return None
         query = None if spec.q_norm is None else norm_of(spec.q_norm, module)
         latent = norm_of(spec.kv_norm, module)
-        if latent is None or (query is None and spec.q_norm is not None):
+        if latent is None or not latent.is_plain or (query is None and spec.q_norm is not None):
             return None
         return cls(module, (query, latent))
 
