@@ -7,6 +7,7 @@ kernels:
 
     a decoder layer   norm, query, key and value projections | attention | output projection, residual
                       | norm, router | choice of experts, submit | wait, residual
+    linear attention  norm, input projections | convolution, gated delta rule, norm | output projection, residual
     its parts         a norm, attention or a router, if the layer around them is not known
     before            cos and sin of the rotary embedding
 
@@ -56,9 +57,10 @@ class Fused:
         self._group = group
         self.refused: dict[str, str] = {}
         self._checked = False
-        # The thread blocks of the attention kernel count here which of them are done. One buffer a device is enough:
+        # The thread blocks of the attention kernels count here which of them are done. One buffer a device is enough:
         # requests of one model take turns.
-        heads = max((getattr(m, "num_attention_heads", 0) for m in _configs(model)), default=0)
+        names = ("num_attention_heads", "linear_num_key_heads")
+        heads = max((getattr(m, name, None) or 0 for m in _configs(model) for name in names), default=0)
         counts: dict[torch.device, Tensor] = {}
 
         def counts_for(module: nn.Module) -> Tensor:
