@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ktinject.generation.cache_layers import BucketLayer
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Cache, Norm
 from ktinject.generation.cuda.projections import Step, norm_of, project
@@ -98,7 +99,7 @@ def cache_of(spec: AttentionSpec, module: Any, hidden_states: Tensor, args: Any,
     layer: Any = held.layers[spec.layer_idx] if held is not None else None
     if hidden_states.shape[1] != 1 or args or kwargs.get("position_embeddings") is None:
         return None
-    if mask is None or not hasattr(layer, "cache_position"):
+    if mask is None or not isinstance(layer, BucketLayer) or layer.window is not None:
         return None
     if isinstance(module, AbsorbedMla) and not module.absorbs(1, layer.keys.shape[2]):
         return None
