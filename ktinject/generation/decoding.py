@@ -105,6 +105,10 @@ class Decoding:
         for name in ("custom_generate", "cache_implementation"):
             if kwargs.get(name) not in (None, "dynamic", "static", "offloaded", "quantized"):
                 return Explanation("stock loop", f"{name}={kwargs[name]!r} decides how it runs")
+        if kwargs.get(
+            "trust_remote_code"
+        ):  # of contrastive and constrained search, which are not transformers' any more
+            return Explanation("stock loop", "trust_remote_code=True: it may run code from elsewhere")
         model: Any = self._model()
         kwargs.pop("streamer", None)  # it would be given the prompt
         self._local.explains = True
