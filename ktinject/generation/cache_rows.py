@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ktinject.generation.cache import ALL_TOKENS, FixedCache
+from ktinject.generation.cache import FixedCache
+from ktinject.generation.cache_layers import ALL_TOKENS
 
 
 def reorder(cache: FixedCache, order: Tensor, length: int) -> None:

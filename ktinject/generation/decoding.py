@@ -19,8 +19,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import eligibility, loop
-from ktinject.generation.cache import bucket_of, kinds_of
+from ktinject.generation import eligibility, loop, masks
+from ktinject.generation.cache import KVBucket, bucket_of
+from ktinject.generation.cache_layers import kinds_of
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cuda.fused import Fused
 from ktinject.generation.graph_runner import GraphRunner, size_of
@@ -68,6 +69,7 @@ class Decoding:
         self._model = weakref.ref(model)
         self._watch: Watch | None = None  # of the model that is recorded
         self._recordable = SUPPORTED  # whether that model can be
+        self._masks: masks.Masks | None = None  # how it is given those of a step
         self._handoffs = [
             o.handoff for o in model.modules() if isinstance(getattr(o, "handoff", None), Handoff)
         ]
@@ -220,6 +222,10 @@ class Decoding:
         self.release()
         self._fused = None
         watch, support = Watch(model), eligibility.recording_support(model)
+        if support and self.graphs:
+            found = masks.of_model(model)
+            self._masks = None if isinstance(found, Support) else found
+            support = found if isinstance(found, Support) else SUPPORTED
         if self.group is not None:
             support = self.group.all_support(support)
         # In this order: an interrupt between the two makes the next request look again.
@@ -256,29 +262,33 @@ class Decoding:
         assert model is not None and self._watch is not None, "a request that was not refused"
         if self._fuses and self._fused is None and logits.is_cuda:
             self._fused = Fused(model, self.group)
+        how = self._masks if self.native is None else self.native.masks
+        assert how is not None, "as it was before the request"
         return GraphRunner(
-            self.native or functools.partial(run_model, self._model, self._fused),
+            self.native or functools.partial(run_model, self._model, self._fused, how),
             wake if self._handoffs else lambda: None,
             cache,
             tokens,
             logits,
-            own=functools.partial(run_model, self._model, None),
+            own=functools.partial(run_model, self._model, None, how),
             change=self._watch.change,
-            kinds=None if self.graphs else kinds_of(model.config),
+            kinds=kinds_of(model.config),
         )
 
 
 def run_model(
     reference: weakref.ref[PreTrainedModel],
     fused: Fused | None,
+    how: masks.Masks,
     ids: Tensor,
     mask: Tensor,
     positions: Tensor,
-    cache: Any,
+    cache: KVBucket,
 ) -> Tensor:
     """The model, or its fused twin, on one token a row → logits [b, v].
 
     reference  weak, for a runner must not keep its model alive
+    how        the model is given masks
     Raises     OperatorError if the model's attention was changed within a request
     """
     model = reference()
@@ -287,4 +297,4 @@ def run_model(
         raise OperatorError(
             f"generate: {attention.reason}, of which a request's mask is made. Change it between requests."
         )
-    return loop.logits_of(model if fused is None else fused, ids, mask, positions, cache)
+    return loop.logits_of(model if fused is None else fused, ids, how.of(cache), positions, cache)

@@ -186,7 +186,7 @@ def _request(model: Any, held: Any) -> Iterator[Support]:
     decoding: Decoding = model.ktinject_decoding
     outer, decoding.replay = decoding.replay, None
     try:
-        with kept_cache.restored(held, model.device), decoding.turn() as turn:
+        with kept_cache.restored(held), decoding.turn() as turn:
             yield turn
     except OperatorError:
         decoding.drain()

@@ -28,7 +28,7 @@ from transformers import (
 
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.generation.cuda.decode_ops import Chooser
+from ktinject.generation.cuda.chooser import Chooser
 from ktinject.support import Support
 
 _TIES = 64  # tokens beyond the k-th that may tie with it, looked at where top-p follows top-k

@@ -16,7 +16,8 @@ import ktinject
 from ktinject import operators
 from ktinject.addresses import address
 from ktinject.errors import OperatorError
-from ktinject.generation.cuda import decode_ops
+from ktinject.generation.cuda import chooser, decode_ops
+from ktinject.generation.cuda.chooser import Chooser
 from ktinject.generation.cuda.decode_ops import Cache, Norm
 from ktinject.operators.offload import submits
 
@@ -90,7 +91,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, norm: Tensor, normed: Tensor
 
 
 def choose(scores: Tensor, noise: Tensor, **state: Tensor) -> None:
-    decode_ops.Chooser(**state, pad=None)(scores, noise)
+    Chooser(**state, pad=None)(scores, noise)
 
 
 def route_grouped(logits: Tensor, bias: Tensor) -> None:
@@ -173,8 +174,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __getattr__(self, name: str) -> Callable[..., int]:
             return lambda *_, **__: calls.append(name) or 1  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(decode_ops, "_native", Stubs())
-    monkeypatch.setattr(decode_ops, "stream_of", lambda device: (0, 0))
+    for module in (decode_ops, chooser):
+        monkeypatch.setattr(module, "_native", Stubs())
+        monkeypatch.setattr(module, "stream_of", lambda device: (0, 0))
     return calls
 
 

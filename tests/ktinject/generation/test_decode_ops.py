@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 
 from ktinject.generation import layer_spec
 from ktinject.generation.cuda import decode_ops, fused_steps
+from ktinject.generation.cuda.chooser import Chooser
 from ktinject.generation.cuda.decode_ops import Cache, Norm
 from ktinject.operators.probes import attention
 
@@ -335,7 +336,7 @@ class TestChoose:
     def test_takes_the_greatest_and_keeps_count(self, batch: int, vocab: int, pad: int | None) -> None:
         state = self.state(batch, vocab, pad)
         alive = state["result"][1].clone()
-        choose = decode_ops.Chooser(**state)
+        choose = Chooser(**state)
         for call in range(3):
             # Few values, so that many are equal: the first of them counts.
             scores = torch.randn(batch, vocab, device="cuda").mul(2).round()
@@ -355,7 +356,7 @@ class TestChoose:
 
     def test_samples_as_torch_does_from_the_same_numbers(self, batch: int, vocab: int) -> None:
         state = self.state(batch, vocab, None)
-        choose = decode_ops.Chooser(**state)
+        choose = Chooser(**state)
         for _ in range(3):
             scores = torch.randn(batch, vocab, device="cuda") * 4
             scores[:, ::3] = -torch.inf
