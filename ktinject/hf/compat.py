@@ -143,7 +143,7 @@ _PENALTY = "RepetitionPenaltyLogitsProcessor"
 _IGNORE = "_keys_to_ignore_on_load"
 _LAYER = f"{_CACHE}:CacheLayerMixin"
 _REGISTRY = "transformers.utils.generic:GeneralInterface"
-_AUTO = "transformers.models.auto.modeling_auto:AutoModelForCausalLM"
+_AUTO = "transformers.models.auto.modeling_auto:AutoModelFor"
 _STREAMED = "streamer=None, "
 _ASSISTED = (
     "streamer=None, inputs_tensor=None, assistant_model=None, assistant_tokenizer=None, tokenizer=None, "
@@ -282,7 +282,10 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         *_each(_MODEL, f"{_IGNORE}_missing {_IGNORE}_unexpected", THERE, "not refused"),
         Private(_MODEL, "_init_weights", "(self, module)", "buffers that no checkpoint has"),
         Private(f"{_MODEL}._initialize_weights", "_is_hf_initialized", SET, "not of operators"),
-        Private(_AUTO, "_model_mapping", THERE, "whether a config has a causal language model"),
+        *(
+            Private(f"{_AUTO}{kind}", "_model_mapping", THERE, "which classes a config has")
+            for kind in ("CausalLM", "MultimodalLM", "ImageTextToText")
+        ),
         Private(
             _HOOKS, "register_module_module_registration_hook", "(hook)", "stops configs of too many modules"
         ),
