@@ -30,8 +30,7 @@ void def_attention(nb::module_& m) {
          Address<const int64_t> cache_position, Address<const bool> mask, Address<> keys, Address<> values,
          Address<> out, Address<float> scratch, Address<unsigned> block_counts, int batch, int q_heads, int kv_heads,
          int size, int splits, int64_t q_stride, int64_t kv_stride, int64_t rotation_stride, int64_t batch_stride,
-         int64_t head_stride, int64_t mask_stride, float eps, float scale, float norm_offset, bool rounds_first,
-         DType dtype, cuda::Stream stream) {
+         int64_t head_stride, int64_t mask_stride, float eps, float scale, DType dtype, cuda::Stream stream) {
         cuda::attention({q,
                          k,
                          v,
@@ -58,9 +57,7 @@ void def_attention(nb::module_& m) {
                          head_stride,
                          mask_stride,
                          eps,
-                         scale,
-                         norm_offset,
-                         rounds_first},
+                         scale},
                         dtype, stream);
       },
       nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("q_weight"), nb::arg("k_weight"), nb::arg("cos"),
@@ -68,7 +65,7 @@ void def_attention(nb::module_& m) {
       nb::arg("scratch"), nb::arg("block_counts"), nb::arg("batch"), nb::arg("q_heads"), nb::arg("kv_heads"),
       nb::arg("size"), nb::arg("splits"), nb::arg("q_stride"), nb::arg("kv_stride"), nb::arg("rotation_stride"),
       nb::arg("batch_stride"), nb::arg("head_stride"), nb::arg("mask_stride"), nb::arg("eps"), nb::arg("scale"),
-      nb::arg("norm_offset"), nb::arg("rounds_first"), nb::arg("dtype"), nb::arg("stream"),
+      nb::arg("dtype"), nb::arg("stream"),
       "Norm and rotate queries and the new key, fill the cache, and attend to it.");
   m.def(
       "latent",

@@ -50,9 +50,8 @@ __device__ void read_part(const T* from, int t, bool there, uint4 (&out)[kSize /
 
 // Norms a head, if `is_normed`, and rotates it.
 template <class T, int kSize>
-__device__ void prepare(const Attention& p, uint4 (&head)[kSize / 32], bool is_normed,
-                        const uint4 (&weight)[kSize / 32], const uint4 (&cos)[kSize / 32],
-                        const uint4 (&sin)[kSize / 32], int t) {
+__device__ void prepare(uint4 (&head)[kSize / 32], bool is_normed, const uint4 (&weight)[kSize / 32],
+                        const uint4 (&cos)[kSize / 32], const uint4 (&sin)[kSize / 32], float eps, int t) {
   constexpr int kBlocks = kSize / 32;
   float values[kBlocks][8];
 #pragma unroll
@@ -65,16 +64,13 @@ __device__ void prepare(const Attention& p, uint4 (&head)[kSize / 32], bool is_n
       for (int i = 0; i < 8; ++i) sum = fmaf(values[j][i], values[j][i], sum);
     sum += __shfl_xor_sync(kAll, sum, 1);
     sum += __shfl_xor_sync(kAll, sum, 2);
-    const float scale = rsqrtf(sum / kSize + p.eps);
+    const float scale = rsqrtf(sum / kSize + eps);
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
       float weights[8];
       unpack<T>(weight[j], weights);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float normed = values[j][i] * scale;
-        values[j][i] = rounded<T>((weights[i] + p.norm_offset) * (p.rounds_first ? rounded<T>(normed) : normed));
-      }
+      for (int i = 0; i < 8; ++i) values[j][i] = rounded<T>(weights[i] * rounded<T>(values[j][i] * scale));
     }
   }
   float turned[kBlocks][8];
@@ -421,11 +417,11 @@ __global__ void __launch_bounds__(Sizes<kSize>::kThreads) attention_kernel(const
   // positions if the cache is short.
   const bool has_new = range.first <= newest && newest < range.end;
   if (has_new && warp == ((newest - range.first) / kPositions + kWarps / 2) % kWarps) {
-    prepare<T, kSize>(p, fresh, p.k_weight != nullptr, k_weight, c, s, t);
+    prepare<T, kSize>(fresh, p.k_weight != nullptr, k_weight, c, s, p.eps, t);
     append(block, fresh, newest, new_key, lane);
   }
   if (range.first + warp * kPositions < range.end)  // else it finds nothing
-    prepare<T, kSize>(p, query, p.q_weight != nullptr, q_weight, c, s, t);
+    prepare<T, kSize>(query, p.q_weight != nullptr, q_weight, c, s, p.eps, t);
   if (has_new) __syncthreads();
 
   Softmax<kSize> softmax;

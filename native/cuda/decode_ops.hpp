@@ -36,8 +36,6 @@ struct Attention {
   int64_t batch_stride = 0, head_stride = 0;  // of the cache
   int64_t mask_stride = 0;
   float eps = 0, scale = 1;
-  float norm_offset = 0;     // added to the norms' weights
-  bool rounds_first = true;  // the norms round before they multiply their weights; they round the product, too
 };
 void attention(const Attention& input, DType dtype, Stream stream);
 // Floats of scratch for one split of one row, enough for any shape.

@@ -37,10 +37,10 @@ class _Attention:
         for described, found in zip(specs, norms):
             if described is None:
                 continue
-            if found is None or described.rms.size != spec.head_size:
+            if found is None or not found.is_plain or described.rms.size != spec.head_size:
                 return None
-        if norms[0] is not None and norms[1] is not None and norms[0][1:] != norms[1][1:]:
-            return None  # the kernel computes both in the same way
+        if norms[0] is not None and norms[1] is not None and norms[0].eps != norms[1].eps:
+            return None
         return cls(spec, module, (norms[0], norms[1]), block_counts)
 
     def __call__(self, x: Tensor, norm: Norm | None, rotation: Any, cache: Cache) -> Tensor:

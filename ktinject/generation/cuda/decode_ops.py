@@ -206,7 +206,7 @@ def attend(
     """Norm and rotate the queries and the new key, write the new key and value to the cache, and attend to it.
 
     q, k, v       [b, heads or kv heads, d] bfloat16 or float16; a row contiguous, k and v with equal strides
-    norms         RMS norms of a query's and a key's head [d], or None; of one kind
+    norms         RMS norms of a query's and a key's head [d], or None
     rotation      cos and sin, each [b or 1, 1, d]
     cache         of q's dtype; keys and values with equal strides
     scale         factor of q · kᵀ
@@ -215,10 +215,8 @@ def attend(
     """
     batch, heads, size = q.shape
     cos, sin = rotation
-    q_norm, k_norm = norms
-    first = k_norm if q_norm is None else q_norm
-    if q_norm is not None and k_norm is not None and q_norm[1:] != k_norm[1:]:
-        raise ValueError("the norms of queries and keys are of two kinds")
+    if not all(norm is None or norm.is_plain for norm in norms):
+        raise ValueError("a norm of queries or keys has an offset, or rounds last")
     if (k.stride(), cos.stride()) != (v.stride(), sin.stride()) or cos.shape[1:] != (1, size):
         raise ValueError("keys and values, or cos and sin, are laid out in two ways")
     if cos.shape[0] not in (1, batch) or len(cache.mask) != batch or block_counts.numel() < batch * heads:
@@ -261,10 +259,8 @@ def attend(
         batch_stride=cache.keys.stride(0),
         head_stride=cache.keys.stride(1),
         mask_stride=cache.mask.stride(0),
-        eps=0.0 if first is None else first.eps,
+        eps=0.0 if norms[0] is None else norms[0].eps,
         scale=scale,
-        norm_offset=0.0 if first is None else first.offset,
-        rounds_first=first is None or first.rounds_first,
         dtype=CODES[q.dtype],
         stream=stream_of(q.device),
     )
