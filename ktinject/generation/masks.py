@@ -212,9 +212,10 @@ class _Probe:
         while path:
             path, _, name = path.rpartition(".")
             holder = model.get_submodule(path)
-            found = twin.of(
-                holder, {name: found}, without=() if path else ("ktinject_decoding",), hooks=False
-            )
+            # Nobody's hooks are to see these calls.
+            children = {key: twin.of(child, hooks=False) for key, child in holder.named_children()}
+            without = () if path else ("ktinject_decoding",)
+            found = twin.of(holder, {**children, name: found}, without=without, hooks=False)
         return found
 
     def _note(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Tensor:
