@@ -10,12 +10,40 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ktinject.generation import cache as caches
 from ktinject.generation import kept_cache
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.sampling import Sampler
 from ktinject.support import SUPPORTED, Support
+
+
+def tokens_in(cache: Any) -> int:
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
+def runner_for(
+    decoding: Decoding,
+    cache: Any,
+    logits: Tensor,
+    prompt: Tensor,
+    before: int,
+    mask: Tensor | None,
+    new_tokens: int,
+) -> tuple[GraphRunner | None, Support]:
+    """The runner for a request after its prefill, or why there is none.
+
+    before  tokens that the cache held before the prefill
+    mask    [b, n + 1] of the next step
+    """
+    # Asked again, for the prefill ran code of the model.
+    length = tokens_in(cache)
+    support = caches.length_support(cache, prompt, before) and mask_support(mask, length)
+    support = support and decoding.model_support()
+    if not support:
+        return None, support
+    return decoding.runner(cache, logits, length + new_tokens)
 
 
 def begin(
