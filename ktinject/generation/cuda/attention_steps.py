@@ -70,7 +70,7 @@ def _takes_one_half(module: Any) -> bool:
 
     If this is wrong, the first step finds out: it compares.
     """
-    rotate = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get("apply_rotary_pos_emb")
+    rotate: Any = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get("apply_rotary_pos_emb")
     q, turn = torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), torch.tensor([[[0.0, 0.0]]])
     try:
         with torch.device("cpu"):
