@@ -1,6 +1,7 @@
 """Write a GGUF file of a known shape with random weights, so that llama.cpp can run what ktinject runs.
 
     python benchmarks/gguf_file.py /dev/shm/a.gguf --layers 8 --type q4_0          # Qwen3-30B-A3B
+    python benchmarks/gguf_file.py /dev/shm/b.gguf --shape qwen3.5-35b-a3b --layers 40
     python benchmarks/bench_generate.py --vocab 32768 --llama-bench ./llama-bench --gguf int4=/dev/shm/a.gguf
 
 Time depends on shapes, and on which experts tokens choose: as many different ones as with ktinject's own random
@@ -47,6 +48,8 @@ def value(found: Any) -> bytes:
         return struct.pack("<If", 6, found)
     if isinstance(found, str):
         return struct.pack("<I", 8) + text(found)
+    if found and isinstance(found[0], int):
+        return struct.pack(f"<IIQ{len(found)}i", 9, 5, len(found), *found)
     return struct.pack("<IIQ", 9, 8, len(found)) + b"".join(map(text, found))
 
 
@@ -67,53 +70,124 @@ def padded(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def qwen3_moe(config: Any, kind: str) -> tuple[dict[str, Any], list[Tensor]]:
-    """Metadata and tensors; matrices of the layers in `kind`, embeddings bf16, norms and routers f32."""
-    prefix = "qwen3moe."
-    metadata = {"general.architecture": "qwen3moe", "general.name": "random"} | {
-        prefix + key: found
-        for key, found in {
-            "context_length": config.max_position_embeddings,
-            "embedding_length": config.hidden_size,
-            "block_count": config.num_hidden_layers,
-            "feed_forward_length": config.intermediate_size,
-            "attention.head_count": config.num_attention_heads,
-            "attention.head_count_kv": config.num_key_value_heads,
-            "attention.key_length": config.head_dim,
-            "attention.value_length": config.head_dim,
-            "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-            "rope.freq_base": float(config.rope_parameters["rope_theta"]),
-            "expert_count": config.num_experts,
-            "expert_used_count": config.num_experts_per_tok,
-            "expert_feed_forward_length": config.moe_intermediate_size,
-            "vocab_size": config.vocab_size,
-        }.items()
+def _metadata(config: Any, architecture: str, **more: Any) -> dict[str, Any]:
+    found = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "expert_count": config.num_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "vocab_size": config.vocab_size,
+        **more,
     }
-    metadata["tokenizer.ggml.model"] = "none"
+    named = {f"{architecture}.{key}": value for key, value in found.items()}
+    return {
+        "general.architecture": architecture,
+        "general.name": "random",
+        **named,
+        "tokenizer.ggml.model": "none",
+    }
+
+
+def _tensors(config: Any, layers: Sequence[Mapping[str, tuple[str, Sequence[int]]]]) -> list[Tensor]:
+    """layers  names without the layer's number, and without ".weight" where they have no dot."""
+    table = ("bf16", (config.vocab_size, config.hidden_size))
+    tensors: list[Tensor] = [("token_embd.weight", *table)]
+    for number, layer in enumerate(layers):
+        for name, each in layer.items():
+            whole = name.removesuffix(".") if "." in name else f"{name}.weight"
+            tensors.append((f"blk.{number}.{whole}", *each))
+    return [*tensors, ("output_norm.weight", "f32", (config.hidden_size,)), ("output.weight", *table)]
+
+
+def _experts(config: Any, kind: str) -> dict[str, tuple[str, Sequence[int]]]:
     hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
-    q, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-    layer = {
-        "attn_norm": ("f32", (hidden,)),
-        "attn_q": (kind, (q, hidden)),
-        "attn_k": (kind, (kv, hidden)),
-        "attn_v": (kind, (kv, hidden)),
-        "attn_output": (kind, (hidden, q)),
-        "attn_q_norm": ("f32", (config.head_dim,)),
-        "attn_k_norm": ("f32", (config.head_dim,)),
-        "ffn_norm": ("f32", (hidden,)),
+    return {
         "ffn_gate_inp": ("f32", (experts, hidden)),
         "ffn_gate_exps": (kind, (experts, inner, hidden)),
         "ffn_up_exps": (kind, (experts, inner, hidden)),
         "ffn_down_exps": (kind, (experts, hidden, inner)),
     }
-    tensors: list[Tensor] = [("token_embd.weight", "bf16", (config.vocab_size, hidden))]
-    for number in range(config.num_hidden_layers):
-        tensors += [(f"blk.{number}.{name}.weight", *each) for name, each in layer.items()]
-    tensors += [
-        ("output_norm.weight", "f32", (hidden,)),
-        ("output.weight", "bf16", (config.vocab_size, hidden)),
-    ]
-    return metadata, tensors
+
+
+def _attention(config: Any, kind: str, gates: int = 1) -> dict[str, tuple[str, Sequence[int]]]:
+    """gates  2: a query's head has as many values again, its gate."""
+    hidden, size = config.hidden_size, config.head_dim
+    q, kv = (n * size for n in (config.num_attention_heads, config.num_key_value_heads))
+    return {
+        "attn_norm": ("f32", (hidden,)),
+        "attn_q": (kind, (gates * q, hidden)),
+        "attn_k": (kind, (kv, hidden)),
+        "attn_v": (kind, (kv, hidden)),
+        "attn_output": (kind, (hidden, q)),
+        "attn_q_norm": ("f32", (size,)),
+        "attn_k_norm": ("f32", (size,)),
+    }
+
+
+def qwen3_moe(config: Any, kind: str) -> tuple[dict[str, Any], list[Tensor]]:
+    """Metadata and tensors; matrices of the layers in `kind`, embeddings bf16, norms and routers f32."""
+    metadata = _metadata(config, "qwen3moe", feed_forward_length=config.intermediate_size)
+    norm = {"ffn_norm": ("f32", (config.hidden_size,))}
+    layer = {**_attention(config, kind), **norm, **_experts(config, kind)}
+    return metadata, _tensors(config, [layer] * config.num_hidden_layers)
+
+
+def qwen3_5_moe(config: Any, kind: str) -> tuple[dict[str, Any], list[Tensor]]:
+    """The same of layers with linear attention, whose convolution and its small parts are f32, among others."""
+    hidden, shared = config.hidden_size, config.shared_expert_intermediate_size
+    key_heads, heads = config.linear_num_key_heads, config.linear_num_value_heads
+    size, taps = config.linear_value_head_dim, config.linear_conv_kernel_dim
+    rotated = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
+    channels = 2 * key_heads * config.linear_key_head_dim + heads * size
+    metadata = _metadata(
+        config,
+        "qwen35moe",
+        expert_shared_feed_forward_length=shared,
+        full_attention_interval=4,
+        **{
+            "rope.dimension_count": rotated,
+            "rope.dimension_sections": [11, 11, 10, 0],
+            "ssm.conv_kernel": taps,
+            "ssm.inner_size": heads * size,
+            "ssm.state_size": size,
+            "ssm.time_step_rank": heads,
+            "ssm.group_count": key_heads,
+        },
+    )
+    behind = {
+        "post_attention_norm": ("f32", (hidden,)),
+        **_experts(config, kind),
+        "ffn_gate_inp_shexp": ("f32", (hidden,)),
+        "ffn_gate_shexp": (kind, (shared, hidden)),
+        "ffn_up_shexp": (kind, (shared, hidden)),
+        "ffn_down_shexp": (kind, (hidden, shared)),
+    }
+    linear = {
+        "attn_norm": ("f32", (hidden,)),
+        "attn_qkv": (kind, (channels, hidden)),
+        "attn_gate": (kind, (heads * size, hidden)),
+        "ssm_conv1d": ("f32", (channels, taps)),
+        "ssm_dt.bias": ("f32", (heads,)),
+        "ssm_a.": ("f32", (heads,)),
+        "ssm_beta": (kind, (heads, hidden)),
+        "ssm_alpha": (kind, (heads, hidden)),
+        "ssm_norm": ("f32", (size,)),
+        "ssm_out": (kind, (hidden, heads * size)),
+    }
+    full = _attention(config, kind, gates=2)
+    kinds = [full if kind == "full_attention" else linear for kind in config.layer_types]
+    return metadata, _tensors(config, [{**layer, **behind} for layer in kinds])
+
+
+WRITERS = {"qwen3-30b-a3b": qwen3_moe, "qwen3.5-35b-a3b": qwen3_5_moe}
 
 
 def some(kind: str, std: float, rng: np.random.Generator) -> bytes:
@@ -142,8 +216,10 @@ def data(tensors: Sequence[Tensor], rng: np.random.Generator) -> Iterator[bytes]
     # As in ktinject.tools.random_models: the token decides on the experts, not the context.
     embeddings = some("bf16", 1.0, rng)
     ones = np.ones(1 << 16, dtype=np.float32).tobytes()
+    minus_ones = (-np.ones(1 << 16, dtype=np.float32)).tobytes()  # the state's decay, which must not grow
     for name, kind, shape in tensors:
         piece = ones if len(shape) == 1 else embeddings if name.startswith("token_embd") else pieces[kind]
+        piece = minus_ones if name.endswith("ssm_a") else piece
         left = total = size(kind, shape)
         while left > 0:
             yield piece[:left]
@@ -154,12 +230,13 @@ def data(tensors: Sequence[Tensor], rng: np.random.Generator) -> Iterator[bytes]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("file", type=Path)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=WRITERS)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--type", default="q4_0", choices=["bf16", "q8_0", "q4_0"])
     arguments = parser.parse_args()
-    config = random_models.config("qwen3-30b-a3b", arguments.layers, vocab_size=arguments.vocab)
-    metadata, tensors = qwen3_moe(config, arguments.type)
+    config = random_models.config(arguments.shape, arguments.layers, vocab_size=arguments.vocab)
+    metadata, tensors = WRITERS[arguments.shape](config, arguments.type)
     with arguments.file.open("wb") as file:
         file.write(header(metadata, tensors))
         for piece in data(tensors, np.random.default_rng(0)):

@@ -177,6 +177,9 @@ def load(
 ) -> PreTrainedModel:
     """Build the model of a folder on the meta device, then `optimize` it.
 
+    The model is of the class that config.json names: a causal language model, or one that also reads images. Of a model
+    that speaks (Qwen3-Omni) it is the part that writes.
+
     path    a model folder with config.json and safetensors or GGUF, or a file in it; a .gguf file needs no config.json
             for some models, and is best with it
     dtype   the type of everything that is not replaced; "auto": the config's, else what most tensors have

@@ -209,3 +209,17 @@ def test_gguf_files_hold_a_model_whose_tokens_differ(
         model(torch.arange(600)[None])
     shares = torch.bincount(chosen[0].flatten().long(), minlength=16) / chosen[0].numel() * 16
     assert shares.shape == (16,) and 0.5 < shares.min() and shares.max() < 2
+
+
+def test_gguf_files_have_all_weights_of_their_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import gguf_file
+
+    from ktinject.hf import models
+    from ktinject.tools import random_models
+
+    for shape, writer in gguf_file.WRITERS.items():
+        config = random_models.config(shape, 4, vocab_size=96)
+        _, tensors = writer(config, "q4_0")
+        weights = sum(math.prod(extents) for _, _, extents in tensors)
+        assert weights == sum(p.numel() for p in models.meta_model(config, torch.bfloat16).parameters())

@@ -6,32 +6,22 @@
 A captured graph holds addresses and sizes. So one `FixedCache` holds the longest request so far, rounded up to a power
 of two, and a step sees the smallest bucket, a power of two again, that holds what there is. Attention over the empty
 rest costs at most as much as over what is there, and nothing is captured again until a request needs a longer cache. On
-the CPU, where no graph holds an address, the cache grows with the text. There, too, a layer with a sliding window keeps
-no more tokens than its window shows, and one with linear attention its state in transformers' own cache layer.
+the CPU, where no graph holds an address, the cache grows with the text. What else a layer may keep than all tokens,
+cache_layers.py says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    PreTrainedConfig,
-    StaticCache,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import Cache, DynamicCache, StaticCache
 
+from ktinject.generation.cache_layers import BucketLayer, LayerKind, States, kind_of, tensors_of
 from ktinject.generation.cuda.decode_ops import advance
 from ktinject.generation.piecewise_graph import Stages
-from ktinject.hf import compat
 from ktinject.support import SUPPORTED, Support
 
 _SMALLEST_BUCKET = 256
@@ -42,117 +32,68 @@ def bucket_of(tokens: int) -> int:
     return max(_SMALLEST_BUCKET, 1 << (tokens - 1).bit_length())
 
 
-@dataclass(frozen=True)
-class LayerKind:
-    """What a layer keeps of the tokens before.
-
-    window    of how many at most a step sees keys and values, its own included; None: of all
-    is_state  a state of fixed size, and no keys and values
-    """
-
-    window: int | None = None
-    is_state: bool = False
-
-
-ALL_TOKENS = LayerKind()
-
-
-class BucketLayer(CacheLayerMixin):
-    """A bucket of one layer's cache. Layers share the next token's position, where transformers' count each."""
-
-    is_compileable = True
-    is_sliding = False
-
-    def __init__(self, keys: Tensor, values: Tensor, cache_position: Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self.cache_position = keys, values, cache_position
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass  # it always is
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self.cache_position, key_states)
-        self.values.index_copy_(2, self.cache_position, value_states)
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2], 0
-
-    def get_seq_length(self) -> Any:
-        return self.cache_position  # a tensor, as transformers' static layers give
-
-    def get_max_length(self) -> int:
-        return self.keys.shape[2]
-
-
-class WindowLayer(BucketLayer):
-    """The last tokens of a layer with a sliding window, on the CPU: a ring, where position p has place p % window.
-
-    As long as it has fewer places than the window shows, it holds all tokens.
-    """
-
-    is_sliding = True
-
-    def __init__(self, keys: Tensor, values: Tensor, cache_position: Tensor, window: int) -> None:
-        super().__init__(keys, values, cache_position)
-        self.sliding_window = window
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        position = int(self.cache_position)
-        place = position % self.sliding_window
-        found = []
-        for held, new in ((self.keys, key_states), (self.values, value_states)):
-            held[:, :, place : place + 1] = new
-            if position < self.sliding_window:
-                found.append(held[:, :, : position + 1])
-            else:
-                found.append(torch.cat([held[:, :, place + 1 :], held[:, :, : place + 1]], dim=2))
-        return found[0], found[1]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        seen = int(self.cache_position) + 1
-        length = min(seen, self.sliding_window)
-        return length, seen - length
-
-    def get_max_length(self) -> int:
-        return self.sliding_window
-
-
 class KVBucket(Cache):
     """What a step sees of a `FixedCache`.
 
     stages          how the step goes on where the next layers are on another GPU
     cache_position  [1] int64: of the next token
+    places          window → [1] int64: the next token's place in rings for that window
+    masks           window, or None → [b, 1, 1, n] bool: what the step may attend to, in the order of its places
     """
 
-    def __init__(self, layers: Sequence[CacheLayerMixin], cache_position: Tensor) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        cache_position: Tensor,
+        places: Mapping[int, Tensor],
+        masks: Mapping[int | None, Tensor],
+        states: Sequence[tuple[States, tuple[Tensor, ...]] | None],
+    ) -> None:
+        """states  of each layer: which it has, and where; None: it has keys and values"""
         super().__init__(layers=[*layers])
         self.stages: Stages | None = None
-        self.cache_position = cache_position
+        self.cache_position, self.places, self.masks = cache_position, places, masks
+        self._states = states
+
+    def states_of(self, index: int) -> tuple[Tensor, ...]:
+        """The states of fixed size of a layer: what a step that is repeated must find as it was."""
+        found = self._states[index]
+        return () if found is None else found[1]
+
+    def keep_in_place(self) -> None:
+        """Have all states where they were before the step. Raises RuntimeError if one has another shape now."""
+        for layer, found in zip(self.layers, self._states):
+            if found is not None:
+                states, tensors = found
+                states.keep_in_place(layer, tensors)
 
     def transfer(self, tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """As `Stages.transfer`. The next token's position goes along, for the layers on that GPU."""
+        """As `Stages.transfer`. The next token's position and places go along, for the layers on that GPU."""
         assert self.stages is not None
         if device == self.cache_position.device:
             return self.stages.transfer(tensors, device)
-        *there, cache_position = self.stages.transfer([*tensors, self.cache_position], device)
+        there = self.stages.transfer([*tensors, self.cache_position, *self.places.values()], device)
+        position, *places = there[len(tensors) :]
         for layer in self.layers:
-            if layer.keys.device == device:
-                layer.cache_position = cache_position
-        return there
+            if isinstance(layer, BucketLayer) and layer.keys.device == device:
+                layer.cache_position = layer.place = position
+                if layer.window is not None:
+                    layer.place = dict(zip(self.places, places))[layer.window]
+        return there[: len(tensors)]
 
 
 class FixedCache:
-    """Keys, values, mask and positions of the requests of one batch size, one after the other.
+    """Keys, values, states, masks and positions of the requests of one batch size, one after the other.
 
-    layers          keys and values of each layer, [b, h, capacity, d]; of one with a window [b, h, up to window, d]; of
-                    linear attention the last inputs of its convolution and its state
+    layers          of each layer, keys and values [b, h, capacity, d]; with a window, rings [b, h, up to window, d];
+                    or its states of fixed size, as `cache_layers.tensors_of` has them
     kinds           of the layers
     capacity        tokens that there is room for
     mask            [b, 1, 1, capacity] bool: what the next step may attend to
+    rings           window → [b, 1, 1, up to window] bool: the same of rings for that window
     positions       [b, 1] int64: of the next tokens in their rows
     cache_position  [1] int64: of the next token in the cache
+    places          window → [1] int64: its place in rings for that window
     """
 
     def __init__(
@@ -165,7 +106,7 @@ class FixedCache:
     ) -> None:
         """Take the memory. Raises torch.OutOfMemoryError.
 
-        like      a cache that a prefill left: the shapes of its keys and values are taken
+        like      a cache that a prefill left: the shapes of its keys, values and states are taken
         capacity  a bucket's size
         batch     rows, as many as `like` has or more
         device    of mask and positions; keys and values are where those of `like` are
@@ -173,23 +114,47 @@ class FixedCache:
         """
         self.capacity, self.device = capacity, device
         self.kinds = [*map(kind_of, like.layers)] if kinds is None else [*kinds]
+        self._states = [
+            States.of(layer) if kind.is_state else None for layer, kind in zip(like.layers, self.kinds)
+        ]
+        windows = sorted({kind.window for kind in self.kinds if kind.window is not None})
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self.layers = [
-                (_empty(first, batch, places), _empty(second, batch, places))
-                for (first, second), places in zip(map(tensors_of, like.layers), self._places(capacity))
+                tuple(_empty(tensor, batch, self._places_of(kind)) for tensor in tensors_of(layer))
+                for layer, kind in zip(like.layers, self.kinds)
             ]
             self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
             self.cache_position = torch.zeros(1, dtype=torch.int64, device=device)
+            self.places = {window: torch.zeros_like(self.cache_position) for window in windows}
             self.mask = torch.zeros(batch, 1, 1, capacity, dtype=torch.bool, device=device)
+            self.rings = {window: self.mask[..., :window].clone() for window in windows}
         self._used = 0  # tokens of this request
         self._written = 0  # tokens that keys and values hold, of this request or the one before
         self._buckets: dict[int, KVBucket] = {}
 
     @property
+    def used(self) -> int:
+        """Tokens of this request."""
+        return self._used
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Of the layers."""
+        return {tensor.device for held in self.layers for tensor in held}
+
+    @property
     def state(self) -> list[Tensor]:
-        """What a step changes, beside keys and values."""
-        return [self.positions, self.cache_position, self.mask]
+        """What a step changes, beside keys and values, which it writes anew if it is repeated."""
+        states = [tensor for kind, held in zip(self.kinds, self.layers) if kind.is_state for tensor in held]
+        return [
+            self.positions,
+            self.cache_position,
+            self.mask,
+            *self.places.values(),
+            *self.rings.values(),
+            *states,
+        ]
 
     def begin(self, cache: Cache, length: int, mask: Tensor | None, positions: Tensor | None) -> None:
         """Take over what a prefill left. Rows beyond those are copies of the first one.
@@ -199,77 +164,100 @@ class FixedCache:
         mask       [b, ≥ length], 0 or False for padding; None: there is none
         positions  [b or 1, 1] of the next token; None: `length`
         """
-        for (keys, values), layer, kind in zip(self.layers, cache.layers, self.kinds):
-            if kind != ALL_TOKENS:
-                for to, held in zip((keys, values), tensors_of(layer)):
-                    fill_rows(to, held) if kind.window is None else _fill_ring(to, held, length, kind.window)
-                continue
-            fill_rows(keys[:, :, :length], layer.keys[:, :, :length])
-            fill_rows(values[:, :, :length], layer.values[:, :, :length])
-            # What a failed request left is not finite, which a mask does not hide.
-            keys[:, :, length : self._written].zero_()
-            values[:, :, length : self._written].zero_()
+        for tensors, layer, kind in zip(self.layers, cache.layers, self.kinds):
+            for to, held in zip(tensors, tensors_of(layer)):
+                if kind.is_state:
+                    fill_rows(to, held)
+                elif kind.window is not None:
+                    _fill_ring(to, held, length, kind.window)
+                else:
+                    fill_rows(to[:, :, :length], held[:, :, :length])
+                    # What a failed request left is not finite, which a mask does not hide.
+                    to[:, :, length : self._written].zero_()
         self._used = self._written = length
         self.mask.zero_()
         self.mask[:, 0, 0, : length + 1] = True
         if mask is not None:
             fill_rows(self.mask[:, 0, 0, :length], mask[:, :length] != 0)
         self.cache_position.fill_(length)
+        for window, ring in self.rings.items():
+            self.places[window].fill_(length % window)
+            # The next token's own place is that of the first one that its window does not show.
+            shown = torch.arange(
+                max(0, length + 1 - window), min(length + 1, self.capacity), device=self.device
+            )
+            ring.zero_().index_copy_(3, shown % window, self.mask.index_select(3, shown))
         if positions is None or len(positions) == 1:
             self.positions.copy_(self.cache_position if positions is None else positions)
         else:
             fill_rows(self.positions, positions)
 
-    def reserve(self) -> int:
-        """Make room for one more token; returns the size of the bucket that the next step needs."""
-        self._used += 1
+    def reserve(self, tokens: int = 1) -> int:
+        """Make room for the tokens of the next step; returns the size of the bucket that it needs."""
+        self._used += tokens
         on_cpu = self.device.type == "cpu"
-        if on_cpu and self._used > self.capacity:
+        while on_cpu and self._used > self.capacity:
             self._grow()
         self._written = max(self._written, self._used)
         # A step on the CPU reads no empty position, so there one bucket is enough.
         return self.capacity if on_cpu else bucket_of(self._used)
 
+    def give_back(self, tokens: int) -> None:
+        """So many of those that there was made room for are none."""
+        self._used -= tokens
+
     def bucket(self, size: int) -> KVBucket:
         if size not in self._buckets:
-            layers = [
-                cache_layer(kind, _first(held, size) if kind == ALL_TOKENS else held, self.cache_position)
-                for kind, held in zip(self.kinds, self.layers)
-            ]
-            self._buckets[size] = KVBucket(layers, self.cache_position)
+            layers, found = [], []
+            for kind, held, states in zip(self.kinds, self.layers, self._states):
+                found.append(None if states is None else (states, held))
+                if states is not None:
+                    layers.append(states.layer(held))
+                    continue
+                keys, values = (tensor[:, :, :size] for tensor in held)
+                place = self.cache_position if kind.window is None else self.places[kind.window]
+                layers.append(BucketLayer(keys, values, self.cache_position, place, kind.window))
+            masks: dict[int | None, Tensor] = {None: self.mask[..., :size]}
+            masks.update((window, ring[..., :size]) for window, ring in self.rings.items())
+            self._buckets[size] = KVBucket(layers, self.cache_position, self.places, masks, found)
         return self._buckets[size]
-
-    def _places(self, capacity: int) -> list[int | None]:
-        """Of each layer, for so many tokens; None: it has none."""
-        return [None if kind.is_state else min(capacity, kind.window or capacity) for kind in self.kinds]
 
     def advance(self) -> None:
         """What follows from a token more."""
         advance(self.cache_position, self.positions, self.mask)
+        for window, ring in self.rings.items():
+            place, size = self.places[window], ring.shape[-1]
+            torch.remainder(self.cache_position, window, out=place)
+            # A ring that is shorter than its window is full before the place is beyond its end.
+            ring.index_fill_(3, place if size == window else place.clamp(max=size - 1), True)
+
+    def _places_of(self, kind: LayerKind) -> int | None:
+        """None: the layer has none."""
+        return None if kind.is_state else min(self.capacity, kind.window or self.capacity)
 
     def _grow(self) -> None:
         """Double the capacity, layer by layer, so that only one layer is in memory twice."""
-        capacity = 2 * self.capacity
+        self.capacity *= 2
         self._buckets.clear()
+        last = self._used - 1  # for which the last step found no room in the mask
         with torch.inference_mode(False):
-            for index, (tensors, places) in enumerate(zip(self.layers, self._places(capacity))):
-                held = tensors[0].shape[2]
-                if places in (None, held):
-                    continue  # a state, or a ring that is as long as its window
-                longer = [_empty(tensor, len(tensor), places) for tensor in tensors]
-                for tensor, new in zip(tensors, longer):
-                    new[:, :, :held].copy_(tensor)
-                self.layers[index] = (longer[0], longer[1])
-            mask = torch.zeros(*self.mask.shape[:-1], capacity, dtype=torch.bool, device=self.device)
-            mask[..., : self.capacity] = self.mask
-            # The last step found no room in the mask to allow this position.
-            mask[..., self._used - 1] = True
-        self.mask, self.capacity = mask, capacity
+            for index, (held, kind) in enumerate(zip(self.layers, self.kinds)):
+                self.layers[index] = tuple(self._longer(tensor, self._places_of(kind)) for tensor in held)
+            self.mask = self._longer(self.mask.transpose(2, 3), self.capacity).transpose(2, 3)
+            self.mask[..., last] = True
+            for window, ring in self.rings.items():
+                if ring.shape[-1] < window:
+                    places = min(self.capacity, window)
+                    self.rings[window] = self._longer(ring.transpose(2, 3), places).transpose(2, 3)
+                    self.rings[window][..., last] = True
 
-
-def _first(tensors: tuple[Tensor, Tensor], places: int) -> tuple[Tensor, Tensor]:
-    keys, values = tensors
-    return keys[:, :, :places], values[:, :, :places]
+    def _longer(self, tensor: Tensor, places: int | None) -> Tensor:
+        """[b, h, n, d] as [b, h, places, d]; itself if it has a state, or a ring as long as its window."""
+        if places in (None, tensor.shape[2]):
+            return tensor
+        longer = _empty(tensor, len(tensor), places)
+        longer[:, :, : tensor.shape[2]].copy_(tensor)
+        return longer
 
 
 def fill_rows(to: Tensor, rows: Tensor) -> None:
@@ -289,78 +277,19 @@ def _empty(like: Tensor, batch: int, capacity: int | None) -> Tensor:
         raise torch.OutOfMemoryError(f"a cache of {capacity} tokens: {error}") from None
 
 
-def kind_of(layer: Any) -> LayerKind:
-    """Of a layer of transformers' caches; a static one's window is cut to its length."""
-    if isinstance(layer, StaticSlidingWindowLayer):
-        return LayerKind(int(layer.get_max_length()))
-    return LayerKind(getattr(layer, "sliding_window", None), isinstance(layer, compat.LinearAttentionLayer))
-
-
-def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
-    """Of a model's layers, as transformers makes caches for them."""
-    return [*map(kind_of, DynamicCache(config=config).layers)]
-
-
-def tensors_of(layer: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values of a cache's layer, or the last inputs of its convolution and its state."""
-    if isinstance(layer, compat.LinearAttentionLayer):
-        return layer.conv_states[0], layer.recurrent_states[0]
-    return layer.keys, layer.values
-
-
 def rows_of(cache: Cache) -> int:
-    return len(tensors_of(cache.layers[0])[0])
-
-
-def cache_layer(kind: LayerKind, tensors: tuple[Tensor, Tensor], cache_position: Tensor) -> Any:
-    """A layer of a `KVBucket`."""
-    if kind.is_state:
-        return _state_layer(*tensors)
-    if kind.window is None:
-        return BucketLayer(*tensors, cache_position)
-    return WindowLayer(*tensors, cache_position, kind.window)
-
-
-def _state_layer(conv_states: Tensor, recurrent_states: Tensor) -> Any:
-    """transformers' own layer, which writes to its tensors where they lie."""
-    layer = compat.LinearAttentionLayer()
-    layer.dtype, layer.device = conv_states.dtype, conv_states.device
-    layer.conv_states[0], layer.recurrent_states[0] = conv_states, recurrent_states
-    layer.conv_kernel_size[0] = conv_states.shape[-1]
-    layer.is_conv_states_initialized[0] = layer.is_recurrent_states_initialized[0] = True
-    layer.has_previous_state[0] = True
-    return layer
+    """Rows of a cache that a prefill left."""
+    return len(next(tensor for layer in cache.layers for tensor in tensors_of(layer)))
 
 
 def _fill_ring(ring: Tensor, held: Tensor, length: int, window: int) -> None:
     """held [b, h, n, d]: the last of so many tokens, in their order; a static layer has zeros behind them."""
+    # What a failed request left is not finite, which a mask does not hide.
+    ring.zero_()
     last = held[:, :, :length][:, :, -window:]
     places = torch.arange(length - last.shape[2], length, device=ring.device) % window
     ring[: len(last)].index_copy_(2, places, last)
     ring[len(last) :] = ring[:1]
-
-
-def _kinds(cache: Any, device: torch.device) -> tuple[type, ...]:
-    """What a cache may consist of: for graphs, and what the native decoder takes beside that."""
-    kinds: dict[type, tuple[type, ...]] = {DynamicCache: (DynamicLayer,), StaticCache: (StaticLayer,)}
-    if device.type == "cpu":
-        kinds[DynamicCache] += (compat.DynamicSlidingWindowLayer, compat.LinearAttentionLayer)
-        kinds[StaticCache] += (StaticSlidingWindowLayer, compat.LinearAttentionLayer)
-    return kinds.get(type(cache), ())
-
-
-def kind_support(cache: Any, device: torch.device) -> Support:
-    """Whether a request's cache is of a kind that a `FixedCache` can take over, for a model on that device."""
-    wanted = _kinds(cache, device)
-    odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in wanted}
-    if not wanted or odd or cache.offloading:
-        kinds = ", ".join(sorted(odd)) or "offloaded layers"
-        return Support.no(f"the cache is a {type(cache).__name__} of {kinds}")
-    if cache.layers and all(kind_of(layer).is_state for layer in cache.layers):
-        return Support.no("no layer of the cache counts tokens")
-    if any(getattr(layer, "number_of_states", 1) != 1 for layer in cache.layers):
-        return Support.no("a layer of the cache has several states")
-    return SUPPORTED
 
 
 def length_support(cache: Any, prompt: Tensor, before: int) -> Support:

@@ -19,8 +19,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import eligibility, loop
-from ktinject.generation.cache import bucket_of, kinds_of
+from ktinject.generation import eligibility, loop, masks
+from ktinject.generation.cache import KVBucket, bucket_of
+from ktinject.generation.cache_layers import kinds_of
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cuda.fused import Fused
 from ktinject.generation.graph_runner import GraphRunner, size_of
@@ -68,6 +69,7 @@ class Decoding:
         self._model = weakref.ref(model)
         self._watch: Watch | None = None  # of the model that is recorded
         self._recordable = SUPPORTED  # whether that model can be
+        self._masks: masks.Masks | Support | None = None  # how it is given those of a captured step
         self._handoffs = [
             o.handoff for o in model.modules() if isinstance(getattr(o, "handoff", None), Handoff)
         ]
@@ -103,6 +105,10 @@ class Decoding:
         for name in ("custom_generate", "cache_implementation"):
             if kwargs.get(name) not in (None, "dynamic", "static", "offloaded", "quantized"):
                 return Explanation("stock loop", f"{name}={kwargs[name]!r} decides how it runs")
+        if kwargs.get(
+            "trust_remote_code"
+        ):  # of contrastive and constrained search, which are not transformers' any more
+            return Explanation("stock loop", "trust_remote_code=True: it may run code from elsewhere")
         model: Any = self._model()
         kwargs.pop("streamer", None)  # it would be given the prompt
         self._local.explains = True
@@ -204,8 +210,12 @@ class Decoding:
             is_same = self.group.all_agree(is_same)
         if not is_same:
             self._look_at(model)
-        if not self._recordable or self.graphs:
+        if not self._recordable:
             return self._recordable
+        if self.graphs:
+            if self._masks is None:
+                self._masks = masks.of_model(model)
+            return self._masks if isinstance(self._masks, Support) else SUPPORTED
         if self.group is not None:
             return Support.no("several processes share the model")
         self._native = self._native or NativeDecoder(model)
@@ -214,7 +224,7 @@ class Decoding:
     def _look_at(self, model: PreTrainedModel) -> None:
         """Note the model as it is now."""
         self.release()
-        self._fused = None
+        self._fused = self._masks = None
         watch, support = Watch(model), eligibility.recording_support(model)
         if self.group is not None:
             support = self.group.all_support(support)
@@ -246,35 +256,65 @@ class Decoding:
             self.runners[batch] = runner
         return runner, support
 
+    def own_modules(self) -> Callable[..., Tensor]:
+        """As `several.Forward`: the model's own modules on several tokens of one text."""
+        return functools.partial(run_on_text, self._model, self._masks)
+
     def _new_runner(self, cache: Any, logits: Tensor, tokens: int) -> GraphRunner:
         """Raises torch.OutOfMemoryError."""
         model = self._model()
         assert model is not None and self._watch is not None, "a request that was not refused"
         if self._fuses and self._fused is None and logits.is_cuda:
             self._fused = Fused(model, self.group)
+        how = self._masks if self.native is None else self.native.masks
+        assert isinstance(how, masks.Masks), "a request that was not refused"
         return GraphRunner(
-            self.native or functools.partial(run_model, self._model, self._fused),
+            self.native or functools.partial(run_model, self._model, self._fused, how),
             wake if self._handoffs else lambda: None,
             cache,
             tokens,
             logits,
-            own=functools.partial(run_model, self._model, None),
+            own=functools.partial(run_model, self._model, None, how),
             change=self._watch.change,
-            kinds=None if self.graphs else kinds_of(model.config),
+            kinds=kinds_of(model.config),
         )
+
+
+def run_on_text(
+    reference: weakref.ref[PreTrainedModel],
+    how: masks.Masks | None,
+    ids: Tensor,
+    positions: Tensor,
+    cache: KVBucket,
+) -> Tensor:
+    """The model on several tokens of one text, ids and positions [1, n] → logits [n, v]; else as `run_model`."""
+    model: Any = reference()
+    assert model is not None and how is not None
+    outputs = model(
+        input_ids=ids,
+        attention_mask=how.of(cache),
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+    )
+    logits: Tensor = outputs.logits[0]
+    return logits
 
 
 def run_model(
     reference: weakref.ref[PreTrainedModel],
     fused: Fused | None,
+    how: masks.Masks,
     ids: Tensor,
     mask: Tensor,
     positions: Tensor,
-    cache: Any,
+    cache: KVBucket,
 ) -> Tensor:
     """The model, or its fused twin, on one token a row → logits [b, v].
 
     reference  weak, for a runner must not keep its model alive
+    how        the model is given masks
     Raises     OperatorError if the model's attention was changed within a request
     """
     model = reference()
@@ -283,4 +323,4 @@ def run_model(
         raise OperatorError(
             f"generate: {attention.reason}, of which a request's mask is made. Change it between requests."
         )
-    return loop.logits_of(model if fused is None else fused, ids, mask, positions, cache)
+    return loop.logits_of(model if fused is None else fused, ids, how.of(cache), positions, cache)

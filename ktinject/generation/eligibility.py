@@ -26,7 +26,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ktinject.generation import cache, kept_cache, sampling, trust
+from ktinject.generation import cache_layers, kept_cache, sampling, trust
 from ktinject.generation.graph_runner import MAX_BATCH
 from ktinject.generation.sampling import Request, Sampling
 from ktinject.hf import compat
@@ -37,6 +37,8 @@ from ktinject.support import SUPPORTED, Support
 _KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "tokenizer"}
 # Methods that decide what a step is given. A recorded step does not call them.
 _PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "__call__")
+# How transformers computes the attention of steps that can be captured: both take a mask of all places.
+_ATTENTION = ("sdpa", "eager")
 # transformers' hooks that record what was asked for with output_…=True, and else do nothing; they stay once set.
 _RECORDING = "transformers.utils.output_capturing"
 
@@ -64,9 +66,10 @@ def graph_support(model: PreTrainedModel) -> Support:
 def attention_support(model: PreTrainedModel) -> Support:
     """Whether masks are made for attention of the kind that is captured."""
     attention = model.config.get_text_config()._attn_implementation
-    if attention == "sdpa":
+    if attention in _ATTENTION:
         return SUPPORTED
-    return Support.no(f"attention runs as {attention!r}; captured is 'sdpa'")
+    both = " and ".join(map(repr, _ATTENTION))
+    return Support.no(f"attention runs as {attention!r}; captured are {both}")
 
 
 def recording_support(model: PreTrainedModel) -> Support:
@@ -114,7 +117,7 @@ def request_support(
         return Support.no(f"cache_implementation={config.cache_implementation!r}")
     if config.return_dict_in_generate and type(held) is not DynamicCache:
         return Support.no(f"return_dict_in_generate=True returns the cache, a {type(held).__name__}")
-    if not (kind := cache.kind_support(held, model.device)):
+    if not (kind := cache_layers.kind_support(held)):
         return kind
     unknown = {name for name, value in model_kwargs.items() if value is not None} - _KNOWN
     if unknown:

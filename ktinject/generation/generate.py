@@ -13,8 +13,8 @@ here, see `hf.compat`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,13 +23,21 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
+from ktinject.generation import beams, kept_cache, loop, speculation
 from ktinject.generation import cache as caches
-from ktinject.generation import kept_cache, loop
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding, Explanation
 from ktinject.generation.eligibility import PlainRequest, read_plain
 from ktinject.generation.graph_runner import GraphRunner, size_of
-from ktinject.generation.steps import EagerStep, GraphStep, StockReplay, begin, last_logits, mask_support
+from ktinject.generation.steps import (
+    EagerStep,
+    GraphStep,
+    StockReplay,
+    begin,
+    last_logits,
+    runner_for,
+    tokens_in,
+)
 from ktinject.hf import compat
 from ktinject.model_class import Methods, own_class, put_before
 from ktinject.support import Support
@@ -84,15 +92,94 @@ class _Swapped(Methods):
         replays = self.ktinject_decoding.replay is not None
         return replays or own_class(self)._valid_auto_compile_criteria(self, *args, **kwargs)
 
-    def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if found := _left_alone(self.ktinject_decoding, "beam search"):
+    def _beam_search(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        decoding: Decoding = self.ktinject_decoding
+        with _request(self, model_kwargs.get("past_key_values")) as turn:
+            recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
+            recorded = recorded and beams.support(generation_config, synced_gpus)
+            if decoding.explains:
+                return _foreseen(decoding, recorded, Support.no(beams.NAME), input_ids)
+            decoding.require(recorded)
+            arguments = {
+                "logits_processor": logits_processor,
+                "stopping_criteria": stopping_criteria,
+                "generation_config": generation_config,
+                "synced_gpus": synced_gpus,
+                **model_kwargs,
+            }
+            how = f"{_kind_of(decoding, recorded)}stock loop: {beams.NAME}"
+            if not recorded:
+                decoding.note(how, recorded.reason)
+                return own_class(self)._beam_search(self, input_ids, **arguments)
+            found, kept = beams.run(self, input_ids, arguments)
+            decoding.note(how, kept.reason)
             return found
-        return own_class(self)._beam_search(self, *args, **kwargs)
 
-    def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if found := _left_alone(self.ktinject_decoding, "assisted decoding"):
-            return found
-        return own_class(self)._assisted_decoding(self, *args, **kwargs)
+    def _assisted_decoding(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: Tensor | None = None,
+        assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        decoding: Decoding = self.ktinject_decoding
+        assistants = {
+            "inputs_tensor": inputs_tensor,
+            "assistant_model": assistant_model,
+            "assistant_tokenizer": assistant_tokenizer,
+        }
+        request = speculation.Request(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            {**assistants, "target_tokenizer": tokenizer},
+            model_kwargs,
+        )
+        with _request(self, request.held) as turn:
+            recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
+            recorded = recorded and speculation.support(decoding, request, synced_gpus)
+            if decoding.explains:
+                return _foreseen_candidates(decoding, recorded, request)
+            decoding.require(recorded)
+            if recorded:
+                kind = "native loop" if decoding.native is not None else "graph loop"
+                found, recorded, cache = speculation.run(self, request)
+                if found is not None:
+                    kind = kind if recorded or decoding.native is not None else "eager loop"
+                    decoding.note(f"{kind}, {request.name}", recorded.reason)
+                    return found
+                decoding.require(recorded)
+                model_kwargs["past_key_values"] = cache
+            decoding.note(f"stock loop: {request.name}", recorded.reason)
+            return own_class(self)._assisted_decoding(
+                self,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                tokenizer=tokenizer,
+                **assistants,
+                **model_kwargs,
+            )
 
     def _sample(
         self: Any,
@@ -115,44 +202,29 @@ class _Swapped(Methods):
             synced_gpus,
             keeps_rows=is_kept and len(input_ids) > 1,
         )
-        outer, decoding.replay = decoding.replay, None
-        try:
-            with kept_cache.restored(held, self.device), decoding.turn() as turn:
-                recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
-                is_static = generation_config.cache_implementation == "static"
-                if not recorded and is_static and isinstance(plain, PlainRequest):
-                    plain = Support.no("a static cache without graphs, which transformers may compile")
-                if not input_ids.shape[1]:
-                    plain = Support.no("the prompt is embeddings (inputs_embeds)")
-                if decoding.explains:
-                    return _foreseen(decoding, recorded, plain, input_ids)
-                decoding.require(recorded)
-                if isinstance(plain, PlainRequest):
-                    return _run_own_loop(
-                        self, recorded, plain, input_ids, generation_config, streamer, model_kwargs
-                    )
-                arguments = {
-                    "logits_processor": logits_processor,
-                    "stopping_criteria": stopping_criteria,
-                    "generation_config": generation_config,
-                    "synced_gpus": synced_gpus,
-                    "streamer": streamer,
-                    **model_kwargs,
-                }
-                return _run_stock_loop(self, recorded, plain, input_ids, arguments)
-        except OperatorError:
-            decoding.drain()
-            raise
-        except torch.OutOfMemoryError as error:
-            decoding.release()
-            torch.cuda.empty_cache()
-            error.add_note(
-                "ktinject: captured graphs and their caches were given back; the next request can run. "
-                "Use a shorter prompt, fewer new tokens or a smaller batch."
-            )
-            raise
-        finally:
-            decoding.replay = outer
+        with _request(self, held) as turn:
+            recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
+            is_static = generation_config.cache_implementation == "static"
+            if not recorded and is_static and isinstance(plain, PlainRequest):
+                plain = Support.no("a static cache without graphs, which transformers may compile")
+            if not input_ids.shape[1]:
+                plain = Support.no("the prompt is embeddings (inputs_embeds)")
+            if decoding.explains:
+                return _foreseen(decoding, recorded, plain, input_ids)
+            decoding.require(recorded)
+            if isinstance(plain, PlainRequest):
+                return _run_own_loop(
+                    self, recorded, plain, input_ids, generation_config, streamer, model_kwargs
+                )
+            arguments = {
+                "logits_processor": logits_processor,
+                "stopping_criteria": stopping_criteria,
+                "generation_config": generation_config,
+                "synced_gpus": synced_gpus,
+                "streamer": streamer,
+                **model_kwargs,
+            }
+            return _run_stock_loop(self, recorded, plain, input_ids, arguments)
 
 
 class _Shared(_Swapped):
@@ -166,14 +238,48 @@ class _Shared(_Swapped):
         """A process has its part of the heads: each layer's cache is made for the keys that come."""
 
 
-def _left_alone(decoding: Decoding, why: str) -> Explanation | None:
-    """Note a request that transformers runs by itself; or only say so, where that is what is asked for."""
-    explanation = Explanation(f"stock loop: {why}", why)
-    if decoding.explains:
-        return explanation
-    decoding.require(Support.no(why))
-    decoding.note(explanation.how, why)
-    return None
+@contextmanager
+def _request(model: Any, held: Any) -> Iterator[Support]:
+    """Within, a request runs. Gives whether it may use recorded steps; whatever is raised leaves all as it was before.
+
+    held  its cache, maybe the caller's
+    """
+    decoding: Decoding = model.ktinject_decoding
+    outer, decoding.replay = decoding.replay, None
+    try:
+        with kept_cache.restored(held), decoding.turn() as turn:
+            yield turn
+    except OperatorError:
+        decoding.drain()
+        raise
+    except torch.OutOfMemoryError as error:
+        decoding.release()
+        torch.cuda.empty_cache()
+        error.add_note(
+            "ktinject: captured graphs and their caches were given back; the next request can run. "
+            "Use a shorter prompt, fewer new tokens or a smaller batch."
+        )
+        raise
+    finally:
+        decoding.replay = outer
+
+
+def _kind_of(decoding: Decoding, recorded: Support) -> str:
+    """How the name of a request in transformers' loop begins."""
+    if not recorded:
+        return ""
+    return "native, " if decoding.native is not None else "graph, "
+
+
+def _foreseen_candidates(decoding: Decoding, recorded: Support, request: speculation.Request) -> Explanation:
+    """How a request for candidates would run."""
+    if not recorded:
+        return Explanation(f"stock loop: {request.name}", recorded.reason)
+    if decoding.native is not None:
+        return Explanation(f"native loop, {request.name}", "")
+    known = decoding.runners.get(1)
+    recorded = known.graphs if known is not None else recorded
+    return Explanation(f"{'graph' if recorded else 'eager'} loop, {request.name}", recorded.reason)
 
 
 def _foreseen(
@@ -182,8 +288,7 @@ def _foreseen(
     """How a request would run; the arguments are those of the loops."""
     is_native = decoding.native is not None
     if not isinstance(plain, PlainRequest):
-        kind = ("native, " if is_native else "graph, ") if recorded else ""
-        return Explanation(f"{kind}stock loop: {plain.reason}", recorded.reason)
+        return Explanation(f"{_kind_of(decoding, recorded)}stock loop: {plain.reason}", recorded.reason)
     is_decoded = plain.max_length - input_ids.shape[1] > 1
     if recorded and is_decoded and not is_native:
         known = decoding.runners.get(size_of(len(input_ids), input_ids.device))
@@ -203,8 +308,7 @@ def _run_stock_loop(
     arguments  of transformers' `_sample`
     """
     decoding: Decoding = model.ktinject_decoding
-    kind = "native, " if decoding.native is not None else "graph, "
-    decoding.note(f"{kind if recorded else ''}stock loop: {plain.reason}", recorded.reason)
+    decoding.note(f"{_kind_of(decoding, recorded)}stock loop: {plain.reason}", recorded.reason)
     max_length = arguments["stopping_criteria"].max_length or 0
     replay = StockReplay(model, max_length, input_ids.shape[1]) if recorded else None
     decoding.replay = replay
@@ -233,18 +337,18 @@ def _run_own_loop(
     Returns  [b, n + new] int64; or transformers' GenerateDecoderOnlyOutput
     """
     decoding: Decoding = model.ktinject_decoding
-    before = _tokens_in(model_kwargs.get("past_key_values"))
+    before = tokens_in(model_kwargs.get("past_key_values"))
     outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
     logits = last_logits(outputs, input_ids)
     cache = outputs.get("past_key_values")
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     del outputs
-    length = _tokens_in(cache)
+    length = tokens_in(cache)
     new_tokens = max(1, plain.max_length - input_ids.shape[1])
     runner = None
     if recorded and new_tokens > 1:
         mask = model_kwargs.get("attention_mask")
-        runner, recorded = _runner(decoding, cache, logits, input_ids, before, mask, new_tokens)
+        runner, recorded = runner_for(decoding, cache, logits, input_ids, before, mask, new_tokens)
     native = decoding.native if runner is not None else None
     with model._optimize_model_for_decode(), nullcontext() if native is None else openmp.one_thread():
         if runner is not None:
@@ -286,33 +390,6 @@ def _run_own_loop(
     return compat.GenerateDecoderOnlyOutput(
         sequences=tokens, past_key_values=cache, **step.records.first(steps)
     )
-
-
-def _tokens_in(cache: Any) -> int:
-    return 0 if cache is None else int(cache.get_seq_length())
-
-
-def _runner(
-    decoding: Decoding,
-    cache: Any,
-    logits: Tensor,
-    prompt: Tensor,
-    before: int,
-    mask: Tensor | None,
-    new_tokens: int,
-) -> tuple[GraphRunner | None, Support]:
-    """The runner for a request after its prefill, or why there is none.
-
-    before  tokens that the cache held before the prefill
-    mask    [b, n + 1] of the next step
-    """
-    # Asked again, for the prefill ran code of the model.
-    length = _tokens_in(cache)
-    support = caches.length_support(cache, prompt, before) and mask_support(mask, length)
-    support = support and decoding.model_support()
-    if not support:
-        return None, support
-    return decoding.runner(cache, logits, length + new_tokens)
 
 
 def _how(runner: GraphRunner | None, recorded: Support, is_native: bool) -> tuple[str, str]:

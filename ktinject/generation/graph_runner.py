@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ktinject.generation.cache import FixedCache, LayerKind, bucket_of, fill_rows, rows_of
+from ktinject.generation import cache_rows
+from ktinject.generation.cache import FixedCache, KVBucket, bucket_of, fill_rows, rows_of
+from ktinject.generation.cache_layers import LayerKind
 from ktinject.generation.piecewise_graph import (
     EagerStages,
     NotCapturable,
@@ -41,7 +43,7 @@ MAX_BATCH = SIZES[-1]
 _SAMPLERS = 16  # captured ways to choose a token that a runner keeps
 
 # (ids [b, 1], mask [b, 1, 1, n] bool, positions [b, 1], cache) → logits [b, v]
-Forward = Callable[[Tensor, Tensor, Tensor, Cache], Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor, KVBucket], Tensor]
 
 
 def size_of(batch: int, device: torch.device) -> int:
@@ -61,6 +63,7 @@ class GraphRunner:
     replays   steps replayed
     graphs    whether steps can be captured; if not, they run one kernel at a time, on the same tensors
     changed   why steps of this request ran as `own`; "" if none did
+    several   steps of several tokens on the same cache, see several.py; None before the first request for them
     """
 
     def __init__(
@@ -97,6 +100,8 @@ class GraphRunner:
         with torch.inference_mode(False):
             self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
             self.logits = torch.zeros(batch, vocab_size, dtype=torch.float32, device=device)
+            self._order = torch.arange(batch, device=device)
+            self._from = self._order.clone()
             self.live = None
             if device.type == "cuda" and batch > 1:
                 self.live = torch.ones(batch, dtype=torch.bool, device=device)
@@ -107,6 +112,8 @@ class GraphRunner:
         else:
             self.graphs = Support.no(f"{device} has no CUDA graphs")
         self._steps: dict[int, PiecewiseGraph] = {}  # by the size of the bucket
+        self._reorders: dict[int, PiecewiseGraph | None] = {}
+        self.several: Any = None
         self._samplers: OrderedDict[tuple[Sampling, int], tuple[Sampler, PiecewiseGraph | None]] = (
             OrderedDict()
         )
@@ -173,6 +180,50 @@ class GraphRunner:
         else:
             graph.replay()
 
+    def reorder(self, order: Tensor) -> None:
+        """Let each row of this request go on from the text of another one: order [rows] int64."""
+        length, here = self.cache.used, range(self.rows)
+        if self.device.type == "cpu" or len(self.cache.devices) > 1:
+            if (rows := order.tolist()) != [*here]:
+                cache_rows.move(self.cache, rows, length)
+            return
+        if torch.equal(order, self._order[: self.rows]):
+            return
+        bucket = bucket_of(length)
+        # Captured with rows that stay where they are, so that the step before a capture moves none.
+        graph = self.graph_of(
+            self._reorders, bucket, lambda _: cache_rows.reorder(self.cache, self._from, bucket)
+        )
+        if graph is None:
+            cache_rows.reorder(self.cache, order, length)
+            return
+        self._from[: self.rows].copy_(order)
+        graph.replay()
+        self._from.copy_(self._order)
+
+    def graph_of(
+        self, graphs: dict[Any, PiecewiseGraph | None], key: Any, work: Callable[[Stages], None]
+    ) -> PiecewiseGraph | None:
+        """One of the graphs. Captured at its first time, when the work is done once; None: it cannot be."""
+        if key not in graphs and self.graphs:
+            graphs[key] = self._capture(work, [])
+            self.graphs = SUPPORTED  # steps of one token are captured without it
+        return graphs.get(key)
+
+    def replay(self, graph: PiecewiseGraph | None, work: Callable[[Stages], None]) -> None:
+        """Do work by its graph, or one kernel at a time."""
+        if graph is None:
+            with EagerStages(self.device) as stages:
+                work(stages)
+        else:
+            self._wake()
+            graph.replay()
+
+    def is_changed(self) -> bool:
+        """Whether the model is another one than was recorded; `changed` says it then."""
+        self.changed = self.changed or self._change()
+        return bool(self.changed)
+
     def _choose(self, sampler: Sampler) -> None:
         sampler.choose(self.found)
         if self.rows < len(self.ids):
@@ -191,6 +242,7 @@ class GraphRunner:
         view.stages = stages
         with submits.only(self.live):
             logits = forward(self.ids, self.cache.mask[..., :bucket], self.cache.positions, view)
+        view.keep_in_place()
         self.logits.copy_(logits)
         self.cache.advance()
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ktinject.generation.cache import FixedCache, kind_of, kind_support, tensors_of
+from ktinject.generation.cache import FixedCache
+from ktinject.generation.cache_layers import kind_of, kind_support, tensors_of
 from ktinject.support import SUPPORTED, Support
 
 
@@ -32,10 +33,10 @@ def callers_support(model: PreTrainedModel, cache: Any) -> Support:
     """Whether recorded steps can take over a cache of the caller's, and hand it back."""
     if type(cache) is not DynamicCache:
         return Support.no(f"the cache is the caller's own (past_key_values), a {type(cache).__name__}")
-    if not (kind := kind_support(cache, model.device)):
+    if not (kind := kind_support(cache)):
         return kind
     own = DynamicCache(config=model.config.get_text_config(decoder=True))
-    if not kind_support(own, model.device):
+    if not kind_support(own):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in own.layers}))
         return Support.no(f"the model's caches are of {kinds}")
     if cache.layers and len(cache.layers) != len(own.layers):
@@ -85,13 +86,12 @@ class _Before:
 
 
 @contextmanager
-def restored(cache: Any, device: torch.device) -> Iterator[None]:
+def restored(cache: Any) -> Iterator[None]:
     """Within, whatever is raised leaves a caller's cache with the tokens that it held before.
 
-    device  the model's. A cache of another kind than recorded steps take there, or one with states of linear attention,
-            is left to transformers.
+    A cache of another kind than recorded steps take, or one with states of linear attention, is left to transformers.
     """
-    is_ours = is_callers(cache) and type(cache) is DynamicCache and kind_support(cache, device)
+    is_ours = is_callers(cache) and type(cache) is DynamicCache and kind_support(cache)
     if not is_ours or any(kind_of(layer).is_state for layer in cache.layers):
         yield
         return

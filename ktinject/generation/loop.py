@@ -122,15 +122,11 @@ def run(
     return torch.cat([prompt, torch.stack(produced, dim=1).to(prompt.device)], dim=1)
 
 
-def logits_of(model: Callable[..., Any], ids: Tensor, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
-    """One step of a model as transformers calls it: ids and positions [b, 1], mask [b, 1, 1, n] bool → [b, v].
-
-    On the CPU the model makes its masks itself, of which layers may have several kinds. A captured step gets the one
-    of layers that attend to all tokens.
-    """
+def logits_of(model: Callable[..., Any], ids: Tensor, mask: Any, positions: Tensor, cache: Any) -> Tensor:
+    """One step of a model as transformers calls it: ids and positions [b, 1], mask as `Masks.of` makes it → [b, v]."""
     outputs = model(
         input_ids=ids,
-        attention_mask=mask[:, 0, 0] if mask.device.type == "cpu" else mask,
+        attention_mask=mask,
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,

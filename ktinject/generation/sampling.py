@@ -28,7 +28,7 @@ from transformers import (
 
 from ktinject import _native
 from ktinject.errors import OperatorError
-from ktinject.generation.cuda.decode_ops import Chooser
+from ktinject.generation.cuda.chooser import Chooser
 from ktinject.support import Support
 
 _TIES = 64  # tokens beyond the k-th that may tie with it, looked at where top-p follows top-k
@@ -180,7 +180,7 @@ class Sampler:
             noise = torch.empty_like(scores).exponential_(1) if self.sampling.do_sample else None
             self._chooser(scores, noise)
             return
-        tokens = _drawn(scores) if self.sampling.do_sample else _greatest(scores)
+        tokens = _drawn(scores) if self.sampling.do_sample else greatest(scores)
         alive = self.result[1]
         if self.sampling.pad is not None:
             tokens = torch.where(alive == 1, tokens, self.sampling.pad)
@@ -218,7 +218,7 @@ class Sampler:
         return scores
 
 
-def _greatest(scores: Tensor) -> Tensor:
+def greatest(scores: Tensor) -> Tensor:
     """The likeliest of scores [b, v]."""
     return _native_choice(scores, None) if scores.is_cpu else scores.argmax(-1)
 

@@ -10,12 +10,40 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ktinject.generation import cache as caches
 from ktinject.generation import kept_cache
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.sampling import Sampler
 from ktinject.support import SUPPORTED, Support
+
+
+def tokens_in(cache: Any) -> int:
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
+def runner_for(
+    decoding: Decoding,
+    cache: Any,
+    logits: Tensor,
+    prompt: Tensor,
+    before: int,
+    mask: Tensor | None,
+    new_tokens: int,
+) -> tuple[GraphRunner | None, Support]:
+    """The runner for a request after its prefill, or why there is none.
+
+    before  tokens that the cache held before the prefill
+    mask    [b, n + 1] of the next step
+    """
+    # Asked again, for the prefill ran code of the model.
+    length = tokens_in(cache)
+    support = caches.length_support(cache, prompt, before) and mask_support(mask, length)
+    support = support and decoding.model_support()
+    if not support:
+        return None, support
+    return decoding.runner(cache, logits, length + new_tokens)
 
 
 def begin(
@@ -169,6 +197,7 @@ class StockReplay:
 
     max_length  tokens of the text when the loop ends, of which `prompt` are there; 0: it is not known
     support     whether all steps that could be replayed were
+    tokens      in the runner's cache
     """
 
     def __init__(self, model: Any, max_length: int, prompt: int) -> None:
@@ -177,8 +206,8 @@ class StockReplay:
         self._shape: Tensor | None = None
         self._runner: GraphRunner | None = None
         self._support = SUPPORTED
-        self._cache: Any = None  # the loop's own, with so many tokens in the runner's
-        self._tokens = 0
+        self._cache: Any = None  # the loop's own
+        self.tokens = 0
 
     @property
     def support(self) -> Support:
@@ -196,7 +225,7 @@ class StockReplay:
             self._runner.step()
             if self._model.ktinject_decoding.native is None:
                 self._model.ktinject_decoding.require(self._runner.graphs)
-            self._tokens += 1
+            self.tokens += 1
             logits = self._runner.found[:, None]
             if (group := self._model.ktinject_decoding.group) is not None:
                 group.raise_if_failed(logits)
@@ -226,13 +255,13 @@ class StockReplay:
         self._support = begin(decoding, runner, logits, cache, mask, inputs.get("position_ids"))
         if not self._support:
             return None
-        self._cache, self._tokens = cache, length
+        self._cache, self.tokens = cache, length
         return runner
 
     def hand_back(self) -> None:
         """Bring the loop's cache, which the replays did not write to, up to date. To be called after the loop."""
         if self._runner is not None:
-            kept_cache.hand_back(self._cache, self._runner.cache, self._tokens)
+            kept_cache.hand_back(self._cache, self._runner.cache, self.tokens)
 
 
 def _mask_of_tokens(mask: Any, tokens: int) -> Tensor | None:

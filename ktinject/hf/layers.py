@@ -17,13 +17,21 @@ class Layers:
     @cached_property
     def _prefix_and_count(self) -> tuple[str, int]:
         count = getattr(self._model.config.get_text_config(), "num_hidden_layers", 0)
-        lists = [
-            (path, len(module))
-            for path, module in self._model.named_modules()
-            if isinstance(module, nn.ModuleList)
-        ]
+        language = self._model.get_decoder()
+        lists, inside = [], ""
+        for path, module in self._model.named_modules():
+            if module is language:
+                inside = path
+            if isinstance(module, nn.ModuleList):
+                lists.append((path, len(module)))
         # A vision tower may be as deep as the language model, whose layers are nearly always called `layers`.
-        lists.sort(key=lambda found: (found[1] != count, not found[0].endswith("layers")))
+        lists.sort(
+            key=lambda found: (
+                found[1] != count,
+                not found[0].startswith(inside),
+                not found[0].endswith("layers"),
+            )
+        )
         return lists[0] if lists and lists[0][1] == count else ("", 0)
 
     @property

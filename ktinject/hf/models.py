@@ -19,19 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ktinject.checkpoints import beside
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import CheckpointError, PlanError, listed
 from ktinject.hf import compat
+from ktinject.hf.auto_classes import auto_class, writing_part
 from ktinject.hf.key_map import KeyMap, matches
 from ktinject.machine import device_of
 
@@ -264,17 +259,14 @@ def _config_in(folder: str | os.PathLike[str]) -> PreTrainedConfig:
 def meta_model(
     config: PreTrainedConfig, dtype: str | torch.dtype | None = None, checkpoint: Checkpoint | None = None
 ) -> PreTrainedModel:
-    """Build the causal language model of a config on the meta device, where it takes no memory.
+    """Build the language model of a config, with what else its class has, on the meta device: it takes no memory.
 
     dtype       None or "auto": what the config says, else what most of the checkpoint is, else torch's default
     Raises      PlanError
     """
     compat.require("loading")
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise PlanError(
-            f"model type {config.model_type!r}: transformers has no causal language model for it. "
-            "Build the model yourself inside torch.device('meta') and call ktinject.optimize on it."
-        )
+    config = writing_part(config)
+    auto = auto_class(config)
     if dtype is None or dtype == "auto":
         dtype = config.get_text_config().dtype or _usual_dtype(checkpoint)
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -282,7 +274,7 @@ def meta_model(
         raise PlanError(f"dtype: found {dtype!r}; use auto, bfloat16, float16 or float32.")
     try:
         with torch.device("meta"), _few_modules():
-            return AutoModelForCausalLM.from_config(config, dtype=found, trust_remote_code=False)
+            return auto.from_config(config, dtype=found, trust_remote_code=False)
     except Exception as error:  # transformers' own code on somebody's values
         raise PlanError(f"model type {config.model_type!r}: the config makes no model: {error}") from error
 

@@ -183,18 +183,30 @@ def auto_rules(model: PreTrainedModel) -> str:
             f"{without_experts(model)}: it is a dense model, and the bundled rules put routed experts on the CPU. "
             "Run it with transformers as it is, or write rules for its other modules, with dense_linear for example."
         )
-    return rules.choose(model.config.model_type)
+    own, of_text = model_types(model)
+    chosen = rules.choose(own)
+    # A composite of a known language model: what rules for that one name lies at `model.language_model` here.
+    lies_there = Layers(model).decoder is getattr(model.base_model, "language_model", None)
+    if of_text != own and lies_there and not rules.read(chosen).model_types:
+        chosen = rules.choose(of_text)
+    return chosen
+
+
+def model_types(model: PreTrainedModel) -> tuple[str, str]:
+    """The type of a model, and that of its language part, which is the same where the model is nothing else."""
+    config = model.config
+    return config.model_type, config.get_text_config(decoder=True).model_type
 
 
 def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
     check_class(model)
     if hasattr(model, "ktinject"):
         raise PlanError("this model is swapped already (see model.ktinject). Build a new one on meta.")
-    model_type = model.config.model_type
-    if ruleset.model_types and model_type not in ruleset.model_types:
+    types = model_types(model)
+    if ruleset.model_types and not {*types} & {*ruleset.model_types}:
         raise PlanError(
             f"{ruleset.source}: these rules are for {', '.join(ruleset.model_types)}; "
-            f'the model is a {model_type}. Take other rules, or rules="auto".'
+            f'the model is a {types[0]}. Take other rules, or rules="auto".'
         )
     on_meta = {tensor.is_meta for tensor in model.parameters()}
     if len(on_meta) > 1:

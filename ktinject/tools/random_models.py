@@ -24,28 +24,7 @@ from ktinject.loading import inject
 from ktinject.operators import Operator
 from ktinject.planning.plan import Plan
 from ktinject.planning.planner import auto_rules, make
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
-        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
-        "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-    },
-    "deepseek-v3": {
-        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256,
-        "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
-        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-        "v_head_dim": 128, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "vocab_size": 129280,
-        "max_position_embeddings": 163840,
-    },
-    "mixtral-8x7b": {
-        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
-        "vocab_size": 32000, "max_position_embeddings": 32768, "rope_theta": 1e6,
-    },
-}  # fmt: skip
+from ktinject.tools.shapes import SHAPES
 
 
 def config(shape: str, layers: int | None = None, **changes: Any) -> PreTrainedConfig:
@@ -61,6 +40,8 @@ def config(shape: str, layers: int | None = None, **changes: Any) -> PreTrainedC
     values = {**SHAPES[shape], "eos_token_id": None, "bos_token_id": None, "pad_token_id": None, **changes}
     if layers is not None:
         values["num_hidden_layers"] = layers
+        if "layer_types" in values:
+            values["layer_types"] = values["layer_types"][:layers]
         if layers <= 2 * values.get("first_k_dense_replace", 0):
             values["first_k_dense_replace"] = 0
     return AutoConfig.for_model(**values)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.generation import layer_spec
-from ktinject.generation.cache import LayerKind, kinds_of
-from ktinject.generation.cpu import masks
+from ktinject.generation import layer_spec, masks
+from ktinject.generation.cache_layers import LayerKind, kinds_of
 from ktinject.generation.layer_spec import (
     DenseSpec,
     GatedDeltaSpec,
@@ -45,6 +44,7 @@ class UnknownLayer(Exception):
 class NativeLayers:
     """What a model is made of, and its native twin.
 
+    masks    how the model is given the masks of a step
     copies   what the twin does not read where the model has it: its own, and the model's
     """
 
@@ -77,8 +77,7 @@ class NativeLayers:
                 self.decoder.add(*_layer(layer, kind, weight.dtype, self.copies))
             except (UnknownLayer, ValueError) as error:
                 raise UnknownLayer(f"layer {index}: {error}") from None
-        if not (support := masks.mask_support(self.module, self.kinds)):
-            raise UnknownLayer(support.reason)
+        self.masks = _known(masks.of_model(model))
         self._frequencies = getattr(self.rotary, "inv_freq", torch.empty(0)).shape[-1]
         self._axes = 0
         try:

@@ -21,10 +21,23 @@ MOST_ROWS = 8  # rows that `linear` takes
 
 
 class Norm(NamedTuple):
-    """An RMS norm: weight [n], and the epsilon that is added to the mean square."""
+    """An RMS norm. operators/probes/norm.py has the formula.
+
+    weight        [n]
+    eps           added to the mean square
+    offset        added to the weight: 1 where it is stored less 1
+    rounds_first  x is rounded to its dtype before the weight is multiplied, and not only after it
+    """
 
     weight: Tensor
     eps: float
+    offset: float = 0.0
+    rounds_first: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is Llama's, which all kernels compute that norm."""
+        return self.offset == 0.0 and self.rounds_first
 
 
 class Cache(NamedTuple):
@@ -33,16 +46,18 @@ class Cache(NamedTuple):
     keys, values    [b, kv heads, n, d], rows of d contiguous
     cache_position  [1] int64: where the next token is written; positions after it are not read
     mask            [b, 1, 1, n] bool: the positions to attend to
+    window          0, or the layer is a ring: position p lies at place p % window, and has that place in the mask, too
     """
 
     keys: Tensor
     values: Tensor
     cache_position: Tensor
     mask: Tensor
+    window: int = 0
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """weight · round(x / rms(x)), where round() is to x's dtype, as in transformers.
+    """x / rms(x) times the weight.
 
     x     [..., n] float32, bfloat16 or float16, as the weight and the result
     Raises    ValueError for a weight of another size, dtype or device
@@ -59,6 +74,8 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
         n,
         norm.eps,
         stream_of(x.device),
+        norm.offset,
+        norm.rounds_first,
     )
     return out
 
@@ -74,7 +91,7 @@ def linear(
     wide: bool = False,
     then: Tensor | None = None,
 ) -> Tensor:
-    """Up to three linear layers of the same input in one kernel, with the norm before and the residual after them.
+    """Up to four linear layers of the same input in one kernel, with the norm before and the residual after them.
 
     x         [m, k] bfloat16 or float16, m up to MOST_ROWS, k a multiple of 32; all tensors contiguous, of x's dtype
     weights   [n, k] each; their biases are [n], or None
@@ -97,6 +114,8 @@ def linear(
         x=address("x", x, *like),
         norm=address("norm", None if norm is None else norm.weight, *like, (k,)),
         eps=0.0 if norm is None else norm.eps,
+        norm_offset=0.0 if norm is None else norm.offset,
+        rounds_first=norm is None or norm.rounds_first,
         normed=address("normed", normed, *like, (rows, k)),
         weights=[address("weight", weight, *like, (n, k)) for weight, n in zip(weights, sizes)],
         biases=[address("bias", bias, *like, (n,)) for bias, n in zip(biases or [None] * len(sizes), sizes)],
@@ -185,21 +204,34 @@ def attend(
     cache: Cache,
     scale: float,
     block_counts: Tensor,
+    *,
+    sinks: Tensor | None = None,
+    has_gates: bool = False,
+    halves_alike: bool = False,
 ) -> Tensor:
     """Norm and rotate the queries and the new key, write the new key and value to the cache, and attend to it.
 
     q, k, v       [b, heads or kv heads, d] bfloat16 or float16; a row contiguous, k and v with equal strides
-    norms         RMS norms of a query's and a key's head [d], or None
-    rotation      cos and sin, each [b or 1, 1, d]
+    norms         RMS norms of a query's and a key's head [d], or None; both of one kind
+    rotation      cos and sin, each [b or 1, 1, r]: the first r values of a head are rotated by halves
     cache         of q's dtype; keys and values with equal strides
     scale         factor of q · kᵀ
     block_counts  int32 zeros, at least b · heads of them; they are zero again afterwards
+    sinks         [heads], of q's dtype: scores that take part in the softmax, without a value
+    has_gates     q is [b, heads, 2 d]: a head's query, and a gate whose sigmoid its output is multiplied with
+    halves_alike  cos and sin are of one half of the rotated values, [b or 1, 1, r / 2]
     Returns       [b, heads, d] contiguous
     """
-    batch, heads, size = q.shape
+    (batch, heads, _), size = q.shape, k.shape[-1]
     cos, sin = rotation
-    if (k.stride(), cos.stride()) != (v.stride(), sin.stride()) or cos.shape[1:] != (1, size):
+    given = [norm for norm in norms if norm is not None]
+    if len({norm[1:] for norm in given}) > 1:
+        raise ValueError("the norms of queries and keys are of two kinds")
+    norm = given[0][1:] if given else (0.0, 0.0, True)
+    if (k.stride(), cos.stride()) != (v.stride(), sin.stride()) or cos.shape[1] != 1:
         raise ValueError("keys and values, or cos and sin, are laid out in two ways")
+    if q.shape[-1] != size * (2 if has_gates else 1):
+        raise ValueError("queries and keys are of two sizes")
     if cos.shape[0] not in (1, batch) or len(cache.mask) != batch or block_counts.numel() < batch * heads:
         raise ValueError("cos, the mask, or the block counts, are not of as many rows")
     if cache.keys.stride() != cache.values.stride() or cache.mask.shape[-1] < cache.keys.shape[2]:
@@ -212,10 +244,11 @@ def attend(
         device=q.device,
     )
     out = torch.empty(batch, heads, size, dtype=q.dtype, device=q.device)
-    q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
+    q_weight, k_weight = (None if one is None else one.weight for one in norms)
     device, like = q.device, (q.device, q.dtype)
     _native.attention(
         q=address("q", q, *like, strided=1),
+        sinks=address("sinks", sinks, *like, (heads,)),
         k=address("k", k, *like, (batch, groups, size), strided=1),
         v=address("v", v, *like, (batch, groups, size), strided=1),
         q_weight=address("q's norm", q_weight, *like, (size,)),
@@ -233,14 +266,21 @@ def attend(
         q_heads=heads,
         kv_heads=k.shape[1],
         size=size,
+        rotary=cos.shape[-1] * (2 if halves_alike else 1),
+        angles=cos.shape[-1],
+        window=cache.window,
+        has_gates=has_gates,
         splits=splits,
         q_stride=q.stride(0),
+        q_head_stride=q.shape[-1],
         kv_stride=k.stride(0),
         rotation_stride=cos.stride(0) if cos.shape[0] == batch else 0,
         batch_stride=cache.keys.stride(0),
         head_stride=cache.keys.stride(1),
         mask_stride=cache.mask.stride(0),
-        eps=0.0 if norms[0] is None else norms[0].eps,
+        eps=norm[0],
+        norm_offset=norm[1],
+        rounds_first=norm[2],
         scale=scale,
         dtype=CODES[q.dtype],
         stream=stream_of(q.device),
@@ -267,6 +307,8 @@ def latent(
     """
     (batch, heads, size), (cos, sin) = q.shape, rotation
     rank, rope = cache.keys.shape[-1], cache.values.shape[-1]
+    if not norm.is_plain:
+        raise ValueError("the latent's norm has an offset, or rounds last")
     if kv.shape != (batch, rank + rope) or cos.shape[1:] != (1, rope) or norm.weight.shape != (rank,):
         raise ValueError("queries, latents, cos and sin, or the norm do not belong together")
     if cos.stride() != sin.stride() or cos.shape[0] not in (1, batch) or size < rope:
@@ -344,57 +386,3 @@ def advance(cache_position: Tensor, positions: Tensor, mask: Tensor) -> None:
         mask.stride(0),
         stream_of(cache_position.device),
     )
-
-
-class Chooser:
-    """Chooses the next token of each row and updates the state of the request, in one kernel.
-
-    ids     [b, 1] int64, receives the tokens
-    result  [2, b] int64: receives the tokens; then, read and written, 1 while a row goes on and 0 once it has ended
-    length  [1] int64, grows by one
-    seen    [b, v + 1] bool, where the chosen tokens are marked; or [b, 0] if nobody needs it
-    ends    [v] bool: True for tokens that end a row
-    pad     the token that an ended row gets; None: the token that is chosen as for other rows
-    """
-
-    def __init__(
-        self, ids: Tensor, result: Tensor, length: Tensor, seen: Tensor, ends: Tensor, pad: int | None
-    ) -> None:
-        self._ids, self._result, self._length, self._seen, self._ends = ids, result, length, seen, ends
-        self._pad = -1 if pad is None else pad
-        rows, device, int64 = len(ids), ids.device, torch.int64
-        if seen.numel() and seen.shape != (rows, len(ends) + 1):
-            raise ValueError(
-                f"seen: found {list(seen.shape)}; expected {[rows, len(ends) + 1]}, or no columns"
-            )
-        self._addresses = {
-            "ends": address("ends", ends, device, torch.bool, (len(ends),)),
-            "ids": address("ids", ids, device, int64, (rows, 1)),
-            "result": address("result", result, device, int64, (2, rows)),
-            "seen": address("seen", seen if seen.numel() else None, device, torch.bool),
-            "length": address("length", length, device, int64, (1,)),
-        }
-        # Scratch by which the kernel's thread blocks find the best token together; zero between calls.
-        self._best = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
-        self._block_counts = torch.zeros(1, dtype=torch.int32, device=ids.device)
-
-    def __call__(self, scores: Tensor, noise: Tensor | None) -> None:
-        """Choose the token with the greatest score; of equal scores, the first. With noise, draw a sample.
-
-        scores  [b, v] float32
-        noise   [b, v] float32 from the exponential distribution. The greatest of softmax(scores) / noise is a sample
-                of the softmax
-        """
-        scores = scores.contiguous()
-        shape, device = (len(self._ids), len(self._ends)), self._ids.device
-        _native.choose_on_gpu(
-            scores=address("scores", scores, device, torch.float32, shape),
-            noise=address("noise", noise, device, torch.float32, shape),
-            **self._addresses,
-            best=address("best", self._best, device, torch.int64),
-            block_counts=address("block counts", self._block_counts, device, torch.int32),
-            pad=self._pad,
-            rows=scores.shape[0],
-            vocab=scores.shape[1],
-            stream=stream_of(scores.device),
-        )

@@ -73,11 +73,19 @@ def read(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> tuple[Tensor, Dyn
 def assert_close(ours: Tensor, theirs: Tensor) -> None:
     """The same dtype, shape, device and places of -inf; values differ from their row by little of its norm."""
     assert (ours.dtype, ours.shape, ours.device) == (theirs.dtype, theirs.shape, theirs.device)
-    assert torch.equal(ours.isinf(), theirs.isinf())
-    a, b = (tensor.nan_to_num(neginf=0) for tensor in (ours, theirs))
-    error = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-9)
     # A graph attends over a whole bucket, and sums in another order.
-    assert (error <= (1e-3 if ours.is_cuda else 1e-4)).all(), f"{error.max():.2g}"
+    most = 1e-3 if ours.is_cuda else 1e-4
+    norm = theirs.nan_to_num(neginf=0).norm(dim=-1, keepdim=True).clamp(min=1e-9)
+    odd = ours.isinf() != theirs.isinf()
+    if ours.is_cuda:  # which of two nearly equal tokens is the last one of the best may then change, too
+        last = torch.maximum(
+            *(t.masked_fill(t.isinf(), torch.inf).amin(-1, keepdim=True) for t in (ours, theirs))
+        )
+        odd &= torch.maximum(ours, theirs) > last + most * norm
+    assert not odd.any()
+    both = ~(ours.isinf() | theirs.isinf())  # not NaN, which shows below
+    error = torch.where(both, ours - theirs, 0).norm(dim=-1, keepdim=True) / norm
+    assert (error <= most).all(), f"{error.max():.2g}"
 
 
 def assert_same_cache(ours: Any, theirs: DynamicCache) -> None:

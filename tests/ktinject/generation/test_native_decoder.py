@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import ktinject
 from ktinject import OperatorError
+from ktinject.generation import masks
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.decoding import run_model
 from ktinject.generation.graph_runner import GraphRunner
@@ -44,7 +45,9 @@ def swapped(family: str, weights: str = "bf16", **config: Any) -> PreTrainedMode
 
 
 def stock_step(model: PreTrainedModel) -> Any:
-    return functools.partial(run_model, weakref.ref(model), None)
+    how = masks.of_model(model)
+    assert isinstance(how, masks.Masks), how.reason
+    return functools.partial(run_model, weakref.ref(model), None, how)
 
 
 def logits_of(

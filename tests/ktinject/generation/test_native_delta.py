@@ -21,8 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 import ktinject
-from ktinject.generation import cache, layer_spec
-from ktinject.generation.cpu import masks
+from ktinject.generation import cache_layers, layer_spec, masks
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.layer_spec import GatedDeltaSpec, GroupedAttentionSpec
 from tests.models import tiny
@@ -129,13 +128,13 @@ def test_states_are_those_of_transformers_layers() -> None:
     bucket = runner.cache.bucket(runner.cache.capacity)
     state = bucket.layers[0]
     assert type(state) is LinearAttentionLayer and state.has_previous_state[0]
-    kept = [tensor.data_ptr() for tensor in cache.tensors_of(state)]
+    kept = [tensor.data_ptr() for tensor in cache_layers.tensors_of(state)]
     assert kept == [tensor.data_ptr() for tensor in runner.cache.layers[0]]
-    before = [tensor.clone() for tensor in cache.tensors_of(state)]
+    before = [tensor.clone() for tensor in cache_layers.tensors_of(state)]
     arguments = (runner.ids, runner.cache.mask, runner.cache.positions, bucket)
     ours, found = native(*arguments), []
-    found.append([tensor.clone() for tensor in cache.tensors_of(state)])
-    for tensor, value in zip(cache.tensors_of(state), before):
+    found.append([tensor.clone() for tensor in cache_layers.tensors_of(state)])
+    for tensor, value in zip(cache_layers.tensors_of(state), before):
         tensor.copy_(value)
     with torch.no_grad():
         theirs = model(
@@ -144,9 +143,9 @@ def test_states_are_those_of_transformers_layers() -> None:
             position_ids=arguments[2],
             past_key_values=bucket,
         ).logits[:, -1]
-    assert kept == [tensor.data_ptr() for tensor in cache.tensors_of(state)]
+    assert kept == [tensor.data_ptr() for tensor in cache_layers.tensors_of(state)]
     torch.testing.assert_close(ours, theirs, atol=3e-2, rtol=0)
-    for mine, own, old in zip(found[0], cache.tensors_of(state), before):
+    for mine, own, old in zip(found[0], cache_layers.tensors_of(state), before):
         assert not torch.equal(own, old)
         torch.testing.assert_close(mine, own, atol=1e-2, rtol=1e-2)
 
@@ -200,7 +199,7 @@ class TestSpecs:
         assert isinstance(full.attention, GroupedAttentionSpec) and full.attention.has_output_gate
         norm = full.attention.q_norm.rms
         assert norm.has_unit_offset and not norm.rounds_before_weight
-        assert [kind.is_state for kind in cache.kinds_of(model.config)] == [True, False]
+        assert [kind.is_state for kind in cache_layers.kinds_of(model.config)] == [True, False]
 
     def test_other_parts_are_refused(self) -> None:
         attention = attention_of(tiny("qwen3_next"))
@@ -219,16 +218,11 @@ class TestSpecs:
         model.generate(**prompt(1, padding=0))
         assert model.ktinject_decoding.last == "eager loop" and model.ktinject_decoding.reason
 
-    def test_a_cache_of_several_states_is_refused(self) -> None:
+    def test_a_cache_of_states_alone_is_refused(self) -> None:
         held = DynamicCache(config=tiny("qwen3_next").config)
-        assert cache.kind_support(held, torch.device("cpu"))
-        assert "of LinearAttentionLayer" in cache.kind_support(held, torch.device("cuda")).reason
-        held.layers[0] = LinearAttentionLayer(number_of_states=2)
-        assert (
-            cache.kind_support(held, torch.device("cpu")).reason == "a layer of the cache has several states"
-        )
+        assert cache_layers.kind_support(held)
         held.layers[:] = held.layers[:1]
-        assert cache.kind_support(held, torch.device("cpu")).reason == "no layer of the cache counts tokens"
+        assert cache_layers.kind_support(held).reason == "no layer of the cache counts tokens"
 
 
 def scaled(module: Any, change: Any) -> None:
@@ -254,7 +248,7 @@ class TestOtherLayers:
 
         def change(self: Any, own: Any, args: Any, kwargs: Any) -> Tensor:
             out: Tensor = own(self, *args, **kwargs)
-            _, state = cache.tensors_of(kwargs["cache_params"].layers[0])
+            _, state = cache_layers.tensors_of(kwargs["cache_params"].layers[0])
             state.mul_(0.8)
             return out
 
@@ -280,8 +274,6 @@ class TestOtherLayers:
                 else:
                     del vars(layer)["forward"]
 
-        kinds = cache.kinds_of(model.config)
-        assert masks.mask_support(model.model, kinds)
+        assert isinstance(masks.of_model(model), masks.Masks)
         scaled(model.model, change)
-        assert masks.mask_support(model.model, kinds).reason == "layer 0: its linear attention has a mask"
         assert NativeDecoder(model).support.reason == "layer 0: its linear attention has a mask"

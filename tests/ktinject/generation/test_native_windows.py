@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import ktinject
-from ktinject.generation import cache
-from ktinject.generation.cache import LayerKind
-from ktinject.generation.cpu import masks
+from ktinject.generation import cache_layers, masks
+from ktinject.generation.cache_layers import LayerKind
 from ktinject.generation.cpu.native_decoder import NativeDecoder
+from ktinject.support import Support
 from tests.models import tiny
 
 torch.set_num_threads(1)
@@ -217,19 +217,21 @@ class TestMasks:
     @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", *FAMILIES])
     def test_of_families(self, family: str) -> None:
         model = tiny(family, **windows_of(family, 20) if family in FAMILIES else {})
-        kinds = cache.kinds_of(model.config)
-        assert masks.mask_support(model.model, kinds)
+        kinds = cache_layers.kinds_of(model.config)
+        assert isinstance(masks.of_model(model, kinds), masks.Masks)
         has_windows = LayerKind(20) in kinds
         assert has_windows == (family in FAMILIES)
         changed = [LayerKind(21 if kind.window == 20 else 20) for kind in kinds]
-        refused = masks.mask_support(model.model, changed)
+        refused = masks.of_model(model, changed)
         # Without windows in the config, masks are made for what the cache's layers hold.
-        assert refused.ok != has_windows
-        assert refused or "its mask shows something else than a window of" in refused.reason
+        assert isinstance(refused, Support) == has_windows
+        assert not has_windows or "its mask shows something else than a window of" in refused.reason
 
     def test_a_model_with_another_mask_is_refused(self) -> None:
-        model = odd(tiny("gpt_oss", sliding_window=16).model, without_oldest)
-        refused = masks.mask_support(model, [LayerKind(16), LayerKind()])
+        model = tiny("gpt_oss", sliding_window=16)
+        odd(model.model, without_oldest)
+        refused = masks.of_model(model)
+        assert isinstance(refused, Support)
         assert refused.reason == "layer 0: its mask shows something else than a window of 16 tokens"
 
     def test_and_keeps_its_own_steps(self) -> None:

@@ -415,7 +415,7 @@ def test_a_dtype_that_is_none_is_refused(dtype: str | torch.dtype) -> None:
 def test_a_config_without_a_language_model_is_refused() -> None:
     from transformers import ViTConfig
 
-    with pytest.raises(PlanError, match="'vit': transformers has no causal language model"):
+    with pytest.raises(PlanError, match="'vit': transformers has no language model"):
         hf.meta_model(ViTConfig())
 
 

@@ -58,7 +58,7 @@ def test_a_bundled_name_does_not_depend_on_the_working_directory(
     (tmp_path / "mixtral").write_text("not rules")
     (tmp_path / "qwen3-moe").mkdir()
     assert rules.read("mixtral").model_types == ("mixtral",)
-    assert rules.read("qwen3-moe").model_types == ("qwen3_moe",)
+    assert "qwen3_moe" in rules.read("qwen3-moe").model_types
     assert not caplog.records
     with pytest.raises(RuleError, match="a rule file is 'not rules'"):
         rules.read("./mixtral")

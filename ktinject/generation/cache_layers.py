@@ -1,0 +1,178 @@
+"""The layers of a step's cache: what they keep of the tokens before, in tensors that stay where they are.
+
+A layer that shows all tokens has a place for each of them. One with a sliding window is a ring, where position p has
+place p % window: attention does not depend on the order of rotated keys. One with linear attention has states of fixed
+size, in transformers' own cache layer, which writes to its tensors where they lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    PreTrainedConfig,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+from ktinject.hf import compat
+from ktinject.support import SUPPORTED, Support
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer keeps of the tokens before.
+
+    window    of how many at most a step sees keys and values, its own included; None: of all
+    is_state  states of fixed size, or nothing at all; and no keys and values
+    """
+
+    window: int | None = None
+    is_state: bool = False
+
+
+ALL_TOKENS = LayerKind()
+
+
+@dataclass(frozen=True)
+class States:
+    """Which states of fixed size a layer of transformers' caches has.
+
+    made       its class
+    number     of states that it may have; of each, the last inputs of a convolution and a recurrent state
+    conv       indices of those whose inputs of a convolution there are
+    recurrent  of those whose recurrent state there is
+    previous   of those that a step goes on from
+    """
+
+    made: type
+    number: int = 0
+    conv: tuple[int, ...] = ()
+    recurrent: tuple[int, ...] = ()
+    previous: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, layer: Any) -> States:
+        if not isinstance(layer, compat.LinearAttentionLayer):
+            return cls(type(layer))
+        conv, recurrent = (
+            tuple(index for index, tensor in states.items() if tensor is not None)
+            for states in (layer.conv_states, layer.recurrent_states)
+        )
+        previous = tuple(index for index, has in layer.has_previous_state.items() if has)
+        return cls(type(layer), layer.number_of_states, conv, recurrent, previous)
+
+    def layer(self, tensors: tuple[Tensor, ...]) -> Any:
+        """transformers' own layer, which writes to its tensors where they lie."""
+        if not self.number:
+            return self.made()
+        layer = self.made(number_of_states=self.number)
+        if tensors:
+            layer.dtype, layer.device = tensors[0].dtype, tensors[0].device
+        for index, tensor in zip(self.conv, tensors):
+            layer.conv_states[index], layer.is_conv_states_initialized[index] = tensor, True
+            layer.conv_kernel_size[index] = tensor.shape[-1]
+        for index, tensor in zip(self.recurrent, tensors[len(self.conv) :]):
+            layer.recurrent_states[index], layer.is_recurrent_states_initialized[index] = tensor, True
+        layer.has_previous_state.update(dict.fromkeys(self.previous, True))
+        return layer
+
+    def keep_in_place(self, layer: Any, tensors: tuple[Tensor, ...]) -> None:
+        """Copy states that a step has replaced, where it should have written to them, to where they were.
+
+        Raises  RuntimeError if one has another shape now
+        """
+        named = [(layer.conv_states, index) for index in self.conv]
+        named += [(layer.recurrent_states, index) for index in self.recurrent]
+        for (held, index), tensor in zip(named, tensors):
+            if held[index] is not tensor:
+                tensor.copy_(held[index])
+                held[index] = tensor
+
+
+class BucketLayer(CacheLayerMixin):
+    """A bucket of one layer's cache. Layers share the next token's place, where transformers' count each.
+
+    place   [1] int64: where the next token's keys and values are written
+    window  as `LayerKind` has it
+    """
+
+    is_compileable = True
+
+    def __init__(
+        self, keys: Tensor, values: Tensor, cache_position: Tensor, place: Tensor, window: int | None = None
+    ) -> None:
+        super().__init__()
+        self.keys, self.values, self.window = keys, values, window
+        self.cache_position, self.place = cache_position, place
+        self.is_sliding = window is not None
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass  # it always is
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.place, key_states)
+        self.values.index_copy_(2, self.place, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> Any:
+        return self.cache_position  # a tensor, as transformers' static layers give
+
+    def get_max_length(self) -> int:
+        return self.keys.shape[2]
+
+
+def kind_of(layer: Any) -> LayerKind:
+    """Of a layer of transformers' caches; a static one's window is cut to its length."""
+    if isinstance(layer, StaticSlidingWindowLayer):
+        return LayerKind(int(layer.get_max_length()))
+    return LayerKind(getattr(layer, "sliding_window", None), is_state=not isinstance(layer, CacheLayerMixin))
+
+
+def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
+    """Of a model's layers, as transformers makes caches for them."""
+    return [*map(kind_of, DynamicCache(config=config).layers)]
+
+
+def tensors_of(layer: Any) -> tuple[Tensor, ...]:
+    """Keys and values of a cache's layer; or the last inputs of its convolutions, and its recurrent states."""
+    if kind_of(layer).is_state:
+        states = States.of(layer)
+        conv = (layer.conv_states[index] for index in states.conv)
+        return (*conv, *(layer.recurrent_states[index] for index in states.recurrent))
+    return layer.keys, layer.values
+
+
+def _is_known(cache: Any, layer: Any) -> bool:
+    """Whether a cache may have such a layer."""
+    kinds: dict[type, tuple[type, ...]] = {
+        DynamicCache: (DynamicLayer, compat.DynamicSlidingWindowLayer, compat.LinearAttentionLayer),
+        StaticCache: (StaticLayer, StaticSlidingWindowLayer, compat.LinearAttentionLayer),
+    }
+    kind = type(layer)
+    keeps_nothing = (
+        kind.__module__ == Cache.__module__ and kind_of(layer).is_state and States.of(layer).number == 0
+    )
+    return kind in kinds.get(type(cache), ()) or keeps_nothing
+
+
+def kind_support(cache: Any) -> Support:
+    """Whether a request's cache is of a kind that a `FixedCache` can take over."""
+    odd = {type(layer).__name__ for layer in cache.layers if not _is_known(cache, layer)}
+    if type(cache) not in (DynamicCache, StaticCache) or odd or cache.offloading:
+        kinds = ", ".join(sorted(odd)) or "offloaded layers"
+        return Support.no(f"the cache is a {type(cache).__name__} of {kinds}")
+    if cache.layers and all(kind_of(layer).is_state for layer in cache.layers):
+        return Support.no("no layer of the cache counts tokens")
+    return SUPPORTED

@@ -1,0 +1,233 @@
+"""The masks of a recorded step: which form a model takes them in, found by running it without its layers.
+
+A step attends to what a `KVBucket` says: of a layer with a sliding window to the last tokens of the window, of another
+one to all, and to none that is padding; layers with states of fixed size take no mask. Three calls show whether that is
+what the model means, and how its layers can be given these masks instead of some that it makes itself:
+
+    own masks     at a position beyond all windows: do they show the same, and are they of bool, or added to scores?
+    one mask      does it reach every layer that attends, unchanged?
+    named masks   else, does the model take a dict, and which name does each layer's mask have in it?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from ktinject.generation.cache import KVBucket
+from ktinject.generation.cache_layers import BucketLayer, LayerKind, States, kind_of
+from ktinject.operators.probes import twin
+from ktinject.support import Support
+
+_ROWS = 2
+# Tokens behind the longest window, so that what is before a window shows. Chunks of that length begin anew there.
+_BEYOND = 5
+
+
+@dataclass(frozen=True)
+class Masks:
+    """How a model is given the masks of a step.
+
+    names   name in a dict → kind of the layers that take this mask; None: all layers that attend take the same one
+    kind    of these layers
+    added   the dtype of masks that are added to scores; None: they are of bool
+    """
+
+    names: dict[str, LayerKind] | None
+    kind: LayerKind
+    added: torch.dtype | None
+
+    def of(self, cache: KVBucket) -> Any:
+        """What the model gets as attention_mask: [b, 1, 1, n], or a dict of such masks."""
+        made: dict[int | None, Tensor] = {}
+        if self.names is None:
+            return self._mask(cache, self.kind, made)
+        return {name: self._mask(cache, kind, made) for name, kind in self.names.items()}
+
+    def _mask(self, cache: KVBucket, kind: LayerKind, made: dict[int | None, Tensor]) -> Tensor | None:
+        if kind.is_state:
+            return None
+        if kind.window not in made:
+            mask = cache.masks[kind.window]
+            if self.added is not None:
+                # As transformers makes it: of a row without any token, all count the same.
+                shown = torch.zeros((), dtype=self.added, device=mask.device)
+                mask = torch.where(mask, shown, torch.finfo(self.added).min)
+            made[kind.window] = mask
+        return made[kind.window]
+
+
+def of_model(model: PreTrainedModel, kinds: Sequence[LayerKind] | None = None) -> Masks | Support:
+    """The form in which a model takes the masks of a step, or why they would not be what it means.
+
+    kinds  of its layers; None: those of the cache that transformers makes for it
+    """
+    like = DynamicCache(config=model.config).layers
+    kinds = [kind_of(layer) for layer in like] if kinds is None else kinds
+    longest = max((kind.window for kind in kinds if kind.window is not None), default=8)
+    try:
+        probe = _Probe(model, like, kinds, longest + _BEYOND)
+        with torch.no_grad():
+            added = probe.own_masks()
+            if isinstance(added, Support):
+                return added
+            names = probe.names()
+    except Exception as error:  # transformers' own code, given what it may not be made for
+        return Support.no(f"its masks cannot be tried out: {type(error).__name__}: {error}")
+    if isinstance(names, Support):
+        return names
+    attends = [kind for kind in kinds if not kind.is_state]
+    return Masks(names, attends[0], added)
+
+
+class _Probed(BucketLayer):
+    """A layer of a cache for no heads, which takes no memory. Of a window, it has the latest tokens in their order."""
+
+    def __init__(self, kind: LayerKind, position: int, places: int, cache_position: Tensor) -> None:
+        self._sizes = places, 0
+        if kind.window is not None:
+            length = min(position + 1, kind.window)
+            self._sizes = length, position + 1 - length
+        keys = torch.empty(_ROWS, 0, self._sizes[0], 1, device=cache_position.device)
+        super().__init__(keys, keys, cache_position, cache_position, kind.window)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._sizes
+
+
+class _Named(dict[str, Tensor]):
+    """Masks by name, whatever the names are; each is made when the model asks for it."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        super().__init__()
+        self._shape, self._device = shape, device
+
+    def __missing__(self, name: str) -> Tensor:
+        self[name] = torch.ones(self._shape, dtype=torch.bool, device=self._device)
+        return self[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name]
+
+
+class _Probe:
+    """A model whose layers only note the masks that they are given."""
+
+    def __init__(
+        self, model: PreTrainedModel, like: Sequence[Any], kinds: Sequence[LayerKind], position: int
+    ) -> None:
+        self._kinds, self._position = kinds, position
+        self._device = model.device
+        self._places = position + 3  # some are empty
+        self._given: list[Any] = []
+        self._like = like
+        self._model = self._without_layers(model)
+
+    def own_masks(self) -> torch.dtype | None | Support:
+        """Whether the masks that the model makes show what a `KVBucket`'s do; and their dtype, if they are added."""
+        position = self._position
+        mask = torch.ones(_ROWS, self._places, dtype=torch.bool, device=self._device)
+        mask[:, position + 1 :] = False
+        mask[0, :7] = mask[0, position - 1] = False  # the latter in every window but one of a single token
+        added: torch.dtype | None = None
+        for index, (found, kind) in enumerate(zip(self._run(mask), self._kinds, strict=True)):
+            if kind.is_state:
+                if found is not None:
+                    return Support.no(f"layer {index}: its linear attention has a mask")
+                continue
+            first = 0 if kind.window is None else position + 1 - min(position + 1, kind.window)
+            if not _shows(found, mask[:, first : None if kind.window is None else position + 1]):
+                what = "all tokens" if kind.window is None else f"a window of {kind.window} tokens"
+                return Support.no(f"layer {index}: its mask shows something else than {what}")
+            if found is not None and found.dtype != torch.bool:
+                added = found.dtype
+        return added
+
+    def names(self) -> dict[str, LayerKind] | None | Support:
+        """The name of each mask that the layers get, if the model takes a dict; None: it takes one for all layers."""
+        shape = (_ROWS, 1, 1, self._places)
+        attends = {kind for kind in self._kinds if not kind.is_state}
+        one = torch.ones(shape, dtype=torch.bool, device=self._device)
+        if len(attends) == 1:
+            given = self._run(one)
+            if all(found is (None if kind.is_state else one) for found, kind in zip(given, self._kinds)):
+                return None
+        masks = _Named(shape, self._device)
+        given = self._run(masks)
+        names: dict[str, LayerKind] = {}
+        for index, (found, kind) in enumerate(zip(given, self._kinds, strict=True)):
+            name = next((name for name, mask in masks.items() if mask is found), None)
+            if name is None:
+                if kind.is_state and found is None:
+                    continue
+                return Support.no(f"layer {index}: it is given another mask than the model is")
+            if names.setdefault(name, kind) != kind:
+                return Support.no(f"layer {index}: layers of several kinds share the mask {name!r}")
+        # The model asks for some that it gives to no layer.
+        others = {name: LayerKind(is_state=True) for name in masks if name not in names}
+        return {**names, **others}
+
+    def _run(self, mask: Any) -> list[Any]:
+        """The masks that the layers get, for one that the model gets."""
+        self._given.clear()
+        cache_position = torch.tensor([self._position], device=self._device)
+        layers: list[Any] = []
+        for like, kind in zip(self._like, self._kinds, strict=True):
+            if kind.is_state:
+                states = States.of(like)
+                layers.append(replace(states, previous=tuple(range(states.number))).layer(()))
+            else:
+                layers.append(_Probed(kind, self._position, self._places, cache_position))
+        self._model(
+            input_ids=torch.zeros(_ROWS, 1, dtype=torch.int64, device=self._device),
+            attention_mask=mask,
+            position_ids=torch.full((_ROWS, 1), self._position, device=self._device),
+            past_key_values=KVBucket(layers, cache_position, {}, {}, [None] * len(layers)),
+            use_cache=True,
+        )
+        return list(self._given)
+
+    def _without_layers(self, model: PreTrainedModel) -> Any:
+        """A twin of the model with layers that do nothing."""
+        count = len(self._kinds)
+        paths = [
+            path
+            for path, module in model.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == count and path.count(".layers") <= 1
+        ]
+        path = min(paths, key=lambda path: path.count("."), default=None)
+        if path is None:
+            raise ValueError(f"it has no list of {count} layers")
+        layers: Any = model.get_submodule(path)
+        twins = {}
+        for name, layer in layers.named_children():
+            twins[name] = alone = twin.of(layer, hooks=False)
+            vars(alone)["forward"] = self._note
+        found: nn.Module = twin.of(layers, twins)
+        while path:
+            path, _, name = path.rpartition(".")
+            holder = model.get_submodule(path)
+            # Nobody's hooks are to see these calls.
+            children = {key: twin.of(child, hooks=False) for key, child in holder.named_children()}
+            without = () if path else ("ktinject_decoding",)
+            found = twin.of(holder, {**children, name: found}, without=without, hooks=False)
+        return found
+
+    def _note(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Tensor:
+        self._given.append(kwargs["attention_mask"])
+        return hidden_states
+
+
+def _shows(found: Any, wanted: Tensor) -> bool:
+    """Whether a mask [b, 1, 1, n], of bool or to be added to scores, or None shows what [b, n] bool does."""
+    if found is None:
+        return bool(wanted.all())
+    if not isinstance(found, Tensor) or found.shape != (len(wanted), 1, 1, wanted.shape[1]):
+        return False
+    shown = found if found.dtype == torch.bool else found == 0
+    return bool(torch.equal(shown[:, 0, 0], wanted))

@@ -1,0 +1,114 @@
+"""Models of text and images: which class a config makes, and each family from its checkpoint to the tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from double import saved
+from models import COMMON, REFUSED, multimodal
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+import ktinject
+from ktinject import PlanError
+from ktinject.hf import models as hf
+from ktinject.operators import Operator
+
+torch.set_num_threads(1)
+IDS = torch.randint(3, 88, (1, 12), generator=torch.Generator().manual_seed(0))
+RULES = {
+    "glm4v_moe": "glm4-moe",
+    "internvl": "qwen3-moe",  # by its language model
+    "kimi_k25": "kimi-k2",
+    "qwen3_5_moe": "qwen3-next",
+    "qwen3_omni_moe_thinker": "qwen3-moe",
+    "qwen3_vl_moe": "qwen3-moe",
+}
+
+
+def load(folder: Path, **arguments: Any) -> PreTrainedModel:
+    return ktinject.load(folder, **{"devices": "cpu", "progress": False, "dtype": "float32", **arguments})
+
+
+def written(model: PreTrainedModel, **prompt: Any) -> list[list[int]]:
+    found: list[list[int]] = model.generate(**prompt, max_new_tokens=10, do_sample=False).tolist()
+    return found
+
+
+@pytest.mark.parametrize("name", multimodal.AVAILABLE)
+def test_a_checkpoint_is_planned_loaded_and_writes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    plain = multimodal.tiny(name)
+    model = load(saved(plain, tmp_path))
+    assert isinstance(model, type(plain))
+    plan = model.ktinject
+    assert plan.ruleset.source == f"{RULES.get(name, 'moe-auto')}.yaml"
+    experts = {path for path, _ in plain.named_modules() if path.endswith(".experts")}
+    language = {path for path in experts if path.startswith(("model.language_model.", "language_model."))}
+    swapped = {path for path, module in model.named_modules() if isinstance(module, Operator)}
+    assert swapped & experts == language != set()
+    # The tower is there, as it was, and the plan counts it.
+    held = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    kept = {key: value for key, value in held.items() if key not in plan.swapped}
+    assert plan.rest_bytes == {"cpu": sum(value.nbytes for value in kept.values())}
+    assert all(torch.equal(model.get_parameter_or_buffer(key), value) for key, value in kept.items())
+    assert written(model, input_ids=IDS) == written(plain, input_ids=IDS)
+
+
+IMAGES = ["glm4v_moe", "kimi_k25", "qwen3_5_moe", "qwen3_vl_moe"]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_a_prompt_with_an_image(name: str, tmp_path: Path) -> None:
+    if name not in multimodal.AVAILABLE:
+        pytest.skip(f"this transformers has no {name}")
+    plain = multimodal.tiny(name)
+    model = load(saved(plain, tmp_path))
+    prompt = multimodal.image_prompt(name, rows=2, padding=3)
+    expected = written(plain, **prompt)
+    assert written(model, **prompt) == expected
+    prompt["pixel_values"] = -prompt["pixel_values"]
+    assert written(plain, **prompt) != expected, "an image that changes nothing shows nothing"
+
+
+def test_the_config_says_which_class_it_is(tmp_path: Path) -> None:
+    config = multimodal.config("qwen3_5_moe")
+
+    def built(*architectures: str) -> str:
+        config.architectures = [*architectures] or None
+        return type(hf.meta_model(config)).__name__
+
+    assert built("Qwen3_5MoeForCausalLM") == "Qwen3_5MoeForCausalLM"
+    assert built("Qwen3_5MoeForConditionalGeneration") == "Qwen3_5MoeForConditionalGeneration"
+    assert built("SomebodysForConditionalGeneration") == "Qwen3_5MoeForConditionalGeneration"
+    assert built("SomebodysModel") == built() == "Qwen3_5MoeForCausalLM"
+
+
+def test_of_a_model_that_speaks_the_part_that_writes_is_loaded(tmp_path: Path) -> None:
+    from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
+
+    thinker = multimodal.config("qwen3_omni_moe_thinker").to_dict()
+    torch.manual_seed(0)
+    plain = Qwen3OmniMoeForConditionalGeneration(
+        Qwen3OmniMoeConfig(thinker_config=thinker, enable_audio_output=False)
+    ).eval()
+    saved(plain, tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "talker.model.norm.weight": torch.ones(4)}, file, {"format": "pt"})
+    model = load(tmp_path)
+    assert isinstance(model, type(plain.thinker))
+    assert written(model, input_ids=IDS) == written(plain.thinker, input_ids=IDS)
+
+
+def test_experts_of_another_signature_are_refused_by_name(tmp_path: Path) -> None:
+    from transformers import Llama4Config, Llama4ForConditionalGeneration
+
+    row, reason = REFUSED["llama4_text"]
+    vision = {**multimodal.CLIP_LIKE, "vision_output_dim": 32, "projector_output_dim": 40}
+    config = Llama4Config(text_config={**COMMON, **row}, vision_config=vision)
+    with torch.device("meta"):
+        model = Llama4ForConditionalGeneration(config)
+    with pytest.raises(PlanError, match=reason):
+        ktinject.plan(model, "auto", devices="cpu")
