@@ -14,6 +14,7 @@ from typing import Any
 import prepared
 import pytest
 import torch
+from attention import grouped
 from silu_layers import silu_experts
 from torch import Tensor
 from waiting import exit_code
@@ -57,18 +58,7 @@ def decoder() -> Callable[[], Tensor]:
     made = _native.Decoder(64, "float32")
     norm = _native.Norm(torch.ones(64), 1e-6)
     parts = [allocated(linear(64, 64)) for _ in range(4)]
-    attention = _native.GroupedAttention(
-        **dict(zip("qkvo", parts)),
-        q_norm=None,
-        k_norm=None,
-        heads=4,
-        groups=4,
-        size=16,
-        scale=0.25,
-        window=0,
-        sinks=None,
-        gated=False,
-    )
+    attention = _native.GroupedAttention(**grouped(*parts, heads=4, groups=4, size=16))
     unit = _native.GatedUnit(*(allocated(linear(64, 64)) for _ in range(3)))
     made.add(norm, attention, norm, unit)
     keys, values = torch.randn(2, 1, 4, 32, 16).unbind()
