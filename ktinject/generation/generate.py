@@ -24,7 +24,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
 from ktinject.generation import cache as caches
-from ktinject.generation import kept_cache, loop
+from ktinject.generation import kept_cache, loop, step_inputs
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding, Explanation
 from ktinject.generation.eligibility import PlainRequest, read_plain
@@ -241,15 +241,18 @@ def _run_own_loop(
     del outputs
     length = _tokens_in(cache)
     new_tokens = max(1, plain.max_length - input_ids.shape[1])
-    runner = None
+    runner, positions = None, None
     if recorded and new_tokens > 1:
         mask = model_kwargs.get("attention_mask")
-        runner, recorded = _runner(decoding, cache, logits, input_ids, before, mask, new_tokens)
+        found = _positions(model, input_ids, logits, model_kwargs)
+        if isinstance(found, Support):
+            recorded = found
+        else:
+            positions = found
+            runner, recorded = _runner(decoding, cache, logits, input_ids, before, mask, new_tokens)
     native = decoding.native if runner is not None else None
     with model._optimize_model_for_decode(), nullcontext() if native is None else openmp.one_thread():
         if runner is not None:
-            positions = model_kwargs.get("position_ids")
-            positions = None if positions is None else positions[:, -1:]
             recorded = begin(decoding, runner, logits, cache, model_kwargs.get("attention_mask"), positions)
             if not recorded:
                 runner = native = None
@@ -290,6 +293,23 @@ def _run_own_loop(
 
 def _tokens_in(cache: Any) -> int:
     return 0 if cache is None else int(cache.get_seq_length())
+
+
+def _positions(
+    model: Any, prompt: Tensor, logits: Tensor, model_kwargs: dict[str, Any]
+) -> Tensor | None | Support:
+    """The positions [b or 1, 1] of the first step, or why no recorded one serves the request.
+
+    prompt        [b, n]
+    logits        [b, v] behind it
+    model_kwargs  of transformers, for that step
+    """
+    inputs: dict[str, Any] = model_kwargs
+    if step_inputs.beside(model_kwargs):
+        tokens = torch.cat([prompt, logits.argmax(-1, keepdim=True)], dim=1)
+        inputs = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **model_kwargs)
+    decoding: Decoding = model.ktinject_decoding
+    return decoding.step_support(inputs)
 
 
 def _runner(

@@ -182,9 +182,12 @@ class StockReplay:
 
     @property
     def support(self) -> Support:
-        if self._support and self._runner is not None and self._runner.changed:
-            return Support.no(self._runner.changed)
-        return self._support
+        runner = self._runner
+        if not self._support or runner is None:
+            return self._support
+        if runner.changed:
+            return Support.no(runner.changed)
+        return SUPPORTED if self._model.ktinject_decoding.native is not None else runner.graphs
 
     def __call__(self, **inputs: Any) -> Any:
         ids: Tensor = inputs["input_ids"]
@@ -220,10 +223,14 @@ class StockReplay:
             return None
         # The cache may have begun with more than the prompt. One token was made and read since.
         tokens = max(self._max_length, length + max(1, self._max_length - self._prompt - 1))
+        positions = decoding.step_support(inputs)
+        if isinstance(positions, Support):
+            self._support = positions
+            return None
         runner, self._support = decoding.runner(cache, logits, tokens)
         if runner is None:
             return None
-        self._support = begin(decoding, runner, logits, cache, mask, inputs.get("position_ids"))
+        self._support = begin(decoding, runner, logits, cache, mask, positions)
         if not self._support:
             return None
         self._cache, self._tokens = cache, length

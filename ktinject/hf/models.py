@@ -268,7 +268,7 @@ def meta_model(
     config = writing_part(config)
     auto = auto_class(config)
     if dtype is None or dtype == "auto":
-        dtype = config.get_text_config().dtype or _usual_dtype(checkpoint)
+        dtype = config.dtype or config.get_text_config().dtype or _usual_dtype(checkpoint)
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
         raise PlanError(f"dtype: found {dtype!r}; use auto, bfloat16, float16 or float32.")
