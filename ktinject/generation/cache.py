@@ -134,6 +134,16 @@ class FixedCache:
         self._buckets: dict[int, KVBucket] = {}
 
     @property
+    def used(self) -> int:
+        """Tokens of this request."""
+        return self._used
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Of the layers."""
+        return {first.device for first, _ in self.layers}
+
+    @property
     def state(self) -> list[Tensor]:
         """What a step changes, beside keys and values, which it writes anew if it is repeated."""
         states = [tensor for kind, held in zip(self.kinds, self.layers) if kind.is_state for tensor in held]

@@ -69,7 +69,7 @@ class Decoding:
         self._model = weakref.ref(model)
         self._watch: Watch | None = None  # of the model that is recorded
         self._recordable = SUPPORTED  # whether that model can be
-        self._masks: masks.Masks | None = None  # how it is given those of a step
+        self._masks: masks.Masks | Support | None = None  # how it is given those of a captured step
         # What steps of that model are given beside tokens → whether recorded ones may leave it out.
         self._left_out: dict[frozenset[str], Support] = {}
         self._handoffs = [
@@ -107,6 +107,10 @@ class Decoding:
         for name in ("custom_generate", "cache_implementation"):
             if kwargs.get(name) not in (None, "dynamic", "static", "offloaded", "quantized"):
                 return Explanation("stock loop", f"{name}={kwargs[name]!r} decides how it runs")
+        if kwargs.get(
+            "trust_remote_code"
+        ):  # of contrastive and constrained search, which are not transformers' any more
+            return Explanation("stock loop", "trust_remote_code=True: it may run code from elsewhere")
         model: Any = self._model()
         kwargs.pop("streamer", None)  # it would be given the prompt
         self._local.explains = True
@@ -208,8 +212,12 @@ class Decoding:
             is_same = self.group.all_agree(is_same)
         if not is_same:
             self._look_at(model)
-        if not self._recordable or self.graphs:
+        if not self._recordable:
             return self._recordable
+        if self.graphs:
+            if self._masks is None:
+                self._masks = masks.of_model(model)
+            return self._masks if isinstance(self._masks, Support) else SUPPORTED
         if self.group is not None:
             return Support.no("several processes share the model")
         self._native = self._native or NativeDecoder(model)
@@ -235,13 +243,9 @@ class Decoding:
     def _look_at(self, model: PreTrainedModel) -> None:
         """Note the model as it is now."""
         self.release()
-        self._fused = None
+        self._fused = self._masks = None
         self._left_out.clear()
         watch, support = Watch(model), eligibility.recording_support(model)
-        if support and self.graphs:
-            found = masks.of_model(model)
-            self._masks = None if isinstance(found, Support) else found
-            support = found if isinstance(found, Support) else SUPPORTED
         if self.group is not None:
             support = self.group.all_support(support)
         # In this order: an interrupt between the two makes the next request look again.
@@ -279,7 +283,7 @@ class Decoding:
         if self._fuses and self._fused is None and logits.is_cuda:
             self._fused = Fused(model, self.group)
         how = self._masks if self.native is None else self.native.masks
-        assert how is not None, "as it was before the request"
+        assert isinstance(how, masks.Masks), "a request that was not refused"
         return GraphRunner(
             self.native or functools.partial(run_model, self._model, self._fused, how),
             wake if self._handoffs else lambda: None,

@@ -13,8 +13,8 @@ here, see `hf.compat`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
+from ktinject.generation import beams, kept_cache, loop, step_inputs
 from ktinject.generation import cache as caches
-from ktinject.generation import kept_cache, loop, step_inputs
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding, Explanation
 from ktinject.generation.eligibility import PlainRequest, read_plain
@@ -84,10 +84,36 @@ class _Swapped(Methods):
         replays = self.ktinject_decoding.replay is not None
         return replays or own_class(self)._valid_auto_compile_criteria(self, *args, **kwargs)
 
-    def _beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if found := _left_alone(self.ktinject_decoding, "beam search"):
+    def _beam_search(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        decoding: Decoding = self.ktinject_decoding
+        with _request(self, model_kwargs.get("past_key_values")) as turn:
+            recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
+            recorded = recorded and beams.support(generation_config, synced_gpus)
+            if decoding.explains:
+                return _foreseen(decoding, recorded, Support.no(beams.NAME), input_ids)
+            decoding.require(recorded)
+            arguments = {
+                "logits_processor": logits_processor,
+                "stopping_criteria": stopping_criteria,
+                "generation_config": generation_config,
+                "synced_gpus": synced_gpus,
+                **model_kwargs,
+            }
+            how = f"{_kind_of(decoding, recorded)}stock loop: {beams.NAME}"
+            if not recorded:
+                decoding.note(how, recorded.reason)
+                return own_class(self)._beam_search(self, input_ids, **arguments)
+            found, kept = beams.run(self, input_ids, arguments)
+            decoding.note(how, kept.reason)
             return found
-        return own_class(self)._beam_search(self, *args, **kwargs)
 
     def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
         if found := _left_alone(self.ktinject_decoding, "assisted decoding"):
@@ -115,44 +141,29 @@ class _Swapped(Methods):
             synced_gpus,
             keeps_rows=is_kept and len(input_ids) > 1,
         )
-        outer, decoding.replay = decoding.replay, None
-        try:
-            with kept_cache.restored(held), decoding.turn() as turn:
-                recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
-                is_static = generation_config.cache_implementation == "static"
-                if not recorded and is_static and isinstance(plain, PlainRequest):
-                    plain = Support.no("a static cache without graphs, which transformers may compile")
-                if not input_ids.shape[1]:
-                    plain = Support.no("the prompt is embeddings (inputs_embeds)")
-                if decoding.explains:
-                    return _foreseen(decoding, recorded, plain, input_ids)
-                decoding.require(recorded)
-                if isinstance(plain, PlainRequest):
-                    return _run_own_loop(
-                        self, recorded, plain, input_ids, generation_config, streamer, model_kwargs
-                    )
-                arguments = {
-                    "logits_processor": logits_processor,
-                    "stopping_criteria": stopping_criteria,
-                    "generation_config": generation_config,
-                    "synced_gpus": synced_gpus,
-                    "streamer": streamer,
-                    **model_kwargs,
-                }
-                return _run_stock_loop(self, recorded, plain, input_ids, arguments)
-        except OperatorError:
-            decoding.drain()
-            raise
-        except torch.OutOfMemoryError as error:
-            decoding.release()
-            torch.cuda.empty_cache()
-            error.add_note(
-                "ktinject: captured graphs and their caches were given back; the next request can run. "
-                "Use a shorter prompt, fewer new tokens or a smaller batch."
-            )
-            raise
-        finally:
-            decoding.replay = outer
+        with _request(self, held) as turn:
+            recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
+            is_static = generation_config.cache_implementation == "static"
+            if not recorded and is_static and isinstance(plain, PlainRequest):
+                plain = Support.no("a static cache without graphs, which transformers may compile")
+            if not input_ids.shape[1]:
+                plain = Support.no("the prompt is embeddings (inputs_embeds)")
+            if decoding.explains:
+                return _foreseen(decoding, recorded, plain, input_ids)
+            decoding.require(recorded)
+            if isinstance(plain, PlainRequest):
+                return _run_own_loop(
+                    self, recorded, plain, input_ids, generation_config, streamer, model_kwargs
+                )
+            arguments = {
+                "logits_processor": logits_processor,
+                "stopping_criteria": stopping_criteria,
+                "generation_config": generation_config,
+                "synced_gpus": synced_gpus,
+                "streamer": streamer,
+                **model_kwargs,
+            }
+            return _run_stock_loop(self, recorded, plain, input_ids, arguments)
 
 
 class _Shared(_Swapped):
@@ -164,6 +175,39 @@ class _Shared(_Swapped):
 
     def _get_static_cache_init_shape(self) -> None:
         """A process has its part of the heads: each layer's cache is made for the keys that come."""
+
+
+@contextmanager
+def _request(model: Any, held: Any) -> Iterator[Support]:
+    """Within, a request runs. Gives whether it may use recorded steps; whatever is raised leaves all as it was before.
+
+    held  its cache, maybe the caller's
+    """
+    decoding: Decoding = model.ktinject_decoding
+    outer, decoding.replay = decoding.replay, None
+    try:
+        with kept_cache.restored(held), decoding.turn() as turn:
+            yield turn
+    except OperatorError:
+        decoding.drain()
+        raise
+    except torch.OutOfMemoryError as error:
+        decoding.release()
+        torch.cuda.empty_cache()
+        error.add_note(
+            "ktinject: captured graphs and their caches were given back; the next request can run. "
+            "Use a shorter prompt, fewer new tokens or a smaller batch."
+        )
+        raise
+    finally:
+        decoding.replay = outer
+
+
+def _kind_of(decoding: Decoding, recorded: Support) -> str:
+    """How the name of a request in transformers' loop begins."""
+    if not recorded:
+        return ""
+    return "native, " if decoding.native is not None else "graph, "
 
 
 def _left_alone(decoding: Decoding, why: str) -> Explanation | None:
@@ -181,13 +225,13 @@ def _foreseen(
 ) -> Explanation:
     """How a request would run; the arguments are those of the loops."""
     is_native = decoding.native is not None
-    if not isinstance(plain, PlainRequest):
-        kind = ("native, " if is_native else "graph, ") if recorded else ""
-        return Explanation(f"{kind}stock loop: {plain.reason}", recorded.reason)
-    is_decoded = plain.max_length - input_ids.shape[1] > 1
+    kind = _kind_of(decoding, recorded)
+    is_decoded = not isinstance(plain, PlainRequest) or plain.max_length - input_ids.shape[1] > 1
     if recorded and is_decoded and not is_native:
         known = decoding.runners.get(size_of(len(input_ids), input_ids.device))
         recorded = known.graphs if known is not None else recorded
+    if not isinstance(plain, PlainRequest):
+        return Explanation(f"{kind}stock loop: {plain.reason}", recorded.reason)
     if not recorded or not is_decoded:
         return Explanation("eager loop", recorded.reason)
     return Explanation("native loop" if is_native else "graph loop", "")
@@ -203,8 +247,7 @@ def _run_stock_loop(
     arguments  of transformers' `_sample`
     """
     decoding: Decoding = model.ktinject_decoding
-    kind = "native, " if decoding.native is not None else "graph, "
-    decoding.note(f"{kind if recorded else ''}stock loop: {plain.reason}", recorded.reason)
+    decoding.note(f"{_kind_of(decoding, recorded)}stock loop: {plain.reason}", recorded.reason)
     max_length = arguments["stopping_criteria"].max_length or 0
     replay = StockReplay(model, max_length, input_ids.shape[1]) if recorded else None
     decoding.replay = replay

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from ktinject.generation import cache_rows
 from ktinject.generation.cache import FixedCache, KVBucket, bucket_of, fill_rows, rows_of
 from ktinject.generation.cache_layers import LayerKind
 from ktinject.generation.piecewise_graph import (
@@ -98,6 +99,8 @@ class GraphRunner:
         with torch.inference_mode(False):
             self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
             self.logits = torch.zeros(batch, vocab_size, dtype=torch.float32, device=device)
+            self._order = torch.arange(batch, device=device)
+            self._from = self._order.clone()
             self.live = None
             if device.type == "cuda" and batch > 1:
                 self.live = torch.ones(batch, dtype=torch.bool, device=device)
@@ -108,6 +111,7 @@ class GraphRunner:
         else:
             self.graphs = Support.no(f"{device} has no CUDA graphs")
         self._steps: dict[int, PiecewiseGraph] = {}  # by the size of the bucket
+        self._reorders: dict[int, PiecewiseGraph] = {}
         self._samplers: OrderedDict[tuple[Sampling, int], tuple[Sampler, PiecewiseGraph | None]] = (
             OrderedDict()
         )
@@ -173,6 +177,29 @@ class GraphRunner:
             self._choose(sampler)
         else:
             graph.replay()
+
+    def reorder(self, order: Tensor) -> None:
+        """Let each row of this request go on from the text of another one: order [rows] int64."""
+        length, here = self.cache.used, range(self.rows)
+        if self.device.type == "cpu" or len(self.cache.devices) > 1:
+            if (rows := order.tolist()) != [*here]:
+                cache_rows.move(self.cache, rows, length)
+            return
+        if torch.equal(order, self._order[: self.rows]):
+            return
+        bucket = bucket_of(length)
+        graph = self._reorders.get(bucket)
+        if graph is None and self.graphs:
+            # Of rows that stay where they are, so that it may run twice.
+            graph = self._capture(lambda _: cache_rows.reorder(self.cache, self._from, bucket), [])
+            if graph is not None:
+                self._reorders[bucket] = graph
+        if graph is None:
+            cache_rows.reorder(self.cache, order, length)
+            return
+        self._from[: self.rows].copy_(order)
+        graph.replay()
+        self._from.copy_(self._order)
 
     def _choose(self, sampler: Sampler) -> None:
         sampler.choose(self.found)

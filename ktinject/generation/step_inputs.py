@@ -31,6 +31,7 @@ _MADE = frozenset(
         "past_key_values",
         "use_cache",
         "logits_to_keep",
+        "return_dict",
         "tokenizer",
     }
 )
@@ -57,16 +58,21 @@ _TOLERANCE = 1e-3
 
 
 def unknown(given: Mapping[str, Any]) -> list[str]:
-    """Names of what is given to a model, not None, and neither of the prompt alone nor known of a step."""
+    """Names of what is given to a model that is neither of the prompt alone nor known of a step."""
     known = _MADE | _OF_PROMPT | {*compat.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
-    return sorted(name for name, value in given.items() if value is not None and name not in known)
+    return sorted(name for name in _named(given) if name not in known)
 
 
 def beside(inputs: Mapping[str, Any]) -> frozenset[str]:
     """Names of what a step is given that a recorded one leaves out; of positions with axes, too."""
-    found = {name for name, value in inputs.items() if value is not None and name not in _MADE}
+    found = _named(inputs) - _MADE
     positions = inputs.get("position_ids")
     return frozenset(found | ({"position_ids"} if positions is not None and positions.dim() > 2 else set()))
+
+
+def _named(given: Mapping[str, Any]) -> set[str]:
+    """Without what says nothing: None, or False of an output that is not asked for."""
+    return {name for name, value in given.items() if value is not None and value is not False}
 
 
 def last_positions(positions: Tensor | None) -> Tensor | None | Support:
@@ -99,7 +105,7 @@ def step_support(model: PreTrainedModel, inputs: Mapping[str, Any], positions: T
     def logits(model: Any, given: dict[str, Any]) -> Tensor:
         own = copy.deepcopy(inputs["past_key_values"])
         with torch.no_grad():
-            found: Tensor = model(**{**given, "past_key_values": own}, return_dict=True).logits[:, -1]
+            found: Tensor = model(**{**given, "past_key_values": own, "return_dict": True}).logits[:, -1]
         return found.float()
 
     ours = {name: value for name, value in inputs.items() if name in _MADE}

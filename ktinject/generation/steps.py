@@ -169,6 +169,7 @@ class StockReplay:
 
     max_length  tokens of the text when the loop ends, of which `prompt` are there; 0: it is not known
     support     whether all steps that could be replayed were
+    tokens      in the runner's cache
     """
 
     def __init__(self, model: Any, max_length: int, prompt: int) -> None:
@@ -177,8 +178,8 @@ class StockReplay:
         self._shape: Tensor | None = None
         self._runner: GraphRunner | None = None
         self._support = SUPPORTED
-        self._cache: Any = None  # the loop's own, with so many tokens in the runner's
-        self._tokens = 0
+        self._cache: Any = None  # the loop's own
+        self.tokens = 0
 
     @property
     def support(self) -> Support:
@@ -199,7 +200,7 @@ class StockReplay:
             self._runner.step()
             if self._model.ktinject_decoding.native is None:
                 self._model.ktinject_decoding.require(self._runner.graphs)
-            self._tokens += 1
+            self.tokens += 1
             logits = self._runner.found[:, None]
             if (group := self._model.ktinject_decoding.group) is not None:
                 group.raise_if_failed(logits)
@@ -233,13 +234,13 @@ class StockReplay:
         self._support = begin(decoding, runner, logits, cache, mask, positions)
         if not self._support:
             return None
-        self._cache, self._tokens = cache, length
+        self._cache, self.tokens = cache, length
         return runner
 
     def hand_back(self) -> None:
         """Bring the loop's cache, which the replays did not write to, up to date. To be called after the loop."""
         if self._runner is not None:
-            kept_cache.hand_back(self._cache, self._runner.cache, self._tokens)
+            kept_cache.hand_back(self._cache, self._runner.cache, self.tokens)
 
 
 def _mask_of_tokens(mask: Any, tokens: int) -> Tensor | None:

@@ -155,7 +155,7 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         Private(
             _GENERATION, "_sample", _LOOP.format(_STREAMED), "our decode loop, or replays in the stock one"
         ),
-        Private(_GENERATION, "_beam_search", _LOOP.format(""), "says that it ran"),
+        Private(_GENERATION, "_beam_search", _LOOP.format(""), "replays in it"),
         Private(_GENERATION, "_assisted_decoding", _LOOP.format(_ASSISTED), "says that it ran"),
         Private(
             _GENERATION, "_get_static_cache_init_shape", "(self)", "each process has its part of the heads"
@@ -169,6 +169,9 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             "get_compiled_call _valid_auto_compile_criteria",
             SET,
             "the stock loop's",
+        ),
+        *_each(
+            f"{_GENERATION}._beam_search", "_prefill reorder_cache", SET, "what of it is not the model's own"
         ),
         # Called.
         Private(

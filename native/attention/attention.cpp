@@ -2,6 +2,7 @@
 // a row, some positions of the cache), whose results are put together by head.
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "attention/attention.hpp"
 #include "attention/tasks.hpp"
@@ -85,25 +86,27 @@ std::string shown(const std::vector<int>& shape) {
   return text + "]";
 }
 
-// Places are written by it.
-Places places_of(const LayerCache& cache, const Step& step, int heads, int key_size, int value_size, int window) {
+// Places of the rows of a step that are computed with this one.
+Places places_of(const LayerCache& cache, const Step& step, int row, int heads, int key_size, int value_size,
+                 int window) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("cache: " + what); };
   auto is = [&](const Cached& one, int width) {
-    return one.dtype == step.dtype && one.shape.size() == 4 && one.shape[0] == step.batch && one.shape[1] == heads &&
+    return one.dtype == step.dtype && one.shape.size() == 4 && one.shape[0] == step.together() && one.shape[1] == heads &&
            one.shape[2] == cache.first.shape[2] && one.shape[3] == width;
   };
   if (!is(cache.first, key_size) || !is(cache.second, value_size)) {
-    const std::string rows = "[" + std::to_string(step.batch) + ", " + std::to_string(heads) + ", n, ";
+    const std::string rows = "[" + std::to_string(step.together()) + ", " + std::to_string(heads) + ", n, ";
     refuse("found " + shown(cache.first.shape) + " and " + shown(cache.second.shape) + "; expected " + rows +
            std::to_string(key_size) + "] and " + rows + std::to_string(value_size) + "] of the model's dtype");
   }
   const int capacity = cache.first.shape[2];
   if (window > 0 && capacity > window)
     refuse("found " + std::to_string(capacity) + " places for a window of " + std::to_string(window));
-  if (step.position >= capacity && capacity != window)
-    refuse("position " + std::to_string(step.position) + " of a cache of " + std::to_string(capacity));
-  if (window == 0) return {capacity, step.position, step.position + 1};
-  return {capacity, step.position % window, std::min(step.position + 1, window)};
+  const int position = step.position_of(row);
+  if (position >= capacity && capacity != window)
+    refuse("position " + std::to_string(position) + " of a cache of " + std::to_string(capacity));
+  if (window == 0) return {capacity, position, position + 1};
+  return {capacity, position % window, std::min(position + 1, window)};
 }
 
 // The mask [window] of a row in the order of a ring that is full.
@@ -136,23 +139,25 @@ bool GroupedAttention::fits(int hidden) const {
 
 void GroupedAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
   const int heads = config_.heads, groups = config_.groups, size = config_.size, batch = step.batch;
-  const Places places = places_of(cache, step, groups, size, size, config_.window);
+  places_of(cache, step, batch - 1, groups, size, size, config_.window);
   const gemm::StepOps& ops = gemm::step_ops();
   if (step.rotary > size) throw std::invalid_argument("attention: more values are turned than a head has");
-  const bool wraps = step.mask != nullptr && step.position >= places.count;
   const size_t wide = product(size, config_.gated ? 2 : 1);  // what q_proj gives a head
+  const bool has_masks = step.mask != nullptr && config_.window > 0;
   runtime::Arrays arrays;
   const size_t q_at = arrays.take(static_cast<size_t>(batch * heads) * wide),
                k_at = arrays.take(product(batch, groups, size)), v_at = arrays.take(product(batch, groups, size)),
                head_at = arrays.take(product(2, size)), sum_at = arrays.take(product(batch, heads, size)),
                gate_at = arrays.take(config_.gated ? product(batch, heads, size) : 0),
-               mask_at = arrays.take(wraps ? product(batch, places.count) / sizeof(float) + 1 : 0);
+               mask_at = arrays.take(has_masks ? product(step.together(), config_.window) / sizeof(float) + 1 : 0);
   const runtime::Scratch memory(arrays.count());
   float *q = memory + q_at, *k = memory + k_at, *v = memory + v_at, *head = memory + head_at, *sum = memory + sum_at;
   float* gate = memory + gate_at;
+  auto* masks = reinterpret_cast<uint8_t*>(memory + mask_at);
 
   const gemm::Linear::Product products[] = {{config_.q, q}, {config_.k, k}, {config_.v, v}};
   gemm::Linear::forward(products, x, DType::f32, batch);
+  if (step.consecutive) remember(step, cache);
   auto norm_and_turn = [&](float* values, const Norm& norm, int row) {
     ops.round(values, size, step.dtype);
     const float* from = values;
@@ -162,7 +167,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     }
     turn(ops, from, size, step, row, false, head + size);
   };
-  for (int row = 0; row < batch; ++row) {
+  auto prepare = [&](int row, const Places& places) {
     for (int h = 0; h < heads; ++h) {
       float* one = q + static_cast<size_t>(row * heads + h) * wide;
       norm_and_turn(one, config_.q_norm, row);
@@ -174,35 +179,77 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     for (int g = 0; g < groups; ++g) {
       float* one = k + product(row * groups + g, size);
       norm_and_turn(one, config_.k_norm, row);
-      const size_t place = product(row * groups + g, places.capacity, size) + product(places.own, size);
+      const size_t place =
+          product(step.cache_row(row) * groups + g, places.capacity, size) + product(places.own, size);
       ops.store(head + size, size, step.dtype, at(cache.first.data, place, step));
       ops.store(v + product(row * groups + g, size), size, step.dtype, at(cache.second.data, place, step));
     }
-  }
-  auto* masks = reinterpret_cast<uint8_t*>(memory + mask_at);
-  for (int row = 0; wraps && row < batch; ++row)
-    mask_of_ring(step.mask + static_cast<size_t>(row) * step.mask_stride, step.position, places.count,
-                 masks + product(row, places.count));
+  };
   const int shared = heads / groups;
-  const Over over{batch, groups, shared, places.count, size, size, config_.sinks};
-  attend_all(ops, over, step.dtype, sum, [&](int row, int group) {
-    const size_t begin = product(row * groups + group, places.capacity, size);
-    gemm::Attend task;
-    task.q = q + product((row * groups + group) * shared, size);
-    task.k1 = at(cache.first.data, begin, step);
-    task.v = at(cache.second.data, begin, step);
-    task.d1 = task.dv = size;
-    task.dtype = step.dtype;
-    if (wraps) task.mask = masks + product(row, places.count);
-    else if (step.mask != nullptr) task.mask = step.mask + static_cast<size_t>(row) * step.mask_stride;
-    return task;
-  });
+  // A token's keys are written when those before it have attended: in a ring, they take the place of older ones.
+  for (int first = 0; first < batch; first += step.together()) {
+    const Places places = places_of(cache, step, first, groups, size, size, config_.window);
+    const bool wraps = has_masks && step.position_of(first) >= places.count;
+    for (int row = first; row < first + step.together(); ++row) {
+      prepare(row, places);
+      if (wraps)
+        mask_of_ring(step.mask_of(row), step.position_of(row), places.count,
+                     masks + product(row - first, places.count));
+    }
+    const Over over{step.together(), groups, shared, places.count, size, size, config_.sinks};
+    attend_all(ops, over, step.dtype, sum + product(first, heads, size), [&](int index, int group) {
+      const int row = first + index;
+      const size_t begin = product(step.cache_row(row) * groups + group, places.capacity, size);
+      gemm::Attend task;
+      task.q = q + product((row * groups + group) * shared, size);
+      task.k1 = at(cache.first.data, begin, step);
+      task.v = at(cache.second.data, begin, step);
+      task.d1 = task.dv = size;
+      task.dtype = step.dtype;
+      task.mask = wraps ? masks + product(index, places.count) : step.mask_of(row);
+      return task;
+    });
+  }
   if (config_.gated) {
     ops.round(gate, batch * heads * size, step.dtype);
     ops.gate_by_sigmoid(sum, gate, batch * heads * size, step.dtype);
   }
   config_.o->forward(sum, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
+}
+
+// Of a ring that is full, what the tokens of a step overwrite: [tokens, groups, size] of keys and of values.
+void GroupedAttention::remember(const Step& step, const LayerCache& cache) const {
+  Undo& undo = *cache.undo;
+  undo.position = step.position;
+  undo.rows = 0;
+  if (config_.window == 0 || step.position + step.batch <= config_.window) return;
+  if (step.batch > config_.window)
+    throw std::invalid_argument("attention: a step of " + std::to_string(step.batch) + " tokens in a window of " +
+                                std::to_string(config_.window));
+  undo.rows = step.batch;
+  copy_ring(cache, 0, true);
+}
+
+void GroupedAttention::keep(const LayerCache& cache, int kept) const {
+  if (cache.undo->rows > 0) copy_ring(cache, kept, false);
+}
+
+void GroupedAttention::copy_ring(const LayerCache& cache, int first, bool to_undo) const {
+  Undo& undo = *cache.undo;
+  const size_t bytes = static_cast<size_t>(config_.size) * dtype_bytes(cache.first.dtype);
+  const int capacity = cache.first.shape[2];
+  for (auto [cached, kept] : {std::pair{&cache.first, &undo.first}, std::pair{&cache.second, &undo.second}}) {
+    kept->resize(product(undo.rows, config_.groups) * bytes);
+    for (int row = first; row < undo.rows; ++row)
+      for (int g = 0; g < config_.groups; ++g) {
+        auto* here = static_cast<std::byte*>(cached->data) +
+                     (product(g, capacity) + static_cast<size_t>((undo.position + row) % config_.window)) * bytes;
+        std::byte* there = kept->data() + product(row * config_.groups + g, 1) * bytes;
+        if (to_undo) std::copy(here, here + bytes, there);
+        else std::copy(there, there + bytes, here);
+      }
+  }
 }
 
 LatentAttention::LatentAttention(LatentAttentionConfig config) : config_(config) {
@@ -227,7 +274,7 @@ bool LatentAttention::fits(int hidden) const {
 }
 
 void LatentAttention::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
-  const Places places = places_of(cache, step, 1, config_.rank, config_.rope, 0);
+  places_of(cache, step, step.batch - 1, 1, config_.rank, config_.rope, 0);
   const int heads = config_.heads, rank = config_.rank, nope = config_.nope, rope = config_.rope, batch = step.batch;
   const int wide = rank + rope;
   if (step.rotary != rope && step.rotary != 0)
@@ -244,20 +291,26 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   float *sum = memory + sum_at, *head = memory + head_at;
 
   project(x, step, memory + low_at, q, kv);
-  write(kv, step, places, memory + latent_at, cache);
   absorb(q, step, query);
   const gemm::StepOps& ops = gemm::step_ops();
-  attend_all(ops, {batch, 1, heads, places.count, wide, rank, nullptr}, step.dtype, sum, [&](int row, int) {
-    gemm::Attend task;
-    task.q = query + product(row * heads, wide);
-    task.k1 = task.v = at(cache.first.data, product(row, places.capacity, rank), step);
-    task.k2 = at(cache.second.data, product(row, places.capacity, rope), step);
-    task.d1 = task.dv = rank;
-    task.d2 = rope;
-    task.dtype = step.dtype;
-    task.mask = step.mask == nullptr ? nullptr : step.mask + static_cast<size_t>(row) * step.mask_stride;
-    return task;
-  });
+  for (int first = 0; first < batch; first += step.together()) {
+    const Places places = places_of(cache, step, first, 1, rank, rope, 0);
+    for (int row = first; row < first + step.together(); ++row)
+      write(row, kv, step, places, memory + latent_at, cache);
+    const Over over{step.together(), 1, heads, places.count, wide, rank, nullptr};
+    attend_all(ops, over, step.dtype, sum + product(first, heads, rank), [&](int index, int) {
+      const int row = first + index, held = step.cache_row(row);
+      gemm::Attend task;
+      task.q = query + product(row * heads, wide);
+      task.k1 = task.v = at(cache.first.data, product(held, places.capacity, rank), step);
+      task.k2 = at(cache.second.data, product(held, places.capacity, rope), step);
+      task.d1 = task.dv = rank;
+      task.d2 = rope;
+      task.dtype = step.dtype;
+      task.mask = step.mask_of(row);
+      return task;
+    });
+  }
   expand(sum, step, head);
   config_.o->forward(head, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
@@ -288,18 +341,16 @@ void LatentAttention::rotate(const float* from, const Step& step, int row, float
   else turn(gemm::step_ops(), from, config_.rope, step, row, config_.neighbours, to);
 }
 
-void LatentAttention::write(const float* kv, const Step& step, const Places& places, float* latent,
+void LatentAttention::write(int row, const float* kv, const Step& step, const Places& places, float* latent,
                             const LayerCache& cache) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int rank = config_.rank, rope = config_.rope;
-  for (int row = 0; row < step.batch; ++row) {
-    const float* from = kv + product(row, rank + rope);
-    ops.rms_norm(from, config_.kv_norm, step.dtype, latent);
-    rotate(from + rank, step, row, latent + rank);
-    const size_t slot = product(row, places.capacity) + static_cast<size_t>(places.own);
-    ops.store(latent, rank, step.dtype, at(cache.first.data, slot * static_cast<size_t>(rank), step));
-    ops.store(latent + rank, rope, step.dtype, at(cache.second.data, slot * static_cast<size_t>(rope), step));
-  }
+  const float* from = kv + product(row, rank + rope);
+  ops.rms_norm(from, config_.kv_norm, step.dtype, latent);
+  rotate(from + rank, step, row, latent + rank);
+  const size_t slot = product(step.cache_row(row), places.capacity) + static_cast<size_t>(places.own);
+  ops.store(latent, rank, step.dtype, at(cache.first.data, slot * static_cast<size_t>(rank), step));
+  ops.store(latent + rank, rope, step.dtype, at(cache.second.data, slot * static_cast<size_t>(rope), step));
 }
 
 void LatentAttention::absorb(const float* q, const Step& step, float* query) const {

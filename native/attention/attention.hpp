@@ -1,4 +1,5 @@
-// Attention of a decode step on the CPU: one token a row, over keys and values in a cache.
+// Attention of a decode step on the CPU, over keys and values in a cache: one token a row, or some tokens of one text, of
+// which the last may be taken back.
 #pragma once
 
 #include <cstddef>
@@ -19,10 +20,18 @@ struct Cached {
   std::vector<int> shape;
 };
 
+// What the last step of several tokens has overwritten, and what a layer needs to make it for fewer of them.
+struct Undo {
+  int position = 0, rows = 0;
+  std::vector<std::byte> first, second;
+  std::vector<float> inputs;
+};
+
 // What a layer keeps of the tokens before: keys and values [batch, heads, capacity, width] of the model's dtype, or
 // what attention/gated_delta.hpp says.
 struct LayerCache {
   Cached first, second;
+  Undo* undo = nullptr;  // of steps whose rows are consecutive
 };
 
 // What is the same for all layers of a step.
@@ -36,7 +45,17 @@ struct Step {
   bool shared_rotation = false;   // one row for all
   const uint8_t* mask = nullptr;  // [batch, mask_stride], positions up to `position`
   size_t mask_stride = 0;
+  // Rows are tokens of one text, the first at `position`, the others after it, of which each attends to those before it.
+  // The cache has one row, and masks are of positions up to each row's own.
+  bool consecutive = false;
 
+  // Rows that are computed beside each other, those that a cache has, and what belongs to a row.
+  int together() const { return consecutive ? 1 : batch; }
+  int cache_row(int row) const { return consecutive ? 0 : row; }
+  int position_of(int row) const { return consecutive ? position + row : position; }
+  const uint8_t* mask_of(int row) const {
+    return mask == nullptr ? nullptr : mask + static_cast<size_t>(row) * mask_stride;
+  }
   size_t width() const { return dtype_bytes(dtype); }
   const std::byte* rotation(const void* table, int row) const {
     return static_cast<const std::byte*>(table) +
@@ -51,6 +70,9 @@ class DecoderAttention {
   virtual bool fits(int hidden) const = 0;
   // out [batch, hidden] of x [batch, hidden], rounded; keys and values of these tokens are left in the cache.
   virtual void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const = 0;
+  // Of the tokens of the last step, which were consecutive, leave in the cache what the first `kept` alone would have
+  // left, to the bit. What lies behind the last token needs no care.
+  virtual void keep(const LayerCache&, int /*kept*/) const {}
 };
 
 // Heads in groups that share keys and values; queries and keys may be normed a head, then the first `rotary` values of
@@ -73,8 +95,13 @@ class GroupedAttention final : public DecoderAttention {
   explicit GroupedAttention(GroupedAttentionConfig config);
   bool fits(int hidden) const override;
   void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const override;
+  void keep(const LayerCache& cache, int kept) const override;
 
  private:
+  void remember(const Step& step, const LayerCache& cache) const;
+  // Keys and values of the last step's tokens from `first` on, between the ring and what is remembered of it.
+  void copy_ring(const LayerCache& cache, int first, bool to_undo) const;
+
   GroupedAttentionConfig config_;
 };
 
@@ -109,8 +136,9 @@ class LatentAttention final : public DecoderAttention {
   void project(const float* x, const Step& step, float* low, float* q, float* kv) const;
   // One row's rotary values, turned if the step has a rotation.
   void rotate(const float* from, const Step& step, int row, float* to) const;
-  // Latents and rotary keys of kv, to the cache. latent: scratch for [rank + rope]
-  void write(const float* kv, const Step& step, const Places& places, float* latent, const LayerCache& cache) const;
+  // The latent and rotary key of a row of kv, to the cache. latent: scratch for [rank + rope]
+  void write(int row, const float* kv, const Step& step, const Places& places, float* latent,
+             const LayerCache& cache) const;
   // query [batch, heads, rank + rope], scaled, to compare with what is cached: q with the keys' up-projection absorbed.
   void absorb(const float* q, const Step& step, float* query) const;
   // head [batch, heads, value] of the attended latents [batch, heads, rank]: the values' up-projection.

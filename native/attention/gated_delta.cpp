@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "attention/tasks.hpp"
 #include "runtime/scratch.hpp"
@@ -135,8 +137,9 @@ void GatedDelta::head(int h, int row, const Projected& from, const Step& step, f
 void GatedDelta::forward(const float* x, const Step& step, const LayerCache& cache, float* out) const {
   const int batch = step.batch, channels = config_.channels(), values = config_.values(), heads = config_.value_heads;
   const int taps = config_.taps, key_size = config_.key_size, value_size = config_.value_size;
-  expect(cache.first, step.dtype, {batch, channels, taps}, "inputs of the convolution, of the model's dtype,");
-  expect(cache.second, DType::f32, {batch, heads, key_size, value_size}, "states in fp32");
+  const int kept = step.together();
+  expect(cache.first, step.dtype, {kept, channels, taps}, "inputs of the convolution, of the model's dtype,");
+  expect(cache.second, DType::f32, {kept, heads, key_size, value_size}, "states in fp32");
   const gemm::StepOps& ops = gemm::step_ops();
   const bool in_two = config_.is_interleaved();
   runtime::Arrays arrays;
@@ -149,32 +152,74 @@ void GatedDelta::forward(const float* x, const Step& step, const LayerCache& cac
   float *mixed = memory + mixed_at, *sum = memory + sum_at;
   const Projected projected{mixed, memory + z_at, memory + b_at, memory + a_at, memory + first_at, memory + second_at};
   project(x, step, projected);
+  if (step.consecutive) remember(projected, step, cache);
   advance(projected, step, cache, sum);
   config_.o->forward(sum, DType::f32, batch, out);
   ops.round(out, config_.o->config().out_features * batch, step.dtype);
 }
 
-// sum [batch, value_heads, value_size] of all heads, whose states move on by a token.
+// The states before the step, and what follows from x of its tokens: [tokens, channels | value_heads | value_heads].
+void GatedDelta::remember(const Projected& from, const Step& step, const LayerCache& cache) const {
+  Undo& undo = *cache.undo;
+  undo.rows = step.batch;
+  const size_t size = product(config_.key_size, config_.value_size) * sizeof(float);
+  undo.first.resize(product(config_.channels(), config_.taps) * step.width());
+  undo.second.resize(static_cast<size_t>(config_.value_heads) * size);
+  undo.inputs.clear();
+  for (auto [values, count] : {std::pair{from.mixed, config_.channels()}, std::pair{from.b, config_.value_heads},
+                               std::pair{from.a, config_.value_heads}})
+    undo.inputs.insert(undo.inputs.end(), values, values + product(step.batch, count));
+  std::memcpy(undo.first.data(), cache.first.data, undo.first.size());
+  const runtime::Session session;
+  each(*session, undo.second.size() < kSerialProducts, config_.value_heads, [&](int h, int) {
+    const size_t begin = static_cast<size_t>(h) * size;
+    std::memcpy(undo.second.data() + begin, static_cast<std::byte*>(cache.second.data) + begin, size);
+  });
+}
+
+void GatedDelta::keep(const LayerCache& cache, int kept) const {
+  Undo& undo = *cache.undo;
+  if (kept == undo.rows) return;
+  std::memcpy(cache.first.data, undo.first.data(), undo.first.size());
+  std::memcpy(cache.second.data, undo.second.data(), undo.second.size());
+  const size_t values = product(kept, config_.values());
+  std::vector<float> unused(2 * values);
+  float* inputs = undo.inputs.data();
+  float *b = inputs + product(undo.rows, config_.channels()), *a = b + product(undo.rows, config_.value_heads);
+  const Projected from{inputs, unused.data(), b, a, nullptr, nullptr};
+  Step step;
+  step.dtype = cache.first.dtype;
+  step.batch = undo.rows = kept;
+  step.consecutive = true;
+  advance(from, step, cache, unused.data() + values);
+}
+
+// sum [batch, value_heads, value_size] of all heads, whose states move on by a token, or by all of them.
 void GatedDelta::advance(const Projected& from, const Step& step, const LayerCache& cache, float* sum) const {
-  const int batch = step.batch, channels = config_.channels(), heads = config_.value_heads, taps = config_.taps;
+  for (int first = 0; first < step.batch; first += step.together()) advance_rows(first, from, step, cache, sum);
+}
+
+void GatedDelta::advance_rows(int first_row, const Projected& from, const Step& step, const LayerCache& cache,
+                              float* sum) const {
+  const int rows = step.together(), channels = config_.channels(), heads = config_.value_heads, taps = config_.taps;
   const gemm::StepOps& ops = gemm::step_ops();
   const runtime::Session session;
   runtime::ThreadPool& workers = *session;
   const runtime::Scratch own(product(2 * workers.threads(), config_.key_size));
   const int blocks = (channels + kChannels - 1) / kChannels;
-  each(workers, product(batch, channels, taps) < kSerialProducts / 4, batch * blocks, [&](int index, int) {
+  each(workers, product(rows, channels, taps) < kSerialProducts / 4, rows * blocks, [&](int index, int) {
     const int row = index / blocks, first = index % blocks * kChannels, count = std::min(kChannels, channels - first);
-    float* part = from.mixed + product(row, channels) + first;
+    float* part = from.mixed + product(first_row + row, channels) + first;
     const size_t at = static_cast<size_t>(first) * static_cast<size_t>(taps);
     auto* state = static_cast<std::byte*>(cache.first.data) + (product(row, channels, taps) + at) * step.width();
     const auto* weight = static_cast<const std::byte*>(config_.taps_weight) + at * step.width();
     ops.convolve(part, state, weight, count, taps, step.dtype);
   });
   const size_t size = product(config_.key_size, config_.value_size);
-  each(workers, size * product(batch, heads) * 4 < kSerialProducts, batch * heads, [&](int index, int worker) {
-    const int row = index / heads, h = index % heads;
+  each(workers, size * product(rows, heads) * 4 < kSerialProducts, rows * heads, [&](int index, int worker) {
+    const int row = first_row + index / heads, h = index % heads;
     head(h, row, from, step, static_cast<float*>(cache.second.data) + static_cast<size_t>(index) * size,
-         own + product(2 * worker, config_.key_size), sum + product(index, config_.value_size));
+         own + product(2 * worker, config_.key_size), sum + product(row * heads + h, config_.value_size));
   });
 }
 

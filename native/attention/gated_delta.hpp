@@ -40,11 +40,15 @@ class GatedDelta final : public DecoderAttention {
   explicit GatedDelta(GatedDeltaConfig config);
   bool fits(int hidden) const override;
   void forward(const float* x, const Step& step, const LayerCache& cache, float* out) const override;
+  void keep(const LayerCache& cache, int kept) const override;
 
  private:
   struct Projected;
   void project(const float* x, const Step& step, const Projected& to) const;
+  void remember(const Projected& from, const Step& step, const LayerCache& cache) const;
   void advance(const Projected& from, const Step& step, const LayerCache& cache, float* sum) const;
+  // Rows first to first + step.together() - 1 of that.
+  void advance_rows(int first, const Projected& from, const Step& step, const LayerCache& cache, float* sum) const;
   void head(int h, int row, const Projected& from, const Step& step, float* state, float* own, float* out) const;
 
   GatedDeltaConfig config_;

@@ -1,6 +1,9 @@
 // The small kernels of a decode step.
+#include <nanobind/stl/tuple.h>
+
 #include <cstdint>
 #include <stdexcept>
+#include <tuple>
 #include <vector>
 
 #include "bindings/addresses.hpp"
@@ -8,6 +11,7 @@
 #include "bindings/stream.hpp"
 #include "bindings/subjects.hpp"
 #include "cuda/decode_choose.hpp"
+#include "cuda/decode_delta.hpp"
 #include "cuda/decode_linear.hpp"
 #include "cuda/decode_ops.hpp"
 #include "cuda/rms_norm.hpp"
@@ -16,6 +20,8 @@ namespace nb = nanobind;
 
 namespace ktinject {
 namespace {
+
+using Part = std::tuple<Address<>, int64_t, int64_t>;
 
 void def_attention(nb::module_& m) {
   m.def(
@@ -102,19 +108,23 @@ void def_linear(nb::module_& m) {
   m.def(
       "rms_norm",
       [](Address<> x, Address<> weight, Address<> out, DType dtype, int64_t rows, int n, float epsilon,
-         cuda::Stream stream) { cuda::rms_norm(x, weight, out, dtype, rows, n, epsilon, stream); },
+         cuda::Stream stream, float offset, bool rounds_first) {
+        cuda::rms_norm({x, weight, out, rows, n, epsilon, offset, rounds_first}, dtype, stream);
+      },
       nb::arg("x"), nb::arg("weight"), nb::arg("out"), nb::arg("dtype"), nb::arg("rows"), nb::arg("n"),
-      nb::arg("epsilon"), nb::arg("stream"), "Put the normalisation of rows into the stream; addresses on the device.");
+      nb::arg("epsilon"), nb::arg("stream"), nb::arg("offset") = 0.0f, nb::arg("rounds_first") = true,
+      "Put the normalisation of rows into the stream; addresses on the device.");
   m.def(
       "decode_linear",
-      [](Address<> x, Address<> norm, float eps, Address<> normed, const Sequence<Address<>>& given_weights,
-         const Sequence<Address<>>& given_biases, const Sequence<int>& given_n, Address<> residual, Address<> out,
-         bool is_wide, Address<> then, int64_t then_bytes, int rows, int k, DType dtype, cuda::Stream stream) {
+      [](Address<> x, Address<> norm, float eps, float norm_offset, bool rounds_first, Address<> normed,
+         const Sequence<Address<>>& given_weights, const Sequence<Address<>>& given_biases,
+         const Sequence<int>& given_n, Address<> residual, Address<> out, bool is_wide, Address<> then,
+         int64_t then_bytes, int rows, int k, DType dtype, cuda::Stream stream) {
         const std::vector<Address<>> weights = vector_of(given_weights, "weights"),
                                      biases = vector_of(given_biases, "biases");
         const std::vector<int> n = vector_of(given_n, "n");
         if (n.size() > cuda::DecodeLinear::kMatrices || weights.size() != n.size() || biases.size() != n.size())
-          throw std::invalid_argument("decode_linear: up to three matrices, each with n and a bias or 0");
+          throw std::invalid_argument("decode_linear: up to four matrices, each with n and a bias or 0");
         cuda::DecodeLinear input{.x = x,
                                  .norm = norm,
                                  .normed = normed,
@@ -125,7 +135,9 @@ void def_linear(nb::module_& m) {
                                  .then_bytes = then_bytes,
                                  .rows = rows,
                                  .k = k,
-                                 .eps = eps};
+                                 .eps = eps,
+                                 .norm_offset = norm_offset,
+                                 .rounds_first = rounds_first};
         for (size_t i = 0; i < n.size(); ++i) {
           input.weights[i] = weights[i];
           input.biases[i] = biases[i];
@@ -133,10 +145,61 @@ void def_linear(nb::module_& m) {
         }
         cuda::decode_linear(input, dtype, stream);
       },
-      nb::kw_only(), nb::arg("x"), nb::arg("norm"), nb::arg("eps"), nb::arg("normed"), nb::arg("weights"),
-      nb::arg("biases"), nb::arg("n"), nb::arg("residual"), nb::arg("out"), nb::arg("is_wide"), nb::arg("then"),
-      nb::arg("then_bytes"), nb::arg("rows"), nb::arg("k"), nb::arg("dtype"), nb::arg("stream"),
-      "Norm, linear layers, residual; addresses, 0 for what is not there.");
+      nb::kw_only(), nb::arg("x"), nb::arg("norm"), nb::arg("eps"), nb::arg("norm_offset"), nb::arg("rounds_first"),
+      nb::arg("normed"), nb::arg("weights"), nb::arg("biases"), nb::arg("n"), nb::arg("residual"), nb::arg("out"),
+      nb::arg("is_wide"), nb::arg("then"), nb::arg("then_bytes"), nb::arg("rows"), nb::arg("k"), nb::arg("dtype"),
+      nb::arg("stream"), "Norm, linear layers, residual; addresses, 0 for what is not there.");
+}
+
+cuda::DeltaInput delta_input(const Part& part) {
+  const auto& [data, row_stride, head_stride] = part;
+  return {data, row_stride, head_stride};
+}
+
+void def_linear_attention(nb::module_& m) {
+  m.def(
+      "gated_delta",
+      [](const Part& q, const Part& k, const Part& v, const Part& z, const Part& b, const Part& a, Address<> inputs,
+         Address<float> states, Address<> taps_weight, Address<> a_log, Address<> dt_bias, Address<> norm,
+         bool is_wide_a_log, bool is_wide_dt_bias, bool is_wide_norm, float eps, Address<float> scratch,
+         Address<unsigned> block_counts, Address<> out, Address<> then, int64_t then_bytes, int rows, int key_heads,
+         int value_heads, int key_size, int value_size, int taps, DType dtype, cuda::Stream stream) {
+        cuda::gated_delta({delta_input(q),
+                           delta_input(k),
+                           delta_input(v),
+                           delta_input(z),
+                           delta_input(b),
+                           delta_input(a),
+                           inputs,
+                           states,
+                           taps_weight,
+                           a_log,
+                           dt_bias,
+                           norm,
+                           is_wide_a_log,
+                           is_wide_dt_bias,
+                           is_wide_norm,
+                           eps,
+                           scratch,
+                           block_counts,
+                           out,
+                           then,
+                           then_bytes,
+                           rows,
+                           key_heads,
+                           value_heads,
+                           key_size,
+                           value_size,
+                           taps},
+                          dtype, stream);
+      },
+      nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("z"), nb::arg("b"), nb::arg("a"),
+      nb::arg("inputs"), nb::arg("states"), nb::arg("taps_weight"), nb::arg("a_log"), nb::arg("dt_bias"),
+      nb::arg("norm"), nb::arg("is_wide_a_log"), nb::arg("is_wide_dt_bias"), nb::arg("is_wide_norm"), nb::arg("eps"),
+      nb::arg("scratch"), nb::arg("block_counts"), nb::arg("out"), nb::arg("then"), nb::arg("then_bytes"),
+      nb::arg("rows"), nb::arg("key_heads"), nb::arg("value_heads"), nb::arg("key_size"), nb::arg("value_size"),
+      nb::arg("taps"), nb::arg("dtype"), nb::arg("stream"),
+      "A token of the gated delta rule between its projections; q to a as (address, strides of a row and a head).");
 }
 
 void def_next_token(nb::module_& m) {
@@ -191,6 +254,7 @@ void def_routing(nb::module_& m) {
 void init_decode_ops(nb::module_& m) {
   def_attention(m);
   def_linear(m);
+  def_linear_attention(m);
   def_next_token(m);
   def_routing(m);
 }

@@ -35,6 +35,8 @@ attention::Norm norm_of(const HeldNorm* held) { return held == nullptr ? attenti
 struct HeldCache {
   std::vector<Kept> held;
   std::vector<attention::LayerCache> layers;
+  std::vector<attention::Undo> undo;  // of each layer
+  int rows = 0;                       // of the last step, if they were consecutive
 };
 
 attention::Cached cached_of(const Kept& array) {
@@ -51,15 +53,17 @@ HeldCache make_cache(std::vector<Kept> first, std::vector<Kept> second) {
     throw std::invalid_argument("cache: found " + std::to_string(first.size()) + " and " +
                                 std::to_string(second.size()) + " tensors; expected two of each layer");
   HeldCache cache;
-  for (size_t i = 0; i < first.size(); ++i) cache.layers.push_back({cached_of(first[i]), cached_of(second[i])});
+  cache.undo.resize(first.size());
+  for (size_t i = 0; i < first.size(); ++i)
+    cache.layers.push_back({cached_of(first[i]), cached_of(second[i]), &cache.undo[i]});
   cache.held = std::move(first);
   cache.held.insert(cache.held.end(), second.begin(), second.end());
   return cache;
 }
 
 void forward(const decode::Decoder& self, const Input& x, const std::optional<Input>& cos,
-             const std::optional<Input>& sin, const std::optional<Mask>& mask, int position, const HeldCache& cache,
-             int first, int last, const HeldNorm* final_norm, const Output& out) {
+             const std::optional<Input>& sin, const std::optional<Mask>& mask, int position, HeldCache& cache,
+             int first, int last, const HeldNorm* final_norm, bool consecutive, const Output& out) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("decoder: " + what); };
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto batch = x.shape(0);
@@ -67,6 +71,7 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
   step.dtype = dtype;
   step.batch = size_of(batch, "batch");
   step.position = position;
+  step.consecutive = consecutive;
   if (dtype != self.dtype() || x.shape(1) != static_cast<size_t>(self.hidden()) || batch == 0)
     refuse("hidden states must be [batch, " + std::to_string(self.hidden()) + "] of the model's dtype");
   if (out.shape(0) != batch || out.shape(1) != x.shape(1) || out.dtype() != x.dtype())
@@ -86,12 +91,23 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
     step.shared_rotation = cos->shape(0) == 1;
   }
   if (mask) {
-    if (mask->shape(0) != batch || mask->shape(1) <= static_cast<size_t>(position) || mask->stride(1) != 1)
-      refuse("the mask must be [batch, at least " + std::to_string(position + 1) + "], rows contiguous");
+    const int places = step.position_of(step.batch - 1) + 1;
+    if (mask->shape(0) != batch || mask->shape(1) < static_cast<size_t>(places) || mask->stride(1) != 1)
+      refuse("the mask must be [batch, at least " + std::to_string(places) + "], rows contiguous");
     step.mask = reinterpret_cast<const uint8_t*>(mask->data());
     step.mask_stride = static_cast<size_t>(mask->stride(0));
   }
+  cache.rows = 0;  // what an error leaves cannot be taken back
   self.forward(x.data(), step, cache.layers, first, last, norm_of(final_norm), out.data());
+  if (consecutive) cache.rows = step.batch;
+}
+
+void keep(const decode::Decoder& self, HeldCache& cache, int kept) {
+  if (kept < 1 || kept > cache.rows)
+    throw std::invalid_argument("decoder: found " + std::to_string(kept) + " tokens to keep of a step of " +
+                                std::to_string(cache.rows) + " consecutive ones; expected 1 or more of them");
+  self.keep(cache.layers, kept);
+  cache.rows = kept;
 }
 
 using Logits = Array<const float, nb::ndim<2>, nb::c_contig>;
@@ -325,10 +341,12 @@ void def_decoder(nb::module_& m) {
           nb::call_guard<WithoutGil>(), "Add a layer.")
       .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
            nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
-           nb::arg("final_norm").none(), nb::arg("out"), nb::call_guard<WithoutGil>(),
+           nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("out"), nb::call_guard<WithoutGil>(),
            "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. The "
            "cache takes up these tokens, before which `position` came; they attend to those where mask [batch, n] is "
-           "true.");
+           "true. Consecutive rows are tokens of one text, the first at `position`; the cache has one row.")
+      .def("keep", &keep, nb::kw_only(), nb::arg("cache"), nb::arg("kept"), nb::call_guard<WithoutGil>(),
+           "Leave in the cache what the first `kept` tokens of the last step, of consecutive rows, would have left.");
 }
 
 }  // namespace

@@ -17,6 +17,7 @@
 
 #include "cuda/early.cuh"
 #include "cuda/on_device.cuh"
+#include "cuda/prefetch.cuh"
 #include "cuda/values.cuh"
 
 namespace ktinject::cuda {
@@ -41,12 +42,6 @@ __device__ void await_fetches() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-__device__ void prefetch_l2(const void* from, uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
-#endif
-}
-
 // Which matrix an output of all of them belongs to, and which of its rows that is.
 struct Row {
   const void* weights;
@@ -54,11 +49,14 @@ struct Row {
   int row;
 };
 __device__ Row row_of(const DecodeLinear& p, int output) {
-  const int second = p.n[0], third = second + p.n[1];
+  const int second = p.n[0], third = second + p.n[1], fourth = third + p.n[2];
   if (output < second) return {p.weights[0], p.biases[0], output};
   if (output < third) return {p.weights[1], p.biases[1], output - second};
-  return {p.weights[2], p.biases[2], output - third};
+  if (output < fourth) return {p.weights[2], p.biases[2], output - third};
+  return {p.weights[3], p.biases[3], output - fourth};
 }
+
+__host__ __device__ inline int outputs(const DecodeLinear& p) { return p.n[0] + p.n[1] + p.n[2] + p.n[3]; }
 
 // How the work is cut. A group is the kTiles tiles that a block works on at a time; a round is a step for every warp.
 template <int kTiles>
@@ -79,7 +77,7 @@ struct Cut {
   __device__ __forceinline__ explicit Cut(const DecodeLinear& p) {
     const int lane = threadIdx.x % kWarp;
     warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
-    total = p.n[0] + p.n[1] + p.n[2];
+    total = outputs(p);
     groups = (total + kTiles * kTile - 1) / (kTiles * kTile);
     steps = p.k / kStep;
     // Two steps beside each other are one warp's: a line of 128 bytes.
@@ -97,16 +95,6 @@ __device__ __forceinline__ void find_rows(const DecodeLinear& p, const Cut<kTile
   for (int tile = 0; tile < kTiles; ++tile) {
     const Row row = row_of(p, min((group * kTiles + tile) * kTile + cut.g, cut.total - 1));
     rows[tile] = static_cast<const T*>(row.weights) + static_cast<size_t>(row.row) * p.k + cut.t * 8;
-  }
-}
-
-// Fetches into L2 what the next layer will read: each block a share.
-__device__ __forceinline__ void prefetch_then(const DecodeLinear& p) {
-  if (p.then != nullptr && threadIdx.x == 0) {
-    const int64_t share = (p.then_bytes / gridDim.x + 127) / 128 * 128, first = share * blockIdx.x;
-    for (int64_t at = first; at < min(first + share, p.then_bytes); at += 16384)
-      prefetch_l2(static_cast<const std::byte*>(p.then) + at,
-                  static_cast<uint32_t>(min(int64_t{16384}, min(first + share, p.then_bytes) - at)));
   }
 }
 
@@ -162,14 +150,18 @@ __device__ __forceinline__ float find_scale(const DecodeLinear& p, const Cut<kTi
 }
 
 template <class T, int kOwn>
-__device__ __forceinline__ void apply_norm(float scale, const uint4 (&factors)[kOwn], uint4 (&own)[kOwn]) {
+__device__ __forceinline__ void apply_norm(const DecodeLinear& p, float scale, const uint4 (&factors)[kOwn],
+                                           uint4 (&own)[kOwn]) {
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     float values[8], weights[8];
     unpack<T>(own[i], values);
     unpack<T>(factors[i], weights);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) values[j] = weights[j] * rounded<T>(values[j] * scale);
+    for (int j = 0; j < 8; ++j) {
+      const float normed = values[j] * scale;
+      values[j] = (weights[j] + p.norm_offset) * (p.rounds_first ? rounded<T>(normed) : normed);
+    }
     own[i] = pack<T>(values);
   }
 }
@@ -240,7 +232,8 @@ __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear 
     commit();
   };
   for (int i = 0; i < kAhead; ++i) fetch_round();
-  prefetch_then(p);
+  if (p.then != nullptr && threadIdx.x == 0)
+    prefetch_share(p.then, p.then_bytes, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   const auto* norm = static_cast<const T*>(p.norm) + cut.t * 8;
   uint4 factors[kOwn], own[kOwn];  // the norm's weights, and tokens
   if (p.norm != nullptr && cut.has_all) read_factors(cut, norm, 0, factors);
@@ -251,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear 
   float scale = 1;
   if (p.norm != nullptr) scale = find_scale(p, cut, x, own);
   else if (cut.has_all) read_token(p, cut, x, 0, own);
-  if (p.norm != nullptr && cut.has_all) apply_norm<T>(scale, factors, own);
+  if (p.norm != nullptr && cut.has_all) apply_norm<T>(p, scale, factors, own);
   int slot = 0;
   for (int group = static_cast<int>(blockIdx.x); group < cut.groups; group += static_cast<int>(gridDim.x)) {
     float sums[kTiles][2] = {};
@@ -260,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear 
         read_token(p, cut, x, first, own);
         if (p.norm != nullptr) {
           read_factors(cut, norm, first, factors);
-          apply_norm<T>(scale, factors, own);
+          apply_norm<T>(p, scale, factors, own);
         }
       }
 #pragma unroll
@@ -315,7 +308,7 @@ void decode_linear(const DecodeLinear& p, DType dtype, Stream to) {
   check_cuda(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
              "asking for a device's size");
   const bool hopper = is_hopper(device);
-  const int tiles = (p.n[0] + p.n[1] + p.n[2] + kTile - 1) / kTile;
+  const int tiles = (outputs(p) + kTile - 1) / kTile;
   if (tiles == 0) return;
   const int wanted = std::min((tiles + multiprocessors - 1) / multiprocessors, hopper ? kMostTiles : kHeldBefore / 2);
   auto launch = [&]<class T>(T) {

@@ -41,13 +41,13 @@ struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Run {
 };
 
 template <class T, int kCount>
-__global__ void __launch_bounds__(kMostThreads)
-    rms_norm_kernel(const T* x, const T* weight, T* out, int n, float epsilon) {
+__global__ void __launch_bounds__(kMostThreads) rms_norm_kernel(const RmsNorm p) {
   using Values = Run<T, kCount>;
-  const auto* row = reinterpret_cast<const Values*>(x + static_cast<size_t>(blockIdx.x) * n);
-  const auto* scales = reinterpret_cast<const Values*>(weight);
-  auto* to = reinterpret_cast<Values*>(out + static_cast<size_t>(blockIdx.x) * n);
-  const int runs = n / kCount, first = static_cast<int>(threadIdx.x);
+  const size_t at = static_cast<size_t>(blockIdx.x) * p.n;
+  const auto* row = reinterpret_cast<const Values*>(static_cast<const T*>(p.x) + at);
+  const auto* scales = static_cast<const Values*>(p.weight);
+  auto* to = reinterpret_cast<Values*>(static_cast<T*>(p.out) + at);
+  const int runs = p.n / kCount, first = static_cast<int>(threadIdx.x);
   Values own{};
   float sum = 0;
   for (int i = first; i < runs; i += static_cast<int>(blockDim.x)) {
@@ -63,48 +63,44 @@ __global__ void __launch_bounds__(kMostThreads)
   __syncthreads();
   float total = 0;
   for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp) total += sums[warp];
-  const float scale = rsqrtf(total / static_cast<float>(n) + epsilon);
+  const float scale = rsqrtf(total / static_cast<float>(p.n) + p.epsilon);
   for (int i = first; i < runs; i += static_cast<int>(blockDim.x)) {
     Values values = i == first ? own : row[i];
     const Values weights = scales[i];
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      const float rounded = to_float(from_float<T>(to_float(values.values[j]) * scale));
-      values.values[j] = from_float<T>(to_float(weights.values[j]) * rounded);
+      const float normed = to_float(values.values[j]) * scale;
+      values.values[j] = from_float<T>((to_float(weights.values[j]) + p.offset) *
+                                       (p.rounds_first ? to_float(from_float<T>(normed)) : normed));
     }
     to[i] = values;
   }
 }
 
 template <class T>
-void launch(const void* x, const void* weight, void* out, int64_t rows, int n, float epsilon, cudaStream_t stream) {
+void launch(const RmsNorm& p, cudaStream_t stream) {
   constexpr int kCount = 16 / sizeof(T) > 8 ? 8 : 16 / sizeof(T);
   const auto aligned =
-      (reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(weight) | reinterpret_cast<uintptr_t>(out)) % 16 ==
+      (reinterpret_cast<uintptr_t>(p.x) | reinterpret_cast<uintptr_t>(p.weight) | reinterpret_cast<uintptr_t>(p.out)) %
+          16 ==
       0;
-  const bool wide = aligned && n % kCount == 0;
-  const int runs = wide ? n / kCount : n;
+  const bool wide = aligned && p.n % kCount == 0;
+  const int runs = wide ? p.n / kCount : p.n;
   const auto threads = static_cast<unsigned>(std::min(kMostThreads, (runs + 31) / 32 * 32));
-  const auto blocks = static_cast<unsigned>(rows);
-  const auto* from = static_cast<const T*>(x);
-  if (wide)
-    rms_norm_kernel<T, kCount>
-        <<<blocks, threads, 0, stream>>>(from, static_cast<const T*>(weight), static_cast<T*>(out), n, epsilon);
-  else
-    rms_norm_kernel<T, 1>
-        <<<blocks, threads, 0, stream>>>(from, static_cast<const T*>(weight), static_cast<T*>(out), n, epsilon);
+  const auto blocks = static_cast<unsigned>(p.rows);
+  if (wide) rms_norm_kernel<T, kCount><<<blocks, threads, 0, stream>>>(p);
+  else rms_norm_kernel<T, 1><<<blocks, threads, 0, stream>>>(p);
 }
 
 }  // namespace
 
-void rms_norm(const void* x, const void* weight, void* out, DType dtype, int64_t rows, int n, float epsilon,
-              Stream to) {
-  if (rows == 0) return;
-  if (rows > INT32_MAX) throw std::invalid_argument("rms_norm: more rows than a CUDA grid has blocks");
+void rms_norm(const RmsNorm& p, DType dtype, Stream to) {
+  if (p.rows == 0) return;
+  if (p.rows > INT32_MAX) throw std::invalid_argument("rms_norm: more rows than a CUDA grid has blocks");
   const OnStream stream(to);
-  if (dtype == DType::f32) launch<float>(x, weight, out, rows, n, epsilon, stream);
-  else if (dtype == DType::f16) launch<__half>(x, weight, out, rows, n, epsilon, stream);
-  else launch<__nv_bfloat16>(x, weight, out, rows, n, epsilon, stream);
+  if (dtype == DType::f32) launch<float>(p, stream);
+  else if (dtype == DType::f16) launch<__half>(p, stream);
+  else launch<__nv_bfloat16>(p, stream);
   check_cuda(cudaGetLastError(), "launching the normalisation");
 }
 

@@ -8,9 +8,17 @@
 
 namespace ktinject::cuda {
 
-// out [rows, n] = weight [n] * round(x [rows, n] / sqrt(mean(x^2) + epsilon)). All of `dtype`, with sums in fp32;
-// transformers rounds in between, too. Device pointers, contiguous; out may be x. Only enqueues.
-void rms_norm(const void* x, const void* weight, void* out, DType dtype, int64_t rows, int n, float epsilon,
-              Stream stream);
+// out [rows, n] = (weight [n] + offset) * x [rows, n] / sqrt(mean(x^2) + epsilon). All of `dtype`, with sums in fp32.
+// transformers' Llama rounds before the weight, too. Device pointers, contiguous; out may be x. Only enqueues.
+struct RmsNorm {
+  const void* x = nullptr;
+  const void* weight = nullptr;
+  void* out = nullptr;
+  int64_t rows = 0;
+  int n = 0;
+  float epsilon = 0, offset = 0;
+  bool rounds_first = true;
+};
+void rms_norm(const RmsNorm& input, DType dtype, Stream stream);
 
 }  // namespace ktinject::cuda

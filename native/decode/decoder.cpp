@@ -30,14 +30,21 @@ void Decoder::add(const attention::Norm& before_attention, const attention::Deco
   layers_ = std::move(longer);
 }
 
+std::shared_ptr<const Decoder::Layers> Decoder::layers_for(const std::vector<attention::LayerCache>& caches) const {
+  const std::lock_guard turn(turn_);
+  if (caches.size() != layers_->size()) throw std::invalid_argument("decoder: the cache has another number of layers");
+  return layers_;
+}
+
+void Decoder::keep(const std::vector<attention::LayerCache>& caches, int kept) const {
+  const auto layers = layers_for(caches);
+  for (size_t i = 0; i < layers->size(); ++i) (*layers)[i].attention->keep(caches[i], kept);
+}
+
 void Decoder::forward(const void* x, const attention::Step& step, const std::vector<attention::LayerCache>& caches,
                       int first, int last, const attention::Norm& final_norm, void* y) const {
-  const auto layers = [&] {
-    const std::lock_guard turn(turn_);
-    return layers_;
-  }();
   gemm::check_size("batch", step.batch, kMostRows);
-  if (caches.size() != layers->size()) throw std::invalid_argument("decoder: the cache has another number of layers");
+  const auto layers = layers_for(caches);
   if (first < 0 || last > static_cast<int>(layers->size()) || first > last)
     throw std::invalid_argument("decoder: there are no such layers");
   const gemm::StepOps& ops = gemm::step_ops();

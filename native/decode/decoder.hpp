@@ -1,4 +1,4 @@
-// The decoder layers of a model on one token a row, in one call: a decode step on the CPU.
+// The decoder layers of a model on one token a row, or some tokens of one text, in one call: a decode step on the CPU.
 //
 // At one token a layer's matrix products take tens of microseconds, and twenty small tensor operations around them
 // take longer. Here they are loops over a few thousand values, done by the caller or, where it pays, by the pool.
@@ -82,6 +82,8 @@ class Decoder {
   // has one for each layer.
   void forward(const void* x, const attention::Step& step, const std::vector<attention::LayerCache>& caches, int first,
                int last, const attention::Norm& final_norm, void* y) const;
+  // Of the tokens of the last step, which were consecutive, only the first `kept` were read.
+  void keep(const std::vector<attention::LayerCache>& caches, int kept) const;
 
  private:
   struct Layer {
@@ -91,6 +93,7 @@ class Decoder {
     const FeedForward* feed_forward;
   };
   using Layers = std::vector<Layer>;
+  std::shared_ptr<const Layers> layers_for(const std::vector<attention::LayerCache>& caches) const;
   int hidden_;
   DType dtype_;
   mutable runtime::Turns turn_;  // of the pointer

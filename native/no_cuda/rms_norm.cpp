@@ -4,6 +4,6 @@
 
 namespace ktinject::cuda {
 
-void rms_norm(const void*, const void*, void*, DType, int64_t, int, float, Stream) { refuse(); }
+void rms_norm(const RmsNorm&, DType, Stream) { refuse(); }
 
 }  // namespace ktinject::cuda

@@ -16,9 +16,10 @@ import ktinject
 from ktinject import operators
 from ktinject.addresses import address
 from ktinject.errors import OperatorError
-from ktinject.generation.cuda import chooser, decode_ops
+from ktinject.generation.cuda import chooser, decode_ops, delta_ops
 from ktinject.generation.cuda.chooser import Chooser
 from ktinject.generation.cuda.decode_ops import Cache, Norm
+from ktinject.generation.cuda.delta_ops import Projected, States, Weights
 from ktinject.operators.offload import submits
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -106,6 +107,13 @@ def rotation(positions: Tensor, frequencies: Tensor) -> None:
     decode_ops.rotation(positions, frequencies, 1.0, BF16)
 
 
+def gated_delta(  # of two heads of keys, each with three of values
+    q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, a: Tensor, block_counts: Tensor, **others: Tensor
+) -> None:
+    norm, states = Norm(others.pop("norm"), 1e-6), States(others.pop("inputs"), others.pop("states"))
+    delta_ops.gated_delta(Projected(q, k, v, z, b, a), Weights(**others, norm=norm), states, block_counts)
+
+
 INT64, FP32 = torch.int64, torch.float32
 # What each takes, of two rows.
 RIGHT: dict[Callable[..., None], dict[str, Tensor]] = {
@@ -151,6 +159,21 @@ RIGHT: dict[Callable[..., None], dict[str, Tensor]] = {
         "noise": of(2, 9, dtype=FP32),
     },
     route_grouped: {"logits": of(2, 32, dtype=FP32), "bias": of(32)},
+    gated_delta: {
+        "q": of(2, 2, 32),
+        "k": of(2, 2, 32),
+        "v": of(2, 2, 192),
+        "z": of(2, 2, 192),
+        "b": of(2, 2, 3),
+        "a": of(2, 2, 3),
+        "block_counts": of(4, dtype=torch.int32),
+        "taps": of(512, 1, 4),
+        "a_log": of(6),
+        "dt_bias": of(6, dtype=FP32),
+        "norm": of(64),
+        "inputs": of(2, 512, 4),
+        "states": of(2, 6, 32, 64, dtype=FP32),
+    },
     rms_norm: {"x": of(2, 8), "weight": of(8)},
     rotation: {"positions": of(2, 1, dtype=INT64), "frequencies": of(4, dtype=FP32)},
 }
@@ -159,6 +182,7 @@ LONGER = {
     (attend, "block_counts"),
     (attend, "mask"),
     (attend, "q"),
+    (gated_delta, "block_counts"),
     (latent, "q"),
     (route_grouped, "logits"),
     (rotation, "frequencies"),
@@ -174,7 +198,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __getattr__(self, name: str) -> Callable[..., int]:
             return lambda *_, **__: calls.append(name) or 1  # type: ignore[func-returns-value]
 
-    for module in (decode_ops, chooser):
+    for module in (decode_ops, delta_ops, chooser):
         monkeypatch.setattr(module, "_native", Stubs())
         monkeypatch.setattr(module, "stream_of", lambda device: (0, 0))
     return calls

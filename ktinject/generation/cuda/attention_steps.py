@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ktinject.generation.cache_layers import BucketLayer
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Cache, Norm
 from ktinject.generation.cuda.projections import Step, norm_of, project
@@ -34,7 +35,9 @@ class _Attention:
         specs = (spec.q_norm, spec.k_norm)
         norms = [None if norm is None else norm_of(norm, module) for norm in specs]
         for described, found in zip(specs, norms):
-            if described is not None and (found is None or described.rms.size != spec.head_size):
+            if described is None:
+                continue
+            if found is None or not found.is_plain or described.rms.size != spec.head_size:
                 return None
         if norms[0] is not None and norms[1] is not None and norms[0].eps != norms[1].eps:
             return None
@@ -67,7 +70,7 @@ class _Latent:
             return None
         query = None if spec.q_norm is None else norm_of(spec.q_norm, module)
         latent = norm_of(spec.kv_norm, module)
-        if latent is None or (query is None and spec.q_norm is not None):
+        if latent is None or not latent.is_plain or (query is None and spec.q_norm is not None):
             return None
         return cls(module, (query, latent))
 
@@ -96,7 +99,7 @@ def cache_of(spec: AttentionSpec, module: Any, hidden_states: Tensor, args: Any,
     layer: Any = held.layers[spec.layer_idx] if held is not None else None
     if hidden_states.shape[1] != 1 or args or kwargs.get("position_embeddings") is None:
         return None
-    if mask is None or not hasattr(layer, "cache_position"):
+    if mask is None or not isinstance(layer, BucketLayer) or layer.window is not None:
         return None
     if isinstance(module, AbsorbedMla) and not module.absorbs(1, layer.keys.shape[2]):
         return None

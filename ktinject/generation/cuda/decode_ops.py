@@ -21,10 +21,23 @@ MOST_ROWS = 8  # rows that `linear` takes
 
 
 class Norm(NamedTuple):
-    """An RMS norm: weight [n], and the epsilon that is added to the mean square."""
+    """An RMS norm. operators/probes/norm.py has the formula.
+
+    weight        [n]
+    eps           added to the mean square
+    offset        added to the weight: 1 where it is stored less 1
+    rounds_first  x is rounded to its dtype before the weight is multiplied, and not only after it
+    """
 
     weight: Tensor
     eps: float
+    offset: float = 0.0
+    rounds_first: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is Llama's, which all kernels compute that norm."""
+        return self.offset == 0.0 and self.rounds_first
 
 
 class Cache(NamedTuple):
@@ -42,7 +55,7 @@ class Cache(NamedTuple):
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """weight · round(x / rms(x)), where round() is to x's dtype, as in transformers.
+    """x / rms(x) times the weight.
 
     x     [..., n] float32, bfloat16 or float16, as the weight and the result
     Raises    ValueError for a weight of another size, dtype or device
@@ -59,6 +72,8 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
         n,
         norm.eps,
         stream_of(x.device),
+        norm.offset,
+        norm.rounds_first,
     )
     return out
 
@@ -74,7 +89,7 @@ def linear(
     wide: bool = False,
     then: Tensor | None = None,
 ) -> Tensor:
-    """Up to three linear layers of the same input in one kernel, with the norm before and the residual after them.
+    """Up to four linear layers of the same input in one kernel, with the norm before and the residual after them.
 
     x         [m, k] bfloat16 or float16, m up to MOST_ROWS, k a multiple of 32; all tensors contiguous, of x's dtype
     weights   [n, k] each; their biases are [n], or None
@@ -97,6 +112,8 @@ def linear(
         x=address("x", x, *like),
         norm=address("norm", None if norm is None else norm.weight, *like, (k,)),
         eps=0.0 if norm is None else norm.eps,
+        norm_offset=0.0 if norm is None else norm.offset,
+        rounds_first=norm is None or norm.rounds_first,
         normed=address("normed", normed, *like, (rows, k)),
         weights=[address("weight", weight, *like, (n, k)) for weight, n in zip(weights, sizes)],
         biases=[address("bias", bias, *like, (n,)) for bias, n in zip(biases or [None] * len(sizes), sizes)],
@@ -198,6 +215,8 @@ def attend(
     """
     batch, heads, size = q.shape
     cos, sin = rotation
+    if not all(norm is None or norm.is_plain for norm in norms):
+        raise ValueError("a norm of queries or keys has an offset, or rounds last")
     if (k.stride(), cos.stride()) != (v.stride(), sin.stride()) or cos.shape[1:] != (1, size):
         raise ValueError("keys and values, or cos and sin, are laid out in two ways")
     if cos.shape[0] not in (1, batch) or len(cache.mask) != batch or block_counts.numel() < batch * heads:
@@ -267,6 +286,8 @@ def latent(
     """
     (batch, heads, size), (cos, sin) = q.shape, rotation
     rank, rope = cache.keys.shape[-1], cache.values.shape[-1]
+    if not norm.is_plain:
+        raise ValueError("the latent's norm has an offset, or rounds last")
     if kv.shape != (batch, rank + rope) or cos.shape[1:] != (1, rope) or norm.weight.shape != (rank,):
         raise ValueError("queries, latents, cos and sin, or the norm do not belong together")
     if cos.stride() != sin.stride() or cos.shape[0] not in (1, batch) or size < rope:

@@ -17,7 +17,7 @@ and a module keeps its own forward if the results differ.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.generation import layer_spec
+from ktinject.generation.cache import KVBucket
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.fused_steps import step_of
 from ktinject.generation.cuda.projections import Step
-from ktinject.generation.layer_spec import DecoderLayerSpec
+from ktinject.generation.layer_spec import DecoderLayerSpec, PartSpec
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
@@ -80,6 +81,7 @@ class Fused:
         wanted = {module for _, module, _ in steps(model)}
         self.twin = twin.tree(model, wanted.__contains__, without=("ktinject_decoding",))
         self._steps = {path: (module, step) for path, module, step in steps(self.twin)}
+        self._layer_of = {path: _layer_index(spec) for path, spec in specs.items()}
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -106,11 +108,17 @@ class Fused:
         tolerance = {"": _LAYER_TOLERANCE} if is_layer else _TOLERANCE
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            states = _states(kwargs, self._layer_of.get(path))
+            before = [state.clone() for state in states]
             theirs = own(module, *args, **kwargs)
+            behind = [state.clone() for state in states]
+            _put(states, before)
             part = next((p for p in self.refused if is_layer and p.startswith(f"{path}.")), None)
             if part is None:
                 try:
                     support = _agreement(step(*args, **kwargs), theirs, tolerance)
+                    for state, wanted in zip(states, behind):
+                        support = support and _agreement(state, wanted, tolerance)
                 except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                     support = Support.no(f"{type(error).__name__}: {error}")
             else:
@@ -121,9 +129,27 @@ class Fused:
             if not support:
                 self.refused[path] = support.reason
                 logger.info("%s: its decode step keeps its own kernels: %s", path, support.reason)
+            _put(states, behind)
             return theirs
 
         return forward
+
+
+def _layer_index(spec: PartSpec) -> int | None:
+    """The index of the cache's layer that a part computes on."""
+    attention = spec.attention if isinstance(spec, DecoderLayerSpec) else spec
+    return getattr(attention, "layer_idx", None)
+
+
+def _states(kwargs: Mapping[str, Any], index: int | None) -> tuple[Tensor, ...]:
+    """The states of fixed size that a part changes; one that is computed twice must find them as they were."""
+    cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
+    return cache.states_of(index) if isinstance(cache, KVBucket) and index is not None else ()
+
+
+def _put(states: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for state, value in zip(states, values):
+        state.copy_(value)
 
 
 def _agreement(ours: Any, theirs: Any, tolerance: dict[Any, float]) -> Support:

@@ -21,11 +21,11 @@ _MANY_INPUTS = 4096
 
 def norm_of(spec: NormSpec, owner: nn.Module) -> Norm | None:
     """The norm at the spec's path below `owner`; None if the kernels cannot compute it."""
-    return (
-        None
-        if spec.rms.has_unit_offset
-        else Norm(owner.get_submodule(spec.path).get_parameter("weight"), spec.rms.epsilon)
-    )
+    rms = spec.rms
+    if rms.has_unit_offset and rms.rounds_before_weight:
+        return None  # the weight with its 1 is rounded, too
+    weight = owner.get_submodule(spec.path).get_parameter("weight")
+    return Norm(weight, rms.epsilon, float(rms.has_unit_offset), rms.rounds_before_weight)
 
 
 def _is_plain(module: Any, k: int, dtype: torch.dtype) -> bool:
@@ -42,7 +42,7 @@ def project(
     residual: Tensor | None = None,
     then: Tensor | None = None,
 ) -> list[Tensor]:
-    """norm(x) through each of up to three linear layers, plus the residual.
+    """norm(x) through each of up to four linear layers, plus the residual.
 
     x         [m, k]
     norm      None: x as it is

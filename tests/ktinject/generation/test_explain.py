@@ -154,7 +154,7 @@ def test_a_refusal_is_no_warning(models: Pair, caplog: pytest.LogCaptureFixture)
     decoding.strict = True
     try:
         with caplog.at_level(logging.WARNING, "ktinject"), pytest.raises(OperatorError):
-            models.model.generate(**given(models, num_beams=2))
+            models.model.generate(**given(models, use_cache=False))
     finally:
         decoding.strict = False
     assert not caplog.records and not decoding.requests

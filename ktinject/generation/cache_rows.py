@@ -1,0 +1,32 @@
+"""Rows of a `FixedCache` that go on from one another, as the beams of a search do."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ktinject.generation.cache import FixedCache
+from ktinject.generation.cache_layers import ALL_TOKENS
+
+
+def reorder(cache: FixedCache, order: Tensor, length: int) -> None:
+    """Let each of the first rows go on from what another one holds.
+
+    Masks and positions stay: beams of a text share them.
+
+    order   [rows] int64: from which
+    length  tokens in the cache, or more
+    """
+    for tensors, kind in zip(cache.layers, cache.kinds):
+        for tensor in tensors:
+            held = tensor[:, :, :length] if kind == ALL_TOKENS else tensor
+            held[: len(order)].copy_(held.index_select(0, order.to(held.device)))
+
+
+def move(cache: FixedCache, order: list[int], length: int) -> None:
+    """The same for rows that are known on the host: those that stay are not touched."""
+    moved = [row for row, source in enumerate(order) if row != source]
+    sources = [order[row] for row in moved]
+    for tensors, kind in zip(cache.layers, cache.kinds):
+        for tensor in tensors:
+            held = tensor[:, :, :length] if kind == ALL_TOKENS else tensor
+            held[moved] = held[sources]

@@ -1,0 +1,147 @@
+"""A decode step of the gated delta rule, by the kernel of native/cuda/decode_delta.cu. As those of decode_ops.py, it is
+only enqueued, in the current stream of the tensors' CUDA device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ktinject import _native
+from ktinject.addresses import CODES, address, stream_of
+from ktinject.generation.cuda.decode_ops import Norm
+
+
+class Projected(NamedTuple):
+    """What the input projections give one token a row, for each head of keys and the n heads of values that share it.
+
+    q, k  [b, key heads, key size]
+    v, z  [b, key heads, n · value size]
+    b, a  [b, key heads, n]
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    z: Tensor
+    b: Tensor
+    a: Tensor
+
+    @classmethod
+    def of_parts(cls, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, keys: int, key_heads: int) -> Projected:
+        """Of four projections, as Qwen3.5 has them: all q, all k and all v side by side.
+
+        keys  values of q of all heads
+        """
+        q, k, v = qkv.split([keys, keys, qkv.shape[1] - 2 * keys], 1)
+        return cls(*(part.view(len(part), key_heads, -1) for part in (q, k, v, z, b, a)))
+
+    @classmethod
+    def of_groups(cls, qkvz: Tensor, ba: Tensor, key_size: int, key_heads: int) -> Projected:
+        """Of two projections, as Qwen3-Next has them: one head of keys after the other, each with its q, k, v and z."""
+        groups, gates = (part.view(len(part), key_heads, -1) for part in (qkvz, ba))
+        values, shared = (groups.shape[2] - 2 * key_size) // 2, gates.shape[2] // 2
+        return cls(*groups.split([key_size, key_size, values, values], 2), *gates.split([shared, shared], 2))
+
+
+class Weights(NamedTuple):
+    """What a layer has beside its projections.
+
+    taps     [channels, 1, t]: of the convolution; channels are those of all q, all k and all v
+    a_log    [value heads], float32 or the model's dtype, as dt_bias and the norm's weight
+    dt_bias  [value heads]
+    norm     of a head's values: its weight is [value size]
+    """
+
+    taps: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Norm
+
+
+class States(NamedTuple):
+    """What a layer remembers; a step changes it in place.
+
+    inputs  [b, channels, t] of the model's dtype: the last inputs of the convolution, the newest last
+    states  [b, value heads, key size, value size] float32
+    """
+
+    inputs: Tensor
+    states: Tensor
+
+
+def gated_delta(
+    projected: Projected, weights: Weights, states: States, block_counts: Tensor, then: Tensor | None = None
+) -> Tensor:
+    """A token more: convolution, gates, the gated delta rule, and the norm of each head's values times silu(z).
+
+    native/cuda/decode_delta.hpp has the formula and its source.
+
+    projected     bfloat16 or float16; rows and heads of keys may lie apart
+    block_counts  int32 zeros, at least b · key heads of them; they are zero again afterwards
+    then          weights that the next call will read; this call fetches them into the GPU's L2 cache
+    Returns       [b, value heads · value size] contiguous, of the dtype of q
+    Raises        ValueError for heads of other sizes than 32, 64 … 256, for other than 2 to 8 taps, and for tensors
+                  that are not as said here
+    """
+    q = projected.q
+    device, dtype = q.device, q.dtype
+    rows, key_heads, key_size = q.shape
+    _, heads, _, value_size = states.states.shape
+    channels, _, taps = weights.taps.shape
+    shared = heads // key_heads
+    if shared * key_heads != heads or channels != 2 * key_heads * key_size + heads * value_size:
+        raise ValueError(
+            f"found {channels} channels of {key_heads} heads of {key_size} and {heads} heads of {value_size}"
+        )
+    if block_counts.numel() < rows * key_heads:
+        raise ValueError(f"found {block_counts.numel()} block counts; needed are {rows * key_heads}")
+    if then is not None and (then.device != device or not then.is_contiguous()):
+        then = None
+    sizes = (key_size, key_size, shared * value_size, shared * value_size, shared, shared)
+    parts: dict[str, Any] = {
+        name: (
+            address(name, part, device, dtype, (rows, key_heads, size), strided=2),
+            part.stride(0),
+            part.stride(1),
+        )
+        for (name, part), size in zip(projected._asdict().items(), sizes)
+    }
+    norm = weights.norm
+    parameters = {
+        "a_log": (weights.a_log, heads),
+        "dt_bias": (weights.dt_bias, heads),
+        "norm": (norm.weight, value_size),
+    }
+    is_wide = {name: tensor.dtype == torch.float32 for name, (tensor, _) in parameters.items()}
+    given: dict[str, Any] = {
+        name: address(name, tensor, device, torch.float32 if is_wide[name] else dtype, (size,))
+        for name, (tensor, size) in parameters.items()
+    }
+    given |= {f"is_wide_{name}": value for name, value in is_wide.items()}
+    scratch = torch.empty(rows, heads, value_size, dtype=torch.float32, device=device)
+    out = torch.empty(rows, heads * value_size, dtype=dtype, device=device)
+    _native.gated_delta(
+        **parts,
+        inputs=address("inputs", states.inputs, device, dtype, (rows, channels, taps)),
+        states=address("states", states.states, device, torch.float32, (rows, heads, key_size, value_size)),
+        taps_weight=address("taps", weights.taps, device, dtype, (channels, 1, taps)),
+        **given,
+        eps=norm.eps,
+        scratch=address("scratch", scratch, device),
+        block_counts=address("block counts", block_counts, device, torch.int32),
+        out=address("out", out, device),
+        then=address("then", then, device),
+        then_bytes=0 if then is None else then.nbytes,
+        rows=rows,
+        key_heads=key_heads,
+        value_heads=heads,
+        key_size=key_size,
+        value_size=value_size,
+        taps=taps,
+        dtype=CODES[dtype],
+        stream=stream_of(device),
+    )
+    return out

@@ -1,0 +1,98 @@
+"""Beam search in recorded steps: what unswapped transformers finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from answers import Pair, assert_close, assert_same_cache, read
+from test_generate import MANY_ENDS, name_of, prompt
+from test_native_decoder import TOLERANCE
+from torch import Tensor
+from transformers import DynamicCache
+
+torch.set_num_threads(1)
+ALL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+HOW = {
+    "eager": "stock loop: beam search",
+    "fixed": "graph, stock loop: beam search",
+    "graph": "graph, stock loop: beam search",
+}
+CASES: list[dict[str, Any]] = [
+    {"eos_token_id": None},
+    {"num_return_sequences": 3, "early_stopping": True, **MANY_ENDS},
+    {"do_sample": True, "temperature": 3.0, "length_penalty": 2.0, **MANY_ENDS},
+    {"early_stopping": "never", "length_penalty": -1.0, "repetition_penalty": 1.3, **MANY_ENDS},
+]
+
+
+def given(models: Pair, **case: Any) -> dict[str, Any]:
+    return {**prompt(2, device=models.model.device.type), "num_beams": 3, "max_new_tokens": 12, **ALL, **case}
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_texts_scores_and_cache_are_those_of_transformers(
+    models: Pair, way: str, case: dict[str, Any]
+) -> None:
+    ours, theirs = models.generate(**given(models, **case))
+    assert models.model.ktinject_decoding.last == HOW[way]
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert torch.equal(ours.beam_indices, theirs.beam_indices)
+    assert_close(ours.sequences_scores[None], theirs.sequences_scores[None])
+    for mine, other in zip((*ours.scores, *ours.logits), (*theirs.scores, *theirs.logits), strict=True):
+        assert_close(mine, other)
+    assert_same_cache(ours.past_key_values, theirs.past_key_values)
+    plain = {**given(models, **case), **dict.fromkeys(ALL, False)}
+    assert torch.equal(*models.generate(**plain))
+
+
+def test_a_cache_of_the_caller_s_is_reordered_too(models: Pair) -> None:
+    for new in (1, 12):
+        caches = [DynamicCache(config=models.plain.config) for _ in range(2)]
+        arguments = {**given(models, max_new_tokens=new), **dict.fromkeys(ALL, False)}
+        ours = models.model.generate(**arguments, past_key_values=caches[0])
+        assert torch.equal(ours, models.plain.generate(**arguments, past_key_values=caches[1]))
+        assert_same_cache(*caches)
+
+
+def test_a_cache_that_a_failed_search_leaves_is_what_it_was(models: Pair) -> None:
+    cache = DynamicCache(config=models.model.config)
+    count = 0
+
+    def stop(ids: Tensor, _: Any, **__: Any) -> Tensor:
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    with pytest.raises(KeyboardInterrupt):
+        models.model.generate(**given(models), past_key_values=cache, stopping_criteria=[stop])
+    assert cache.get_seq_length() == 0
+    ours, theirs = models.generate(**given(models))
+    assert torch.equal(ours.sequences, theirs.sequences)
+
+
+def test_native_steps_score_texts_as_the_model_does(native: Pair) -> None:
+    """Which of two texts that are nearly as likely is found, roundings may decide; not what they are scored."""
+    arguments = given(native, eos_token_id=None, length_penalty=0.0, num_return_sequences=3)
+    ours = native.model.generate(**arguments)
+    assert native.model.ktinject_decoding.last == "native, stock loop: beam search"
+    mask = arguments["attention_mask"].repeat_interleave(3, 0)
+    logits, cache = read(native.plain, ours.sequences, mask)
+    likely = logits[:, 8:-1].float().log_softmax(-1).gather(2, ours.sequences[:, 9:, None]).sum((1, 2))
+    assert (ours.sequences_scores - likely).norm() <= 2 * TOLERANCE * likely.norm()
+    assert ours.past_key_values.get_seq_length() == cache.get_seq_length() - 1
+
+
+def test_only_rows_that_move_are_written(native: Pair) -> None:
+    native.model.generate(**given(native))
+    runner = native.model.ktinject_decoding.runners[6]
+    length, order = runner.cache.used, [2, 0, 0, 3, 5, 3]
+    before = [[tensor.clone() for tensor in pair] for pair in runner.cache.layers]
+    runner.reorder(torch.tensor(order))
+    for held, tensors in zip(before, runner.cache.layers):
+        for old, new in zip(held, tensors):
+            assert torch.equal(new[:, :, :length], old[order][:, :, :length])
+            assert torch.equal(new[:, :, length:], old[:, :, length:])

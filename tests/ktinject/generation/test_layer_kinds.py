@@ -1,0 +1,241 @@
+"""Recorded steps of all kinds of layers: rings for windows, states of fixed size, masks by name or added to scores.
+
+On a CPU, steps run on the tensors of a graph, and nothing that a graph could not hold may be in them; on a GPU they are
+captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from test_generate import stock
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
+
+import ktinject
+from ktinject.generation import masks
+from ktinject.generation.cache import FixedCache
+from ktinject.generation.cache_layers import LayerKind
+from ktinject.generation.cuda import fused
+from ktinject.support import SUPPORTED
+from tests.models import AVAILABLE, tiny
+
+torch.set_num_threads(1)
+WINDOW = {"sliding_window": 12}
+TWO_KINDS = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("cohere2_moe", TWO_KINDS),
+    ("gpt_oss", WINDOW),  # masks are added to scores
+    ("kimi_linear", LINEAR),
+    ("lfm2_moe", {}),  # a convolution alone
+    ("mimo_v2_flash", WINDOW),
+    ("mixtral", WINDOW),  # one mask for all
+    ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "moe"]}),
+    ("qwen3_5_moe_text", {}),
+    ("qwen3_next", {}),
+]
+ON_GPU = [
+    *CASES,
+    ("afmoe", WINDOW),
+    ("beam", WINDOW),
+    ("exaone_moe", WINDOW),
+    ("flint", {}),
+    ("gemma4_text", WINDOW),
+    ("gpt_oss", {"sliding_window": 300}),
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}),
+    ("jamba", {}),
+    ("laguna", TWO_KINDS),
+    ("qwen2_moe", {**TWO_KINDS, "use_sliding_window": True}),
+]
+# Of which no step can be captured, and why.
+REASONS = {
+    "deepseek_v32": "the cache is a DynamicCache of DynamicIndexedLayer",
+    "deepseek_v4": "transformers does not say that DeepseekV4ForCausalLM is free of host decisions",
+    "glm_moe_dsa": "the cache is a DynamicCache of DynamicIndexedLayer",
+    "hy_v4": "the cache is a DynamicCache of DynamicIndexedLayer",
+    "minimax": "transformers does not say that MiniMaxForCausalLM is free of host decisions",
+    "zaya": "transformers does not say that ZayaForCausalLM is free of host decisions",
+}
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def model_of(family: str, changes: dict[str, Any], device: str = "cpu") -> PreTrainedModel:
+    model = tiny(family, **changes).to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # a rounding error must not decide the next token
+    return ktinject.optimize(model, "auto", devices=[device], progress=False)
+
+
+def request(batch: int, length: int, new: int, device: str = "cpu", padding: int = 5) -> dict[str, Any]:
+    ids = torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    return {
+        "input_ids": ids.to(device),
+        "attention_mask": mask.to(device),
+        "max_new_tokens": new,
+        "do_sample": False,
+        "eos_token_id": None,
+    }
+
+
+class HostDecisions(TorchDispatchMode):
+    """Counts operations whose result or size the host has to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index.Tensor:  # which depends on the data only if a mask selects
+            waits = any(index is not None and index.dtype == torch.bool for index in args[1])
+        else:
+            waits = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags})
+        if waits or func is torch.ops.aten.lift_fresh.default:  # the latter: a tensor of the host's values
+            self.found.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family, changes", CASES, ids=[family for family, _ in CASES])
+def test_steps_on_a_graph_s_tensors(family: str, changes: dict[str, Any]) -> None:
+    """The tokens of transformers' loop, in windows that are overrun, request after request."""
+    model = model_of(family, changes)
+    decoding = model.ktinject_decoding
+    decoding.graphs = SUPPORTED
+    for length, padding in ((17, 5), (7, 2)):
+        arguments = request(2, length, 14, padding=padding)
+        assert torch.equal(model.generate(**arguments), stock(model, **arguments))
+        assert decoding.reason == "cpu has no CUDA graphs"
+    [runner] = decoding.runners.values()
+    view = runner.cache.bucket(runner.cache.capacity)
+    with HostDecisions() as decisions, torch.no_grad():
+        runner._forward(runner.ids, runner.cache.mask, runner.cache.positions, view)
+    assert not decisions.found
+
+
+@pytest.mark.parametrize("batch", [1, 9])
+@pytest.mark.parametrize("family, changes", ON_GPU, ids=[f"{family}{changes}" for family, changes in ON_GPU])
+class TestOnAGpu:
+    pytestmark = gpu
+
+    def test_steps_are_captured(self, family: str, changes: dict[str, Any], batch: int) -> None:
+        model = model_of(family, changes, "cuda")
+        for length in (17, 7, 250):  # the last one goes on in the next bucket
+            arguments = request(batch, length, 14, "cuda")
+            found, wanted = model.generate(**arguments), stock(model, **arguments)
+            assert model.ktinject_decoding.last == "graph loop", model.ktinject_decoding.reason
+            # Kernels of our own and other batch sizes round in another order.
+            assert (found == wanted).float().mean() > 0.97
+        assert sum(runner.captures for runner in model.ktinject_decoding.runners.values()) == 3
+
+
+@pytest.mark.parametrize("family", [family for family in REASONS if family in AVAILABLE])
+def test_families_that_stay_eager_say_why(family: str) -> None:
+    model = tiny(family)
+    if not model._can_compile_fullgraph:
+        found = f"transformers does not say that {type(model).__name__} is free of host decisions"
+    else:
+        ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
+        model.ktinject_decoding.graphs = SUPPORTED
+        found = model.ktinject_decoding.explain(**request(1, 7, 4, padding=0)).reason
+    assert found == REASONS[family]
+
+
+class TestRings:
+    @pytest.mark.parametrize("window, size", [(20, 256), (300, 256), (300, 512), (20, 512)])
+    def test_show_the_last_tokens_of_the_window(self, window: int, size: int) -> None:
+        """Keys are their positions."""
+        length, padding = 240, 225
+        held = DynamicCache()
+        keys = torch.arange(length).double().view(1, 1, -1, 1).expand(2, 1, -1, 1)
+        held.update(keys, keys, 0)
+        cache = FixedCache(held, 512, 2, torch.device("cpu"), [LayerKind(window)])
+        mask = torch.ones(2, length)
+        mask[0, :padding] = 0
+        cache.begin(held, length, mask, None)
+        layer = cache.bucket(size).layers[0]
+        for position in range(length, size if size == 256 else 400):
+            new = torch.full((2, 1, 1, 1), float(position), dtype=torch.float64)
+            found, _ = layer.update(new, new)
+            shown = cache.bucket(size).masks[window]
+            for row, first in ((0, padding), (1, 0)):
+                seen = found[row, 0, shown[row, 0, 0], 0]
+                wanted = range(max(first, position + 1 - window), position + 1)
+                assert sorted(seen.tolist()) == [*wanted]
+            cache.advance()
+
+
+class TestStates:
+    def cache(self) -> FixedCache:
+        held = DynamicCache()
+        held.layers[:] = [LinearAttentionLayer()]
+        held.layers[0].update_conv_state(torch.ones(1, 3, 4))
+        held.layers[0].update_recurrent_state(torch.ones(1, 2, 2))
+        cache = FixedCache(held, 256, 1, torch.device("cpu"))
+        cache.begin(held, 5, None, None)
+        return cache
+
+    def test_that_a_step_replaces_are_brought_back(self) -> None:
+        """Else a graph would go on with the state that it began with."""
+        cache = self.cache()
+        view, (conv, state) = cache.bucket(256), cache.layers[0]
+        view.layers[0].recurrent_states[0] = torch.full((1, 2, 2), 7.0)
+        view.keep_in_place()
+        assert view.layers[0].recurrent_states[0] is state and bool((state == 7).all())
+        assert view.layers[0].conv_states[0] is conv and bool((conv == 1).all())
+        view.layers[0].recurrent_states[0] = torch.ones(1, 3, 2)
+        with pytest.raises(RuntimeError):
+            view.keep_in_place()
+
+    @pytest.mark.parametrize("step", [1.0, 2.0])
+    def test_a_comparison_leaves_what_the_module_left(self, step: float) -> None:
+        """Both compute from the same state, and another state is as wrong as another result."""
+        cache = self.cache()
+        [_, state] = cache.layers[0]
+
+        class Counting(nn.Module):
+            def forward(self, x: Tensor, cache_params: Any) -> Tensor:
+                return x + state.add_(1)
+
+        def ours(x: Tensor, cache_params: Any) -> Tensor:
+            return x + state.add_(step)
+
+        found = fused.Fused(nn.Module())
+        found._layer_of["a"] = 0
+        found._comparing("a", Counting(), ours)(torch.ones(2), cache_params=cache.bucket(256))
+        assert bool((state == 2).all()) and ("a" in found.refused) == (step != 1)
+
+
+@contextmanager
+def giving(model: Any, mask: Any) -> Iterator[None]:
+    """Within, the model's first layer gets another mask."""
+    own = type(model.model)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = self.layers[0]
+        inner = layer.forward
+        vars(layer)["forward"] = lambda x, **k: inner(x, **{**k, "attention_mask": mask(k["attention_mask"])})
+        try:
+            return own.forward(self, *args, **kwargs)
+        finally:
+            vars(layer)["forward"] = inner
+
+    model.model.__class__ = type("Odd", (own,), {"forward": forward})
+    yield
+    model.model.__class__ = own
+
+
+def test_a_mask_that_does_not_reach_its_layer_is_refused() -> None:
+    model = tiny("gpt_oss", **WINDOW)
+    assert isinstance(masks.of_model(model), masks.Masks)
+    with giving(model, lambda mask: mask.clone()):
+        found = masks.of_model(model)
+    assert not found and found.reason == "layer 0: it is given another mask than the model is"
