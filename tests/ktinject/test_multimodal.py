@@ -10,12 +10,15 @@ import torch
 from double import saved
 from models import COMMON, REFUSED, multimodal
 from safetensors.torch import load_file, save_file
+from test_generate import stock
+from test_native_decoder import TOLERANCE, difference
 from transformers import PreTrainedModel
 
 import ktinject
 from ktinject import PlanError
 from ktinject.hf import models as hf
 from ktinject.operators import Operator
+from ktinject.support import SUPPORTED
 
 torch.set_num_threads(1)
 IDS = torch.randint(3, 88, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -58,19 +61,64 @@ def test_a_checkpoint_is_planned_loaded_and_writes_what_transformers_does(name: 
 
 
 IMAGES = ["glm4v_moe", "kimi_k25", "qwen3_5_moe", "qwen3_vl_moe"]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_a_prompt_with_an_image(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_a_prompt_with_images(name: str, device: str, tmp_path: Path) -> None:
+    """In transformers' steps, and on the tensors of recorded ones, whose positions are behind the images."""
     if name not in multimodal.AVAILABLE:
         pytest.skip(f"this transformers has no {name}")
     plain = multimodal.tiny(name)
-    model = load(saved(plain, tmp_path))
-    prompt = multimodal.image_prompt(name, rows=2, padding=3)
+    model = load(saved(plain, tmp_path), devices=device)
+    decoding, plain = model.ktinject_decoding, plain.to(device)
+    prompt = {
+        key: value.to(device) for key, value in multimodal.image_prompt(name, rows=2, padding=3).items()
+    }
+    other = {**prompt, "pixel_values": -prompt["pixel_values"]}
     expected = written(plain, **prompt)
+    assert written(plain, **other) != expected, "an image that changes nothing shows nothing"
+    if device == "cpu":
+        assert written(model, **prompt) == expected
+        decoding.graphs = SUPPORTED
     assert written(model, **prompt) == expected
-    prompt["pixel_values"] = -prompt["pixel_values"]
-    assert written(plain, **prompt) != expected, "an image that changes nothing shows nothing"
+    [runner] = decoding.runners.values()
+    assert decoding.reason == runner.graphs.reason and bool(runner.graphs) == (device == "cuda")
+    assert written(model, **other) == written(plain, **other)
+    assert [*decoding.runners.values()] == [runner] and not runner.changed
+    assert written(model, input_ids=IDS.to(device)) == written(plain, input_ids=IDS.to(device))
+
+
+@pytest.mark.parametrize("name", [*IMAGES, "internvl", "qwen3_omni_moe_thinker"])
+def test_native_steps_behind_images(name: str, tmp_path: Path) -> None:
+    """Their logits are those of transformers' steps, but for roundings."""
+    if name not in multimodal.AVAILABLE:
+        pytest.skip(f"this transformers has no {name}")
+    # All experts are taken, so none can turn over.
+    plain = multimodal.tiny(name, num_experts_per_tok=6, n_group=1, topk_group=1)
+    model = load(saved(plain, tmp_path), dtype="bfloat16")
+    prompt: dict[str, Any] = {"input_ids": IDS}
+    if name in IMAGES:
+        prompt = multimodal.image_prompt(name, rows=2, padding=3)
+        prompt["pixel_values"] = prompt["pixel_values"].bfloat16()
+    asked: dict[str, Any] = {
+        **prompt,
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    ours = model.generate(**asked)
+    assert (model.ktinject_decoding.last, model.ktinject_decoding.reason) == ("native loop", "")
+    theirs = stock(model, **asked)
+    first = prompt["input_ids"].shape[1]
+    steps = list(zip(ours.logits, theirs.logits))
+    for step, (found, wanted) in enumerate(steps):
+        if not torch.equal(ours.sequences[:, : first + step], theirs.sequences[:, : first + step]):
+            break  # a token that roundings decide
+        assert difference(found, wanted) <= TOLERANCE
+    assert step >= 3
 
 
 def test_the_config_says_which_class_it_is(tmp_path: Path) -> None:

@@ -161,9 +161,7 @@ def _read_as(model: Any, path: str, vocabulary: int) -> Tensor | None:
     except _Reached as reached:
         (found,) = reached.args
     except Exception as error:  # transformers' own code, given what it may not be made for
-        raise UnknownLayer(
-            f"what it embeds cannot be tried out: {type(error).__name__}: {error}"
-        ) from error
+        raise UnknownLayer(f"what it embeds cannot be tried out: {type(error).__name__}: {error}") from error
     else:
         found = None
     if not isinstance(found, Tensor) or found.shape != (1, vocabulary, 1):
