@@ -6,6 +6,7 @@ The language part is a family of that table, or one of the composite's own. Visi
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -342,7 +343,10 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-AVAILABLE = [name for name in CONFIGS if name in CONFIG_MAPPING]
+# Older versions of transformers have others of the same name, and lack some.
+VERSION = tuple(map(int, version("transformers").split(".")[:2]))
+NEW = {"aria", "glm5_next"} if VERSION < (5, 23) else set()
+AVAILABLE = [name for name in CONFIGS if name in CONFIG_MAPPING and name not in NEW]
 
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:
