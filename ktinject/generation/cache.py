@@ -141,7 +141,7 @@ class FixedCache:
     @property
     def devices(self) -> set[torch.device]:
         """Of the layers."""
-        return {first.device for first, _ in self.layers}
+        return {tensor.device for held in self.layers for tensor in held}
 
     @property
     def state(self) -> list[Tensor]:
@@ -192,15 +192,19 @@ class FixedCache:
         else:
             fill_rows(self.positions, positions)
 
-    def reserve(self) -> int:
-        """Make room for one more token; returns the size of the bucket that the next step needs."""
-        self._used += 1
+    def reserve(self, tokens: int = 1) -> int:
+        """Make room for the tokens of the next step; returns the size of the bucket that it needs."""
+        self._used += tokens
         on_cpu = self.device.type == "cpu"
-        if on_cpu and self._used > self.capacity:
+        while on_cpu and self._used > self.capacity:
             self._grow()
         self._written = max(self._written, self._used)
         # A step on the CPU reads no empty position, so there one bucket is enough.
         return self.capacity if on_cpu else bucket_of(self._used)
+
+    def give_back(self, tokens: int) -> None:
+        """So many of those that there was made room for are none."""
+        self._used -= tokens
 
     def bucket(self, size: int) -> KVBucket:
         if size not in self._buckets:

@@ -276,6 +276,10 @@ class Decoding:
             self.runners[batch] = runner
         return runner, support
 
+    def own_modules(self) -> Callable[..., Tensor]:
+        """As `several.Forward`: the model's own modules on several tokens of one text."""
+        return functools.partial(run_on_text, self._model, self._masks)
+
     def _new_runner(self, cache: Any, logits: Tensor, tokens: int) -> GraphRunner:
         """Raises torch.OutOfMemoryError."""
         model = self._model()
@@ -294,6 +298,28 @@ class Decoding:
             change=self._watch.change,
             kinds=kinds_of(model.config),
         )
+
+
+def run_on_text(
+    reference: weakref.ref[PreTrainedModel],
+    how: masks.Masks | None,
+    ids: Tensor,
+    positions: Tensor,
+    cache: KVBucket,
+) -> Tensor:
+    """The model on several tokens of one text, ids and positions [1, n] → logits [n, v]; else as `run_model`."""
+    model: Any = reference()
+    assert model is not None and how is not None
+    outputs = model(
+        input_ids=ids,
+        attention_mask=how.of(cache),
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+    )
+    logits: Tensor = outputs.logits[0]
+    return logits
 
 
 def run_model(

@@ -23,13 +23,22 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import beams, kept_cache, loop, step_inputs
+from ktinject.generation import beams, kept_cache, loop, speculation
 from ktinject.generation import cache as caches
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding, Explanation
 from ktinject.generation.eligibility import PlainRequest, read_plain
 from ktinject.generation.graph_runner import GraphRunner, size_of
-from ktinject.generation.steps import EagerStep, GraphStep, StockReplay, begin, last_logits, mask_support
+from ktinject.generation.steps import (
+    EagerStep,
+    GraphStep,
+    StockReplay,
+    begin,
+    first_positions,
+    last_logits,
+    runner_for,
+    tokens_in,
+)
 from ktinject.hf import compat
 from ktinject.model_class import Methods, own_class, put_before
 from ktinject.support import Support
@@ -115,10 +124,63 @@ class _Swapped(Methods):
             decoding.note(how, kept.reason)
             return found
 
-    def _assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if found := _left_alone(self.ktinject_decoding, "assisted decoding"):
-            return found
-        return own_class(self)._assisted_decoding(self, *args, **kwargs)
+    def _assisted_decoding(
+        self: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        inputs_tensor: Tensor | None = None,
+        assistant_model: Any = None,
+        assistant_tokenizer: Any = None,
+        tokenizer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        decoding: Decoding = self.ktinject_decoding
+        assistants = {
+            "inputs_tensor": inputs_tensor,
+            "assistant_model": assistant_model,
+            "assistant_tokenizer": assistant_tokenizer,
+        }
+        request = speculation.Request(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            {**assistants, "target_tokenizer": tokenizer},
+            model_kwargs,
+        )
+        with _request(self, request.held) as turn:
+            recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
+            recorded = recorded and speculation.support(decoding, request, synced_gpus)
+            if decoding.explains:
+                return _foreseen_candidates(decoding, recorded, request)
+            decoding.require(recorded)
+            if recorded:
+                kind = "native loop" if decoding.native is not None else "graph loop"
+                found, recorded, cache = speculation.run(self, request)
+                if found is not None:
+                    kind = kind if recorded or decoding.native is not None else "eager loop"
+                    decoding.note(f"{kind}, {request.name}", recorded.reason)
+                    return found
+                decoding.require(recorded)
+                model_kwargs["past_key_values"] = cache
+            decoding.note(f"stock loop: {request.name}", recorded.reason)
+            return own_class(self)._assisted_decoding(
+                self,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                tokenizer=tokenizer,
+                **assistants,
+                **model_kwargs,
+            )
 
     def _sample(
         self: Any,
@@ -210,14 +272,15 @@ def _kind_of(decoding: Decoding, recorded: Support) -> str:
     return "native, " if decoding.native is not None else "graph, "
 
 
-def _left_alone(decoding: Decoding, why: str) -> Explanation | None:
-    """Note a request that transformers runs by itself; or only say so, where that is what is asked for."""
-    explanation = Explanation(f"stock loop: {why}", why)
-    if decoding.explains:
-        return explanation
-    decoding.require(Support.no(why))
-    decoding.note(explanation.how, why)
-    return None
+def _foreseen_candidates(decoding: Decoding, recorded: Support, request: speculation.Request) -> Explanation:
+    """How a request for candidates would run."""
+    if not recorded:
+        return Explanation(f"stock loop: {request.name}", recorded.reason)
+    if decoding.native is not None:
+        return Explanation(f"native loop, {request.name}", "")
+    known = decoding.runners.get(1)
+    recorded = known.graphs if known is not None else recorded
+    return Explanation(f"{'graph' if recorded else 'eager'} loop, {request.name}", recorded.reason)
 
 
 def _foreseen(
@@ -276,23 +339,21 @@ def _run_own_loop(
     Returns  [b, n + new] int64; or transformers' GenerateDecoderOnlyOutput
     """
     decoding: Decoding = model.ktinject_decoding
-    before = _tokens_in(model_kwargs.get("past_key_values"))
+    before = tokens_in(model_kwargs.get("past_key_values"))
     outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
     logits = last_logits(outputs, input_ids)
     cache = outputs.get("past_key_values")
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     del outputs
-    length = _tokens_in(cache)
+    length = tokens_in(cache)
     new_tokens = max(1, plain.max_length - input_ids.shape[1])
     runner, positions = None, None
     if recorded and new_tokens > 1:
         mask = model_kwargs.get("attention_mask")
-        found = _positions(model, input_ids, logits, model_kwargs)
-        if isinstance(found, Support):
-            recorded = found
-        else:
-            positions = found
-            runner, recorded = _runner(decoding, cache, logits, input_ids, before, mask, new_tokens)
+        found = first_positions(model, input_ids, logits, model_kwargs)
+        positions, recorded = (None, found) if isinstance(found, Support) else (found, recorded)
+        if recorded:
+            runner, recorded = runner_for(decoding, cache, logits, input_ids, before, mask, new_tokens)
     native = decoding.native if runner is not None else None
     with model._optimize_model_for_decode(), nullcontext() if native is None else openmp.one_thread():
         if runner is not None:
@@ -332,50 +393,6 @@ def _run_own_loop(
     return compat.GenerateDecoderOnlyOutput(
         sequences=tokens, past_key_values=cache, **step.records.first(steps)
     )
-
-
-def _tokens_in(cache: Any) -> int:
-    return 0 if cache is None else int(cache.get_seq_length())
-
-
-def _positions(
-    model: Any, prompt: Tensor, logits: Tensor, model_kwargs: dict[str, Any]
-) -> Tensor | None | Support:
-    """The positions [b or 1, 1] of the first step, or why no recorded one serves the request.
-
-    prompt        [b, n]
-    logits        [b, v] behind it
-    model_kwargs  of transformers, for that step
-    """
-    inputs: dict[str, Any] = model_kwargs
-    if step_inputs.beside(model_kwargs):
-        tokens = torch.cat([prompt, logits.argmax(-1, keepdim=True)], dim=1)
-        inputs = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **model_kwargs)
-    decoding: Decoding = model.ktinject_decoding
-    return decoding.step_support(inputs)
-
-
-def _runner(
-    decoding: Decoding,
-    cache: Any,
-    logits: Tensor,
-    prompt: Tensor,
-    before: int,
-    mask: Tensor | None,
-    new_tokens: int,
-) -> tuple[GraphRunner | None, Support]:
-    """The runner for a request after its prefill, or why there is none.
-
-    before  tokens that the cache held before the prefill
-    mask    [b, n + 1] of the next step
-    """
-    # Asked again, for the prefill ran code of the model.
-    length = _tokens_in(cache)
-    support = caches.length_support(cache, prompt, before) and mask_support(mask, length)
-    support = support and decoding.model_support()
-    if not support:
-        return None, support
-    return decoding.runner(cache, logits, length + new_tokens)
 
 
 def _how(runner: GraphRunner | None, recorded: Support, is_native: bool) -> tuple[str, str]:

@@ -63,6 +63,7 @@ class GraphRunner:
     replays   steps replayed
     graphs    whether steps can be captured; if not, they run one kernel at a time, on the same tensors
     changed   why steps of this request ran as `own`; "" if none did
+    several   steps of several tokens on the same cache, see several.py; None before the first request for them
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class GraphRunner:
         else:
             self.graphs = Support.no(f"{device} has no CUDA graphs")
         self._steps: dict[int, PiecewiseGraph] = {}  # by the size of the bucket
-        self._reorders: dict[int, PiecewiseGraph] = {}
+        self._reorders: dict[int, PiecewiseGraph | None] = {}
+        self.several: Any = None
         self._samplers: OrderedDict[tuple[Sampling, int], tuple[Sampler, PiecewiseGraph | None]] = (
             OrderedDict()
         )
@@ -188,18 +190,39 @@ class GraphRunner:
         if torch.equal(order, self._order[: self.rows]):
             return
         bucket = bucket_of(length)
-        graph = self._reorders.get(bucket)
-        if graph is None and self.graphs:
-            # Of rows that stay where they are, so that it may run twice.
-            graph = self._capture(lambda _: cache_rows.reorder(self.cache, self._from, bucket), [])
-            if graph is not None:
-                self._reorders[bucket] = graph
+        # Captured with rows that stay where they are, so that the step before a capture moves none.
+        graph = self.graph_of(
+            self._reorders, bucket, lambda _: cache_rows.reorder(self.cache, self._from, bucket)
+        )
         if graph is None:
             cache_rows.reorder(self.cache, order, length)
             return
         self._from[: self.rows].copy_(order)
         graph.replay()
         self._from.copy_(self._order)
+
+    def graph_of(
+        self, graphs: dict[Any, PiecewiseGraph | None], key: Any, work: Callable[[Stages], None]
+    ) -> PiecewiseGraph | None:
+        """One of the graphs. Captured at its first time, when the work is done once; None: it cannot be."""
+        if key not in graphs and self.graphs:
+            graphs[key] = self._capture(work, [])
+            self.graphs = SUPPORTED  # steps of one token are captured without it
+        return graphs.get(key)
+
+    def replay(self, graph: PiecewiseGraph | None, work: Callable[[Stages], None]) -> None:
+        """Do work by its graph, or one kernel at a time."""
+        if graph is None:
+            with EagerStages(self.device) as stages:
+                work(stages)
+        else:
+            self._wake()
+            graph.replay()
+
+    def is_changed(self) -> bool:
+        """Whether the model is another one than was recorded; `changed` says it then."""
+        self.changed = self.changed or self._change()
+        return bool(self.changed)
 
     def _choose(self, sampler: Sampler) -> None:
         sampler.choose(self.found)

@@ -169,7 +169,7 @@ class DecoderLayerSpec:
     feed_forward: DenseSpec | MoeSpec | OtherFeedForward
 
 
-PartSpec = DecoderLayerSpec | NormSpec | AttentionSpec | RouterSpec | MoeSpec | RotationSpec
+PartSpec = DecoderLayerSpec | NormSpec | AttentionSpec | GatedDeltaSpec | RouterSpec | MoeSpec | RotationSpec
 
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _LINEAR_LAYER = ("input_layernorm", "linear_attn", "post_attention_layernorm", "mlp")
@@ -369,8 +369,10 @@ def parts(model: nn.Module) -> Iterator[tuple[str, PartSpec]]:
             continue
         children = {name for name, _ in module.named_children()}
         found: PartSpec | Support | None = None
-        if {*_LAYER} <= children:
+        if {*_LAYER} <= children or {*_LINEAR_LAYER} <= children:
             found = of_layer(module)
+        elif children in _DELTA:
+            found = of_linear_attention(module)
         elif isinstance(module, AbsorbedMla) or {*_HEADS} <= children:
             found = of_attention(module)
         elif {"gate", "experts"} <= children:

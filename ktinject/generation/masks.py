@@ -205,6 +205,7 @@ class _Probe:
         for name, layer in held.named_children():
             twins[name] = alone = twin.of(layer, hooks=False)
             vars(alone)["forward"] = self._note
+        # Nobody's hooks are to see these calls.
         return twin.around(model, path, twin.of(held, twins), without=("ktinject_decoding",), hooks=False)
 
     def _note(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Tensor:

@@ -180,7 +180,7 @@ class Sampler:
             noise = torch.empty_like(scores).exponential_(1) if self.sampling.do_sample else None
             self._chooser(scores, noise)
             return
-        tokens = _drawn(scores) if self.sampling.do_sample else _greatest(scores)
+        tokens = _drawn(scores) if self.sampling.do_sample else greatest(scores)
         alive = self.result[1]
         if self.sampling.pad is not None:
             tokens = torch.where(alive == 1, tokens, self.sampling.pad)
@@ -218,7 +218,7 @@ class Sampler:
         return scores
 
 
-def _greatest(scores: Tensor) -> Tensor:
+def greatest(scores: Tensor) -> Tensor:
     """The likeliest of scores [b, v]."""
     return _native_choice(scores, None) if scores.is_cpu else scores.argmax(-1)
 

@@ -10,12 +10,57 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ktinject.generation import kept_cache
+from ktinject.generation import cache as caches
+from ktinject.generation import kept_cache, step_inputs
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.sampling import Sampler
 from ktinject.support import SUPPORTED, Support
+
+
+def tokens_in(cache: Any) -> int:
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
+def runner_for(
+    decoding: Decoding,
+    cache: Any,
+    logits: Tensor,
+    prompt: Tensor,
+    before: int,
+    mask: Tensor | None,
+    new_tokens: int,
+) -> tuple[GraphRunner | None, Support]:
+    """The runner for a request after its prefill, or why there is none.
+
+    before  tokens that the cache held before the prefill
+    mask    [b, n + 1] of the next step
+    """
+    # Asked again, for the prefill ran code of the model.
+    length = tokens_in(cache)
+    support = caches.length_support(cache, prompt, before) and mask_support(mask, length)
+    support = support and decoding.model_support()
+    if not support:
+        return None, support
+    return decoding.runner(cache, logits, length + new_tokens)
+
+
+def first_positions(
+    model: Any, prompt: Tensor, logits: Tensor, model_kwargs: dict[str, Any]
+) -> Tensor | None | Support:
+    """The positions [b or 1, 1] of the first step, or why no recorded one serves the request.
+
+    prompt        [b, n]
+    logits        [b, v] behind it
+    model_kwargs  of transformers, for that step
+    """
+    inputs: dict[str, Any] = model_kwargs
+    if step_inputs.beside(model_kwargs):
+        tokens = torch.cat([prompt, logits.argmax(-1, keepdim=True)], dim=1)
+        inputs = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **model_kwargs)
+    decoding: Decoding = model.ktinject_decoding
+    return decoding.step_support(inputs)
 
 
 def begin(

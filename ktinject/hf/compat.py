@@ -131,6 +131,11 @@ _MODULE = "torch.nn.modules.module:Module"
 _MOE = "transformers.integrations.moe"
 _HOOKS = "torch.nn.modules.module"
 _LOOP = "(self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, {}**model_kwargs)"
+_CANDIDATE = "transformers.generation.candidate_generator"
+_CANDIDATES = (
+    "(self, *, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, assistant_model=None, "
+    "target_tokenizer=None, assistant_tokenizer=None)"
+)
 _PREFILL = "input_ids, generation_config, model_kwargs"
 _ANSWER = "(*, sequences, scores, logits, past_key_values)"
 _PREPARE = "(self, input_ids, next_sequence_length=None, **kwargs)"
@@ -156,7 +161,7 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             _GENERATION, "_sample", _LOOP.format(_STREAMED), "our decode loop, or replays in the stock one"
         ),
         Private(_GENERATION, "_beam_search", _LOOP.format(""), "replays in it"),
-        Private(_GENERATION, "_assisted_decoding", _LOOP.format(_ASSISTED), "says that it ran"),
+        Private(_GENERATION, "_assisted_decoding", _LOOP.format(_ASSISTED), "our loop with candidates"),
         Private(
             _GENERATION, "_get_static_cache_init_shape", "(self)", "each process has its part of the heads"
         ),
@@ -173,6 +178,30 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         *_each(
             f"{_GENERATION}._beam_search", "_prefill reorder_cache", SET, "what of it is not the model's own"
         ),
+        # Candidates: transformers' generators, and what is set on them.
+        Private(_GENERATION, "_get_candidate_generator", _CANDIDATES, "what a text may go on with"),
+        *_each("transformers.generation", "AssistedCandidateGenerator", THERE, "what an assistant learns"),
+        *_each("transformers.generation", "PromptLookupCandidateGenerator", THERE, "looks up on the host"),
+        *_each(
+            f"{_CANDIDATE}:PromptLookupCandidateGenerator.__init__",
+            "logits_processor eos_token_id num_output_tokens",
+            SET,
+            "looks up on the host",
+        ),
+        *_each(
+            f"{_CANDIDATE}:AssistedCandidateGenerator.__init__",
+            "assistant_model num_assistant_tokens",
+            SET,
+            "what an assistant learns",
+        ),
+        Private(f"{_CANDIDATE}:CandidateGenerator", "get_candidates", "(self, input_ids)", "a step's"),
+        Private(
+            f"{_CANDIDATE}:CandidateGenerator",
+            "update_candidate_strategy",
+            "(self, input_ids, scores, num_matches)",
+            "what became of them",
+        ),
+        Private(f"{_GENERATION}._prepare_special_tokens", "_eos_token_tensor", SET, "what ends a text"),
         # Called.
         Private(
             _GENERATION, "_prefill", f"(self, {_PREFILL}, is_first_iteration=True)", "the prompt, in chunks"

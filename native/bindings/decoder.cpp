@@ -103,9 +103,9 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
 }
 
 void keep(const decode::Decoder& self, HeldCache& cache, int kept) {
-  if (kept < 1 || kept > cache.rows)
+  if (kept < 0 || kept > cache.rows)
     throw std::invalid_argument("decoder: found " + std::to_string(kept) + " tokens to keep of a step of " +
-                                std::to_string(cache.rows) + " consecutive ones; expected 1 or more of them");
+                                std::to_string(cache.rows) + " consecutive ones; expected as many or fewer");
   self.keep(cache.layers, kept);
   cache.rows = kept;
 }

@@ -61,13 +61,14 @@ def around(
 
     path     of a module below the root
     without  attributes that the root's twin does not have
-    hooks    whether the twins have their modules' hooks
+    hooks    whether the twins have their modules' hooks; without, so are the children beside the path
     """
     holder: Any = root
     while path:
         path, _, name = path.rpartition(".")
         holder = root.get_submodule(path)
-        found = holder = of(holder, {name: found}, without=() if path else without, hooks=hooks)
+        beside = {} if hooks else {key: of(child, hooks=False) for key, child in holder.named_children()}
+        found = holder = of(holder, {**beside, name: found}, without=() if path else without, hooks=hooks)
     assert isinstance(holder, type(root))
     return holder
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ktinject import OperatorError, _native
-from ktinject.generation.sampling import _drawn, _drawn_by_torch, _draws_as_torch, _greatest
+from ktinject.generation.sampling import _drawn, _drawn_by_torch, _draws_as_torch, greatest
 from tests.reference import relative_error
 
 HIDDEN = 64
@@ -213,20 +213,20 @@ class TestChoice:
             torch.set_rng_state(generator)
             assert torch.equal(found, _drawn_by_torch(scores, None))
             assert torch.equal(after, torch.get_rng_state())
-            assert torch.equal(_greatest(scores), scores.argmax(-1))
+            assert torch.equal(greatest(scores), scores.argmax(-1))
 
     def test_of_ties_the_first_is_taken(self) -> None:
         scores = torch.zeros(2, 40_000)
         scores[0, [9_000, 20_000]], scores[1, [39_999]] = 3.0, 1.0
-        assert _greatest(scores).tolist() == [9_000, 39_999]
-        assert _greatest(torch.full((1, 40_000), -2.0)).tolist() == [0]
+        assert greatest(scores).tolist() == [9_000, 39_999]
+        assert greatest(torch.full((1, 40_000), -2.0)).tolist() == [0]
 
     @pytest.mark.parametrize("at", [0, 7, 20_001])
     @pytest.mark.parametrize("value", ["nan", "-nan", "inf"])
     def test_of_what_is_not_finite_as_torch(self, value: str, at: int) -> None:
         scores = torch.randn(2, 40_000)
         scores[1, at] = -torch.tensor(torch.nan) if value == "-nan" else float(value)
-        assert torch.equal(_greatest(scores), scores.argmax(-1))
+        assert torch.equal(greatest(scores), scores.argmax(-1))
         before = torch.get_rng_state()
         with pytest.raises(OperatorError, match=f"greatest of row 1 is {'inf' if value == 'inf' else 'NaN'}"):
             _drawn(scores)

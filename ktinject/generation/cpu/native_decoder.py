@@ -56,11 +56,18 @@ class _Call:
             tensor.copy_(value)
 
 
+class Proof:
+    """Whether something does what it has to do; None: that is not known yet."""
+
+    support: Support | None = None
+
+
 class NativeDecoder:
     """The model on one token a row, as `graph.Forward`.
 
     is_proven  whether all layers have agreed, so that steps run natively
     support    whether they may: no, and why, once a layer is unknown or has disagreed
+    proof      its `support`: whether `several` does what steps of one token do; None: that is not known yet
 
     Until it is proven, a step is the model's own, and layers are compared.
     """
@@ -69,6 +76,7 @@ class NativeDecoder:
         self._model = weakref.ref(model)
         self._caches: weakref.WeakKeyDictionary[KVBucket, Any] = weakref.WeakKeyDictionary()
         self.is_proven, self.support = False, SUPPORTED
+        self.proof = Proof()
         try:
             self._layers = NativeLayers(model)
         except UnknownLayer as error:
@@ -95,6 +103,40 @@ class NativeDecoder:
         model = self._comparing(model, call) if self.support else model
         return loop.logits_of(model, ids, self._layers.masks.of(cache), positions, cache)
 
+    def several(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: KVBucket, length: int) -> Tensor:
+        """Some tokens of one text, of which the last may be taken back; of a decoder that is proven.
+
+        ids        [1, n], and positions
+        mask       [≥ length + n] bool: what is no padding
+        length     tokens in the cache
+        Returns    logits [n, v]
+        """
+        model: Any = self._model()
+        assert model is not None and self.is_proven
+        layers = self._layers
+        x = layers.embed(ids)
+        cos, sin = (layers.turned(part[0]) for part in layers.rotation(x, positions))
+        out = torch.empty_like(x[0])
+        layers.decoder.forward(
+            x=x[0],
+            cos=cos,
+            sin=sin,
+            mask=mask.expand(ids.shape[1], -1),
+            position=length,
+            cache=self._cache_of(cache),
+            first=0,
+            last=len(layers),
+            final_norm=layers.norm,
+            consecutive=True,
+            out=out,
+        )
+        head: Tensor = model.lm_head(out)
+        return head
+
+    def keep(self, cache: KVBucket, tokens: int) -> None:
+        """Leave in the cache what the first of the tokens of `several` alone would have left, to the bit."""
+        self._layers.decoder.keep(cache=self._cache_of(cache), kept=tokens)
+
     def prove(self, step: Callable[[], None], again: Callable[[], None]) -> None:
         """Settle whether steps run natively, if that is open.
 
@@ -119,9 +161,6 @@ class NativeDecoder:
         self, call: _Call, x: Tensor, rotation: tuple[Tensor, Tensor], first: int, last: int, norm: Any = None
     ) -> Tensor:
         """x [b, hidden] through layers first to last - 1."""
-        if call.cache not in self._caches:
-            tensors = [tensors_of(layer) for layer in call.cache.layers]
-            self._caches[call.cache] = _native.DecoderCache([a for a, _ in tensors], [b for _, b in tensors])
         cos, sin = (self._layers.turned(part[:, 0]) for part in rotation)
         out = torch.empty_like(x)
         self._layers.decoder.forward(
@@ -130,13 +169,19 @@ class NativeDecoder:
             sin=sin,
             mask=call.mask[:, 0, 0],
             position=call.cache_position,
-            cache=self._caches[call.cache],
+            cache=self._cache_of(call.cache),
             first=first,
             last=last,
             final_norm=norm,
             out=out,
         )
         return out
+
+    def _cache_of(self, cache: KVBucket) -> Any:
+        if cache not in self._caches:
+            tensors = [tensors_of(layer) for layer in cache.layers]
+            self._caches[cache] = _native.DecoderCache([a for a, _ in tensors], [b for _, b in tensors])
+        return self._caches[cache]
 
     def _comparing(self, model: Any, call: _Call) -> nn.Module:
         """A twin of the model that computes the same; what each layer makes of its input is compared with ours."""

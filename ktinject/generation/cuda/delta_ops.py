@@ -12,6 +12,7 @@ from torch import Tensor
 from ktinject import _native
 from ktinject.addresses import CODES, address, stream_of
 from ktinject.generation.cuda.decode_ops import Norm
+from ktinject.support import SUPPORTED, Support
 
 
 class Projected(NamedTuple):
@@ -70,6 +71,17 @@ class States(NamedTuple):
 
     inputs: Tensor
     states: Tensor
+
+
+def support(key_size: int, value_size: int, taps: int, dtype: torch.dtype) -> Support:
+    """Whether `gated_delta` computes heads of such sizes, a convolution of so many inputs, and models of a dtype."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Support.no(f"the kernel computes bfloat16 and float16, not {dtype}")
+    if any(size % 32 or not 32 <= size <= 256 for size in (key_size, value_size)):
+        return Support.no(f"heads of {key_size} and {value_size}; the kernel takes multiples of 32 up to 256")
+    if not 2 <= taps <= 8:
+        return Support.no(f"a convolution of {taps} inputs; the kernel takes 2 to 8")
+    return SUPPORTED
 
 
 def gated_delta(

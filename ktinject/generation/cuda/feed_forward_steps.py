@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Norm
-from ktinject.generation.cuda.projections import Step
+from ktinject.generation.cuda.projections import Step, project
 from ktinject.generation.layer_spec import MoeSpec, RouterSpec
 from ktinject.operators.hybrid_experts import HybridExperts, Underway
 
@@ -21,7 +22,6 @@ def _is_plain_softmax(spec: RouterSpec) -> bool:
         and spec.groups == 1
         and spec.factor == 1
         and spec.rounds
-        and not spec.has_bias
     )
 
 
@@ -31,7 +31,7 @@ def router_step(spec: RouterSpec, module: Any) -> Step | None:
 
     def step(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = nn.functional.linear(hidden_states, module.weight)
+        logits = nn.functional.linear(hidden_states, module.weight, module.bias if spec.has_bias else None)
         return (logits, *decode_ops.route(logits, spec.top_k, spec.is_normed))
 
     return step
@@ -86,11 +86,9 @@ def _grouped_router_step(spec: RouterSpec, module: Any) -> Step | None:
 
 def moe_step(spec: MoeSpec, module: Any) -> Step | None:
     """An MoE block with shared experts on the GPU. They compute while the CPU computes the routed experts."""
-    if spec.shared is None or spec.shared_gate is not None:
-        return None
+    shared = _shared_of(spec, module)
     gate, experts = module.get_submodule(spec.router.path), module.get_submodule(spec.experts)
-    shared = module.get_submodule(spec.shared.path)
-    if not isinstance(experts, HybridExperts):
+    if shared is None or not isinstance(experts, HybridExperts):
         return None
 
     def step(hidden_states: Tensor) -> Tensor:
@@ -103,6 +101,22 @@ def moe_step(spec: MoeSpec, module: Any) -> Step | None:
     return step
 
 
+def _shared_of(spec: MoeSpec, block: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """What the shared experts add to x [m, hidden], behind their gate if they have one; None: there are none."""
+    if spec.shared is None:
+        return None
+    shared: Any = block.get_submodule(spec.shared.path)
+    if spec.shared_gate is None:
+        return shared
+    gate = block.get_submodule(spec.shared_gate)
+
+    def gated(x: Tensor) -> Tensor:
+        [score] = project(x, [gate])
+        return torch.sigmoid(score) * shared(x)
+
+    return gated
+
+
 class Routed:
     """An MoE block: a router, routed experts (`hybrid_experts`) and optionally shared experts."""
 
@@ -110,12 +124,12 @@ class Routed:
         self.spec, self.router = spec.router, router
         self.gate: Any = block.get_submodule(spec.router.path)
         self.experts: Any = block.get_submodule(spec.experts)
-        self.shared: Any = None if spec.shared is None else block.get_submodule(spec.shared.path)
+        self.shared = _shared_of(spec, block)
 
     @classmethod
     def of(cls, spec: MoeSpec, block: Any) -> Routed | None:
         experts = block.get_submodule(spec.experts)
-        if spec.shared_gate is not None or not isinstance(experts, HybridExperts):
+        if not isinstance(experts, HybridExperts):
             return None
         router = _GroupedRouter.of(spec.router, block.get_submodule(spec.router.path))
         by_softmax = _is_plain_softmax(spec.router) and experts.routes(
@@ -131,7 +145,8 @@ class Routed:
             started = self.experts.start(normed, ids, weights)
         else:
             normed = torch.empty_like(x)
-            logits = decode_ops.linear(x, [self.gate.weight], norm=norm, normed=normed)
+            bias = self.gate.bias if self.spec.has_bias else None
+            logits = decode_ops.linear(x, [self.gate.weight], [bias], norm=norm, normed=normed)
             started = self.experts.start_routed(normed, logits, self.spec.top_k, self.spec.is_normed)
         if self.shared is None:
             return self.experts.complete(started, residual=x)

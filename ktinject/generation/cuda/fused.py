@@ -7,6 +7,7 @@ kernels:
 
     a decoder layer   norm, query, key and value projections | attention | output projection, residual
                       | norm, router | choice of experts, submit | wait, residual
+    linear attention  norm, input projections | convolution, gated delta rule, norm | output projection, residual
     its parts         a norm, attention or a router, if the layer around them is not known
     before            cos and sin of the rotary embedding
 
@@ -57,9 +58,10 @@ class Fused:
         self._group = group
         self.refused: dict[str, str] = {}
         self._checked = False
-        # The thread blocks of the attention kernel count here which of them are done. One buffer a device is enough:
+        # The thread blocks of the attention kernels count here which of them are done. One buffer a device is enough:
         # requests of one model take turns.
-        heads = max((getattr(m, "num_attention_heads", 0) for m in _configs(model)), default=0)
+        names = ("num_attention_heads", "linear_num_key_heads")
+        heads = max((getattr(m, name, None) or 0 for m in _configs(model) for name in names), default=0)
         counts: dict[torch.device, Tensor] = {}
 
         def counts_for(module: nn.Module) -> Tensor:
@@ -105,7 +107,7 @@ class Fused:
     def _comparing(self, path: str, module: nn.Module, step: Step) -> Step:
         own = type(module).forward
         is_layer = path in self._layers
-        tolerance = {"": _LAYER_TOLERANCE} if is_layer else _TOLERANCE
+        tolerance: dict[Any, float] = {"": _LAYER_TOLERANCE} if is_layer else _TOLERANCE
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             states = _states(kwargs, self._layer_of.get(path))
@@ -117,8 +119,10 @@ class Fused:
             if part is None:
                 try:
                     support = _agreement(step(*args, **kwargs), theirs, tolerance)
+                    # States in fp32 are made of values that were rounded to the model's dtype.
+                    rounded = {"": max(tolerance.get(t.dtype, 0.0) for t in _tensors(theirs)), **tolerance}
                     for state, wanted in zip(states, behind):
-                        support = support and _agreement(state, wanted, tolerance)
+                        support = support and _agreement(state, wanted, {"": rounded[""]})
                 except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
                     support = Support.no(f"{type(error).__name__}: {error}")
             else:
@@ -159,8 +163,7 @@ def _agreement(ours: Any, theirs: Any, tolerance: dict[Any, float]) -> Support:
     """
     if isinstance(ours, tuple) != isinstance(theirs, tuple):
         return Support.no(f"{type(ours).__name__}, not {type(theirs).__name__}")
-    ours = [t for t in (ours if isinstance(ours, tuple) else (ours,)) if t is not None]
-    theirs = [t for t in (theirs if isinstance(theirs, tuple) else (theirs,)) if t is not None]
+    ours, theirs = _tensors(ours), _tensors(theirs)
     if len(ours) != len(theirs):
         return Support.no(f"{len(ours)} outputs, not {len(theirs)}")
     for a, b in zip(ours, theirs):
@@ -172,6 +175,10 @@ def _agreement(ours: Any, theirs: Any, tolerance: dict[Any, float]) -> Support:
         if not error <= tolerance.get("", tolerance.get(b.dtype, 0.0)):
             return Support.no(f"relative difference {error.item():.2g}")
     return SUPPORTED
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [t for t in (output if isinstance(output, tuple) else (output,)) if t is not None]
 
 
 def _configs(model: nn.Module) -> list[Any]:

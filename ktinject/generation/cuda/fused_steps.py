@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +10,12 @@ from torch import Tensor, nn
 
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.attention_steps import attention_of, attention_step, cache_of
+from ktinject.generation.cuda.decode_ops import Norm
+from ktinject.generation.cuda.delta_steps import GatedDelta, delta_step, states_of
 from ktinject.generation.cuda.feed_forward_steps import Routed, moe_step, router_step
 from ktinject.generation.cuda.projections import Step, norm_of, project
 from ktinject.generation.layer_spec import (
+    AttentionSpec,
     DecoderLayerSpec,
     GatedDeltaSpec,
     GroupedAttentionSpec,
@@ -28,12 +32,14 @@ def step_of(spec: PartSpec, module: Any, block_counts: Tensor) -> Step | None:
     """A function that replaces a module's forward in a captured decode step; None if there are no kernels for it.
 
     spec          what the module computes
-    block_counts  as `decode_ops.attend` takes them
+    block_counts  as `decode_ops.attend` and `delta_ops.gated_delta` take them
     """
     if isinstance(spec, NormSpec):
         return _norm_step(spec, module)
     if isinstance(spec, (GroupedAttentionSpec, LatentAttentionSpec)):
         return attention_step(spec, module, block_counts)
+    if isinstance(spec, GatedDeltaSpec):
+        return delta_step(spec, module, block_counts)
     if isinstance(spec, RouterSpec):
         return router_step(spec, module)
     if isinstance(spec, RotationSpec):
@@ -69,28 +75,54 @@ def _norm_step(spec: NormSpec, module: nn.Module) -> Step | None:
     return step
 
 
+# (hidden_states [b, 1, hidden], the norm before, other arguments of the layer) → what a layer's attention gives before
+# its output projection [b, n], and this projection; None if the call is not one of a captured step.
+_Mixer = Callable[[Tensor, Norm, Any, Any], "tuple[Tensor, nn.Module] | None"]
+
+
+def _mixer_of(spec: AttentionSpec | GatedDeltaSpec, module: Any, block_counts: Tensor) -> _Mixer | None:
+    if isinstance(spec, GatedDeltaSpec):
+        delta = GatedDelta.of(spec, module, block_counts)
+
+        def by_states(hidden_states: Tensor, norm: Norm, args: Any, kwargs: Any) -> Any:
+            assert delta is not None
+            states = states_of(spec, hidden_states, args, kwargs)
+            if states is None:
+                return None
+            return delta(hidden_states[:, 0].contiguous(), norm, states), module.out_proj
+
+        return None if delta is None else by_states
+    attention = attention_of(spec, module, block_counts)
+
+    def by_keys(hidden_states: Tensor, norm: Norm, args: Any, kwargs: Any) -> Any:
+        assert attention is not None
+        cache = cache_of(spec, module, hidden_states, args, kwargs)
+        if cache is None:
+            return None
+        x = hidden_states[:, 0].contiguous()
+        return attention(x, norm, kwargs["position_embeddings"], cache), module.o_proj
+
+    return None if attention is None else by_keys
+
+
 def _layer_step(spec: DecoderLayerSpec, module: Any, block_counts: Tensor) -> Step | None:
     """The step of a whole decoder layer: norm, attention, residual, norm, MoE block or dense layers, residual."""
     before, behind = norm_of(spec.input_norm, module), norm_of(spec.post_attention_norm, module)
-    self_attn: Any = module.get_submodule(spec.attention.path)
+    mixer = _mixer_of(spec.attention, module.get_submodule(spec.attention.path), block_counts)
     mlp = module.get_submodule(spec.feed_forward.path)
-    heads = spec.attention
-    if isinstance(heads, GatedDeltaSpec):
-        return None
-    attention = attention_of(heads, self_attn, block_counts)
-    if before is None or behind is None or attention is None or before.weight.dtype == torch.float32:
+    if before is None or behind is None or mixer is None or before.weight.dtype == torch.float32:
         return None
     routed = Routed.of(spec.feed_forward, mlp) if isinstance(spec.feed_forward, MoeSpec) else None
     own = type(module).forward
 
     def step(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache = cache_of(heads, self_attn, hidden_states, args, kwargs)
-        if cache is None or len(hidden_states) > decode_ops.MOST_ROWS:
+        mixed = None
+        if len(hidden_states) <= decode_ops.MOST_ROWS:
+            mixed = mixer(hidden_states, before, args, kwargs)
+        if mixed is None:
             return own(module, hidden_states, *args, **kwargs)
-        x = hidden_states[:, 0].contiguous()
-        found = attention(x, before, kwargs["position_embeddings"], cache)
-        then = None if routed is None else routed.gate.weight
-        [x] = project(found, [self_attn.o_proj], residual=x, then=then)
+        x, then = hidden_states[:, 0].contiguous(), None if routed is None else routed.gate.weight
+        [x] = project(mixed[0], [mixed[1]], residual=x, then=then)
         if routed is not None and x.shape[1] % 32 == 0:
             return routed(x, behind)[:, None]
         return x[:, None] + mlp(decode_ops.rms_norm(x, behind)[:, None])

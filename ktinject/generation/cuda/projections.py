@@ -28,11 +28,13 @@ def norm_of(spec: NormSpec, owner: nn.Module) -> Norm | None:
     return Norm(weight, rms.epsilon, float(rms.has_unit_offset), rms.rounds_before_weight)
 
 
-def _is_plain(module: Any, k: int, dtype: torch.dtype) -> bool:
-    """Whether `decode_ops.linear` can take the place of a linear layer."""
-    if type(module) is not nn.Linear or dtype == torch.float32 or k % 32:
+def _is_plain(module: Any, x: Tensor) -> bool:
+    """Whether `decode_ops.linear` can take the place of a linear layer of x [m, k]."""
+    if type(module) is not nn.Linear or x.dtype == torch.float32 or x.shape[1] % 32:
         return False
-    return module.weight.dtype == dtype and module.weight.is_contiguous() and not module._forward_hooks
+    if len(x) > decode_ops.MOST_ROWS:
+        return False
+    return module.weight.dtype == x.dtype and module.weight.is_contiguous() and not module._forward_hooks
 
 
 def project(
@@ -44,21 +46,33 @@ def project(
 ) -> list[Tensor]:
     """norm(x) through each of up to four linear layers, plus the residual.
 
+    The layers that have plain weights are one kernel together, with the norm and the residual.
+
     x         [m, k]
     norm      None: x as it is
     residual  [m, n], with one layer only
     then      weights that the next call will read; see `decode_ops.linear`
     Returns   [m, n] for each layer
     """
-    parts: list[Any] = list(linears)
     if norm is not None and x.shape[1] > _MANY_INPUTS:
         x, norm = decode_ops.rms_norm(x, norm), None
-    is_plain = all(_is_plain(part, x.shape[1], x.dtype) for part in parts)
-    if is_plain and sum(part.weight.numel() for part in parts) < _MANY_WEIGHTS:
+    found: dict[int, Tensor] = {}
+    plain: dict[int, Any] = {i: part for i, part in enumerate(linears) if _is_plain(part, x)}
+    if 0 < sum(part.weight.numel() for part in plain.values()) < _MANY_WEIGHTS:
+        normed = torch.empty_like(x) if norm is not None and len(plain) < len(linears) else None
         out = decode_ops.linear(
-            x, [p.weight for p in parts], [p.bias for p in parts], norm=norm, residual=residual, then=then
+            x,
+            [part.weight for part in plain.values()],
+            [part.bias for part in plain.values()],
+            norm=norm,
+            normed=normed,
+            residual=residual,
+            then=then,
         )
-        return list(out.split([p.out_features for p in parts], dim=1))
+        found = dict(zip(plain, out.split([part.out_features for part in plain.values()], dim=1)))
+        x, norm = (x if normed is None else normed), None
     x = x if norm is None else decode_ops.rms_norm(x, norm)
-    found = [linear(x) for linear in linears]
-    return found if residual is None else [residual + y for y in found]
+    for i, linear in enumerate(linears):
+        if i not in found:
+            found[i] = linear(x) if residual is None else residual + linear(x)
+    return [found[i] for i in range(len(linears))]

@@ -26,6 +26,14 @@ SIZES: dict[str, dict[str, Any]] = {
         "hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 32, "n_group": 4, "topk_group": 2,
         "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
     },
+    "qwen3_next": {
+        "hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+    },
+    "qwen3_5_moe_text": {
+        "hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 32,
+    },
 }  # fmt: skip
 LAYERS = 2  # of a tiny model
 LATENT = {"name": "a", "match": {"path": r".*self_attn"}, "replace": {"operator": "absorbed_mla"}}
@@ -80,6 +88,21 @@ class TestLayersWithLatents:
         rules = [{**EXPERTS, "replace": {"operator": "hybrid_experts", "gpu_experts": gpu_experts}}, LATENT]
         found, replaced = in_graphs_and_eagerly(rules, batch, "deepseek_v3")
         assert {f"model.layers.{i}" for i in range(LAYERS)} <= replaced
+        assert_same_logits(*found)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+@pytest.mark.parametrize("gpu_experts", [0, 3])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text"])
+class TestLayersWithStates:
+    pytestmark = gpu
+
+    def test_logits_are_those_of_transformers_kernels(
+        self, batch: int, gpu_experts: int, family: str
+    ) -> None:
+        rules = [{**EXPERTS, "replace": {"operator": "hybrid_experts", "gpu_experts": gpu_experts}}]
+        found, replaced = in_graphs_and_eagerly(rules, batch, family)
+        assert {"model.layers.0", "model.layers.0.linear_attn"} <= replaced
         assert_same_logits(*found)
 
 
@@ -183,6 +206,9 @@ def test_known_modules_are_told_by_what_they_hold() -> None:
     assert {path.rpartition(".")[2] for path in qwen._steps} == names, "tensor cores would round fp32"
     half = fused.Fused(swapped("qwen3_moe", hidden_size=64).bfloat16())
     assert {path.rpartition(".")[2] for path in half._steps} == {*names, "self_attn", "0", "1"}
+    states = fused.Fused(swapped("qwen3_next", **SIZES["qwen3_next"]).bfloat16())
+    assert {"model.layers.0", "model.layers.0.linear_attn"} <= {*states._steps}
+    assert "model.layers.0.linear_attn" not in fused.Fused(swapped("qwen3_next").bfloat16())._steps, "sizes"
     deepseek = fused.Fused(swapped("deepseek_v3"))
     assert {path.rpartition(".")[2] for path in deepseek._steps} == {
         "input_layernorm", "post_attention_layernorm", "q_a_layernorm", "kv_a_layernorm", "norm",

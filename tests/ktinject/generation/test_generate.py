@@ -259,7 +259,7 @@ STOCK: list[tuple[dict[str, Any], str]] = [
     ({"do_sample": True, "typical_p": 0.5}, "graph, stock loop: TypicalLogitsWarper"),
     ({"max_time": 1e6}, "graph, stock loop: MaxTimeCriteria"),
     ({"num_beams": 2}, "graph, stock loop: beam search"),
-    ({"prompt_lookup_num_tokens": 2}, "stock loop: assisted decoding"),
+    ({"prompt_lookup_num_tokens": 2}, "eager loop, prompt lookup"),
     ({"cache_implementation": "dynamic"}, "eager loop"),
     ({"use_cache": False}, "eager loop"),
     (

@@ -1,0 +1,74 @@
+"""Linear attention of a decode step with few kernels: the gated delta rule.
+
+norm, input projections | convolution, gates, update of the state, gated norm | output projection
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ktinject.generation.cache import KVBucket
+from ktinject.generation.cuda import decode_ops, delta_ops
+from ktinject.generation.cuda.decode_ops import Norm
+from ktinject.generation.cuda.delta_ops import Projected, States, Weights
+from ktinject.generation.cuda.projections import Step, project
+from ktinject.generation.layer_spec import GatedDeltaSpec
+
+
+class GatedDelta:
+    """Linear attention by the gated delta rule."""
+
+    def __init__(self, spec: GatedDeltaSpec, module: Any, block_counts: Tensor) -> None:
+        self.spec, self.module, self.block_counts = spec, module, block_counts
+
+    @classmethod
+    def of(cls, spec: GatedDeltaSpec, module: Any, block_counts: Tensor) -> GatedDelta | None:
+        """None for what the kernel does not serve. A norm and gates in fp32 are served, projections are not."""
+        weight = module.conv1d.weight
+        served = delta_ops.support(spec.key_size, spec.value_size, weight.shape[-1], weight.dtype)
+        return cls(spec, module, block_counts) if served else None
+
+    def __call__(self, x: Tensor, norm: Norm | None, states: States) -> Tensor:
+        """x [b, hidden] → the heads' outputs [b, heads · size], before the output projection."""
+        module, spec = self.module, self.spec
+        keys = spec.key_heads * spec.key_size
+        if spec.is_interleaved:
+            both = project(x, (module.in_proj_qkvz, module.in_proj_ba), norm, then=states.states)
+            projected = Projected.of_groups(both[0], both[1], spec.key_size, spec.key_heads)
+        else:
+            linears = (module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
+            qkv, z, b, a = project(x, linears, norm, then=states.states)
+            projected = Projected.of_parts(qkv, z, b, a, keys, spec.key_heads)
+        gated_norm = Norm(module.norm.weight, spec.norm_epsilon)
+        weights = Weights(module.conv1d.weight, module.A_log, module.dt_bias, gated_norm)
+        then = module.out_proj.weight if type(module.out_proj) is nn.Linear else None
+        return delta_ops.gated_delta(projected, weights, states, self.block_counts, then)
+
+
+def states_of(spec: GatedDeltaSpec, hidden_states: Tensor, args: Any, kwargs: Any) -> States | None:
+    """The states of a captured step's linear attention; None if the call is not one of a captured step."""
+    held = kwargs.get("past_key_values", kwargs.get("cache_params"))
+    if not isinstance(held, KVBucket) or kwargs.get("attention_mask") is not None:
+        return None
+    if hidden_states.shape[1] != 1 or args:
+        return None
+    found = held.states_of(spec.layer_idx)
+    return States(*found) if len(found) == 2 else None
+
+
+def delta_step(spec: GatedDeltaSpec, module: Any, block_counts: Tensor) -> Step | None:
+    attention = GatedDelta.of(spec, module, block_counts)
+    if attention is None:
+        return None
+    own = type(module).forward
+
+    def step(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        states = states_of(spec, hidden_states, args, kwargs)
+        if states is None or len(hidden_states) > decode_ops.MOST_ROWS:
+            return own(module, hidden_states, *args, **kwargs)
+        found: Tensor = module.out_proj(attention(hidden_states[:, 0].contiguous(), None, states))
+        return found[:, None]
+
+    return step

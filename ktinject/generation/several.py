@@ -1,0 +1,212 @@
+"""Steps of several tokens of one text on a runner's cache, of which the last may be taken back.
+
+    ids [1, n] ──► `SeveralTokens.step`: logits [n, v]
+                   └──► `keep(m)`: the cache has the first m of them, as if the others had never been read
+
+A candidate that is verified costs little where weights are read once for all tokens of a step. On a CPU, the native
+decoder takes such steps, and takes back what it wrote to rings and states. On a GPU they are graphs of the model's own
+modules, for some numbers of tokens, where counters are all that has to move.
+
+That such a step does what steps of one token do is not believed: before the first one, `prove` compares the two.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ktinject.generation.cache import KVBucket, bucket_of
+from ktinject.generation.cache_layers import ALL_TOKENS, BucketLayer
+from ktinject.generation.cpu.native_decoder import NativeDecoder
+from ktinject.generation.graph_runner import GraphRunner
+from ktinject.generation.piecewise_graph import PiecewiseGraph, Stages
+from ktinject.operators.offload import submits
+from ktinject.support import SUPPORTED, Support
+
+# Tokens of a step that are captured; a step of another number of tokens has the next size.
+SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+# On a CPU, where nothing is captured: more are not worth it.
+_MOST_ON_CPU = 64
+# By what logits of the two kinds of steps may differ: relative to the norm of a row, which roundings add up to.
+_TOLERANCE = 5e-2
+# Texts that are compared, and their tokens. Of two experts that tie, both are right.
+_TRIES, _COMPARED = 3, 3
+
+# (ids [1, n], masks of a view, positions [1, n], view) → logits [n, v], by the model's own modules
+Forward = Callable[[Tensor, Tensor, KVBucket], Tensor]
+
+
+class GraphedSteps:
+    """Steps by the model's own modules on a runner's cache, as graphs where there are any.
+
+    support  whether they do what steps of one token do; None: that is not known yet
+    """
+
+    def __init__(self, forward: Forward, runner: GraphRunner) -> None:
+        self._forward, self._runner = forward, runner
+        device, vocab = runner.device, runner.logits.shape[1]
+        # Made outside of inference mode, whose tensors could not be written outside of it later.
+        with torch.inference_mode(False):
+            self._ids = torch.zeros(1, SIZES[-1], dtype=torch.int64, device=device)
+            self._order = torch.arange(SIZES[-1], device=device)
+            self._live = torch.zeros(SIZES[-1], dtype=torch.bool, device=device)
+            self._logits = torch.zeros(SIZES[-1], vocab, dtype=torch.float32, device=device)
+        self._graphs: dict[tuple[int, int], PiecewiseGraph | None] = {}
+        self.support: Support | None = None
+
+    def __call__(self, ids: Tensor, length: int) -> Tensor | Support:
+        """Logits [n, v] of tokens [1, n] behind so many others; or why they cannot be captured."""
+        count, capacity = ids.shape[1], self._runner.cache.capacity
+        size = next(size for size in SIZES if size >= count)
+        if length + size > capacity:
+            size = count  # there is no room for padding
+        bucket = capacity if ids.is_cpu else bucket_of(length + size)
+        self._ids[:, :count].copy_(ids)
+        self._ids[:, count:size] = ids[:, -1:]
+        self._live[:size].copy_(self._order[:size] < count)
+        work = functools.partial(self._compute, bucket, size)
+        graph = self._runner.graph_of(self._graphs, (bucket, size), work)
+        if graph is None and self._runner.graphs:
+            return Support.no(f"a step of {size} tokens cannot be captured")
+        self._runner.replay(graph, work)
+        return self._logits[:count].clone()
+
+    def _compute(self, bucket: int, size: int, stages: Stages) -> None:
+        cache, order = self._runner.cache, self._order[:size]
+        position = cache.cache_position
+        places = position + order
+        layers = [
+            BucketLayer(*(tensor[:, :, :bucket] for tensor in held), position, places)
+            for held in cache.layers
+        ]
+        at = torch.arange(bucket, device=order.device)
+        held = cache.mask[..., :bucket] & (at < position)
+        new = (at >= position) & (at <= places[:, None])
+        view = KVBucket(layers, position, {}, {None: held | new}, [None] * len(layers))
+        view.stages = stages
+        with submits.only(self._live[:size] if order.is_cuda else None):
+            logits = self._forward(self._ids[:, :size], cache.positions + order, view)
+        self._logits[:size].copy_(logits)
+
+
+class SeveralTokens:
+    """Such steps of one request, which is of one row.
+
+    most     tokens of a step
+    support  whether steps have more than one token, and why not
+    """
+
+    def __init__(self, runner: GraphRunner, native: NativeDecoder | None, forward: Forward) -> None:
+        self._runner, self._native = runner, native
+        self._read = self._kept = 0  # tokens of the last step, and those of them that the cache has for good
+        self._view: KVBucket | None = None
+        self.support = _cache_support(runner, native)
+        windows = [kind.window for kind in runner.cache.kinds if kind.window is not None]
+        self.most = SIZES[-1] if native is None else min([_MOST_ON_CPU, *windows])
+        if native is None and runner.several is None:
+            runner.several = GraphedSteps(forward, runner)
+        self._proof: Any = runner.several if native is None else native.proof
+        if not self.support:
+            self.most = 1
+
+    def step(self, ids: Tensor, sure: int) -> Tensor:
+        """Read tokens [1, n], n up to `most`; logits [m, v] fp32 of the m that were read, a tensor of its own.
+
+        sure  0 or 1: so many of them are not taken back. Where others can no longer be, only these are read
+        """
+        runner, cache = self._runner, self._runner.cache
+        if not self.support or runner.is_changed():
+            ids = ids[:, :sure]
+        count = self._read = ids.shape[1]
+        self._kept = 0
+        if count == sure:
+            if count:
+                runner.put(ids)
+                runner.step()
+            self._kept = count
+            return runner.found[:count].clone()
+        length = cache.used
+        cache.reserve(count)
+        logits = self._several(ids, length)
+        if isinstance(logits, Support):
+            cache.give_back(count)
+            self.support = self._proof.support = logits
+            self.most = 1
+            return self.step(ids, sure)
+        return logits.float()
+
+    def _several(self, ids: Tensor, length: int) -> Tensor | Support:
+        runner, cache = self._runner, self._runner.cache
+        if self._native is None:
+            assert runner.several is not None
+            return runner.several(ids, length)
+        end = length + ids.shape[1]
+        mask = cache.mask[0, 0, 0, :end].clone()
+        mask[length:] = True
+        positions = cache.positions + torch.arange(ids.shape[1])
+        self._view = cache.bucket(cache.capacity)
+        return self._native.several(ids, mask, positions, self._view, length)
+
+    def keep(self, tokens: int) -> None:
+        """Leave the first ones of the last step in the cache, at least those that are sure."""
+        if self._kept:
+            return
+        if self._native is not None and tokens < self._read:
+            assert self._view is not None
+            self._native.keep(self._view, tokens)
+        cache = self._runner.cache
+        cache.give_back(self._read - tokens)
+        for _ in range(tokens):
+            cache.advance()
+        self._kept = self._read = tokens
+
+    def prove(self, logits: Tensor, again: Callable[[], None]) -> None:
+        """Settle whether such steps do what steps of one token do, if that is open.
+
+        logits  [1, v] of the text's last token
+        again   puts the cache back to what it was before
+        """
+        if self.support and self._proof.support is None:
+            found = (self._agrees(logits, again, choice) for choice in range(1, _TRIES + 1))
+            self._proof.support = next((one for one in found if one), None) or Support.no(
+                self.support.reason or "steps of several tokens give other logits than steps of one"
+            )
+        if self.support and not self._proof.support:
+            self.support = self._proof.support
+        if not self.support:
+            self.most = 1
+
+    def _agrees(self, logits: Tensor, again: Callable[[], None], choice: int) -> Support:
+        """Compare them on a text that goes on with the token of some rank."""
+        text, single = [logits.topk(choice).indices[:, -1:]], []
+        for _ in range(_COMPARED):
+            single.append(self.step(text[-1], 1))
+            text.append(single[-1].argmax(-1, keepdim=True))
+        again()
+        ids = torch.cat(text[:_COMPARED], dim=1)
+        together = self.step(ids, 1)
+        if len(together) < _COMPARED:
+            again()
+            return Support.no(self.support.reason)
+        self.keep(1)
+        behind = self.step(ids[:, 1:2], 1)
+        again()
+        ours, wanted = torch.cat([together, behind]), torch.cat([*single, single[1]])
+        error = (ours - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        return SUPPORTED if bool((error <= _TOLERANCE).all()) else Support.no("they differ")
+
+
+def _cache_support(runner: GraphRunner, native: NativeDecoder | None) -> Support:
+    if native is not None:
+        return SUPPORTED
+    if any(kind != ALL_TOKENS for kind in runner.cache.kinds):
+        return Support.no(
+            "rings of sliding windows and states of linear attention are not taken back on a GPU"
+        )
+    if len(runner.cache.devices) > 1:
+        return Support.no("the model stands on several GPUs")
+    return SUPPORTED

@@ -1,0 +1,343 @@
+"""Prompt lookup and assisted decoding in recorded steps: candidates are verified by steps of several tokens.
+
+    transformers' candidate generator ──► candidates ──► `SeveralTokens.step` ──► logits of each
+                  ▲                                                                  │ processors, choice
+                  └──────────────────── what was accepted ◄── `SeveralTokens.keep` ◄─┘
+
+The rules of acceptance are those of transformers' `_assisted_decoding`, and so are the tokens, drawn ones from the same
+random numbers. What differs is what a request need not know: greedy candidates of a prompt lookup that are rejected
+again and again are no longer tried at each step (`Trials`), since tokens do not depend on it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EosTokenCriteria, GenerationConfig, MaxLengthCriteria
+from transformers.generation import AssistedCandidateGenerator, PromptLookupCandidateGenerator
+
+from ktinject.generation import cache as caches
+from ktinject.generation import kept_cache, sampling, several
+from ktinject.generation.cpu import openmp
+from ktinject.generation.decoding import Decoding
+from ktinject.generation.several import SeveralTokens
+from ktinject.generation.steps import begin, first_positions, last_logits, runner_for, tokens_in
+from ktinject.hf import compat
+from ktinject.support import SUPPORTED, Support
+
+# Steps without candidates after some that were rejected: at first, and at most.
+_FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """What transformers hands to `_assisted_decoding`.
+
+    assistants  its arguments for the candidate generator
+    """
+
+    input_ids: Tensor
+    processors: Any
+    criteria: Any
+    config: GenerationConfig
+    streamer: Any
+    assistants: Mapping[str, Any]
+    model_kwargs: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        if self.config.prompt_lookup_num_tokens is not None:
+            return "prompt lookup"
+        return "MTP" if self.config.use_mtp else "assisted decoding"
+
+    @property
+    def held(self) -> Any:
+        return self.model_kwargs.get("past_key_values")
+
+
+def support(decoding: Decoding, request: Request, synced_gpus: bool) -> Support:
+    """Whether our own loop can run a request that recorded steps can serve."""
+    config = request.config
+    if synced_gpus:
+        return Support.no("synced_gpus")
+    if decoding.group is not None:
+        return Support.no("several processes share the model")
+    if config.output_attentions or config.output_hidden_states:
+        return Support.no(
+            "attentions or hidden states are asked for (output_attentions, output_hidden_states)"
+        )
+    if len(request.input_ids) != 1 or not request.input_ids.shape[1]:
+        return Support.no("candidates are of one prompt of ids")
+    if type(request.held) is not DynamicCache:
+        return Support.no(f"the cache is a {type(request.held).__name__}")
+    for name in ("assistant_early_exit", "assistant_ensemble_weight", "speculation_type", "use_mtp"):
+        if getattr(config, name, None):
+            return Support.no(f"{name}={getattr(config, name)!r}")
+    if type(request.assistants["assistant_model"]).__name__.startswith("Gemma4"):
+        return Support.no("the assistant reads the model's own keys and values")
+    return SUPPORTED
+
+
+class _Refused(Exception):
+    """A request shows within that it cannot be run here."""
+
+    def __init__(self, reason: Support) -> None:
+        super().__init__(reason.reason)
+        self.support = reason
+
+
+def run(model: Any, request: Request) -> tuple[Any, Support, Any]:
+    """A request that was not refused.
+
+    Returns  what transformers' `_assisted_decoding` returns, or None; whether all steps were recorded ones; and, where
+             there is no result, the cache that such a loop may begin with
+    """
+    untouched = request.held if kept_cache.is_callers(request.held) else copy.deepcopy(request.held)
+    try:
+        with kept_cache.restored(request.held):
+            found, recorded = _run(model, request)
+    except _Refused as refused:
+        return None, refused.support, untouched
+    return found, recorded, None
+
+
+def _run(model: Any, request: Request) -> tuple[Any, Support]:
+    decoding: Decoding = model.ktinject_decoding
+    config, input_ids = request.config, request.input_ids
+    model_kwargs = dict(request.model_kwargs)
+    drafts = _Drafts(model, request)
+    before = tokens_in(request.held)
+    outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
+    logits = last_logits(outputs, input_ids)
+    cache = outputs.get("past_key_values")
+    model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+    del outputs
+    mask = model_kwargs.get("attention_mask")
+    positions = first_positions(model, input_ids, logits, model_kwargs)
+    if isinstance(positions, Support):
+        raise _Refused(positions)
+    new_tokens = config.max_length - input_ids.shape[1] + several.SIZES[-1]
+    runner, recorded = runner_for(decoding, cache, logits, input_ids, before, mask, new_tokens)
+    if runner is None:
+        raise _Refused(recorded)
+    is_lookup = isinstance(drafts.generator, PromptLookupCandidateGenerator)
+    # An assistant computes with torch's own threads.
+    alone = openmp.one_thread() if decoding.native is not None and is_lookup else nullcontext()
+    with model._optimize_model_for_decode(), alone:
+        length = tokens_in(cache)
+        recorded = begin(decoding, runner, logits, cache, mask, positions)
+        if not recorded:
+            raise _Refused(recorded)
+        steps = SeveralTokens(runner, decoding.native, decoding.own_modules())
+        steps.prove(logits, lambda: runner.begin(cache, length, mask, positions))
+        if not steps.support and config.do_sample:
+            raise _Refused(steps.support)
+        if not kept_cache.is_callers(cache):
+            caches.give_back(cache)
+        loop = _Loop(decoding, runner, request, drafts, steps)
+        tokens = loop.run(logits)
+    if config.return_dict_in_generate or kept_cache.is_callers(cache):
+        kept_cache.hand_back(cache, runner.cache, length + tokens.shape[1] - input_ids.shape[1] - 1)
+    drafts.finish()
+    reason = runner.changed if decoding.native is not None else runner.graphs.reason or runner.changed
+    recorded = Support.no(reason) if reason else SUPPORTED
+    if not config.return_dict_in_generate:
+        return tokens, recorded
+    found = compat.GenerateDecoderOnlyOutput(sequences=tokens, past_key_values=cache, **loop.records())
+    return found, recorded
+
+
+class Trials:
+    """How many candidates a step tries, by what became of those before. The tokens do not depend on it."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._limit = most
+        self._pause, self._waits = _FIRST_PAUSE, 0
+
+    @property
+    def limit(self) -> int:
+        return 0 if self._waits else self._limit
+
+    def note(self, tried: int, accepted: int) -> None:
+        """The outcome of a step."""
+        if self._waits:
+            self._waits -= 1
+        elif tried and accepted == tried:
+            self._limit, self._pause = min(self._most, 2 * self._limit), _FIRST_PAUSE
+        elif accepted:
+            self._limit, self._pause = min(self._most, accepted + 1), _FIRST_PAUSE
+        elif tried > 1:
+            self._limit = max(1, min(tried, self._limit) // 2)
+        elif tried:
+            self._limit, self._waits = 1, self._pause
+            self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
+
+
+class _Drafts:
+    """The candidates of one request."""
+
+    def __init__(self, model: Any, request: Request) -> None:
+        self.generator = model._get_candidate_generator(
+            generation_config=request.config,
+            input_ids=request.input_ids,
+            logits_processor=request.processors,
+            model_kwargs=dict(request.model_kwargs),
+            **request.assistants,
+        )
+        self._trials: Trials | None = None
+        if isinstance(self.generator, PromptLookupCandidateGenerator):
+            if not request.config.do_sample:
+                self._trials = Trials(self.generator.num_output_tokens)
+            if not len(request.processors):
+                # It would ask each candidate whether they forbid it.
+                self.generator.logits_processor = None
+                if self.generator.eos_token_id is not None:
+                    self.generator.eos_token_id = self.generator.eos_token_id.cpu()
+
+    def __call__(self, text: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
+        """Up to so many tokens [1, k] that text [1, n] may go on with; and logits [1, k, v] they are drawn from."""
+        limit = most if self._trials is None else min(most, self._trials.limit)
+        if not limit:
+            return text[:, :0], None
+        found, logits = self.generator.get_candidates(text)
+        found = found.to(text.device)[:, text.shape[1] :][:, :limit]
+        return found, None if logits is None else logits.to(text.device)[:, :limit]
+
+    def learn(self, text: Tensor, scores: Tensor, accepted: int) -> None:
+        """text [1, n] with the tokens that were accepted, chosen by scores [1, k + 1, v]."""
+        if self._trials is not None:
+            self._trials.note(scores.shape[1] - 1, accepted)
+        self.generator.update_candidate_strategy(text, scores, accepted)
+
+    def finish(self) -> None:
+        """Leave the assistant what it has learned."""
+        if isinstance(self.generator, AssistedCandidateGenerator):
+            config: Any = self.generator.assistant_model.generation_config
+            if config.num_assistant_tokens_schedule == "heuristic":
+                config.num_assistant_tokens = self.generator.num_assistant_tokens
+
+
+class _Loop:
+    """The steps of one request."""
+
+    def __init__(
+        self, decoding: Decoding, runner: Any, request: Request, drafts: _Drafts, steps: SeveralTokens
+    ) -> None:
+        self._decoding, self._runner, self._request = decoding, runner, request
+        self._drafts, self._steps = drafts, steps
+        config = request.config
+        self._ends = getattr(config, "_eos_token_tensor", None)
+        is_kept = config.return_dict_in_generate
+        self._scores: list[Tensor] | None = [] if is_kept and config.output_scores else None
+        self._logits: list[Tensor] | None = [] if is_kept and config.output_logits else None
+        kinds = {type(criterion) for criterion in request.criteria}
+        # Where nothing of the user's sees it, the text stays on the host, and so does the lookup.
+        is_plain = kinds <= {MaxLengthCriteria, EosTokenCriteria} and not len(request.processors)
+        on_host = is_plain and drafts.generator.__class__ is PromptLookupCandidateGenerator
+        self._device = torch.device("cpu") if on_host else request.input_ids.device
+        self._end_tokens = set() if self._ends is None else set(self._ends.tolist())
+        self._is_plain = is_plain
+
+    def records(self) -> dict[str, tuple[Tensor, ...] | None]:
+        """Scores and logits, by the names of transformers' output."""
+        found = {"scores": self._scores, "logits": self._logits}
+        return {name: None if kept is None else tuple(kept) for name, kept in found.items()}
+
+    def run(self, first: Tensor) -> Tensor:
+        """The text [1, n + new].
+
+        first  logits [1, v] of the prompt's last token
+        """
+        request, steps = self._request, self._steps
+        text, known = request.input_ids.to(self._device), first
+        while True:
+            sure = 1 - len(known)  # the last token was not read yet, but behind the prompt
+            drafted, draft_logits = self._drafts(text, steps.most - sure)
+            ids = torch.cat([text[:, text.shape[1] - sure :], drafted], dim=1)
+            logits = torch.cat([known, steps.step(ids.to(first.device), sure)])
+            known = logits[:0]
+            self._require()
+            count = len(logits) - 1
+            drafted = drafted[:, :count]
+            scores = self._processed(text, drafted, logits)
+            valid = self._valid(text, drafted, draft_logits, scores)
+            accepted = valid.shape[1] - 1
+            steps.keep(accepted + sure)
+            text = torch.cat([text, valid], dim=1)
+            if request.streamer is not None:
+                request.streamer.put(valid.cpu())
+            self._drafts.learn(text, scores, accepted)
+            for kept, values in ((self._scores, scores[0]), (self._logits, logits)):
+                if kept is not None:
+                    kept.extend(values[: accepted + 1].split(1))
+            if self._is_done(text):
+                break
+        if request.streamer is not None:
+            request.streamer.end()
+        return text.to(request.input_ids.device)
+
+    def _require(self) -> None:
+        if self._decoding.native is None:
+            self._decoding.require(self._runner.graphs)
+
+    def _processed(self, text: Tensor, drafted: Tensor, logits: Tensor) -> Tensor:
+        """Scores [1, k + 1, v] of the tokens behind the text and behind each candidate."""
+        processors = self._request.processors
+        if not len(processors):
+            return logits[None]
+        whole, length = torch.cat([text, drafted], dim=1), text.shape[1]
+        rows = [processors(whole[:, : length + at], row[None].clone()) for at, row in enumerate(logits)]
+        return torch.stack(rows, dim=1)
+
+    def _valid(self, text: Tensor, drafted: Tensor, draft_logits: Tensor | None, scores: Tensor) -> Tensor:
+        """The tokens [1, m] that the text goes on with: candidates that are right, and one more."""
+        config, count = self._request.config, drafted.shape[1]
+        if config.do_sample and draft_logits is not None and count:
+            valid = _drawn(drafted[0], draft_logits[0, :count], scores[0])
+        else:
+            if config.do_sample:
+                chosen = torch.multinomial(scores[0].softmax(-1), num_samples=1)[:, 0]
+            else:
+                chosen = sampling.greatest(scores[0])
+            chosen = chosen.to(self._device)
+            right = int((chosen[:-1] == drafted[0]).long().cumprod(0).sum())
+            valid = chosen[: right + 1]
+        self._decoding.check()
+        valid = valid[: config.max_length - text.shape[1]]
+        if self._end_tokens:
+            tokens = valid.tolist()
+            end = next((at for at, token in enumerate(tokens) if token in self._end_tokens), len(tokens))
+            valid = valid[: end + 1]
+        return valid[None]
+
+    def _is_done(self, text: Tensor) -> bool:
+        if not self._is_plain:
+            scores = None if self._scores is None else tuple(self._scores)
+            return bool(self._request.criteria(text, scores).all())
+        return text.shape[1] >= self._request.config.max_length or int(text[0, -1]) in self._end_tokens
+
+
+def _drawn(drafted: Tensor, draft_logits: Tensor, scores: Tensor) -> Tensor:
+    """Speculative sampling (Leviathan, Kalman, Matias: Fast Inference from Transformers via Speculative Decoding,
+    arXiv 2211.17192, algorithm 1), with the random numbers that transformers draws for it.
+
+    drafted       [k], drawn from draft_logits [k, v]
+    scores        [k + 1, v]
+    Returns       [m], up to k + 1 tokens
+    """
+    q, p = draft_logits.softmax(-1), scores.softmax(-1)
+    at = torch.arange(len(drafted), device=drafted.device)
+    ratio = p[at, drafted] / q[at, drafted]
+    is_kept = torch.rand_like(ratio) <= ratio
+    kept = int(is_kept.long().cumprod(0).sum())
+    rest = p[kept]
+    if kept < len(drafted):
+        rest = (rest - q[kept]).clamp(min=0)
+        rest = rest / rest.sum()
+    return torch.cat([drafted[:kept], torch.multinomial(rest, num_samples=1)])

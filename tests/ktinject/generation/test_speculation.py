@@ -1,0 +1,216 @@
+"""Prompt lookup and assisted decoding in recorded steps, and these steps of several tokens."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import models as families
+import pytest
+import torch
+from answers import Pair, assert_same_output
+from test_generate import MANY_ENDS, Heard, name_of, prompt
+from test_native_decoder import swapped
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from ktinject.generation import several
+from ktinject.generation.cache_layers import kinds_of
+from ktinject.generation.cpu.native_decoder import NativeDecoder
+from ktinject.generation.graph_runner import GraphRunner
+from ktinject.generation.several import SeveralTokens
+from ktinject.generation.speculation import Trials
+
+torch.set_num_threads(1)
+ALL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+HOW = {"eager": "stock loop, ", "fixed": "eager loop, ", "graph": "graph loop, "}
+LOOKUPS: list[dict[str, Any]] = [
+    {"do_sample": False, "eos_token_id": None},
+    {"do_sample": False, "repetition_penalty": 1.1, **MANY_ENDS},
+    {"do_sample": True, "temperature": 0.6, "top_k": 5, "eos_token_id": None},
+]
+
+
+def given(device: str = "cpu", **case: Any) -> dict[str, Any]:
+    """A text that repeats itself, behind padding."""
+    ids = torch.tensor([[0, 0, 5, 6, 7, 8] + 5 * [5, 6, 7, 8]], device=device)
+    mask = (ids > 0).long()
+    return {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 16, **ALL, **case}
+
+
+@functools.cache
+def draft(device: str) -> PreTrainedModel:
+    """An assistant that is right now and then: the model itself, a little changed."""
+    model = families.tiny("qwen3_moe")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 + 0.2 * torch.randn(parameter.shape, generator=generator))
+    return model.to(device)
+
+
+@pytest.mark.parametrize("case", LOOKUPS, ids=name_of)
+def test_prompt_lookup(models: Pair, way: str, case: dict[str, Any]) -> None:
+    arguments = given(models.model.device.type, prompt_lookup_num_tokens=4, **case)
+    assert_same_output(*models.generate(**arguments))
+    assert models.model.ktinject_decoding.last.replace(":", ",") == HOW[way] + "prompt lookup"
+    heard, wanted = Heard(), Heard()
+    torch.manual_seed(1)
+    models.model.generate(**arguments, streamer=heard)
+    torch.manual_seed(1)
+    models.plain.generate(**arguments, streamer=wanted)
+    # How many are heard at once is that of the candidates that were tried.
+    assert [*itertools.chain(*heard.heard)] == [*itertools.chain(*wanted.heard)]
+
+
+@pytest.mark.parametrize("case", LOOKUPS, ids=name_of)
+def test_an_assistant(models: Pair, way: str, case: dict[str, Any]) -> None:
+    device = models.model.device.type
+    assert_same_output(*models.generate(**given(device, assistant_model=draft(device), **case)))
+    assert models.model.ktinject_decoding.last.replace(":", ",") == HOW[way] + "assisted decoding"
+
+
+def test_a_cache_of_the_caller_s(models: Pair, way: str) -> None:
+    """It serves two turns, and a request that fails leaves it as it was."""
+    device = models.model.device.type
+    caches = [DynamicCache(config=models.plain.config) for _ in range(2)]
+    arguments = {**given(device, prompt_lookup_num_tokens=4, eos_token_id=None), "attention_mask": None}
+    ours = models.model.generate(**arguments, past_key_values=caches[0])
+    assert_same_output(ours, models.plain.generate(**arguments, past_key_values=caches[1]))
+    arguments["input_ids"] = torch.cat([ours.sequences, ours.sequences[:, -3:]], dim=1)
+    if way != "eager":  # transformers reads the text before the cache's end again
+        ours = models.model.generate(**arguments, past_key_values=caches[0])
+        plain = {**arguments, "prompt_lookup_num_tokens": None}
+        assert_same_output(ours, models.plain.generate(**plain, past_key_values=caches[1]))
+    length = caches[0].get_seq_length()
+
+    def stop(*_: Any, **__: Any) -> Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        models.model.generate(**arguments, past_key_values=caches[0], stopping_criteria=[stop])
+    assert caches[0].get_seq_length() == length
+
+
+def test_steps_that_differ_are_not_taken(models: Pair, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "eager":
+        pytest.skip("it takes none")
+    device, decoding = models.model.device.type, models.model.ktinject_decoding
+    decoding.release()
+    real = several.SeveralTokens._several
+    monkeypatch.setattr(several.SeveralTokens, "_several", lambda self, *args: 1.2 * real(self, *args))
+    arguments = given(device, prompt_lookup_num_tokens=4, eos_token_id=None)
+    assert_same_output(*models.generate(**arguments))  # without candidates
+    assert_same_output(*models.generate(**arguments, do_sample=True))
+    assert decoding.last == "stock loop: prompt lookup"
+    assert decoding.reason == "steps of several tokens give other logits than steps of one"
+    decoding.release()
+
+
+NATIVE: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {}),
+    ("deepseek_v3", {}),
+    ("gpt_oss", {"sliding_window": 8}),
+    ("qwen3_5_moe_text", {}),
+]
+
+
+@pytest.mark.parametrize("family, config", NATIVE, ids=str)
+def test_a_step_of_several_tokens_leaves_what_single_steps_leave(family: str, config: dict[str, Any]) -> None:
+    """To the bit: logits, keys and values, rings that are full, states. Tokens that were taken back leave no trace."""
+    model = swapped(family, **config)
+    native = NativeDecoder(model)
+    ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[:, :2] = 0
+    with torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        first = model(ids[:, :12], attention_mask=mask[:, :12], past_key_values=cache).logits[:, -1]
+        runner = GraphRunner(native, lambda: None, cache, 13, first, kinds=kinds_of(model.config))
+
+        def again() -> None:
+            runner.begin(cache, 12, mask[:, :12], None)
+
+        def single(token: Tensor) -> Tensor:
+            runner.put(token[None, None])
+            runner.step()
+            return runner.found.clone()
+
+        again()
+        native.prove(lambda: single(first.argmax()), again)
+        steps = SeveralTokens(runner, native, lambda *_: first)
+        steps.prove(first.float(), again)
+        assert steps.support and steps.most > 1
+        wanted = torch.cat([single(token) for token in ids[0, 12:18]])
+        held = [[tensor.clone() for tensor in tensors] for tensors in runner.cache.layers]
+        counters = [tensor.clone() for tensor in runner.cache.state]
+        again()
+        found = []
+        for at, kept, wrong in ((12, 2, 3), (14, 1, 4), (15, 0, 2), (15, 3, 0)):
+            other = (ids[:, at + kept : at + kept + wrong] + 1) % 90
+            found.append(steps.step(torch.cat([ids[:, at : at + kept], other], dim=1), min(kept, 1))[:kept])
+            steps.keep(kept)
+        assert torch.equal(torch.cat(found), wanted)
+        for tensors, others, kind in zip(runner.cache.layers, held, kinds_of(model.config)):
+            for ours, theirs in zip(tensors, others):
+                places = 18 if kind.window is None and not kind.is_state else ours.shape[2]
+                assert torch.equal(ours[:, :, :places], theirs[:, :, :places])
+        assert all(map(torch.equal, runner.cache.state, counters))
+        assert runner.cache.used == 18
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int4"])
+@pytest.mark.parametrize("family, config", NATIVE[:3], ids=str)  # transformers refuses those with states
+def test_native_lookup_writes_what_plain_native_steps_write(
+    family: str, config: dict[str, Any], weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = swapped(family, weights, **config)
+    arguments = given(eos_token_id=None, max_new_tokens=40)
+    plain = model.generate(**arguments)
+    taken = []
+    step = SeveralTokens.step
+    monkeypatch.setattr(
+        SeveralTokens, "step", lambda self, ids, sure: taken.append(ids.shape[1]) or step(self, ids, sure)
+    )
+    found = model.generate(**arguments, prompt_lookup_num_tokens=4)
+    assert model.ktinject_decoding.last == "native loop, prompt lookup"
+    assert torch.equal(found.sequences, plain.sequences)
+    for ours, theirs in zip((*found.scores, *found.logits), (*plain.scores, *plain.logits), strict=True):
+        assert torch.equal(ours, theirs)
+    for mine, other in zip(found.past_key_values.layers, plain.past_key_values.layers):
+        assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)
+    assert max(taken) > 1
+
+
+def test_trials() -> None:
+    """Candidates that are never right are tried ever more rarely; what is right again is tried at once."""
+    trials = Trials(4)
+    limits = []
+    for _ in range(100):
+        limits.append(trials.limit)
+        trials.note(trials.limit, 0)
+    assert limits[:9] == [4, 2, 1, 0, 0, 0, 0, 1, 0]
+    assert sum(limits) == 4 + 2 + 5
+    while not trials.limit:
+        trials.note(0, 0)
+    for limit in (1, 2, 4, 4):
+        assert trials.limit == limit
+        trials.note(limit, limit)
+    trials.note(4, 1)
+    assert trials.limit == 2
+    trials.note(2, 1)
+    assert trials.limit == 2
+
+
+def test_what_is_not_served_says_why(native: Pair) -> None:
+    explain = native.model.ktinject_decoding.explain
+    for case in ({"prompt_lookup_num_tokens": 2, "output_hidden_states": True}, {"assistant_early_exit": 1}):
+        found = explain(**given(**case))
+        assert found.how.startswith("stock loop: ") and [*case][-1] in found.reason
+
+
+def test_prompts_that_are_one_token(native: Pair) -> None:
+    arguments = {**prompt(1, length=1, padding=0), "eos_token_id": None, "do_sample": False}
+    found = native.model.generate(**arguments, prompt_lookup_num_tokens=3)
+    assert torch.equal(found, native.model.generate(**arguments))
