@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from double import saved
+from double import EXPERTS, saved
 from models import COMMON, REFUSED, multimodal
 from safetensors.torch import load_file, save_file
 from test_generate import stock
 from test_native_decoder import TOLERANCE, difference
+from test_optimize import quantise
 from transformers import PreTrainedModel
 
 import ktinject
@@ -32,8 +34,10 @@ RULES = {
 }
 
 
-def load(folder: Path, **arguments: Any) -> PreTrainedModel:
-    return ktinject.load(folder, **{"devices": "cpu", "progress": False, "dtype": "float32", **arguments})
+def load(folder: Path, rules: Any = "auto", **arguments: Any) -> PreTrainedModel:
+    return ktinject.load(
+        folder, rules, **{"devices": "cpu", "progress": False, "dtype": "float32", **arguments}
+    )
 
 
 def written(model: PreTrainedModel, **prompt: Any) -> list[list[int]]:
@@ -88,6 +92,11 @@ def test_a_prompt_with_images(name: str, device: str, tmp_path: Path) -> None:
     assert written(model, **other) == written(plain, **other)
     assert [*decoding.runners.values()] == [runner] and not runner.changed
     assert written(model, input_ids=IDS.to(device)) == written(plain, input_ids=IDS.to(device))
+    if name == "qwen3_vl_moe":
+        alone = {key: value.to(device) for key, value in multimodal.image_prompt(name).items()}
+        for way in ({"prompt_lookup_num_tokens": 3}, {"num_beams": 3}):
+            assert written(model, **alone, **way) == written(plain, **alone, **way)
+            assert decoding.last.startswith(("eager loop", "graph"))
 
 
 @pytest.mark.parametrize("name", [*IMAGES, "internvl", "qwen3_omni_moe_thinker"])
@@ -160,3 +169,29 @@ def test_experts_of_another_signature_are_refused_by_name(tmp_path: Path) -> Non
         model = Llama4ForConditionalGeneration(config)
     with pytest.raises(PlanError, match=reason):
         ktinject.plan(model, "auto", devices="cpu")
+
+
+def test_a_quantised_language_part_beside_a_tower_that_is_not(tmp_path: Path) -> None:
+    """As FP8 checkpoints are published: the tower for images is named as left alone."""
+    folder = saved(multimodal.tiny("glm4v_moe"), tmp_path / "fp8")
+    meaning = tmp_path / "meaning"
+    meaning.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    meant = dict(tensors)
+    for name in meant:
+        if ".language_model." in name and name.endswith("_proj.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"], meant[name] = quantise(meant[name], 16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(meant, meaning / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (meaning / "config.json").write_text(json.dumps(config))
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [16, 16],
+        "modules_to_not_convert": ["model.visual", "lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    prompt = multimodal.image_prompt("glm4v_moe")
+    with torch.no_grad():
+        found, wanted = (load(path, [EXPERTS])(**prompt).logits for path in (folder, meaning))
+    assert torch.equal(found, wanted)
