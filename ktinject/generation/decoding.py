@@ -238,7 +238,7 @@ class Decoding:
         if self.native is not None:
             tokens = int(cache.get_seq_length()) + 1  # its cache grows
         found = self.runners.get(batch)
-        if found is not None and found.cache.capacity >= tokens:
+        if found is not None and found.cache.takes(cache, tokens):
             return found, SUPPORTED
         self.runners.pop(batch, None)
         del found

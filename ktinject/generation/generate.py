@@ -367,8 +367,11 @@ def _run_own_loop(
             step = EagerStep(model, plain, logits, input_ids, model_kwargs)
         step.sampler.begin(input_ids, plain.request)
         draws = runner is not None and plain.sampling.do_sample and logits.is_cuda
-        # A step that is queued ahead does not know of the rows that a stop string has just ended.
+        is_kept = plain.is_dict or kept_cache.is_callers(cache)
+        # A step that is queued ahead does not know of the rows that a stop string has just ended; and if it is thrown
+        # away, states of fixed size have gone on.
         waits = native is not None or (plain.sampling.keeps_rows and plain.stop is not None)
+        waits |= is_kept and runner is not None and runner.cache.has_states
         tokens = loop.run(
             input_ids,
             step,
@@ -381,7 +384,7 @@ def _run_own_loop(
             generator=torch.cuda.default_generators[logits.device.index] if draws else None,
         )
     steps = tokens.shape[1] - input_ids.shape[1]
-    if runner is not None and (plain.is_dict or kept_cache.is_callers(cache)):
+    if runner is not None and is_kept:
         # The last token was read by no step that counts.
         kept_cache.hand_back(cache, runner.cache, length + steps - 1)
     decoding.note(*_how(runner, recorded, is_native=native is not None))
