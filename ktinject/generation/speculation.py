@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, EosTokenCriteria, GenerationConfig, MaxLengthCriteria
-from transformers.generation import AssistedCandidateGenerator, PromptLookupCandidateGenerator
 
 from ktinject.generation import cache as caches
 from ktinject.generation import kept_cache, sampling, several
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.several import SeveralTokens
-from ktinject.generation.steps import begin, last_logits, runner_for, tokens_in
+from ktinject.generation.steps import begin, first_positions, last_logits, runner_for, tokens_in
 from ktinject.hf import compat
 from ktinject.support import SUPPORTED, Support
 
@@ -118,16 +117,18 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
     cache = outputs.get("past_key_values")
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     del outputs
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    mask = model_kwargs.get("attention_mask")
+    positions = first_positions(model, input_ids, logits, model_kwargs)
+    if isinstance(positions, Support):
+        raise _Refused(positions)
     new_tokens = config.max_length - input_ids.shape[1] + several.SIZES[-1]
     runner, recorded = runner_for(decoding, cache, logits, input_ids, before, mask, new_tokens)
     if runner is None:
         raise _Refused(recorded)
-    is_lookup = isinstance(drafts.generator, PromptLookupCandidateGenerator)
+    is_lookup = isinstance(drafts.generator, compat.PromptLookupCandidateGenerator)
     # An assistant computes with torch's own threads.
     alone = openmp.one_thread() if decoding.native is not None and is_lookup else nullcontext()
     with model._optimize_model_for_decode(), alone:
-        positions = None if positions is None else positions[:, -1:]
         length = tokens_in(cache)
         recorded = begin(decoding, runner, logits, cache, mask, positions)
         if not recorded:
@@ -189,7 +190,7 @@ class _Drafts:
             **request.assistants,
         )
         self._trials: Trials | None = None
-        if isinstance(self.generator, PromptLookupCandidateGenerator):
+        if isinstance(self.generator, compat.PromptLookupCandidateGenerator):
             if not request.config.do_sample:
                 self._trials = Trials(self.generator.num_output_tokens)
             if not len(request.processors):
@@ -215,7 +216,7 @@ class _Drafts:
 
     def finish(self) -> None:
         """Leave the assistant what it has learned."""
-        if isinstance(self.generator, AssistedCandidateGenerator):
+        if isinstance(self.generator, compat.AssistedCandidateGenerator):
             config: Any = self.generator.assistant_model.generation_config
             if config.num_assistant_tokens_schedule == "heuristic":
                 config.num_assistant_tokens = self.generator.num_assistant_tokens
@@ -237,7 +238,7 @@ class _Loop:
         kinds = {type(criterion) for criterion in request.criteria}
         # Where nothing of the user's sees it, the text stays on the host, and so does the lookup.
         is_plain = kinds <= {MaxLengthCriteria, EosTokenCriteria} and not len(request.processors)
-        on_host = is_plain and drafts.generator.__class__ is PromptLookupCandidateGenerator
+        on_host = is_plain and drafts.generator.__class__ is compat.PromptLookupCandidateGenerator
         self._device = torch.device("cpu") if on_host else request.input_ids.device
         self._end_tokens = set() if self._ends is None else set(self._ends.tolist())
         self._is_plain = is_plain
