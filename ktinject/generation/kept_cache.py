@@ -41,16 +41,16 @@ def callers_support(model: PreTrainedModel, cache: Any) -> Support:
         return Support.no(f"the model's caches are of {kinds}")
     if cache.layers and len(cache.layers) != len(own.layers):
         return Support.no(f"the caller's cache has {len(cache.layers)} layers, the model's {len(own.layers)}")
-    kinds = [*map(kind_of, own.layers)]
+    wanted = [*map(kind_of, own.layers)]
     # One that was made without a config has no layers yet, and they will know nothing of windows or states.
-    if ([*map(kind_of, cache.layers)] or [ALL_TOKENS] * len(kinds)) != kinds:
+    if ([*map(kind_of, cache.layers)] or [ALL_TOKENS] * len(wanted)) != wanted:
         return Support.no(
             "the caller's cache has other sliding windows or states than the model: make it by "
             "DynamicCache(config=model.config)"
         )
     if any(getattr(layer, "record_past", False) for layer in cache.layers):
         return Support.no("the caller's cache keeps what its windows and states have passed")
-    attends = [layer for layer, kind in zip(cache.layers, kinds) if not kind.is_state]
+    attends = [layer for layer, kind in zip(cache.layers, wanted) if not kind.is_state]
     other = {layer.keys.dtype for layer in attends if layer.get_seq_length()} - {model.dtype}
     if other:
         return Support.no(f"the caller's cache holds {other.pop()}, the model computes in {model.dtype}")
