@@ -159,11 +159,9 @@ class _Swapped(Methods):
                 return _foreseen_candidates(decoding, recorded, request)
             decoding.require(recorded)
             if recorded:
-                kind = "native loop" if decoding.native is not None else "graph loop"
                 found, recorded, cache = speculation.run(self, request)
                 if found is not None:
-                    kind = kind if recorded or decoding.native is not None else "eager loop"
-                    decoding.note(f"{kind}, {request.name}", recorded.reason)
+                    decoding.note(speculation.how(decoding, request), recorded.reason)
                     return found
                 decoding.require(recorded)
                 model_kwargs["past_key_values"] = cache
@@ -275,11 +273,8 @@ def _foreseen_candidates(decoding: Decoding, recorded: Support, request: specula
     """How a request for candidates would run."""
     if not recorded:
         return Explanation(f"stock loop: {request.name}", recorded.reason)
-    if decoding.native is not None:
-        return Explanation(f"native loop, {request.name}", "")
-    known = decoding.runners.get(1)
-    recorded = known.graphs if known is not None else recorded
-    return Explanation(f"{'graph' if recorded else 'eager'} loop, {request.name}", recorded.reason)
+    recorded = speculation.foreseen(decoding)
+    return Explanation(speculation.how(decoding, request), recorded.reason)
 
 
 def _foreseen(
