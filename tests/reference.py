@@ -81,7 +81,7 @@ def experts(
     spec: ExpertsSpec,
     activations: str = "exact",
 ) -> Tensor:
-    """The output [m, hidden] in fp64, one token and one expert at a time; exact ones are differentiable.
+    """The output [m, hidden] in fp64, one expert after the other; exact ones are differentiable.
 
     x              [m, hidden]
     top_k_index    [m, t]; -1 and num_experts are skipped
@@ -94,25 +94,22 @@ def experts(
     if activations != "exact":
         x = to_bf16(x) if activations == "bf16" else to_int8(x)
 
-    def project(projection: str, e: int, row: Tensor) -> Tensor:
-        out = weights[projection][e] @ row
+    def project(projection: str, e: int, rows: Tensor) -> Tensor:
+        out = rows @ weights[projection][e].T
         return out + weights[f"{projection}_bias"][e] if spec.has_bias else out
 
-    rows = []
-    for token in range(x.shape[0]):
-        out = torch.zeros_like(x[token])
-        for slot in range(top_k_index.shape[1]):
-            e = int(top_k_index[token, slot])
-            if e in (-1, spec.num_experts):
-                continue
-            up = project("up", e, x[token])
-            gate = project("gate", e, x[token]) if spec.has_gate else None
-            h = intermediate(gate, up, spec)
-            if activations != "exact":
-                h = to_bf16(h) if activations == "bf16" else to_int8(to_bf16(h))
-            out = out + top_k_weights[token, slot] * project("down", e, h)
-        rows.append(out)
-    return torch.stack(rows) if rows else x.new_zeros(0, spec.hidden_size)
+    out = x.new_zeros(x.shape[0], spec.hidden_size)
+    for e in top_k_index.unique().tolist():
+        if e in (-1, spec.num_experts):
+            continue
+        token, slot = torch.where(top_k_index == e)
+        up = project("up", e, x[token])
+        gate = project("gate", e, x[token]) if spec.has_gate else None
+        h = intermediate(gate, up, spec)
+        if activations != "exact":
+            h = to_bf16(h) if activations == "bf16" else to_int8(to_bf16(h))
+        out = out.index_add(0, token, top_k_weights[token, slot, None] * project("down", e, h))
+    return out
 
 
 def intermediate(gate: Tensor | None, up: Tensor, spec: ExpertsSpec) -> Tensor:
@@ -303,17 +300,15 @@ class _Deferring(nn.Module):
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         whole, spec, weights, n, activations, skip = self.of
-        early, late = torch.zeros_like(x).double(), torch.zeros_like(x).double()
-        for token in range(x.shape[0]):
-            slots = list(range(top_k_index.shape[1]))
-            slots.sort(key=lambda slot: (-abs(float(top_k_weights[token, slot])), slot))
-            for place, slot in enumerate(slots):
-                at = (slice(token, token + 1), slice(slot, slot + 1))
-                one = experts(
-                    x[token : token + 1], top_k_index[at], top_k_weights[at], weights, spec, activations
-                )
-                is_late = whole.decodes and place >= len(slots) - n
-                (late if is_late else early)[token] += one[0]
+        # The n of the least weight; of equal ones the last.
+        order = top_k_weights.abs().sort(dim=1, descending=True, stable=True).indices
+        is_late = torch.zeros_like(top_k_index, dtype=torch.bool)
+        if whole.decodes:
+            is_late.scatter_(1, order[:, top_k_index.shape[1] - n :], True)
+        early, late = (
+            experts(x, top_k_index.where(part, -1), top_k_weights, weights, spec, activations)
+            for part in (~is_late, is_late)
+        )
         if whole.handed_on is not None and whole.decodes:
             early += whole.handed_on
         whole.handed_on = None if skip or not whole.decodes else late

@@ -34,6 +34,7 @@ from ktinject.generation.steps import (
     GraphStep,
     StockReplay,
     begin,
+    first_positions,
     last_logits,
     runner_for,
     tokens_in,
@@ -282,12 +283,13 @@ def _foreseen(
 ) -> Explanation:
     """How a request would run; the arguments are those of the loops."""
     is_native = decoding.native is not None
-    if not isinstance(plain, PlainRequest):
-        return Explanation(f"{_kind_of(decoding, recorded)}stock loop: {plain.reason}", recorded.reason)
-    is_decoded = plain.max_length - input_ids.shape[1] > 1
+    kind = _kind_of(decoding, recorded)
+    is_decoded = not isinstance(plain, PlainRequest) or plain.max_length - input_ids.shape[1] > 1
     if recorded and is_decoded and not is_native:
         known = decoding.runners.get(size_of(len(input_ids), input_ids.device))
         recorded = known.graphs if known is not None else recorded
+    if not isinstance(plain, PlainRequest):
+        return Explanation(f"{kind}stock loop: {plain.reason}", recorded.reason)
     if not recorded or not is_decoded:
         return Explanation("eager loop", recorded.reason)
     return Explanation("native loop" if is_native else "graph loop", "")
@@ -340,15 +342,16 @@ def _run_own_loop(
     del outputs
     length = tokens_in(cache)
     new_tokens = max(1, plain.max_length - input_ids.shape[1])
-    runner = None
+    runner, positions = None, None
     if recorded and new_tokens > 1:
         mask = model_kwargs.get("attention_mask")
-        runner, recorded = runner_for(decoding, cache, logits, input_ids, before, mask, new_tokens)
+        found = first_positions(model, input_ids, logits, model_kwargs)
+        positions, recorded = (None, found) if isinstance(found, Support) else (found, recorded)
+        if recorded:
+            runner, recorded = runner_for(decoding, cache, logits, input_ids, before, mask, new_tokens)
     native = decoding.native if runner is not None else None
     with model._optimize_model_for_decode(), nullcontext() if native is None else openmp.one_thread():
         if runner is not None:
-            positions = model_kwargs.get("position_ids")
-            positions = None if positions is None else positions[:, -1:]
             recorded = begin(decoding, runner, logits, cache, model_kwargs.get("attention_mask"), positions)
             if not recorded:
                 runner = native = None

@@ -19,13 +19,16 @@ from ktinject.generation.cache import bucket_of
 from ktinject.hf import models
 from ktinject.hf.layers import Layers
 from ktinject.machine import device_of
+from ktinject.operators.probes.answer import Memory, key_of_value, refusal_of
 from ktinject.planning.devices import show_bytes
+from ktinject.support import Support
 
 if TYPE_CHECKING:
     from ktinject.planning.replacements import Replacement
 
 _TOKENS = 2  # tokens of the request that runs on the meta device
 _SHORTEST = bucket_of(1)
+_ANSWERS: Memory[tuple[int, ...] | Support] = Memory()
 
 
 @dataclass(frozen=True)
@@ -150,27 +153,38 @@ def _longest(room: int, kv_bytes_per_token: int) -> int:
 def cached_values(model: PreTrainedModel) -> list[int] | None:
     """The number of values (keys and values together) that each layer caches for a token.
 
+    Each distinct model is run once in a process, since a model is often planned for several times.
+
     None if the model does not run on the meta device.
     """
-    layers = Layers(model)
-    kinds = [_kind(model, path, number) for number, path in enumerate(layers.paths)]
+    kinds = tuple(_kind(model, path, number) for number, path in enumerate(Layers(model).paths))
     if not kinds:
         return None
+    key = type(model), key_of_value(model.config), kinds
+    found = _ANSWERS.once(key, lambda: _run(model.config, kinds))
+    return None if isinstance(found, Support) else list(found)
+
+
+def _run(config: PreTrainedConfig, kinds: Sequence[tuple[Any, ...]]) -> tuple[int, ...] | Support:
+    """Count what a model of this config, with layers of these kinds, caches; or why it does not run."""
     # Layers of one kind cache alike. So it is enough to run the first layers until every kind has occurred: one of
     # Qwen3's 48, four of DeepSeek-V3's 61.
     needed = max(kinds.index(kind) for kind in kinds) + 1
+    refusal = Support.no("it was not run")
     for count in dict.fromkeys((needed, len(kinds))):
         try:
             # Some kernels accept only bf16, even on the meta device.
-            twin = models.meta_model(_shortened(model.config, count), torch.bfloat16)
+            twin = models.meta_model(_shortened(config, count), torch.bfloat16)
             ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
             with torch.no_grad():
                 cache = twin(input_ids=ids, use_cache=True).past_key_values
             found = [_values(layer) // _TOKENS for layer in cache.layers]
-            return [found[kinds.index(kind)] for kind in kinds]
-        except Exception:  # code of a model family may fail in any way on meta tensors, or with fewer layers
-            continue
-    return None
+            return tuple(found[kinds.index(kind)] for kind in kinds)
+        except (
+            Exception
+        ) as error:  # a family's code may fail in any way on meta tensors, or with fewer layers
+            refusal = refusal_of(error)
+    return refusal
 
 
 def _kind(model: PreTrainedModel, path: str, number: int) -> tuple[Any, ...]:

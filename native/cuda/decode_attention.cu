@@ -12,6 +12,9 @@
 // Queries and the new key are normed and rotated in these registers: both values of a rotated pair are in one lane.
 // Each warp has a softmax of its own. The warps' results are merged in shared memory, those of the splits by the last
 // block.
+//
+// The cache of a layer with a window is a ring: position p lies at place p % window. Attention does not depend on the
+// order of its places, so the kernel only knows how many are in use, and which of them gets the new key.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -40,18 +43,56 @@ struct Sizes {
   static constexpr int kStride = kSize + 2;                    // of a partial result: values, greatest score, sum
 };
 
-// A lane's part of a head.
+// A lane's part of a head, of which the first 32 * blocks values are there.
 template <class T, int kSize>
-__device__ void read_part(const T* from, int t, bool there, uint4 (&out)[kSize / 32]) {
+__device__ void read_part(const T* from, int t, int blocks, uint4 (&out)[kSize / 32]) {
 #pragma unroll
   for (int j = 0; j < kSize / 32; ++j)
-    out[j] = there ? __ldcg(reinterpret_cast<const uint4*>(from + j * 32 + t * 8)) : uint4{0, 0, 0, 0};
+    out[j] = j < blocks ? __ldcg(reinterpret_cast<const uint4*>(from + j * 32 + t * 8)) : uint4{0, 0, 0, 0};
 }
 
-// Norms a head, if `is_normed`, and rotates it.
+// A lane's part of cos or sin for the rotated values; one half of them, if both halves are alike.
 template <class T, int kSize>
-__device__ void prepare(uint4 (&head)[kSize / 32], bool is_normed, const uint4 (&weight)[kSize / 32],
-                        const uint4 (&cos)[kSize / 32], const uint4 (&sin)[kSize / 32], float eps, int t) {
+__device__ void read_rotation(const Attention& p, const T* from, int t, uint4 (&out)[kSize / 32]) {
+#pragma unroll
+  for (int j = 0; j < kSize / 32; ++j) {
+    const int at = j * 32 + t * 8, first = at < p.angles ? at : at - p.angles;
+    out[j] = at < p.rotary ? __ldcg(reinterpret_cast<const uint4*>(from + first)) : uint4{0, 0, 0, 0};
+  }
+}
+
+// Rotates the first 32 * kTurned values of a head by halves.
+template <class T, int kTurned, int kBlocks>
+__device__ __forceinline__ void turn(float (&values)[kBlocks][8], const uint4 (&cos)[kBlocks],
+                                     const uint4 (&sin)[kBlocks], int t) {
+  float turned[kTurned][8];
+#pragma unroll
+  for (int j = 0; j < kTurned; ++j)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if constexpr (kTurned == 1) {
+        const float other = __shfl_xor_sync(kAll, values[0][i], 2);
+        turned[0][i] = t < 2 ? -other : other;
+      } else {
+        const float other = values[(j + kTurned / 2) % kTurned][i];
+        turned[j][i] = j < kTurned / 2 ? -other : other;
+      }
+    }
+#pragma unroll
+  for (int j = 0; j < kTurned; ++j) {
+    float c[8], s[8];
+    unpack<T>(cos[j], c);
+    unpack<T>(sin[j], s);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) values[j][i] = rounded<T>(values[j][i] * c[i]) + rounded<T>(turned[j][i] * s[i]);
+  }
+}
+
+// Norms a head, if there is a weight, and rotates its first `turned` values.
+template <class T, int kSize>
+__device__ void prepare(const Attention& p, uint4 (&head)[kSize / 32], bool is_normed,
+                        const uint4 (&weight)[kSize / 32], const uint4 (&cos)[kSize / 32],
+                        const uint4 (&sin)[kSize / 32], int t) {
   constexpr int kBlocks = kSize / 32;
   float values[kBlocks][8];
 #pragma unroll
@@ -64,37 +105,26 @@ __device__ void prepare(uint4 (&head)[kSize / 32], bool is_normed, const uint4 (
       for (int i = 0; i < 8; ++i) sum = fmaf(values[j][i], values[j][i], sum);
     sum += __shfl_xor_sync(kAll, sum, 1);
     sum += __shfl_xor_sync(kAll, sum, 2);
-    const float scale = rsqrtf(sum / kSize + eps);
+    const float scale = rsqrtf(sum / kSize + p.eps);
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
       float weights[8];
       unpack<T>(weight[j], weights);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) values[j][i] = rounded<T>(weights[i] * rounded<T>(values[j][i] * scale));
-    }
-  }
-  float turned[kBlocks][8];
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j)
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if constexpr (kBlocks == 1) {
-        const float other = __shfl_xor_sync(kAll, values[0][i], 2);
-        turned[0][i] = t < 2 ? -other : other;
-      } else {
-        const float other = values[(j + kBlocks / 2) % kBlocks][i];
-        turned[j][i] = j < kBlocks / 2 ? -other : other;
+      for (int i = 0; i < 8; ++i) {
+        const float normed = values[j][i] * scale;
+        values[j][i] = rounded<T>((weights[i] + p.norm_offset) * (p.rounds_first ? rounded<T>(normed) : normed));
       }
     }
-#pragma unroll
-  for (int j = 0; j < kBlocks; ++j) {
-    float c[8], s[8];
-    unpack<T>(cos[j], c);
-    unpack<T>(sin[j], s);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) values[j][i] = rounded<T>(values[j][i] * c[i]) + rounded<T>(turned[j][i] * s[i]);
-    head[j] = pack<T>(values[j]);
   }
+  if (p.rotary == kSize) turn<T, kBlocks>(values, cos, sin, t);
+  else if (p.rotary == 32) turn<T, 1>(values, cos, sin, t);
+  if constexpr (kBlocks > 2)
+    if (p.rotary == 64) turn<T, 2>(values, cos, sin, t);
+  if constexpr (kBlocks > 4)
+    if (p.rotary == 128) turn<T, 4>(values, cos, sin, t);
+#pragma unroll
+  for (int j = 0; j < kBlocks; ++j) head[j] = pack<T>(values[j]);
 }
 
 // What a block works on: up to kHeads query heads that share keys, and one split of the cache.
@@ -102,8 +132,8 @@ template <class T, int kSize>
 struct Block {
   int heads, head;  // how many query heads, and the first of them
   int batch, split;
-  const T *q, *k, *v, *cos, *sin;
-  T *keys, *values;  // the cache
+  const T *q, *k, *v, *cos, *sin, *gates, *sinks;  // gates and sinks of the block's first head
+  T *keys, *values;                                // the cache
   const unsigned char* mask;
 
   // g: the query head of this lane.
@@ -112,7 +142,10 @@ struct Block {
     const int kv = static_cast<int>(blockIdx.x) / chunks, chunk = static_cast<int>(blockIdx.x) % chunks;
     heads = min(kHeads, group - chunk * kHeads), head = kv * group + chunk * kHeads;
     batch = static_cast<int>(blockIdx.y), split = static_cast<int>(blockIdx.z);
-    q = static_cast<const T*>(p.q) + static_cast<size_t>(batch) * p.q_stride + (head + g) * kSize;
+    const T* row = static_cast<const T*>(p.q) + static_cast<size_t>(batch) * p.q_stride;
+    q = row + static_cast<size_t>(head + g) * p.q_head_stride;
+    gates = row + static_cast<size_t>(head) * p.q_head_stride + kSize;
+    sinks = p.sinks == nullptr ? nullptr : static_cast<const T*>(p.sinks) + head;
     k = static_cast<const T*>(p.k) + static_cast<size_t>(batch) * p.kv_stride + kv * kSize;
     v = static_cast<const T*>(p.v) + static_cast<size_t>(batch) * p.kv_stride + kv * kSize;
     cos = static_cast<const T*>(p.cos) + static_cast<size_t>(batch) * p.rotation_stride;
@@ -123,19 +156,41 @@ struct Block {
   }
 };
 
-// Positions of a split, where the newest one of all is `newest`.
-__device__ __forceinline__ int split_size(const Attention& p, int newest) {
-  return ((newest + p.splits) / p.splits + kPositions - 1) / kPositions * kPositions;
+// Where the new key is written, and how many places of the cache are in use with it.
+struct Places {
+  int newest, count;
+
+  __device__ __forceinline__ Places(const Attention& p, int64_t position)
+      : newest(static_cast<int>(p.window == 0 ? position : position % p.window)),
+        count(static_cast<int>(p.window == 0 ? position + 1 : min(position + 1, static_cast<int64_t>(p.window)))) {}
+};
+
+// Places of a split, where so many are in use.
+__device__ __forceinline__ int split_size(const Attention& p, int count) {
+  return ((count + p.splits - 1) / p.splits + kPositions - 1) / kPositions * kPositions;
+}
+
+// What the softmax of a head counts without a value; -INFINITY: nothing.
+template <class T, int kSize>
+__device__ __forceinline__ float sink_of(const Block<T, kSize>& block, int row) {
+  return block.sinks != nullptr && row < block.heads ? load(block.sinks[row]) : -INFINITY;
+}
+
+// The output of a head, multiplied with the sigmoid of its gate if it has one.
+template <class T, int kSize>
+__device__ __forceinline__ T finished(const Attention& p, const Block<T, kSize>& block, int row, int at, float value) {
+  if (!p.has_gates) return store<T>(value);
+  const float gate = load(__ldcg(block.gates + static_cast<size_t>(row) * p.q_head_stride + at));
+  return store<T>(rounded<T>(value) * rounded<T>(1.0f / (1.0f + __expf(-gate))));
 }
 
 // Fetches this split of the cache into L2 while the kernel before still runs. That kernel may not have advanced the
 // position yet, which does no harm here.
 template <class T, int kSize>
 __device__ __forceinline__ void prefetch_cache(const Attention& p, const Block<T, kSize>& block) {
-  const int newest = static_cast<int>(*static_cast<const volatile int64_t*>(p.cache_position));
-  const int begin = block.split * split_size(p, newest);
-  const size_t bytes =
-      static_cast<size_t>(max(0, min(newest, begin + split_size(p, newest)) - begin)) * kSize * sizeof(T);
+  const Places places(p, *static_cast<const volatile int64_t*>(p.cache_position));
+  const int size = split_size(p, places.count), begin = block.split * size;
+  const size_t bytes = static_cast<size_t>(max(0, min(places.count, begin + size) - begin)) * kSize * sizeof(T);
   for (size_t at = threadIdx.x * size_t{128}; at < bytes; at += Sizes<kSize>::kThreads * size_t{128}) {
     const size_t from = static_cast<size_t>(begin) * kSize * sizeof(T) + at;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(reinterpret_cast<const std::byte*>(block.keys) + from));
@@ -163,7 +218,7 @@ struct Softmax {
   float most = -INFINITY, sum = 0, found[Sizes<kSize>::kHalves][Sizes<kSize>::kRun][2] = {};
 };
 
-// Positions first .. end - 1 of the cache. The key of `newest` is in shared memory.
+// Places first .. end - 1 of the cache. The key of `newest` is in shared memory.
 struct Range {
   int first, end, newest;
 };
@@ -305,17 +360,18 @@ struct Shares {
   float factors[kParts][kHeads], top[kHeads], total[kHeads];
 };
 
-// A warp works on each head, a lane for each of the `parts` warps that had positions.
+// A warp works on each head, a lane for each of the `parts` warps that had positions. sink: of the head of this warp.
 template <int kSize>
-__device__ __forceinline__ void share_among_warps(const float* partials, int parts, int warp, int lane,
+__device__ __forceinline__ void share_among_warps(const float* partials, int parts, float sink, int warp, int lane,
                                                   Shares<Sizes<kSize>::kWarps>& shares) {
   if (warp >= kHeads) return;
   const float* from = partials + (lane * kHeads + warp) * Sizes<kSize>::kStride + kSize;
   const float most = lane < parts ? from[0] : -INFINITY;
-  float all = most;
+  float all = fmaxf(most, sink);
   for (int step = kWarp / 2; step > 0; step /= 2) all = fmaxf(all, __shfl_xor_sync(kAll, all, step));
   const float factor = most == -INFINITY ? 0.0f : __expf(most - all);
-  const float whole = warp_sum(lane < parts ? factor * from[1] : 0.0f);
+  const float whole =
+      warp_sum(lane < parts ? factor * from[1] : 0.0f) + (sink == -INFINITY ? 0.0f : __expf(sink - all));
   if (lane < parts) shares.factors[lane][warp] = factor;
   if (lane == 0) {
     shares.top[warp] = all;
@@ -336,7 +392,7 @@ __device__ __forceinline__ void write_block(const Attention& p, const Block<T, k
     for (int part = 0; part < parts; ++part)
       value += shares.factors[part][row] * partials[(part * kHeads + row) * kStride + at];
     if (p.splits == 1) {
-      out[i] = store<T>(value / shares.total[row]);
+      out[i] = finished<T, kSize>(p, block, row, at, value / shares.total[row]);
       continue;
     }
     float* to = scratch + (block.split * kHeads + row) * kStride;
@@ -372,10 +428,11 @@ __device__ __forceinline__ void merge_splits(const Attention& p, const Block<T, 
     const float* from = scratch + (lane * kHeads + warp) * kStride + kSize;
     const bool is_part = lane < p.splits;
     const float most = is_part ? __ldcg(from) : -INFINITY, sum = is_part ? __ldcg(from + 1) : 0;
-    float all = most;
+    const float sink = sink_of(block, warp);
+    float all = fmaxf(most, sink);
     for (int step = kWarp / 2; step > 0; step /= 2) all = fmaxf(all, __shfl_xor_sync(kAll, all, step));
     const float factor = all == -INFINITY ? 0.0f : __expf(most - all);
-    const float whole = warp_sum(factor * sum);
+    const float whole = warp_sum(factor * sum) + (sink == -INFINITY ? 0.0f : __expf(sink - all));
     if (is_part) factors[lane][warp] = factor / whole;
   }
   __syncthreads();
@@ -386,7 +443,7 @@ __device__ __forceinline__ void merge_splits(const Attention& p, const Block<T, 
 #pragma unroll 8
     for (int part = 0; part < p.splits; ++part)
       value += factors[part][row] * __ldcg(from + static_cast<size_t>(part) * kHeads * kStride);
-    out[i] = store<T>(value);
+    out[i] = finished<T, kSize>(p, block, row, i % kSize, value);
   }
 }
 
@@ -399,29 +456,30 @@ __global__ void __launch_bounds__(Sizes<kSize>::kThreads) attention_kernel(const
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
   const Block<T, kSize> block(p, g);
   uint4 q_weight[kPieces], k_weight[kPieces];
-  read_part<T, kSize>(static_cast<const T*>(p.q_weight), t, p.q_weight != nullptr, q_weight);
-  read_part<T, kSize>(static_cast<const T*>(p.k_weight), t, p.k_weight != nullptr, k_weight);
+  read_part<T, kSize>(static_cast<const T*>(p.q_weight), t, p.q_weight == nullptr ? 0 : kPieces, q_weight);
+  read_part<T, kSize>(static_cast<const T*>(p.k_weight), t, p.k_weight == nullptr ? 0 : kPieces, k_weight);
   prefetch_cache(p, block);
   release_next();
   await_previous();
 
-  const int newest = static_cast<int>(__ldcg(reinterpret_cast<const long long*>(p.cache_position)));
+  const Places places(p, __ldcg(reinterpret_cast<const long long*>(p.cache_position)));
+  const int newest = places.newest;
   uint4 query[kPieces], fresh[kPieces], c[kPieces], s[kPieces];
-  read_part<T, kSize>(block.q, t, g < block.heads, query);
-  read_part<T, kSize>(block.k, t, true, fresh);
-  read_part<T, kSize>(block.cos, t, true, c);
-  read_part<T, kSize>(block.sin, t, true, s);
-  const int size = split_size(p, newest), first = block.split * size;
-  const Range range{first, min(newest + 1, first + size), newest};
+  read_part<T, kSize>(block.q, t, g < block.heads ? kPieces : 0, query);
+  read_part<T, kSize>(block.k, t, kPieces, fresh);
+  read_rotation<T, kSize>(p, block.cos, t, c);
+  read_rotation<T, kSize>(p, block.sin, t, s);
+  const int size = split_size(p, places.count), first = block.split * size;
+  const Range range{first, min(places.count, first + size), newest};
   // The warp that has the new position must wait for its key. So another warp prepares the key, one that has no
   // positions if the cache is short.
   const bool has_new = range.first <= newest && newest < range.end;
   if (has_new && warp == ((newest - range.first) / kPositions + kWarps / 2) % kWarps) {
-    prepare<T, kSize>(fresh, p.k_weight != nullptr, k_weight, c, s, p.eps, t);
+    prepare<T, kSize>(p, fresh, p.k_weight != nullptr, k_weight, c, s, t);
     append(block, fresh, newest, new_key, lane);
   }
   if (range.first + warp * kPositions < range.end)  // else it finds nothing
-    prepare<T, kSize>(query, p.q_weight != nullptr, q_weight, c, s, p.eps, t);
+    prepare<T, kSize>(p, query, p.q_weight != nullptr, q_weight, c, s, t);
   if (has_new) __syncthreads();
 
   Softmax<kSize> softmax;
@@ -429,7 +487,7 @@ __global__ void __launch_bounds__(Sizes<kSize>::kThreads) attention_kernel(const
   leave(softmax, partials + (warp * kHeads + g) * kStride, t);
   __syncthreads();
   const int parts = min(kWarps, (range.end - range.first + kPositions - 1) / kPositions);  // the other warps: nothing
-  share_among_warps<kSize>(partials, parts, warp, lane, shares);
+  share_among_warps<kSize>(partials, parts, p.splits == 1 ? sink_of(block, warp) : -INFINITY, warp, lane, shares);
   __syncthreads();
   T* out = static_cast<T*>(p.out) + (static_cast<size_t>(block.batch) * p.q_heads + block.head) * kSize;
   const size_t cell = static_cast<size_t>(block.batch) * gridDim.x + blockIdx.x;
@@ -465,6 +523,10 @@ void attention(const Attention& p, DType dtype, Stream to) {
   if (p.splits < 1 || p.splits > kWarp) throw std::invalid_argument("attention: 1 to 32 splits");
   if (p.kv_heads < 1 || p.q_heads % p.kv_heads != 0)
     throw std::invalid_argument("attention: query heads must be a multiple of those of keys");
+  if (p.angles != p.rotary && 2 * p.angles != p.rotary)
+    throw std::invalid_argument("attention: cos and sin must be of all rotated values, or of one half");
+  if (p.rotary != p.size && (p.rotary > p.size || (p.rotary != 32 && p.rotary != 64 && p.rotary != 128)))
+    throw std::invalid_argument("attention: the rotated values of a head must be all, or the first 32, 64 or 128");
   const OnStream stream(to);
   auto with = [&]<class T>(T) {
     if (p.size == 32) run<T, 32>(p, to.device, stream);

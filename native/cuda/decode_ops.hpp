@@ -12,30 +12,39 @@ namespace ktinject::cuda {
 
 // out [batch, q_heads, size] = softmax(scale * q keys^T) values, over the positions of the cache up to cache_position
 // that the mask allows. Before that, queries and the new key are normed (if there is a weight) and rotated, and the new
-// key and value are written to the cache at cache_position. Rows of `size` are contiguous and 16-byte aligned. For fp16
-// and bf16.
+// key and value are written to the cache at cache_position; with a window, at cache_position % window, and the mask is
+// in the order of these places. Sinks count in the softmax without a value. With gates, the output is multiplied with
+// their sigmoid. Rows of `size` are contiguous and 16-byte aligned. For fp16 and bf16.
 struct Attention {
-  const void* q = nullptr;  // [batch, q_heads, size]
+  const void* q = nullptr;  // [batch, q_heads, size]; with gates, a head's gate behind its query
   const void* k = nullptr;  // [batch, kv_heads, size]
   const void* v = nullptr;
   const void* q_weight = nullptr;  // [size] or null
   const void* k_weight = nullptr;
-  const void* cos = nullptr;  // [batch, size]
+  const void* sinks = nullptr;  // [q_heads] or null
+  const void* cos = nullptr;    // [batch, angles]
   const void* sin = nullptr;
   const int64_t* cache_position = nullptr;  // [1]
-  const bool* mask = nullptr;               // [batch, more than `cache_position`]
+  const bool* mask = nullptr;               // [batch, as many as there are places in use]
   void* keys = nullptr;                     // [batch, kv_heads, capacity, size]
   void* values = nullptr;
   void* out = nullptr;
   float* scratch = nullptr;          // attention_scratch() values; unused with one split
   unsigned* block_counts = nullptr;  // [batch, q_heads]: zero, and zero again after each call
   int batch = 0, q_heads = 0, kv_heads = 0, size = 0;
+  int rotary = 0;  // the first values of a head, that are rotated
+  int angles = 0;  // values of cos and sin: `rotary`, or the half of it if halves are alike
+  int window = 0;  // positions that a token sees, its own included; 0: all
+  bool has_gates = false;
   int splits = 1;                             // of the cache, each for blocks of its own
   int64_t q_stride = 0, kv_stride = 0;        // from row to row of the batch, in elements
+  int64_t q_head_stride = 0;                  // from head to head
   int64_t rotation_stride = 0;                // of cos and sin, 0 where one serves all rows
   int64_t batch_stride = 0, head_stride = 0;  // of the cache
   int64_t mask_stride = 0;
-  float eps = 0, scale = 1;
+  float eps = 0, norm_offset = 0;  // the latter is added to the weights of norms
+  bool rounds_first = true;        // norms round before their weight is multiplied, and not only after it
+  float scale = 1;
 };
 void attention(const Attention& input, DType dtype, Stream stream);
 // Floats of scratch for one split of one row, enough for any shape.

@@ -100,32 +100,32 @@ def _of_module(module: nn.Module) -> Iterator[Hashable]:
     # By the functions themselves: a method that somebody replaces in a class is another one.
     for base in type(module).__mro__:
         if base not in (nn.Module, object):
-            yield tuple((name, _of_value(value)) for name, value in vars(base).items())
+            yield tuple((name, key_of_value(value)) for name, value in vars(base).items())
     for name, value in vars(module).items():
         if name == "_modules":
             continue  # named_modules has them
         if name in ("_parameters", "_buffers"):
             yield name, tuple((n, _of_tensor(tensor)) for n, tensor in value.items())
         else:
-            yield name, _of_value(value)
+            yield name, key_of_value(value)
 
 
 def _of_tensor(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (type(tensor), tensor.shape, tensor.dtype)
 
 
-def _of_value(value: Any) -> Hashable:
-    """The value itself where it is plain; whatever else there is stands for itself alone."""
+def key_of_value(value: Any) -> Hashable:
+    """A key of the value itself where it is plain or a config; whatever else there is stands for itself alone."""
     if value is None or isinstance(value, (int, float, str, bytes, enum.Enum, torch.dtype, torch.device)):
         return type(value), value
     if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_of_value, value))
+        return type(value), tuple(map(key_of_value, value))
     if isinstance(value, (set, frozenset)):
-        return type(value), frozenset(map(_of_value, value))
+        return type(value), frozenset(map(key_of_value, value))
     if isinstance(value, Mapping):
-        return type(value), tuple((_of_value(key), _of_value(item)) for key, item in value.items())
+        return type(value), tuple((key_of_value(key), key_of_value(item)) for key, item in value.items())
     if isinstance(value, (PreTrainedConfig, SimpleNamespace)):
-        return type(value), tuple((name, _of_value(item)) for name, item in vars(value).items())
+        return type(value), tuple((name, key_of_value(item)) for name, item in vars(value).items())
     return _Same(value)
 
 

@@ -1,4 +1,4 @@
-"""`deferred_moe` against the definition written out (`reference.Deferral`), which computes one token at a time.
+"""`deferred_moe` against the definition written out (`reference.Deferral`), which computes one expert at a time.
 
 Both round activations to bf16 in the same places; what remains are sums of fp32 in another order.
 """

@@ -399,6 +399,10 @@ def trained(request: pytest.FixtureRequest) -> Trained:
     return Trained(request.param)
 
 
+# Without a GPU one of the models is enough: the comparison serves the tests on a GPU.
+@pytest.mark.parametrize(
+    "trained", [pytest.param("tiny-deepseek-v3", marks=pytest.mark.gpu), "tiny-qwen3-moe"], indirect=True
+)
 def test_text_of_a_damaged_model_is_told_from_rounding(trained: Trained) -> None:
     whole = trained.swapped("cpu", operator="hybrid_experts")
     assert trained.check(whole, 3) >= 2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import BucketLayer
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Cache, Norm
@@ -16,7 +18,7 @@ from ktinject.operators.absorbed_mla import AbsorbedMla
 
 
 class _Attention:
-    """Grouped-query attention with rotation by halves, and optionally norms of each query and key head."""
+    """Grouped-query attention with rotation by halves; maybe norms of each query and key head, sinks, output gates."""
 
     def __init__(
         self,
@@ -26,34 +28,56 @@ class _Attention:
         block_counts: Tensor,
     ) -> None:
         self.spec, self.module, self.norms, self.block_counts = spec, module, norms, block_counts
+        self._halves_alike = _takes_one_half(module)
 
     @classmethod
     def of(cls, spec: GroupedAttentionSpec, module: Any, block_counts: Tensor) -> _Attention | None:
-        is_plain = not spec.has_sinks and not spec.has_output_gate
-        if not is_plain or any(p.dtype == torch.float32 for p in module.parameters()):
+        if any(p.dtype == torch.float32 for p in module.parameters()):
             return None  # the kernels compute in 16 bits on tensor cores, which would round fp32 weights
         specs = (spec.q_norm, spec.k_norm)
         norms = [None if norm is None else norm_of(norm, module) for norm in specs]
         for described, found in zip(specs, norms):
-            if described is None:
-                continue
-            if found is None or not found.is_plain or described.rms.size != spec.head_size:
+            if described is not None and (found is None or described.rms.size != spec.head_size):
                 return None
-        if norms[0] is not None and norms[1] is not None and norms[0].eps != norms[1].eps:
+        if norms[0] is not None and norms[1] is not None and norms[0][1:] != norms[1][1:]:
             return None
         return cls(spec, module, (norms[0], norms[1]), block_counts)
 
     def __call__(self, x: Tensor, norm: Norm | None, rotation: Any, cache: Cache) -> Tensor:
         """x [b, hidden] → the heads' outputs [b, heads · size], before the output projection."""
-        module = self.module
+        module, spec = self.module, self.spec
         then = module.o_proj.weight if type(module.o_proj) is nn.Linear else None
-        q, k, v = (
-            part.view(len(x), -1, self.spec.head_size)
-            for part in project(x, (module.q_proj, module.k_proj, module.v_proj), norm, then=then)
-        )
+        sizes = (spec.head_size * (2 if spec.has_output_gate else 1), spec.head_size, spec.head_size)
+        parts = project(x, (module.q_proj, module.k_proj, module.v_proj), norm, then=then)
+        q, k, v = (part.view(len(x), -1, size) for part, size in zip(parts, sizes))
         return decode_ops.attend(
-            q, k, v, self.norms, rotation, cache, module.scaling, self.block_counts
+            q,
+            k,
+            v,
+            self.norms,
+            rotation,
+            cache,
+            module.scaling,
+            self.block_counts,
+            sinks=module.sinks if spec.has_sinks else None,
+            has_gates=spec.has_output_gate,
+            halves_alike=self._halves_alike,
         ).flatten(1)
+
+
+def _takes_one_half(module: Any) -> bool:
+    """Whether the file of an attention rotates heads by cos and sin of one half, as gpt-oss' does.
+
+    If this is wrong, the first step finds out: it compares.
+    """
+    rotate: Any = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get("apply_rotary_pos_emb")
+    q, turn = torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), torch.tensor([[[0.0, 0.0]]])
+    try:
+        with torch.device("cpu"):
+            found, _ = rotate(q, q, turn, turn + 1)
+        return bool(torch.equal(found, torch.tensor([[[[-3.0, -4.0, 1.0, 2.0]]]])))
+    except Exception:  # transformers' own code, given what it may not be made for
+        return False
 
 
 class _Latent:
@@ -96,14 +120,19 @@ def attention_of(spec: AttentionSpec, module: Any, block_counts: Tensor) -> _Att
 def cache_of(spec: AttentionSpec, module: Any, hidden_states: Tensor, args: Any, kwargs: Any) -> Cache | None:
     """The cache and mask of a captured step's attention; None if the call is not one of a captured step."""
     held, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-    layer: Any = held.layers[spec.layer_idx] if held is not None else None
-    if hidden_states.shape[1] != 1 or args or kwargs.get("position_embeddings") is None:
+    if hidden_states.shape[1] != 1 or args or not isinstance(kwargs.get("position_embeddings"), tuple):
         return None
-    if mask is None or not isinstance(layer, BucketLayer) or layer.window is not None:
+    if mask is None or not isinstance(held, KVBucket):
         return None
-    if isinstance(module, AbsorbedMla) and not module.absorbs(1, layer.keys.shape[2]):
+    layer = held.layers[spec.layer_idx]
+    if not isinstance(layer, BucketLayer):
         return None
-    return Cache(layer.keys, layer.values, layer.cache_position, mask)
+    if isinstance(module, AbsorbedMla) and (layer.window or not module.absorbs(1, layer.keys.shape[2])):
+        return None
+    if mask.dtype != torch.bool:  # it is added to scores, and was made of this one
+        own = held.masks[layer.window]
+        mask = own if own.device == mask.device else mask == 0
+    return Cache(layer.keys, layer.values, layer.cache_position, mask, layer.window or 0)
 
 
 def attention_step(spec: AttentionSpec, module: Any, block_counts: Tensor) -> Step | None:

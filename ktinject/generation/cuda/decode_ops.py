@@ -46,12 +46,14 @@ class Cache(NamedTuple):
     keys, values    [b, kv heads, n, d], rows of d contiguous
     cache_position  [1] int64: where the next token is written; positions after it are not read
     mask            [b, 1, 1, n] bool: the positions to attend to
+    window          0, or the layer is a ring: position p lies at place p % window, and has that place in the mask, too
     """
 
     keys: Tensor
     values: Tensor
     cache_position: Tensor
     mask: Tensor
+    window: int = 0
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -202,23 +204,34 @@ def attend(
     cache: Cache,
     scale: float,
     block_counts: Tensor,
+    *,
+    sinks: Tensor | None = None,
+    has_gates: bool = False,
+    halves_alike: bool = False,
 ) -> Tensor:
     """Norm and rotate the queries and the new key, write the new key and value to the cache, and attend to it.
 
     q, k, v       [b, heads or kv heads, d] bfloat16 or float16; a row contiguous, k and v with equal strides
-    norms         RMS norms of a query's and a key's head [d], or None
-    rotation      cos and sin, each [b or 1, 1, d]
+    norms         RMS norms of a query's and a key's head [d], or None; both of one kind
+    rotation      cos and sin, each [b or 1, 1, r]: the first r values of a head are rotated by halves
     cache         of q's dtype; keys and values with equal strides
     scale         factor of q · kᵀ
     block_counts  int32 zeros, at least b · heads of them; they are zero again afterwards
+    sinks         [heads], of q's dtype: scores that take part in the softmax, without a value
+    has_gates     q is [b, heads, 2 d]: a head's query, and a gate whose sigmoid its output is multiplied with
+    halves_alike  cos and sin are of one half of the rotated values, [b or 1, 1, r / 2]
     Returns       [b, heads, d] contiguous
     """
-    batch, heads, size = q.shape
+    (batch, heads, _), size = q.shape, k.shape[-1]
     cos, sin = rotation
-    if not all(norm is None or norm.is_plain for norm in norms):
-        raise ValueError("a norm of queries or keys has an offset, or rounds last")
-    if (k.stride(), cos.stride()) != (v.stride(), sin.stride()) or cos.shape[1:] != (1, size):
+    given = [norm for norm in norms if norm is not None]
+    if len({norm[1:] for norm in given}) > 1:
+        raise ValueError("the norms of queries and keys are of two kinds")
+    norm = given[0][1:] if given else (0.0, 0.0, True)
+    if (k.stride(), cos.stride()) != (v.stride(), sin.stride()) or cos.shape[1] != 1:
         raise ValueError("keys and values, or cos and sin, are laid out in two ways")
+    if q.shape[-1] != size * (2 if has_gates else 1):
+        raise ValueError("queries and keys are of two sizes")
     if cos.shape[0] not in (1, batch) or len(cache.mask) != batch or block_counts.numel() < batch * heads:
         raise ValueError("cos, the mask, or the block counts, are not of as many rows")
     if cache.keys.stride() != cache.values.stride() or cache.mask.shape[-1] < cache.keys.shape[2]:
@@ -231,10 +244,11 @@ def attend(
         device=q.device,
     )
     out = torch.empty(batch, heads, size, dtype=q.dtype, device=q.device)
-    q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
+    q_weight, k_weight = (None if one is None else one.weight for one in norms)
     device, like = q.device, (q.device, q.dtype)
     _native.attention(
         q=address("q", q, *like, strided=1),
+        sinks=address("sinks", sinks, *like, (heads,)),
         k=address("k", k, *like, (batch, groups, size), strided=1),
         v=address("v", v, *like, (batch, groups, size), strided=1),
         q_weight=address("q's norm", q_weight, *like, (size,)),
@@ -252,14 +266,21 @@ def attend(
         q_heads=heads,
         kv_heads=k.shape[1],
         size=size,
+        rotary=cos.shape[-1] * (2 if halves_alike else 1),
+        angles=cos.shape[-1],
+        window=cache.window,
+        has_gates=has_gates,
         splits=splits,
         q_stride=q.stride(0),
+        q_head_stride=q.shape[-1],
         kv_stride=k.stride(0),
         rotation_stride=cos.stride(0) if cos.shape[0] == batch else 0,
         batch_stride=cache.keys.stride(0),
         head_stride=cache.keys.stride(1),
         mask_stride=cache.mask.stride(0),
-        eps=0.0 if norms[0] is None else norms[0].eps,
+        eps=norm[0],
+        norm_offset=norm[1],
+        rounds_first=norm[2],
         scale=scale,
         dtype=CODES[q.dtype],
         stream=stream_of(q.device),

@@ -22,7 +22,6 @@ def _is_plain_softmax(spec: RouterSpec) -> bool:
         and spec.groups == 1
         and spec.factor == 1
         and spec.rounds
-        and not spec.has_bias
     )
 
 
@@ -32,7 +31,7 @@ def router_step(spec: RouterSpec, module: Any) -> Step | None:
 
     def step(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden_states = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = nn.functional.linear(hidden_states, module.weight)
+        logits = nn.functional.linear(hidden_states, module.weight, module.bias if spec.has_bias else None)
         return (logits, *decode_ops.route(logits, spec.top_k, spec.is_normed))
 
     return step
@@ -146,7 +145,8 @@ class Routed:
             started = self.experts.start(normed, ids, weights)
         else:
             normed = torch.empty_like(x)
-            logits = decode_ops.linear(x, [self.gate.weight], norm=norm, normed=normed)
+            bias = self.gate.bias if self.spec.has_bias else None
+            logits = decode_ops.linear(x, [self.gate.weight], [bias], norm=norm, normed=normed)
             started = self.experts.start_routed(normed, logits, self.spec.top_k, self.spec.is_normed)
         if self.shared is None:
             return self.experts.complete(started, residual=x)

@@ -289,6 +289,111 @@ class TestAttend:
         assert_close(out, wanted[:, :, 0].to(dtype))
 
 
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """[b, heads, d] with the first values rotated by halves; cos and sin [b, 1, r]."""
+    rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    half = rotated.shape[-1] // 2
+    other = torch.cat([-rotated[..., half:], rotated[..., :half]], -1)
+    return torch.cat([rotated * cos + other * sin, rest], -1)
+
+
+# Rings that are full, not full, sliced to a bucket, of several splits; heads of which a part is rotated, by cos and sin
+# of one half or both; norms of either kind.
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "batch, heads, groups, size, rotary, is_half",
+    [
+        (1, 64, 8, 64, 64, True),
+        (3, 16, 2, 256, 64, False),
+        (2, 4, 2, 64, 32, False),
+        (8, 4, 4, 128, 64, True),
+    ],
+)
+@pytest.mark.parametrize(
+    "window, places, position",
+    [(0, 256, 20), (0, 4096, 3000), (128, 128, 5), (128, 128, 127), (128, 128, 1000), (4096, 256, 200)]
+    + [(1030, 1030, 5000), (1030, 1030, 700)],
+)
+class TestAttendInRings:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("has_gates", [False, True])
+    @pytest.mark.parametrize("has_sinks", [False, True])
+    def test_is_attention_to_the_window(
+        self,
+        dtype,
+        batch,
+        heads,
+        groups,
+        size,
+        rotary,
+        is_half,
+        window,
+        places,
+        position,
+        has_gates,
+        has_sinks,
+    ) -> None:
+        torch.manual_seed(0)
+        make = {"device": "cuda", "dtype": dtype}
+        wide = size * (2 if has_gates else 1)
+        whole = torch.randn(batch, heads * wide + 2 * groups * size, **make)
+        q, k, v = (
+            part.view(batch, -1, n)
+            for part, n in zip(
+                whole.split([heads * wide, groups * size, groups * size], 1), (wide, size, size)
+            )
+        )
+        keys, values = (torch.randn(batch, groups, places, size, **make) for _ in range(2))
+        place, used = position % (window or places), min(position + 1, window or places)
+        # What nobody has written, or what leaves the window, may be anything.
+        for cache in (keys, values):
+            cache[:, :, used:] = cache[:, :, place] = torch.nan
+        mask = torch.ones(batch, 1, 1, places, dtype=torch.bool, device="cuda")
+        mask[..., used:] = False
+        mask[0, ..., : used // 3] = False
+        mask[..., place] = True
+        angles = torch.randn(batch, 1, rotary // 2, device="cuda")
+        turn = [part.to(dtype) for part in (angles.cos(), angles.sin())]
+        full = [torch.cat([part, part], -1) for part in turn]
+        norms = (
+            [Norm(torch.randn(size, **make) * 0.1, 1e-6, 1.0, False) for _ in range(2)]
+            if has_gates
+            else [None] * 2
+        )
+        sinks = torch.randn(heads, **make) * 3 if has_sinks else None
+        at, counts = (
+            torch.tensor([position], device="cuda"),
+            torch.zeros(batch * heads, dtype=torch.int32, device="cuda"),
+        )
+        out = decode_ops.attend(
+            q, k, v, (norms[0], norms[1]), tuple(turn if is_half else full),
+            Cache(keys, values, at, mask, window),
+            size**-0.5, counts, sinks=sinks, has_gates=has_gates, halves_alike=is_half,
+        )  # fmt: skip
+        assert not counts.any(), "ready for the next call"
+
+        query, gates = q[..., :size].float(), q[..., size:].float()
+        key = k.float()
+        if has_gates:
+            query, key = (
+                (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps) * (1 + norm.weight.float()))
+                for x, norm in ((query, norms[0]), (key, norms[1]))
+            )
+        query, key = (_turned(x.to(dtype).float(), *(part.float() for part in full)) for x in (query, key))
+        assert_close(keys[:, :, place], key.to(dtype))
+        assert torch.equal(values[:, :, place], v)
+        held = [cache[:, :, :used].float().repeat_interleave(heads // groups, 1) for cache in (keys, values)]
+        scores = torch.einsum("bhd,bhnd->bhn", query.to(dtype).float(), held[0]) * size**-0.5
+        scores = scores.masked_fill(~mask[:, :, 0, :used], -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[None, :, None].expand(batch, -1, 1)], -1)
+        wanted = torch.einsum("bhn,bhnd->bhd", scores.softmax(-1)[..., :used], held[1])
+        if has_gates:
+            wanted = wanted * gates.sigmoid()
+        assert_close(out, wanted.to(dtype))
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("rows, heads, nope, rope, rank", [(1, 128, 128, 64, 512), (3, 5, 8, 256, 33)])
 @pytest.mark.parametrize("kind", ["halves", "neighbours"])

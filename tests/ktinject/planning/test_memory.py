@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from double import EXPERTS, HeldExperts, machine, on_meta
+from transformers import PreTrainedConfig
 
 from ktinject import rules
 from ktinject.operators import register_operator
@@ -63,6 +64,25 @@ def test_masks_of_flex_attention_are_not_compiled(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("transformers.masking_utils.create_block_mask", create)
     assert memory.cached_values(model) == expected is not None
     assert model.config._attn_implementation == "flex_attention"
+
+
+def test_each_distinct_model_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = memory.cached_values(on_meta(models.tiny("qwen3_moe")))
+    asked: list[PreTrainedConfig] = []
+
+    def meta_model(config: PreTrainedConfig, *_: Any) -> Any:
+        asked.append(config)
+        raise MemoryError
+
+    monkeypatch.setattr(memory.models, "meta_model", meta_model)
+    assert memory.cached_values(on_meta(models.tiny("qwen3_moe"))) == found and not asked
+    other = on_meta(models.tiny("qwen3_moe", num_key_value_heads=1))
+    for times in (1, 2):
+        assert memory.cached_values(other) is None, "what may pass is not remembered"
+        assert len(asked) == 2 * times, "shortened, and whole"
+    monkeypatch.undo()
+    halved = memory.cached_values(other)
+    assert found is not None and halved == [count // 2 for count in found]
 
 
 def test_what_cannot_be_told_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

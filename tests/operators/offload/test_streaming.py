@@ -9,6 +9,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import expert_cases
 import models
 import pytest
 import reference
@@ -75,14 +76,7 @@ def streamed(operator: CpuExperts) -> streaming.StreamedExperts:
 
 def exact(operator: CpuExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """fp64, from the dequantised weights."""
-    gate_up, down = operator.unpack("gate_up_proj").double(), operator.unpack("down_proj").double()
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for token in range(x.shape[0]):
-        for slot, expert in enumerate(ids[token].tolist()):
-            if 0 <= expert < EXPERTS:
-                gate, up = (gate_up[expert] @ x[token].double()).chunk(2)
-                out[token] += weights[token, slot] * (down[expert] @ (torch.nn.functional.silu(gate) * up))
-    return out
+    return reference.experts(x, ids, weights, expert_cases.unpacked(operator), operator.spec)
 
 
 def test_experts_pass_where_that_is_faster() -> None:
