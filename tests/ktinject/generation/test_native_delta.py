@@ -65,15 +65,17 @@ def test_formats(weights: str) -> None:
     assert_as_exact_as_its_own(model, truth, INT8_TOLERANCE)
 
 
+# The loops and caches are the same for both families.
 @pytest.mark.parametrize(
-    "case",
+    "model, case",
     [
-        {},
-        {"cache_implementation": "static"},
-        {"max_time": 1e6},
-        {"max_time": 1e6, "cache_implementation": "static"},
+        (FAMILIES[0], {}),
+        (FAMILIES[1], {"cache_implementation": "static"}),
+        (FAMILIES[0], {"max_time": 1e6}),
+        (FAMILIES[1], {"max_time": 1e6, "cache_implementation": "static"}),
     ],
     ids=str,
+    indirect=["model"],
 )
 def test_tokens_are_the_stock_loop_s(model: PreTrainedModel, case: dict[str, Any]) -> None:
     for batch in (3, 1, 3):
