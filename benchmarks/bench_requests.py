@@ -5,7 +5,9 @@
     python benchmarks/bench_requests.py --csv benchmarks/results.csv
 
 Decode is the time of --write tokens less that of one token, so what a prompt costs is left out. All kinds take turns.
-The ratio is to a plain request, greedy and of one row, except for beams, which are compared with a batch of as many.
+The ratio is to a plain request, greedy and of one row, except for beams, which are compared with a batch of as many
+rows; their rows count as tokens, too, though a text has one of them a step. "k of 4 right": four candidates a
+step, of which the first k are the next tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from typing import Any
 import torch
 from rows import about, add_arguments, record
 from transformers import DynamicCache
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from ktinject import rules
 from ktinject.tools import random_models
 
 BEAMS = 4
+CANDIDATES = 4
 # A request of a kind: a batch, and what generate is asked for beside.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
@@ -35,9 +39,29 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "second turn": (1, {}),
     "prompt lookup": (1, {"prompt_lookup_num_tokens": 4}),
     **{f"batch {batch}": (batch, {}) for batch in (4, 8, 12, 16, 32, 64)},
+    **{f"{right} of {CANDIDATES} right": (1, {"prompt_lookup_num_tokens": CANDIDATES}) for right in range(4)},
     f"{BEAMS} beams": (1, {"num_beams": BEAMS}),
 }
 PROMPT = 64
+
+
+class Scripted(PromptLookupCandidateGenerator):
+    """Candidates of which the first `right` are what the text goes on with."""
+
+    def __init__(self, text: torch.Tensor, right: int) -> None:
+        super().__init__(num_output_tokens=CANDIDATES)
+        self._text, self._right = text.cpu(), right
+
+    def get_candidates(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, None]:
+        length = input_ids.shape[1]
+        found = self._text[:, length : length + CANDIDATES].clone()
+        found[:, self._right :] += 1  # another token
+        return torch.cat([input_ids, found.to(input_ids.device)], dim=1), None
+
+
+def rows_of(kind: str) -> int:
+    batch, asked = KINDS[kind]
+    return batch * int(asked.get("num_beams", 1))
 
 
 class Requests:
@@ -49,6 +73,7 @@ class Requests:
         vocab = model.config.get_text_config().vocab_size
         self._tokens = torch.randint(vocab, (64, 2 * PROMPT), generator=random).to(model.device)
         self._first = DynamicCache(config=model.config)
+        self._greedy: dict[int, torch.Tensor] = {}
         self._said = self._generate(self._tokens[:1, :PROMPT], PROMPT, {"past_key_values": self._first})
 
     def _generate(self, ids: torch.Tensor, new: int, asked: dict[str, Any]) -> torch.Tensor:
@@ -67,17 +92,26 @@ class Requests:
         elif kind == "second turn":
             asked = {"past_key_values": copy.deepcopy(self._first)}
             ids = torch.cat([self._said, self._tokens[:1, PROMPT:]], dim=1)
+        scripted = kind.endswith("right")
+        if scripted:
+            if new not in self._greedy:
+                self._greedy[new] = self._generate(ids, new, {})
+            generator = Scripted(self._greedy[new], int(kind[0]))
+            self.model._get_candidate_generator = lambda **_: generator
         wait: Callable[[], None] = torch.cuda.synchronize if ids.is_cuda else lambda: None
         wait()
         start = time.perf_counter()
         self._generate(ids, new, asked)
         wait()
-        return time.perf_counter() - start
+        taken = time.perf_counter() - start
+        if scripted:
+            del self.model._get_candidate_generator
+        return taken
 
     def rate(self, kind: str, new: int) -> float:
         """Tokens a second of decode."""
         one, all_ = self.seconds(kind, 1), self.seconds(kind, new)
-        return KINDS[kind][0] * (new - 1) / (all_ - one)
+        return rows_of(kind) * (new - 1) / (all_ - one)
 
 
 def main() -> None:
@@ -110,10 +144,10 @@ def main() -> None:
         beside = f"batch {BEAMS}" if "beams" in kind else "plain"
         ratio = round(rate / found[beside], 3) if beside in found else ""
         print(f"{kind:16} {rate:9.1f} tokens/s  {ratio:6} of {beside:8} {how[kind]}", flush=True)
-        us = 1e6 * KINDS[kind][0] / rate
+        us = 1e6 * rows_of(kind) / rate
         lines.append(
             {**shown, "benchmark": "request", "kernel": how[kind].split(":")[0], "routing": kind}
-            | {"tokens": KINDS[kind][0], "us": round(us, 1), "peer": beside, "ratio": ratio}
+            | {"tokens": rows_of(kind), "us": round(us, 1), "peer": beside, "ratio": ratio}
         )
     if arguments.csv:
         record(lines, arguments.csv)

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import BucketLayer, LayerKind, States, kind_of
+from ktinject.hf.layers import Layers
 from ktinject.operators.probes import twin
 from ktinject.support import Support
 
@@ -195,28 +196,17 @@ class _Probe:
     def _without_layers(self, model: PreTrainedModel) -> Any:
         """A twin of the model with layers that do nothing."""
         count = len(self._kinds)
-        paths = [
-            path
-            for path, module in model.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) == count and path.count(".layers") <= 1
-        ]
-        path = min(paths, key=lambda path: path.count("."), default=None)
-        if path is None:
+        layers = Layers(model)
+        if layers.count != count:
             raise ValueError(f"it has no list of {count} layers")
-        layers: Any = model.get_submodule(path)
+        path = layers.paths[0].rpartition(".")[0]
+        held: Any = model.get_submodule(path)
         twins = {}
-        for name, layer in layers.named_children():
+        for name, layer in held.named_children():
             twins[name] = alone = twin.of(layer, hooks=False)
             vars(alone)["forward"] = self._note
-        found: nn.Module = twin.of(layers, twins)
-        while path:
-            path, _, name = path.rpartition(".")
-            holder = model.get_submodule(path)
-            # Nobody's hooks are to see these calls.
-            children = {key: twin.of(child, hooks=False) for key, child in holder.named_children()}
-            without = () if path else ("ktinject_decoding",)
-            found = twin.of(holder, {**children, name: found}, without=without, hooks=False)
-        return found
+        # Nobody's hooks are to see these calls.
+        return twin.around(model, path, twin.of(held, twins), without=("ktinject_decoding",), hooks=False)
 
     def _note(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Tensor:
         self._given.append(kwargs["attention_mask"])

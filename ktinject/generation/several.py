@@ -80,8 +80,8 @@ class GraphedSteps:
         position = cache.cache_position
         places = position + order
         layers = [
-            BucketLayer(*(tensor[:, :, :bucket] for tensor in held), position, places)
-            for held in cache.layers
+            BucketLayer(keys[:, :, :bucket], values[:, :, :bucket], position, places)
+            for keys, values in cache.layers
         ]
         at = torch.arange(bucket, device=order.device)
         held = cache.mask[..., :bucket] & (at < position)

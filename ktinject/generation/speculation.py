@@ -26,7 +26,7 @@ from ktinject.generation import kept_cache, sampling, several
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.several import SeveralTokens
-from ktinject.generation.steps import begin, last_logits, runner_for, tokens_in
+from ktinject.generation.steps import begin, first_positions, last_logits, runner_for, tokens_in
 from ktinject.hf import compat
 from ktinject.support import SUPPORTED, Support
 
@@ -117,7 +117,10 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
     cache = outputs.get("past_key_values")
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     del outputs
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    mask = model_kwargs.get("attention_mask")
+    positions = first_positions(model, input_ids, logits, model_kwargs)
+    if isinstance(positions, Support):
+        raise _Refused(positions)
     new_tokens = config.max_length - input_ids.shape[1] + several.SIZES[-1]
     runner, recorded = runner_for(decoding, cache, logits, input_ids, before, mask, new_tokens)
     if runner is None:
@@ -126,7 +129,6 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
     # An assistant computes with torch's own threads.
     alone = openmp.one_thread() if decoding.native is not None and is_lookup else nullcontext()
     with model._optimize_model_for_decode(), alone:
-        positions = None if positions is None else positions[:, -1:]
         length = tokens_in(cache)
         recorded = begin(decoding, runner, logits, cache, mask, positions)
         if not recorded:

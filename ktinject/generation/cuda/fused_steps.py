@@ -60,6 +60,8 @@ def _rotation_step(spec: RotationSpec, module: Any) -> Step:
     own = type(module).forward
 
     def step(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if position_ids.dim() == 3 and position_ids.stride(0) == 0:
+            position_ids = position_ids[0]  # one position for all axes, as a recorded step has it
         if position_ids.shape[-1] != 1 or position_ids.dim() != 2 or args or kwargs:
             return own(module, x, position_ids, *args, **kwargs)
         return decode_ops.rotation(position_ids.contiguous(), module.inv_freq.float(), spec.scale, x.dtype)

@@ -6,8 +6,6 @@ import io
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -196,23 +194,32 @@ def test_check_tensors(ktinject, with_nan):
     assert "model.norm.weight" in ktinject("run", with_nan, "--check-tensors", exit_code=2).stderr
 
 
+WRITING = """
+import os, runpy, signal, subprocess, sys
+
+# A child writes into two pipes, as a shell's would.
+(out, its_out), (said, its_said) = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:
+    os.dup2(its_out, 1)
+    os.dup2(its_said, 2)
+    for end in (out, said, its_out, its_said):
+        os.close(end)
+    runpy.run_module("ktinject", run_name="__main__")
+os.close(its_out)
+os.close(its_said)
+with os.fdopen(out, "rb") as written, os.fdopen(said, "rb") as errors:
+    while b"def f(" not in (line := written.readline()):
+        assert line, errors.read()
+    os.kill(child, signal.SIGINT)
+    assert b"tokens/s" not in written.read()
+    text = errors.read()
+assert text.endswith(b"\\nktinject: interrupted\\n") and b"Traceback" not in text, text
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert code == 130, code
+"""
+
+
 def test_ctrl_c_while_writing(tiny_qwen3_moe):
-    arguments = [
-        "run",
-        str(tiny_qwen3_moe),
-        "--prompt",
-        "def f(\n",
-        "--max-new-tokens",
-        "500",
-        "--no-compare",
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ktinject", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout is not None
-    while b"def f(" not in process.stdout.readline():
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    written, said = process.communicate()
-    assert process.returncode == 130 and b"tokens/s" not in written
-    assert said.endswith(b"\nktinject: interrupted\n") and b"Traceback" not in said
+    arguments = ["--prompt", "def f(\n", "--max-new-tokens", "500", "--no-compare"]
+    prepared.run(WRITING, "run", tiny_qwen3_moe, *arguments, check=True)
