@@ -6,8 +6,10 @@
 
 Decode is the time of --write tokens less that of one token, so what a prompt costs is left out. All kinds take turns.
 The ratio is to a plain request, greedy and of one row, except for beams, which are compared with a batch of as many
-rows; their rows count as tokens, too, though a text has one of them a step. "k of 4 right": four candidates a
-step, of which the first k are the next tokens.
+rows: a row of each beam counts as a token, though a text has one of them a step.
+
+What a prompt lookup finds in a text of random weights says nothing. So there are candidates that know the answer: of
+four, the first `n` are right.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rows import about, add_arguments, record
-from transformers import DynamicCache
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from transformers import DynamicCache, GenerationMixin
+from transformers.generation import PromptLookupCandidateGenerator
 
 from ktinject import rules
 from ktinject.tools import random_models
 
 BEAMS = 4
-CANDIDATES = 4
-# A request of a kind: a batch, and what generate is asked for beside.
+# A request of a kind: a batch, and what generate is asked for beside. All beams count as rows.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
     "sampled": (1, {"do_sample": True}),
@@ -38,30 +40,28 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "own cache": (1, {}),
     "second turn": (1, {}),
     "prompt lookup": (1, {"prompt_lookup_num_tokens": 4}),
+    **{f"{right} of 4 right": (1, {"prompt_lookup_num_tokens": 4}) for right in (0, 1, 2, 4)},
     **{f"batch {batch}": (batch, {}) for batch in (4, 8, 12, 16, 32, 64)},
-    **{f"{right} of {CANDIDATES} right": (1, {"prompt_lookup_num_tokens": CANDIDATES}) for right in range(4)},
     f"{BEAMS} beams": (1, {"num_beams": BEAMS}),
 }
 PROMPT = 64
 
 
-class Scripted(PromptLookupCandidateGenerator):
-    """Candidates of which the first `right` are what the text goes on with."""
+class Knowing(PromptLookupCandidateGenerator):
+    """A prompt lookup that finds a certain number of the next tokens, and wrong ones behind them.
 
-    def __init__(self, text: torch.Tensor, right: int) -> None:
-        super().__init__(num_output_tokens=CANDIDATES)
-        self._text, self._right = text.cpu(), right
+    answer  [1, n]: the whole text
+    """
 
-    def get_candidates(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def __init__(self, right: int, answer: torch.Tensor) -> None:
+        super().__init__(num_output_tokens=4)
+        self._right, self._answer = right, answer.cpu()
+
+    def get_candidates(self, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         length = input_ids.shape[1]
-        found = self._text[:, length : length + CANDIDATES].clone()
-        found[:, self._right :] += 1  # another token
+        found = self._answer[:, length : length + 4].clone()
+        found[:, self._right :] ^= 1
         return torch.cat([input_ids, found.to(input_ids.device)], dim=1), None
-
-
-def rows_of(kind: str) -> int:
-    batch, asked = KINDS[kind]
-    return batch * int(asked.get("num_beams", 1))
 
 
 class Requests:
@@ -72,8 +72,8 @@ class Requests:
         random = torch.Generator().manual_seed(0)
         vocab = model.config.get_text_config().vocab_size
         self._tokens = torch.randint(vocab, (64, 2 * PROMPT), generator=random).to(model.device)
+        self._answers: dict[int, torch.Tensor] = {}
         self._first = DynamicCache(config=model.config)
-        self._greedy: dict[int, torch.Tensor] = {}
         self._said = self._generate(self._tokens[:1, :PROMPT], PROMPT, {"past_key_values": self._first})
 
     def _generate(self, ids: torch.Tensor, new: int, asked: dict[str, Any]) -> torch.Tensor:
@@ -92,26 +92,33 @@ class Requests:
         elif kind == "second turn":
             asked = {"past_key_values": copy.deepcopy(self._first)}
             ids = torch.cat([self._said, self._tokens[:1, PROMPT:]], dim=1)
-        scripted = kind.endswith("right")
-        if scripted:
-            if new not in self._greedy:
-                self._greedy[new] = self._generate(ids, new, {})
-            generator = Scripted(self._greedy[new], int(kind[0]))
-            self.model._get_candidate_generator = lambda **_: generator
+        if "right" not in kind or new == 1:
+            return self._seconds(ids, new, asked)
+        if new not in self._answers:
+            self._answers[new] = self._generate(ids, new, {})
+        knowing = Knowing(int(kind[0]), self._answers[new])
+        # Of the class: what is set on the model would be a change of it.
+        with patch.object(GenerationMixin, "_get_candidate_generator", lambda *_, **__: knowing):
+            return self._seconds(ids, new, asked)
+
+    def _seconds(self, ids: torch.Tensor, new: int, asked: dict[str, Any]) -> float:
         wait: Callable[[], None] = torch.cuda.synchronize if ids.is_cuda else lambda: None
         wait()
         start = time.perf_counter()
         self._generate(ids, new, asked)
         wait()
-        taken = time.perf_counter() - start
-        if scripted:
-            del self.model._get_candidate_generator
-        return taken
+        return time.perf_counter() - start
 
     def rate(self, kind: str, new: int) -> float:
         """Tokens a second of decode."""
         one, all_ = self.seconds(kind, 1), self.seconds(kind, new)
         return rows_of(kind) * (new - 1) / (all_ - one)
+
+
+def rows_of(kind: str) -> int:
+    """Rows of a step."""
+    batch, asked = KINDS[kind]
+    return batch * asked.get("num_beams", 1)
 
 
 def main() -> None:

@@ -22,11 +22,8 @@ def of_candidates(decoding: Decoding, recorded: Support, request: speculation.Re
     """How a request for candidates would run."""
     if not recorded:
         return Explanation(f"stock loop: {request.name}", recorded.reason)
-    if decoding.native is not None:
-        return Explanation(f"native loop, {request.name}", "")
-    known = decoding.runners.get(1)
-    recorded = known.graphs if known is not None else recorded
-    return Explanation(f"{'graph' if recorded else 'eager'} loop, {request.name}", recorded.reason)
+    recorded = speculation.foreseen(decoding)
+    return Explanation(speculation.how(decoding, request), recorded.reason)
 
 
 def of_request(

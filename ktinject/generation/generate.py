@@ -160,11 +160,9 @@ class _Swapped(Methods):
                 return foreseen.of_candidates(decoding, recorded, request)
             decoding.require(recorded)
             if recorded:
-                kind = "native loop" if decoding.native is not None else "graph loop"
                 found, recorded, cache = speculation.run(self, request)
                 if found is not None:
-                    kind = kind if recorded or decoding.native is not None else "eager loop"
-                    decoding.note(f"{kind}, {request.name}", recorded.reason)
+                    decoding.note(speculation.how(decoding, request), recorded.reason)
                     return found
                 decoding.require(recorded)
                 model_kwargs["past_key_values"] = cache
