@@ -26,8 +26,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 32, "n_group": 4, "topk_group": 2,
         "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
     },
-    "qwen3_next": {  # of whose heads a quarter is rotated
-        "hidden_size": 64, "head_dim": 128, "moe_intermediate_size": 32,
+    "qwen3_next": {  # of whose heads a quarter is rotated; with more experts than a submit chooses from
+        "hidden_size": 64, "head_dim": 128, "moe_intermediate_size": 32, "num_experts": 288,
         "linear_key_head_dim": 32, "linear_value_head_dim": 64,
     },
     "qwen3_5_moe_text": {
