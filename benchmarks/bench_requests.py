@@ -5,7 +5,8 @@
     python benchmarks/bench_requests.py --csv benchmarks/results.csv
 
 Decode is the time of --write tokens less that of one token, so what a prompt costs is left out. All kinds take turns.
-The ratio is to a plain request, greedy and of one row, except for beams, which are compared with a batch of as many.
+The ratio is to a plain request, greedy and of one row, except for beams, which are compared with a batch of as many
+rows: a row of each beam counts as a token, though a text has one of them a step.
 
 What a prompt lookup finds in a text of random weights says nothing. So there are candidates that know the answer: of
 four, the first `n` are right.

@@ -258,7 +258,7 @@ class Decoding:
         if self.native is not None:
             tokens = int(cache.get_seq_length()) + 1  # its cache grows
         found = self.runners.get(batch)
-        if found is not None and found.cache.capacity >= tokens:
+        if found is not None and found.cache.takes(cache, tokens):
             return found, SUPPORTED
         self.runners.pop(batch, None)
         del found
@@ -304,14 +304,14 @@ class Decoding:
 
 def run_on_text(
     reference: weakref.ref[PreTrainedModel],
-    how: masks.Masks,
+    how: masks.Masks | Support | None,
     ids: Tensor,
     positions: Tensor,
     cache: KVBucket,
 ) -> Tensor:
     """The model on several tokens of one text, ids and positions [1, n] → logits [n, v]; else as `run_model`."""
     model: Any = reference()
-    assert model is not None
+    assert model is not None and isinstance(how, masks.Masks)
     _check_attention(model, ids)
     outputs = model(
         input_ids=ids,
