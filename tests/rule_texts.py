@@ -94,10 +94,10 @@ def refused(*words: str, at: str = "") -> Iterator[None]:
 
 @contextmanager
 def quick(seconds: float = 1.0) -> Iterator[None]:
-    """Twice the time is allowed, in processor time, for machines that do other things."""
+    """In processor time, of which machines that do other things take up to twice as much; five times are allowed."""
     started = time.process_time()
     yield
-    assert time.process_time() - started < 2 * seconds
+    assert time.process_time() - started < 5 * seconds
 
 
 def rule(match: str = "{path: x}", replace: str = "keep", name: str = "r") -> str:

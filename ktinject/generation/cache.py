@@ -144,6 +144,18 @@ class FixedCache:
         return {tensor.device for held in self.layers for tensor in held}
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layer has states of fixed size, which cannot be taken back."""
+        return any(kind.is_state and held for kind, held in zip(self.kinds, self.layers))
+
+    def takes(self, cache: Cache, tokens: int) -> bool:
+        """Whether there is room for so many tokens of a cache that a prefill left, and its tensors are alike."""
+        return self.capacity >= tokens and all(
+            [_form(tensor, kind) for tensor in held] == [_form(tensor, kind) for tensor in tensors_of(layer)]
+            for held, layer, kind in zip(self.layers, cache.layers, self.kinds)
+        )
+
+    @property
     def state(self) -> list[Tensor]:
         """What a step changes, beside keys and values, which it writes anew if it is repeated."""
         states = [tensor for kind, held in zip(self.kinds, self.layers) if kind.is_state for tensor in held]
@@ -258,6 +270,12 @@ class FixedCache:
         longer = _empty(tensor, len(tensor), places)
         longer[:, :, : tensor.shape[2]].copy_(tensor)
         return longer
+
+
+def _form(tensor: Tensor, kind: LayerKind) -> tuple[Any, ...]:
+    """What of a tensor does not depend on the rows and tokens."""
+    shape = tensor.shape[1:] if kind.is_state else (tensor.shape[1], *tensor.shape[3:])
+    return tensor.dtype, tensor.device, *shape
 
 
 def fill_rows(to: Tensor, rows: Tensor) -> None:

@@ -258,7 +258,7 @@ class Decoding:
         if self.native is not None:
             tokens = int(cache.get_seq_length()) + 1  # its cache grows
         found = self.runners.get(batch)
-        if found is not None and found.cache.capacity >= tokens:
+        if found is not None and found.cache.takes(cache, tokens):
             return found, SUPPORTED
         self.runners.pop(batch, None)
         del found
@@ -278,7 +278,9 @@ class Decoding:
 
     def own_modules(self) -> Callable[..., Tensor]:
         """As `several.Forward`: the model's own modules on several tokens of one text."""
-        return functools.partial(run_on_text, self._model, self._masks)
+        how = self._masks if self.native is None else self.native.masks
+        assert isinstance(how, masks.Masks), "a request that was not refused"
+        return functools.partial(run_on_text, self._model, how)
 
     def _new_runner(self, cache: Any, logits: Tensor, tokens: int) -> GraphRunner:
         """Raises torch.OutOfMemoryError."""
@@ -302,14 +304,15 @@ class Decoding:
 
 def run_on_text(
     reference: weakref.ref[PreTrainedModel],
-    how: masks.Masks | None,
+    how: masks.Masks | Support | None,
     ids: Tensor,
     positions: Tensor,
     cache: KVBucket,
 ) -> Tensor:
     """The model on several tokens of one text, ids and positions [1, n] → logits [n, v]; else as `run_model`."""
     model: Any = reference()
-    assert model is not None and how is not None
+    assert model is not None and isinstance(how, masks.Masks)
+    _check_attention(model, ids)
     outputs = model(
         input_ids=ids,
         attention_mask=how.of(cache),
@@ -339,8 +342,13 @@ def run_model(
     """
     model = reference()
     assert model is not None
-    if mask.is_cuda and not (attention := eligibility.attention_support(model)):
+    _check_attention(model, ids)
+    return loop.logits_of(model if fused is None else fused, ids, how.of(cache), positions, cache)
+
+
+def _check_attention(model: PreTrainedModel, ids: Tensor) -> None:
+    """Raises OperatorError."""
+    if ids.is_cuda and not (attention := eligibility.attention_support(model)):
         raise OperatorError(
             f"generate: {attention.reason}, of which a request's mask is made. Change it between requests."
         )
-    return loop.logits_of(model if fused is None else fused, ids, how.of(cache), positions, cache)

@@ -78,9 +78,35 @@ def support(decoding: Decoding, request: Request, synced_gpus: bool) -> Support:
     for name in ("assistant_early_exit", "assistant_ensemble_weight", "speculation_type", "use_mtp"):
         if getattr(config, name, None):
             return Support.no(f"{name}={getattr(config, name)!r}")
+    runner = decoding.runners.get(1)
+    if config.do_sample and runner is not None:
+        # Without candidates, other random numbers would be drawn.
+        if not (known := several.known_support(runner, decoding.native)):
+            return known
     if type(request.assistants["assistant_model"]).__name__.startswith("Gemma4"):
         return Support.no("the assistant reads the model's own keys and values")
     return SUPPORTED
+
+
+def how(decoding: Decoding, request: Request) -> str:
+    """How such a request runs, as `Decoding.last` says it."""
+    runner = decoding.runners.get(1)
+    kind = "graph" if runner is None or runner.graphs else "eager"
+    return f"{'native' if decoding.native is not None else kind} loop, {request.name}"
+
+
+def foreseen(decoding: Decoding) -> Support:
+    """Whether all of a request that `support` lets in will run as it should, as far as that is known before."""
+    runner = decoding.runners.get(1)
+    if runner is None:
+        return SUPPORTED
+    if decoding.native is None and not runner.graphs:
+        return runner.graphs
+    return _tried(several.known_support(runner, decoding.native))
+
+
+def _tried(several_tokens: Support) -> Support:
+    return several_tokens or Support.no(f"no candidates are tried: {several_tokens.reason}")
 
 
 class _Refused(Exception):
@@ -145,7 +171,7 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
         kept_cache.hand_back(cache, runner.cache, length + tokens.shape[1] - input_ids.shape[1] - 1)
     drafts.finish()
     reason = runner.changed if decoding.native is not None else runner.graphs.reason or runner.changed
-    recorded = Support.no(reason) if reason else SUPPORTED
+    recorded = Support.no(reason) if reason else _tried(steps.support)
     if not config.return_dict_in_generate:
         return tokens, recorded
     found = compat.GenerateDecoderOnlyOutput(sequences=tokens, past_key_values=cache, **loop.records())
@@ -238,7 +264,7 @@ class _Loop:
         kinds = {type(criterion) for criterion in request.criteria}
         # Where nothing of the user's sees it, the text stays on the host, and so does the lookup.
         is_plain = kinds <= {MaxLengthCriteria, EosTokenCriteria} and not len(request.processors)
-        on_host = is_plain and drafts.generator.__class__ is compat.PromptLookupCandidateGenerator
+        on_host = is_plain and isinstance(drafts.generator, compat.PromptLookupCandidateGenerator)
         self._device = torch.device("cpu") if on_host else request.input_ids.device
         self._end_tokens = set() if self._ends is None else set(self._ends.tolist())
         self._is_plain = is_plain

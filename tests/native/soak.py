@@ -82,7 +82,7 @@ class Thread:
     def run(self, until: float) -> None:
         order = random.Random(self.name)
         try:
-            while time.monotonic() < until:
+            while time.monotonic() < until or not self.compared:
                 number = order.randrange(len(REQUESTS))
                 answer = self.ask(number)
                 # Threads draw from one generator, so of what is drawn only the prompt and the length are known.

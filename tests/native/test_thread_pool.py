@@ -131,15 +131,18 @@ def test_idle_workers_use_no_cpu():
         from ktinject import _native
         _native.set_threads(8, crowded=True)
         _native.read_bandwidth(1 << 20)
-        time.sleep(0.2)
-        start = time.process_time()
-        time.sleep(1.0)
-        print(time.process_time() - start)
+        for _ in range(20):  # their spinning ends, on a busy machine later
+            start = time.process_time()
+            time.sleep(0.3)
+            used = time.process_time() - start
+            if used < 0.006:
+                break
+        print(used)
     """
     answer = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
     )
-    assert float(answer.stdout) < 0.02
+    assert float(answer.stdout) < 0.006
 
 
 def test_more_threads_than_cores_has_no_cliff():

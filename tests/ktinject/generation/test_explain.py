@@ -45,7 +45,8 @@ def models(request: pytest.FixtureRequest) -> Pair:
 
 
 def given(models: Pair, **case: Any) -> dict[str, Any]:
-    return {**prompt(1, padding=0, device=models.model.device.type), "eos_token_id": None, **case}
+    arguments = prompt(1, padding=0, device=models.model.device.type)
+    return {**arguments, "max_new_tokens": 6, "eos_token_id": None, **case}
 
 
 def seen(models: Pair) -> Explanation:

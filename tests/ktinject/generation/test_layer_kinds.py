@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from transformers.cache_utils import LinearAttentionLayer
 import ktinject
 from ktinject.generation import masks
 from ktinject.generation.cache import FixedCache
-from ktinject.generation.cache_layers import LayerKind
+from ktinject.generation.cache_layers import LayerKind, tensors_of
 from ktinject.generation.cuda import fused
 from ktinject.support import SUPPORTED
 from tests.models import AVAILABLE, tiny
@@ -114,11 +115,57 @@ def test_steps_on_a_graph_s_tensors(family: str, changes: dict[str, Any]) -> Non
         arguments = request(2, length, 14, padding=padding)
         assert torch.equal(model.generate(**arguments), stock(model, **arguments))
         assert decoding.reason == "cpu has no CUDA graphs"
-    [runner] = decoding.runners.values()
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    ids = request(1, 17, 0)["input_ids"]
+    for _ in range(2):  # a conversation, whose answers end early
+        arguments = {**request(1, 1, 9), "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        end = stock(model, **{**arguments, "max_new_tokens": 6})[0, -1].item()
+        arguments["eos_token_id"] = end
+        found, wanted = (
+            generate(**arguments, past_key_values=cache)
+            for generate, cache in zip((model.generate, partial(stock, model)), caches)
+        )
+        assert torch.equal(found, wanted) and decoding.reason == "cpu has no CUDA graphs"
+        for ours, theirs in zip(*(cache.layers for cache in caches)):
+            for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=True):
+                assert a.shape == b.shape and (a - b).norm() <= 1e-4 * b.norm()
+        ids = torch.cat([found, ids[:, :5]], dim=1)
+    runner = decoding.runners[2]
     view = runner.cache.bucket(runner.cache.capacity)
     with HostDecisions() as decisions, torch.no_grad():
         runner._forward(runner.ids, runner.cache.mask, runner.cache.positions, view)
     assert not decisions.found
+
+
+def test_a_request_that_raises_leaves_the_states_of_the_caller_s_cache() -> None:
+    """Also one that held nothing before."""
+    model = model_of("qwen3_next", {})
+    model.ktinject_decoding.graphs = SUPPORTED
+
+    class Interrupted:
+        def put(self, _: Any) -> None:
+            raise KeyboardInterrupt
+
+    for is_begun in (False, True):
+        cache = DynamicCache(config=model.config)
+        arguments = {**request(1, 9, 6, padding=0), "past_key_values": cache}
+        if is_begun:
+            found = model.generate(**arguments)
+            ids = torch.cat([found, found[:, :3]], dim=1)
+            arguments |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        layer = cache.layers[0]
+        before = [
+            None if tensor is None else tensor.clone()
+            for tensor in (layer.conv_states[0], layer.recurrent_states[0])
+        ]
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(**arguments, streamer=Interrupted())
+        assert cache.layers[0] is layer and layer.has_previous_state[0] == is_begun
+        for tensor, wanted in zip((layer.conv_states[0], layer.recurrent_states[0]), before):
+            assert torch.equal(tensor, wanted) if is_begun else tensor is None
+        assert cache.get_seq_length() == (14 if is_begun else 0)
+        del arguments["past_key_values"]
+        assert torch.equal(model.generate(**arguments, past_key_values=cache), stock(model, **arguments))
 
 
 @pytest.mark.parametrize("batch", [1, 9])

@@ -64,16 +64,17 @@ def test_formats(weights: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case",
+    "family, window, case",
     [
-        {},
-        {"cache_implementation": "static"},
-        {"max_time": 1e6},
-        {"max_time": 1e6, "cache_implementation": "static"},
+        *((*case, {}) for case in CASES),
+        ("gpt_oss", 3, {"cache_implementation": "static"}),
+        ("gpt_oss", 16, {"cache_implementation": "static"}),
+        ("mixtral", 8, {"max_time": 1e6}),
+        ("gpt_oss", 8, {"max_time": 1e6, "cache_implementation": "static"}),
+        ("qwen2_moe", 16, {"max_time": 1e6, "cache_implementation": "static"}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("family, window", CASES)
 def test_tokens_are_the_stock_loop_s(family: str, window: int, case: dict[str, Any]) -> None:
     """Prompts of 9 tokens and 24 more: longer than the window, or than it becomes on the way."""
     model = model_of(family, window)

@@ -56,7 +56,8 @@ for _ in range(30):
     time.sleep(0.01)
     used.append(time.process_time() - before)
 used.sort()
-print(used[len(used) // 2])
+# Spinning may be put off by other processes, and is made up for later; a step now and then is none.
+print(used[len(used) // 2] if sys.argv[1] == "sleep" else sum(used) / len(used))
 """
 
 

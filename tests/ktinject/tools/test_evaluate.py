@@ -48,8 +48,7 @@ def by_definition(model, ids, window):
 
 
 # 50 leaves a last window of one token, 64 a shorter one, 512 more than the text.
-@pytest.mark.parametrize("window", [2, 50, 64, 512])
-@pytest.mark.parametrize("chunk_rows", [1, 7, 1000])
+@pytest.mark.parametrize("chunk_rows, window", [(7, 2), (7, 50), (7, 64), (7, 512), (1, 50), (1000, 64)])
 def test_against_the_definition(model, other, ids, window, chunk_rows, monkeypatch):
     monkeypatch.setattr(evaluate, "CHUNK_BYTES", chunk_rows * 257 * 8)
     p, targets = by_definition(model, ids, window)
@@ -78,6 +77,7 @@ def test_against_the_definition(model, other, ids, window, chunk_rows, monkeypat
 def test_token_by_token_is_the_same(model, other, ids, window, rows, monkeypatch):
     """For models that do at decode what they do with a prompt; windows of 20 leave one of 1, which is left out."""
     monkeypatch.setattr(evaluate, "ROWS", rows)
+    ids = ids[:61]
     at_once = evaluate.divergence(model, other, ids, window=window)
     found = evaluate.divergence(model, other, ids, window=window, decode=True)
     assert found.tokens == at_once.tokens

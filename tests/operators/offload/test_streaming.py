@@ -107,12 +107,23 @@ def test_a_small_gain_over_the_bus_alone_is_not_trusted() -> None:
     assert [rates.passing(tokens, 128) for tokens in (512, 2048, 4096, 8192)] == [0, 51, 62, 128]
 
 
-def test_the_cpu_is_measured_up_to_the_bus_s_time(bus: list[tuple[int, int]]) -> None:
-    layer = on_the_bus(filled(256, 96))
-    short = prefill_rates._sample_cpu(layer, top_k=4, until_s=0.0)
+def test_the_cpu_is_measured_up_to_the_bus_s_time(
+    bus: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that other processes do not slow down."""
+    layer, now = on_the_bus(filled(256, 96)), [0.0]
+    forward = layer.native.forward
+
+    def timed(x: Tensor, *others: Tensor) -> None:
+        forward(x, *others)
+        now[0] += 1e-3 + 1e-5 * len(x)
+
+    monkeypatch.setattr(prefill_rates, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    measured: Any = SimpleNamespace(spec=layer.spec, native=SimpleNamespace(forward=timed))
+    short = prefill_rates._sample_cpu(measured, top_k=4, until_s=0.0)
     assert [tokens for tokens, _ in short] == [streaming.FEWEST_TOKENS]
     until_s = 3 * short[0][1]
-    found = prefill_rates._sample_cpu(layer, top_k=4, until_s=until_s)
+    found = prefill_rates._sample_cpu(measured, top_k=4, until_s=until_s)
     assert len(found) > 1 and found[-1][1] >= until_s > found[0][1]
     assert all(a[0] < b[0] <= 4 * a[0] for a, b in itertools.pairwise(found))
 
