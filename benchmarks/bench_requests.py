@@ -5,7 +5,11 @@
     python benchmarks/bench_requests.py --csv benchmarks/results.csv
 
 Decode is the time of --write tokens less that of one token, so what a prompt costs is left out. All kinds take turns.
-The ratio is to a plain request, greedy and of one row, except for beams, which are compared with a batch of as many.
+The ratio is to a plain request, greedy and of one row, except for beams, which are compared with a batch of as many
+rows: a row of each beam counts as a token, though a text has one of them a step.
+
+What a prompt lookup finds in a text of random weights says nothing. So there are candidates that know the answer: of
+four, the first `n` are right.
 """
 
 from __future__ import annotations
@@ -16,16 +20,18 @@ import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rows import about, add_arguments, record
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
+from transformers.generation import PromptLookupCandidateGenerator
 
 from ktinject import rules
 from ktinject.tools import random_models
 
 BEAMS = 4
-# A request of a kind: a batch, and what generate is asked for beside.
+# A request of a kind: a batch, and what generate is asked for beside. All beams count as rows.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
     "sampled": (1, {"do_sample": True}),
@@ -34,10 +40,28 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "own cache": (1, {}),
     "second turn": (1, {}),
     "prompt lookup": (1, {"prompt_lookup_num_tokens": 4}),
+    **{f"{right} of 4 right": (1, {"prompt_lookup_num_tokens": 4}) for right in (0, 1, 2, 4)},
     **{f"batch {batch}": (batch, {}) for batch in (4, 8, 12, 16, 32, 64)},
     f"{BEAMS} beams": (1, {"num_beams": BEAMS}),
 }
 PROMPT = 64
+
+
+class Knowing(PromptLookupCandidateGenerator):
+    """A prompt lookup that finds a certain number of the next tokens, and wrong ones behind them.
+
+    answer  [1, n]: the whole text
+    """
+
+    def __init__(self, right: int, answer: torch.Tensor) -> None:
+        super().__init__(num_output_tokens=4)
+        self._right, self._answer = right, answer.cpu()
+
+    def get_candidates(self, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        length = input_ids.shape[1]
+        found = self._answer[:, length : length + 4].clone()
+        found[:, self._right :] ^= 1
+        return torch.cat([input_ids, found.to(input_ids.device)], dim=1), None
 
 
 class Requests:
@@ -48,6 +72,7 @@ class Requests:
         random = torch.Generator().manual_seed(0)
         vocab = model.config.get_text_config().vocab_size
         self._tokens = torch.randint(vocab, (64, 2 * PROMPT), generator=random).to(model.device)
+        self._answers: dict[int, torch.Tensor] = {}
         self._first = DynamicCache(config=model.config)
         self._said = self._generate(self._tokens[:1, :PROMPT], PROMPT, {"past_key_values": self._first})
 
@@ -67,6 +92,16 @@ class Requests:
         elif kind == "second turn":
             asked = {"past_key_values": copy.deepcopy(self._first)}
             ids = torch.cat([self._said, self._tokens[:1, PROMPT:]], dim=1)
+        if "right" not in kind or new == 1:
+            return self._seconds(ids, new, asked)
+        if new not in self._answers:
+            self._answers[new] = self._generate(ids, new, {})
+        knowing = Knowing(int(kind[0]), self._answers[new])
+        # Of the class: what is set on the model would be a change of it.
+        with patch.object(GenerationMixin, "_get_candidate_generator", lambda *_, **__: knowing):
+            return self._seconds(ids, new, asked)
+
+    def _seconds(self, ids: torch.Tensor, new: int, asked: dict[str, Any]) -> float:
         wait: Callable[[], None] = torch.cuda.synchronize if ids.is_cuda else lambda: None
         wait()
         start = time.perf_counter()
@@ -77,7 +112,13 @@ class Requests:
     def rate(self, kind: str, new: int) -> float:
         """Tokens a second of decode."""
         one, all_ = self.seconds(kind, 1), self.seconds(kind, new)
-        return KINDS[kind][0] * (new - 1) / (all_ - one)
+        return rows_of(kind) * (new - 1) / (all_ - one)
+
+
+def rows_of(kind: str) -> int:
+    """Rows of a step."""
+    batch, asked = KINDS[kind]
+    return batch * asked.get("num_beams", 1)
 
 
 def main() -> None:
@@ -110,10 +151,10 @@ def main() -> None:
         beside = f"batch {BEAMS}" if "beams" in kind else "plain"
         ratio = round(rate / found[beside], 3) if beside in found else ""
         print(f"{kind:16} {rate:9.1f} tokens/s  {ratio:6} of {beside:8} {how[kind]}", flush=True)
-        us = 1e6 * KINDS[kind][0] / rate
+        us = 1e6 * rows_of(kind) / rate
         lines.append(
             {**shown, "benchmark": "request", "kernel": how[kind].split(":")[0], "routing": kind}
-            | {"tokens": KINDS[kind][0], "us": round(us, 1), "peer": beside, "ratio": ratio}
+            | {"tokens": rows_of(kind), "us": round(us, 1), "peer": beside, "ratio": ratio}
         )
     if arguments.csv:
         record(lines, arguments.csv)

@@ -194,12 +194,13 @@ def _beside(model: Path, name: str) -> Path | None:
 
 def _load_unswapped(folder: Path, device: list[str] | None) -> PreTrainedModel:
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
+
+    from ktinject.hf import models
 
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        model = models.unswapped(folder, dtype=torch.float32)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder}: transformers cannot load it unswapped: {error}") from error
     return model.to(device[0] if device else "cpu").eval()

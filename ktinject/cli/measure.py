@@ -93,14 +93,14 @@ def measure_unswapped(
 def _answer() -> None:
     request = json.load(sys.stdin)
     import torch
-    from transformers import AutoModelForCausalLM
 
     from ktinject.generation.cpu import openmp
+    from ktinject.hf import models
     from ktinject.tools import evaluate
 
     before_bytes = resident_bytes()
-    model = AutoModelForCausalLM.from_pretrained(
-        request["folder"], dtype=request["dtype"], device_map=request["device_map"], trust_remote_code=False
+    model = models.unswapped(
+        request["folder"], dtype=request["dtype"], device_map=request["device_map"]
     ).eval()
     prompt, new_tokens = request["prompt"], request["new_tokens"]
     evaluate.greedy(model, torch.tensor(prompt), new_tokens)

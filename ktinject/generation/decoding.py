@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import eligibility, loop, masks
+from ktinject.generation import eligibility, loop, masks, step_inputs
 from ktinject.generation.cache import KVBucket, bucket_of
 from ktinject.generation.cache_layers import kinds_of
 from ktinject.generation.cpu.native_decoder import NativeDecoder
@@ -70,6 +70,8 @@ class Decoding:
         self._watch: Watch | None = None  # of the model that is recorded
         self._recordable = SUPPORTED  # whether that model can be
         self._masks: masks.Masks | Support | None = None  # how it is given those of a captured step
+        # What steps of that model are given beside tokens → whether recorded ones may leave it out.
+        self._left_out: dict[frozenset[str], Support] = {}
         self._handoffs = [
             o.handoff for o in model.modules() if isinstance(getattr(o, "handoff", None), Handoff)
         ]
@@ -221,10 +223,28 @@ class Decoding:
         self._native = self._native or NativeDecoder(model)
         return self._native.support
 
+    def step_support(self, inputs: Mapping[str, Any]) -> Tensor | None | Support:
+        """The positions [b or 1, 1] of a recorded step, or why there can be none. To be called in one's turn.
+
+        inputs  of a step of one token, as transformers calls the model; its cache stays as it is
+        """
+        positions = step_inputs.last_positions(inputs.get("position_ids"))
+        left_out = step_inputs.beside(inputs)
+        if isinstance(positions, Support) or not left_out:
+            return positions
+        if left_out not in self._left_out:
+            model = self._model()
+            assert model is not None
+            found = step_inputs.step_support(model, inputs, positions)
+            self._left_out[left_out] = found if self.group is None else self.group.all_support(found)
+        support = self._left_out[left_out]
+        return positions if support else support
+
     def _look_at(self, model: PreTrainedModel) -> None:
         """Note the model as it is now."""
         self.release()
         self._fused = self._masks = None
+        self._left_out.clear()
         watch, support = Watch(model), eligibility.recording_support(model)
         if self.group is not None:
             support = self.group.all_support(support)
@@ -238,7 +258,7 @@ class Decoding:
         if self.native is not None:
             tokens = int(cache.get_seq_length()) + 1  # its cache grows
         found = self.runners.get(batch)
-        if found is not None and found.cache.capacity >= tokens:
+        if found is not None and found.cache.takes(cache, tokens):
             return found, SUPPORTED
         self.runners.pop(batch, None)
         del found
@@ -258,7 +278,9 @@ class Decoding:
 
     def own_modules(self) -> Callable[..., Tensor]:
         """As `several.Forward`: the model's own modules on several tokens of one text."""
-        return functools.partial(run_on_text, self._model, self._masks)
+        how = self._masks if self.native is None else self.native.masks
+        assert isinstance(how, masks.Masks), "a request that was not refused"
+        return functools.partial(run_on_text, self._model, how)
 
     def _new_runner(self, cache: Any, logits: Tensor, tokens: int) -> GraphRunner:
         """Raises torch.OutOfMemoryError."""
@@ -282,14 +304,15 @@ class Decoding:
 
 def run_on_text(
     reference: weakref.ref[PreTrainedModel],
-    how: masks.Masks | None,
+    how: masks.Masks | Support | None,
     ids: Tensor,
     positions: Tensor,
     cache: KVBucket,
 ) -> Tensor:
     """The model on several tokens of one text, ids and positions [1, n] → logits [n, v]; else as `run_model`."""
     model: Any = reference()
-    assert model is not None and how is not None
+    assert model is not None and isinstance(how, masks.Masks)
+    _check_attention(model, ids)
     outputs = model(
         input_ids=ids,
         attention_mask=how.of(cache),
@@ -319,8 +342,13 @@ def run_model(
     """
     model = reference()
     assert model is not None
-    if mask.is_cuda and not (attention := eligibility.attention_support(model)):
+    _check_attention(model, ids)
+    return loop.logits_of(model if fused is None else fused, ids, how.of(cache), positions, cache)
+
+
+def _check_attention(model: PreTrainedModel, ids: Tensor) -> None:
+    """Raises OperatorError."""
+    if ids.is_cuda and not (attention := eligibility.attention_support(model)):
         raise OperatorError(
             f"generate: {attention.reason}, of which a request's mask is made. Change it between requests."
         )
-    return loop.logits_of(model if fused is None else fused, ids, how.of(cache), positions, cache)

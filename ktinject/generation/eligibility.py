@@ -26,15 +26,13 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ktinject.generation import cache_layers, kept_cache, sampling, trust
+from ktinject.generation import cache_layers, kept_cache, sampling, step_inputs, trust
 from ktinject.generation.graph_runner import MAX_BATCH
 from ktinject.generation.sampling import Request, Sampling
 from ktinject.hf import compat
 from ktinject.operators import Operator
 from ktinject.support import SUPPORTED, Support
 
-# What a captured step makes itself, or what was used when the request was prepared.
-_KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "tokenizer"}
 # Methods that decide what a step is given. A recorded step does not call them.
 _PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "__call__")
 # How transformers computes the attention of steps that can be captured: both take a mask of all places.
@@ -119,12 +117,8 @@ def request_support(
         return Support.no(f"return_dict_in_generate=True returns the cache, a {type(held).__name__}")
     if not (kind := cache_layers.kind_support(held)):
         return kind
-    unknown = {name for name, value in model_kwargs.items() if value is not None} - _KNOWN
-    if unknown:
-        return Support.no(f"the model gets {', '.join(sorted(unknown))}")
-    positions = model_kwargs.get("position_ids")
-    if positions is not None and positions.dim() != 2:
-        return Support.no("positions have more than one dimension")
+    if unknown := step_inputs.unknown(model_kwargs):
+        return Support.no(f"the model gets {', '.join(unknown)}")
     if torch.is_autocast_enabled(model.device.type):
         return Support.no("autocast is on")
     if mode := trust.active_mode():

@@ -23,17 +23,18 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import beams, kept_cache, loop, speculation
+from ktinject.generation import beams, foreseen, kept_cache, loop, speculation
 from ktinject.generation import cache as caches
 from ktinject.generation.cpu import openmp
-from ktinject.generation.decoding import Decoding, Explanation
+from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest, read_plain
-from ktinject.generation.graph_runner import GraphRunner, size_of
+from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.steps import (
     EagerStep,
     GraphStep,
     StockReplay,
     begin,
+    first_positions,
     last_logits,
     runner_for,
     tokens_in,
@@ -106,7 +107,7 @@ class _Swapped(Methods):
             recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
             recorded = recorded and beams.support(generation_config, synced_gpus)
             if decoding.explains:
-                return _foreseen(decoding, recorded, Support.no(beams.NAME), input_ids)
+                return foreseen.of_request(decoding, recorded, Support.no(beams.NAME), input_ids)
             decoding.require(recorded)
             arguments = {
                 "logits_processor": logits_processor,
@@ -115,7 +116,7 @@ class _Swapped(Methods):
                 "synced_gpus": synced_gpus,
                 **model_kwargs,
             }
-            how = f"{_kind_of(decoding, recorded)}stock loop: {beams.NAME}"
+            how = f"{foreseen.kind_of(decoding, recorded)}stock loop: {beams.NAME}"
             if not recorded:
                 decoding.note(how, recorded.reason)
                 return own_class(self)._beam_search(self, input_ids, **arguments)
@@ -156,14 +157,12 @@ class _Swapped(Methods):
             recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
             recorded = recorded and speculation.support(decoding, request, synced_gpus)
             if decoding.explains:
-                return _foreseen_candidates(decoding, recorded, request)
+                return foreseen.of_candidates(decoding, recorded, request)
             decoding.require(recorded)
             if recorded:
-                kind = "native loop" if decoding.native is not None else "graph loop"
                 found, recorded, cache = speculation.run(self, request)
                 if found is not None:
-                    kind = kind if recorded or decoding.native is not None else "eager loop"
-                    decoding.note(f"{kind}, {request.name}", recorded.reason)
+                    decoding.note(speculation.how(decoding, request), recorded.reason)
                     return found
                 decoding.require(recorded)
                 model_kwargs["past_key_values"] = cache
@@ -210,7 +209,7 @@ class _Swapped(Methods):
             if not input_ids.shape[1]:
                 plain = Support.no("the prompt is embeddings (inputs_embeds)")
             if decoding.explains:
-                return _foreseen(decoding, recorded, plain, input_ids)
+                return foreseen.of_request(decoding, recorded, plain, input_ids)
             decoding.require(recorded)
             if isinstance(plain, PlainRequest):
                 return _run_own_loop(
@@ -264,40 +263,6 @@ def _request(model: Any, held: Any) -> Iterator[Support]:
         decoding.replay = outer
 
 
-def _kind_of(decoding: Decoding, recorded: Support) -> str:
-    """How the name of a request in transformers' loop begins."""
-    if not recorded:
-        return ""
-    return "native, " if decoding.native is not None else "graph, "
-
-
-def _foreseen_candidates(decoding: Decoding, recorded: Support, request: speculation.Request) -> Explanation:
-    """How a request for candidates would run."""
-    if not recorded:
-        return Explanation(f"stock loop: {request.name}", recorded.reason)
-    if decoding.native is not None:
-        return Explanation(f"native loop, {request.name}", "")
-    known = decoding.runners.get(1)
-    recorded = known.graphs if known is not None else recorded
-    return Explanation(f"{'graph' if recorded else 'eager'} loop, {request.name}", recorded.reason)
-
-
-def _foreseen(
-    decoding: Decoding, recorded: Support, plain: PlainRequest | Support, input_ids: Tensor
-) -> Explanation:
-    """How a request would run; the arguments are those of the loops."""
-    is_native = decoding.native is not None
-    if not isinstance(plain, PlainRequest):
-        return Explanation(f"{_kind_of(decoding, recorded)}stock loop: {plain.reason}", recorded.reason)
-    is_decoded = plain.max_length - input_ids.shape[1] > 1
-    if recorded and is_decoded and not is_native:
-        known = decoding.runners.get(size_of(len(input_ids), input_ids.device))
-        recorded = known.graphs if known is not None else recorded
-    if not recorded or not is_decoded:
-        return Explanation("eager loop", recorded.reason)
-    return Explanation("native loop" if is_native else "graph loop", "")
-
-
 def _run_stock_loop(
     model: Any, recorded: Support, plain: Support, input_ids: Tensor, arguments: dict[str, Any]
 ) -> Any:
@@ -308,7 +273,7 @@ def _run_stock_loop(
     arguments  of transformers' `_sample`
     """
     decoding: Decoding = model.ktinject_decoding
-    decoding.note(f"{_kind_of(decoding, recorded)}stock loop: {plain.reason}", recorded.reason)
+    decoding.note(f"{foreseen.kind_of(decoding, recorded)}stock loop: {plain.reason}", recorded.reason)
     max_length = arguments["stopping_criteria"].max_length or 0
     replay = StockReplay(model, max_length, input_ids.shape[1]) if recorded else None
     decoding.replay = replay
@@ -345,15 +310,16 @@ def _run_own_loop(
     del outputs
     length = tokens_in(cache)
     new_tokens = max(1, plain.max_length - input_ids.shape[1])
-    runner = None
+    runner, positions = None, None
     if recorded and new_tokens > 1:
         mask = model_kwargs.get("attention_mask")
-        runner, recorded = runner_for(decoding, cache, logits, input_ids, before, mask, new_tokens)
+        found = first_positions(model, input_ids, logits, model_kwargs)
+        positions, recorded = (None, found) if isinstance(found, Support) else (found, recorded)
+        if recorded:
+            runner, recorded = runner_for(decoding, cache, logits, input_ids, before, mask, new_tokens)
     native = decoding.native if runner is not None else None
     with model._optimize_model_for_decode(), nullcontext() if native is None else openmp.one_thread():
         if runner is not None:
-            positions = model_kwargs.get("position_ids")
-            positions = None if positions is None else positions[:, -1:]
             recorded = begin(decoding, runner, logits, cache, model_kwargs.get("attention_mask"), positions)
             if not recorded:
                 runner = native = None
@@ -367,8 +333,11 @@ def _run_own_loop(
             step = EagerStep(model, plain, logits, input_ids, model_kwargs)
         step.sampler.begin(input_ids, plain.request)
         draws = runner is not None and plain.sampling.do_sample and logits.is_cuda
-        # A step that is queued ahead does not know of the rows that a stop string has just ended.
+        is_kept = plain.is_dict or kept_cache.is_callers(cache)
+        # A step that is queued ahead does not know of the rows that a stop string has just ended; and if it is thrown
+        # away, states of fixed size have gone on.
         waits = native is not None or (plain.sampling.keeps_rows and plain.stop is not None)
+        waits |= is_kept and runner is not None and runner.cache.has_states
         tokens = loop.run(
             input_ids,
             step,
@@ -381,7 +350,7 @@ def _run_own_loop(
             generator=torch.cuda.default_generators[logits.device.index] if draws else None,
         )
     steps = tokens.shape[1] - input_ids.shape[1]
-    if runner is not None and (plain.is_dict or kept_cache.is_callers(cache)):
+    if runner is not None and is_kept:
         # The last token was read by no step that counts.
         kept_cache.hand_back(cache, runner.cache, length + steps - 1)
     decoding.note(*_how(runner, recorded, is_native=native is not None))

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ktinject.generation.cache import FixedCache
-from ktinject.generation.cache_layers import kind_of, kind_support, tensors_of
+from ktinject.generation.cache_layers import ALL_TOKENS, kind_of, kind_support, tensors_of
 from ktinject.support import SUPPORTED, Support
 
 
@@ -41,20 +41,38 @@ def callers_support(model: PreTrainedModel, cache: Any) -> Support:
         return Support.no(f"the model's caches are of {kinds}")
     if cache.layers and len(cache.layers) != len(own.layers):
         return Support.no(f"the caller's cache has {len(cache.layers)} layers, the model's {len(own.layers)}")
-    windows = [kind_of(layer).window for layer in own.layers]
-    if any(kind_of(layer).is_state for layer in own.layers):
-        return Support.no("the caller's cache has states of linear attention")
-    # One that was made without a config has no layers yet, and they will know nothing of windows.
-    if ([kind_of(layer).window for layer in cache.layers] or [None] * len(windows)) != windows:
+    wanted = [*map(kind_of, own.layers)]
+    # One that was made without a config has no layers yet, and they will know nothing of windows or states.
+    if ([*map(kind_of, cache.layers)] or [ALL_TOKENS] * len(wanted)) != wanted:
         return Support.no(
-            "the caller's cache has other sliding windows than the model: make it by DynamicCache(config=model.config)"
+            "the caller's cache has other sliding windows or states than the model: make it by "
+            "DynamicCache(config=model.config)"
         )
     if any(getattr(layer, "record_past", False) for layer in cache.layers):
-        return Support.no("the caller's cache keeps what its sliding windows have passed")
-    other = {layer.keys.dtype for layer in cache.layers if layer.get_seq_length()} - {model.dtype}
+        return Support.no("the caller's cache keeps what its windows and states have passed")
+    attends = [layer for layer, kind in zip(cache.layers, wanted) if not kind.is_state]
+    other = {layer.keys.dtype for layer in attends if layer.get_seq_length()} - {model.dtype}
     if other:
         return Support.no(f"the caller's cache holds {other.pop()}, the model computes in {model.dtype}")
     return SUPPORTED
+
+
+class _StatesBefore:
+    """A layer of a cache with states of fixed size, which are written where they lie: copies of them."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._values = {
+            name: {key: _copied(part) for key, part in value.items()} if isinstance(value, dict) else value
+            for name, value in vars(layer).items()
+        }
+
+    def restore(self) -> None:
+        vars(self._layer).update(self._values)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,11 @@ class _Before:
         layer = self.layer
         if self.tensors is None:
             layer.keys, layer.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
+            if getattr(layer, "indexer_keys", None) is not None:
+                layer.indexer_keys = layer.indexer_keys[:, : self.length]
             return
+        if hasattr(layer, "indexer_keys"):  # it held nothing
+            layer.indexer_keys, layer.is_indexer_initialized = None, False
         layer.keys, layer.values = self.tensors
         layer.is_initialized = self.tensors[0] is not None
         if kind_of(layer).window is not None:
@@ -89,13 +111,14 @@ class _Before:
 def restored(cache: Any) -> Iterator[None]:
     """Within, whatever is raised leaves a caller's cache with the tokens that it held before.
 
-    A cache of another kind than recorded steps take, or one with states of linear attention, is left to transformers.
+    A cache of another kind than recorded steps take is left to transformers.
     """
-    is_ours = is_callers(cache) and type(cache) is DynamicCache and kind_support(cache)
-    if not is_ours or any(kind_of(layer).is_state for layer in cache.layers):
+    if not (is_callers(cache) and type(cache) is DynamicCache and kind_support(cache)):
         yield
         return
-    before = [_Before.of(layer) for layer in cache.layers]
+    before = [
+        _StatesBefore(layer) if kind_of(layer).is_state else _Before.of(layer) for layer in cache.layers
+    ]
     try:
         yield
     except BaseException:
@@ -113,12 +136,14 @@ def hand_back(cache: DynamicCache, fixed: FixedCache, length: int) -> None:
     """
     for layer, tensors, kind in zip(cache.layers, fixed.layers, fixed.kinds):
         window = kind.window
-        if kind.is_state:  # on the CPU, where no step is thrown away
+        if kind.is_state:  # in a request of which no step is thrown away
             for to, held in zip(tensors_of(layer), tensors):
                 to.copy_(held[: len(to)])
             continue
         if window is None:
-            layer.keys, layer.values = (_copy(tensor, len(layer.keys), length) for tensor in tensors)
+            layer.keys, layer.values, *index = (_copy(tensor, len(layer.keys), length) for tensor in tensors)
+            if index:
+                layer.indexer_keys = index[0][:, 0]
             continue
         # Of a window, the next token sees one less of those before it. They lie in a ring.
         seen = torch.arange(max(0, length - window + 1), length, device=tensors[0].device) % window

@@ -16,15 +16,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import BucketLayer, LayerKind, States, kind_of
+from ktinject.hf.layers import Layers
 from ktinject.operators.probes import twin
 from ktinject.support import Support
 
-_ROWS = 2
+_ROWS = 3
 # Tokens behind the longest window, so that what is before a window shows. Chunks of that length begin anew there.
 _BEYOND = 5
 
@@ -70,19 +71,15 @@ def of_model(model: PreTrainedModel, kinds: Sequence[LayerKind] | None = None) -
     like = DynamicCache(config=model.config).layers
     kinds = [kind_of(layer) for layer in like] if kinds is None else kinds
     longest = max((kind.window for kind in kinds if kind.window is not None), default=8)
-    try:
-        probe = _Probe(model, like, kinds, longest + _BEYOND)
-        with torch.no_grad():
-            added = probe.own_masks()
-            if isinstance(added, Support):
-                return added
-            names = probe.names()
-    except Exception as error:  # transformers' own code, given what it may not be made for
-        return Support.no(f"its masks cannot be tried out: {type(error).__name__}: {error}")
-    if isinstance(names, Support):
-        return names
-    attends = [kind for kind in kinds if not kind.is_state]
-    return Masks(names, attends[0], added)
+    failed = None
+    for more in (0, 1):  # that a layer returns behind the hidden states
+        try:
+            probe = _Probe(model, like, kinds, longest + _BEYOND, more)
+            with torch.no_grad():
+                return probe.found()
+        except Exception as error:  # transformers' own code, given what it may not be made for
+            failed = failed or error
+    return Support.no(f"its masks cannot be tried out: {type(failed).__name__}: {failed}")
 
 
 class _Probed(BucketLayer):
@@ -119,14 +116,28 @@ class _Probe:
     """A model whose layers only note the masks that they are given."""
 
     def __init__(
-        self, model: PreTrainedModel, like: Sequence[Any], kinds: Sequence[LayerKind], position: int
+        self,
+        model: PreTrainedModel,
+        like: Sequence[Any],
+        kinds: Sequence[LayerKind],
+        position: int,
+        more: int,
     ) -> None:
-        self._kinds, self._position = kinds, position
+        self._kinds, self._position, self._more = kinds, position, more
         self._device = model.device
         self._places = position + 3  # some are empty
         self._given: list[Any] = []
         self._like = like
         self._model = self._without_layers(model)
+
+    def found(self) -> Masks | Support:
+        added = self.own_masks()
+        if isinstance(added, Support):
+            return added
+        names = self.names()
+        if isinstance(names, Support):
+            return names
+        return Masks(names, next(kind for kind in self._kinds if not kind.is_state), added)
 
     def own_masks(self) -> torch.dtype | None | Support:
         """Whether the masks that the model makes show what a `KVBucket`'s do; and their dtype, if they are added."""
@@ -195,32 +206,21 @@ class _Probe:
     def _without_layers(self, model: PreTrainedModel) -> Any:
         """A twin of the model with layers that do nothing."""
         count = len(self._kinds)
-        paths = [
-            path
-            for path, module in model.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) == count and path.count(".layers") <= 1
-        ]
-        path = min(paths, key=lambda path: path.count("."), default=None)
-        if path is None:
+        layers = Layers(model)
+        if layers.count != count:
             raise ValueError(f"it has no list of {count} layers")
-        layers: Any = model.get_submodule(path)
+        path = layers.paths[0].rpartition(".")[0]
+        held: Any = model.get_submodule(path)
         twins = {}
-        for name, layer in layers.named_children():
+        for name, layer in held.named_children():
             twins[name] = alone = twin.of(layer, hooks=False)
             vars(alone)["forward"] = self._note
-        found: nn.Module = twin.of(layers, twins)
-        while path:
-            path, _, name = path.rpartition(".")
-            holder = model.get_submodule(path)
-            # Nobody's hooks are to see these calls.
-            children = {key: twin.of(child, hooks=False) for key, child in holder.named_children()}
-            without = () if path else ("ktinject_decoding",)
-            found = twin.of(holder, {**children, name: found}, without=without, hooks=False)
-        return found
+        # Nobody's hooks are to see these calls.
+        return twin.around(model, path, twin.of(held, twins), without=("ktinject_decoding",), hooks=False)
 
-    def _note(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Tensor:
+    def _note(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Any:
         self._given.append(kwargs["attention_mask"])
-        return hidden_states
+        return (hidden_states, *[None] * self._more) if self._more else hidden_states
 
 
 def _shows(found: Any, wanted: Tensor) -> bool:

@@ -26,7 +26,7 @@ from ktinject.generation import kept_cache, sampling, several
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.several import SeveralTokens
-from ktinject.generation.steps import begin, last_logits, runner_for, tokens_in
+from ktinject.generation.steps import begin, first_positions, last_logits, runner_for, tokens_in
 from ktinject.hf import compat
 from ktinject.support import SUPPORTED, Support
 
@@ -56,6 +56,12 @@ class Request:
         return "MTP" if self.config.use_mtp else "assisted decoding"
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing of the user's sees the text while it is written."""
+        kinds = {type(criterion) for criterion in self.criteria}
+        return kinds <= {MaxLengthCriteria, EosTokenCriteria} and not len(self.processors)
+
+    @property
     def held(self) -> Any:
         return self.model_kwargs.get("past_key_values")
 
@@ -78,9 +84,35 @@ def support(decoding: Decoding, request: Request, synced_gpus: bool) -> Support:
     for name in ("assistant_early_exit", "assistant_ensemble_weight", "speculation_type", "use_mtp"):
         if getattr(config, name, None):
             return Support.no(f"{name}={getattr(config, name)!r}")
+    runner = decoding.runners.get(1)
+    if config.do_sample and runner is not None:
+        # Without candidates, other random numbers would be drawn.
+        if not (known := several.known_support(runner, decoding.native)):
+            return known
     if type(request.assistants["assistant_model"]).__name__.startswith("Gemma4"):
         return Support.no("the assistant reads the model's own keys and values")
     return SUPPORTED
+
+
+def how(decoding: Decoding, request: Request) -> str:
+    """How such a request runs, as `Decoding.last` says it."""
+    runner = decoding.runners.get(1)
+    kind = "graph" if runner is None or runner.graphs else "eager"
+    return f"{'native' if decoding.native is not None else kind} loop, {request.name}"
+
+
+def foreseen(decoding: Decoding) -> Support:
+    """Whether all of a request that `support` lets in will run as it should, as far as that is known before."""
+    runner = decoding.runners.get(1)
+    if runner is None:
+        return SUPPORTED
+    if decoding.native is None and not runner.graphs:
+        return runner.graphs
+    return _tried(several.known_support(runner, decoding.native))
+
+
+def _tried(several_tokens: Support) -> Support:
+    return several_tokens or Support.no(f"no candidates are tried: {several_tokens.reason}")
 
 
 class _Refused(Exception):
@@ -117,7 +149,10 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
     cache = outputs.get("past_key_values")
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     del outputs
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
+    mask = model_kwargs.get("attention_mask")
+    positions = first_positions(model, input_ids, logits, model_kwargs)
+    if isinstance(positions, Support):
+        raise _Refused(positions)
     new_tokens = config.max_length - input_ids.shape[1] + several.SIZES[-1]
     runner, recorded = runner_for(decoding, cache, logits, input_ids, before, mask, new_tokens)
     if runner is None:
@@ -126,7 +161,6 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
     # An assistant computes with torch's own threads.
     alone = openmp.one_thread() if decoding.native is not None and is_lookup else nullcontext()
     with model._optimize_model_for_decode(), alone:
-        positions = None if positions is None else positions[:, -1:]
         length = tokens_in(cache)
         recorded = begin(decoding, runner, logits, cache, mask, positions)
         if not recorded:
@@ -143,7 +177,7 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
         kept_cache.hand_back(cache, runner.cache, length + tokens.shape[1] - input_ids.shape[1] - 1)
     drafts.finish()
     reason = runner.changed if decoding.native is not None else runner.graphs.reason or runner.changed
-    recorded = Support.no(reason) if reason else SUPPORTED
+    recorded = Support.no(reason) if reason else _tried(steps.support)
     if not config.return_dict_in_generate:
         return tokens, recorded
     found = compat.GenerateDecoderOnlyOutput(sequences=tokens, past_key_values=cache, **loop.records())
@@ -177,7 +211,10 @@ class Trials:
 
 
 class _Drafts:
-    """The candidates of one request."""
+    """The candidates of one request.
+
+    device  where texts and candidates are: for a lookup the host, if nothing else sees them
+    """
 
     def __init__(self, model: Any, request: Request) -> None:
         self.generator = model._get_candidate_generator(
@@ -187,12 +224,14 @@ class _Drafts:
             model_kwargs=dict(request.model_kwargs),
             **request.assistants,
         )
+        self.device = request.input_ids.device
         self._trials: Trials | None = None
         if isinstance(self.generator, compat.PromptLookupCandidateGenerator):
             if not request.config.do_sample:
                 self._trials = Trials(self.generator.num_output_tokens)
-            if not len(request.processors):
-                # It would ask each candidate whether they forbid it.
+            if request.is_plain:
+                self.device = torch.device("cpu")
+                # With an empty list, it would ask for each candidate whether that forbids it.
                 self.generator.logits_processor = None
                 if self.generator.eos_token_id is not None:
                     self.generator.eos_token_id = self.generator.eos_token_id.cpu()
@@ -233,13 +272,8 @@ class _Loop:
         is_kept = config.return_dict_in_generate
         self._scores: list[Tensor] | None = [] if is_kept and config.output_scores else None
         self._logits: list[Tensor] | None = [] if is_kept and config.output_logits else None
-        kinds = {type(criterion) for criterion in request.criteria}
-        # Where nothing of the user's sees it, the text stays on the host, and so does the lookup.
-        is_plain = kinds <= {MaxLengthCriteria, EosTokenCriteria} and not len(request.processors)
-        on_host = is_plain and drafts.generator.__class__ is compat.PromptLookupCandidateGenerator
-        self._device = torch.device("cpu") if on_host else request.input_ids.device
+        self._is_plain = request.is_plain
         self._end_tokens = set() if self._ends is None else set(self._ends.tolist())
-        self._is_plain = is_plain
 
     def records(self) -> dict[str, tuple[Tensor, ...] | None]:
         """Scores and logits, by the names of transformers' output."""
@@ -252,7 +286,7 @@ class _Loop:
         first  logits [1, v] of the prompt's last token
         """
         request, steps = self._request, self._steps
-        text, known = request.input_ids.to(self._device), first
+        text, known = request.input_ids.to(self._drafts.device), first
         while True:
             sure = 1 - len(known)  # the last token was not read yet, but behind the prompt
             drafted, draft_logits = self._drafts(text, steps.most - sure)
@@ -302,7 +336,7 @@ class _Loop:
                 chosen = torch.multinomial(scores[0].softmax(-1), num_samples=1)[:, 0]
             else:
                 chosen = sampling.greatest(scores[0])
-            chosen = chosen.to(self._device)
+            chosen = chosen.to(self._drafts.device)
             right = int((chosen[:-1] == drafted[0]).long().cumprod(0).sum())
             valid = chosen[: right + 1]
         self._decoding.check()

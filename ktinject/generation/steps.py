@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ktinject.generation import cache as caches
-from ktinject.generation import kept_cache
+from ktinject.generation import kept_cache, step_inputs
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest
 from ktinject.generation.graph_runner import GraphRunner
@@ -44,6 +44,23 @@ def runner_for(
     if not support:
         return None, support
     return decoding.runner(cache, logits, length + new_tokens)
+
+
+def first_positions(
+    model: Any, prompt: Tensor, logits: Tensor, model_kwargs: dict[str, Any]
+) -> Tensor | None | Support:
+    """The positions [b or 1, 1] of the first step, or why no recorded one serves the request.
+
+    prompt        [b, n]
+    logits        [b, v] behind it
+    model_kwargs  of transformers, for that step
+    """
+    inputs: dict[str, Any] = model_kwargs
+    if step_inputs.beside(model_kwargs):
+        tokens = torch.cat([prompt, logits.argmax(-1, keepdim=True)], dim=1)
+        inputs = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **model_kwargs)
+    decoding: Decoding = model.ktinject_decoding
+    return decoding.step_support(inputs)
 
 
 def begin(
@@ -211,9 +228,12 @@ class StockReplay:
 
     @property
     def support(self) -> Support:
-        if self._support and self._runner is not None and self._runner.changed:
-            return Support.no(self._runner.changed)
-        return self._support
+        runner = self._runner
+        if not self._support or runner is None:
+            return self._support
+        if runner.changed:
+            return Support.no(runner.changed)
+        return SUPPORTED if self._model.ktinject_decoding.native is not None else runner.graphs
 
     def __call__(self, **inputs: Any) -> Any:
         ids: Tensor = inputs["input_ids"]
@@ -249,10 +269,14 @@ class StockReplay:
             return None
         # The cache may have begun with more than the prompt. One token was made and read since.
         tokens = max(self._max_length, length + max(1, self._max_length - self._prompt - 1))
+        positions = decoding.step_support(inputs)
+        if isinstance(positions, Support):
+            self._support = positions
+            return None
         runner, self._support = decoding.runner(cache, logits, tokens)
         if runner is None:
             return None
-        self._support = begin(decoding, runner, logits, cache, mask, inputs.get("position_ids"))
+        self._support = begin(decoding, runner, logits, cache, mask, positions)
         if not self._support:
             return None
         self._cache, self.tokens = cache, length

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ktinject import _native
+from ktinject.generation import step_inputs
 from ktinject.generation.trust import BASES, is_trusted
 from ktinject.hf import compat
 from ktinject.operators import Operator
@@ -121,6 +122,8 @@ class Watch:
         aside = _ASIDE_OF_MODEL if module is model else frozenset()
         if isinstance(module, Operator):
             aside |= module.changing
+        if is_trusted(type(module).__module__):
+            aside |= {step_inputs.REMEMBERED}  # of each request; a step that is recorded does not read it
         if not is_trusted(type(module).__module__):  # what it remembers of its own work
             aside |= {name for name in values if name.startswith("_")} - _BOOKKEEPING - _DECISIVE
         values = {name: value for name, value in values.items() if name not in aside}

@@ -21,8 +21,9 @@ from ktinject.errors import PlanError
 _AUTO: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForMultimodalLM, AutoModelForImageTextToText)
 _WITH_IMAGES = "ForConditionalGeneration"  # how the class of a checkpoint with a vision tower ends
 
-# Models that also speak, in several models of their own: the part that reads and writes text.
-_SPEAKING = {"qwen3_omni_moe": "thinker_config"}
+# Models that also speak, in several models of their own: the config of the part that reads and writes text, and the
+# names of the others' weights.
+_SPEAKING = {"qwen3_omni_moe": ("thinker_config", (r"^talker\.", r"^code2wav\."))}
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -48,15 +49,18 @@ def _has(auto: Any, config: PreTrainedConfig) -> bool:
     return type(config) in auto._model_mapping
 
 
-def writing_part(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config itself; of a model that also speaks, the config of the part that reads and writes text."""
-    part = _SPEAKING.get(config.model_type)
-    if part is None:
-        return config
+def writing_part(config: PreTrainedConfig) -> tuple[PreTrainedConfig, tuple[str, ...]]:
+    """The config itself; of a model that also speaks, the config of the part that reads and writes text.
+
+    Returns  it, and patterns of names of weights that are of the other parts
+    """
+    if config.model_type not in _SPEAKING:
+        return config, ()
+    part, others = _SPEAKING[config.model_type]
     found: PreTrainedConfig = getattr(config, part)
     for name in ("quantization_config", "dtype"):  # said of the whole
         value = getattr(config, name, None)
         if value is not None and getattr(found, name, None) is None:
             setattr(found, name, value)
     found.name_or_path = config.name_or_path
-    return found
+    return found, others

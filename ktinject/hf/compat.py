@@ -218,6 +218,12 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         Private(
             "torch._C", "_cuda_endAllocateToPool", THERE, "a failed capture leaves the allocator recording"
         ),
+        Private(
+            "transformers.generation.utils",
+            "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL",
+            THERE,
+            "what is of the prompt alone",
+        ),
         # Read of a request.
         Private(
             f"{_GENERATION}._prepare_cache_for_generation", "_is_user_defined", SET, "such a cache is kept"

@@ -265,18 +265,36 @@ def meta_model(
     Raises      PlanError
     """
     compat.require("loading")
-    config = writing_part(config)
+    config, others = writing_part(config)
     auto = auto_class(config)
     if dtype is None or dtype == "auto":
-        dtype = config.get_text_config().dtype or _usual_dtype(checkpoint)
+        dtype = config.dtype or config.get_text_config().dtype or _usual_dtype(checkpoint)
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
         raise PlanError(f"dtype: found {dtype!r}; use auto, bfloat16, float16 or float32.")
     try:
         with torch.device("meta"), _few_modules():
-            return auto.from_config(config, dtype=found, trust_remote_code=False)
+            model: PreTrainedModel = auto.from_config(config, dtype=found, trust_remote_code=False)
     except Exception as error:  # transformers' own code on somebody's values
         raise PlanError(f"model type {config.model_type!r}: the config makes no model: {error}") from error
+    if others:
+        model._keys_to_ignore_on_load_unexpected = {
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            *others,
+        }
+    return model
+
+
+def unswapped(folder: str | os.PathLike[str], **arguments: Any) -> PreTrainedModel:
+    """The model of a folder as transformers alone loads it, of the class that `meta_model` builds.
+
+    arguments  of `from_pretrained`
+    """
+    config, _ = writing_part(_config_in(folder))
+    found: PreTrainedModel = auto_class(config).from_pretrained(
+        folder, config=config, trust_remote_code=False, **arguments
+    )
+    return found
 
 
 @contextmanager

@@ -91,8 +91,8 @@ Places places_of(const LayerCache& cache, const Step& step, int row, int heads, 
                  int window) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("cache: " + what); };
   auto is = [&](const Cached& one, int width) {
-    return one.dtype == step.dtype && one.shape.size() == 4 && one.shape[0] == step.together() && one.shape[1] == heads &&
-           one.shape[2] == cache.first.shape[2] && one.shape[3] == width;
+    return one.dtype == step.dtype && one.shape.size() == 4 && one.shape[0] == step.together() &&
+           one.shape[1] == heads && one.shape[2] == cache.first.shape[2] && one.shape[3] == width;
   };
   if (!is(cache.first, key_size) || !is(cache.second, value_size)) {
     const std::string rows = "[" + std::to_string(step.together()) + ", " + std::to_string(heads) + ", n, ";
@@ -179,8 +179,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
     for (int g = 0; g < groups; ++g) {
       float* one = k + product(row * groups + g, size);
       norm_and_turn(one, config_.k_norm, row);
-      const size_t place =
-          product(step.cache_row(row) * groups + g, places.capacity, size) + product(places.own, size);
+      const size_t place = product(step.cache_row(row) * groups + g, places.capacity, size) + product(places.own, size);
       ops.store(head + size, size, step.dtype, at(cache.first.data, place, step));
       ops.store(v + product(row * groups + g, size), size, step.dtype, at(cache.second.data, place, step));
     }
@@ -295,8 +294,7 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   const gemm::StepOps& ops = gemm::step_ops();
   for (int first = 0; first < batch; first += step.together()) {
     const Places places = places_of(cache, step, first, 1, rank, rope, 0);
-    for (int row = first; row < first + step.together(); ++row)
-      write(row, kv, step, places, memory + latent_at, cache);
+    for (int row = first; row < first + step.together(); ++row) write(row, kv, step, places, memory + latent_at, cache);
     const Over over{step.together(), 1, heads, places.count, wide, rank, nullptr};
     attend_all(ops, over, step.dtype, sum + product(first, heads, rank), [&](int index, int) {
       const int row = first + index, held = step.cache_row(row);

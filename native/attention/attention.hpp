@@ -1,5 +1,5 @@
-// Attention of a decode step on the CPU, over keys and values in a cache: one token a row, or some tokens of one text, of
-// which the last may be taken back.
+// Attention of a decode step on the CPU, over keys and values in a cache: one token a row, or some tokens of one text,
+// of which the last may be taken back.
 #pragma once
 
 #include <cstddef>
@@ -45,9 +45,11 @@ struct Step {
   bool shared_rotation = false;   // one row for all
   const uint8_t* mask = nullptr;  // [batch, mask_stride], positions up to `position`
   size_t mask_stride = 0;
-  // Rows are tokens of one text, the first at `position`, the others after it, of which each attends to those before it.
-  // The cache has one row, and masks are of positions up to each row's own.
+  // Rows are tokens of one text, the first at `position`, the others after it, of which each attends to those before
+  // it. The cache has one row, and masks are of positions up to each row's own.
   bool consecutive = false;
+  // [batch], 0 for rows whose text has ended, for which no routed expert is computed; null: there are none.
+  const uint8_t* live = nullptr;
 
   // Rows that are computed beside each other, those that a cache has, and what belongs to a row.
   int together() const { return consecutive ? 1 : batch; }

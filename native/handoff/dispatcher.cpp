@@ -174,6 +174,7 @@ void Dispatcher::loop() {
   pthread_setname_np(pthread_self(), "kt-dispatcher");
   prctl(PR_SET_TIMERSLACK, 1000);  // a nap of 50 us would else take twice as long
   runtime::set_patience(kPatienceMicroseconds);
+  runtime::leave_room(true);
   uint32_t woken = wake_.load();
   auto active = Clock::now();
   for (int spins = 0;;) {

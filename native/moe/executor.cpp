@@ -18,6 +18,12 @@ void stream_row(float* to, const float* from) {
   for (int i = 0; i < gemm::kPanel; i += 4) _mm_stream_ps(to + i, _mm_load_ps(from + i));
 }
 
+runtime::ThreadPool::Wake wake_for(const MoePlan& plan) {
+  using Wake = runtime::ThreadPool::Wake;
+  if (plan.caller_alone) return Wake::none;
+  return plan.reads_only ? Wake::most : Wake::all;
+}
+
 }  // namespace
 
 // Slots of the pool's buffers; 0 belongs to packing.
@@ -73,8 +79,7 @@ void MoeExecutor::run() {
   }
   workers_.parallel_lists(
       plan_.sizes, [&](int list, int index, int worker) { execute(list, index, worker); },
-      runtime::ThreadPool::Steal::yes,
-      plan_.caller_alone ? runtime::ThreadPool::Wake::none : runtime::ThreadPool::Wake::all);
+      runtime::ThreadPool::Steal::yes, wake_for(plan_));
 }
 
 void MoeExecutor::execute(int list, int index, int worker) {

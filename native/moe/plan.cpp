@@ -73,6 +73,7 @@ void MoePlan::make(const Routing& routing, const MoeShape& shape, int tokens) {
   caller_converts = tokens <= kTokensAlone;
   const size_t active_bytes = active_ * (shape.gate_up.bytes() + shape.down.bytes());
   caller_alone = active_bytes * std::max<size_t>(1, rows / std::max<size_t>(1, active_) / kReadRows) < kSerialBytes;
+  reads_only = rows <= active_ * kReadRows;
   bypasses_caches = rows * static_cast<size_t>(shape.down.panels) * gemm::kPanel * sizeof(float) > kUncachedBytes;
   size_buffers(rows, shape, tokens);
   if (is_made_for(routing, shape, tokens)) return;

@@ -23,7 +23,13 @@ namespace {
 // Long enough to bridge what a model does between two layers' experts on one token (40 to 60 µs on a GPU, more with a
 // long cache; woken workers are 13 µs late), short enough that idle ones do not steal cores from whoever has work.
 constexpr double kPatienceMicroseconds = 100;
+// Workers for each spare one, and how many of these there are at most: both threads of a core. Of 16, 14 read one
+// token's experts as fast as all, and steps that the host prepares took half as long (4 beams, prompt lookup).
+constexpr int kWorkersForSpare = 8;
+constexpr int kMostSpare = 2;
+
 thread_local double patience_us = kPatienceMicroseconds;
+thread_local bool leaves_room = false;
 // A waiting thread gives its core away now and then, for a worker that holds the last task on the same core.
 constexpr double kYieldMicroseconds = 10;
 constexpr int kPausesBetweenClocks = 64;
@@ -121,7 +127,8 @@ struct ThreadPool::Queue {
   alignas(64) std::atomic<int> finished{0};  // tasks finished by those workers
 };
 
-ThreadPool::ThreadPool(int threads, std::vector<Node> nodes) : threads_(threads), nodes_(std::move(nodes)) {
+ThreadPool::ThreadPool(int threads, std::vector<Node> nodes)
+    : threads_(threads), spare_(std::min(threads / kWorkersForSpare, kMostSpare)), nodes_(std::move(nodes)) {
   pace();
   const size_t parts = nodes_.size();
   size_t cpus = 0;
@@ -201,8 +208,10 @@ ThreadPool::~ThreadPool() { join_all(); }
 
 void ThreadPool::join_all() {
   stop_ = true;
-  generation_.fetch_add(1);
-  futex(generation_, FUTEX_WAKE_PRIVATE, INT_MAX);
+  for (News* news : {&news_, &spare_news_}) {
+    news->generation.fetch_add(1);
+    futex(news->generation, FUTEX_WAKE_PRIVATE, INT_MAX);
+  }
   for (auto& thread : workers_) thread.join();
 }
 
@@ -289,40 +298,46 @@ void ThreadPool::relax(int turn) {
 }
 
 // True as soon as there is a new generation, false after a while without one.
-bool ThreadPool::spin(uint32_t seen) const {
+bool ThreadPool::spin(const News& news, uint32_t seen) const {
   static const bool can_wait = has_waitpkg();
   const uint64_t end = __rdtsc() + patience_.load(std::memory_order_relaxed);
   do {
     if (can_wait) {  // the system may cut a wait short, so there can be several
-      wait_for_write(generation_, seen, end);
-      if (generation_.load(std::memory_order_acquire) != seen) return true;
+      wait_for_write(news.generation, seen, end);
+      if (news.generation.load(std::memory_order_acquire) != seen) return true;
       continue;
     }
     for (int i = 0; i < kPausesBetweenClocks; ++i) {
-      if (generation_.load(std::memory_order_acquire) != seen) return true;
+      if (news.generation.load(std::memory_order_acquire) != seen) return true;
       _mm_pause();
     }
   } while (__rdtsc() < end);
   return false;
 }
 
-void ThreadPool::wake_some() {
-  if (sleepers_.load() > 0) futex(generation_, FUTEX_WAKE_PRIVATE, kWakeFan);
+void ThreadPool::wake_some(News& news) {
+  if (news.sleepers.load() > 0) futex(news.generation, FUTEX_WAKE_PRIVATE, kWakeFan);
+}
+
+void ThreadPool::publish(News& news, uint32_t generation) {
+  news.generation.store(generation);
+  wake_some(news);
 }
 
 void ThreadPool::work(int worker) {
+  News& news = news_of(worker);
   uint32_t seen = 0;
   for (;;) {
-    while (!spin(seen)) {
-      sleepers_.fetch_add(1);
+    while (!spin(news, seen)) {
+      news.sleepers.fetch_add(1);
       // The kernel compares once more, so a generation published meanwhile is not slept through.
-      futex(generation_, FUTEX_WAIT_PRIVATE, seen);
-      sleepers_.fetch_sub(1);
+      futex(news.generation, FUTEX_WAIT_PRIVATE, seen);
+      news.sleepers.fetch_sub(1);
       // Only news is passed on: late wakers wake workers that have been there already, and these would wake others.
-      if (generation_.load(std::memory_order_relaxed) != seen) wake_some();
+      if (news.generation.load(std::memory_order_relaxed) != seen) wake_some(news);
     }
     if (stop_.load(std::memory_order_relaxed)) return;
-    seen = generation_.load(std::memory_order_acquire);
+    seen = news.generation.load(std::memory_order_acquire);
     drain(seen, worker);
   }
 }
@@ -345,7 +360,7 @@ void ThreadPool::run(std::span<const int> tasks, Function function, void* contex
   failed_.store(false, std::memory_order_relaxed);
   cancelled_.store(false, std::memory_order_relaxed);
   steal_.store(steal == Steal::yes || alone, std::memory_order_relaxed);
-  const uint32_t generation = generation_.load(std::memory_order_relaxed) + 1;
+  const uint32_t generation = ++generation_;
   for (size_t n = 0; n < span_.size(); ++n) {
     const auto& [first, count] = span_[n];
     for (int i = 0; i < count; ++i) {
@@ -363,8 +378,10 @@ void ThreadPool::run(std::span<const int> tasks, Function function, void* contex
   // Where nobody is told, idle workers go on watching the old generation, and no claim of theirs can fit the new one.
   if (!alone) {
     patience_.store(static_cast<uint64_t>(patience_us * pace().ticks_per_us), std::memory_order_relaxed);
-    generation_.store(generation);
-    wake_some();
+    publish(news_, generation);
+    // Without stealing, a spare worker may be the only one that has the tasks of its node.
+    const bool spares = wake == Wake::most && leaves_room && steal == Steal::yes;
+    if (spare_ > 0 && !spares) publish(spare_news_, generation);
   }
   drain(generation, 0);
   for (int turn = 0; finished() != all && forks() == forks_; ++turn) {
@@ -392,6 +409,8 @@ std::byte* ThreadPool::buffer(size_t slot, size_t bytes, size_t node) {
 }
 
 void set_patience(double microseconds) { patience_us = microseconds; }
+
+void leave_room(bool leaves) { leaves_room = leaves; }
 
 int default_threads() {
   const auto cpus = static_cast<int>(allowed_cpus().size());

@@ -51,7 +51,7 @@ class ThreadPool {
   int workers_of(int node) const;
 
   enum class Steal { yes, no };
-  enum class Wake { all, none };
+  enum class Wake { all, most, none };
 
   // Runs task(index, worker) for every index in [0, tasks), worker in [0, threads()); the caller is worker 0. The first
   // exception of a task is rethrown here once all tasks have ended; those not begun by then are left out. Calls are
@@ -69,7 +69,8 @@ class ThreadPool {
 
   // The same for task(list, index, worker) with tasks[i] tasks in list i. One list is for all workers; of several, at
   // most nodes().size(), list i is for node i. With Steal::no the workers of another node leave it alone as long as the
-  // node has workers of its own. With Wake::none the caller does everything.
+  // node has workers of its own. With Wake::none the caller does everything; with Wake::most a few workers are left out
+  // where the caller leaves room, see leave_room().
   template <class Task>
   void parallel_lists(std::span<const int> tasks, Task&& task, Steal steal = Steal::yes, Wake wake = Wake::all) {
     run(
@@ -114,9 +115,17 @@ class ThreadPool {
     int place;
   };
 
+  // The generation that idle workers watch, and nothing else in its cache line; and how many of them sleep.
+  struct News {
+    alignas(64) std::atomic<uint32_t> generation{0};
+    alignas(64) std::atomic<int> sleepers{0};
+  };
+
   void run(std::span<const int> tasks, Function function, void* context, Steal steal, Wake wake);
   void work(int worker);
-  bool spin(uint32_t seen) const;
+  bool spin(const News& news, uint32_t seen) const;
+  void publish(News& news, uint32_t generation);
+  News& news_of(int worker) { return worker < threads_ - spare_ ? news_ : spare_news_; }
   void drain(uint32_t generation, int worker);
   void execute(Queue& queue, uint32_t left, int worker);
   bool help(std::span<const int> limits, int worker);
@@ -128,11 +137,12 @@ class ThreadPool {
   void take_seat();
   void pin(int worker);
   int finished() const;
-  void wake_some();
+  static void wake_some(News& news);
   void join_all();
   bool stopped() const { return failed_.load(std::memory_order_relaxed) || cancelled_.load(std::memory_order_relaxed); }
 
   const int threads_;
+  const int spare_;  // of these, the last ones: left out where a caller leaves room
   const std::vector<Node> nodes_;
   std::vector<Seat> seats_;
   std::unique_ptr<std::atomic<int>[]> seat_;  // of each worker
@@ -144,8 +154,9 @@ class ThreadPool {
   std::vector<std::thread> workers_;
   std::vector<Block> buffers_;
 
-  alignas(64) std::atomic<uint32_t> generation_{0};  // what idle workers watch, and nothing else in its cache line
-  alignas(64) std::atomic<int> sleepers_{0};
+  uint32_t generation_ = 0;  // of the latest call
+  News news_;
+  News spare_news_;                    // the last generation that the spare workers have a part in
   std::atomic<uint64_t> patience_{0};  // ticks that idle workers watch before they sleep
   std::atomic<bool> stop_{false};
   std::atomic<bool> failed_{false};
@@ -161,6 +172,10 @@ class ThreadPool {
 // How long idle workers watch for another call after one that this thread makes, before they sleep; 50 until it is
 // said.
 void set_patience(double microseconds);
+
+// Whether calls of this thread with Wake::most leave a few CPUs to other threads: a core of a machine with many, for
+// the thread that prepares the next step on a GPU. If none were left, the system would have it and a worker take turns.
+void leave_room(bool leaves);
 
 // min(affinity, cgroup quota).
 int default_threads();

@@ -39,6 +39,9 @@ class _StandIn:
 
     __slots__ = ("device", "dtype", "shape")
 
+    # What holds the router may initialise its weights in transformers' loader, which then leaves this alone.
+    _is_hf_initialized = True
+
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, torch.device("cpu")
 

@@ -54,6 +54,25 @@ def of(
     return found
 
 
+def around(
+    root: Module, path: str, found: nn.Module, without: tuple[str, ...] = (), hooks: bool = True
+) -> Module:
+    """A twin of a model in which `found` stands at a path, and twins are around it; all else is shared.
+
+    path     of a module below the root
+    without  attributes that the root's twin does not have
+    hooks    whether the twins have their modules' hooks; without, so are the children beside the path
+    """
+    holder: Any = root
+    while path:
+        path, _, name = path.rpartition(".")
+        holder = root.get_submodule(path)
+        beside = {} if hooks else {key: of(child, hooks=False) for key, child in holder.named_children()}
+        found = holder = of(holder, {**beside, name: found}, without=() if path else without, hooks=hooks)
+    assert isinstance(holder, type(root))
+    return holder
+
+
 def filled(
     module: nn.Module, random: torch.Generator, children: Mapping[str, nn.Module] | None = None
 ) -> Any:

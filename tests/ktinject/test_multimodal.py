@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from double import saved
+from double import EXPERTS, saved
 from models import COMMON, REFUSED, multimodal
 from safetensors.torch import load_file, save_file
+from test_generate import stock
+from test_native_decoder import TOLERANCE, difference
+from test_optimize import quantise
 from transformers import PreTrainedModel
 
 import ktinject
 from ktinject import PlanError
 from ktinject.hf import models as hf
 from ktinject.operators import Operator
+from ktinject.support import SUPPORTED
 
 torch.set_num_threads(1)
 IDS = torch.randint(3, 88, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -29,8 +34,10 @@ RULES = {
 }
 
 
-def load(folder: Path, **arguments: Any) -> PreTrainedModel:
-    return ktinject.load(folder, **{"devices": "cpu", "progress": False, "dtype": "float32", **arguments})
+def load(folder: Path, rules: Any = "auto", **arguments: Any) -> PreTrainedModel:
+    return ktinject.load(
+        folder, rules, **{"devices": "cpu", "progress": False, "dtype": "float32", **arguments}
+    )
 
 
 def written(model: PreTrainedModel, **prompt: Any) -> list[list[int]]:
@@ -46,7 +53,7 @@ def test_a_checkpoint_is_planned_loaded_and_writes_what_transformers_does(name: 
     plan = model.ktinject
     assert plan.ruleset.source == f"{RULES.get(name, 'moe-auto')}.yaml"
     experts = {path for path, _ in plain.named_modules() if path.endswith(".experts")}
-    language = {path for path in experts if path.startswith(("model.language_model.", "language_model."))}
+    language = {path for path in experts if "vision_tower" not in path}
     swapped = {path for path, module in model.named_modules() if isinstance(module, Operator)}
     assert swapped & experts == language != set()
     # The tower is there, as it was, and the plan counts it.
@@ -58,19 +65,69 @@ def test_a_checkpoint_is_planned_loaded_and_writes_what_transformers_does(name: 
 
 
 IMAGES = ["glm4v_moe", "kimi_k25", "qwen3_5_moe", "qwen3_vl_moe"]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_a_prompt_with_an_image(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_a_prompt_with_images(name: str, device: str, tmp_path: Path) -> None:
+    """In transformers' steps, and on the tensors of recorded ones, whose positions are behind the images."""
     if name not in multimodal.AVAILABLE:
         pytest.skip(f"this transformers has no {name}")
     plain = multimodal.tiny(name)
-    model = load(saved(plain, tmp_path))
-    prompt = multimodal.image_prompt(name, rows=2, padding=3)
+    model = load(saved(plain, tmp_path), devices=device)
+    decoding, plain = model.ktinject_decoding, plain.to(device)
+    prompt = {
+        key: value.to(device) for key, value in multimodal.image_prompt(name, rows=2, padding=3).items()
+    }
+    other = {**prompt, "pixel_values": -prompt["pixel_values"]}
     expected = written(plain, **prompt)
+    assert written(plain, **other) != expected, "an image that changes nothing shows nothing"
+    if device == "cpu":
+        assert written(model, **prompt) == expected
+        decoding.graphs = SUPPORTED
     assert written(model, **prompt) == expected
-    prompt["pixel_values"] = -prompt["pixel_values"]
-    assert written(plain, **prompt) != expected, "an image that changes nothing shows nothing"
+    [runner] = decoding.runners.values()
+    assert decoding.reason == runner.graphs.reason and bool(runner.graphs) == (device == "cuda")
+    assert written(model, **other) == written(plain, **other)
+    assert [*decoding.runners.values()] == [runner] and not runner.changed
+    assert written(model, input_ids=IDS.to(device)) == written(plain, input_ids=IDS.to(device))
+    if name == "qwen3_vl_moe":
+        alone = {key: value.to(device) for key, value in multimodal.image_prompt(name).items()}
+        for way in ({"prompt_lookup_num_tokens": 3}, {"num_beams": 3}):
+            assert written(model, **alone, **way) == written(plain, **alone, **way)
+            assert decoding.last.startswith(("eager loop", "graph"))
+
+
+@pytest.mark.parametrize("name", [*IMAGES, "internvl", "qwen3_omni_moe_thinker"])
+def test_native_steps_behind_images(name: str, tmp_path: Path) -> None:
+    """Their logits are those of transformers' steps, but for roundings."""
+    if name not in multimodal.AVAILABLE:
+        pytest.skip(f"this transformers has no {name}")
+    # All experts are taken, so none can turn over.
+    plain = multimodal.tiny(name, num_experts_per_tok=6, n_group=1, topk_group=1)
+    model = load(saved(plain, tmp_path), dtype="bfloat16")
+    prompt: dict[str, Any] = {"input_ids": IDS}
+    if name in IMAGES:
+        prompt = multimodal.image_prompt(name, rows=2, padding=3)
+        prompt["pixel_values"] = prompt["pixel_values"].bfloat16()
+    asked: dict[str, Any] = {
+        **prompt,
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    ours = model.generate(**asked)
+    assert (model.ktinject_decoding.last, model.ktinject_decoding.reason) == ("native loop", "")
+    theirs = stock(model, **asked)
+    first = prompt["input_ids"].shape[1]
+    steps = list(zip(ours.logits, theirs.logits))
+    for step, (found, wanted) in enumerate(steps):
+        if not torch.equal(ours.sequences[:, : first + step], theirs.sequences[:, : first + step]):
+            break  # a token that roundings decide
+        assert difference(found, wanted) <= TOLERANCE
+    assert step >= 3
 
 
 def test_the_config_says_which_class_it_is(tmp_path: Path) -> None:
@@ -112,3 +169,29 @@ def test_experts_of_another_signature_are_refused_by_name(tmp_path: Path) -> Non
         model = Llama4ForConditionalGeneration(config)
     with pytest.raises(PlanError, match=reason):
         ktinject.plan(model, "auto", devices="cpu")
+
+
+def test_a_quantised_language_part_beside_a_tower_that_is_not(tmp_path: Path) -> None:
+    """As FP8 checkpoints are published: the tower for images is named as left alone."""
+    folder = saved(multimodal.tiny("glm4v_moe"), tmp_path / "fp8")
+    meaning = tmp_path / "meaning"
+    meaning.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    meant = dict(tensors)
+    for name in meant:
+        if ".language_model." in name and name.endswith("_proj.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"], meant[name] = quantise(meant[name], 16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_file(meant, meaning / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (meaning / "config.json").write_text(json.dumps(config))
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [16, 16],
+        "modules_to_not_convert": ["model.visual", "lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    prompt = multimodal.image_prompt("glm4v_moe")
+    with torch.no_grad():
+        found, wanted = (load(path, [EXPERTS])(**prompt).logits for path in (folder, meaning))
+    assert torch.equal(found, wanted)

@@ -6,6 +6,7 @@ The language part is a family of that table, or one of the composite's own. Visi
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -342,19 +343,23 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-AVAILABLE = [name for name in CONFIGS if name in CONFIG_MAPPING]
+# Older versions of transformers have others of the same name, and lack some.
+VERSION = tuple(map(int, version("transformers").split(".")[:2]))
+NEW = {"aria", "glm5_next"} if VERSION < (5, 23) else set()
+AVAILABLE = [name for name in CONFIGS if name in CONFIG_MAPPING and name not in NEW]
 
 
-def config(name: str) -> PreTrainedConfig:
-    """The tiny config of a family."""
+def config(name: str, **changes: Any) -> PreTrainedConfig:
+    """The tiny config of a family, with some values changed that its language part has."""
     text_config, vision_config, rest = CONFIGS[name]
+    text_config = {**text_config, **{key: changes[key] for key in changes.keys() & text_config.keys()}}
     return AutoConfig.for_model(name, text_config=text_config, vision_config=vision_config, **rest)
 
 
-def tiny(name: str, *, seed: int = 0) -> PreTrainedModel:
+def tiny(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A tiny fp32 model on the CPU with Gaussian weights that bf16 has, the same for the same seed."""
     torch.manual_seed(seed)
-    model = AutoModelForMultimodalLM.from_config(config(name), dtype=torch.float32).eval()
+    model = AutoModelForMultimodalLM.from_config(config(name, **changes), dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

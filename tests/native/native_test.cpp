@@ -326,6 +326,35 @@ void test_pool(bool forks) {
   check(!place_on_node(a.get(), sizeof *a, 1000).empty(), "a node that is not there is no place");
 }
 
+// Of 16 workers, the last two have no part in a call that leaves room, and have one again in the next.
+void test_room() {
+  using Wake = ThreadPool::Wake;
+  set_threads(16, true);
+  for (const bool leaves : {true, false, true}) {
+    leave_room(leaves);
+    for (const Wake wake : {Wake::most, Wake::all}) {
+      const Session workers;
+      const bool all = wake == Wake::all || !leaves;
+      for (int turn = 0; turn < 20; ++turn) {
+        std::array<std::atomic<bool>, 16> seen{};
+        const int lists[] = {64};
+        std::atomic<int> came{0};
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+        workers->parallel_lists(
+            lists,
+            [&](int, int, int worker) {
+              if (!seen[static_cast<size_t>(worker)].exchange(true)) ++came;
+              // Every worker that is woken has the time to come; where all are, the last two are waited for.
+              while (all && came < 16 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+            },
+            ThreadPool::Steal::yes, wake);
+        check(all ? came == 16 : !seen[14] && !seen[15], all ? "all workers come" : "spare workers are left out");
+      }
+    }
+  }
+  leave_room(false);
+}
+
 // One layer of a model, and what chooses the next token.
 struct Step {
   static constexpr int kHidden = 64, kHeads = 4, kSize = 16, kPlaces = 8;
@@ -870,7 +899,7 @@ int main(int argc, char** argv) {
   try {
     if (mode == "forward") test_forward();
     else if (mode == "plan") test_plan();
-    else if (mode == "pool") test_pool(forks), test_turns(forks), test_big_machines(forks);
+    else if (mode == "pool") test_pool(forks), test_room(), test_turns(forks), test_big_machines(forks);
     else if (mode == "dispatcher") test_dispatcher();
     else if (mode == "sharing") test_sharing();
     else if (mode == "allocations") test_allocations();

@@ -25,6 +25,7 @@ from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import LayerKind, tensors_of
 from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers, UnknownLayer
 from ktinject.generation.masks import Masks
+from ktinject.operators.offload import submits
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
@@ -96,7 +97,7 @@ class NativeDecoder:
         call = _Call(ids, mask, positions, cache)
         if self.is_proven:
             layers = self._layers
-            x = layers.embed(ids)
+            x = layers.embedded(ids)
             out = self._run(call, x[:, 0], layers.rotation(x, positions), 0, len(layers), layers.norm)
             head: Tensor = model.lm_head(out)
             return head
@@ -114,7 +115,7 @@ class NativeDecoder:
         model: Any = self._model()
         assert model is not None and self.is_proven
         layers = self._layers
-        x = layers.embed(ids)
+        x = layers.embedded(ids)
         cos, sin = (layers.turned(part[0]) for part in layers.rotation(x, positions))
         out = torch.empty_like(x[0])
         layers.decoder.forward(
@@ -173,6 +174,7 @@ class NativeDecoder:
             first=first,
             last=last,
             final_norm=norm,
+            live=submits.live_rows(x),
             out=out,
         )
         return out
@@ -186,7 +188,7 @@ class NativeDecoder:
     def _comparing(self, model: Any, call: _Call) -> nn.Module:
         """A twin of the model that computes the same; what each layer makes of its input is compared with ours."""
         layers = self._layers
-        expected = layers.embed(call.ids)
+        expected = layers.embedded(call.ids)
         rotation = layers.rotation(expected, call.positions)
         before: dict[int, list[Tensor]] = {}  # the states of layers that have one
 
@@ -248,7 +250,7 @@ class NativeDecoder:
         decoder_layers = twin.of(layers.layers, {str(i): layer for i, layer in enumerate(twins)})
         inner = twin.of(layers.module, {"layers": decoder_layers})
         inner.register_forward_hook(hook("the last norm", after_norm), with_kwargs=True)
-        found = twin.of(model, {model.base_model_prefix: inner}, without=("ktinject_decoding",))
+        found = twin.around(model, layers.path, inner, without=("ktinject_decoding",))
         found.register_forward_hook(hook("logits", after_head), with_kwargs=True)
         return found
 

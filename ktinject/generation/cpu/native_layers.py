@@ -23,10 +23,12 @@ from ktinject.generation.layer_spec import (
     NormSpec,
     OtherFeedForward,
 )
+from ktinject.hf.layers import Layers
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.operators.cpu_linear import CpuLinear
 from ktinject.operators.cpu_router import CpuRouter
+from ktinject.operators.probes import twin
 from ktinject.support import Support
 
 # The dtypes of models that are served, and a unit in their last place.
@@ -53,7 +55,9 @@ class NativeLayers:
         if implementation not in _ATTENTION:
             both = " and ".join(map(repr, _ATTENTION))
             raise UnknownLayer(f"attention runs as {implementation!r}; known are {both}")
-        self.module = _of(model, model.base_model_prefix, nn.Module, "the model")
+        # Of a model of text and images, the part that a step of text runs; else the model without its output layer.
+        self.path = _language_path(model)
+        self.module = model.get_submodule(self.path)
         self.embed = _of(self.module, "embed_tokens", nn.Embedding, "the model")
         self.layers = _of(self.module, "layers", nn.ModuleList, "the model")
         self.rotary = _of(self.module, "rotary_emb", nn.Module, "the model")
@@ -78,6 +82,7 @@ class NativeLayers:
             except (UnknownLayer, ValueError) as error:
                 raise UnknownLayer(f"layer {index}: {error}") from None
         self.masks = _known(masks.of_model(model))
+        self._read_as = _read_as(model, self.path, self.embed.num_embeddings)
         self._frequencies = getattr(self.rotary, "inv_freq", torch.empty(0)).shape[-1]
         self._axes = 0
         try:
@@ -101,6 +106,11 @@ class NativeLayers:
         found: tuple[Tensor, Tensor] = self.rotary(x, positions)
         return found
 
+    def embedded(self, ids: Tensor) -> Tensor:
+        """[b, 1] ids → [b, 1, hidden], as the model's first layer gets them."""
+        found: Tensor = self.embed(ids if self._read_as is None else self._read_as[ids])
+        return found
+
     def __len__(self) -> int:
         return len(self.layers)
 
@@ -109,6 +119,57 @@ class NativeLayers:
         if rotation.shape[-1] == self._frequencies:
             rotation = torch.cat([rotation, rotation], dim=-1)
         return rotation.contiguous()
+
+
+def _language_path(model: Any) -> str:
+    """The path of the module that owns embeddings, decoder layers and the last norm."""
+    layers = Layers(model)
+    if not layers.count:
+        raise UnknownLayer("the model has no decoder layers that can be told")
+    return layers.paths[0].rpartition(".")[0].rpartition(".")[0]
+
+
+class _Reached(Exception):
+    """Ends a forward that has got as far as the language part. Its argument is what that is given."""
+
+
+def _read_as(model: Any, path: str, vocabulary: int) -> Tensor | None:
+    """The ids that a model of text and images embeds for all ids of text; None: those that it is given.
+
+    Kimi-K2.5, for one, reads the ids that stand for images as 0 before it puts the images there.
+    """
+    if path == model.base_model_prefix:
+        return None
+
+    def embed(ids: Tensor) -> Tensor:
+        return ids[..., None].double()
+
+    def stop(*_: Any, **kwargs: Any) -> None:
+        raise _Reached(kwargs.get("inputs_embeds"))
+
+    module: Any = model.get_submodule(path)
+    stub = twin.of(module.embed_tokens, hooks=False)
+    vars(stub)["forward"] = embed
+    language = twin.of(module, {"embed_tokens": stub}, hooks=False)
+    vars(language)["forward"] = stop
+    ids = torch.arange(vocabulary)[None]
+    try:
+        with torch.no_grad():
+            twin.around(model, path, language, without=("ktinject_decoding",), hooks=False)(
+                input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False
+            )
+    except _Reached as reached:
+        (found,) = reached.args
+    except Exception as error:  # transformers' own code, given what it may not be made for
+        raise UnknownLayer(f"what it embeds cannot be tried out: {type(error).__name__}: {error}") from error
+    else:
+        found = None
+    if not isinstance(found, Tensor) or found.shape != (1, vocabulary, 1):
+        raise UnknownLayer("the model gives its language part something else than embeddings")
+    read = found[0, :, 0].long()
+    if not torch.equal(embed(read), found[0]) or not bool(((read >= 0) & (read < vocabulary)).all()):
+        raise UnknownLayer("the model changes embeddings before its first layer")
+    return None if torch.equal(read, ids[0]) else read
 
 
 Spec = TypeVar("Spec")

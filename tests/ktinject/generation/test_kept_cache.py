@@ -420,13 +420,10 @@ def test_a_cache_of_another_dtype_stays_with_the_model_s_own_steps(models: Pair)
     assert reason == "the caller's cache holds torch.float64, the model computes in torch.float32"
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_model_s_windows_count_not_those_that_the_cache_knows(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_s_windows_count_not_those_that_the_cache_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A DynamicCache() of a model with sliding windows has layers that know of none."""
     config = tiny_models.tiny("qwen3_moe").config
-    model: Any = SimpleNamespace(config=config, dtype=torch.float32, device=torch.device(device))
+    model: Any = SimpleNamespace(config=config, dtype=torch.float32)
     assert kept_cache.callers_support(model, DynamicCache())
     assert kept_cache.callers_support(model, DynamicCache(config=config))
     partial = DynamicCache()
@@ -438,10 +435,7 @@ def test_the_model_s_windows_count_not_those_that_the_cache_knows(
     config.layer_types = ["sliding_attention", "full_attention"]
     config.sliding_window = 4
     reason = kept_cache.callers_support(model, DynamicCache()).reason
-    if device == "cuda":
-        assert reason == "the model's caches are of DynamicLayer, DynamicSlidingWindowLayer"
-        return
-    assert "other sliding windows than the model" in reason
+    assert "other sliding windows or states than the model" in reason
     own = DynamicCache(config=config)
     assert kept_cache.callers_support(model, own)
     config.sliding_window = 5

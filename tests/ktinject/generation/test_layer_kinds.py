@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from transformers.cache_utils import LinearAttentionLayer
 import ktinject
 from ktinject.generation import masks
 from ktinject.generation.cache import FixedCache
-from ktinject.generation.cache_layers import LayerKind
+from ktinject.generation.cache_layers import LayerKind, tensors_of
 from ktinject.generation.cuda import fused
 from ktinject.support import SUPPORTED
 from tests.models import AVAILABLE, tiny
@@ -30,8 +31,10 @@ torch.set_num_threads(1)
 WINDOW = {"sliding_window": 12}
 TWO_KINDS = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+INDEX = {"index_n_heads": 32}  # of two heads, many scores are 0, and the choice among equal ones is nobody's
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("cohere2_moe", TWO_KINDS),
+    ("glm_moe_dsa", INDEX),  # it chooses some of the tokens
     ("gpt_oss", WINDOW),  # masks are added to scores
     ("kimi_linear", LINEAR),
     ("lfm2_moe", {}),  # a convolution alone
@@ -45,10 +48,12 @@ ON_GPU = [
     *CASES,
     ("afmoe", WINDOW),
     ("beam", WINDOW),
+    ("deepseek_v32", INDEX),
     ("exaone_moe", WINDOW),
     ("flint", {}),
     ("gemma4_text", WINDOW),
     ("gpt_oss", {"sliding_window": 300}),
+    ("hy_v4", INDEX),
     ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}),
     ("jamba", {}),
     ("laguna", TWO_KINDS),
@@ -56,10 +61,7 @@ ON_GPU = [
 ]
 # Of which no step can be captured, and why.
 REASONS = {
-    "deepseek_v32": "the cache is a DynamicCache of DynamicIndexedLayer",
     "deepseek_v4": "transformers does not say that DeepseekV4ForCausalLM is free of host decisions",
-    "glm_moe_dsa": "the cache is a DynamicCache of DynamicIndexedLayer",
-    "hy_v4": "the cache is a DynamicCache of DynamicIndexedLayer",
     "minimax": "transformers does not say that MiniMaxForCausalLM is free of host decisions",
     "zaya": "transformers does not say that ZayaForCausalLM is free of host decisions",
 }
@@ -114,11 +116,57 @@ def test_steps_on_a_graph_s_tensors(family: str, changes: dict[str, Any]) -> Non
         arguments = request(2, length, 14, padding=padding)
         assert torch.equal(model.generate(**arguments), stock(model, **arguments))
         assert decoding.reason == "cpu has no CUDA graphs"
-    [runner] = decoding.runners.values()
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    ids = request(1, 17, 0)["input_ids"]
+    for _ in range(2):  # a conversation, whose answers end early
+        arguments = {**request(1, 1, 9), "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        end = stock(model, **{**arguments, "max_new_tokens": 6})[0, -1].item()
+        arguments["eos_token_id"] = end
+        found, wanted = (
+            generate(**arguments, past_key_values=cache)
+            for generate, cache in zip((model.generate, partial(stock, model)), caches)
+        )
+        assert torch.equal(found, wanted) and decoding.reason == "cpu has no CUDA graphs"
+        for ours, theirs in zip(*(cache.layers for cache in caches)):
+            for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=True):
+                assert a.shape == b.shape and (a - b).norm() <= 1e-4 * b.norm()
+        ids = torch.cat([found, ids[:, :5]], dim=1)
+    runner = decoding.runners[2]
     view = runner.cache.bucket(runner.cache.capacity)
     with HostDecisions() as decisions, torch.no_grad():
         runner._forward(runner.ids, runner.cache.mask, runner.cache.positions, view)
     assert not decisions.found
+
+
+def test_a_request_that_raises_leaves_the_states_of_the_caller_s_cache() -> None:
+    """Also one that held nothing before."""
+    model = model_of("qwen3_next", {})
+    model.ktinject_decoding.graphs = SUPPORTED
+
+    class Interrupted:
+        def put(self, _: Any) -> None:
+            raise KeyboardInterrupt
+
+    for is_begun in (False, True):
+        cache = DynamicCache(config=model.config)
+        arguments = {**request(1, 9, 6, padding=0), "past_key_values": cache}
+        if is_begun:
+            found = model.generate(**arguments)
+            ids = torch.cat([found, found[:, :3]], dim=1)
+            arguments |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        layer = cache.layers[0]
+        before = [
+            None if tensor is None else tensor.clone()
+            for tensor in (layer.conv_states[0], layer.recurrent_states[0])
+        ]
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(**arguments, streamer=Interrupted())
+        assert cache.layers[0] is layer and layer.has_previous_state[0] == is_begun
+        for tensor, wanted in zip((layer.conv_states[0], layer.recurrent_states[0]), before):
+            assert torch.equal(tensor, wanted) if is_begun else tensor is None
+        assert cache.get_seq_length() == (14 if is_begun else 0)
+        del arguments["past_key_values"]
+        assert torch.equal(model.generate(**arguments, past_key_values=cache), stock(model, **arguments))
 
 
 @pytest.mark.parametrize("batch", [1, 9])
