@@ -103,7 +103,7 @@ class GraphRunner:
             self._order = torch.arange(batch, device=device)
             self._from = self._order.clone()
             self.live = None
-            if device.type == "cuda" and batch > 1:
+            if batch > 1:
                 self.live = torch.ones(batch, dtype=torch.bool, device=device)
         self.graphs = SUPPORTED
         self._pool: Any = None

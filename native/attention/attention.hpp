@@ -48,6 +48,8 @@ struct Step {
   // Rows are tokens of one text, the first at `position`, the others after it, of which each attends to those before
   // it. The cache has one row, and masks are of positions up to each row's own.
   bool consecutive = false;
+  // [batch], 0 for rows whose text has ended, for which no routed expert is computed; null: there are none.
+  const uint8_t* live = nullptr;
 
   // Rows that are computed beside each other, those that a cache has, and what belongs to a row.
   int together() const { return consecutive ? 1 : batch; }

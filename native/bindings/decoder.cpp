@@ -22,6 +22,7 @@ using Vector = Array<nb::ro, nb::ndim<1>, nb::c_contig>;
 using FloatVector = Array<const float, nb::ndim<1>, nb::c_contig>;
 using Kept = Array<nb::c_contig>;
 using Mask = Array<const bool, nb::ndim<2>>;
+using Live = Array<const bool, nb::ndim<1>, nb::c_contig>;
 
 // A norm and the tensor that it points to.
 struct HeldNorm {
@@ -63,7 +64,8 @@ HeldCache make_cache(std::vector<Kept> first, std::vector<Kept> second) {
 
 void forward(const decode::Decoder& self, const Input& x, const std::optional<Input>& cos,
              const std::optional<Input>& sin, const std::optional<Mask>& mask, int position, HeldCache& cache,
-             int first, int last, const HeldNorm* final_norm, bool consecutive, const Output& out) {
+             int first, int last, const HeldNorm* final_norm, bool consecutive, const std::optional<Live>& live,
+             const Output& out) {
   auto refuse = [](const std::string& what) { throw std::invalid_argument("decoder: " + what); };
   const DType dtype = dtype_of(x.dtype(), "hidden states");
   const auto batch = x.shape(0);
@@ -96,6 +98,10 @@ void forward(const decode::Decoder& self, const Input& x, const std::optional<In
       refuse("the mask must be [batch, at least " + std::to_string(places) + "], rows contiguous");
     step.mask = reinterpret_cast<const uint8_t*>(mask->data());
     step.mask_stride = static_cast<size_t>(mask->stride(0));
+  }
+  if (live) {
+    if (live->shape(0) != batch) refuse("live must be [batch]");
+    step.live = reinterpret_cast<const uint8_t*>(live->data());
   }
   cache.rows = 0;  // what an error leaves cannot be taken back
   self.forward(x.data(), step, cache.layers, first, last, norm_of(final_norm), out.data());
@@ -341,10 +347,13 @@ void def_decoder(nb::module_& m) {
           nb::call_guard<WithoutGil>(), "Add a layer.")
       .def("forward", &forward, nb::kw_only(), nb::arg("x"), nb::arg("cos").none(), nb::arg("sin").none(),
            nb::arg("mask").none(), nb::arg("position"), nb::arg("cache"), nb::arg("first"), nb::arg("last"),
-           nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("out"), nb::call_guard<WithoutGil>(),
+           nb::arg("final_norm").none(), nb::arg("consecutive") = false, nb::arg("live") = nb::none(), nb::arg("out"),
+           nb::call_guard<WithoutGil>(),
            "out [batch, hidden] = x through layers first to last - 1 and, where it is given, the final norm. The "
            "cache takes up these tokens, before which `position` came; they attend to those where mask [batch, n] is "
-           "true. Consecutive rows are tokens of one text, the first at `position`; the cache has one row.")
+           "true. Consecutive rows are tokens of one text, the first at `position`; the cache has one row. For rows "
+           "that "
+           "are not live [batch] bool, no routed expert is computed.")
       .def("keep", &keep, nb::kw_only(), nb::arg("cache"), nb::arg("kept"), nb::call_guard<WithoutGil>(),
            "Leave in the cache what the first `kept` tokens of the last step, of consecutive rows, would have left.");
 }

@@ -65,7 +65,7 @@ void Decoder::forward(const void* x, const attention::Step& step, const std::vec
     layer.attention->forward(normed, step, caches[static_cast<size_t>(i)], out);
     ops.add(stream, out, count, step.dtype);
     norm_all(layer.before_feed_forward);
-    layer.feed_forward->forward(normed, step.dtype, step.batch, out);
+    layer.feed_forward->forward(normed, step.dtype, step.batch, step.live, out);
     ops.add(stream, out, count, step.dtype);
   }
   if (final_norm.weight != nullptr) norm_all(final_norm);

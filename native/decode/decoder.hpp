@@ -24,8 +24,8 @@ class FeedForward {
  public:
   virtual ~FeedForward() = default;
   virtual bool fits(int hidden) const = 0;  // as DecoderAttention's
-  // out [batch, hidden] of x [batch, hidden], rounded.
-  virtual void forward(const float* x, DType dtype, int batch, float* out) const = 0;
+  // out [batch, hidden] of x [batch, hidden], rounded. live: as a step has it.
+  virtual void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const = 0;
 };
 
 // down(silu(gate(x)) * up(x))
@@ -33,7 +33,7 @@ class GatedUnit final : public FeedForward {
  public:
   GatedUnit(const gemm::Linear& gate, const gemm::Linear& up, const gemm::Linear& down);
   bool fits(int hidden) const override;
-  void forward(const float* x, DType dtype, int batch, float* out) const override;
+  void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
 
  private:
   const gemm::Linear &gate_, &up_, &down_;
@@ -58,7 +58,7 @@ class Mixture final : public FeedForward {
  public:
   Mixture(RouterConfig router, const moe::Experts& experts, const FeedForward* shared, const void* gate = nullptr);
   bool fits(int hidden) const override;
-  void forward(const float* x, DType dtype, int batch, float* out) const override;
+  void forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const override;
 
  private:
   void choose(float* logits, int32_t* ids, float* weights, DType dtype) const;

@@ -37,7 +37,7 @@ bool GatedUnit::fits(int hidden) const {
          down_.config().out_features == hidden;
 }
 
-void GatedUnit::forward(const float* x, DType dtype, int batch, float* out) const {
+void GatedUnit::forward(const float* x, DType dtype, int batch, const uint8_t* /*live*/, float* out) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int inner = gate_.config().out_features, count = batch * inner;
   runtime::Arrays arrays;
@@ -71,7 +71,7 @@ bool Mixture::fits(int hidden) const {
          (shared_ == nullptr || shared_->fits(hidden));
 }
 
-void Mixture::forward(const float* x, DType dtype, int batch, float* out) const {
+void Mixture::forward(const float* x, DType dtype, int batch, const uint8_t* live, float* out) const {
   const gemm::StepOps& ops = gemm::step_ops();
   const int count = experts_.config().experts, hidden = experts_.config().hidden_size, top_k = router_.top_k;
   runtime::Arrays arrays;
@@ -83,11 +83,14 @@ void Mixture::forward(const float* x, DType dtype, int batch, float* out) const 
   float *logits = memory + logits_at, *weights = memory + weights_at, *beside = memory + beside_at;
   auto* ids = reinterpret_cast<int32_t*>(memory + ids_at);
   router_.linear->forward(x, DType::f32, batch, logits);
-  for (int row = 0; row < batch; ++row) choose(logits + row * count, ids + row * top_k, weights + row * top_k, dtype);
+  for (int row = 0; row < batch; ++row) {
+    choose(logits + row * count, ids + row * top_k, weights + row * top_k, dtype);
+    if (live != nullptr && live[row] == 0) std::fill_n(ids + row * top_k, top_k, -1);
+  }
   experts_.forward(x, DType::f32, ids, weights, batch, top_k, out);
   ops.round(out, batch * hidden, dtype);
   if (shared_ == nullptr) return;
-  shared_->forward(x, dtype, batch, beside);
+  shared_->forward(x, dtype, batch, live, beside);
   for (int row = 0; gate_ != nullptr && row < batch; ++row) {
     float factor;
     ops.rows_times(gate_, x + row * hidden, 1, hidden, dtype, &factor);

@@ -122,8 +122,9 @@ _rows = _Rows()
 def only(live: Tensor | None) -> Iterator[None]:
     """Inside the `with` block, this thread's submits compute only some rows; other rows get zeros. For ended requests.
 
-    live     [m] bool on a CUDA device: the rows to compute; None: all rows. Read when a submit's kernel runs, also in a
-             replayed graph. Submits on another device, or of another number of tokens, compute all rows
+    live     [m] bool: the rows to compute; None: all rows. On a CUDA device it is read when a submit's kernel runs,
+             also in a replayed graph; on the CPU by the native decoder alone. Submits on another device, or of another
+             number of tokens, compute all rows
     """
     before, _rows.live = _rows.live, live
     try:

@@ -25,6 +25,7 @@ from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import LayerKind, tensors_of
 from ktinject.generation.cpu.native_layers import LAST_PLACE, NativeLayers, UnknownLayer
 from ktinject.generation.masks import Masks
+from ktinject.operators.offload import submits
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
@@ -116,7 +117,7 @@ class NativeDecoder:
         model: Any = self._model()
         assert model is not None and self.is_proven
         layers = self._layers
-        x = layers.embed(ids)
+        x = layers.embedded(ids)
         cos, sin = (layers.turned(part[0]) for part in layers.rotation(x, positions))
         out = torch.empty_like(x[0])
         layers.decoder.forward(
@@ -175,6 +176,7 @@ class NativeDecoder:
             first=first,
             last=last,
             final_norm=norm,
+            live=submits.live_rows(x),
             out=out,
         )
         return out

@@ -114,7 +114,7 @@ MANY_ENDS = {"eos_token_id": list(range(40, 60))}
 PLAIN: list[dict[str, Any]] = [
     {"do_sample": False},
     {"do_sample": False, **MANY_ENDS},
-    {"do_sample": False, "eos_token_id": None},
+    {"do_sample": False, "eos_token_id": None, "prefill_chunk_size": 4},
     {"do_sample": False, "repetition_penalty": 1.4},
     {"do_sample": False, "min_new_tokens": 9, **MANY_ENDS},
     {"do_sample": True},

@@ -18,6 +18,7 @@ from ktinject.generation import masks
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.decoding import run_model
 from ktinject.generation.graph_runner import GraphRunner
+from ktinject.operators.offload import submits
 from tests.models import tiny
 
 torch.set_num_threads(1)
@@ -164,7 +165,7 @@ class TestGenerate:
         [
             {"do_sample": False},
             {"do_sample": False, "cache_implementation": "static"},
-            {"do_sample": False, "eos_token_id": list(range(40, 60))},
+            {"do_sample": False, "eos_token_id": list(range(40, 60)), "prefill_chunk_size": 4},
         ],
         ids=str,
     )
@@ -224,6 +225,25 @@ class TestGenerate:
         native = weakref.ref(model.ktinject_decoding.native)
         del model
         assert native() is None
+
+
+def test_no_expert_is_computed_for_rows_that_have_ended() -> None:
+    model = sure("qwen3_moe")
+    ended = {**prompt(3), "do_sample": False, "eos_token_id": list(range(40, 60)), "pad_token_id": 0}
+    texts = model.generate(**ended)
+    [runner], native = model.ktinject_decoding.runners.values(), model.ktinject_decoding.native
+    assert native is not None and runner.live is not None
+    writes = ~torch.isin(texts[:, 9:], torch.arange(40, 60)).any(dim=1)
+    assert torch.equal(runner.live, writes) and not writes.all()
+    live = torch.tensor([True, False, True])
+
+    def without_second_row(*arguments: Any) -> Tensor:
+        with submits.only(live):
+            return native(*arguments)
+
+    (all_rows, _), (found, _) = logits_of(model, native), logits_of(model, without_second_row)
+    assert torch.equal(found[:, live], all_rows[:, live])
+    assert difference(found[:, 1], all_rows[:, 1]) > 0.1
 
 
 @pytest.mark.parametrize(
