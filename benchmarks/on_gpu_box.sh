@@ -16,7 +16,8 @@ SANITIZED=${SANITIZED:-"test_eager[3-dtype1 or some_ranks_on_the_gpu[9-ranks1 or
   or experts_on_the_gpu[qwen3_moe-bf16-bf16-128-0.25-3 or unpacked_on_the_gpu_as_on_the_cpu[72-200 \
   or test_on_the_gpu[40-33 or scales_of_either_type or any_leading_shape or test_in_a_cuda_graph \
   or activations_are_rounded_as_torch_does or softmax_and_topk[6-2 or rotation_and_sdpa[True-256-255-2-24-2-64 \
-  or rotation_and_sdpa[False-4096-3000-3 or linear_and_residual[Qwen3NextRMSNorm-1056-n4-3 or linear_and_residual[None-96-n3-1 or graph_are_the_module_s[3-True-sizes3-qwen3_next-dtype0 \
+  or rotation_and_sdpa[False-4096-3000-3 or linear_and_residual[Qwen3NextRMSNorm-1056-n4-3 or linear_and_residual[None-96-n3-1 or graph_are_the_module_s[3-True-sizes3-qwen3_next-dtype0 or those_of_the_module[3-True-nemotron_h-changes1-spec1-dtype0 \
+  or those_of_the_module[1-False-lfm2_moe-changes3-spec3-dtype0 \
   or that_routes_and_a_residual[flags-7 or keeps_count[1-2048-3 or samples_as_torch_does_from_the_same_numbers[2048-3 \
   or rotation_is_the_module_s[8 or s_the_module_s[256-8-4-8-True or is_norm_and_rotation[halves-3 or advance_moves or experts_move[bf16-False or rounded_once or added_where_it_lies or every_kind_of_shape[64-False-dtype0-True"}
 read -ra pytest <<<"python3 -m pytest -q ${PYTEST:-}" # PYTEST="-n 8" where pytest-xdist is installed
@@ -37,7 +38,7 @@ for step in $steps; do
     sanitize)
       # Our kernels only: torch's and cuBLAS's are slow under these tools, and the races in them are not ours to mend.
       few=(-q -x -m gpu tests/operators/test_{handoff_gpu,hybrid_experts,hot_experts,streaming,int4_linear}.py
-        tests/operators/test_{fp8_linear,rms_norm}.py tests/ktinject/generation/test_{decode,delta}_ops.py -k "$SANITIZED")
+        tests/operators/test_{fp8_linear,rms_norm}.py tests/ktinject/generation/test_{decode,delta,recurrent}_ops.py -k "$SANITIZED")
       python3 tests/native/launched.py "${few[@]}" 2>&1 | tee "$OUT/launched.log" | tail -n 3
       # racecheck does not see that __syncwarp puts a warp's reads before the one lane that then arrives at a barrier in
       # shared memory; with RACECHECK, every lane of int4_linear's kernels arrives. And it breaks off in cuBLAS, in

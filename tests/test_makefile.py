@@ -6,7 +6,6 @@ index does.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from once import made_once
 
 ROOT = Path(__file__).parents[1]
 
@@ -82,25 +82,17 @@ def index(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Virtual environments with pip, which take seconds to make and none to copy: with and without system packages.
+    """Virtual environments with pip, which take seconds to make and none to copy: with and without system packages."""
 
-    Made by whichever process of the run comes first.
-    """
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "finished"
-    with Path(f"{folder}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            making = Path(f"{folder}.part")
-            shutil.rmtree(making, ignore_errors=True)
-            subprocess.run([sys.executable, "-m", "venv", making / "apart"], check=True)
-            shutil.copytree(making / "apart", making / "shared", symlinks=True)
-            subprocess.run(
-                [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", making / "shared"],
-                check=True,
-            )
-            making.rename(folder)
-    return folder
+    def make(folder: Path) -> None:
+        subprocess.run([sys.executable, "-m", "venv", folder / "apart"], check=True)
+        shutil.copytree(folder / "apart", folder / "shared", symlinks=True)
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--without-pip", "--system-site-packages", folder / "shared"],
+            check=True,
+        )
+
+    return made_once(tmp_path_factory, "finished", make)
 
 
 @pytest.fixture

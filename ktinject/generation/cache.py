@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
-from ktinject.generation.cache_layers import BucketLayer, LayerKind, States, kind_of, tensors_of
+from ktinject.generation.cache_layers import (
+    BucketLayer,
+    IndexedBucketLayer,
+    LayerKind,
+    States,
+    kind_of,
+    tensors_of,
+)
 from ktinject.generation.cuda.decode_ops import advance
 from ktinject.generation.piecewise_graph import Stages
 from ktinject.support import SUPPORTED, Support
@@ -226,9 +233,13 @@ class FixedCache:
                 if states is not None:
                     layers.append(states.layer(held))
                     continue
-                keys, values = (tensor[:, :, :size] for tensor in held)
                 place = self.cache_position if kind.window is None else self.places[kind.window]
-                layers.append(BucketLayer(keys, values, self.cache_position, place, kind.window))
+                tensors = [tensor[:, :, :size] for tensor in held]
+                if kind.indexed:
+                    layers.append(IndexedBucketLayer(tensors, self.cache_position, place, kind.window))
+                else:
+                    keys, values = tensors
+                    layers.append(BucketLayer(keys, values, self.cache_position, place, kind.window))
             masks: dict[int | None, Tensor] = {None: self.mask[..., :size]}
             masks.update((window, ring[..., :size]) for window, ring in self.rings.items())
             self._buckets[size] = KVBucket(layers, self.cache_position, self.places, masks, found)
@@ -316,6 +327,10 @@ def length_support(cache: Any, prompt: Tensor, before: int) -> Support:
     before  tokens that it held; the prompt may begin with them, or go on after them
     """
     held = int(cache.get_seq_length()) if cache is not None else 0
+    if any(
+        getattr(layer, "indexer_position_ids", None) is not None for layer in getattr(cache, "layers", ())
+    ):
+        return Support.no("a layer's index has positions of its own")
     if held in (prompt.shape[1], before + prompt.shape[1]):
         return SUPPORTED
     return Support.no(f"the cache holds {held} tokens, the prompt {prompt.shape[1]}")

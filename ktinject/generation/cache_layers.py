@@ -7,6 +7,7 @@ size, in transformers' own cache layer, which writes to its tensors where they l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +33,12 @@ class LayerKind:
 
     window    of how many at most a step sees keys and values, its own included; None: of all
     is_state  states of fixed size, or nothing at all; and no keys and values
+    indexed   beside keys and values, keys of an index by which attention chooses tokens; or room for them
     """
 
     window: int | None = None
     is_state: bool = False
+    indexed: bool = False
 
 
 ALL_TOKENS = LayerKind()
@@ -133,11 +136,28 @@ class BucketLayer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
+class IndexedBucketLayer(BucketLayer):
+    """The same of a layer with an index: indexer_keys [b, n, d]; None: the layer goes by another one's choice."""
+
+    def __init__(
+        self, tensors: Sequence[Tensor], cache_position: Tensor, place: Tensor, window: int | None = None
+    ) -> None:
+        super().__init__(tensors[0], tensors[1], cache_position, place, window)
+        self.indexer_keys = tensors[2][:, 0] if len(tensors) > 2 else None
+        self.is_indexer_initialized = self.indexer_keys is not None
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        assert self.indexer_keys is not None
+        self.indexer_keys.index_copy_(1, self.place, indexer_key_states)
+        return self.indexer_keys
+
+
 def kind_of(layer: Any) -> LayerKind:
     """Of a layer of transformers' caches; a static one's window is cut to its length."""
     if isinstance(layer, StaticSlidingWindowLayer):
         return LayerKind(int(layer.get_max_length()))
-    return LayerKind(getattr(layer, "sliding_window", None), is_state=not isinstance(layer, CacheLayerMixin))
+    is_state, indexed = not isinstance(layer, CacheLayerMixin), hasattr(layer, "update_indexer")
+    return LayerKind(getattr(layer, "sliding_window", None), is_state, indexed)
 
 
 def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
@@ -146,12 +166,15 @@ def kinds_of(config: PreTrainedConfig) -> list[LayerKind]:
 
 
 def tensors_of(layer: Any) -> tuple[Tensor, ...]:
-    """Keys and values of a cache's layer; or the last inputs of its convolutions, and its recurrent states."""
+    """Keys and values of a cache's layer, and its index [b, 1, n, d] if it has one; or the last inputs of its
+    convolutions, and its recurrent states.
+    """
     if kind_of(layer).is_state:
         states = States.of(layer)
         conv = (layer.conv_states[index] for index in states.conv)
         return (*conv, *(layer.recurrent_states[index] for index in states.recurrent))
-    return layer.keys, layer.values
+    index = getattr(layer, "indexer_keys", None)
+    return (layer.keys, layer.values) if index is None else (layer.keys, layer.values, index[:, None])
 
 
 def _is_known(cache: Any, layer: Any) -> bool:
@@ -164,7 +187,8 @@ def _is_known(cache: Any, layer: Any) -> bool:
     keeps_nothing = (
         kind.__module__ == Cache.__module__ and kind_of(layer).is_state and States.of(layer).number == 0
     )
-    return kind in kinds.get(type(cache), ()) or keeps_nothing
+    is_indexed = kind.__module__ == Cache.__module__ and kind_of(layer) == LayerKind(indexed=True)
+    return kind in kinds.get(type(cache), ()) or keeps_nothing or is_indexed
 
 
 def kind_support(cache: Any) -> Support:

@@ -96,7 +96,11 @@ class _Before:
         layer = self.layer
         if self.tensors is None:
             layer.keys, layer.values = layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
+            if getattr(layer, "indexer_keys", None) is not None:
+                layer.indexer_keys = layer.indexer_keys[:, : self.length]
             return
+        if hasattr(layer, "indexer_keys"):  # it held nothing
+            layer.indexer_keys, layer.is_indexer_initialized = None, False
         layer.keys, layer.values = self.tensors
         layer.is_initialized = self.tensors[0] is not None
         if kind_of(layer).window is not None:
@@ -137,7 +141,9 @@ def hand_back(cache: DynamicCache, fixed: FixedCache, length: int) -> None:
                 to.copy_(held[: len(to)])
             continue
         if window is None:
-            layer.keys, layer.values = (_copy(tensor, len(layer.keys), length) for tensor in tensors)
+            layer.keys, layer.values, *index = (_copy(tensor, len(layer.keys), length) for tensor in tensors)
+            if index:
+                layer.indexer_keys = index[0][:, 0]
             continue
         # Of a window, the next token sees one less of those before it. They lie in a ring.
         seen = torch.arange(max(0, length - window + 1), length, device=tensors[0].device) % window

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ktinject.generation import layer_probes
+from ktinject.generation import layer_probes, recurrent_spec
 from ktinject.generation.cpu import openmp
+from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
 from ktinject.operators import Operator
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_router import CpuRouter
@@ -169,7 +170,8 @@ class DecoderLayerSpec:
     feed_forward: DenseSpec | MoeSpec | OtherFeedForward
 
 
-PartSpec = DecoderLayerSpec | NormSpec | AttentionSpec | GatedDeltaSpec | RouterSpec | MoeSpec | RotationSpec
+MixerSpec = AttentionSpec | GatedDeltaSpec | Mamba2Spec | ShortConvolutionSpec
+PartSpec = DecoderLayerSpec | NormSpec | MixerSpec | RouterSpec | MoeSpec | RotationSpec
 
 _LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 _LINEAR_LAYER = ("input_layernorm", "linear_attn", "post_attention_layernorm", "mlp")
@@ -373,6 +375,10 @@ def parts(model: nn.Module) -> Iterator[tuple[str, PartSpec]]:
             found = of_layer(module)
         elif children in _DELTA:
             found = of_linear_attention(module)
+        elif {"conv1d", "in_proj"} <= children:
+            found = recurrent_spec.of_mamba2(module)
+        elif {"conv", "in_proj"} <= children:
+            found = recurrent_spec.of_short_convolution(module)
         elif isinstance(module, AbsorbedMla) or {*_HEADS} <= children:
             found = of_attention(module)
         elif {"gate", "experts"} <= children:

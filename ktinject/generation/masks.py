@@ -25,7 +25,7 @@ from ktinject.hf.layers import Layers
 from ktinject.operators.probes import twin
 from ktinject.support import Support
 
-_ROWS = 2
+_ROWS = 3
 # Tokens behind the longest window, so that what is before a window shows. Chunks of that length begin anew there.
 _BEYOND = 5
 
@@ -71,19 +71,15 @@ def of_model(model: PreTrainedModel, kinds: Sequence[LayerKind] | None = None) -
     like = DynamicCache(config=model.config).layers
     kinds = [kind_of(layer) for layer in like] if kinds is None else kinds
     longest = max((kind.window for kind in kinds if kind.window is not None), default=8)
-    try:
-        probe = _Probe(model, like, kinds, longest + _BEYOND)
-        with torch.no_grad():
-            added = probe.own_masks()
-            if isinstance(added, Support):
-                return added
-            names = probe.names()
-    except Exception as error:  # transformers' own code, given what it may not be made for
-        return Support.no(f"its masks cannot be tried out: {type(error).__name__}: {error}")
-    if isinstance(names, Support):
-        return names
-    attends = [kind for kind in kinds if not kind.is_state]
-    return Masks(names, attends[0], added)
+    failed = None
+    for more in (0, 1):  # that a layer returns behind the hidden states
+        try:
+            probe = _Probe(model, like, kinds, longest + _BEYOND, more)
+            with torch.no_grad():
+                return probe.found()
+        except Exception as error:  # transformers' own code, given what it may not be made for
+            failed = failed or error
+    return Support.no(f"its masks cannot be tried out: {type(failed).__name__}: {failed}")
 
 
 class _Probed(BucketLayer):
@@ -120,14 +116,28 @@ class _Probe:
     """A model whose layers only note the masks that they are given."""
 
     def __init__(
-        self, model: PreTrainedModel, like: Sequence[Any], kinds: Sequence[LayerKind], position: int
+        self,
+        model: PreTrainedModel,
+        like: Sequence[Any],
+        kinds: Sequence[LayerKind],
+        position: int,
+        more: int,
     ) -> None:
-        self._kinds, self._position = kinds, position
+        self._kinds, self._position, self._more = kinds, position, more
         self._device = model.device
         self._places = position + 3  # some are empty
         self._given: list[Any] = []
         self._like = like
         self._model = self._without_layers(model)
+
+    def found(self) -> Masks | Support:
+        added = self.own_masks()
+        if isinstance(added, Support):
+            return added
+        names = self.names()
+        if isinstance(names, Support):
+            return names
+        return Masks(names, next(kind for kind in self._kinds if not kind.is_state), added)
 
     def own_masks(self) -> torch.dtype | None | Support:
         """Whether the masks that the model makes show what a `KVBucket`'s do; and their dtype, if they are added."""
@@ -208,9 +218,9 @@ class _Probe:
         # Nobody's hooks are to see these calls.
         return twin.around(model, path, twin.of(held, twins), without=("ktinject_decoding",), hooks=False)
 
-    def _note(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Tensor:
+    def _note(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Any:
         self._given.append(kwargs["attention_mask"])
-        return hidden_states
+        return (hidden_states, *[None] * self._more) if self._more else hidden_states
 
 
 def _shows(found: Any, wanted: Tensor) -> bool:

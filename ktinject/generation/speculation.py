@@ -56,6 +56,12 @@ class Request:
         return "MTP" if self.config.use_mtp else "assisted decoding"
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing of the user's sees the text while it is written."""
+        kinds = {type(criterion) for criterion in self.criteria}
+        return kinds <= {MaxLengthCriteria, EosTokenCriteria} and not len(self.processors)
+
+    @property
     def held(self) -> Any:
         return self.model_kwargs.get("past_key_values")
 
@@ -205,7 +211,10 @@ class Trials:
 
 
 class _Drafts:
-    """The candidates of one request."""
+    """The candidates of one request.
+
+    device  where texts and candidates are: for a lookup the host, if nothing else sees them
+    """
 
     def __init__(self, model: Any, request: Request) -> None:
         self.generator = model._get_candidate_generator(
@@ -215,12 +224,14 @@ class _Drafts:
             model_kwargs=dict(request.model_kwargs),
             **request.assistants,
         )
+        self.device = request.input_ids.device
         self._trials: Trials | None = None
         if isinstance(self.generator, compat.PromptLookupCandidateGenerator):
             if not request.config.do_sample:
                 self._trials = Trials(self.generator.num_output_tokens)
-            if not len(request.processors):
-                # It would ask each candidate whether they forbid it.
+            if request.is_plain:
+                self.device = torch.device("cpu")
+                # With an empty list, it would ask for each candidate whether that forbids it.
                 self.generator.logits_processor = None
                 if self.generator.eos_token_id is not None:
                     self.generator.eos_token_id = self.generator.eos_token_id.cpu()
@@ -261,13 +272,8 @@ class _Loop:
         is_kept = config.return_dict_in_generate
         self._scores: list[Tensor] | None = [] if is_kept and config.output_scores else None
         self._logits: list[Tensor] | None = [] if is_kept and config.output_logits else None
-        kinds = {type(criterion) for criterion in request.criteria}
-        # Where nothing of the user's sees it, the text stays on the host, and so does the lookup.
-        is_plain = kinds <= {MaxLengthCriteria, EosTokenCriteria} and not len(request.processors)
-        on_host = is_plain and isinstance(drafts.generator, compat.PromptLookupCandidateGenerator)
-        self._device = torch.device("cpu") if on_host else request.input_ids.device
+        self._is_plain = request.is_plain
         self._end_tokens = set() if self._ends is None else set(self._ends.tolist())
-        self._is_plain = is_plain
 
     def records(self) -> dict[str, tuple[Tensor, ...] | None]:
         """Scores and logits, by the names of transformers' output."""
@@ -280,7 +286,7 @@ class _Loop:
         first  logits [1, v] of the prompt's last token
         """
         request, steps = self._request, self._steps
-        text, known = request.input_ids.to(self._device), first
+        text, known = request.input_ids.to(self._drafts.device), first
         while True:
             sure = 1 - len(known)  # the last token was not read yet, but behind the prompt
             drafted, draft_logits = self._drafts(text, steps.most - sure)
@@ -330,7 +336,7 @@ class _Loop:
                 chosen = torch.multinomial(scores[0].softmax(-1), num_samples=1)[:, 0]
             else:
                 chosen = sampling.greatest(scores[0])
-            chosen = chosen.to(self._device)
+            chosen = chosen.to(self._drafts.device)
             right = int((chosen[:-1] == drafted[0]).long().cumprod(0).sum())
             valid = chosen[: right + 1]
         self._decoding.check()

@@ -14,6 +14,7 @@
 #include "cuda/decode_delta.hpp"
 #include "cuda/decode_linear.hpp"
 #include "cuda/decode_ops.hpp"
+#include "cuda/decode_recurrent.hpp"
 #include "cuda/rms_norm.hpp"
 
 namespace nb = nanobind;
@@ -213,6 +214,63 @@ void def_linear_attention(nb::module_& m) {
       "A token of the gated delta rule between its projections; q to a as (address, strides of a row and a head).");
 }
 
+void def_recurrent(nb::module_& m) {
+  m.def(
+      "mamba2",
+      [](Address<> z, Address<> mixed, Address<> dt, Address<> inputs, Address<float> states, Address<> taps_weight,
+         Address<> taps_bias, Address<> a_log, Address<> dt_bias, Address<> d, Address<> norm, bool is_wide_a_log,
+         bool is_wide_dt_bias, bool is_wide_d, bool is_wide_norm, float eps, Address<float> scratch,
+         Address<unsigned> block_counts, Address<> out, Address<> then, int64_t then_bytes, int64_t row_stride,
+         int rows, int heads, int groups, int head_size, int state_size, int taps, DType dtype, cuda::Stream stream) {
+        cuda::mamba2({z,
+                      mixed,
+                      dt,
+                      inputs,
+                      states,
+                      taps_weight,
+                      taps_bias,
+                      a_log,
+                      dt_bias,
+                      d,
+                      norm,
+                      is_wide_a_log,
+                      is_wide_dt_bias,
+                      is_wide_d,
+                      is_wide_norm,
+                      eps,
+                      scratch,
+                      block_counts,
+                      out,
+                      then,
+                      then_bytes,
+                      row_stride,
+                      rows,
+                      heads,
+                      groups,
+                      head_size,
+                      state_size,
+                      taps},
+                     dtype, stream);
+      },
+      nb::kw_only(), nb::arg("z"), nb::arg("mixed"), nb::arg("dt"), nb::arg("inputs"), nb::arg("states"),
+      nb::arg("taps_weight"), nb::arg("taps_bias"), nb::arg("a_log"), nb::arg("dt_bias"), nb::arg("d"), nb::arg("norm"),
+      nb::arg("is_wide_a_log"), nb::arg("is_wide_dt_bias"), nb::arg("is_wide_d"), nb::arg("is_wide_norm"),
+      nb::arg("eps"), nb::arg("scratch"), nb::arg("block_counts"), nb::arg("out"), nb::arg("then"),
+      nb::arg("then_bytes"), nb::arg("row_stride"), nb::arg("rows"), nb::arg("heads"), nb::arg("groups"),
+      nb::arg("head_size"), nb::arg("state_size"), nb::arg("taps"), nb::arg("dtype"), nb::arg("stream"),
+      "A token of Mamba-2 between its projections.");
+  m.def(
+      "short_convolution",
+      [](Address<> projected, Address<> inputs, Address<> taps_weight, Address<> taps_bias, Address<> out,
+         int64_t row_stride, int rows, int n, int taps, DType dtype, cuda::Stream stream) {
+        cuda::short_convolution({projected, inputs, taps_weight, taps_bias, out, row_stride, rows, n, taps}, dtype,
+                                stream);
+      },
+      nb::kw_only(), nb::arg("projected"), nb::arg("inputs"), nb::arg("taps_weight"), nb::arg("taps_bias"),
+      nb::arg("out"), nb::arg("row_stride"), nb::arg("rows"), nb::arg("n"), nb::arg("taps"), nb::arg("dtype"),
+      nb::arg("stream"), "A token of a gated short convolution between its projections.");
+}
+
 void def_next_token(nb::module_& m) {
   m.def(
       "choose_on_gpu",
@@ -266,6 +324,7 @@ void init_decode_ops(nb::module_& m) {
   def_attention(m);
   def_linear(m);
   def_linear_attention(m);
+  def_recurrent(m);
   def_next_token(m);
   def_routing(m);
 }

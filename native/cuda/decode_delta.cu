@@ -19,26 +19,18 @@
 #include "cuda/early.cuh"
 #include "cuda/on_device.cuh"
 #include "cuda/prefetch.cuh"
+#include "cuda/recurrent.cuh"
 #include "cuda/values.cuh"
 
 namespace ktinject::cuda {
 namespace {
 
 constexpr int kColumns = GatedDelta::kColumns;
-constexpr int kMostTaps = GatedDelta::kMostTaps;
 constexpr int kLanes = kColumns / 4;      // that read a row of the block's columns, 16 bytes each
 constexpr int kThreads = kLanes * kWarp;  // so that they read kWarp rows at a time
 constexpr int kWarps = kThreads / kWarp;
 // Added to the square of a length before its root: what transformers' l2norm has.
 constexpr float kLengthEpsilon = 1e-6f;
-
-__device__ inline float sigmoid(float x) { return 1 / (1 + expf(-x)); }
-__device__ inline float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
-
-template <class T>
-__device__ __forceinline__ float read_parameter(const void* from, bool is_wide, int at) {
-  return is_wide ? static_cast<const float*>(from)[at] : load(static_cast<const T*>(from)[at]);
-}
 
 // What a block works on, and where its tensors lie.
 template <class T>
@@ -66,52 +58,32 @@ struct Block {
   }
 };
 
-// A channel of the convolution.
+// A channel of q, k or v, and its new input.
 template <class T>
-struct Channel {
-  const T* newest;   // its new input
-  T* held;           // [taps]: its last inputs
-  const T* weights;  // [taps]
-
-  // i: first q's channels, then k's, then the block's columns of v.
-  __device__ __forceinline__ Channel(const GatedDelta& p, const Block<T>& block, int i) {
-    int index = 0;
-    if (i < p.key_size) {
-      newest = block.of(p.q) + i;
-      index = block.key_head * p.key_size + i;
-    } else if (i < 2 * p.key_size) {
-      newest = block.of(p.k) + i - p.key_size;
-      index = (p.key_heads + block.key_head) * p.key_size + i - p.key_size;
-    } else {
-      const int at = block.column + i - 2 * p.key_size;
-      newest = block.of(p.v) + block.member * p.value_size + at;
-      index = 2 * p.key_heads * p.key_size + block.head * p.value_size + at;
-    }
-    const size_t channels = static_cast<size_t>(2) * p.key_heads * p.key_size + p.value_heads * p.value_size;
-    held = static_cast<T*>(p.inputs) + (block.row * channels + index) * p.taps;
-    weights = static_cast<const T*>(p.taps_weight) + static_cast<size_t>(index) * p.taps;
-  }
-
-  // The inputs with the new one, the oldest left out.
-  __device__ __forceinline__ void read(int taps, T (&inputs)[kMostTaps]) const {
-#pragma unroll
-    for (int j = 0; j < kMostTaps; ++j)
-      if (j < taps) inputs[j] = __ldcg(j + 1 < taps ? held + j + 1 : newest);
-  }
-  __device__ __forceinline__ void write(int taps, const T (&inputs)[kMostTaps]) const {
-#pragma unroll
-    for (int j = 0; j < kMostTaps; ++j)
-      if (j < taps) held[j] = inputs[j];
-  }
-  __device__ __forceinline__ float convolved(int taps, const T (&inputs)[kMostTaps]) const {
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < kMostTaps; ++j)
-      if (j < taps) sum = fmaf(load(inputs[j]), load(weights[j]), sum);
-    const float x = rounded<T>(sum);
-    return rounded<T>(x / (1 + expf(-x)));
-  }
+struct Mixed {
+  const T* newest;
+  Channel<T> channel;
 };
+
+// i: first q's channels, then k's, then the block's columns of v.
+template <class T>
+__device__ __forceinline__ Mixed<T> mixed_of(const GatedDelta& p, const Block<T>& block, int i) {
+  const T* newest;
+  int index;
+  if (i < p.key_size) {
+    newest = block.of(p.q) + i;
+    index = block.key_head * p.key_size + i;
+  } else if (i < 2 * p.key_size) {
+    newest = block.of(p.k) + i - p.key_size;
+    index = (p.key_heads + block.key_head) * p.key_size + i - p.key_size;
+  } else {
+    const int at = block.column + i - 2 * p.key_size;
+    newest = block.of(p.v) + block.member * p.value_size + at;
+    index = 2 * p.key_heads * p.key_size + block.head * p.value_size + at;
+  }
+  const int channels = 2 * p.key_heads * p.key_size + p.value_heads * p.value_size;
+  return {newest, {p.inputs, p.taps_weight, channels, block.row, index, p.taps}};
+}
 
 // Fetches into L2 what the block reads, while the kernel before still runs.
 template <class T>
@@ -121,11 +93,8 @@ __device__ __forceinline__ void prefetch(const GatedDelta& p, const Block<T>& bl
     prefetch_line(block.state + static_cast<size_t>(i) * p.value_size);
   // A line has the taps of several channels.
   const int step = static_cast<int>(kLine / sizeof(T)) / p.taps;
-  for (int i = thread * step; i < 2 * p.key_size + kColumns; i += kThreads * step) {
-    const Channel<T> channel(p, block, i);
-    prefetch_line(channel.held);
-    prefetch_line(channel.weights);
-  }
+  for (int i = thread * step; i < 2 * p.key_size + kColumns; i += kThreads * step)
+    mixed_of(p, block, i).channel.prefetch();
   if (thread == 0 && p.then != nullptr)
     prefetch_share(p.then, p.then_bytes, static_cast<int>(blockIdx.y * gridDim.x + blockIdx.x),
                    static_cast<int>(gridDim.x * gridDim.y));
@@ -211,8 +180,7 @@ __device__ __forceinline__ void write_head(const GatedDelta& p, const Block<T>& 
     if (i >= p.value_size) break;
     const float normed = rounded<T>(values[n] * scale) * read_parameter<T>(p.norm, p.is_wide_norm, i);
     const float gate = load(__ldcg(gates + i));
-    static_cast<T*>(p.out)[first + i] =
-        store<T>((p.is_wide_norm ? normed : rounded<T>(normed)) * (gate / (1 + expf(-gate))));
+    static_cast<T*>(p.out)[first + i] = store<T>((p.is_wide_norm ? normed : rounded<T>(normed)) * silu(gate));
   }
 }
 
@@ -223,7 +191,6 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const GatedDelta p) {
   __shared__ float mixed[2 * kKeys];  // q and k behind the convolution
   alignas(16) __shared__ float values[kColumns], deltas[kColumns];
   alignas(16) __shared__ float sums[kWarps * 2 * kColumns];
-  __shared__ bool is_last;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
   const Block<T> block(p);
   prefetch(p, block);
@@ -241,15 +208,15 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const GatedDelta p) {
   const float beta = rounded<T>(sigmoid(load(__ldcg(block.of(p.b) + block.member))));
   const float decay = expf(-expf(a_log) * softplus(load(__ldcg(block.of(p.a) + block.member)) + dt_bias));
   for (int i = thread; i < 2 * kKeys + kColumns; i += kThreads) {
-    const Channel<T> channel(p, block, i);
+    const Mixed<T> from = mixed_of(p, block, i);
     T inputs[kMostTaps];
-    channel.read(p.taps, inputs);
-    const float x = channel.convolved(p.taps, inputs);
+    from.channel.read(p.taps, __ldcg(from.newest), inputs);
+    const float x = rounded<T>(silu(from.channel.convolved(p.taps, 0, inputs)));
     if (i < 2 * kKeys) {
       mixed[i] = x;  // the other blocks of this head of keys may not have read these inputs yet
     } else {
       values[i - 2 * kKeys] = x;
-      channel.write(p.taps, inputs);
+      from.channel.write(p.taps, inputs);
     }
   }
   __syncthreads();
@@ -268,12 +235,8 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const GatedDelta p) {
     p.scratch[(static_cast<size_t>(block.row) * p.value_heads + block.head) * p.value_size + block.column + thread] =
         decay * lengths.q * with_q + lengths.product * delta;
   }
-  __threadfence();
-  __syncthreads();
-  unsigned before = 0;
-  if (thread == 0)
-    before = atomicInc(p.block_counts + static_cast<size_t>(block.row) * p.key_heads + block.key_head,
-                       block.peers(p) - 1);  // back at zero when all have come
+  unsigned* cell = p.block_counts + static_cast<size_t>(block.row) * p.key_heads + block.key_head;
+  const unsigned before = count_block(cell, block.peers(p));
   const float4 update = *reinterpret_cast<const float4*>(deltas + thread % kLanes * 4);
 #pragma unroll
   for (int n = 0; n < kPieces; ++n) {
@@ -281,15 +244,12 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const GatedDelta p) {
     add(next, mixed[kKeys + n * kWarp + thread / kLanes], update);
     *reinterpret_cast<float4*>(block.state + own + static_cast<size_t>(n) * kWarp * p.value_size) = next;
   }
-  if (thread == 0) is_last = before == block.peers(p) - 1;
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
+  if (!is_last_block(before, block.peers(p))) return;
   for (int i = thread; i < 2 * kKeys; i += kThreads) {
-    const Channel<T> channel(p, block, i);
+    const Mixed<T> from = mixed_of(p, block, i);
     T inputs[kMostTaps];
-    channel.read(p.taps, inputs);
-    channel.write(p.taps, inputs);
+    from.channel.read(p.taps, __ldcg(from.newest), inputs);
+    from.channel.write(p.taps, inputs);
   }
   for (int member = warp; member < block.shared; member += kWarps) write_head(p, block, member, lane);
 }

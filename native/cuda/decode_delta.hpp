@@ -26,15 +26,14 @@ struct DeltaInput {
 // transformers' modeling_qwen3_next.py and modeling_qwen3_5_moe.py. For fp16 and bf16; sums and states are fp32.
 struct GatedDelta {
   static constexpr int kMostSize = 256;  // of key_size and value_size, which are multiples of 32
-  static constexpr int kMostTaps = 8;
-  static constexpr int kColumns = 32;  // of a head's state, that a thread block works on
+  static constexpr int kColumns = 32;    // of a head's state, that a thread block works on
 
   DeltaInput q, k;                    // [rows, key_heads, key_size]
   DeltaInput v, z;                    // [rows, key_heads, value_heads / key_heads, value_size]
   DeltaInput b, a;                    // [rows, key_heads, value_heads / key_heads]
   void* inputs = nullptr;             // [rows, channels of all q, k and v, taps]: the newest last; moved on by a token
   float* states = nullptr;            // [rows, value_heads, key_size, value_size]: moved on by a token
-  const void* taps_weight = nullptr;  // [channels, taps]
+  const void* taps_weight = nullptr;  // [channels, taps]; 2 to 8 taps
   const void* a_log = nullptr;        // [value_heads]
   const void* dt_bias = nullptr;      // [value_heads]
   const void* norm = nullptr;         // [value_size]

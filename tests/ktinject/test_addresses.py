@@ -16,10 +16,11 @@ import ktinject
 from ktinject import operators
 from ktinject.addresses import address
 from ktinject.errors import OperatorError
-from ktinject.generation.cuda import chooser, decode_ops, delta_ops
+from ktinject.generation.cuda import chooser, decode_ops, delta_ops, recurrent_ops
 from ktinject.generation.cuda.chooser import Chooser
 from ktinject.generation.cuda.decode_ops import Cache, Norm
 from ktinject.generation.cuda.delta_ops import Projected, States, Weights
+from ktinject.generation.cuda.recurrent_ops import Mamba2Weights
 from ktinject.operators.offload import submits
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -114,6 +115,15 @@ def gated_delta(  # of two heads of keys, each with three of values
     delta_ops.gated_delta(Projected(q, k, v, z, b, a), Weights(**others, norm=norm), states, block_counts)
 
 
+def mamba2(projected: Tensor, block_counts: Tensor, inputs: Tensor, states: Tensor, **others: Tensor) -> None:
+    weights = Mamba2Weights(**others | {"norm": Norm(others["norm"], 1e-6)})  # type: ignore[arg-type]
+    recurrent_ops.mamba2(projected, weights, States(inputs, states), 2, block_counts)
+
+
+def short_convolution(projected: Tensor, taps: Tensor, bias: Tensor, inputs: Tensor) -> None:
+    recurrent_ops.short_convolution(projected, taps, bias, inputs)
+
+
 INT64, FP32 = torch.int64, torch.float32
 # What each takes, of two rows.
 RIGHT: dict[Callable[..., None], dict[str, Tensor]] = {
@@ -174,6 +184,24 @@ RIGHT: dict[Callable[..., None], dict[str, Tensor]] = {
         "inputs": of(2, 512, 4),
         "states": of(2, 6, 32, 64, dtype=FP32),
     },
+    mamba2: {
+        "projected": of(2, 644),
+        "block_counts": of(4, dtype=torch.int32),
+        "taps": of(384, 1, 4),
+        "bias": of(384),
+        "a_log": of(4),
+        "dt_bias": of(4, dtype=FP32),
+        "d": of(4),
+        "norm": of(256),
+        "inputs": of(2, 384, 4),
+        "states": of(2, 4, 64, 32, dtype=FP32),
+    },
+    short_convolution: {
+        "projected": of(2, 96),
+        "taps": of(32, 1, 3),
+        "bias": of(32),
+        "inputs": of(2, 32, 3),
+    },
     rms_norm: {"x": of(2, 8), "weight": of(8)},
     rotation: {"positions": of(2, 1, dtype=INT64), "frequencies": of(4, dtype=FP32)},
 }
@@ -183,6 +211,7 @@ LONGER = {
     (attend, "mask"),
     (attend, "q"),
     (gated_delta, "block_counts"),
+    (mamba2, "block_counts"),
     (latent, "q"),
     (route_grouped, "logits"),
     (rotation, "frequencies"),
@@ -198,7 +227,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def __getattr__(self, name: str) -> Callable[..., int]:
             return lambda *_, **__: calls.append(name) or 1  # type: ignore[func-returns-value]
 
-    for module in (decode_ops, delta_ops, chooser):
+    for module in (decode_ops, delta_ops, recurrent_ops, chooser):
         monkeypatch.setattr(module, "_native", Stubs())
         monkeypatch.setattr(module, "stream_of", lambda device: (0, 0))
     return calls

@@ -9,6 +9,7 @@ import models
 import prepared
 import proportions
 import pytest
+from once import made_once
 
 from ktinject.checkpoints.beside import check_counts
 from ktinject.errors import CheckpointError, PlanError
@@ -19,10 +20,12 @@ Costs = dict[str, tuple[str, float, int]]
 
 @pytest.fixture(scope="module")
 def costs(tmp_path_factory: pytest.TempPathFactory) -> Costs:
-    folder = tmp_path_factory.mktemp("proportions")
-    done = prepared.run(Path(proportions.__file__), folder)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    def make(file: Path) -> None:
+        done = prepared.run(Path(proportions.__file__), tmp_path_factory.mktemp("proportions"))
+        assert done.returncode == 0, done.stderr
+        file.write_text(done.stdout)
+
+    return json.loads(made_once(tmp_path_factory, "proportions.json", make).read_text())
 
 
 @pytest.mark.parametrize("case", proportions.CASES)

@@ -133,6 +133,11 @@ def linear(
     return out
 
 
+def routes(experts: int, top_k: int) -> bool:
+    """Whether `route` can choose top_k of so many experts."""
+    return top_k <= min(experts, 32) and experts <= 1024
+
+
 def route(logits: Tensor, top_k: int, normed: bool) -> tuple[Tensor, Tensor]:
     """Choose the top_k experts of each token by softmax.
 

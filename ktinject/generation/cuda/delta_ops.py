@@ -84,6 +84,21 @@ def support(key_size: int, value_size: int, taps: int, dtype: torch.dtype) -> Su
     return SUPPORTED
 
 
+def parameters(
+    named: dict[str, tuple[Tensor, int]], device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Vectors of the model's dtype or float32, as the kernels take them: their addresses, and which of them are wide.
+
+    named  name → the vector, and its size
+    """
+    given: dict[str, Any] = {}
+    for name, (tensor, size) in named.items():
+        is_wide = tensor.dtype == torch.float32
+        given[name] = address(name, tensor, device, torch.float32 if is_wide else dtype, (size,))
+        given[f"is_wide_{name}"] = is_wide
+    return given
+
+
 def gated_delta(
     projected: Projected, weights: Weights, states: States, block_counts: Tensor, then: Tensor | None = None
 ) -> Tensor:
@@ -122,17 +137,11 @@ def gated_delta(
         for (name, part), size in zip(projected._asdict().items(), sizes)
     }
     norm = weights.norm
-    parameters = {
+    named = {
         "a_log": (weights.a_log, heads),
         "dt_bias": (weights.dt_bias, heads),
         "norm": (norm.weight, value_size),
     }
-    is_wide = {name: tensor.dtype == torch.float32 for name, (tensor, _) in parameters.items()}
-    given: dict[str, Any] = {
-        name: address(name, tensor, device, torch.float32 if is_wide[name] else dtype, (size,))
-        for name, (tensor, size) in parameters.items()
-    }
-    given |= {f"is_wide_{name}": value for name, value in is_wide.items()}
     scratch = torch.empty(rows, heads, value_size, dtype=torch.float32, device=device)
     out = torch.empty(rows, heads * value_size, dtype=dtype, device=device)
     _native.gated_delta(
@@ -140,7 +149,7 @@ def gated_delta(
         inputs=address("inputs", states.inputs, device, dtype, (rows, channels, taps)),
         states=address("states", states.states, device, torch.float32, (rows, heads, key_size, value_size)),
         taps_weight=address("taps", weights.taps, device, dtype, (channels, 1, taps)),
-        **given,
+        **parameters(named, device, dtype),
         eps=norm.eps,
         scratch=address("scratch", scratch, device),
         block_counts=address("block counts", block_counts, device, torch.int32),

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ktinject.generation.cache import KVBucket
-from ktinject.generation.cuda import decode_ops, delta_ops
+from ktinject.generation.cuda import delta_ops
 from ktinject.generation.cuda.decode_ops import Norm
 from ktinject.generation.cuda.delta_ops import Projected, States, Weights
 from ktinject.generation.cuda.projections import Step, project
@@ -47,15 +47,17 @@ class GatedDelta:
         return delta_ops.gated_delta(projected, weights, states, self.block_counts, then)
 
 
-def states_of(spec: GatedDeltaSpec, hidden_states: Tensor, args: Any, kwargs: Any) -> States | None:
-    """The states of a captured step's linear attention; None if the call is not one of a captured step."""
+def states_of(
+    layer_idx: int, count: int, hidden_states: Tensor, args: Any, kwargs: Any
+) -> tuple[Tensor, ...] | None:
+    """The `count` states of a layer of a captured step; None if the call is not one of a captured step."""
     held = kwargs.get("past_key_values", kwargs.get("cache_params"))
     if not isinstance(held, KVBucket) or kwargs.get("attention_mask") is not None:
         return None
     if hidden_states.shape[1] != 1 or args:
         return None
-    found = held.states_of(spec.layer_idx)
-    return States(*found) if len(found) == 2 else None
+    found = held.states_of(layer_idx)
+    return found if len(found) == count else None
 
 
 def delta_step(spec: GatedDeltaSpec, module: Any, block_counts: Tensor) -> Step | None:
@@ -65,10 +67,11 @@ def delta_step(spec: GatedDeltaSpec, module: Any, block_counts: Tensor) -> Step 
     own = type(module).forward
 
     def step(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        states = states_of(spec, hidden_states, args, kwargs)
-        if states is None or len(hidden_states) > decode_ops.MOST_ROWS:
+        states = states_of(spec.layer_idx, 2, hidden_states, args, kwargs)
+        if states is None or len(hidden_states) * spec.key_heads > len(block_counts):
             return own(module, hidden_states, *args, **kwargs)
-        found: Tensor = module.out_proj(attention(hidden_states[:, 0].contiguous(), None, states))
+        mixed = attention(hidden_states[:, 0].contiguous(), None, States(*states))
+        [found] = project(mixed, [module.out_proj])
         return found[:, None]
 
     return step

@@ -132,7 +132,7 @@ class Routed:
         if not isinstance(experts, HybridExperts):
             return None
         router = _GroupedRouter.of(spec.router, block.get_submodule(spec.router.path))
-        by_softmax = _is_plain_softmax(spec.router) and experts.routes(
+        by_softmax = _is_plain_softmax(spec.router) and decode_ops.routes(
             spec.router.num_experts, spec.router.top_k
         )
         return None if router is None and not by_softmax else cls(spec, block, router)
@@ -147,7 +147,7 @@ class Routed:
             normed = torch.empty_like(x)
             bias = self.gate.bias if self.spec.has_bias else None
             logits = decode_ops.linear(x, [self.gate.weight], [bias], norm=norm, normed=normed)
-            started = self.experts.start_routed(normed, logits, self.spec.top_k, self.spec.is_normed)
+            started = self._start(normed, logits)
         if self.shared is None:
             return self.experts.complete(started, residual=x)
         shared = self.shared(normed)  # while the CPU computes
@@ -155,3 +155,10 @@ class Routed:
             # The wait adds `part` before it rounds the sum, and x after that.
             return self.experts.complete(started._replace(part=shared.float()), residual=x)
         return x + self.experts.complete(started, residual=shared)
+
+    def _start(self, x: Tensor, logits: Tensor) -> Any:
+        spec = self.spec
+        if self.experts.routes(spec.num_experts, spec.top_k):
+            return self.experts.start_routed(x, logits, spec.top_k, spec.is_normed)
+        weights, ids = decode_ops.route(logits, spec.top_k, spec.is_normed)  # more than a submit chooses from
+        return self.experts.start(x, ids, weights)

@@ -8,6 +8,8 @@ kernels:
     a decoder layer   norm, query, key and value projections | attention | output projection, residual
                       | norm, router | choice of experts, submit | wait, residual
     linear attention  norm, input projections | convolution, gated delta rule, norm | output projection, residual
+    Mamba-2           input projection | convolution, update of the state, norm | output projection
+    a short convolution, as that
     its parts         a norm, attention or a router, if the layer around them is not known
     before            cos and sin of the rotary embedding
 
@@ -27,7 +29,6 @@ from torch import Tensor, nn
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.generation import layer_spec
 from ktinject.generation.cache import KVBucket
-from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.fused_steps import step_of
 from ktinject.generation.cuda.projections import Step
 from ktinject.generation.layer_spec import DecoderLayerSpec, GroupedAttentionSpec, PartSpec
@@ -46,6 +47,7 @@ _EAGER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e
 # is larger, since rounding decides between two experts with nearly equal scores, and another expert changes the result
 # by more than rounding does.
 _LAYER_TOLERANCE = 0.1
+_MOST_ROWS = 64  # of a captured step
 
 
 class Fused:
@@ -63,14 +65,14 @@ class Fused:
         self._checked = False
         # The thread blocks of the attention kernels count here which of them are done. One buffer a device is enough:
         # requests of one model take turns.
-        names = ("num_attention_heads", "linear_num_key_heads")
+        names = ("num_attention_heads", "linear_num_key_heads", "n_groups", "mamba_n_groups")
         heads = max((getattr(m, name, None) or 0 for m in _configs(model) for name in names), default=0)
         counts: dict[torch.device, Tensor] = {}
 
         def counts_for(module: nn.Module) -> Tensor:
             device = _device(module)
             if device not in counts:
-                counts[device] = torch.zeros(decode_ops.MOST_ROWS * heads, dtype=torch.int32, device=device)
+                counts[device] = torch.zeros(_MOST_ROWS * heads, dtype=torch.int32, device=device)
             return counts[device]
 
         specs = dict(layer_spec.parts(model))

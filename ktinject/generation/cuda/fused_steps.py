@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.attention_steps import attention_of, attention_step, cache_of
 from ktinject.generation.cuda.decode_ops import Norm
+from ktinject.generation.cuda.delta_ops import States
 from ktinject.generation.cuda.delta_steps import GatedDelta, delta_step, states_of
 from ktinject.generation.cuda.feed_forward_steps import Routed, moe_step, router_step
 from ktinject.generation.cuda.projections import Step, norm_of, project
+from ktinject.generation.cuda.recurrent_steps import mamba2_step, short_convolution_step
 from ktinject.generation.layer_spec import (
     AttentionSpec,
     DecoderLayerSpec,
@@ -26,13 +28,14 @@ from ktinject.generation.layer_spec import (
     RotationSpec,
     RouterSpec,
 )
+from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
 
 
 def step_of(spec: PartSpec, module: Any, block_counts: Tensor) -> Step | None:
     """A function that replaces a module's forward in a captured decode step; None if there are no kernels for it.
 
     spec          what the module computes
-    block_counts  as `decode_ops.attend` and `delta_ops.gated_delta` take them
+    block_counts  as `decode_ops.attend`, `delta_ops.gated_delta` and `recurrent_ops.mamba2` take them
     """
     if isinstance(spec, NormSpec):
         return _norm_step(spec, module)
@@ -40,6 +43,10 @@ def step_of(spec: PartSpec, module: Any, block_counts: Tensor) -> Step | None:
         return attention_step(spec, module, block_counts)
     if isinstance(spec, GatedDeltaSpec):
         return delta_step(spec, module, block_counts)
+    if isinstance(spec, Mamba2Spec):
+        return mamba2_step(spec, module, block_counts)
+    if isinstance(spec, ShortConvolutionSpec):
+        return short_convolution_step(spec, module)
     if isinstance(spec, RouterSpec):
         return router_step(spec, module)
     if isinstance(spec, RotationSpec):
@@ -67,7 +74,11 @@ def _norm_step(spec: NormSpec, module: nn.Module) -> Step | None:
     if norm is None:
         return None
 
-    def step(hidden_states: Tensor) -> Tensor:
+    own = type(module).forward
+
+    def step(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:  # a gate
+            return own(module, hidden_states, *args, **kwargs)
         if hidden_states.dtype != norm.weight.dtype:
             raise ValueError(f"found {hidden_states.dtype}, the weight is {norm.weight.dtype}")
         return decode_ops.rms_norm(hidden_states, norm)
@@ -86,10 +97,10 @@ def _mixer_of(spec: AttentionSpec | GatedDeltaSpec, module: Any, block_counts: T
 
         def by_states(hidden_states: Tensor, norm: Norm, args: Any, kwargs: Any) -> Any:
             assert delta is not None
-            states = states_of(spec, hidden_states, args, kwargs)
+            states = states_of(spec.layer_idx, 2, hidden_states, args, kwargs)
             if states is None:
                 return None
-            return delta(hidden_states[:, 0].contiguous(), norm, states), module.out_proj
+            return delta(hidden_states[:, 0].contiguous(), norm, States(*states)), module.out_proj
 
         return None if delta is None else by_states
     attention = attention_of(spec, module, block_counts)

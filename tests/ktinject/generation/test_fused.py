@@ -26,8 +26,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 32, "n_group": 4, "topk_group": 2,
         "q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
     },
-    "qwen3_next": {  # of whose heads a quarter is rotated
-        "hidden_size": 64, "head_dim": 128, "moe_intermediate_size": 32,
+    "qwen3_next": {  # of whose heads a quarter is rotated; with more experts than a submit chooses from
+        "hidden_size": 64, "head_dim": 128, "moe_intermediate_size": 32, "num_experts": 288,
         "linear_key_head_dim": 32, "linear_value_head_dim": 64,
     },
     "qwen3_5_moe_text": {
@@ -39,6 +39,15 @@ SIZES: dict[str, dict[str, Any]] = {
         "hidden_size": 64, "num_attention_heads": 2, "moe_intermediate_size": 32, "sliding_window": 12,
         "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"],
     },
+    "nemotron_h": {
+        "hidden_size": 64, "layers_block_type": ["mamba", "moe", "attention", "moe"],
+        "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 64,
+    },
+    "granitemoehybrid": {
+        "hidden_size": 64, "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 128,
+    },
+    "lfm2_moe": {"hidden_size": 64},
 }  # fmt: skip
 LAYERS = 2  # of a tiny model
 LATENT = {"name": "a", "match": {"path": r".*self_attn"}, "replace": {"operator": "absorbed_mla"}}
@@ -124,6 +133,24 @@ class TestLayersWithWindows:
         found, replaced = in_graphs_and_eagerly(rules, batch, family)
         assert {f"model.layers.{i}" for i in range(LAYERS)} <= replaced
         assert_same_logits(*found, allowed=6e-2 if family == "gpt_oss" else 2e-2)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 9])
+@pytest.mark.parametrize(
+    "family, path",
+    [
+        ("nemotron_h", "model.layers.0.mixer"),
+        ("granitemoehybrid", "model.layers.0.mamba"),
+        ("lfm2_moe", "model.layers.1.conv"),
+    ],
+)
+class TestMixersWithStates:
+    pytestmark = gpu
+
+    def test_logits_are_those_of_transformers_kernels(self, batch: int, family: str, path: str) -> None:
+        found, replaced = in_graphs_and_eagerly("auto", batch, family)
+        assert path in replaced
+        assert_same_logits(*found)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8])
