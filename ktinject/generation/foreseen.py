@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ktinject.generation import speculation
+from ktinject.generation.candidates import Request
 from ktinject.generation.decoding import Decoding, Explanation
 from ktinject.generation.eligibility import PlainRequest
 from ktinject.generation.graph_runner import size_of
@@ -18,7 +19,7 @@ def kind_of(decoding: Decoding, recorded: Support) -> str:
     return "native, " if decoding.native is not None else "graph, "
 
 
-def of_candidates(decoding: Decoding, recorded: Support, request: speculation.Request) -> Explanation:
+def of_candidates(decoding: Decoding, recorded: Support, request: Request) -> Explanation:
     """How a request for candidates would run."""
     if not recorded:
         return Explanation(f"stock loop: {request.name}", recorded.reason)

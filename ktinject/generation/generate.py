@@ -23,7 +23,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import beams, foreseen, kept_cache, loop, speculation
+from ktinject.generation import beams, candidates, foreseen, kept_cache, loop, speculation
 from ktinject.generation import cache as caches
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
@@ -144,7 +144,7 @@ class _Swapped(Methods):
             "assistant_model": assistant_model,
             "assistant_tokenizer": assistant_tokenizer,
         }
-        request = speculation.Request(
+        request = candidates.Request(
             input_ids,
             logits_processor,
             stopping_criteria,

@@ -99,12 +99,14 @@ class SeveralTokens:
 
     most     tokens of a step
     support  whether steps have more than one token, and why not
+    hidden   [n, hidden]: what the logits of the last step were made of; None where that is not known
     """
 
     def __init__(self, runner: GraphRunner, native: NativeDecoder | None, forward: Forward) -> None:
         self._runner, self._native = runner, native
         self._read = self._kept = 0  # tokens of the last step, and those of them that the cache has for good
         self._view: KVBucket | None = None
+        self.hidden: Tensor | None = None
         self.support = known_support(runner, native)
         windows = [kind.window for kind in runner.cache.kinds if kind.window is not None]
         self.most = SIZES[-1] if native is None else min([_MOST_ON_CPU, *windows])
@@ -114,17 +116,20 @@ class SeveralTokens:
         if not self.support:
             self.most = 1
 
-    def step(self, ids: Tensor, sure: int) -> Tensor:
+    def step(self, ids: Tensor, sure: int, *, has_hidden: bool = False) -> Tensor:
         """Read tokens [1, n], n up to `most`; logits [m, v] fp32 of the m that were read, a tensor of its own.
 
-        sure  0 or 1: so many of them are not taken back. Where others can no longer be, only these are read
+        sure        0 or 1: so many of them are not taken back. Where others can no longer be, only these are read
+        has_hidden  `hidden` is asked for, and given where steps may have several tokens
         """
         runner, cache = self._runner, self._runner.cache
-        if not self.support or runner.is_changed():
+        self.hidden = None
+        is_single = not self.support or runner.is_changed()
+        if is_single:
             ids = ids[:, :sure]
         count = self._read = ids.shape[1]
         self._kept = 0
-        if count == sure:
+        if count == sure and (is_single or not has_hidden or not count):
             if count:
                 runner.put(ids)
                 runner.step()
@@ -150,7 +155,8 @@ class SeveralTokens:
         mask[length:] = True
         positions = cache.positions + torch.arange(ids.shape[1])
         self._view = cache.bucket(cache.capacity)
-        return self._native.several(ids, mask, positions, self._view, length)
+        logits, self.hidden = self._native.several(ids, mask, positions, self._view, length)
+        return logits
 
     def keep(self, tokens: int) -> None:
         """Leave the first ones of the last step in the cache, at least those that are sure."""

@@ -1,4 +1,4 @@
-"""Prompt lookup and assisted decoding in recorded steps: candidates are verified by steps of several tokens.
+"""Prompt lookup, assistants and MTP heads in recorded steps: candidates are verified by steps of several tokens.
 
     transformers' candidate generator ──► candidates ──► `SeveralTokens.step` ──► logits of each
                   ▲                                                                  │ processors, choice
@@ -6,64 +6,28 @@
 
 The rules of acceptance are those of transformers' `_assisted_decoding`, and so are the tokens, drawn ones from the same
 random numbers. What differs is what a request need not know: greedy candidates of a prompt lookup that are rejected
-again and again are no longer tried at each step (`Trials`), since tokens do not depend on it.
+again and again are no longer tried at each step (candidates.py), since tokens do not depend on it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EosTokenCriteria, GenerationConfig, MaxLengthCriteria
+from transformers import DynamicCache
 
 from ktinject.generation import cache as caches
 from ktinject.generation import kept_cache, sampling, several
+from ktinject.generation.candidates import Drafts, Request
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.several import SeveralTokens
 from ktinject.generation.steps import begin, first_positions, last_logits, runner_for, tokens_in
 from ktinject.hf import compat
 from ktinject.support import SUPPORTED, Support
-
-# Steps without candidates after some that were rejected: at first, and at most.
-_FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
-
-
-@dataclass(frozen=True)
-class Request:
-    """What transformers hands to `_assisted_decoding`.
-
-    assistants  its arguments for the candidate generator
-    """
-
-    input_ids: Tensor
-    processors: Any
-    criteria: Any
-    config: GenerationConfig
-    streamer: Any
-    assistants: Mapping[str, Any]
-    model_kwargs: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        if self.config.prompt_lookup_num_tokens is not None:
-            return "prompt lookup"
-        return "MTP" if self.config.use_mtp else "assisted decoding"
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing of the user's sees the text while it is written."""
-        kinds = {type(criterion) for criterion in self.criteria}
-        return kinds <= {MaxLengthCriteria, EosTokenCriteria} and not len(self.processors)
-
-    @property
-    def held(self) -> Any:
-        return self.model_kwargs.get("past_key_values")
 
 
 def support(decoding: Decoding, request: Request, synced_gpus: bool) -> Support:
@@ -81,7 +45,9 @@ def support(decoding: Decoding, request: Request, synced_gpus: bool) -> Support:
         return Support.no("candidates are of one prompt of ids")
     if type(request.held) is not DynamicCache:
         return Support.no(f"the cache is a {type(request.held).__name__}")
-    for name in ("assistant_early_exit", "assistant_ensemble_weight", "speculation_type", "use_mtp"):
+    if config.use_mtp and decoding.native is None:
+        return Support.no("use_mtp=True on a GPU")
+    for name in ("assistant_early_exit", "assistant_ensemble_weight", "speculation_type"):
         if getattr(config, name, None):
             return Support.no(f"{name}={getattr(config, name)!r}")
     runner = decoding.runners.get(1)
@@ -142,10 +108,11 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
     decoding: Decoding = model.ktinject_decoding
     config, input_ids = request.config, request.input_ids
     model_kwargs = dict(request.model_kwargs)
-    drafts = _Drafts(model, request)
+    drafts = Drafts(model, request)
     before = tokens_in(request.held)
-    outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
+    outputs = model._prefill(input_ids, config, {**model_kwargs, **drafts.asks}, is_first_iteration=True)
     logits = last_logits(outputs, input_ids)
+    drafts.read(outputs.hidden_states[-1] if drafts.asks else None)
     cache = outputs.get("past_key_values")
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     del outputs
@@ -184,86 +151,11 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
     return found, recorded
 
 
-class Trials:
-    """How many candidates a step tries, by what became of those before. The tokens do not depend on it."""
-
-    def __init__(self, most: int) -> None:
-        self._most = self._limit = most
-        self._pause, self._waits = _FIRST_PAUSE, 0
-
-    @property
-    def limit(self) -> int:
-        return 0 if self._waits else self._limit
-
-    def note(self, tried: int, accepted: int) -> None:
-        """The outcome of a step."""
-        if self._waits:
-            self._waits -= 1
-        elif tried and accepted == tried:
-            self._limit, self._pause = min(self._most, 2 * self._limit), _FIRST_PAUSE
-        elif accepted:
-            self._limit, self._pause = min(self._most, accepted + 1), _FIRST_PAUSE
-        elif tried > 1:
-            self._limit = max(1, min(tried, self._limit) // 2)
-        elif tried:
-            self._limit, self._waits = 1, self._pause
-            self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
-
-
-class _Drafts:
-    """The candidates of one request.
-
-    device  where texts and candidates are: for a lookup the host, if nothing else sees them
-    """
-
-    def __init__(self, model: Any, request: Request) -> None:
-        self.generator = model._get_candidate_generator(
-            generation_config=request.config,
-            input_ids=request.input_ids,
-            logits_processor=request.processors,
-            model_kwargs=dict(request.model_kwargs),
-            **request.assistants,
-        )
-        self.device = request.input_ids.device
-        self._trials: Trials | None = None
-        if isinstance(self.generator, compat.PromptLookupCandidateGenerator):
-            if not request.config.do_sample:
-                self._trials = Trials(self.generator.num_output_tokens)
-            if request.is_plain:
-                self.device = torch.device("cpu")
-                # With an empty list, it would ask for each candidate whether that forbids it.
-                self.generator.logits_processor = None
-                if self.generator.eos_token_id is not None:
-                    self.generator.eos_token_id = self.generator.eos_token_id.cpu()
-
-    def __call__(self, text: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
-        """Up to so many tokens [1, k] that text [1, n] may go on with; and logits [1, k, v] they are drawn from."""
-        limit = most if self._trials is None else min(most, self._trials.limit)
-        if not limit:
-            return text[:, :0], None
-        found, logits = self.generator.get_candidates(text)
-        found = found.to(text.device)[:, text.shape[1] :][:, :limit]
-        return found, None if logits is None else logits.to(text.device)[:, :limit]
-
-    def learn(self, text: Tensor, scores: Tensor, accepted: int) -> None:
-        """text [1, n] with the tokens that were accepted, chosen by scores [1, k + 1, v]."""
-        if self._trials is not None:
-            self._trials.note(scores.shape[1] - 1, accepted)
-        self.generator.update_candidate_strategy(text, scores, accepted)
-
-    def finish(self) -> None:
-        """Leave the assistant what it has learned."""
-        if isinstance(self.generator, compat.AssistedCandidateGenerator):
-            config: Any = self.generator.assistant_model.generation_config
-            if config.num_assistant_tokens_schedule == "heuristic":
-                config.num_assistant_tokens = self.generator.num_assistant_tokens
-
-
 class _Loop:
     """The steps of one request."""
 
     def __init__(
-        self, decoding: Decoding, runner: Any, request: Request, drafts: _Drafts, steps: SeveralTokens
+        self, decoding: Decoding, runner: Any, request: Request, drafts: Drafts, steps: SeveralTokens
     ) -> None:
         self._decoding, self._runner, self._request = decoding, runner, request
         self._drafts, self._steps = drafts, steps
@@ -291,7 +183,10 @@ class _Loop:
             sure = 1 - len(known)  # the last token was not read yet, but behind the prompt
             drafted, draft_logits = self._drafts(text, steps.most - sure)
             ids = torch.cat([text[:, text.shape[1] - sure :], drafted], dim=1)
-            logits = torch.cat([known, steps.step(ids.to(first.device), sure)])
+            has_hidden = bool(self._drafts.asks)
+            logits = torch.cat([known, steps.step(ids.to(first.device), sure, has_hidden=has_hidden)])
+            if has_hidden and sure:  # else they are those of the prompt
+                self._drafts.read(None if steps.hidden is None else steps.hidden[None])
             known = logits[:0]
             self._require()
             count = len(logits) - 1

@@ -136,6 +136,11 @@ _CANDIDATES = (
     "(self, *, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, assistant_model=None, "
     "target_tokenizer=None, assistant_tokenizer=None)"
 )
+_LOOKUP, _ASSISTED_BY = "PromptLookupCandidateGenerator", "AssistedCandidateGenerator"
+_HEADS, _ANY = "MTPCandidateGenerator", "CandidateGenerator"
+_BECAME = "(self, input_ids, scores, num_matches)"
+_READING = "(self, input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches)"
+_NEXT = "(self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=1)"
 _PREFILL = "input_ids, generation_config, model_kwargs"
 _ANSWER = "(*, sequences, scores, logits, past_key_values)"
 _PREPARE = "(self, input_ids, next_sequence_length=None, **kwargs)"
@@ -180,35 +185,29 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         ),
         # Candidates: transformers' generators, and what is set on them.
         Private(_GENERATION, "_get_candidate_generator", _CANDIDATES, "what a text may go on with"),
-        *_each("transformers.generation", "AssistedCandidateGenerator", THERE, "what an assistant learns"),
-        *_each("transformers.generation", "PromptLookupCandidateGenerator", THERE, "looks up on the host"),
+        *_each("transformers.generation", f"{_ASSISTED_BY} {_LOOKUP}", THERE, "which kind it is"),
         *_each(
-            f"{_CANDIDATE}:PromptLookupCandidateGenerator.__init__",
+            f"{_CANDIDATE}:{_LOOKUP}.__init__",
             "logits_processor eos_token_id num_output_tokens",
             SET,
-            "looks up on the host",
+            "on the host",
         ),
         *_each(
-            f"{_CANDIDATE}:AssistedCandidateGenerator.__init__",
-            "assistant_model num_assistant_tokens",
-            SET,
-            "what an assistant learns",
+            f"{_CANDIDATE}:{_ASSISTED_BY}.__init__", "assistant_model num_assistant_tokens", SET, "learned"
         ),
-        Private(f"{_CANDIDATE}:CandidateGenerator", "get_candidates", "(self, input_ids)", "a step's"),
-        Private(
-            f"{_CANDIDATE}:CandidateGenerator",
-            "update_candidate_strategy",
-            "(self, input_ids, scores, num_matches)",
-            "what became of them",
+        *_each(
+            f"{_CANDIDATE}:{_HEADS}", "requires_model_outputs model_kwargs_overrides", THERE, "reads hidden"
         ),
+        Private(f"{_CANDIDATE}:{_HEADS}", "get_candidates", _READING, "a step's"),
+        Private(f"{_CANDIDATE}:{_ANY}", "requires_model_outputs", THERE, "whether it reads hidden states"),
+        Private(f"{_CANDIDATE}:{_ANY}", "get_candidates", "(self, input_ids)", "a step's"),
+        Private(f"{_CANDIDATE}:{_ANY}", "update_candidate_strategy", _BECAME, "what became of them"),
         Private(f"{_GENERATION}._prepare_special_tokens", "_eos_token_tensor", SET, "what ends a text"),
         # Called.
         Private(
             _GENERATION, "_prefill", f"(self, {_PREFILL}, is_first_iteration=True)", "the prompt, in chunks"
         ),
-        Private(
-            _GENERATION, "_update_model_kwargs_for_generation", "(self, outputs, model_kwargs)", "a next step"
-        ),
+        Private(_GENERATION, "_update_model_kwargs_for_generation", _NEXT, "a next step"),
         Private(_GENERATION, "prepare_inputs_for_generation", _PREPARE, "a step without graphs"),
         Private(_GENERATION, "_optimize_model_for_decode", "(self)", "around all decode steps"),
         Private(

@@ -102,15 +102,17 @@ class NativeDecoder:
             head: Tensor = model.lm_head(out)
             return head
         model = self._comparing(model, call) if self.support else model
-        return loop.logits_of(model, ids, self._layers.masks.of(cache), positions, cache)
+        return loop.logits_of(model, ids, self._layers.masks.of(cache, model), positions, cache)
 
-    def several(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: KVBucket, length: int) -> Tensor:
+    def several(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: KVBucket, length: int
+    ) -> tuple[Tensor, Tensor]:
         """Some tokens of one text, of which the last may be taken back; of a decoder that is proven.
 
         ids        [1, n], and positions
         mask       [≥ length + n] bool: what is no padding
         length     tokens in the cache
-        Returns    logits [n, v]
+        Returns    logits [n, v], and what they are made of [n, hidden]
         """
         model: Any = self._model()
         assert model is not None and self.is_proven
@@ -132,7 +134,7 @@ class NativeDecoder:
             out=out,
         )
         head: Tensor = model.lm_head(out)
-        return head
+        return head, out
 
     def keep(self, cache: KVBucket, tokens: int) -> None:
         """Leave in the cache what the first of the tokens of `several` alone would have left, to the bit."""

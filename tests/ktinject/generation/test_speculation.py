@@ -11,16 +11,17 @@ import pytest
 import torch
 from answers import Pair, assert_same_output
 from test_generate import MANY_ENDS, Heard, name_of, prompt
-from test_native_decoder import swapped
+from test_native_decoder import TOLERANCE, difference, swapped
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_layers import MtpModel
 
 from ktinject.generation import several
 from ktinject.generation.cache_layers import kinds_of
+from ktinject.generation.candidates import Trials
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.several import SeveralTokens
-from ktinject.generation.speculation import Trials
 
 torch.set_num_threads(1)
 ALL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -171,7 +172,9 @@ def test_native_lookup_writes_what_plain_native_steps_write(
     taken = []
     step = SeveralTokens.step
     monkeypatch.setattr(
-        SeveralTokens, "step", lambda self, ids, sure: taken.append(ids.shape[1]) or step(self, ids, sure)
+        SeveralTokens,
+        "step",
+        lambda self, ids, *a, **k: taken.append(ids.shape[1]) or step(self, ids, *a, **k),
     )
     found = model.generate(**arguments, prompt_lookup_num_tokens=4)
     assert model.ktinject_decoding.last == "native loop, prompt lookup"
@@ -214,3 +217,37 @@ def test_prompts_that_are_one_token(native: Pair) -> None:
     arguments = {**prompt(1, length=1, padding=0), "eos_token_id": None, "do_sample": False}
     found = native.model.generate(**arguments, prompt_lookup_num_tokens=3)
     assert torch.equal(found, native.model.generate(**arguments))
+
+
+@pytest.mark.parametrize("family, heads", [("glm4_moe", 1), ("deepseek_v3", 2)])
+def test_heads_read_what_the_model_s_logits_are_made_of(
+    family: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And which candidates they draft does not show in the text."""
+    model = swapped(family, num_nextn_predict_layers=heads)
+    drafts = MtpModel(families.tiny(family, num_nextn_predict_layers=heads).bfloat16(), heads).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in drafts.layers.parameters():
+            parameter.normal_(0, 0.3)
+    drafts.tie_with_main_model(model)
+    monkeypatch.setattr(MtpModel, "from_pretrained", lambda *_, **__: drafts)
+    arguments = given(do_sample=False, eos_token_id=None)
+    plain = model.generate(**arguments)
+    read: list[tuple[Tensor, Tensor]] = []
+    own = MtpModel.forward
+
+    def forward(self: Any, input_ids: Tensor, last_hidden_states: Tensor, **kwargs: Any) -> Any:
+        read.append((kwargs["position_ids"], last_hidden_states))
+        return own(self, input_ids, last_hidden_states, **kwargs)
+
+    monkeypatch.setattr(MtpModel, "forward", forward)
+    found = model.generate(**arguments, use_mtp=True)
+    assert model.ktinject_decoding.last == "native loop, MTP"
+    assert_same_output(found, plain)
+    mask = torch.ones_like(found.sequences)
+    mask[:, :2] = 0
+    with torch.no_grad():
+        wanted = model.model(found.sequences, attention_mask=mask).last_hidden_state
+    for positions, hidden in read:
+        assert len(read) > 4 and difference(hidden, wanted[:, positions[0] + 1]) <= 2 * TOLERANCE

@@ -236,7 +236,8 @@ def test_generate_is_transformers_own_where_its_inside_is_another(
     why = (
         f"in transformers {transformers.__version__} and torch {torch.__version__}, "
         "GenerationMixin._update_model_kwargs_for_generation takes "
-        "(self, result, model_kwargs, *args, **kwargs), not (self, outputs, model_kwargs)"
+        "(self, result, model_kwargs, *args, **kwargs), "
+        "not (self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=1)"
     )
     model = swapped("qwen3_moe")
     assert model.ktinject_decoding.reason == why
