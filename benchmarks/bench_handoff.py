@@ -9,7 +9,6 @@ Every id is -1, so the CPU finds no expert to compute and answers with zeros.
 from __future__ import annotations
 
 import argparse
-from datetime import date
 from typing import Any
 
 import rows
@@ -90,19 +89,13 @@ def lines(commit: str, machine: str, measured: list[tuple[int, int, str, float]]
     """Lines of a results file: of (hidden, tokens, mode, µs added a layer)."""
     host = {(hidden, tokens): added for hidden, tokens, mode, added in measured if mode == "host_func"}
     return [
-        {
-            "date": date.today().isoformat(),
-            "commit": commit,
-            "machine": machine,
-            "benchmark": "handoff",
-            "shape": f"hidden {hidden}",
-            "kernel": mode,
-            "tokens": tokens,
-            "us": f"{added:.2f}",
-            "peer": "host functions" if mode == "flags" else "",
-            "peer_us": f"{host[hidden, tokens]:.2f}" if mode == "flags" else "",
-            "ratio": f"{host[hidden, tokens] / added:.2f}" if mode == "flags" else "",
-        }
+        rows.of_peer(
+            *(commit, machine, "handoff", added),
+            *("host functions" if mode == "flags" else "", host[hidden, tokens], 2),
+            shape=f"hidden {hidden}",
+            kernel=mode,
+            tokens=tokens,
+        )
         for hidden, tokens, mode, added in measured
     ]
 

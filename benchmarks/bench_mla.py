@@ -12,7 +12,6 @@ import argparse
 import copy
 import time
 from collections.abc import Callable
-from datetime import date
 from typing import Any
 
 import rows
@@ -124,20 +123,21 @@ def main() -> None:
 def lines(commit: str, machine: str, measured: list[tuple[int, float, float]]) -> list[dict[str, Any]]:
     """Lines of a results file: of (context, µs of absorbed_mla, µs of transformers)."""
     return [
-        {
-            "date": date.today().isoformat(),
-            "commit": commit,
-            "machine": machine,
-            "benchmark": "mla_decode",
-            "shape": f"deepseek-v3 attention, context {context}",
-            "tokens": 1,
-            "weights": "bf16",
-            "kernel": "absorbed",
-            "us": f"{ours:.1f}",
-            "peer": f"transformers {transformers.__version__} sdpa",
-            "peer_us": f"{theirs:.1f}",
-            "ratio": f"{theirs / ours:.2f}",
-        }
+        rows.of_peer(
+            *(
+                commit,
+                machine,
+                "mla_decode",
+                ours,
+                f"transformers {transformers.__version__} sdpa",
+                theirs,
+                1,
+            ),
+            shape=f"deepseek-v3 attention, context {context}",
+            tokens=1,
+            weights="bf16",
+            kernel="absorbed",
+        )
         for context, ours, theirs in measured
     ]
 

@@ -47,6 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, help="append to this file")
 
 
+def of_peer(
+    commit: str, machine: str, benchmark: str, us: float, peer: str, peer_us: float, digits: int, **more: Any
+) -> dict[str, Any]:
+    """A line of µs beside a peer's; peer "": it is the peer."""
+    ratio = {"peer": peer, "peer_us": f"{peer_us:.{digits}f}", "ratio": f"{peer_us / us:.2f}"}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "machine": machine,
+        "benchmark": benchmark,
+        "us": f"{us:.{digits}f}",
+        **(ratio if peer else dict.fromkeys(ratio, "")),
+        **more,
+    }
+
+
 def about(arguments: argparse.Namespace, shape: str, layers: int, **more: Any) -> dict[str, Any]:
     """What all lines of a run over models of a shape have in common."""
     return {

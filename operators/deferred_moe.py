@@ -8,7 +8,8 @@
 The definition, token by token:
 
 - A forward pass is a decode step if every row of the batch brings one token and the cache holds tokens already. Only
-  decode steps defer; a prompt, in one piece or in chunks, never does.
+  decode steps defer; a prompt does not, unless what is left of it is one token: the last chunk of one in chunks, or a
+  continued turn of one token. Nothing in such a pass differs from a decode step.
 - In a decode step, Mixture-of-Experts layer i sorts the slots of a token by |weight|, equal ones by their place, and
   defers the last n. Their experts see the input of layer i and keep its routing weights.
 - The sum of what layer i deferred is added to the output of Mixture-of-Experts layer i+1, whatever dense layers stand

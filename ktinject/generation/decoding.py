@@ -312,10 +312,9 @@ def run_on_text(
     """The model on several tokens of one text, ids and positions [1, n] → logits [n, v]; else as `run_model`."""
     model: Any = reference()
     assert model is not None and isinstance(how, masks.Masks)
-    _check_attention(model, ids)
     outputs = model(
         input_ids=ids,
-        attention_mask=how.of(cache),
+        attention_mask=how.of(cache, model),
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
@@ -342,13 +341,4 @@ def run_model(
     """
     model = reference()
     assert model is not None
-    _check_attention(model, ids)
-    return loop.logits_of(model if fused is None else fused, ids, how.of(cache), positions, cache)
-
-
-def _check_attention(model: PreTrainedModel, ids: Tensor) -> None:
-    """Raises OperatorError."""
-    if ids.is_cuda and not (attention := eligibility.attention_support(model)):
-        raise OperatorError(
-            f"generate: {attention.reason}, of which a request's mask is made. Change it between requests."
-        )
+    return loop.logits_of(model if fused is None else fused, ids, how.of(cache, model), positions, cache)

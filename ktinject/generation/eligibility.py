@@ -26,7 +26,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from ktinject.generation import cache_layers, kept_cache, sampling, step_inputs, trust
+from ktinject.generation import cache_layers, kept_cache, masks, sampling, step_inputs, trust
 from ktinject.generation.graph_runner import MAX_BATCH
 from ktinject.generation.sampling import Request, Sampling
 from ktinject.hf import compat
@@ -35,8 +35,6 @@ from ktinject.support import SUPPORTED, Support
 
 # Methods that decide what a step is given. A recorded step does not call them.
 _PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill", "__call__")
-# How transformers computes the attention of steps that can be captured: both take a mask of all places.
-_ATTENTION = ("sdpa", "eager")
 # transformers' hooks that record what was asked for with output_…=True, and else do nothing; they stay once set.
 _RECORDING = "transformers.utils.output_capturing"
 
@@ -63,10 +61,10 @@ def graph_support(model: PreTrainedModel) -> Support:
 
 def attention_support(model: PreTrainedModel) -> Support:
     """Whether masks are made for attention of the kind that is captured."""
-    attention = model.config.get_text_config()._attn_implementation
-    if attention in _ATTENTION:
+    attention = masks.implementation_of(model)
+    if attention in masks.ATTENTION:
         return SUPPORTED
-    both = " and ".join(map(repr, _ATTENTION))
+    both = " and ".join(map(repr, masks.ATTENTION))
     return Support.no(f"attention runs as {attention!r}; captured are {both}")
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from ktinject.errors import OperatorError
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import BucketLayer, LayerKind, States, kind_of
 from ktinject.hf.layers import Layers
@@ -34,33 +35,61 @@ _BEYOND = 5
 class Masks:
     """How a model is given the masks of a step.
 
-    names   name in a dict → kind of the layers that take this mask; None: all layers that attend take the same one
-    kind    of these layers
-    added   the dtype of masks that are added to scores; None: they are of bool
+    names      name in a dict → kind of the layers that take this mask; None: all layers that attend take the same one
+    kind       of these layers
+    attention  how transformers computed it when this was found
+    added      the dtype of masks that are added to scores; None: they are of bool
     """
 
     names: dict[str, LayerKind] | None
     kind: LayerKind
+    attention: str
     added: torch.dtype | None
 
-    def of(self, cache: KVBucket) -> Any:
-        """What the model gets as attention_mask: [b, 1, 1, n], or a dict of such masks."""
+    def of(self, cache: KVBucket, model: Any) -> Any:
+        """What the model gets as attention_mask: [b, 1, 1, n], or a dict of such masks.
+
+        Raises  OperatorError if its attention was changed since to one that takes other masks
+        """
+        attention = implementation_of(model)
+        if attention not in (self.attention, *ATTENTION):
+            both = " and ".join(map(repr, ATTENTION))
+            raise OperatorError(
+                f"generate: attention was changed to {attention!r} within a request, whose masks are for {both}. "
+                "Change it between requests."
+            )
+        added = self.added
+        if attention != self.attention:
+            added = model.dtype if attention == "eager" else None
         made: dict[int | None, Tensor] = {}
         if self.names is None:
-            return self._mask(cache, self.kind, made)
-        return {name: self._mask(cache, kind, made) for name, kind in self.names.items()}
+            return _mask(cache, self.kind, added, made)
+        return {name: _mask(cache, kind, added, made) for name, kind in self.names.items()}
 
-    def _mask(self, cache: KVBucket, kind: LayerKind, made: dict[int | None, Tensor]) -> Tensor | None:
-        if kind.is_state:
-            return None
-        if kind.window not in made:
-            mask = cache.masks[kind.window]
-            if self.added is not None:
-                # As transformers makes it: of a row without any token, all count the same.
-                shown = torch.zeros((), dtype=self.added, device=mask.device)
-                mask = torch.where(mask, shown, torch.finfo(self.added).min)
-            made[kind.window] = mask
-        return made[kind.window]
+
+# How transformers computes attention in steps that can be recorded: both take a mask of all places, "sdpa" of bool, and
+# "eager" one that is added to scores.
+ATTENTION = ("sdpa", "eager")
+
+
+def implementation_of(model: Any) -> str:
+    """The name of the way in which a model computes attention."""
+    return str(model.config.get_text_config()._attn_implementation)
+
+
+def _mask(
+    cache: KVBucket, kind: LayerKind, added: torch.dtype | None, made: dict[int | None, Tensor]
+) -> Tensor | None:
+    if kind.is_state:
+        return None
+    if kind.window not in made:
+        mask = cache.masks[kind.window]
+        if added is not None:
+            # As transformers makes it: of a row without any token, all count the same.
+            shown = torch.zeros((), dtype=added, device=mask.device)
+            mask = torch.where(mask, shown, torch.finfo(added).min)
+        made[kind.window] = mask
+    return made[kind.window]
 
 
 def of_model(model: PreTrainedModel, kinds: Sequence[LayerKind] | None = None) -> Masks | Support:
@@ -137,7 +166,8 @@ class _Probe:
         names = self.names()
         if isinstance(names, Support):
             return names
-        return Masks(names, next(kind for kind in self._kinds if not kind.is_state), added)
+        attends = next(kind for kind in self._kinds if not kind.is_state)
+        return Masks(names, attends, implementation_of(self._model), added)
 
     def own_masks(self) -> torch.dtype | None | Support:
         """Whether the masks that the model makes show what a `KVBucket`'s do; and their dtype, if they are added."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
+from attention import grouped
 from silu_layers import silu_experts
 from torch import Tensor
 
@@ -99,10 +100,9 @@ def mixture() -> dict[str, Any]:
     }
 
 
-def grouped() -> dict[str, Any]:
-    q, k, v, o = linear(64, 64), linear(32, 64), linear(32, 64), linear(64, 64)
-    return {"q": q, "k": k, "v": v, "o": o, "q_norm": None, "k_norm": None, "heads": 4, "groups": 2, "size": 16,
-            "scale": 1.0, "window": 0, "sinks": torch.zeros(4), "gated": False}  # fmt: skip
+def with_sinks() -> dict[str, Any]:
+    parts = linear(64, 64), linear(32, 64), linear(32, 64), linear(64, 64)
+    return grouped(*parts, heads=4, groups=2, size=16, sinks=torch.zeros(4))
 
 
 def delta() -> dict[str, Any]:
@@ -126,7 +126,7 @@ def decoder() -> tuple[Callable[..., Any], dict[str, Any]]:
     made, norm = _native.Decoder(64, "float32"), _native.Norm(torch.ones(64), 1e-6)
     made.add(
         norm,
-        _native.GroupedAttention(**grouped()),
+        _native.GroupedAttention(**with_sinks()),
         norm,
         _native.GatedUnit(linear(32, 64), linear(32, 64), linear(64, 32)),
     )
@@ -197,7 +197,7 @@ CASES: dict[str, Case] = {
         _native.DecoderCache,
         {"first": [torch.zeros(2, 2, 8, 16)], "second": [torch.zeros(2, 2, 8, 16)]},
     ),
-    "GroupedAttention.__init__": lambda: (_native.GroupedAttention, grouped()),
+    "GroupedAttention.__init__": lambda: (_native.GroupedAttention, with_sinks()),
     "GatedDelta.__init__": lambda: (_native.GatedDelta, delta()),
     "LatentAttention.__init__": lambda: (_native.LatentAttention, latent()),
     "Mixture.__init__": lambda: (_native.Mixture, mixture()),

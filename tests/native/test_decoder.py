@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention import grouped
 from torch import Tensor
 
 from ktinject import OperatorError, _native
@@ -101,23 +102,7 @@ def test_grouped_attention_over_any_length(
     k, wk = linear(groups * size, HIDDEN)
     v, wv = linear(groups * size, HIDDEN)
     o, wo = linear(HIDDEN, heads * size)
-    layer = Layer(
-        _native.GroupedAttention(
-            q=q,
-            k=k,
-            v=v,
-            o=o,
-            q_norm=None,
-            k_norm=None,
-            heads=heads,
-            groups=groups,
-            size=size,
-            scale=size**-0.5,
-            window=0,
-            sinks=None,
-            gated=False,
-        )
-    )
+    layer = Layer(_native.GroupedAttention(**grouped(q, k, v, o, heads=heads, groups=groups, size=size)))
     keys, values = torch.randn(2, batch, groups, 2048, size).unbind()
     x, mask = torch.randn(batch, HIDDEN), torch.rand(batch, 2048) < 0.7
     mask[1, :500] = False  # padding: whole stretches without a position
@@ -255,19 +240,7 @@ class TestRefusals:
     def layer(self) -> Layer:
         parts = {name: linear(32, HIDDEN)[0] for name in "qkv"}
         return Layer(
-            _native.GroupedAttention(
-                **parts,
-                o=linear(HIDDEN, 32)[0],
-                q_norm=None,
-                k_norm=None,
-                heads=2,
-                groups=2,
-                size=16,
-                scale=1.0,
-                window=0,
-                sinks=None,
-                gated=False,
-            )
+            _native.GroupedAttention(**grouped(**parts, o=linear(HIDDEN, 32)[0], heads=2, groups=2, size=16))
         )
 
     @pytest.mark.parametrize(
@@ -307,37 +280,13 @@ class TestRefusals:
     def test_of_parts_that_do_not_fit(self) -> None:
         parts = {name: linear(32, HIDDEN)[0] for name in "qkvo"}
         with pytest.raises(ValueError, match="q_proj: expected 64 outputs"):
-            _native.GroupedAttention(
-                **parts,
-                q_norm=None,
-                k_norm=None,
-                heads=4,
-                groups=2,
-                size=16,
-                scale=1.0,
-                window=0,
-                sinks=None,
-                gated=False,
-            )
+            _native.GroupedAttention(**grouped(**parts, heads=4, groups=2, size=16))
         with pytest.raises(ValueError, match="multiple of groups"):
-            _native.GroupedAttention(
-                **parts,
-                q_norm=None,
-                k_norm=None,
-                heads=3,
-                groups=2,
-                size=16,
-                scale=1.0,
-                window=0,
-                sinks=None,
-                gated=False,
-            )
+            _native.GroupedAttention(**grouped(**parts, heads=3, groups=2, size=16))
         with pytest.raises(ValueError, match="do not fit together"):
             _native.GatedUnit(linear(32, HIDDEN)[0], linear(16, HIDDEN)[0], linear(HIDDEN, 32)[0])
-        attention = _native.GroupedAttention(
-            q=linear(HIDDEN, HIDDEN)[0], k=parts["k"], v=parts["v"], o=linear(HIDDEN, HIDDEN)[0],
-            q_norm=None, k_norm=None, heads=4, groups=2, size=16, scale=1.0, window=0, sinks=None, gated=False,
-        )  # fmt: skip
+        parts |= {name: linear(HIDDEN, HIDDEN)[0] for name in "qo"}
+        attention = _native.GroupedAttention(**grouped(**parts, heads=4, groups=2, size=16))
         unit = _native.GatedUnit(linear(32, HIDDEN)[0], linear(32, HIDDEN)[0], linear(HIDDEN, 32)[0])
         right, wrong = (
             _native.Norm(torch.ones(HIDDEN, dtype=d), 1e-6) for d in (torch.float32, torch.bfloat16)

@@ -14,7 +14,9 @@ from typing import Any
 import prepared
 import pytest
 import torch
+from attention import grouped
 from silu_layers import silu_experts
+from test_arrays import delta
 from torch import Tensor
 from waiting import exit_code
 
@@ -57,18 +59,7 @@ def decoder() -> Callable[[], Tensor]:
     made = _native.Decoder(64, "float32")
     norm = _native.Norm(torch.ones(64), 1e-6)
     parts = [allocated(linear(64, 64)) for _ in range(4)]
-    attention = _native.GroupedAttention(
-        **dict(zip("qkvo", parts)),
-        q_norm=None,
-        k_norm=None,
-        heads=4,
-        groups=4,
-        size=16,
-        scale=0.25,
-        window=0,
-        sinks=None,
-        gated=False,
-    )
+    attention = _native.GroupedAttention(**grouped(*parts, heads=4, groups=4, size=16))
     unit = _native.GatedUnit(*(allocated(linear(64, 64)) for _ in range(3)))
     made.add(norm, attention, norm, unit)
     keys, values = torch.randn(2, 1, 4, 32, 16).unbind()
@@ -92,6 +83,17 @@ def decoder() -> Callable[[], Tensor]:
         return out
 
     return step
+
+
+def taken_back() -> Callable[[], None]:
+    """All but one token of a step with states of linear attention, which are then computed once more."""
+    made, norm = _native.Decoder(64, "float32"), _native.Norm(torch.ones(64), 1e-6)
+    unit = _native.GatedUnit(*(allocated(linear(64, 64)) for _ in range(3)))
+    made.add(norm, _native.GatedDelta(**delta()), norm, unit)
+    cache = _native.DecoderCache([torch.zeros(1, 96, 4)], [torch.zeros(1, 2, 16, 16)])
+    call = {"cos": None, "sin": None, "mask": None, "position": 7, "first": 0, "last": 1, "final_norm": norm}
+    made.forward(x=torch.ones(3, 64), cache=cache, consecutive=True, out=torch.empty(3, 64), **call)
+    return lambda: made.keep(cache=cache, kept=1)
 
 
 LAYER, BLOCKS, DENSE = allocated(experts()), allocated(experts("fp8")), allocated(linear(64, 48))
@@ -130,6 +132,7 @@ TAKE: dict[str, Callable[[], Any]] = {
     "Linear.unpack_bias": lambda: DENSE.unpack_bias(torch.empty(64)),
     "Linear.forward": lambda: DENSE.forward(torch.ones(2, 48), torch.empty(2, 64)),
     "Decoder.forward": lambda: decoder()(),
+    "Decoder.keep": taken_back(),
 }
 # These do not, or a thread of their own does it for them. A new binding belongs to one of the two.
 DO_NOT = set(
@@ -138,7 +141,7 @@ DO_NOT = set(
     multiply_units trace_start trace_stop cuda_built cuda_devices why_no_flags read_device handoff_wake handoff_pause
     rms_norm set_answer_timeout answer_timeout fp8_quantise attention latent attention_scratch decode_linear
     force_kernel handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped
-    add_from_host handoff_entries pinned_bytes
+    add_from_host handoff_entries pinned_bytes gated_delta mamba2 short_convolution
     Experts.hidden_size Experts.id Experts.bytes Experts.kernels Experts.kernel_for Experts.shards
     Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
     Slots.bytes Channel.submit Channel.wait Channel.exchange Channel.check

@@ -187,6 +187,41 @@ def in_a_process(code: str, **environment: str) -> subprocess.CompletedProcess[s
     )
 
 
+def test_a_prompt_takes_the_working_memory_that_is_stated() -> None:
+    """docs/explanation/prefill.md: so much a token, and no more than 512 MiB."""
+    code = """
+        import torch
+        from pathlib import Path
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+        from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
+
+        hidden, inner, top_k = 4096, 16, 16
+        config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=inner, num_experts=top_k)
+        with torch.device("meta"):
+            module = Qwen3MoeExperts(config)
+        experts = CpuExperts.build(module.bfloat16(), CpuExpertsConfig(device="cpu"))
+        experts.allocate()
+
+        def resident():
+            return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+        def grown(tokens):
+            x, out = torch.ones(tokens, hidden).bfloat16(), torch.zeros(tokens, hidden).bfloat16()
+            ids, weights = torch.arange(top_k).repeat(tokens, 1), torch.ones(tokens, top_k)
+            before = resident()
+            experts.native.forward(x, ids, weights, out)
+            return resident() - before
+
+        grown(1)  # the threads
+        first = grown(200)
+        print(first, first + grown(1400), 2 * hidden + top_k * (2 * hidden + 4 * hidden + 3 * inner))
+    """
+    of_200, of_1400, a_token = map(int, in_a_process(code).stdout.split())
+    assert 0.8 < of_200 / (200 * a_token) < 1.1
+    assert of_1400 <= 512 << 20 < 1400 * a_token
+
+
 def test_the_environment_forces_a_kernel_where_the_rule_says_auto() -> None:
     code = """
         import ktinject

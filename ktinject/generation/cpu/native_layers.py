@@ -212,7 +212,7 @@ def _layer(
 ) -> tuple[Any, Any, Any, Any]:
     spec = _known(layer_spec.of_layer(layer))
     attention: Any = layer.get_submodule(spec.attention.path)
-    if isinstance(spec.attention, GatedDeltaSpec) != kind.is_state:
+    if isinstance(spec.attention, GatedDeltaSpec) != kind.is_state or kind.indexed:
         raise UnknownLayer(f"its cache is not what a {type(attention).__name__} needs")
     if isinstance(spec.attention, GatedDeltaSpec):
         native = _delta(spec.attention, attention, dtype, copies)

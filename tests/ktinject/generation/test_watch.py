@@ -248,7 +248,7 @@ def test_a_change_of_another_thread_counts_from_the_next_step_on(model: PreTrain
 
 
 def test_another_attention_within_a_request_gets_its_own_masks(model: PreTrainedModel) -> None:
-    arguments = {**prompt(1, padding=0), "eos_token_id": None}
+    arguments = {**prompt(2, padding=3), "eos_token_id": None}
     other = At(6, lambda: model.set_attn_implementation("eager"))
     ours = model.generate(**arguments, streamer=other)
     assert model.ktinject_decoding.reason.endswith("was changed")
