@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from ktinject.generation.cache import FixedCache
-from ktinject.generation.cache_layers import ALL_TOKENS
 
 
 def reorder(cache: FixedCache, order: Tensor, length: int) -> None:
@@ -18,7 +17,7 @@ def reorder(cache: FixedCache, order: Tensor, length: int) -> None:
     """
     for tensors, kind in zip(cache.layers, cache.kinds):
         for tensor in tensors:
-            held = tensor[:, :, :length] if kind == ALL_TOKENS else tensor
+            held = tensor if kind.is_state or kind.window is not None else tensor[:, :, :length]
             held[: len(order)].copy_(held.index_select(0, order.to(held.device)))
 
 
@@ -28,5 +27,5 @@ def move(cache: FixedCache, order: list[int], length: int) -> None:
     sources = [order[row] for row in moved]
     for tensors, kind in zip(cache.layers, cache.kinds):
         for tensor in tensors:
-            held = tensor[:, :, :length] if kind == ALL_TOKENS else tensor
+            held = tensor if kind.is_state or kind.window is not None else tensor[:, :, :length]
             held[moved] = held[sources]

@@ -277,7 +277,7 @@ def test_every_other_case_is_the_stock_loop_s(
     torch.manual_seed(1)
     ours = with_runner.generate(**arguments)
     assert with_runner.ktinject_decoding.last.startswith(how)
-    assert bool(with_runner.ktinject_decoding.reason) == (not how.startswith("graph"))
+    assert with_runner.ktinject_decoding.reason, "at least that a CPU has no CUDA graphs"
     torch.manual_seed(1)
     theirs = stock(with_runner, **arguments)
     if isinstance(ours, Tensor):

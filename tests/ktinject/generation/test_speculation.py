@@ -159,6 +159,8 @@ def test_a_step_of_several_tokens_leaves_what_single_steps_leave(family: str, co
                 assert torch.equal(ours[:, :, :places], theirs[:, :, :places])
         assert all(map(torch.equal, runner.cache.state, counters))
         assert runner.cache.used == 18
+        with pytest.raises(ValueError, match="found 4 tokens to keep of a step of 3 consecutive ones"):
+            native.keep(runner.cache.bucket(runner.cache.capacity), 4)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int4"])
