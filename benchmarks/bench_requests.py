@@ -8,8 +8,8 @@ Decode is the time of --write tokens less that of one token, so what a prompt co
 The ratio is to a plain request, greedy and of one row, except for beams, which are compared with a batch of as many
 rows: a row of each beam counts as a token, though a text has one of them a step.
 
-What a prompt lookup finds in a text of random weights says nothing. So there are candidates that know the answer: of
-four, the first `n` are right.
+What a prompt lookup finds in a text of random weights says nothing. So there are random candidates, of which the first
+ones are taken for right: "2 of 4 right" writes three tokens a step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ from transformers import DynamicCache, GenerationMixin
 from transformers.generation import PromptLookupCandidateGenerator
 
 from ktinject import rules
+from ktinject.generation import sampling, speculation
 from ktinject.tools import random_models
 
 BEAMS = 4
@@ -47,21 +49,27 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 PROMPT = 64
 
 
-class Knowing(PromptLookupCandidateGenerator):
-    """A prompt lookup that finds a certain number of the next tokens, and wrong ones behind them.
+class Candidates(PromptLookupCandidateGenerator):
+    """Random candidates, four a step, of which a certain number at the beginning is taken for right."""
 
-    answer  [1, n]: the whole text
-    """
-
-    def __init__(self, right: int, answer: torch.Tensor) -> None:
+    def __init__(self, right: int, vocab: int) -> None:
         super().__init__(num_output_tokens=4)
-        self._right, self._answer = right, answer.cpu()
+        self._right, self._vocab = right, vocab
+        self._random = torch.Generator().manual_seed(0)
+        self._found = torch.empty(0, dtype=torch.int64)
 
     def get_candidates(self, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        length = input_ids.shape[1]
-        found = self._answer[:, length : length + 4].clone()
-        found[:, self._right :] ^= 1
-        return torch.cat([input_ids, found.to(input_ids.device)], dim=1), None
+        self._found = torch.randint(self._vocab, (4,), generator=self._random)
+        return torch.cat([input_ids, self._found.to(input_ids.device)[None]], dim=1), None
+
+    def greatest(self, scores: torch.Tensor) -> torch.Tensor:
+        """scores [k + 1, v] behind the text and each candidate → the tokens that are chosen, [k + 1]."""
+        chosen = sampling.greatest(scores)
+        count = len(chosen) - 1
+        found = self._found[:count].clone()
+        found[self._right :] ^= 1
+        chosen[:count] = found.to(chosen.device)
+        return chosen
 
 
 class Requests:
@@ -72,7 +80,6 @@ class Requests:
         random = torch.Generator().manual_seed(0)
         vocab = model.config.get_text_config().vocab_size
         self._tokens = torch.randint(vocab, (64, 2 * PROMPT), generator=random).to(model.device)
-        self._answers: dict[int, torch.Tensor] = {}
         self._first = DynamicCache(config=model.config)
         self._said = self._generate(self._tokens[:1, :PROMPT], PROMPT, {"past_key_values": self._first})
 
@@ -94,11 +101,11 @@ class Requests:
             ids = torch.cat([self._said, self._tokens[:1, PROMPT:]], dim=1)
         if "right" not in kind or new == 1:
             return self._seconds(ids, new, asked)
-        if new not in self._answers:
-            self._answers[new] = self._generate(ids, new, {})
-        knowing = Knowing(int(kind[0]), self._answers[new])
+        candidates = Candidates(int(kind[0]), self.model.config.get_text_config().vocab_size)
         # Of the class: what is set on the model would be a change of it.
-        with patch.object(GenerationMixin, "_get_candidate_generator", lambda *_, **__: knowing):
+        generator = patch.object(GenerationMixin, "_get_candidate_generator", lambda *_, **__: candidates)
+        judge = patch.object(speculation, "sampling", SimpleNamespace(greatest=candidates.greatest))
+        with generator, judge:
             return self._seconds(ids, new, asked)
 
     def _seconds(self, ids: torch.Tensor, new: int, asked: dict[str, Any]) -> float:

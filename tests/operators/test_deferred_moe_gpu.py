@@ -76,8 +76,7 @@ def test_the_definition_on_a_gpu(seed: int) -> None:
     assert change > CHANGED if any(schedule) else change < SAME_ON_GPU
     for _ in range(2):  # captures, and replays
         assert torch.equal(generate(swapped, ids[:, :4], 5), ids)
-        captured = model.config._attn_implementation == "sdpa"  # gpt-oss has attention of its own
-        assert ("graph" in swapped.ktinject_decoding.last) == captured, swapped.ktinject_decoding.reason
+        assert "graph" in swapped.ktinject_decoding.last, swapped.ktinject_decoding.reason
 
 
 @pytest.mark.parametrize("resident", [1, 3, 6])

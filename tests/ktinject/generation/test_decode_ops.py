@@ -43,9 +43,9 @@ def norm_of(module: nn.Module) -> Norm:
     return norm
 
 
-def assert_close(ours: Tensor, theirs: Tensor) -> None:
+def assert_close(ours: Tensor, theirs: Tensor, roundings: float = 1) -> None:
     error = (ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()
-    assert error <= TOLERANCE[theirs.dtype], error
+    assert error <= roundings * TOLERANCE[theirs.dtype], error
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -391,7 +391,7 @@ class TestAttendInRings:
         wanted = torch.einsum("bhn,bhnd->bhd", scores.softmax(-1)[..., :used], held[1])
         if has_gates:
             wanted = wanted * gates.sigmoid()
-        assert_close(out, wanted.to(dtype))
+        assert_close(out, wanted.to(dtype), roundings=2)  # of the shares, too, which nearly cancel
 
 
 @pytest.mark.parametrize("dtype", HALVES)

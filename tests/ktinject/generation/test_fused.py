@@ -90,7 +90,7 @@ def assert_same_logits(
 ) -> None:
     """As long as both write the same."""
     same = int((ours == theirs).all(0).int().cumprod(0).sum())
-    assert same > 4, "rounding takes longer to show"
+    assert same > (4 if allowed < 5e-2 else 2), "rounding takes longer to show"
     error = (logits[:same] - wanted[:same]).norm() / wanted[:same].norm()
     assert error < allowed, error
 

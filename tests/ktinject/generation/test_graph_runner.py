@@ -75,7 +75,7 @@ def test_every_other_case_is_the_stock_loop_s(model: PreTrainedModel, case: dict
     arguments = {**prompt(1, padding=0, device="cuda"), **case}
     torch.manual_seed(1)
     ours = model.generate(**arguments)
-    assert model.ktinject_decoding.last.startswith(how)
+    assert model.ktinject_decoding.last.startswith(how.replace("eager loop, ", "graph loop, "))
     torch.manual_seed(1)
     theirs = stock(model, **arguments)
     assert torch.equal(*(out if isinstance(out, torch.Tensor) else out.sequences for out in (ours, theirs)))
