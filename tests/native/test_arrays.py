@@ -132,7 +132,14 @@ def decoder() -> tuple[Callable[..., Any], dict[str, Any]]:
     )
     cache = _native.DecoderCache([torch.zeros(2, 2, 8, 16)], [torch.zeros(2, 2, 8, 16)])
     tables = {"cos": torch.ones(2, 16), "sin": torch.zeros(2, 16), "mask": torch.ones(2, 8, dtype=torch.bool)}
-    call = {"position": 3, "cache": cache, "first": 0, "last": 1, "final_norm": norm}
+    call = {
+        "position": 3,
+        "cache": cache,
+        "first": 0,
+        "last": 1,
+        "final_norm": norm,
+        "live": torch.ones(2, dtype=torch.bool),
+    }
     return made.forward, {"x": torch.randn(2, 64), **tables, **call, "out": torch.zeros(2, 64)}
 
 

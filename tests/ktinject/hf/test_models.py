@@ -356,7 +356,7 @@ def test_kimi_k2_loads_in_plain_transformers_once_ktinject_is_imported(tmp_path:
 import os, sys, traceback
 import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor, torch.export
 import torch.distributed.checkpoint, torch.nn.attention.flex_attention
-import accelerate, huggingface_hub, jinja2, PIL.Image, safetensors.torch, tokenizers
+import accelerate, huggingface_hub, jinja2, safetensors.torch, tokenizers
 torch.set_num_threads({torch.get_num_threads()})
 assert "transformers" not in sys.modules and "ktinject" not in sys.modules
 def load():
