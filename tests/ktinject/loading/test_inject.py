@@ -98,7 +98,7 @@ STEPS = [
     ("torch.nn.Module.set_submodule", 1),
     ("transformers.PreTrainedModel._load_pretrained_model", 1),
     ("transformers.PreTrainedModel._finalize_model_loading", 1),
-    ("transformers.PreTrainedModel.tie_weights", 2),
+    ("transformers.PreTrainedModel.tie_weights", 1),
     ("transformers.PreTrainedModel._init_weights", 5),
     ("transformers.PreTrainedModel.eval", 1),
 ]
