@@ -348,4 +348,6 @@ def test_every_function_whose_code_is_read_is_in_the_file_that_is_named() -> Non
     for private in (private for group in PRIVATE.values() for private in group if private.signature == SET):
         module = private.owner.partition(":")[0]
         code = inspect.unwrap(compat._resolve(private.owner)).__code__
+        if "_dynamo" in code.co_filename:
+            continue  # another test of this process has compiled something
         assert code.co_filename in (importlib.import_module(module).__file__, "<string>"), private
