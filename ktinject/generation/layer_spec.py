@@ -251,24 +251,21 @@ def of_attention(module: nn.Module) -> AttentionSpec | Support:
 
 def of_linear_attention(module: Any) -> GatedDeltaSpec | Support:
     """The spec of linear attention, with an empty path. Its users compare it in the first step."""
-    children = {name for name, _ in module.named_children()}
-    parameters = {name for name, _ in module.named_parameters(recurse=False)}
+    children, parameters = recurrent_spec.held(module)
     if children not in _DELTA or parameters != {"A_log", "dt_bias"}:
-        held = ", ".join(sorted(children | parameters))
-        return Support.no(f"{type(module).__name__} holds {held}; known is the gated delta rule")
+        return recurrent_spec.not_known(module, "the gated delta rule")
     names = ("layer_idx", "num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-    sizes: list[Any] = [getattr(module, name, None) for name in names]
-    norm, epsilon = module.norm, getattr(module.norm, "variance_epsilon", None)
-    if not all(isinstance(size, int) for size in sizes) or not isinstance(epsilon, float):
-        return Support.no(
-            f"{type(module).__name__} has no {', '.join(names)}, or its norm no variance_epsilon"
-        )
+    found = recurrent_spec.sizes_of(module, names)
+    if isinstance(found, Support):
+        return found
     convolution = module.conv1d
     is_known = type(convolution) is nn.Conv1d and convolution.bias is None
-    if not is_known or [name for name, _ in norm.named_parameters()] != ["weight"]:
+    if not is_known or [name for name, _ in module.norm.named_parameters()] != ["weight"]:
         return Support.no(f"{type(module).__name__} has a conv1d with a bias, or a norm that is not known")
-    index, *heads = sizes
-    return GatedDeltaSpec("", index, heads[0], heads[1], heads[2], heads[3], epsilon, children == _DELTA[0])
+    (index, key_heads, value_heads, key_size, value_size), epsilon = found
+    return GatedDeltaSpec(
+        "", index, key_heads, value_heads, key_size, value_size, epsilon, children == _DELTA[0]
+    )
 
 
 def _of_latent(module: AbsorbedMla) -> LatentAttentionSpec | Support:

@@ -6,13 +6,13 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import BucketLayer
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Cache, Norm
-from ktinject.generation.cuda.projections import Step, norm_of, project
+from ktinject.generation.cuda.projections import Step, norm_of, project, weight_of
 from ktinject.generation.layer_spec import AttentionSpec, GroupedAttentionSpec, LatentAttentionSpec
 from ktinject.operators.absorbed_mla import AbsorbedMla
 
@@ -46,7 +46,7 @@ class _Attention:
     def __call__(self, x: Tensor, norm: Norm | None, rotation: Any, cache: Cache) -> Tensor:
         """x [b, hidden] → the heads' outputs [b, heads · size], before the output projection."""
         module, spec = self.module, self.spec
-        then = module.o_proj.weight if type(module.o_proj) is nn.Linear else None
+        then = weight_of(module.o_proj)
         sizes = (spec.head_size * (2 if spec.has_output_gate else 1), spec.head_size, spec.head_size)
         parts = project(x, (module.q_proj, module.k_proj, module.v_proj), norm, then=then)
         q, k, v = (part.view(len(x), -1, size) for part, size in zip(parts, sizes))

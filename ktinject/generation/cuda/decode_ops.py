@@ -7,7 +7,7 @@ them can be captured in a CUDA graph. They raise ValueError for shapes, dtypes o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,13 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return out
 
 
+def prefetched(then: Tensor | None, device: torch.device) -> dict[str, Any]:
+    """Address and bytes of weights that the next call will read, as kernels take them that fetch these into L2."""
+    if then is None or then.device != device or not then.is_contiguous():
+        return {"then": 0, "then_bytes": 0}
+    return {"then": address("then", then, device), "then_bytes": then.nbytes}
+
+
 def linear(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -108,8 +115,6 @@ def linear(
     if wide and residual is not None:
         raise ValueError("a wide result takes no residual")
     like = x.device, x.dtype
-    if then is not None and (then.device != x.device or not then.is_contiguous()):
-        then = None
     _native.decode_linear(
         x=address("x", x, *like),
         norm=address("norm", None if norm is None else norm.weight, *like, (k,)),
@@ -123,8 +128,7 @@ def linear(
         residual=address("residual", residual, *like, (rows, sum(sizes))),
         out=address("out", out, x.device),
         is_wide=wide,
-        then=address("then", then, x.device),
-        then_bytes=0 if then is None else then.nbytes,
+        **prefetched(then, x.device),
         rows=rows,
         k=k,
         dtype=CODES[x.dtype],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ktinject import _native
 from ktinject.addresses import CODES, address, stream_of
-from ktinject.generation.cuda.decode_ops import Norm
+from ktinject.generation.cuda.decode_ops import Norm, prefetched
 from ktinject.support import SUPPORTED, Support
 
 
@@ -73,15 +73,20 @@ class States(NamedTuple):
     states: Tensor
 
 
-def support(key_size: int, value_size: int, taps: int, dtype: torch.dtype) -> Support:
-    """Whether `gated_delta` computes heads of such sizes, a convolution of so many inputs, and models of a dtype."""
+def convolution_support(taps: int, dtype: torch.dtype) -> Support:
+    """Whether the kernels of layers with states compute a convolution of so many inputs, and models of a dtype."""
     if dtype not in (torch.bfloat16, torch.float16):
         return Support.no(f"the kernel computes bfloat16 and float16, not {dtype}")
-    if any(size % 32 or not 32 <= size <= 256 for size in (key_size, value_size)):
-        return Support.no(f"heads of {key_size} and {value_size}; the kernel takes multiples of 32 up to 256")
     if not 2 <= taps <= 8:
         return Support.no(f"a convolution of {taps} inputs; the kernel takes 2 to 8")
     return SUPPORTED
+
+
+def support(key_size: int, value_size: int, taps: int, dtype: torch.dtype) -> Support:
+    """Whether `gated_delta` computes heads of such sizes, a convolution of so many inputs, and models of a dtype."""
+    if any(size % 32 or not 32 <= size <= 256 for size in (key_size, value_size)):
+        return Support.no(f"heads of {key_size} and {value_size}; the kernel takes multiples of 32 up to 256")
+    return convolution_support(taps, dtype)
 
 
 def parameters(
@@ -125,8 +130,6 @@ def gated_delta(
         )
     if block_counts.numel() < rows * key_heads:
         raise ValueError(f"found {block_counts.numel()} block counts; needed are {rows * key_heads}")
-    if then is not None and (then.device != device or not then.is_contiguous()):
-        then = None
     sizes = (key_size, key_size, shared * value_size, shared * value_size, shared, shared)
     parts: dict[str, Any] = {
         name: (
@@ -154,8 +157,7 @@ def gated_delta(
         scratch=address("scratch", scratch, device),
         block_counts=address("block counts", block_counts, device, torch.int32),
         out=address("out", out, device),
-        then=address("then", then, device),
-        then_bytes=0 if then is None else then.nbytes,
+        **prefetched(then, device),
         rows=rows,
         key_heads=key_heads,
         value_heads=heads,

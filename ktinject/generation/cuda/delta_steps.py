@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cuda import delta_ops
 from ktinject.generation.cuda.decode_ops import Norm
 from ktinject.generation.cuda.delta_ops import Projected, States, Weights
-from ktinject.generation.cuda.projections import Step, project
+from ktinject.generation.cuda.projections import Step, project, weight_of
 from ktinject.generation.layer_spec import GatedDeltaSpec
 
 
@@ -43,7 +43,7 @@ class GatedDelta:
             projected = Projected.of_parts(qkv, z, b, a, keys, spec.key_heads)
         gated_norm = Norm(module.norm.weight, spec.norm_epsilon)
         weights = Weights(module.conv1d.weight, module.A_log, module.dt_bias, gated_norm)
-        then = module.out_proj.weight if type(module.out_proj) is nn.Linear else None
+        then = weight_of(module.out_proj)
         return delta_ops.gated_delta(projected, weights, states, self.block_counts, then)
 
 

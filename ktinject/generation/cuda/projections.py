@@ -37,6 +37,11 @@ def _is_plain(module: Any, x: Tensor) -> bool:
     return module.weight.dtype == x.dtype and module.weight.is_contiguous() and not module._forward_hooks
 
 
+def weight_of(linear: nn.Module) -> Tensor | None:
+    """The plain weight of a linear layer, which a kernel before it may fetch; None of an operator's."""
+    return linear.weight if type(linear) is nn.Linear else None
+
+
 def project(
     x: Tensor,
     linears: Sequence[nn.Module],

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ktinject import _native
 from ktinject.addresses import CODES, address, stream_of
-from ktinject.generation.cuda.decode_ops import Norm
-from ktinject.generation.cuda.delta_ops import States, parameters
-from ktinject.support import SUPPORTED, Support
+from ktinject.generation.cuda.decode_ops import Norm, prefetched
+from ktinject.generation.cuda.delta_ops import States, convolution_support, parameters
+from ktinject.support import Support
 
 
 class Mamba2Weights(NamedTuple):
@@ -43,15 +43,6 @@ def mamba2_support(head_size: int, state_size: int, taps: int, dtype: torch.dtyp
             "of 32, 64, 128 or 256"
         )
     return convolution_support(taps, dtype)
-
-
-def convolution_support(taps: int, dtype: torch.dtype) -> Support:
-    """Whether the kernels compute a convolution of so many inputs, and models of a dtype."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return Support.no(f"the kernel computes bfloat16 and float16, not {dtype}")
-    if not 2 <= taps <= 8:
-        return Support.no(f"a convolution of {taps} inputs; the kernel takes 2 to 8")
-    return SUPPORTED
 
 
 def mamba2(
@@ -84,8 +75,6 @@ def mamba2(
         )
     if block_counts.numel() < rows * groups:
         raise ValueError(f"found {block_counts.numel()} block counts; needed are {rows * groups}")
-    if then is not None and (then.device != device or not then.is_contiguous()):
-        then = None
     z, mixed, dt = projected.split([values, channels, heads], 1)
     like, norm = (device, dtype), weights.norm
     named = {
@@ -109,8 +98,7 @@ def mamba2(
         scratch=address("scratch", scratch, device),
         block_counts=address("block counts", block_counts, device, torch.int32),
         out=address("out", out, device),
-        then=address("then", then, device),
-        then_bytes=0 if then is None else then.nbytes,
+        **prefetched(then, device),
         row_stride=projected.stride(0),
         rows=rows,
         heads=heads,
