@@ -60,6 +60,18 @@ CLIP_LIKE = {
     "image_size": 16,
     "patch_size": 4,
 }
+SAM = {
+    "hidden_size": 32,
+    "output_channels": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 64,
+    "patch_size": 4,
+    "window_size": 2,
+    "global_attn_indexes": [0],
+    "downsample_channels": [16, 32],
+    "mlp_dim": 48,
+}
 
 
 def text(family: str, **more: Any) -> dict[str, Any]:
@@ -299,18 +311,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "sliding_window": 8,
         },
         {
-            "sam_config": {
-                "hidden_size": 32,
-                "output_channels": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 64,
-                "patch_size": 4,
-                "window_size": 2,
-                "global_attn_indexes": [0],
-                "downsample_channels": [16, 32],
-                "mlp_dim": 48,
-            },
+            "sam_config": {**SAM},
             "encoder_config": {**CLIP_LIKE},
         },
         {"image_token_id": IMAGE},
@@ -325,18 +326,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "n_shared_experts": 1,
         },
         {
-            "sam_config": {
-                "hidden_size": 32,
-                "output_channels": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 64,
-                "patch_size": 4,
-                "window_size": 2,
-                "global_attn_indexes": [0],
-                "downsample_channels": [16, 32],
-                "mlp_dim": 48,
-            },
+            "sam_config": {**SAM},
             "encoder_config": {**COMMON, "num_hidden_layers": 1},
         },
         {"image_token_id": IMAGE},
