@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import regex
 
 from ktinject.errors import LISTED, RuleError, few
-from ktinject.rules.language import KEEP, Match, Rule, RuleSet
+from ktinject.rules.language import KEEP, Match, Rule, RuleSet, holders
+from ktinject.rules.roles import ELSEWHERE, HasRole, no_roles
 from ktinject.rules.wording import closest, listing, ranges, show
 
 Module = tuple[str, Sequence[str], int | None]
@@ -32,11 +33,14 @@ def assign(
     modules: Iterable[Module],
     *,
     keeps: Mapping[str, Collection[str]] | None = None,
+    has_role: HasRole = no_roles,
 ) -> Assignment:
     """Give each module the first rule that matches it. The root module, whose path is empty, gets none.
 
     keeps    operator → names of the direct children that it keeps of what it replaces; other rules may then
              replace these and what lies inside them
+    has_role which module has which role. A rule that asks for one does not see what goes away with a module that an
+             earlier rule replaces
     Raises   RuleError with all problems at once: rules that match nothing or are shadowed (unless optional),
              rules for modules that go away with a replaced parent, patterns that run out of time
     """
@@ -51,6 +55,11 @@ def assign(
         except RuleError as error:
             problems.append(str(error))
             break  # the next one could take as long
+        if rule.match.role or rule.match.inside:
+            began = time.thread_time()
+            hits = [path for path in hits if _taker(path, rules, keeps or {}) is None]
+            hits = [path for path in hits if rule.match.has_roles(path, has_role)]
+            end += time.thread_time() - began  # to run modules takes as long as it takes
         if hits and not rule.optional and (beyond := (rule.match.layers or frozenset()) - layers):
             problems.append(str(rule.place().refusal(_beyond(beyond, layers))))
         free = [path for path in hits if path not in rules]
@@ -60,7 +69,7 @@ def assign(
         # Reasons take time to find, and no more are shown.
         reason = "it matches nothing"
         if len(problems) < LISTED:
-            reason = _shadowed(hits, rules) if hits else _why_nothing(rule, known, layers, end)
+            reason = _shadowed(hits, rules) if hits else _why_nothing(rule, known, layers, end, has_role)
         problems.append(str(rule.place().refusal(reason)))
     problems += _vanishing(rules, keeps or {})
     if problems:
@@ -108,7 +117,19 @@ def _beyond(beyond: Collection[int], layers: Collection[int]) -> str:
     )
 
 
-def _why_nothing(rule: Rule, modules: Sequence[Module], layers: Collection[int], end: float) -> str:
+def _taker(path: str, rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]) -> str | None:
+    """The path of a module whose replacement takes away what lies at `path`; None if it stays."""
+    for outer in holders(path):
+        rule = rules.get(outer)
+        child = path[len(outer) + 1 :].partition(".")[0]
+        if rule and rule.operator != KEEP and child not in keeps.get(rule.operator, ()):
+            return outer
+    return None
+
+
+def _why_nothing(
+    rule: Rule, modules: Sequence[Module], layers: Collection[int], end: float, has_role: HasRole
+) -> str:
     """Name the condition that fails, with what comes closest to it."""
     match, reasons = rule.match, []
     if match.path is not None and not _hits(rule, Match(path=match.path), modules, end):
@@ -119,6 +140,11 @@ def _why_nothing(rule: Rule, modules: Sequence[Module], layers: Collection[int],
         reasons.append(f"no module is a {match.class_name}{hint}")
     if match.layers is not None and match.layers.isdisjoint(layers):
         reasons.append(f"the decoder layers are {ranges(layers)}" if layers else "no layers are numbered")
+    reasons += [
+        f"no module is {role}{_near_roles(role, modules, has_role)}"
+        for role in filter(None, dict.fromkeys((match.inside, match.role)))
+        if not any(has_role(path, role) for path, _, _ in modules)
+    ]
     found = "; ".join(reasons) or "each condition is met, but by no module all of them"
     return f"it matches nothing: {found}; every rule must match. Correct it, or mark it optional: true."
 
@@ -133,18 +159,18 @@ def _near_paths(pattern: str, modules: Sequence[Module]) -> str:
     return f" (closest: {listing(map(repr, near))})" if near else ""
 
 
+def _near_roles(role: str, modules: Sequence[Module], has_role: HasRole) -> str:
+    """What stands where the role is looked for, and why it does not have it."""
+    near = {found.reason: path for path, _, _ in modules if (found := has_role(path, role)) is not ELSEWHERE}
+    return "".join(f" ({path!r}: {reason})" for reason, path in [*near.items()][:1])
+
+
 def _vanishing(rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]) -> list[str]:
     """Rules whose modules lie inside modules that are replaced: nothing is left to replace or keep."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for path, rule in rules.items():
-        end = path.rfind(".")
-        while end > 0:
-            parent = path[:end]
-            outer = rules.get(parent)
-            child = path[end + 1 :].split(".", 1)[0]
-            if outer and outer.operator != KEEP and child not in keeps.get(outer.operator, ()):
-                found.setdefault((rule.name, outer.name), []).append((path, parent))
-            end = path.rfind(".", 0, end)
+        if outer := _taker(path, rules, keeps):
+            found.setdefault((rule.name, rules[outer].name), []).append((path, outer))
     problems = []
     for pairs in found.values():
         path, parent = pairs[0]
