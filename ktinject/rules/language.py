@@ -9,7 +9,7 @@ from typing import Any
 import regex
 
 from ktinject.errors import RuleError
-from ktinject.rules.document import Node
+from ktinject.rules.node import Node
 from ktinject.rules.pattern import MAX_SIZES, compiled, fullmatch, size
 from ktinject.rules.variables import NAME, Variables
 from ktinject.rules.wording import Place, closest, did_you_mean, listing, show

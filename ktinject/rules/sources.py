@@ -11,8 +11,8 @@ from typing import Any
 
 from ktinject.errors import RuleError
 from ktinject.rules import document
-from ktinject.rules.document import Node
 from ktinject.rules.language import VERSION, Document, RuleSet, rule_set
+from ktinject.rules.node import Node
 from ktinject.rules.wording import Place, did_you_mean, listing, show
 
 logger = logging.getLogger("ktinject")

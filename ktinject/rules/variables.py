@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ktinject.rules import document
-from ktinject.rules.document import Node
+from ktinject.rules.node import Node, scalar
 from ktinject.rules.wording import Place, did_you_mean, listing, show
 
 REFERENCE = r"\$\{variables\.([A-Za-z_][A-Za-z0-9_]*)\}"
@@ -131,7 +131,7 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
             )
         if name in values:
             raise Place("").refusal(f"the variable {name!r} is set twice; it has one value. Set it once.")
-        values[name] = document.scalar(value, f"{name}=")
+        values[name] = scalar(value, f"{name}=")
     return values
 
 
