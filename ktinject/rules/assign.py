@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import regex
@@ -42,7 +42,9 @@ def assign(
     has_role which module has which role. A rule that asks for one does not see what goes away with a module that an
              earlier rule replaces
     Raises   RuleError with all problems at once: rules that match nothing or are shadowed (unless optional),
-             rules for modules that go away with a replaced parent, patterns that run out of time
+             rules for modules that go away with a replaced parent, patterns that run out of time. An extended
+             file's rule gives way to those of the files that extend it: they may take all its modules, and a
+             module that goes away with one that they replace is nobody's
     """
     known = [module for module in modules if module[0]]
     rules: dict[str, Rule] = {}
@@ -55,22 +57,24 @@ def assign(
         except RuleError as error:
             problems.append(str(error))
             break  # the next one could take as long
-        if rule.match.role or rule.match.inside:
+        by_role = bool(rule.match.role or rule.match.inside)
+        if by_role:
             began = time.thread_time()
-            hits = [path for path in hits if _taker(path, rules, keeps or {}) is None]
             hits = [path for path in hits if rule.match.has_roles(path, has_role)]
             end += time.thread_time() - began  # to run modules takes as long as it takes
         if hits and not rule.optional and (beyond := (rule.match.layers or frozenset()) - layers):
             problems.append(str(rule.place().refusal(_beyond(beyond, layers))))
-        free = [path for path in hits if path not in rules]
+        owners = {path: owner for path in hits if (owner := _owner(path, rules, keeps or {}, by_role))}
+        free = [path for path in hits if path not in owners]
         rules.update((path, rule) for path in free)
-        if free or rule.optional:
+        if free or rule.optional or any(owner.depth < rule.depth for owner in owners.values()):
             continue
         # Reasons take time to find, and no more are shown.
         reason = "it matches nothing"
         if len(problems) < LISTED:
-            reason = _shadowed(hits, rules) if hits else _why_nothing(rule, known, layers, end, has_role)
+            reason = _shadowed(owners) if hits else _why_nothing(rule, known, layers, end, has_role)
         problems.append(str(rule.place().refusal(reason)))
+    _give_way(rules, keeps or {})
     problems += _vanishing(rules, keeps or {})
     if problems:
         raise RuleError("\n".join(few(problems)))
@@ -101,11 +105,19 @@ def _hits(rule: Rule, match: Match, modules: Sequence[Module], all_end: float) -
     return hits
 
 
-def _shadowed(hits: Sequence[str], rules: Mapping[str, Rule]) -> str:
-    earlier = {rules[path].name: rules[path].where for path in hits}
+def _owner(
+    path: str, rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]], by_role: bool
+) -> Rule | None:
+    """The earlier rule that a module went to; for a rule by role, also one with whose module it goes away."""
+    around = (rule for _, rule in _outer(path, rules, keeps)) if by_role else iter(())
+    return rules.get(path) or next(around, None)
+
+
+def _shadowed(owners: Mapping[str, Rule]) -> str:
+    earlier = {owner.name: owner.where for owner in owners.values()}
     names = listing((f"{name!r} ({where})" for name, where in earlier.items()), "and")
     return (
-        f"all {len(hits)} modules that it matches, such as {hits[0]!r}, go to earlier rules: {names}; "
+        f"all {len(owners)} modules that it matches, such as {next(iter(owners))!r}, go to earlier rules: {names}; "
         "the first rule that matches wins. Move it before them, narrow them, or mark it optional: true."
     )
 
@@ -115,16 +127,6 @@ def _beyond(beyond: Collection[int], layers: Collection[int]) -> str:
         f"layers names {ranges(beyond)}, which the model has not; its decoder layers are {ranges(layers)}. "
         "Correct the range, or mark the rule optional: true."
     )
-
-
-def _taker(path: str, rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]) -> str | None:
-    """The path of a module whose replacement takes away what lies at `path`; None if it stays."""
-    for outer in holders(path):
-        rule = rules.get(outer)
-        child = path[len(outer) + 1 :].partition(".")[0]
-        if rule and rule.operator != KEEP and child not in keeps.get(rule.operator, ()):
-            return outer
-    return None
 
 
 def _why_nothing(
@@ -165,12 +167,22 @@ def _near_roles(role: str, modules: Sequence[Module], has_role: HasRole) -> str:
     return "".join(f" ({path!r}: {reason})" for reason, path in [*near.items()][:1])
 
 
+def _give_way(rules: dict[str, Rule], keeps: Mapping[str, Collection[str]]) -> None:
+    """Take from extended files' rules the modules inside those that an extending file's rule replaces."""
+    for path in [
+        path
+        for path, rule in rules.items()
+        if any(outer.depth < rule.depth for _, outer in _outer(path, rules, keeps))
+    ]:
+        del rules[path]
+
+
 def _vanishing(rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]) -> list[str]:
     """Rules whose modules lie inside modules that are replaced: nothing is left to replace or keep."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for path, rule in rules.items():
-        if outer := _taker(path, rules, keeps):
-            found.setdefault((rule.name, rules[outer].name), []).append((path, outer))
+        for parent, outer in _outer(path, rules, keeps):
+            found.setdefault((rule.name, outer.name), []).append((path, parent))
     problems = []
     for pairs in found.values():
         path, parent = pairs[0]
@@ -186,3 +198,14 @@ def _vanishing(rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]) 
             )
         )
     return problems
+
+
+def _outer(
+    path: str, rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]
+) -> Iterator[tuple[str, Rule]]:
+    """The modules around a path that are replaced by an operator that does not keep what lies there, and its rules."""
+    for parent in holders(path):
+        outer = rules.get(parent)
+        child = path[len(parent) + 1 :].partition(".")[0]
+        if outer and outer.operator != KEEP and child not in keeps.get(outer.operator, ()):
+            yield parent, outer

@@ -1,9 +1,9 @@
 """Which role a module has in its model: what the rules' `role` and `inside` ask for.
 
-A role is decided by a probe wherever there is one, so rules by roles serve a family that nobody has heard of. Where
-a module stands narrows down what is tried: a router stands beside routed experts. Only of attention nothing is run: it is
-what takes the cache of keys, values or states. Modules outside of the language model, such as a tower for images, have no
-role.
+A role is decided by a probe wherever there is one, so rules by roles serve a family that nobody has heard of. Where a
+module stands narrows down what is tried: a router stands beside routed experts. Only of attention nothing is run: it is
+what takes the cache of keys, values or states. Modules outside of the language model, such as a tower for images, have
+no role.
 """
 
 from __future__ import annotations

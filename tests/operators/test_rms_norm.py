@@ -110,7 +110,7 @@ class Buffered(Offset):
 
 def test_a_weight_less_1_that_is_rounded_with_it_is_refused() -> None:
     assert probe(Offset()) == RmsNormSpec(64, 1e-6, has_unit_offset=True, rounds_before_weight=True)
-    with pytest.raises(OperatorError, match="cannot be replaced: .*stored less 1, and it rounds the sum"):
+    with pytest.raises(OperatorError, match=r"cannot be replaced: .*stored less 1, and it rounds the sum"):
         RmsNorm.build(Offset(), RmsNormConfig(device="cpu"))
 
 
