@@ -123,9 +123,8 @@ class RmsNorm(Operator):
 
     def _in_torch(self, x: Tensor) -> Tensor:
         """The formula in torch's operations, to the bit what the module computes."""
-        spec, weight = self.spec, self.weight
-        if spec.has_unit_offset:
-            weight = 1.0 + weight.float()
+        spec = self.spec
+        weight = 1.0 + self.weight.float() if spec.has_unit_offset else self.weight
         return norm.formula(x, weight, spec.epsilon, spec.rounds_before_weight)
 
     def extra_repr(self) -> str:

@@ -48,7 +48,7 @@ Rules = Annotated[
     typer.Option(
         "--rules",
         metavar="RULES",
-        help="The name of bundled rules, a rule file, or auto: the bundled rules for the model's type.",
+        help="The name of bundled rules, or a rule file; auto serves any Mixture-of-Experts model.",
         autocompletion=bundled_names,
     ),
 ]
