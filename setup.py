@@ -25,6 +25,7 @@ setup(
         "ktinject.optimize_rules",
         "ktinject.planning",
         "ktinject.rules",
+        "ktinject.testing",
         "ktinject.tools",
     ],
     package_dir={
