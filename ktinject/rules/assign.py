@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import regex
@@ -38,7 +38,9 @@ def assign(
     keeps    operator → names of the direct children that it keeps of what it replaces; other rules may then
              replace these and what lies inside them
     Raises   RuleError with all problems at once: rules that match nothing or are shadowed (unless optional),
-             rules for modules that go away with a replaced parent, patterns that run out of time
+             rules for modules that go away with a replaced parent, patterns that run out of time. An extended
+             file's rule gives way to those of the files that extend it: they may take all its modules, and a
+             module that goes away with one that they replace is nobody's
     """
     known = [module for module in modules if module[0]]
     rules: dict[str, Rule] = {}
@@ -55,13 +57,14 @@ def assign(
             problems.append(str(rule.place().refusal(_beyond(beyond, layers))))
         free = [path for path in hits if path not in rules]
         rules.update((path, rule) for path in free)
-        if free or rule.optional:
+        if free or rule.optional or any(rules[path].depth < rule.depth for path in hits):
             continue
         # Reasons take time to find, and no more are shown.
         reason = "it matches nothing"
         if len(problems) < LISTED:
             reason = _shadowed(hits, rules) if hits else _why_nothing(rule, known, layers, end)
         problems.append(str(rule.place().refusal(reason)))
+    _give_way(rules, keeps or {})
     problems += _vanishing(rules, keeps or {})
     if problems:
         raise RuleError("\n".join(few(problems)))
@@ -133,18 +136,22 @@ def _near_paths(pattern: str, modules: Sequence[Module]) -> str:
     return f" (closest: {listing(map(repr, near))})" if near else ""
 
 
+def _give_way(rules: dict[str, Rule], keeps: Mapping[str, Collection[str]]) -> None:
+    """Take from extended files' rules the modules inside those that an extending file's rule replaces."""
+    for path in [
+        path
+        for path, rule in rules.items()
+        if any(outer.depth < rule.depth for _, outer in _outer(path, rules, keeps))
+    ]:
+        del rules[path]
+
+
 def _vanishing(rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]) -> list[str]:
     """Rules whose modules lie inside modules that are replaced: nothing is left to replace or keep."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for path, rule in rules.items():
-        end = path.rfind(".")
-        while end > 0:
-            parent = path[:end]
-            outer = rules.get(parent)
-            child = path[end + 1 :].split(".", 1)[0]
-            if outer and outer.operator != KEEP and child not in keeps.get(outer.operator, ()):
-                found.setdefault((rule.name, outer.name), []).append((path, parent))
-            end = path.rfind(".", 0, end)
+        for parent, outer in _outer(path, rules, keeps):
+            found.setdefault((rule.name, outer.name), []).append((path, parent))
     problems = []
     for pairs in found.values():
         path, parent = pairs[0]
@@ -160,3 +167,17 @@ def _vanishing(rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]) 
             )
         )
     return problems
+
+
+def _outer(
+    path: str, rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]
+) -> Iterator[tuple[str, Rule]]:
+    """The modules around a path that are replaced by an operator that does not keep what lies there, and its rules."""
+    end = path.rfind(".")
+    while end > 0:
+        parent = path[:end]
+        outer = rules.get(parent)
+        child = path[end + 1 :].split(".", 1)[0]
+        if outer and outer.operator != KEEP and child not in keeps.get(outer.operator, ()):
+            yield parent, outer
+        end = path.rfind(".", 0, end)

@@ -7,6 +7,7 @@ from typing import Any
 
 from ktinject.rules.arguments import argument_schema
 from ktinject.rules.language import KEEP, VERSION
+from ktinject.rules.sources import bundled
 from ktinject.rules.variables import REFERENCE
 
 _LAYERS = r"^\s*[0-9]+(-[0-9]+)?\s*(,\s*[0-9]+(-[0-9]+)?\s*)*$"
@@ -20,10 +21,15 @@ def schema(config_classes: Mapping[str, type]) -> dict[str, Any]:
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": f"ktinject rules, version {VERSION}",
         "type": "object",
-        "required": ["version", "rules"],
+        "required": ["version"],
+        "anyOf": [{"required": ["rules"]}, {"required": ["extends"]}],
         "additionalProperties": False,
         "properties": {
             "version": {"const": VERSION},
+            "extends": {
+                "description": "bundled rules, or a rule file's path relative to this file; its rules come after these",
+                "anyOf": [{"enum": [*bundled()]}, text],
+            },
             "model_types": {
                 "description": "transformers model types that the file serves; without it, any",
                 "type": "array",

@@ -173,7 +173,7 @@ def test_legacy_files_are_recognised() -> None:
         (rule(replace="{operator: o p}"), "f:6: rule 'r': ", ("operator is 'o p'",)),
         (rule(replace="\n    operator: keep\n    a: 1"), "f:8: rule 'r': ", ("keep takes none",)),
         (rule(replace="\n    operator: o\n    a-b: 1"), "f:8: rule 'r': ", ("argument name 'a-b'",)),
-        (rule(replace="\n    operator: o\n    <<: {a: 1}"), "f:8: rule 'r': ", ("argument name '<<'",)),
+        (rule(replace="\n    operator: o\n    '<<': {a: 1}"), "f:8: rule 'r': ", ("argument name '<<'",)),
         (rule(replace="\n    operator: o\n    prefill_op: None"), "f:8: rule 'r': ", ("'None'", "null")),
     ],
 )
