@@ -141,14 +141,14 @@ def one_by_one(modules: Mapping[int, Sequence[nn.Module]], cache: Any) -> Iterat
 
     cache  of the step; if its rows are texts, nothing is changed
     """
-    if not isinstance(cache, KVBucket) or cache.past is None:
+    if not is_of_one_text(cache):
         yield
         return
     before = [(module, vars(module).get("forward")) for found in modules.values() for module in found]
     try:
         for index, found in modules.items():
             for module in found:
-                vars(module)["forward"] = _one_by_one(module.forward, cache, index)
+                vars(module)["forward"] = alone(module.forward, cache, index)
         yield
     finally:
         for module, forward in before:
@@ -157,7 +157,14 @@ def one_by_one(modules: Mapping[int, Sequence[nn.Module]], cache: Any) -> Iterat
                 vars(module)["forward"] = forward
 
 
-def _one_by_one(forward: Callable[..., Any], cache: KVBucket, index: int) -> Callable[..., Any]:
+def is_of_one_text(cache: Any) -> bool:
+    """Whether the rows of a step are tokens of one text."""
+    return isinstance(cache, KVBucket) and cache.past is not None
+
+
+def alone(forward: Callable[..., Any], cache: KVBucket, index: int) -> Callable[..., Any]:
+    """A forward of a layer with states, for rows that are tokens of one text: it is called for one after the other."""
+
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         count = len(hidden_states)
 
@@ -193,3 +200,13 @@ def token_by_token(cache: KVBucket, index: int, count: int, row: Callable[[int],
     if isinstance(found[0], tuple):
         return tuple(torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*found))
     return torch.cat(found)
+
+
+def in_rows(cache: KVBucket, index: int, count: int, compute: Callable[[slice], Any]) -> Any:
+    """What a layer with states makes of so many rows: of all at once, or of tokens of one text one after the other.
+
+    compute  rows → what is computed of them, on the layer's states
+    """
+    if not is_of_one_text(cache):
+        return compute(slice(None))
+    return token_by_token(cache, index, count, lambda at: compute(slice(at, at + 1)))
