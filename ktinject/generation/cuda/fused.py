@@ -27,9 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.distributed.process_group import ProcessGroup
-from ktinject.generation import layer_spec
+from ktinject.generation import consecutive, layer_spec
 from ktinject.generation.cache import KVBucket
-from ktinject.generation.consecutive import is_of_one_text, one_by_one
 from ktinject.generation.cuda.fused_steps import step_of
 from ktinject.generation.cuda.projections import Step
 from ktinject.generation.layer_spec import DecoderLayerSpec, GatedDeltaSpec, GroupedAttentionSpec, PartSpec
@@ -99,11 +98,13 @@ class Fused:
         alone = with_states or {}
         wanted = {module for _, module, _ in steps(model)}
         wanted |= {model.get_submodule(path) for paths in alone.values() for path in paths}
+        wanted |= {*consecutive.head_of(model)}
         self.twin = twin.tree(model, wanted.__contains__, without=("ktinject_decoding",))
         self._steps = {path: (module, step) for path, module, step in steps(self.twin)}
         self._with_states = {
             i: {path: self.twin.get_submodule(path) for path in paths} for i, paths in alone.items()
         }
+        self._head = consecutive.head_of(self.twin)
         self._takes_texts = {path for path, spec in specs.items() if isinstance(spec, _WITH_STATES)}
         self._layer_of = {path: _layer_index(spec) for path, spec in specs.items()}
 
@@ -112,7 +113,8 @@ class Fused:
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's output. In the first call, known modules only compare, and their own forward gives the result."""
-        checking, is_one_text = not self._checked, is_of_one_text(inputs.get("past_key_values"))
+        cache = inputs.get("past_key_values")
+        checking, is_one_text = not self._checked, consecutive.is_of_one_text(cache)
         # Modules are compared on rows of several texts, or of one token.
         steps = {} if checking and is_one_text else self._steps
         alone = {
@@ -123,7 +125,7 @@ class Fused:
             # Set only during the call: twin and steps would hold each other and not be freed at once.
             for path, (module, step) in steps.items():
                 vars(module)["forward"] = self._comparing(path, module, step) if checking else step
-            with one_by_one(alone, inputs.get("past_key_values")):
+            with consecutive.one_by_one(alone, cache), consecutive.noted(self._head, cache):
                 outputs = self.twin(**inputs)
             self._checked |= not is_one_text
             return outputs

@@ -152,7 +152,7 @@ def test_on_a_graph_s_tensors(family: str, changes: dict[str, Any]) -> None:
     steps: Any = text.runner.several
     text.again()
     with torch.no_grad(), HostDecisions() as decisions:
-        steps._compute(text.runner.cache.capacity, 3, None)
+        steps._compute(text.runner.cache.capacity, 3, True, None)
     assert not decisions.found
 
 

@@ -10,7 +10,8 @@ import models as families
 import pytest
 import torch
 from answers import Pair, assert_same_output
-from test_generate import MANY_ENDS, Heard, name_of, prompt
+from test_generate import MANY_ENDS, Heard, name_of, prompt, stock
+from test_generate import swapped as gathered
 from test_native_decoder import TOLERANCE, difference, swapped
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -21,6 +22,7 @@ from ktinject.generation.cache_layers import kinds_of
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.several import SeveralTokens
+from ktinject.support import SUPPORTED
 
 torch.set_num_threads(1)
 ALL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -201,20 +203,40 @@ def test_prompts_that_are_one_token(native: Pair) -> None:
     assert torch.equal(found, native.model.generate(**arguments))
 
 
-@pytest.mark.parametrize("family, heads", [("glm4_moe", 1), ("deepseek_v3", 2)])
-def test_heads_read_what_the_model_s_logits_are_made_of(
-    family: str, heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And which candidates they draft does not show in the text."""
-    model = swapped(family, num_nextn_predict_layers=heads)
-    drafts = MtpModel(families.tiny(family, num_nextn_predict_layers=heads).bfloat16(), heads).eval()
+def with_heads(family: str, heads: int, way: str) -> tuple[PreTrainedModel, MtpModel]:
+    """A model and its MTP heads, which are right now and then; native steps in bf16, others in fp32."""
+    config = {"num_nextn_predict_layers": heads}
+    if way == "native":
+        model = swapped(family, **config)
+        drafts = MtpModel(families.tiny(family, **config).bfloat16(), heads).eval()
+    else:
+        model = gathered(family, device="cuda" if way == "graph" else "cpu", **config)
+        model.ktinject_decoding.graphs = model.ktinject_decoding.graphs or SUPPORTED
+        drafts = MtpModel(families.tiny(family, **config), heads).eval()
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in drafts.layers.parameters():
             parameter.normal_(0, 0.3)
-    drafts.tie_with_main_model(model)
+    drafts.to(model.device).tie_with_main_model(model)
+    return model, drafts
+
+
+GRAPH = pytest.param(
+    "graph",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+)
+
+
+@pytest.mark.parametrize("way", ["native", "fixed", GRAPH])
+@pytest.mark.parametrize("family, heads", [("glm4_moe", 1), ("deepseek_v3", 2)])
+def test_heads_read_what_the_model_s_logits_are_made_of(
+    family: str, heads: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And which candidates they draft does not show in the text."""
+    model, drafts = with_heads(family, heads, way)
+    decoding = model.ktinject_decoding
     monkeypatch.setattr(MtpModel, "from_pretrained", lambda *_, **__: drafts)
-    arguments = given(do_sample=False, eos_token_id=None)
+    arguments = given(model.device.type, do_sample=False, eos_token_id=None)
     plain = model.generate(**arguments)
     read: list[tuple[Tensor, Tensor]] = []
     own = MtpModel.forward
@@ -225,11 +247,17 @@ def test_heads_read_what_the_model_s_logits_are_made_of(
 
     monkeypatch.setattr(MtpModel, "forward", forward)
     found = model.generate(**arguments, use_mtp=True)
-    assert model.ktinject_decoding.last == "native loop, MTP"
+    assert decoding.last == {**HOW, "native": "native loop, "}[way] + "MTP"
+    assert decoding.reason == ("cpu has no CUDA graphs" if way == "fixed" else "")
     assert_same_output(found, plain)
+    if way != "native":  # where roundings of bf16 part them
+        monkeypatch.setattr(MtpModel, "forward", own)
+        assert_same_output(found, stock(model, **arguments, use_mtp=True))
     mask = torch.ones_like(found.sequences)
     mask[:, :2] = 0
     with torch.no_grad():
         wanted = model.model(found.sequences, attention_mask=mask).last_hidden_state
+    most = 2 * TOLERANCE if way == "native" else 1e-3
+    assert len(read) > 4
     for positions, hidden in read:
-        assert len(read) > 4 and difference(hidden, wanted[:, positions[0] + 1]) <= 2 * TOLERANCE
+        assert difference(hidden, wanted[:, positions[0] + 1]) <= most
