@@ -80,8 +80,9 @@ def schema(plugins: options.Plugins = None) -> None:
 
 
 def _operator_configs() -> dict[str, type]:
-    from ktinject.operators import REGISTRY  # brings torch, which list and show do without
+    from ktinject.operators import REGISTRY, plugins  # brings torch, which list and show do without
 
+    plugins.load_all()
     return {name: operator.Config for name, operator in REGISTRY.items()}
 
 
