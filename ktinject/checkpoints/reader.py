@@ -8,10 +8,11 @@ A kind of container is a subclass in a file of its own (safetensors.py, gguf.py)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, KeysView, Mapping
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -90,6 +91,21 @@ class Shard:
     metadata: Mapping[str, Any]
 
 
+class Made(NamedTuple):
+    """A weight that no tensor holds as it is.
+
+    parts     the tensors that it is made of
+    shape     of the weight
+    make      decoded parts → the weight [*shape]. Raises ValueError for values that cannot be
+    by_slice  a slice of its first dimension is made of the same slices of its parts
+    """
+
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+    make: Callable[..., torch.Tensor]
+    by_slice: bool
+
+
 class Reader(ABC):
     """The tensors of a checkpoint's files, by name.
 
@@ -102,6 +118,8 @@ class Reader(ABC):
     tensors         name → TensorInfo, in the order of files and of data in each, which is the fastest order to read
                     in; empty if not complete
     names           all tensor names, also if not complete
+    made            weight → the tensors that it is made of, and how; a weight that is there is not among these
+    skipped         names of tensors that no weight needs, such as layers that predict further tokens
     complete        False if only an index is there and none of its shards: enough to plan, not to read
     total_bytes     of all tensors; None if not complete and the index does not say
     quantization    the model config's `quantization_config`; empty if the files state their formats
@@ -111,6 +129,8 @@ class Reader(ABC):
     suffixes: ClassVar[tuple[str, ...]]
     states_formats: ClassVar[bool] = False
     block_dtypes: ClassVar[tuple[str, ...]] = ()
+    made: Mapping[str, Made] = MappingProxyType({})
+    skipped: Sequence[str] = ()
 
     def __init__(
         self,
