@@ -22,7 +22,14 @@ class KTInjectError(ValueError):
 
 
 class RuleError(KTInjectError):
-    """A rule file or a list of rules cannot be read, or means nothing."""
+    """A rule file or a list of rules cannot be read, or means nothing.
+
+    where     "file:line", or "" where the message names no place; see `ktinject.rules.node.Where`
+    parts     the refusals that this one is made of, if it is several
+    """
+
+    where: str = ""
+    parts: tuple[RuleError, ...] = ()
 
 
 class PlanError(KTInjectError):

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import regex
 
-from ktinject.rules.document import Node
+from ktinject.errors import RuleError
+from ktinject.rules.node import Node
 from ktinject.rules.pattern import MAX_SIZES, compiled, fullmatch, size
+from ktinject.rules.roles import ROLES, HasRole
 from ktinject.rules.variables import NAME, Variables
 from ktinject.rules.wording import Place, closest, did_you_mean, listing, show
 
 VERSION = 1
 KEEP = "keep"
-TOP_KEYS = ("version", "model_types", "variables", "rules")
+TOP_KEYS = ("version", "extends", "model_types", "variables", "rules")
 RULE_KEYS = ("name", "match", "replace", "optional")
-MATCH_KEYS = ("path", "class", "layers")
+MATCH_KEYS = ("path", "class", "role", "inside", "layers")
 
 _MAX_NAME = 200
 _MAX_LAYER = 999
@@ -35,24 +37,47 @@ class Match:
     path        a pattern for the whole dotted path of the module
     class_name  the name of the module's class or of one of its bases
     layers      numbers of decoder layers
+    role        what the module is for: one of ROLES
+    inside      the role of a module that it lies in
     """
 
     path: str | None = None
     class_name: str | None = None
     layers: frozenset[int] | None = None
+    role: str | None = None
+    inside: str | None = None
 
     def matches(self, path: str, class_names: Sequence[str], layer: int | None) -> bool:
-        """Whether the module is meant. Raises TimeoutError when a pattern backtracks for half a second."""
+        """Whether the module is meant, roles aside. Raises TimeoutError when a pattern backtracks for half a second."""
         if self.class_name is not None and self.class_name not in class_names:
             return False
         if self.layers is not None and layer not in self.layers:
             return False
         return self.path is None or fullmatch(self.path, path)
 
+    def has_roles(self, path: str, has_role: HasRole) -> bool:
+        """Whether the module has the role, and lies in one of the role `inside`."""
+        if self.inside is not None and not any(has_role(outer, self.inside) for outer in holders(path)):
+            return False
+        return self.role is None or bool(has_role(path, self.role))
+
+
+def holders(path: str) -> Iterator[str]:
+    """The paths of the modules that a module lies in, from the inside out, but for the root."""
+    end = path.rfind(".")
+    while end > 0:
+        yield path[:end]
+        end = path.rfind(".", 0, end)
+
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. `where` is its "file:line", `argument_where` that of each argument."""
+    """One rule.
+
+    where           its "file:line"
+    argument_where  that of each argument
+    depth           0 for the file that was asked for, 1 for the file that it extends, and so on
+    """
 
     name: str
     match: Match
@@ -61,6 +86,7 @@ class Rule:
     optional: bool = False
     where: str = "<python>"
     argument_where: dict[str, str] = field(default_factory=dict)
+    depth: int = 0
 
     def place(self, argument: str | None = None) -> Place:
         """Where a refusal about the rule, or about one of its arguments, points."""
@@ -70,38 +96,69 @@ class Rule:
 
 @dataclass(frozen=True)
 class RuleSet:
-    """The rules in the order in which they are tried. No `model_types` means any model."""
+    """The rules in the order in which they are tried: a file's own, then those of the file that it extends.
+
+    source       the name of the file, in refusals
+    model_types  the model types that the file serves; none means any
+    bases        the names of the files that it extends, nearest first
+    """
 
     source: str
     model_types: tuple[str, ...]
     variables: dict[str, Any]
     rules: tuple[Rule, ...]
+    bases: tuple[str, ...] = ()
 
 
-def rule_set(root: Node, source: str, overrides: Mapping[str, Any] | None = None) -> RuleSet:
-    """The meaning of a document. Raises RuleError for everything that is not the rule language, version 1."""
-    place = Place(root.where)
-    if isinstance(root.value, list):
-        raise _not_a_mapping(root.value, place)
-    top = _mapping(root, place, "a rule file", TOP_KEYS)
-    _check_version(top.get("version"), place)
-    model_types = _model_types(top["model_types"]) if "model_types" in top else ()
-    variables = Variables(top.get("variables"), overrides or {}, source)
-    if "rules" not in top:
-        raise place.refusal("no rules; a rule file has a list of them. Write it under rules.")
-    items = top["rules"]
-    if not isinstance(items.value, list) or not items.value:
-        raise Place(items.where).refusal(
-            f"rules is {show(items.value)}; it is a list of rules. Begin each with - name."
-        )
-    if len(items.value) > _MAX_RULES:
-        raise Place(items.where).refusal(
-            f"{len(items.value)} rules; at most {_MAX_RULES} are read. Split them."
+@dataclass(frozen=True)
+class Document:
+    """One rule file: its nodes, and its name in refusals."""
+
+    root: Node
+    source: str
+
+    def top(self) -> dict[str, Node]:
+        """The top keys. Raises RuleError for what is no rule file of version 1."""
+        place = Place(self.root.where)
+        if isinstance(self.root.value, list):
+            raise _not_a_mapping(self.root.value, place)
+        top = _mapping(self.root, place, "a rule file", TOP_KEYS)
+        _check_version(top.get("version"), place)
+        return top
+
+    def extends(self) -> tuple[str, str] | None:
+        """The name or path of the file that this one extends, and where it stands. Raises RuleError as `top`."""
+        node = self.top().get("extends")
+        if node is None:
+            return None
+        if not isinstance(node.value, str) or not node.value.strip() or "${" in node.value:
+            raise Place(node.where).refusal(
+                f"extends is {show(node.value)}; it is the name of bundled rules or the path of a rule file. Write one."
+            )
+        return node.value, node.where
+
+
+def rule_set(documents: Sequence[Document], overrides: Mapping[str, Any] | None = None) -> RuleSet:
+    """The meaning of a rule file.
+
+    documents  the file itself, then the files that it extends, nearest first
+    Raises     RuleError for everything that is not the rule language, version 1
+    """
+    tops = [document.top() for document in documents]
+    own = documents[0]
+    declared = [top["variables"] for top in reversed(tops) if "variables" in top]
+    variables = Variables(declared, overrides or {}, own.source)
+    model_types = next((_model_types(top["model_types"]) for top in tops if "model_types" in top), ())
+    items = [(item, number, depth) for depth, top in enumerate(tops)
+             for number, item in enumerate(_items(top, Place(documents[depth].root.where)), 1)]  # fmt: skip
+    if len(items) > _MAX_RULES:
+        raise Place(tops[0]["rules"].where if "rules" in tops[0] else own.root.where).refusal(
+            f"{len(items)} rules; at most {_MAX_RULES} are read. Split them."
         )
     rules: dict[str, Rule] = {}
     left = MAX_SIZES
-    for number, item in enumerate(items.value, 1):
-        rule = _rule(item, number, variables)
+    for item, number, depth in items:
+        rule = _rule(item, number, variables, depth)
         left -= size(rule.match.path or "")
         if left < 0:
             raise rule.place().refusal(
@@ -109,11 +166,33 @@ def rule_set(root: Node, source: str, overrides: Mapping[str, Any] | None = None
                 "Write smaller counts, such as + in place of {1,1000}."
             )
         if rule.name in rules:
-            raise rule.place().refusal(
-                f"the name is taken, at {rules[rule.name].where}; each rule has its own. Rename one."
-            )
+            raise _taken(rules[rule.name], rule)
         rules[rule.name] = rule
-    return RuleSet(source, model_types, variables.values, tuple(rules.values()))
+    bases = tuple(document.source for document in documents[1:])
+    return RuleSet(own.source, model_types, variables.values, tuple(rules.values()), bases)
+
+
+def _items(top: Mapping[str, Node], place: Place) -> list[Node]:
+    """The nodes of a file's own rules; a file that extends another may have none."""
+    if "rules" not in top:
+        if "extends" in top:
+            return []
+        raise place.refusal("no rules; a rule file has a list of them. Write it under rules.")
+    node = top["rules"]
+    if not isinstance(node.value, list) or not node.value:
+        raise Place(node.where).refusal(
+            f"rules is {show(node.value)}; it is a list of rules. Begin each with - name."
+        )
+    return node.value
+
+
+def _taken(first: Rule, second: Rule) -> RuleError:
+    if first.depth < second.depth:  # the first is the one whose author can change it
+        return first.place().refusal(
+            f"the name is taken, at {second.where}, by a rule of the extended file; each rule has its own. "
+            "Rename yours; the extended file's rule gets what yours leaves."
+        )
+    return second.place().refusal(f"the name is taken, at {first.where}; each rule has its own. Rename one.")
 
 
 def _not_a_mapping(items: list[Node], place: Place) -> Exception:
@@ -175,7 +254,7 @@ def _first_bad(items: list[Node], good: tuple[str, ...]) -> object:
     return next(item.value for item in items if item.value not in good)
 
 
-def _rule(node: Node, number: int, variables: Variables) -> Rule:
+def _rule(node: Node, number: int, variables: Variables, depth: int) -> Rule:
     place = _rule_place(node, number)
     entries = _mapping(node, place, "a rule", RULE_KEYS)
     for key in ("name", "match", "replace"):
@@ -195,6 +274,7 @@ def _rule(node: Node, number: int, variables: Variables) -> Rule:
         optional=optional.value,
         where=node.where,
         argument_where=argument_where,
+        depth=depth,
     )
 
 
@@ -217,9 +297,9 @@ def _is_name(name: str) -> bool:
 
 def _match(node: Node, place: Place, variables: Variables) -> Match:
     entries = _mapping(node, place.moved(node.where), "match", MATCH_KEYS)
-    if "path" not in entries and "class" not in entries:
+    if not {"path", "class", "role"} & entries.keys():
         raise place.moved(node.where).refusal(
-            "match has no path and no class; it needs one or both. Add one."
+            "match has no path, class or role; it needs one of them or more. Add one."
         )
     values: dict[str, Any] = {}
     for key, item in entries.items():
@@ -230,11 +310,18 @@ def _match(node: Node, place: Place, variables: Variables) -> Match:
         if not isinstance(value, str) or not value:
             raise at.refusal(f"{key} is {show(value)}; it is text. Write it in single quotes.")
         try:
-            compiled(value) if key == "path" else _check_class(value)
+            _CHECKS[key](value)
         except ValueError as error:
             raise at.refusal(f"{key} {show(value)} {error}. Correct it.") from error
     layers = _layers(values["layers"], place.moved(entries["layers"].where)) if "layers" in values else None
-    return Match(values.get("path"), values.get("class"), layers)
+    return Match(values.get("path"), values.get("class"), layers, values.get("role"), values.get("inside"))
+
+
+def _check_role(name: str) -> None:
+    if name not in ROLES:
+        near = closest(name, ROLES)
+        hint = f" (closest: {near[0]})" if near else ""
+        raise ValueError(f"is no role{hint}; it is {listing(ROLES)}")
 
 
 def _check_class(name: str) -> None:
@@ -245,6 +332,14 @@ def _check_class(name: str) -> None:
         )
     if not name.isidentifier():
         raise ValueError("is not the name of a class; a name has letters, digits and _")
+
+
+_CHECKS: dict[str, Callable[[str], object]] = {
+    "path": compiled,
+    "class": _check_class,
+    "role": _check_role,
+    "inside": _check_role,
+}
 
 
 def _layers(value: object, place: Place) -> frozenset[int]:

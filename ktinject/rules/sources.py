@@ -11,13 +11,14 @@ from typing import Any
 
 from ktinject.errors import RuleError
 from ktinject.rules import document
-from ktinject.rules.document import Node
-from ktinject.rules.language import VERSION, RuleSet, rule_set
-from ktinject.rules.wording import did_you_mean, listing, show
+from ktinject.rules.language import VERSION, Document, RuleSet, rule_set
+from ktinject.rules.node import Node
+from ktinject.rules.wording import Place, did_you_mean, listing, show
 
 logger = logging.getLogger("ktinject")
 
 PYTHON = "<python>"
+MAX_BASES = 8
 
 
 def read(
@@ -42,13 +43,13 @@ def read(
         return source
     if isinstance(source, str | Path):
         path, name = locate(source)
-        return rule_set(document.from_file(path, name), name, variables)
+        return rule_set(_with_bases(Document(document.from_file(path, name), name), path), variables)
     if isinstance(source, Mapping):
-        return rule_set(document.from_python(source, PYTHON), PYTHON, variables)
+        return rule_set(_with_bases(Document(document.from_python(source, PYTHON), PYTHON)), variables)
     if isinstance(source, list | tuple):
         rules = document.from_python(source, PYTHON, "rules")
         root = Node({"version": Node(VERSION, PYTHON), "rules": rules}, PYTHON)
-        return rule_set(root, PYTHON, variables)
+        return rule_set([Document(root, PYTHON)], variables)
     raise RuleError(
         f"rules are given as {type(source).__name__}; a path, a bundled name, a RuleSet, a dict or a list "
         "of dicts is read. Pass one of these."
@@ -56,8 +57,57 @@ def read(
 
 
 def parse(data: bytes, source: str, *, variables: Mapping[str, Any] | None = None) -> RuleSet:
-    """Read the bytes of a rule file, called `source` in refusals. Raises RuleError as `read` does."""
-    return rule_set(document.from_bytes(data, source), source, variables)
+    """Read the bytes of a rule file, called `source` in refusals. Raises RuleError as `read` does.
+
+    What it extends is looked for in the working directory.
+    """
+    return rule_set(_with_bases(Document(document.from_bytes(data, source), source)), variables)
+
+
+def _with_bases(own: Document, path: Path | None = None) -> list[Document]:
+    """The file, the file that it extends, the one that this extends, and so on.
+
+    path    of the file; None: it is none
+    Raises  RuleError, at the line of `extends`, for a base that is not there, a cycle, or too many
+    """
+    found = [own]
+    chain = [] if path is None else [path.resolve()]
+    while (wanted := found[-1].extends()) is not None:
+        name, where = wanted
+        place = Place(where)
+        if len(found) > MAX_BASES:
+            raise place.refusal(
+                f"extends {show(name)}, and {MAX_BASES} files extend each other already; at most {MAX_BASES} do. "
+                "Extend the last of them directly."
+            )
+        base, shown = _base(name, Path() if path is None else path.parent, place)
+        if (real := base.resolve()) in chain:
+            raise place.refusal(
+                f"extends {show(name)}, which extends this file; a file may not extend itself. Remove one extends."
+            )
+        chain.append(real)
+        found.append(Document(document.from_file(base, shown), shown))
+        path = base
+    return found
+
+
+def _base(name: str, folder: Path, place: Place) -> tuple[Path, str]:
+    """The file that `extends` means, and its name in refusals: a bundled name, or a path relative to the folder."""
+    files = bundled()
+    if name in files:
+        return files[name], files[name].name
+    path = folder / name
+    try:
+        if path.is_file():
+            return path, str(path)
+        found = "is not a file" if path.exists() else "is not there"
+        beside = [file.name for file in folder.glob("*.yaml")] if found == "is not there" else []
+    except (OSError, ValueError):
+        found, beside = "is not a path", []
+    raise place.refusal(
+        f"extends {show(name)}: {show(str(path))} {found}; a bundled name or a path relative to the file is read: "
+        f"{listing(files)}. Correct it.{did_you_mean(name, [*files, *beside])}"
+    )
 
 
 def bundled() -> dict[str, Path]:

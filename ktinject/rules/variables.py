@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import regex
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ktinject.rules import document
-from ktinject.rules.document import Node
+from ktinject.rules.node import Node, scalar
 from ktinject.rules.wording import Place, did_you_mean, listing, show
 
 REFERENCE = r"\$\{variables\.([A-Za-z_][A-Za-z0-9_]*)\}"
@@ -25,10 +25,11 @@ _MAX_TEXT = 1000
 class Variables:
     """Declared values, with some overridden. Raises RuleError for values that are not allowed."""
 
-    def __init__(self, node: Node | None, overrides: Mapping[str, Any], source: str) -> None:
+    def __init__(self, nodes: Sequence[Node], overrides: Mapping[str, Any], source: str) -> None:
+        """`nodes` map names to defaults; a later one may give other defaults to what an earlier one declares."""
         self.values: dict[str, Any] = {}
         self._left = _MAX_REFERENCES
-        if node is not None:
+        for node in nodes:
             self._declare(node)
         if not isinstance(overrides, Mapping):
             raise Place(source).refusal(
@@ -90,8 +91,9 @@ class Variables:
                     f"the variable name {show(name)}; a name has letters, digits and _, and begins with "
                     "no digit. Rename it."
                 )
-            _check(item.value, Place(item.where, f"variable {name!r}"))
-            self.values[name] = item.value
+            place = Place(item.where, f"variable {name!r}")
+            _check(item.value, place)
+            self._set(name, item.value, place)
 
     def _override(self, name: str, value: object, source: str) -> None:
         if name not in self.values:
@@ -102,13 +104,17 @@ class Variables:
         place = Place(source, f"variable {name!r}")
         given = document.from_python(value, source, f"variables.{name}").value
         _check(given, place)
-        default = self.values[name]
-        if not _gives_way(default, given):
+        self._set(name, given, place)
+
+    def _set(self, name: str, value: Any, place: Place) -> None:
+        default = self.values.get(name, value)
+        if isinstance(default, bool) != isinstance(value, bool):
             raise place.refusal(
-                f"set to {show(given)}; its default is {show(default)}, and true or false take the place of each "
+                f"set to {show(value)}; its default is {show(default)}, and true or false take the place of each "
                 "other only. Set a value of the default's kind."
             )
-        self.values[name] = given
+        # Numbers and text give way to each other, for arguments such as `0 | 16 | 0.25 | auto`.
+        self.values[name] = value
 
     def _declared(self) -> str:
         return f"the file declares {listing(self.values, 'and')}" if self.values else "the file declares none"
@@ -125,7 +131,7 @@ def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
             )
         if name in values:
             raise Place("").refusal(f"the variable {name!r} is set twice; it has one value. Set it once.")
-        values[name] = document.scalar(value, f"{name}=")
+        values[name] = scalar(value, f"{name}=")
     return values
 
 
@@ -142,8 +148,3 @@ def _check(value: object, place: Place) -> None:
         raise place.refusal(
             f"its value is {show(value)}; a variable refers to no other. Write the value out."
         )
-
-
-def _gives_way(default: object, value: object) -> bool:
-    """Numbers and text to each other, for arguments such as `0 | 16 | 0.25 | auto`: the operator has the last word."""
-    return isinstance(default, bool) == isinstance(value, bool)

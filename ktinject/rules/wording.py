@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ktinject.errors import LISTED, RuleError
+from ktinject.errors import LISTED, RuleError, few
 
 _SHOWN = 80
 
@@ -24,7 +25,59 @@ class Place:
 
     def refusal(self, text: str) -> RuleError:
         """The error to raise, `where: rule: text`."""
-        return RuleError(": ".join(part for part in (self.where, self.rule, text) if part))
+        error = RuleError(": ".join(part for part in (self.where, self.rule, text) if part))
+        error.where = self.where
+        return error
+
+
+class Problems:
+    """Refusals that are collected, so that all of them can be told at once."""
+
+    def __init__(self) -> None:
+        self._found: list[RuleError] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, error: RuleError) -> None:
+        """Collect a refusal, or those that it holds."""
+        self._found += error.parts or (error,)
+
+    def extend(self, other: Problems) -> None:
+        """Collect those of another."""
+        self._found += other._found
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Collect a refusal that is raised inside the `with` block, which it ends."""
+        try:
+            yield
+        except Unknown:
+            pass
+        except RuleError as error:
+            self.add(error)
+
+    def check(self) -> None:
+        """Raise RuleError with all problems, in the order in which they were found, if there are any."""
+        if len(self._found) == 1:
+            raise self._found[0]
+        if self._found:
+            error = RuleError("\n".join(few(self._found)))
+            error.parts = tuple(self._found)
+            raise error
+
+    def with_(self, error: RuleError) -> RuleError:
+        """A refusal with all problems, this one the last."""
+        self.add(error)
+        try:
+            self.check()
+        except RuleError as together:
+            return together
+        raise AssertionError("a refusal was added")
+
+
+class Unknown(RuleError):
+    """A value follows from another that was refused; nobody needs to be told twice."""
 
 
 def show(value: object) -> str:

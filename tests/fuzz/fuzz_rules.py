@@ -23,7 +23,7 @@ import yaml
 from ktinject import rules
 from ktinject.errors import RuleError
 from ktinject.rules import document
-from ktinject.rules.language import rule_set
+from ktinject.rules.language import Document, rule_set
 
 SEEDS = [
     rb"""version: 1
@@ -139,7 +139,7 @@ def run(data: bytes, parser: Any) -> str:
     """How far the document came. Raises nothing unless there is a bug."""
     stage = "read"
     try:
-        found = rule_set(document.from_bytes(data, "f", parser), "f")
+        found = rule_set([Document(document.from_bytes(data, "f", parser), "f")])
         stage = "assign"
         rules.assign(found, MODULES)
         beyond = [

@@ -13,6 +13,7 @@ import yaml
 from rule_texts import DESIGN_EXAMPLE, MIB, quick, refused
 
 from ktinject import rules
+from ktinject.errors import RuleError
 from ktinject.rules import document
 
 PARSERS = sorted({document.PARSER, yaml.SafeLoader}, key=str)  # libyaml's where it is there, and PyYAML's own
@@ -71,8 +72,15 @@ def test_plain_scalars_have_the_types_of_yaml_1_2(written: str, value: object, p
         (b"a: 1\nnull: 3\n", "f:2: ", "key null is not text"),
         (b"? [a]\n: 1\n", "f:1: ", "a key that is a list or mapping"),
         (b"{? {a: b} : 1}\n", "f:1: ", "a key that is a list or mapping"),
-        (b"a: &x [1]\nb: *x\n", "f:1: ", "'&x'; anchors and aliases"),
-        (b"a: *x\n", "f:1", "'*x'; anchors and aliases"),
+        (b"a: 1\nb: *x\n", "f:2: ", "the alias '*x' has no anchor before it"),
+        (b"a: 1\nb: &x [*x]\n", "f:2: ", "'*x' refers to what it stands in"),
+        (b"a: &x 1\nb: &x {c: *x}\n", "f:2: ", "'*x' refers to what it stands in"),
+        (b"a: &x 1\n*x : 2\n", "f:2: ", "key 1 is not text"),
+        (b"a: &x [1]\n*x : 2\n", "f:2: ", "the key a list or mapping is not text"),
+        (b"a: &x [1]\nb: {<<: *x}\n", "f:2: ", "<< is a list; it merges a mapping"),
+        (b"a: {<<: 1}\n", "f:1: ", "<< is 1; it merges a mapping"),
+        (b"a: {<<: []}\n", "f:1: ", "<< is an empty list"),
+        (b"a: {<<: {b: 1}, <<: {c: 1}}\n", "f:1: ", "the key '<<' is given twice"),
         (
             b"a: 1\nb: !!python/object/apply:os.system [ls]\n",
             "f:2: ",
@@ -93,6 +101,45 @@ def test_yaml(data: bytes, at: str, word: str, parser: Any) -> None:
         document.from_bytes(data, "f", parser)
 
 
+@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("a: &x [1, b]\nc: *x", {"a": [1, "b"], "c": [1, "b"]}),
+        ("a: &x 1\nb: *x\nc: &x 2\nd: *x", {"a": 1, "b": 1, "c": 2, "d": 2}),
+        ("&k a: 1\nb: *k", {"a": 1, "b": "a"}),
+        ("a: &x b\n*x : 1", {"a": "b", "b": 1}),
+        ("a: &x {i: 1, j: 2}\nb: {j: 3, <<: *x, k: 4}", {"a": {"i": 1, "j": 2}, "b": {"j": 3, "k": 4, "i": 1}}),
+        ("a: {<<: [{i: 1}, {i: 2, j: 3}]}", {"a": {"i": 1, "j": 3}}),
+        ("a: &x {i: 1}\nb: &y {<<: *x, j: 2}\nc: {<<: *y, i: 3}", {"a": {"i": 1}, "b": {"j": 2, "i": 1},
+                                                                  "c": {"i": 3, "j": 2}}),
+        ("a: {'<<': {i: 1}}", {"a": {"<<": {"i": 1}}}),
+        ("a: &x null\nb: *x", {"a": None, "b": None}),
+    ],
+)  # fmt: skip
+def test_anchors_aliases_and_merge_keys(written: str, value: object, parser: Any) -> None:
+    assert document.from_bytes(written.encode(), "f", parser).plain() == value
+
+
+def test_all_that_is_wrong_with_keys_and_values_is_told_at_once() -> None:
+    data = b"a: 1\na: 2\nb: !!str x\n3: c\nd: [!t 1, *x"
+    with pytest.raises(RuleError) as error:
+        document.from_bytes(data, "f")
+    assert [part.where for part in error.value.parts] == ["f:2", "f:3", "f:4", "f:5", "f:5"]
+    assert len(str(error.value).splitlines()) == 5
+
+
+def test_nodes_know_their_columns() -> None:
+    node = document.from_bytes("a: 1\n\u00e4\u4e16: {b: 'xy',\n  c: [1, z]}".encode(), "f")
+    outer = node.value["\u00e4\u4e16"]
+    inner = outer.value["b"]
+    third = outer.value["c"].value[1]
+    assert [(n.where, n.where.line, n.where.column, n.where.width) for n in (outer, inner, third)] == [
+        ("f:2", 2, 5, 1), ("f:2", 2, 9, 4), ("f:3", 3, 10, 1)
+    ]  # fmt: skip
+    assert (inner.key.column, inner.key.width, inner.key.lines[1]) == (6, 1, "\u00e4\u4e16: {b: 'xy',")
+
+
 BOMBS: list[tuple[bytes, str]] = [
         (b"[" * 500, "nested deeper than 16"),
         (b"[" * MIB, "nested deeper than 16"),
@@ -106,11 +153,18 @@ BOMBS: list[tuple[bytes, str]] = [
         (b"\n" * MIB, "empty"),
         (b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
             b"%c: &%c [%s]\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 9)) for c in range(98, 107)
-        ), "anchors and aliases"),
-        (b"a: {<<: {b: 1}}\nc: {<<: *x}", "anchors and aliases"),
+        ), "more than 20,000 values, aliases written out"),
+        (b"a: &a {y: 1}\n" + b"".join(
+            b"%c: &%c {<<: [%s], x%d: 1}\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 9), c) for c in range(98, 123)
+        ), "more than 20,000 values, aliases written out"),
+        (b"a: &a x\n" + b"b: [" + b"*a," * (MIB // 4) + b"]", "more than 20,000 values"),
+        (b"a0: &a0 x\n" + b"".join(b"a%d: &a%d [*a%d]\n" % (n, n, n - 1) for n in range(1, 5000)),
+         "nested deeper than 16"),
+        (b"a: {<<: {b: 1}}\nc: {<<: *x}", "has no anchor"),
         (b":" * MIB, "malformed"),
         (b"[" + b"a " * (MIB // 2 - 1), "malformed"),
-        (b"&a " * 300_000, "anchors and aliases"),
+        (b"&a " * 300_000, "malformed"),
+        (b"".join(b"&a%d x%d: 1\n" % (n, n) for n in range(9000)) + b"b: [", "malformed"),
         (b"#" * MIB, "empty"),
 ]  # fmt: skip
 REFUSE = """

@@ -32,7 +32,7 @@ def test_filling_in_is_plain_replacement() -> None:
     """OmegaConf has a grammar of its own; no text may come out otherwise than by replacing the reference."""
     random_ = random.Random(1)
     values = {"x": "int4", "y": 12, "z": "a'b\\c"}
-    declared = Variables(document.from_python(values, "f", "variables"), {}, "f")
+    declared = Variables([document.from_python(values, "f", "variables")], {}, "f")
     for _ in range(400):
         pieces = [random_.choice(["${variables.x}", "${variables.y}", "${variables.z}", *r"\.d+ {}()[]'\":,$a\\%#"])
                   for _ in range(random_.randint(1, 8))]  # fmt: skip
