@@ -21,7 +21,7 @@ from ktinject.checkpoints.files import CONVERT, PICKLES, check_inside, names_in
 from ktinject.checkpoints.formats import table
 from ktinject.checkpoints.formats.base import Format, SourceFormat, Stored
 from ktinject.checkpoints.gguf import GgufReader
-from ktinject.checkpoints.reader import INTEGERS, Reader
+from ktinject.checkpoints.reader import INTEGERS, Reader, Vocabulary
 from ktinject.checkpoints.safetensors import INDEX, SINGLE, SafetensorsReader
 from ktinject.errors import CheckpointError, listed, shown
 
@@ -110,6 +110,10 @@ class Checkpoint:
     def config_values(self) -> dict[str, Any] | None:
         """What config.json would say, as far as the files state it; None if they never do. Raises CheckpointError."""
         return self._reader.config_values()
+
+    def vocabulary(self) -> Vocabulary | None:
+        """The tokenizer that the files hold, if any. Raises CheckpointError."""
+        return self._reader.vocabulary()
 
     def close(self) -> None:
         """Close the files. Tensors read before stay valid. Closing twice is allowed."""

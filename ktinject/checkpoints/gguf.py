@@ -20,16 +20,16 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Never, Self
 
-from ktinject.checkpoints import gguf_config, gguf_names
+from ktinject.checkpoints import gguf_config, gguf_names, gguf_vocabulary
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN, check_inside, names_in
 from ktinject.checkpoints.formats import gguf_blocks
-from ktinject.checkpoints.reader import MAX_ELEMENTS, Entry, Header, Reader, open_shards
+from ktinject.checkpoints.reader import MAX_ELEMENTS, Entry, Header, Reader, Vocabulary, open_shards
 from ktinject.errors import CheckpointError, few, listed, shown
 
 MAX_HEADER_BYTES = 100_000_000  # words of a tokenizer are most of it
@@ -37,6 +37,7 @@ MAX_ENTRIES, MAX_TENSORS, MAX_WORDS = 65_536, 131_072, 1_500_000  # metadata; te
 MAX_TEXT_BYTES = 16 << 20  # of all names, and strings outside of arrays, such as a chat template
 MAX_NAME_BYTES = 65_535  # the format's own limit for keys
 MAX_DIMENSIONS = 4
+MAX_WORD_BYTES = 4_096  # of a tokenizer's word or pair of words
 MAX_NUMBERS = 4_096  # of an array that is kept, such as one with a number for each layer
 MAX_ALL_NUMBERS = 1 << 20  # of all arrays that are kept
 MAX_WIDTH = 4_096  # of a head
@@ -111,6 +112,12 @@ class GgufReader(Reader):
         weights = {*self.tensors, *self.made}
         return gguf_config.config_values(
             self.metadata, weights, self._shape, self._rope_factors(), str(self.path)
+        )
+
+    def vocabulary(self) -> Vocabulary | None:
+        file = next(iter(self._shards.values())).file
+        return gguf_vocabulary.vocabulary(
+            read_header(file.path, file.fileno(), gguf_vocabulary.ARRAYS), file.path
         )
 
     def _rope_factors(self) -> list[float] | None:
@@ -207,7 +214,7 @@ class _Cursor:
             self.refuse(f"{what} is not UTF-8 (byte {error.start})")
 
 
-def read_header(path: str | os.PathLike[str], fd: int) -> Header:
+def read_header(path: str | os.PathLike[str], fd: int, whole: Collection[str] = ()) -> Header:
     """Read and check the header of a GGUF file: its metadata is key → number, truth value, string or tuple of numbers.
 
     None stands for a longer array, or one of strings.
@@ -248,24 +255,25 @@ def read_header(path: str | os.PathLike[str], fd: int) -> Header:
             )
         if count > most:
             cursor.refuse(f"the file claims {count} entries of {what}; at most {most} are read")
-    metadata = _metadata(cursor, entries)
+    metadata = _metadata(cursor, entries, whole)
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
         cursor.refuse(f"general.alignment is {shown(alignment)}; a power of two from 8 to 2^20 is allowed")
     return Header(_tensors(cursor, tensors, alignment), metadata)
 
 
-def _metadata(cursor: _Cursor, entries: int) -> dict[str, Any]:
+def _metadata(cursor: _Cursor, entries: int, whole: Collection[str]) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     for number in range(entries):
         key = cursor.text(f"key {number} of the metadata", MAX_NAME_BYTES)
         if key in metadata:
             cursor.refuse(f"key {shown(key)} is given twice")
-        metadata[key] = _value(cursor, cursor.number("I", f"the type of {shown(key)}"), shown(key))
+        kind = cursor.number("I", f"the type of {shown(key)}")
+        metadata[key] = _value(cursor, kind, shown(key), key in whole)
     return metadata
 
 
-def _value(cursor: _Cursor, kind: int, what: str) -> Any:
+def _value(cursor: _Cursor, kind: int, what: str, whole: bool) -> Any:
     if kind == _STRING:
         return cursor.text(what)
     if kind == _BOOL:
@@ -278,29 +286,37 @@ def _value(cursor: _Cursor, kind: int, what: str) -> Any:
         cursor.refuse(f"{what} is of type {kind}, which is not known; allowed: 0 to 12")
     kind, count = cursor.number("I", what), cursor.number("Q", what)
     if kind in _SCALARS:
-        size = count * struct.calcsize("<" + _SCALARS[kind])
-        cursor.numbers += count
-        if count > MAX_NUMBERS or cursor.numbers > MAX_ALL_NUMBERS:
-            cursor.skip(size, what)
-            return None
-        raw = cursor.take(size, what)
-        if kind == _BOOL and count and max(raw) > 1:
-            cursor.refuse(f"{what} has a {max(raw)}; a truth value is 0 or 1")
-        return struct.unpack(f"<{count}{_SCALARS[kind]}", raw)
+        return _numbers(cursor, kind, count, what, whole)
     if kind == _STRING:
-        if count * 8 > min(cursor.left, MAX_HEADER_BYTES):
-            cursor.refuse(
-                f"{what} claims {count} strings; {cursor.left} bytes follow, "
-                f"and a header may have {MAX_HEADER_BYTES}"
-            )
-        cursor.words += count
-        if cursor.words > MAX_WORDS:
-            cursor.refuse(f"{what} ends beyond the {MAX_WORDS} strings that arrays may have together")
+        return _words(cursor, count, what, whole)
+    cursor.refuse(f"{what} is an array of type {kind}; numbers, truth values and strings are allowed")
+
+
+def _numbers(cursor: _Cursor, kind: int, count: int, what: str, whole: bool) -> tuple[Any, ...] | None:
+    size = count * struct.calcsize("<" + _SCALARS[kind])
+    cursor.numbers += count
+    if (count > MAX_NUMBERS or cursor.numbers > MAX_ALL_NUMBERS) and not (whole and count <= MAX_WORDS):
+        cursor.skip(size, what)
+        return None
+    raw = cursor.take(size, what)
+    if kind == _BOOL and count and max(raw) > 1:
+        cursor.refuse(f"{what} has a {max(raw)}; a truth value is 0 or 1")
+    return struct.unpack(f"<{count}{_SCALARS[kind]}", raw)
+
+
+def _words(cursor: _Cursor, count: int, what: str, whole: bool) -> tuple[str, ...] | None:
+    if count * 8 > min(cursor.left, MAX_HEADER_BYTES):
+        cursor.refuse(
+            f"{what} claims {count} strings; {cursor.left} bytes follow, and a header may have {MAX_HEADER_BYTES}"
+        )
+    cursor.words += count
+    if cursor.words > MAX_WORDS:
+        cursor.refuse(f"{what} ends beyond the {MAX_WORDS} strings that arrays may have together")
+    if not whole:
         for _ in range(count):
             cursor.skip(cursor.number("Q", what), what)
-    else:
-        cursor.refuse(f"{what} is an array of type {kind}; numbers, truth values and strings are allowed")
-    return None
+        return None
+    return tuple(cursor.text(what, MAX_WORD_BYTES) for _ in range(count))
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Entry]:

@@ -91,6 +91,32 @@ class Shard:
     metadata: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer as a file keeps it.
+
+    kind        how words are joined: "gpt2" by a list of pairs, over bytes; "llama" by scores
+    split       the name of the way in which text is cut before; "" if the file does not say
+    words       by their numbers
+    types       of the words: 1 ordinary, 2 unknown, 3 control, 4 the user's, 5 unused, 6 a byte
+    scores      of the words; empty if there are none
+    merges      pairs of words, the first to be joined first
+    tokens      such as "bos" → number
+    flags       such as "add_bos_token" → truth value, as far as the file says
+    template    of chats, in Jinja; None if there is none
+    """
+
+    kind: str
+    split: str
+    words: tuple[str, ...]
+    types: tuple[int, ...]
+    scores: tuple[float, ...]
+    merges: tuple[tuple[str, str], ...]
+    tokens: Mapping[str, int]
+    flags: Mapping[str, bool]
+    template: str | None
+
+
 class Made(NamedTuple):
     """A weight that no tensor holds as it is.
 
@@ -169,6 +195,10 @@ class Reader(ABC):
 
     def config_values(self) -> dict[str, Any] | None:
         """What config.json would say, as far as the files state it; None if they never do. Raises CheckpointError."""
+        return None
+
+    def vocabulary(self) -> Vocabulary | None:
+        """The tokenizer that the files hold, if any. Raises CheckpointError."""
         return None
 
     @property

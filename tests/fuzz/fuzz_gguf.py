@@ -123,6 +123,21 @@ def config_entries(rng: random.Random, architecture: str) -> dict[str, list[Piec
         add(key, 9, ("I", kind), ("Q", count), *pieces)
     if rng.random() < 5 * odd:
         add("rope.scaling.type", 8, *text(rng.choice(("none", "yarn", "linear", "su"))))
+    if rng.random() < 0.5:
+        words = [rng.choice(("a", "b", "ab", "Ġ", "<s>", "", "é")) for _ in range(rng.randrange(4))]
+        merges = [rng.choice(("a b", "ab a", "ab", " ", "a b c")) for _ in range(rng.randrange(2))]
+        entries["tokenizer.ggml.model"] = [("I", 8), *text(rng.choice(("gpt2", "llama", "bert")))]
+        for key, found in (("tokens", words), ("merges", merges)):
+            pieces = [piece for word in found for piece in text(word)]
+            entries[f"tokenizer.ggml.{key}"] = [("I", 9), ("I", 8), ("Q", len(found)), *pieces]
+        count = len(words) if rng.random() >= odd else 3
+        ones = [("I", 1) for _ in range(count)]
+        entries["tokenizer.ggml.token_type"] = [
+            ("I", 9),
+            ("I", rng.choice((5, 5, 5, 6))),
+            ("Q", count),
+            *ones,
+        ]
     for name in TOKENS:
         if rng.random() < 0.5:
             kind = rng.choice((4, 5, 10, 11) if odd == 0 else (4, 5, 7, 8, 10, 11, 12))
@@ -260,6 +275,11 @@ def attempt(content: bytes, path: Path) -> str:
             entry.bytes for entry in found.tensors.values()
         )
         decoded = decode(checkpoint, path)
+        try:
+            found_words = checkpoint.vocabulary()
+            assert found_words is None or max(found_words.tokens.values(), default=0) < len(found_words.words)
+        except CheckpointError as error:
+            refused(error, path)
         try:
             config = checkpoint.config_values()
             assert config is not None

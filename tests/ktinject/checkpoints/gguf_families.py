@@ -15,6 +15,7 @@ from typing import Any
 import gguf
 import models
 import torch
+from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -344,11 +345,18 @@ def _latent_metadata(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(
-    made: PreTrainedModel, file: Path, kind: str = "F32", *, decoded: bool = False, **more: Any
+    made: PreTrainedModel,
+    file: Path,
+    kind: str = "F32",
+    *,
+    decoded: bool = False,
+    words: bool = False,
+    **more: Any,
 ) -> Path:
     """A model as GGUF.
 
     kind     of matrices whose rows divide into blocks
+    words    with the tests' tokenizer
     decoded  what `kind` makes of the values is written as F32
     more     further metadata, behind the architecture's name
     """
@@ -363,7 +371,12 @@ def write(
             str: writer.add_string,
         }
         add.get(type(value), writer.add_array)(full, value)
-    writer.add_tokenizer_model("gpt2")
+    if words:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list([*alphabet, "<|end|>", *(f"[PAD{n}]" for n in range(257, WORDS))])
+        writer.add_token_types([1] * 256 + [3] + [5] * (WORDS - 257))
     writer.add_eos_token_id(256)
     writer.add_pad_token_id(256)
     for name, value in tensors(made, architecture).items():
