@@ -115,8 +115,13 @@ def python() -> Iterator[str]:
         yield from _described(f"ktinject.{function.__name__}", function)
     for kind in filter(inspect.isclass, public):
         yield from _class(f"ktinject.{kind.__name__}", kind)
+    from ktinject import testing
     from ktinject.tools import evaluate
 
+    yield "# ktinject.testing\n"
+    yield f"```\n{inspect.getdoc(testing)}\n```\n"
+    yield from _described("ktinject.testing.check_operator", testing.check_operator)
+    yield from _class("ktinject.testing.Case", testing.Case)
     yield "# ktinject.tools.evaluate\n"
     yield f"```\n{inspect.getdoc(evaluate)}\n```\n"
     for name, value in vars(evaluate).items():

@@ -48,7 +48,7 @@ Rules = Annotated[
     typer.Option(
         "--rules",
         metavar="RULES",
-        help="The name of bundled rules, a rule file, or auto: the bundled rules for the model's type.",
+        help="The name of bundled rules, or a rule file; auto serves any Mixture-of-Experts model.",
         autocompletion=bundled_names,
     ),
 ]
@@ -149,7 +149,8 @@ def parse_counts(texts: list[str] | None, option: str) -> list[int] | None:
 def load_plugins(names: list[str] | None) -> None:
     """Import what registers operators: modules by name, as from the current folder, and .py files by path.
 
-    Raises  PlanError for what is not there or fails; KTInjectError as it raises
+    Raises  PlanError for what is not there or fails; what it raises itself if that is a KTInjectError. Both name the
+            option, and the distribution that a module is from
     """
     for name in dict.fromkeys(names or []):
         try:
@@ -158,13 +159,20 @@ def load_plugins(names: list[str] | None) -> None:
             else:
                 _find_in("")
                 importlib.import_module(name)
-        except KTInjectError:
-            raise
+        except KTInjectError as error:
+            raise type(error)(f"--plugin {name}{_distribution(name)}: {error}") from error
         except Exception as error:
             raise PlanError(
-                f"--plugin {name}: importing it failed: {type(error).__name__}: {error}. Name a module that Python "
-                "finds, or the path of a .py file."
+                f"--plugin {name}{_distribution(name)}: importing it failed: {type(error).__name__}: {error}. "
+                "Name a module that Python finds, or the path of a .py file."
             ) from error
+
+
+def _distribution(name: str) -> str:
+    from ktinject.operators import plugins
+
+    found = None if name.endswith(".py") else plugins.distribution_of(name)
+    return f" (of the distribution {found})" if found else ""
 
 
 def _find_in(folder: str) -> None:
