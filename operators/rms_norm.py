@@ -5,7 +5,6 @@ a prompt on the CPU each is eight operations of torch's, whose threads have to b
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,12 +25,9 @@ if TYPE_CHECKING:
 
 def _spec_of(module: nn.Module) -> RmsNormSpec | Support:
     """What a norm computes, or why the kernel cannot compute it."""
-    spec = norm.probe(module)
+    spec = norm.probe_of_one_input(module)
     if isinstance(spec, Support):
         return spec
-    _, _, *more = inspect.signature(type(module).forward).parameters
-    if more:
-        return Support.no(f"its forward takes {', '.join(more)} as well")
     if spec.has_unit_offset and spec.rounds_before_weight:
         return Support.no(
             "its weight is stored less 1, and it rounds the sum of both, which the kernel does not"
