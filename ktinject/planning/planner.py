@@ -142,6 +142,8 @@ def _notes_on_checkpoint(checkpoint: Checkpoint | None) -> Iterator[str]:
             f"the checkpoint is {checkpoint.container} with {' and '.join(blocks)}; weights that do not run as "
             "stored are decoded, and quantised again where the operator's format says so"
         )
+    if checkpoint.skipped:
+        yield f"the checkpoint has {some(checkpoint.skipped)}, which the model does not need; skipped"
     if not checkpoint.complete:
         yield "only the checkpoint's index is there: shapes and formats could not be checked"
 
