@@ -30,7 +30,7 @@ from ktinject.loading import fill, inject, swapped
 from ktinject.machine import Machine
 from ktinject.planning.devices import Budget, one_budget, suppose
 from ktinject.planning.plan import Plan
-from ktinject.planning.planner import auto_rules, check_class, make
+from ktinject.planning.planner import check_class, check_experts, make
 from ktinject.rules import RuleSet
 
 logger = logging.getLogger("ktinject")
@@ -92,7 +92,8 @@ def optimize(
 
     model          a model on the meta device, or one with its weights. The weights of the latter are used unless a
                    checkpoint is given
-    rules          a path, the name of bundled rules, "auto", a RuleSet, a rule document as a dict, or a list of rules
+    rules          a path, the name of bundled rules ("auto" serves any Mixture-of-Experts model), a RuleSet, a rule
+                   document as a dict, or a list of rules
     checkpoint     a folder or file of safetensors or GGUF; by default where the config was read from
     devices        the devices to use, such as "cpu" or ["cuda:0", "cuda:1"]; several GPUs share the decoder layers.
                    By default the first GPU if it has room, else all GPUs, else the CPU. Operators of the CPU compute
@@ -193,8 +194,8 @@ def load(
     The model is of the class that config.json names: a causal language model, or one that also reads images. Of a model
     that speaks (Qwen3-Omni) it is the part that writes.
 
-    path    a model folder with config.json and safetensors or GGUF, or a file in it; a .gguf file needs no config.json
-            for some models, and is best with it. Or the name of a model whose files are in the Hub's cache
+    path    a model folder with config.json and safetensors or GGUF, or a file in it; of most models a .gguf file
+            is enough by itself. Or the name of a model whose files are in the Hub's cache
     rules   as `optimize` takes them; None: what config.json says (see `KTInjectConfig`), with its devices, budget and
             variables where the call gives none; else "auto"
     dtype   the type of everything that is not replaced; "auto": the config's, else what most tensors have
@@ -230,7 +231,7 @@ def load(
 def _read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any] | None) -> RuleSet:
     check_class(model)
     if isinstance(rules, str) and rules == "auto":
-        rules = auto_rules(model)
+        check_experts(model)
     return language.read(rules, variables=variables)
 
 

@@ -108,6 +108,9 @@ def _warn_not_placed(reason: str) -> None:
     )
 
 
+# Buffers that all layers share: prompts of so many tokens are computed in one pass, where a token has so many experts.
+PASSES = "passes over long prompts"
+_PASS_TOKENS, _PASS_EXPERTS = 8192, 8
 _FP8_BLOCK = 128  # outputs and inputs that share a scale
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core takes as they are
 
@@ -181,6 +184,10 @@ class CpuExperts(Operator):
 
     def footprint(self) -> dict[str, int]:
         return {"cpu": self.native.bytes}
+
+    def workspace(self) -> dict[tuple[str, str], tuple[int, int]]:
+        # With less, a prompt is cut into more passes, each of which reads the weights.
+        return {("cpu", PASSES): (0, self.native.workspace_bytes(_PASS_TOKENS, _PASS_EXPERTS))}
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return routed_experts.parameter_shapes(self.spec)

@@ -210,10 +210,11 @@ class HybridExperts(CpuExperts):
     def workspace(self) -> dict[tuple[str, str], tuple[int, int]]:
         least, wanted = expert_placement.ring_bytes(self.config, self.spec, self.native.bytes)
         if not wanted:
-            return {}
+            return super().workspace()
         # Without room for a ring, auto leaves prompts to the CPU.
         needed = 0 if self.config.streams_from is None else least
-        return {(self.config.device, "the experts of long prompts"): (needed, wanted)}
+        ring = {(self.config.device, "the experts of long prompts"): (needed, wanted)}
+        return super().workspace() | ring
 
     def allocate(self) -> None:
         super().allocate()

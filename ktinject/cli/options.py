@@ -48,7 +48,7 @@ Rules = Annotated[
     typer.Option(
         "--rules",
         metavar="RULES",
-        help="The name of bundled rules, a rule file, or auto: the bundled rules for the model's type.",
+        help="The name of bundled rules, or a rule file; auto serves any Mixture-of-Experts model.",
         autocompletion=bundled_names,
     ),
 ]
@@ -213,14 +213,23 @@ def build_on_meta(folder: Path, dtype: str = "auto") -> PreTrainedModel:
         return models.meta_model(models.read_config(folder, checkpoint), dtype, checkpoint)
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model folder, or beside a file. Raises CheckpointError."""
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model folder or beside a file, else the one in a GGUF file. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
     from ktinject.checkpoints import beside
+    from ktinject.checkpoints.checkpoint import Checkpoint
+    from ktinject.hf import gguf_tokenizer
 
-    folder = folder if folder.is_dir() else folder.parent
+    folder = path if path.is_dir() else path.parent
     beside.check_tokenizer(folder)
+    if not beside.has_tokenizer(folder) and any(
+        file.suffix == ".gguf" for file in (path, *folder.glob("*.gguf"))
+    ):
+        with Checkpoint.open(path) as checkpoint:
+            vocabulary = checkpoint.vocabulary()
+        if vocabulary is not None:
+            return gguf_tokenizer.tokenizer(vocabulary, str(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' own code on somebody's files

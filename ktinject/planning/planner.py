@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktinject import rules
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.distributed import tensor_parallel
 from ktinject.distributed.process_group import ProcessGroup
@@ -163,6 +162,8 @@ def _notes_on_checkpoint(checkpoint: Checkpoint | None) -> Iterator[str]:
             f"the checkpoint is {checkpoint.container} with {' and '.join(blocks)}; weights that do not run as "
             "stored are decoded, and quantised again where the operator's format says so"
         )
+    if checkpoint.skipped:
+        yield f"the checkpoint has {some(checkpoint.skipped)}, which the model does not need; skipped"
     if not checkpoint.complete:
         yield "only the checkpoint's index is there: shapes and formats could not be checked"
 
@@ -195,21 +196,14 @@ def check_class(model: object) -> None:
         )
 
 
-def auto_rules(model: PreTrainedModel) -> str:
-    """The name of the bundled rules for a model. Raises PlanError if it has no routed experts."""
+def check_experts(model: PreTrainedModel) -> None:
+    """Raise PlanError unless a model has routed experts, for which the bundled rules are."""
     check_class(model)
     if not has_routed_experts(model):
         raise PlanError(
             f"{without_experts(model)}: it is a dense model, and the bundled rules put routed experts on the CPU. "
             "Run it with transformers as it is, or write rules for its other modules, with dense_linear for example."
         )
-    own, of_text = model_types(model)
-    chosen = rules.choose(own)
-    # A composite of a known language model: what rules for that one name lies at `model.language_model` here.
-    lies_there = Layers(model).decoder is getattr(model.base_model, "language_model", None)
-    if of_text != own and lies_there and not rules.read(chosen).model_types:
-        chosen = rules.choose(of_text)
-    return chosen
 
 
 def model_types(model: PreTrainedModel) -> tuple[str, str]:

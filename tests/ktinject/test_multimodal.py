@@ -24,14 +24,6 @@ from ktinject.support import SUPPORTED
 
 torch.set_num_threads(1)
 IDS = torch.randint(3, 88, (1, 12), generator=torch.Generator().manual_seed(0))
-RULES = {
-    "glm4v_moe": "glm4-moe",
-    "internvl": "qwen3-moe",  # by its language model
-    "kimi_k25": "kimi-k2",
-    "qwen3_5_moe": "qwen3-next",
-    "qwen3_omni_moe_thinker": "qwen3-moe",
-    "qwen3_vl_moe": "qwen3-moe",
-}
 
 
 def load(folder: Path, rules: Any = "auto", **arguments: Any) -> PreTrainedModel:
@@ -51,7 +43,7 @@ def test_a_checkpoint_is_planned_loaded_and_writes_what_transformers_does(name: 
     model = load(saved(plain, tmp_path))
     assert isinstance(model, type(plain))
     plan = model.ktinject
-    assert plan.ruleset.source == f"{RULES.get(name, 'moe-auto')}.yaml"
+    assert plan.ruleset.source == "auto.yaml"
     experts = {path for path, _ in plain.named_modules() if path.endswith(".experts")}
     language = {path for path in experts if "vision_tower" not in path}
     swapped = {path for path, module in model.named_modules() if isinstance(module, Operator)}
