@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ktinject import _native
 from ktinject.checkpoints.formats.base import Fp8Blocks
 from ktinject.errors import OperatorError
+from ktinject.operators import expert_formats
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.probes import experts as routed_experts
 from ktinject.operators.probes.experts import ExpertsSpec
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 class CpuExpertsConfig(Config):
     """Arguments of `cpu_experts` in a rule."""
 
-    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4"] = "bf16"  # the format in memory
+    # The format in memory; auto: the most accurate one that fits, with int4 in groups of group_size or smaller ones
+    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4", "auto"] = "bf16"
     group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
     symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
     kernel: str = "auto"  # a row of the kernel table, as `ktinject doctor` lists them; auto: the best
@@ -46,7 +49,7 @@ class CpuExpertsConfig(Config):
 
 @functools.cache
 def _kernels_for(weights: str) -> tuple[str, ...]:
-    return tuple(row["name"] for row in _native.kernels() if row["weights"] == weights)
+    return tuple(row["name"] for row in _native.kernels() if weights in (row["weights"], "auto"))
 
 
 def check_kernel(kernel: str, weights: str) -> None:
@@ -164,6 +167,10 @@ class CpuExperts(Operator):
         return native_experts(
             spec, config.weights, config.group_size, config.kernel, config.symmetric, config.numa
         )
+
+    @classmethod
+    def weight_formats(cls, config: Any, stored: Collection[tuple[str, Format]]) -> Sequence[tuple[int, Any]]:
+        return expert_formats.choices(config, [form for name, form in stored if not name.endswith("_bias")])
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:

@@ -75,8 +75,15 @@ Budget = Annotated[
     list[str] | None,
     typer.Option(
         "--budget",
+        "--max-memory",
         metavar="DEVICE=SIZE,…",
-        help="Use at most this much memory, such as cpu=64GiB,cuda:0=24GiB; may be repeated.",
+        help="Use at most this much memory, such as cpu=64GiB,cuda:0=24GiB or cpu=64GiB,0=24GiB; may be repeated.",
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context", metavar="N", min=1, help="Have room for a request of N tokens, prompt and answer."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -206,14 +213,23 @@ def build_on_meta(folder: Path, dtype: str = "auto") -> PreTrainedModel:
         return models.meta_model(models.read_config(folder, checkpoint), dtype, checkpoint)
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model folder, or beside a file. Raises CheckpointError."""
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model folder or beside a file, else the one in a GGUF file. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
     from ktinject.checkpoints import beside
+    from ktinject.checkpoints.checkpoint import Checkpoint
+    from ktinject.hf import gguf_tokenizer
 
-    folder = folder if folder.is_dir() else folder.parent
+    folder = path if path.is_dir() else path.parent
     beside.check_tokenizer(folder)
+    if not beside.has_tokenizer(folder) and any(
+        file.suffix == ".gguf" for file in (path, *folder.glob("*.gguf"))
+    ):
+        with Checkpoint.open(path) as checkpoint:
+            vocabulary = checkpoint.vocabulary()
+        if vocabulary is not None:
+            return gguf_tokenizer.tokenizer(vocabulary, str(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' own code on somebody's files
