@@ -10,11 +10,11 @@ from typing import Any
 import models as families
 import pytest
 import torch
-from answers import Pair, assert_close, assert_same_output
+from answers import Pair, assert_same_output
 from test_generate import MANY_ENDS, Heard, name_of, prompt, stock
 from test_generate import swapped as gathered
 from test_layer_kinds import model_of
-from test_native_decoder import TOLERANCE, difference, swapped
+from test_native_decoder import TOLERANCE, assert_same_but_for_roundings, difference, swapped
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
@@ -235,6 +235,7 @@ def check_states(family: str, config: dict[str, Any], device: str, monkeypatch: 
     plain = model.generate(**arguments)
     with pytest.raises(ValueError, match=SAID):
         stock(model, **arguments, prompt_lookup_num_tokens=4)
+    most = 5e-3 if device == "cuda" else 1e-4
     kept, keep = [], SeveralTokens.keep
     monkeypatch.setattr(SeveralTokens, "keep", lambda self, n: kept.append(n) or keep(self, n))
     how = decoding.explain(**arguments, prompt_lookup_num_tokens=4)
@@ -243,13 +244,16 @@ def check_states(family: str, config: dict[str, Any], device: str, monkeypatch: 
         found = model.generate(**arguments, prompt_lookup_num_tokens=4)
         assert decoding.last == HOW["graph" if device == "cuda" else "fixed"] + "prompt lookup"
         assert how == Explanation(decoding.last, decoding.reason)
+        if device == "cuda" and not torch.equal(found.sequences, plain.sequences):
+            assert_same_but_for_roundings(model, arguments, found.sequences, plain.sequences)
+            continue
         assert torch.equal(found.sequences, plain.sequences)
         for ours, theirs in zip((*found.scores, *found.logits), (*plain.scores, *plain.logits), strict=True):
-            assert_close(ours, theirs)
+            assert (ours - theirs).norm() <= most * theirs.norm()
         for mine, other in zip(found.past_key_values.layers, plain.past_key_values.layers):
             for ours, theirs in zip(tensors_of(mine), tensors_of(other), strict=True):
                 assert ours.shape == theirs.shape
-                assert (ours - theirs).norm() <= 1e-3 * theirs.norm()
+                assert (ours - theirs).norm() <= most * theirs.norm()
     assert decoding.runners[1].several.support and max(kept) == 4
 
 
@@ -355,7 +359,7 @@ def test_heads_read_what_the_model_s_logits_are_made_of(
     mask[:, :2] = 0
     with torch.no_grad():
         wanted = model.model(found.sequences, attention_mask=mask).last_hidden_state
-    most = 2 * TOLERANCE if way == "native" else 1e-3
+    most = 2 * TOLERANCE if way == "native" else 5e-3
     assert len(read) > 4
     for positions, hidden in read:
         assert difference(hidden, wanted[:, positions[0] + 1]) <= most
