@@ -112,12 +112,34 @@ def _warn_not_placed(reason: str) -> None:
 PASSES = "passes over long prompts"
 _PASS_TOKENS, _PASS_EXPERTS = 8192, 8
 _FP8_BLOCK = 128  # outputs and inputs that share a scale
+_MOST_STEP_ROWS = 64  # tokens of a captured step
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core takes as they are
+
+
+class _OfRows:
+    """What is put before operators of experts whose forward takes rows alone, as Llama 4's does."""
+
+    spec: ExpertsSpec
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows [experts · m, hidden], the rows of each expert together → the same shape; rows of zeros stay zeros."""
+        m = len(rows) // self.spec.num_experts
+        expert = torch.arange(len(rows), device=rows.device)[:, None] // max(1, m)
+        used = rows.any(-1)
+        # In a step that a graph may hold, nothing may depend on their number: other rows are sent along, and skipped.
+        if rows.is_cuda and m <= _MOST_STEP_ROWS:
+            return self._computed(rows, torch.where(used[:, None], expert, -1))
+        chosen = used.nonzero()[:, 0]
+        return torch.zeros_like(rows).index_copy(0, chosen, self._computed(rows[chosen], expert[chosen]))
+
+    def _computed(self, rows: Tensor, expert: Tensor) -> Tensor:
+        out: Tensor = super().forward(rows, expert, torch.ones_like(expert, dtype=torch.float32))  # type: ignore[misc]
+        return out
 
 
 @register_operator("cpu_experts")
 class CpuExperts(Operator):
-    """Runs routed experts on the CPU. Takes every experts module with transformers' standard signature.
+    """Runs routed experts on the CPU. Takes every experts module with transformers' standard signature, and Llama 4's.
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
     int8 with a scale for each token. Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights; mxfp4 is e2m1 with
@@ -172,7 +194,10 @@ class CpuExperts(Operator):
         spec = routed_experts.probe(module)
         if isinstance(spec, Support):
             raise OperatorError(f"{cls.name}: {type(module).__name__} cannot be replaced: {spec.reason}.")
-        return cls(spec, config)
+        if not spec.takes_rows:
+            return cls(spec, config)
+        kind: type[Self] = type(f"{cls.__name__}OfRows", (_OfRows, cls), {})
+        return kind(spec, config)
 
     def describe(self) -> dict[str, Any]:
         many, few = self.native.kernels

@@ -195,6 +195,21 @@ class _Cursor:
                 self.refuse("the file became shorter while its header was read")
         return self._raw[start - self._start : self.at - self._start]
 
+    def skip_texts(self, count: int, what: str) -> None:
+        """Move behind so many strings; a tokenizer has some 300,000."""
+        raw, at = self._raw, self.at - self._start
+        for _ in range(count):
+            if at + 8 > len(raw):
+                self.at = self._start + at
+                self.take(8, what)
+                raw, at = self._raw, self.at - 8 - self._start
+            length = int.from_bytes(raw[at : at + 8], "little")
+            at += 8 + length
+            if self._start + at > self.size or self._start + at > MAX_HEADER_BYTES:
+                self.at = self._start + at - length
+                self.skip(length, what)
+        self.at = self._start + at
+
     def number(self, code: str, what: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
 
@@ -312,11 +327,10 @@ def _words(cursor: _Cursor, count: int, what: str, whole: bool) -> tuple[str, ..
     cursor.words += count
     if cursor.words > MAX_WORDS:
         cursor.refuse(f"{what} ends beyond the {MAX_WORDS} strings that arrays may have together")
-    if not whole:
-        for _ in range(count):
-            cursor.skip(cursor.number("Q", what), what)
-        return None
-    return tuple(cursor.text(what, MAX_WORD_BYTES) for _ in range(count))
+    if whole:
+        return tuple(cursor.text(what, MAX_WORD_BYTES) for _ in range(count))
+    cursor.skip_texts(count, what)
+    return None
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Entry]:

@@ -101,7 +101,7 @@ class Architecture:
 
     def wholes(self) -> dict[str, str]:
         """The same, of names with their ending."""
-        return {"exp_probs_b.bias": self.bias, **self.whole}
+        return {"exp_probs_b.bias": self.bias, "exp_probs_b": self.bias, **self.whole}
 
 
 def _rope_rows() -> dict[str, Recipe]:

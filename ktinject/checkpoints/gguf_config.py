@@ -17,7 +17,6 @@ from ktinject.checkpoints.gguf_configs import CONFIGS
 from ktinject.checkpoints.gguf_said import Config, Said
 from ktinject.errors import CheckpointError, listed, shown
 
-_TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 _BESIDE = "Put the config.json of the original model beside the file."
 
 
@@ -41,20 +40,30 @@ def config_values(
             f"{where}: its metadata does not say all that a {shown(said.name)} model needs. {_BESIDE}"
         )
     vocabulary = _vocabulary(said)
-    tokens = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKENS.items()}
-    for name, key in _TOKENS.items():
-        token = tokens[name]
-        if token is not None and not (type(token) is int and 0 <= token < vocabulary):
-            said.wrong.append(
-                f"tokenizer.ggml.{key}_token_id is {shown(token)}; a number below the vocabulary's {vocabulary} "
-                "is needed"
-            )
+    tokens = _tokens(said, vocabulary)
     found = {**_common(said), "vocab_size": vocabulary, **CONFIGS[said.name](said), **tokens}
     if rope_factors is not None:
         _llama3(said, found, rope_factors)
     if said.wrong:
         raise CheckpointError(f"{where}: its metadata makes no config:{listed(said.wrong)}\n{_BESIDE}")
     return found
+
+
+def _tokens(said: Said, vocabulary: int) -> Config:
+    """Numbers of special tokens. Where a turn of a chat ends with another one than a text, both end generation."""
+    found: dict[str, int | None] = {}
+    for key in ("bos", "eos", "padding", "eot", "eom"):
+        token = said.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token is not None and not (type(token) is int and 0 <= token < vocabulary):
+            said.wrong.append(
+                f"tokenizer.ggml.{key}_token_id is {shown(token)}; a number below the vocabulary's {vocabulary} "
+                "is needed"
+            )
+            token = None
+        found[key] = token
+    ends = [*dict.fromkeys(found[key] for key in ("eos", "eot", "eom") if found[key] is not None)]
+    end = ends if len(ends) > 1 else ends[0] if ends else None
+    return {"bos_token_id": found["bos"], "eos_token_id": end, "pad_token_id": found["padding"]}
 
 
 def _vocabulary(said: Said) -> int:

@@ -30,6 +30,7 @@ TYPES = ("F32", "F16", "BF16", *gguf_blocks.TYPES)
 
 _IN_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
 _OF_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_exps\.weight")
+_UNSTACKED = re.compile(r"ffn_(gate|up|down)\.[0-9]+\.weight")
 _QKV = re.compile(r"attn_qkv\.(weight|bias)")
 ROPE = "rope_freqs.weight"  # its factors, which a config says in another way
 _TOWER = re.compile(r"(v|a|mm)\..+")  # for images and sound
@@ -197,6 +198,11 @@ class _Namer:
             return prefix + inner, entry
         if inner in self._wholes:
             return layer + self._wholes[inner], entry
+        if _UNSTACKED.fullmatch(inner):
+            raise CheckpointError(
+                f"{self._path}: tensor {shown(prefix + inner)}: experts one by one, as in files from before 2024; "
+                "stacked ones are read. Use a newer file of the same model."
+            )
         stem, _, end = inner.rpartition(".")
         if stem == "ffn_gate_inp_shexp" and len(entry.shape) == 1:
             entry = entry._replace(shape=(1, *entry.shape))  # GGUF drops the extent of one

@@ -65,7 +65,7 @@ REALS = """attention.layer_norm_rms_epsilon rope.freq_base expert_weights_scale 
     rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_log_multiplier attention.scale
     embedding_scale residual_scale logit_scale""".split()
 ARRAYS = {"rope.dimension_sections": 5, "attention.recurrent_layers": 7, "attention.indexer.types": 7}
-TOKENS = ("bos", "eos", "padding")
+TOKENS = ("bos", "eos", "padding", "eot")
 KEYS = [
     "general.architecture",
     "general.alignment",
@@ -166,7 +166,7 @@ def header(rng: random.Random) -> tuple[list[Piece], int, int]:
     for _ in range(rng.randrange(4)):
         kind = rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12))
         entries.setdefault(f"k{rng.randrange(6)}", [("I", kind), *value(rng, kind)])
-    if is_model := rng.random() < 0.5:
+    if is_model := rng.random() < 0.25:
         entries |= config_entries(rng, architecture)
     tensors: list[Piece] = []
     end, names = 0, [*NAMES[:is_model], *rng.sample(NAMES[is_model:], rng.randrange(8))]
@@ -313,9 +313,8 @@ def check_config(config: dict[str, Any]) -> None:
         if type(found) in (int, float):
             assert 0 <= found < 2**31, (name, found)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        assert config[name] is None or (
-            type(config[name]) is int and 0 <= config[name] < config["vocab_size"]
-        )
+        found = config[name] if isinstance(config[name], list) else [config[name]]
+        assert all(n is None or (type(n) is int and 0 <= n < config["vocab_size"]) for n in found), name
     assert config["num_hidden_layers"] <= 1000 and isinstance(config["rope_parameters"], dict)
 
 
