@@ -351,16 +351,18 @@ def write(
     *,
     decoded: bool = False,
     words: bool = False,
+    architecture: str = "",
     **more: Any,
 ) -> Path:
     """A model as GGUF.
 
     kind     of matrices whose rows divide into blocks
     words    with the tests' tokenizer
+    architecture  another one of the same names
     decoded  what `kind` makes of the values is written as F32
     more     further metadata, behind the architecture's name
     """
-    architecture, _ = FAMILIES[made.config.model_type]
+    architecture = architecture or FAMILIES[made.config.model_type][0]
     writer = gguf.GGUFWriter(file, architecture)
     for key, value in {**metadata(made.config, architecture), **more}.items():
         full = f"{architecture}.{key}"
