@@ -28,7 +28,7 @@ from ktinject.hf import hub, models
 from ktinject.hf.layers import Layers
 from ktinject.loading import fill, inject, swapped
 from ktinject.machine import Machine
-from ktinject.planning.devices import suppose
+from ktinject.planning.devices import Budget, one_budget, suppose
 from ktinject.planning.plan import Plan
 from ktinject.planning.planner import check_class, check_experts, make
 from ktinject.rules import RuleSet
@@ -44,16 +44,18 @@ def plan(
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     devices: str | Sequence[str] | None = None,
-    budget: Mapping[str, int | str] | None = None,
+    budget: Budget | None = None,
     variables: Mapping[str, Any] | None = None,
     tp: bool = False,
-    machine: Mapping[str, int | str] | None = None,
+    context: int | None = None,
+    max_memory: Budget | None = None,
+    machine: Budget | None = None,
 ) -> Plan:
     """Plan what `optimize` would do with the same arguments. The model stays as it is.
 
     machine  plan for another machine with this memory, such as {"cpu": "512GiB", "cuda:0": "24GiB"}, and no other GPUs.
              Without "cpu" it has this machine's memory. It has this machine's CPU, and its GPUs of the same number
-    Returns  the plan; `plan.problems` says what does not fit into memory or budget
+    Returns  the plan; `plan.problems` says what does not fit into memory or budget, `plan.remedies` what makes it fit
     Raises   as `optimize`, but not if the plan does not fit
     """
     ruleset = _read_rules(model, rules, variables)
@@ -62,7 +64,8 @@ def plan(
     found = _machine(machine)
     group = ProcessGroup.join(found, devices) if tp else None
     with _sharing_errors(group), _open(model, checkpoint) or nullcontext() as source:
-        decided = make(model, ruleset, source, found, devices, budget, group)
+        limit = one_budget(budget, max_memory)
+        decided = make(model, ruleset, source, found, devices, limit, group, context)
     if machine is not None:
         decided.notes.append(
             "planned for another machine; its CPU is taken for this one's, and a GPU that is not here for one of "
@@ -77,11 +80,13 @@ def optimize(
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     devices: str | Sequence[str] | None = None,
-    budget: Mapping[str, int | str] | None = None,
+    budget: Budget | None = None,
     progress: bool = True,
     variables: Mapping[str, Any] | None = None,
     check_tensors: bool = False,
     tp: bool = False,
+    context: int | None = None,
+    max_memory: Budget | None = None,
 ) -> PreTrainedModel:
     """Replace modules of a model by operators, as rules say, and load all its weights. Works in place.
 
@@ -93,10 +98,12 @@ def optimize(
     devices        the devices to use, such as "cpu" or ["cuda:0", "cuda:1"]; several GPUs share the decoder layers.
                    By default the first GPU if it has room, else all GPUs, else the CPU. Operators of the CPU compute
                    on the CPU in any case
-    budget         device → the most bytes to use, such as {"cuda:0": "24GiB"}
+    budget         device → the most bytes to use, such as {"cuda:0": "24GiB"}; a GPU may be a number: {0: "24GiB"}
     progress       show a progress bar on stderr
     variables      values for the variables of the rules
     check_tensors  refuse NaN and infinity in all weights, which costs some time; scales are always checked
+    context        tokens of a request, prompt and answer, that the cache must have room for; by default a short one
+    max_memory     accelerate's name for budget
     tp             share the model among the processes that torchrun started, one for each GPU: linear layers by
                    transformers' tp_plan, experts in process 0. All processes make the same calls; `devices` then names
                    one device for each process
@@ -107,11 +114,14 @@ def optimize(
     ruleset = _read_rules(model, rules, variables)
     found = _machine()
     group = ProcessGroup.join(found, devices) if tp else None
+    limit = one_budget(budget, max_memory)
     with _sharing_errors(group):
-        return _optimize(model, ruleset, checkpoint, found, devices, budget, progress, check_tensors, group)
+        return _optimize(
+            model, ruleset, checkpoint, found, devices, limit, progress, check_tensors, group, context
+        )
 
 
-def _machine(memory: Mapping[str, int | str] | None = None) -> Machine:
+def _machine(memory: Budget | None = None) -> Machine:
     found = machine.detect()
     return found if memory is None else suppose(found, memory)
 
@@ -126,10 +136,11 @@ def _optimize(
     checkpoint: str | os.PathLike[str] | None,
     found: Machine,
     devices: str | Sequence[str] | None,
-    budget: Mapping[str, int | str] | None,
+    budget: Budget | None,
     progress: bool,
     check_tensors: bool,
     group: ProcessGroup | None,
+    context: int | None,
 ) -> PreTrainedModel:
     ending.install()
     operators: dict[str, Any] = {}
@@ -137,7 +148,7 @@ def _optimize(
     transaction = inject.Transaction(model)
     try:
         with _open(model, checkpoint) or nullcontext() as source:
-            decided = make(model, ruleset, source, found, devices, budget, group)
+            decided = make(model, ruleset, source, found, devices, budget, group, context)
             _check_ready(model, decided, source)
             if group is not None:
                 tensor_parallel.apply(model, decided.styles, group.size)
@@ -169,12 +180,14 @@ def load(
     rules: Rules | None = None,
     *,
     devices: str | Sequence[str] | None = None,
-    budget: Mapping[str, int | str] | None = None,
+    budget: Budget | None = None,
     dtype: str | torch.dtype = "auto",
     progress: bool = True,
     variables: Mapping[str, Any] | None = None,
     check_tensors: bool = False,
     tp: bool = False,
+    context: int | None = None,
+    max_memory: Budget | None = None,
 ) -> PreTrainedModel:
     """Build the model of a folder on the meta device, then `optimize` it.
 
@@ -210,6 +223,8 @@ def load(
         variables=variables,
         check_tensors=check_tensors,
         tp=tp,
+        context=context,
+        max_memory=max_memory,
     )
 
 

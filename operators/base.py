@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar
 
@@ -114,6 +114,16 @@ class Operator(nn.Module, ABC):
     def use_checkpoint_format(cls, config: Any, source: Format) -> Any:
         """The arguments for a weight that the checkpoint has in one of its `native_formats`."""
         return config
+
+    @classmethod
+    def weight_formats(cls, config: Any, stored: Collection[tuple[str, Format]]) -> Sequence[tuple[int, Any]]:
+        """The configs that may take the place of one that leaves the weight format open (`weights: auto`).
+
+        stored   parameter name and format of what the checkpoint has for the module; empty without a checkpoint
+        Returns  rank and config, the most accurate first: ranks rise, and rules of one plan step down them together.
+                 Empty: the config leaves nothing open
+        """
+        return ()
 
     @classmethod
     def resolve(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:

@@ -80,7 +80,8 @@ class HybridExpertsConfig(CpuExpertsConfig):
                 "profile says which experts go to the GPU, and gpu_experts is 0. "
                 "Write how many: auto, a number or a share."
             )
-        if self.dynamic and (self.gpu_weights != self.weights or not self.symmetric):
+        same = self.gpu_weights == self.weights or self.weights == "auto"
+        if self.dynamic and not (same and self.symmetric):
             zeros = "" if self.symmetric else " with zero points"
             raise ValueError(
                 f"dynamic copies experts as they are, but weights is {self.weights}{zeros} and gpu_weights "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def _spec_of(module: nn.Module) -> RmsNormSpec | Support:
     """What a norm computes, or why the kernel cannot compute it."""
-    spec = norm.probe(module)
+    spec = norm.probe_of_one_input(module)
     if isinstance(spec, Support):
         return spec
     if spec.has_unit_offset and spec.rounds_before_weight:

@@ -75,8 +75,15 @@ Budget = Annotated[
     list[str] | None,
     typer.Option(
         "--budget",
+        "--max-memory",
         metavar="DEVICE=SIZE,…",
-        help="Use at most this much memory, such as cpu=64GiB,cuda:0=24GiB; may be repeated.",
+        help="Use at most this much memory, such as cpu=64GiB,cuda:0=24GiB or cpu=64GiB,0=24GiB; may be repeated.",
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context", metavar="N", min=1, help="Have room for a request of N tokens, prompt and answer."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -48,6 +48,17 @@ class MatchedModule:
             return config
         return operator.use_checkpoint_format(config, self.source)
 
+    def weight_formats(self, config: Any) -> Sequence[tuple[int, Any]]:
+        """`Operator.weight_formats` for a config, with what the checkpoint has."""
+        stored = [(name, form) for name, form, _ in self.sources()] if _leaves_open(config) else []
+        with blaming(self.rule, self.path, self.operator.name):
+            return self.operator.weight_formats(config, stored)
+
+
+def _leaves_open(config: Any) -> bool:
+    """Whether formats in the checkpoint are to be looked for, which takes a moment for a model of many tensors."""
+    return getattr(config, "weights", None) == "auto"
+
 
 @contextmanager
 def blaming(rule: Rule, where: str, operator: str) -> Iterator[None]:

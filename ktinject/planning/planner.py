@@ -22,8 +22,8 @@ from ktinject.hf import compat, models
 from ktinject.hf.key_map import KeyMap, key_map
 from ktinject.hf.layers import Layers, has_routed_experts
 from ktinject.machine import Machine
-from ktinject.planning import layout, match, memory
-from ktinject.planning.devices import Devices
+from ktinject.planning import match, memory
+from ktinject.planning.devices import Budget, Devices
 from ktinject.planning.modules import (
     MatchedModule,
     find_modules,
@@ -32,8 +32,11 @@ from ktinject.planning.modules import (
     without_experts,
 )
 from ktinject.planning.plan import Plan
-from ktinject.planning.replacements import Replacer
+from ktinject.planning.remedies import find as find_remedies
+from ktinject.planning.search import Search
 from ktinject.rules import RuleSet
+
+_MOST_TOKENS = 1 << 30
 
 
 def make(
@@ -42,8 +45,9 @@ def make(
     checkpoint: Checkpoint | None,
     machine: Machine,
     devices: str | Sequence[str] | None = None,
-    budget: Mapping[str, int | str] | None = None,
+    budget: Budget | None = None,
     group: ProcessGroup | None = None,
+    context: int | None = None,
 ) -> Plan:
     """Decide everything, change nothing.
 
@@ -53,9 +57,11 @@ def make(
     devices     devices that may be used; None: the first GPU if the plan fits it, else all GPUs, else the CPU
     budget      device → bytes, or text like "24GiB"
     group       the tensor-parallel process group; the plan is that of this rank
+    context     tokens of a request that the cache must have room for, prompt and answer; None: a short one
     Raises      RuleError, PlanError, CheckpointError or OperatorError for everything but lack of memory
     """
     compat.require("swapping")
+    tokens = _check_context(context)
     if checkpoint is not None:
         compat.require("loading")
     _check_model(model, ruleset)
@@ -74,8 +80,10 @@ def make(
             cuts = tensor_parallel.key_cuts(model, styles, mapping, group)
         layers = Layers(model)
         kv_values = tensor_parallel.cached_values(memory.cached_values(model), layers.of, styles, group)
-        replacer = Replacer(modules, where, machine, layers.decoder, group)
-        chosen = layout.choose(model, replacer, where, candidates, has_weights, kv_values)
+        search = Search(model, machine, layers.decoder, group, candidates, has_weights, kv_values)
+        found = search.run(modules, where, tokens)
+        chosen = found.layout
+        remedies = [] if chosen.fits else find_remedies(search, found.level.modules, where, tokens, chosen)
     plan = Plan(
         model=type(model).__name__,
         model_type=model.config.model_type,
@@ -89,17 +97,29 @@ def make(
         to_load=chosen.to_load,
         runtime_memory=chosen.runtime_memory,
         problems=chosen.problems,
+        remedies=remedies,
         mapping=mapping,
         styles=styles,
         cuts=cuts,
     )
     _check_shared(plan, model)
-    plan.notes += where.notes
+    plan.notes += [*where.notes, *found.notes()]
     may_spread = devices is None and not has_weights and group is None
     plan.notes += _notes_on_devices(plan, candidates[0], where.allowed if may_spread else ())
     plan.notes += _notes_on_model(model, styles, group)
     plan.notes += _notes_on_checkpoint(checkpoint)
     return plan
+
+
+def _check_context(context: int | None) -> int:
+    if context is None:
+        return 1
+    if not isinstance(context, int) or isinstance(context, bool) or not 1 <= context <= _MOST_TOKENS:
+        raise PlanError(
+            f"context: found {context!r}; it is the number of tokens of a request, from 1 to {_MOST_TOKENS:,}. "
+            "Give one, or leave it out."
+        )
+    return context
 
 
 def _notes_on_devices(plan: Plan, wanted: Sequence[str], allowed: Sequence[str]) -> Iterator[str]:

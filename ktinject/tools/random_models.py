@@ -22,6 +22,7 @@ from ktinject.hf import models
 from ktinject.hf.layers import Layers
 from ktinject.loading import inject
 from ktinject.operators import Operator
+from ktinject.planning.devices import Budget
 from ktinject.planning.plan import Plan
 from ktinject.planning.planner import check_experts, make
 from ktinject.tools.shapes import SHAPES
@@ -52,7 +53,7 @@ def build(
     ruleset: Any = "auto",
     *,
     devices: str | Sequence[str] | None = None,
-    budget: Mapping[str, int | str] | None = None,
+    budget: Budget | None = None,
     variables: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     tp: bool = False,

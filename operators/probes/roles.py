@@ -119,7 +119,7 @@ class Roles:
         is_vector = [parameter.dim() for parameter in module.parameters()] == [1]
         if not is_vector or "weight" not in module._parameters or not self._is_inside(path):
             return ELSEWHERE
-        return _answer(norm.probe(module))
+        return _answer(norm.probe_of_one_input(module))
 
     def _output_layer(self, path: str, module: nn.Module) -> Support:
         return SUPPORTED if module is self._model.get_output_embeddings() else ELSEWHERE
