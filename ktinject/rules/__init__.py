@@ -7,13 +7,17 @@ Pure: no torch, nothing imported because a file says so. Reading goes document â
 from ktinject.rules.arguments import argument_of, check_arguments, unknown_operator
 from ktinject.rules.assign import Assignment, Module, assign
 from ktinject.rules.language import KEEP, Match, Rule, RuleSet
+from ktinject.rules.roles import ELSEWHERE, ROLES, HasRole
 from ktinject.rules.schema import schema
 from ktinject.rules.sources import bundled, choose, locate, parse, read
 from ktinject.rules.variables import parse_overrides
 
 __all__ = [
+    "ELSEWHERE",
     "KEEP",
+    "ROLES",
     "Assignment",
+    "HasRole",
     "Match",
     "Module",
     "Rule",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import regex
 from ktinject.errors import RuleError
 from ktinject.rules.node import Node
 from ktinject.rules.pattern import MAX_SIZES, compiled, fullmatch, size
+from ktinject.rules.roles import ROLES, HasRole
 from ktinject.rules.variables import NAME, Variables
 from ktinject.rules.wording import Place, closest, did_you_mean, listing, show
 
@@ -18,7 +19,7 @@ VERSION = 1
 KEEP = "keep"
 TOP_KEYS = ("version", "extends", "model_types", "variables", "rules")
 RULE_KEYS = ("name", "match", "replace", "optional")
-MATCH_KEYS = ("path", "class", "layers")
+MATCH_KEYS = ("path", "class", "role", "inside", "layers")
 
 _MAX_NAME = 200
 _MAX_LAYER = 999
@@ -36,19 +37,37 @@ class Match:
     path        a pattern for the whole dotted path of the module
     class_name  the name of the module's class or of one of its bases
     layers      numbers of decoder layers
+    role        what the module is for: one of ROLES
+    inside      the role of a module that it lies in
     """
 
     path: str | None = None
     class_name: str | None = None
     layers: frozenset[int] | None = None
+    role: str | None = None
+    inside: str | None = None
 
     def matches(self, path: str, class_names: Sequence[str], layer: int | None) -> bool:
-        """Whether the module is meant. Raises TimeoutError when a pattern backtracks for half a second."""
+        """Whether the module is meant, roles aside. Raises TimeoutError when a pattern backtracks for half a second."""
         if self.class_name is not None and self.class_name not in class_names:
             return False
         if self.layers is not None and layer not in self.layers:
             return False
         return self.path is None or fullmatch(self.path, path)
+
+    def has_roles(self, path: str, has_role: HasRole) -> bool:
+        """Whether the module has the role, and lies in one of the role `inside`."""
+        if self.inside is not None and not any(has_role(outer, self.inside) for outer in holders(path)):
+            return False
+        return self.role is None or bool(has_role(path, self.role))
+
+
+def holders(path: str) -> Iterator[str]:
+    """The paths of the modules that a module lies in, from the inside out, but for the root."""
+    end = path.rfind(".")
+    while end > 0:
+        yield path[:end]
+        end = path.rfind(".", 0, end)
 
 
 @dataclass(frozen=True)
@@ -278,9 +297,9 @@ def _is_name(name: str) -> bool:
 
 def _match(node: Node, place: Place, variables: Variables) -> Match:
     entries = _mapping(node, place.moved(node.where), "match", MATCH_KEYS)
-    if "path" not in entries and "class" not in entries:
+    if not {"path", "class", "role"} & entries.keys():
         raise place.moved(node.where).refusal(
-            "match has no path and no class; it needs one or both. Add one."
+            "match has no path, class or role; it needs one of them or more. Add one."
         )
     values: dict[str, Any] = {}
     for key, item in entries.items():
@@ -291,11 +310,18 @@ def _match(node: Node, place: Place, variables: Variables) -> Match:
         if not isinstance(value, str) or not value:
             raise at.refusal(f"{key} is {show(value)}; it is text. Write it in single quotes.")
         try:
-            compiled(value) if key == "path" else _check_class(value)
+            _CHECKS[key](value)
         except ValueError as error:
             raise at.refusal(f"{key} {show(value)} {error}. Correct it.") from error
     layers = _layers(values["layers"], place.moved(entries["layers"].where)) if "layers" in values else None
-    return Match(values.get("path"), values.get("class"), layers)
+    return Match(values.get("path"), values.get("class"), layers, values.get("role"), values.get("inside"))
+
+
+def _check_role(name: str) -> None:
+    if name not in ROLES:
+        near = closest(name, ROLES)
+        hint = f" (closest: {near[0]})" if near else ""
+        raise ValueError(f"is no role{hint}; it is {listing(ROLES)}")
 
 
 def _check_class(name: str) -> None:
@@ -306,6 +332,14 @@ def _check_class(name: str) -> None:
         )
     if not name.isidentifier():
         raise ValueError("is not the name of a class; a name has letters, digits and _")
+
+
+_CHECKS: dict[str, Callable[[str], object]] = {
+    "path": compiled,
+    "class": _check_class,
+    "role": _check_role,
+    "inside": _check_role,
+}
 
 
 def _layers(value: object, place: Place) -> frozenset[int]:
