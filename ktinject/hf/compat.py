@@ -10,6 +10,7 @@ What a version lacks costs the features that need it, and no others:
     loading     checkpoints are refused, see `require`
     swapping    rules are refused, too
     from_pretrained  transformers' door with our config is refused; `ktinject.load` is not
+    serving     `ktinject serve` is refused
     kimi_k2     transformers does not know Kimi-K2
     probes      of experts, the forward alone is compared with the formula
     ending      daemon threads in a forward are not stopped before the interpreter's end, see ending.py
@@ -149,6 +150,8 @@ _RENAME = "(source_key, weight_renamings, weight_converters, base_model_prefix=N
 _ADD = "(self, target_key, source_key, source_pattern, future)"
 _CONVERT = "(self, layer_name, *, model=None, config=None)"
 _LOAD_CONFIG = "(*, pretrained_model_name_or_path, device_map, dtype, dtype_plan, weight_mapping)"
+_SERVE = "transformers.cli.serve:Serve"
+_SERVING = "transformers.cli.serving"
 _REGISTER = "(model_type_or_class_name, mapping, overwrite=False)"
 _PENALTY = "RepetitionPenaltyLogitsProcessor"
 _IGNORE = "_keys_to_ignore_on_load"
@@ -332,6 +335,59 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             "_adapter_model_path",
             SET,
             "an adapter to load",
+        ),
+    ),
+    "serving": (
+        # `transformers serve` is built whole, with a model and a manager of ours in it.
+        Private(_SERVE, "start_server", "(self)", "not started by itself"),
+        Private(
+            f"{_SERVE}.__init__",
+            "_model_manager",
+            SET,
+            "gets the model",
+        ),
+        *_each(
+            f"{_SERVE}.__init__",
+            "_generation_state _chat_handler _completion_handler _response_handler server",
+            SET,
+            "get checks and a manager",
+        ),
+        Private("transformers.cli.serve", "Serve", THERE, "the app"),
+        Private(
+            f"{_SERVING}.model_manager",
+            "TimedModel",
+            "(model, timeout_seconds, processor=None)",
+            "keeps the model",
+        ),
+        *_each(
+            f"{_SERVING}.model_manager:ModelManager.__init__", "loaded_models force_model", SET, "one model"
+        ),
+        Private(f"{_SERVING}.model_manager:ModelManager", "process_model_name", "(model_id)", "its name"),
+        Private(f"{_SERVING}.model_manager:ModelManager", "get_gen_models", THERE, "the list of models"),
+        Private(f"{_SERVING}.utils:GenerationState", "get_manager", "(self, model_id, use_cb=False)", "ours"),
+        Private(
+            f"{_SERVING}.utils", "get_response_template", "(processor, model)", "finds the answer's parts"
+        ),
+        Private(f"{_SERVING}.utils", "GenerateManager", "()", "one request after the other"),
+        Private(
+            f"{_SERVING}.utils:GenerateManager",
+            "generate_streaming",
+            "(self, model, processor, inputs, gen_config, request_id, response_parser=None)",
+            "overridden",
+        ),
+        Private(
+            f"{_SERVING}.utils:GenerateManager",
+            "generate_non_streaming",
+            "(self, model, processor, inputs, gen_config, request_id)",
+            "overridden",
+        ),
+        Private(f"{_SERVING}.utils:GenerateManager", "async_submit", THERE, "its thread"),
+        Private(f"{_SERVING}.utils:BaseHandler", "_validate_request", "(self, body)", "checks first"),
+        Private(
+            f"{_SERVING}.utils:BaseHandler",
+            "_build_generation_config",
+            "(self, body, model_generation_config, use_cb=False)",
+            "within limits",
         ),
     ),
     "swapping": (
