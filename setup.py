@@ -27,6 +27,7 @@ setup(
         "ktinject.pretrained",
         "ktinject.rules",
         "ktinject.serving",
+        "ktinject.testing",
         "ktinject.tools",
     ],
     package_dir={

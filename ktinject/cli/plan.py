@@ -25,6 +25,7 @@ def command(
     variables: options.Set = None,
     device: options.Device = None,
     budget: options.Budget = None,
+    context: options.Context = None,
     machine: Machine = None,
     dtype: options.RestDtype = "auto",
     plugins: options.Plugins = None,
@@ -44,6 +45,7 @@ def command(
             checkpoint=model,
             devices=device,
             budget=options.parse_sizes(budget, "--budget"),
+            context=context,
             variables=parse_overrides(variables or []),
             machine=options.parse_sizes(machine, "--machine"),
         )

@@ -80,8 +80,9 @@ def schema(plugins: options.Plugins = None) -> None:
 
 
 def _operator_configs() -> dict[str, type]:
-    from ktinject.operators import REGISTRY  # brings torch, which list and show do without
+    from ktinject.operators import REGISTRY, plugins  # brings torch, which list and show do without
 
+    plugins.load_all()
     return {name: operator.Config for name, operator in REGISTRY.items()}
 
 
@@ -104,8 +105,8 @@ def _summary(found: rules.RuleSet) -> dict[str, Any]:
 def _rule(rule: rules.Rule) -> dict[str, Any]:
     layers = sorted(rule.match.layers) if rule.match.layers is not None else None
     found = rule.match
-    match = {"path": found.path, "class": found.class_name, "role": found.role, "inside": found.inside}
-    match |= {"layers": layers}
+    named = {"path": found.path, "class": found.class_name, "role": found.role, "inside": found.inside}
+    match = {**named, "layers": layers}
     return {
         "name": rule.name,
         "match": {key: value for key, value in match.items() if value is not None},

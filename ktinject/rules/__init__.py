@@ -9,7 +9,7 @@ from ktinject.rules.assign import Assignment, Module, assign
 from ktinject.rules.language import KEEP, Match, Rule, RuleSet
 from ktinject.rules.roles import ELSEWHERE, ROLES, HasRole
 from ktinject.rules.schema import schema
-from ktinject.rules.sources import bundled, choose, locate, parse, read
+from ktinject.rules.sources import bundled, locate, parse, read
 from ktinject.rules.variables import parse_overrides
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "assign",
     "bundled",
     "check_arguments",
-    "choose",
     "locate",
     "parse",
     "parse_overrides",
