@@ -110,7 +110,7 @@ def is_private(name: str) -> bool:
 def defined(tree: ast.AST) -> Iterator[str]:
     """Names that a file gives to things of its own."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
