@@ -26,6 +26,7 @@ from transformers.integrations import PeftAdapterMixin
 import ktinject
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.hf import compat
+from ktinject.hf import private as private_names
 from ktinject.hf.compat import PRIVATE, SET, THERE, Private
 from ktinject.hf.kimi_k2 import KimiK2Config, _model_class
 from ktinject.serving import stock
@@ -358,7 +359,7 @@ def test_every_function_whose_code_is_read_is_in_the_file_that_is_named() -> Non
     groups = (PRIVATE[feature] for feature in filter(needed, PRIVATE))
     for private in (private for group in groups for private in group if private.signature == SET):
         module = private.owner.partition(":")[0]
-        code = inspect.unwrap(compat._resolve(private.owner)).__code__
+        code = inspect.unwrap(private_names.resolve(private.owner)).__code__
         if "_dynamo" in code.co_filename:
             continue  # another test of this process has compiled something
         assert code.co_filename in (importlib.import_module(module).__file__, "<string>"), private
