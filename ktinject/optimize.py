@@ -211,7 +211,7 @@ def load(
     if said is not None:
         rules, check_tensors, tp = said.rules, check_tensors or said.check_tensors, tp or said.tp
         devices = said.devices if devices is None else devices
-        budget = said.budget if budget is None else budget
+        budget = said.budget if budget is None and max_memory is None else budget
         variables = said.variables if variables is None else variables
     return optimize(
         model,
