@@ -94,7 +94,8 @@ def optimize(
                    on the CPU in any case
     budget         device → the most bytes to use, such as {"cuda:0": "24GiB"}
     progress       show a progress bar on stderr
-    variables      values for the variables of the rules
+    variables      values for the variables of the rules, and for arguments of rules by the rule's name:
+                   {"experts": "int8", "routed experts.prefill": "cpu"}
     check_tensors  refuse NaN and infinity in all weights, which costs some time; scales are always checked
     tp             share the model among the processes that torchrun started, one for each GPU: linear layers by
                    transformers' tp_plan, experts in process 0. All processes make the same calls; `devices` then names

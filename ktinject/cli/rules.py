@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from ktinject import rules
 from ktinject.cli import options
-from ktinject.errors import RuleError, few
+from ktinject.errors import RuleError
 from ktinject.grid import Grid
 from ktinject.rules.wording import ranges
 
@@ -55,21 +56,23 @@ def check(
     plugins: options.Plugins = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check a rule file and its arguments without a model. `ktinject plan` checks the rest."""
-    with options.answers(as_json):
+    """Check a rule file and its arguments without a model, and show all problems. `ktinject plan` checks the rest."""
+    try:
         options.load_plugins(plugins)
-        found = rules.read(file, variables=rules.parse_overrides(overrides or []))
-        configs = _operator_configs()
-        problems = [problem for rule in found.rules if (problem := _problem(rule, configs))]
-        if problems:
-            raise RuleError("\n".join(few(problems)))
+        overrides_ = rules.parse_overrides(overrides or [])
+        found = rules.read(file, variables=overrides_, check=_checks_arguments())
+    except RuleError as error:
         if as_json:
-            options.show_json({"ok": True, **_summary(found), "rules": [_rule(rule) for rule in found.rules]})
-            return
-        rows = [(rule.name, _conditions(rule.match), _replacement(rule), rule.where) for rule in found.rules]
-        options.show(Grid(("rule", "match", "replace", "at"), rows))
-        served = ", ".join(found.model_types) or "any model"
-        options.say(f"{found.source}: {len(found.rules)} rules for {served}; no problem found")
+            said = [str(part) for part in error.parts or (error,)]
+            options.show_json({"ok": False, "problems": said, "places": rules.places(error)})
+        raise RuleError(rules.pointed(error)) from error
+    if as_json:
+        options.show_json({"ok": True, **_summary(found), "rules": [_rule(rule) for rule in found.rules]})
+        return
+    rows = [(rule.name, _conditions(rule.match), _replacement(rule), rule.where) for rule in found.rules]
+    options.show(Grid(("rule", "match", "replace", "at"), rows))
+    served = ", ".join(found.model_types) or "any model"
+    options.say(f"{found.source}: {len(found.rules)} rules for {served}; no problem found")
 
 
 @app.command()
@@ -85,16 +88,17 @@ def _operator_configs() -> dict[str, type]:
     return {name: operator.Config for name, operator in REGISTRY.items()}
 
 
-def _problem(rule: rules.Rule, configs: dict[str, type]) -> str | None:
-    if rule.operator == rules.KEEP:
-        return None
-    if rule.operator not in configs:
-        return str(rules.unknown_operator(rule, configs))
-    try:
+def _checks_arguments() -> Callable[[rules.Rule], None]:
+    configs = _operator_configs()
+
+    def check(rule: rules.Rule) -> None:
+        if rule.operator == rules.KEEP:
+            return
+        if rule.operator not in configs:
+            raise rules.unknown_operator(rule, configs)
         rules.check_arguments(rule, configs[rule.operator])
-    except RuleError as error:
-        return str(error)
-    return None
+
+    return check
 
 
 def _summary(found: rules.RuleSet) -> dict[str, Any]:

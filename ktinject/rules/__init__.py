@@ -6,10 +6,11 @@ Pure: no torch, nothing imported because a file says so. Reading goes document â
 
 from ktinject.rules.arguments import argument_of, check_arguments, unknown_operator
 from ktinject.rules.assign import Assignment, Module, assign
+from ktinject.rules.excerpt import places, pointed
 from ktinject.rules.language import KEEP, Match, Rule, RuleSet
 from ktinject.rules.schema import schema
+from ktinject.rules.settings import parse_overrides
 from ktinject.rules.sources import bundled, choose, locate, parse, read
-from ktinject.rules.variables import parse_overrides
 
 __all__ = [
     "KEEP",
@@ -26,6 +27,8 @@ __all__ = [
     "locate",
     "parse",
     "parse_overrides",
+    "places",
+    "pointed",
     "read",
     "schema",
     "unknown_operator",

@@ -70,11 +70,14 @@ def from_bytes(data: bytes, source: str, parser: Any = PARSER, problems: Problem
     try:
         root = Composer(source, lines, found).compose(yaml.parse(text, Loader=parser))
     except RuleError as error:
-        raise found.with_(error) from error.__cause__
+        found.last(error)
+        raise found.together() from error.__cause__
     except yaml.MarkedYAMLError as error:
-        raise found.with_(_malformed(error, lines, source)) from error
+        found.last(_malformed(error, lines, source))
+        raise found.together() from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML's own int() and chr() calls
-        raise found.with_(_ill_formed(_at(source, 0, 0, lines), error, "Correct it.")) from error
+        found.last(_ill_formed(_at(source, 0, 0, lines), error, "Correct it."))
+        raise found.together() from error
     if problems is None:
         found.check()
     else:

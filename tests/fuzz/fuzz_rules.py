@@ -23,7 +23,8 @@ import yaml
 from ktinject import rules
 from ktinject.errors import RuleError
 from ktinject.rules import document
-from ktinject.rules.language import Document, rule_set
+from ktinject.rules.files import Document
+from ktinject.rules.language import rule_set
 
 SEEDS = [
     rb"""version: 1

@@ -67,12 +67,19 @@ def test_cli_check(tmp_path: Path) -> None:
     )
     code, out, err = cli("check", str(file))
     assert (code, out) == (2, "")
-    assert (
-        f"{file}:4: rule 'a': unknown operator 'cpu_expert'" in err and "Did you mean 'cpu_experts'?" in err
-    )
-    assert f"{file}:9: rule 'b': cpu_experts has no argument 'x'" in err
+    first = f"{file}:6:23: rule 'a': unknown operator 'cpu_expert'; "
+    assert err.startswith(f"ktinject: {first}") and "Did you mean 'cpu_experts'?" in err
+    assert "\n  6 |   replace: {operator: cpu_expert}\n    |                       ^^^^^^^^^^\n" in err
+    assert f"\n{file}:9:39: rule 'b': cpu_experts has no argument 'x'" in err
     code, out, err = cli("check", str(file), "--json")
-    assert code == 2 and len(json.loads(out)["problems"]) == 2 and err.startswith("ktinject: ")
+    found = json.loads(out)
+    assert code == 2 and len(found["problems"]) == 2 and err.startswith("ktinject: ")
+    place = found["places"][0]
+    assert place["text"] == found["problems"][0] and (place["file"], place["line"], place["column"]) == (
+        str(file),
+        6,
+        23,
+    )
 
 
 @pytest.mark.usefixtures("registry")

@@ -121,7 +121,7 @@ def test_a_base_gives_way(write: Callable[..., Path]) -> None:
         ({"a": "extends: b0.yaml", **{f"b{n}": f"{HEAD}extends: b{n + 1}.yaml" for n in range(9)}, "b9": BASE},
          "b7.yaml:2: ", ("8 files extend each other already",)),
         ({"a": "extends: b.yaml\nrules:\n" + "".join(rule(name=f"n{n}") for n in range(499)), "b": BASE},
-         "a.yaml:3: ", ("501 rules",)),
+         "b.yaml:4: ", ("501 rules, with those before",)),
     ],
 )  # fmt: skip
 def test_refusals(write: Callable[..., Path], texts: dict[str, str], at: str, words: tuple[str, ...]) -> None:
