@@ -24,6 +24,7 @@ setup(
         "ktinject.operators.torch_ops",
         "ktinject.optimize_rules",
         "ktinject.planning",
+        "ktinject.pretrained",
         "ktinject.rules",
         "ktinject.tools",
     ],

@@ -1,7 +1,7 @@
 """Write a GGUF file of a known shape with random weights, so that llama.cpp can run what ktinject runs.
 
     python benchmarks/gguf_file.py /dev/shm/a.gguf --layers 8 --type q4_0          # Qwen3-30B-A3B
-    python benchmarks/gguf_file.py /dev/shm/b.gguf --shape qwen3.5-35b-a3b --layers 40
+    python benchmarks/gguf_file.py /dev/shm/b.gguf --shape qwen3.5-35b-a3b --layers 40       # or gpt-oss-20b
     python benchmarks/bench_generate.py --vocab 32768 --llama-bench ./llama-bench --gguf int4=/dev/shm/a.gguf
 
 Time depends on shapes, and on which experts tokens choose: as many different ones as with ktinject's own random
@@ -70,7 +70,14 @@ def padded(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
+def _of_experts(config: Any) -> tuple[int, int]:
+    """How many there are, and the values within one."""
+    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return getattr(config, "num_experts", None) or config.num_local_experts, inner
+
+
 def _metadata(config: Any, architecture: str, **more: Any) -> dict[str, Any]:
+    experts, inner = _of_experts(config)
     found = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -81,9 +88,9 @@ def _metadata(config: Any, architecture: str, **more: Any) -> dict[str, Any]:
         "attention.value_length": config.head_dim,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
         "rope.freq_base": float(config.rope_parameters["rope_theta"]),
-        "expert_count": config.num_experts,
+        "expert_count": experts,
         "expert_used_count": config.num_experts_per_tok,
-        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_feed_forward_length": inner,
         "vocab_size": config.vocab_size,
         **more,
     }
@@ -108,7 +115,7 @@ def _tensors(config: Any, layers: Sequence[Mapping[str, tuple[str, Sequence[int]
 
 
 def _experts(config: Any, kind: str) -> dict[str, tuple[str, Sequence[int]]]:
-    hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    hidden, (experts, inner) = config.hidden_size, _of_experts(config)
     return {
         "ffn_gate_inp": ("f32", (experts, hidden)),
         "ffn_gate_exps": (kind, (experts, inner, hidden)),
@@ -187,7 +194,30 @@ def qwen3_5_moe(config: Any, kind: str) -> tuple[dict[str, Any], list[Tensor]]:
     return metadata, _tensors(config, [{**layer, **behind} for layer in kinds])
 
 
-WRITERS = {"qwen3-30b-a3b": qwen3_moe, "qwen3.5-35b-a3b": qwen3_5_moe}
+def gpt_oss(config: Any, kind: str) -> tuple[dict[str, Any], list[Tensor]]:
+    """The same of layers with biases and sinks, of which every other one has a window; without its YaRN scaling."""
+    hidden, (experts, inner) = config.hidden_size, _of_experts(config)
+    metadata = _metadata(config, "gpt-oss", **{"attention.sliding_window": config.sliding_window})
+    parts = _attention(config, kind)
+    widths = {name: shape[0] for name, (_, shape) in parts.items()}
+    layer = {
+        "attn_norm": parts["attn_norm"],
+        **{name: parts[name] for name in ("attn_q", "attn_k", "attn_v", "attn_output")},
+        **{
+            f"{name}.bias": ("f32", (widths[name],)) for name in ("attn_q", "attn_k", "attn_v", "attn_output")
+        },
+        "attn_sinks": ("f32", (config.num_attention_heads,)),
+        "post_attention_norm": ("f32", (hidden,)),
+        **_experts(config, kind),
+        "ffn_gate_inp.bias": ("f32", (experts,)),
+        "ffn_gate_exps.bias": ("f32", (experts, inner)),
+        "ffn_up_exps.bias": ("f32", (experts, inner)),
+        "ffn_down_exps.bias": ("f32", (experts, hidden)),
+    }
+    return metadata, _tensors(config, [layer] * config.num_hidden_layers)
+
+
+WRITERS = {"qwen3-30b-a3b": qwen3_moe, "qwen3.5-35b-a3b": qwen3_5_moe, "gpt-oss-20b": gpt_oss}
 
 
 def some(kind: str, std: float, rng: np.random.Generator) -> bytes:

@@ -10,10 +10,12 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ktinject import pretrained
 from ktinject.errors import CheckpointError, KTInjectError, OperatorError, PlanError, RuleError
 from ktinject.hf import kimi
 
 if TYPE_CHECKING:
+    from ktinject.hf.plugin import KTInjectConfig
     from ktinject.operators import register_operator
     from ktinject.optimize import load, optimize, plan
     from ktinject.planning.plan import Plan
@@ -24,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "KTInjectConfig",
     "KTInjectError",
     "OperatorError",
     "Plan",
@@ -40,6 +43,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "KTInjectConfig": "ktinject.hf.plugin",
     "Plan": "ktinject.planning.plan",
     "Report": "ktinject.tools.doctor",
     "RuleSet": "ktinject.rules",
@@ -71,3 +75,4 @@ class _Package(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 kimi.register()
+pretrained.register()

@@ -24,7 +24,7 @@ from ktinject.distributed import layer_split, tensor_parallel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.generation import generate
-from ktinject.hf import models
+from ktinject.hf import hub, models
 from ktinject.hf.layers import Layers
 from ktinject.loading import fill, inject, swapped
 from ktinject.machine import Machine
@@ -166,7 +166,7 @@ def _optimize(
 
 def load(
     path: str | os.PathLike[str],
-    rules: Rules = "auto",
+    rules: Rules | None = None,
     *,
     devices: str | Sequence[str] | None = None,
     budget: Mapping[str, int | str] | None = None,
@@ -182,7 +182,9 @@ def load(
     that speaks (Qwen3-Omni) it is the part that writes.
 
     path    a model folder with config.json and safetensors or GGUF, or a file in it; a .gguf file needs no config.json
-            for some models, and is best with it
+            for some models, and is best with it. Or the name of a model whose files are in the Hub's cache
+    rules   as `optimize` takes them; None: what config.json says (see `KTInjectConfig`), with its devices, budget and
+            variables where the call gives none; else "auto"
     dtype   the type of everything that is not replaced; "auto": the config's, else what most tensors have
     others  as `optimize` takes them
     Returns the model, in evaluation mode; `model.ktinject` is the plan
@@ -190,10 +192,17 @@ def load(
     """
     path = _folder(path)
     with Checkpoint.open(path) as checkpoint:
-        model = models.meta_model(models.read_config(path, checkpoint), dtype, checkpoint)
+        config = models.read_config(path, checkpoint)
+        said = models.said_of_us(config) if rules is None else None
+        model = models.meta_model(config, dtype, checkpoint)
+    if said is not None:
+        rules, check_tensors, tp = said.rules, check_tensors or said.check_tensors, tp or said.tp
+        devices = said.devices if devices is None else devices
+        budget = said.budget if budget is None else budget
+        variables = said.variables if variables is None else variables
     return optimize(
         model,
-        rules,
+        "auto" if rules is None else rules,
         checkpoint=path,
         devices=devices,
         budget=budget,
@@ -223,13 +232,15 @@ def _open(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None) -> 
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
-    if not path.exists():
+    if Path(path).exists():
+        return Path(path)
+    cached = hub.cached(os.fspath(path))
+    if cached is None:
         raise CheckpointError(
             f"{path}: no such folder or file; a checkpoint must be on this machine. "
             "Download one with `hf download <name> --local-dir <folder>` and give the folder."
         )
-    return path
+    return cached
 
 
 def _check_ready(model: PreTrainedModel, decided: Plan, source: Checkpoint | None) -> None:

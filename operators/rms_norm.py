@@ -28,10 +28,10 @@ def _spec_of(module: nn.Module) -> RmsNormSpec | Support:
     spec = norm.probe(module)
     if isinstance(spec, Support):
         return spec
-    if spec.has_unit_offset:
-        return Support.no("its weight is stored less 1, and the kernel adds no 1")
-    if not spec.rounds_before_weight:
-        return Support.no("it rounds bf16 after it multiplies the weight, and the kernel rounds before")
+    if spec.has_unit_offset and spec.rounds_before_weight:
+        return Support.no(
+            "its weight is stored less 1, and it rounds the sum of both, which the kernel does not"
+        )
     return spec
 
 
@@ -42,19 +42,20 @@ class RmsNormConfig(Config):
 
 @register_operator("rms_norm")
 class RmsNorm(Operator):
-    """Computes an RMS norm in one kernel. Takes norms without bias and without an offset to their weight.
+    """Computes an RMS norm in one kernel. Takes norms without bias.
 
-    The norm keeps its weight.
+    The weight may be stored less 1, and the result may be rounded before or after it is multiplied. The norm keeps its
+    weight.
     """
 
     Config = RmsNormConfig
     device_types = ("cuda", "cpu")
     capturable = True
 
-    def __init__(self, module: nn.Module, config: RmsNormConfig, epsilon: float) -> None:
+    def __init__(self, module: nn.Module, config: RmsNormConfig, spec: RmsNormSpec) -> None:
         super().__init__()
         self.weight: nn.Parameter = module.weight  # type: ignore[assignment]
-        self.epsilon = epsilon
+        self.spec, self.epsilon = spec, spec.epsilon
         self.config = config
 
     @classmethod
@@ -67,7 +68,7 @@ class RmsNorm(Operator):
         spec = _spec_of(module)
         if isinstance(spec, Support):
             raise OperatorError(f"rms_norm: {type(module).__name__} cannot be replaced: {spec.reason}.")
-        return cls(module, config, spec.epsilon)
+        return cls(module, config, spec)
 
     def describe(self) -> dict[str, Any]:
         fused = self.config.device == "cpu" or _native.cuda_built()
@@ -92,13 +93,18 @@ class RmsNorm(Operator):
         served = x.dtype == weight.dtype and x.dtype in CODES and x.device == weight.device
         served = served and weight.is_contiguous() and (x.is_cpu or (x.is_cuda and _native.cuda_built()))
         if not served or needs_graph or torch.compiler.is_compiling():
-            return norm.formula(x, weight, self.epsilon)
+            return self._in_torch(x)
         x = x.contiguous()
         out = torch.empty_like(x)
         n = x.shape[-1]
         if x.is_cpu:
             _native.norm_rows(
-                x=x.detach().view(-1, n), weight=weight.detach(), epsilon=self.epsilon, out=out.view(-1, n)
+                x=x.detach().view(-1, n),
+                weight=weight.detach(),
+                epsilon=self.epsilon,
+                out=out.view(-1, n),
+                unit_offset=self.spec.has_unit_offset,
+                rounds_first=self.spec.rounds_before_weight,
             )
             return out
         _native.rms_norm(
@@ -110,8 +116,17 @@ class RmsNorm(Operator):
             n,
             self.epsilon,
             stream_of(x.device),
+            float(self.spec.has_unit_offset),
+            self.spec.rounds_before_weight,
         )
         return out
+
+    def _in_torch(self, x: Tensor) -> Tensor:
+        """The formula in torch's operations, to the bit what the module computes."""
+        spec, weight = self.spec, self.weight
+        if spec.has_unit_offset:
+            weight = 1.0 + weight.float()
+        return norm.formula(x, weight, spec.epsilon, spec.rounds_before_weight)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, epsilon={self.epsilon}"

@@ -21,7 +21,7 @@ from ktinject.checkpoints.files import CONVERT, PICKLES, check_inside, names_in
 from ktinject.checkpoints.formats import table
 from ktinject.checkpoints.formats.base import Format, SourceFormat, Stored
 from ktinject.checkpoints.gguf import GgufReader
-from ktinject.checkpoints.reader import Reader
+from ktinject.checkpoints.reader import INTEGERS, Reader
 from ktinject.checkpoints.safetensors import INDEX, SINGLE, SafetensorsReader
 from ktinject.errors import CheckpointError, listed, shown
 
@@ -124,6 +124,11 @@ class Checkpoint:
     def block_dtypes(self) -> list[str]:
         """The dtypes in it whose values come in blocks of bytes."""
         return sorted({info.dtype for info in self.tensors.values()} & {*self._reader.block_dtypes})
+
+    def holds_integers(self, key: str) -> bool:
+        """Whether a tensor is integers, which are no weights; blocks of codes are."""
+        info = self.tensors.get(key)
+        return info is not None and info.dtype in INTEGERS
 
     def format_of(self, key: str) -> Format:
         """How a weight is stored, from headers alone, or names alone if the checkpoint is not complete.

@@ -107,7 +107,9 @@ def _summary(found: rules.RuleSet) -> dict[str, Any]:
 
 def _rule(rule: rules.Rule) -> dict[str, Any]:
     layers = sorted(rule.match.layers) if rule.match.layers is not None else None
-    match = {"path": rule.match.path, "class": rule.match.class_name, "layers": layers}
+    found = rule.match
+    match = {"path": found.path, "class": found.class_name, "role": found.role, "inside": found.inside}
+    match |= {"layers": layers}
     return {
         "name": rule.name,
         "match": {key: value for key, value in match.items() if value is not None},
@@ -119,7 +121,9 @@ def _rule(rule: rules.Rule) -> dict[str, Any]:
 
 
 def _conditions(match: rules.Match) -> str:
-    lines = [match.path, match.class_name and f"class {match.class_name}"]
+    lines = [match.path]
+    named = {"class": match.class_name, "role": match.role, "inside": match.inside}
+    lines += [f"{key} {name}" for key, name in named.items() if name]
     if match.layers is not None:
         lines.append(f"layers {ranges(match.layers)}")
     return "\n".join(line for line in lines if line)

@@ -9,6 +9,7 @@ What a version lacks costs the features that need it, and no others:
                 `model.ktinject_decoding.reason`
     loading     checkpoints are refused, see `require`
     swapping    rules are refused, too
+    from_pretrained  transformers' door with our config is refused; `ktinject.load` is not
     kimi_k2     transformers does not know Kimi-K2
     probes      of experts, the forward alone is compared with the formula
     ending      daemon threads in a forward are not stopped before the interpreter's end, see ending.py
@@ -322,6 +323,15 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         ),
         Private(
             _HOOKS, "register_module_module_registration_hook", "(hook)", "stops configs of too many modules"
+        ),
+    ),
+    "from_pretrained": (
+        Private(_MODEL, "_from_config", "(config, **kwargs)", "builds the class that was asked for"),
+        Private(
+            "transformers.integrations.peft:maybe_load_adapters",
+            "_adapter_model_path",
+            SET,
+            "an adapter to load",
         ),
     ),
     "swapping": (

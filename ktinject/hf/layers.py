@@ -46,10 +46,14 @@ class Layers:
         return [f"{prefix}.{number}" for number in range(count)]
 
     @property
+    def decoder_path(self) -> str:
+        """The path of `decoder`; empty for the model itself."""
+        return self._prefix_and_count[0].rpartition(".")[0]
+
+    @property
     def decoder(self) -> nn.Module:
         """The module that owns the decoder layers, through whose forward all tokens go; else the model itself."""
-        prefix, count = self._prefix_and_count
-        return self._model.get_submodule(prefix.rpartition(".")[0]) if count else self._model
+        return self._model.get_submodule(self.decoder_path)
 
     def of(self, path: str) -> int | None:
         """The decoder layer of a module path, None outside of them."""

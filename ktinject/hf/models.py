@@ -7,6 +7,7 @@ What of transformers' inside this takes is in compat.py.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import threading
@@ -25,9 +26,10 @@ from transformers.utils import logging as transformers_logging
 from ktinject.checkpoints import beside
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import CheckpointError, PlanError, listed
-from ktinject.hf import compat
+from ktinject.hf import compat, plugin
 from ktinject.hf.auto_classes import auto_class, writing_part
 from ktinject.hf.key_map import KeyMap, matches
+from ktinject.hf.plugin import KTInjectConfig
 from ktinject.machine import device_of
 
 MAX_MODULES = 50_000  # DeepSeek-V3 has some 2,000
@@ -208,7 +210,18 @@ def generation_config(model: PreTrainedModel, folder: Path) -> GenerationConfig 
 
 
 def quantization(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """What `config.json` says about quantised weights, as a dict."""
+    """What `config.json` says about the weights that are stored, as a dict; None if it says nothing."""
+    found = _quantization_config(config)
+    return plugin.stored(found) if found and plugin.is_ours(found) else found
+
+
+def said_of_us(config: PreTrainedConfig) -> KTInjectConfig | None:
+    """What `config.json` says of rules and devices; None if it says nothing. Raises PlanError."""
+    found = _quantization_config(config)
+    return KTInjectConfig.of_file(found) if found and plugin.is_ours(found) else None
+
+
+def _quantization_config(config: PreTrainedConfig) -> dict[str, Any] | None:
     for part in (config, config.get_text_config()):
         found = getattr(part, "quantization_config", None)
         if found is not None and not isinstance(found, Mapping):
@@ -266,7 +279,23 @@ def meta_model(
     """
     compat.require("loading")
     config, others = writing_part(config)
-    auto = auto_class(config)
+    make = functools.partial(auto_class(config).from_config, trust_remote_code=False)
+    model = build_on_meta(make, config, dtype, checkpoint)
+    if others:
+        model._keys_to_ignore_on_load_unexpected = {
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            *others,
+        }
+    return model
+
+
+def build_on_meta(
+    make: Callable[..., PreTrainedModel],
+    config: PreTrainedConfig,
+    dtype: str | torch.dtype | None = None,
+    checkpoint: Checkpoint | None = None,
+) -> PreTrainedModel:
+    """What `make(config, dtype=…)` gives on the meta device; for the rest, see `meta_model`."""
     if dtype is None or dtype == "auto":
         dtype = config.dtype or config.get_text_config().dtype or _usual_dtype(checkpoint)
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -274,15 +303,9 @@ def meta_model(
         raise PlanError(f"dtype: found {dtype!r}; use auto, bfloat16, float16 or float32.")
     try:
         with torch.device("meta"), _few_modules():
-            model: PreTrainedModel = auto.from_config(config, dtype=found, trust_remote_code=False)
+            return make(config, dtype=found)
     except Exception as error:  # transformers' own code on somebody's values
         raise PlanError(f"model type {config.model_type!r}: the config makes no model: {error}") from error
-    if others:
-        model._keys_to_ignore_on_load_unexpected = {
-            *(model._keys_to_ignore_on_load_unexpected or ()),
-            *others,
-        }
-    return model
 
 
 def unswapped(folder: str | os.PathLike[str], **arguments: Any) -> PreTrainedModel:

@@ -63,10 +63,9 @@ class WeightReader:
         return cut.of(self._whole(key, index))
 
     def _whole(self, key: str, index: int | None) -> Tensor:
-        info = self._checkpoint.tensors.get(key)
         # Integers are not weights but counters and tables of indices, so nothing has to be decoded.
-        is_weight = info is None or info.dtype.startswith(("F", "BF", "Q"))
-        tensor = (self._checkpoint.decode if is_weight else self._checkpoint.read)(key, index)
+        are_integers = self._checkpoint.holds_integers(key)
+        tensor = (self._checkpoint.read if are_integers else self._checkpoint.decode)(key, index)
         if self._check:
             check_finite(key, tensor)
         self._advance(self._checkpoint.bytes_of(key) // (1 if index is None else self.shape(key)[0]))

@@ -19,6 +19,7 @@ from ktinject.errors import KTInjectError, OperatorError, RuleError
 from ktinject.hf.key_map import KeyMap
 from ktinject.hf.layers import Layers, class_names, has_routed_experts
 from ktinject.operators import REGISTRY, Operator
+from ktinject.operators.probes.roles import Roles
 from ktinject.rules import Rule, RuleSet
 
 _SHOWN = 5
@@ -86,7 +87,7 @@ def find_modules(
     described = [(path, class_names(module), layers.of(path)) for path, module in modules.items()]
     keeps = {name: operator.keeps for name, operator in REGISTRY.items()}
     try:
-        assignment = rules.assign(ruleset, described, keeps=keeps)
+        assignment = rules.assign(ruleset, described, keeps=keeps, has_role=Roles(model).has)
     except RuleError as error:
         if "matches nothing" not in str(error) or has_routed_experts(model):
             raise

@@ -8,13 +8,17 @@ from ktinject.rules.arguments import argument_of, check_arguments, unknown_opera
 from ktinject.rules.assign import Assignment, Module, assign
 from ktinject.rules.excerpt import places, pointed
 from ktinject.rules.language import KEEP, Match, Rule, RuleSet
+from ktinject.rules.roles import ELSEWHERE, ROLES, HasRole
 from ktinject.rules.schema import schema
 from ktinject.rules.settings import parse_overrides
 from ktinject.rules.sources import bundled, choose, locate, parse, read
 
 __all__ = [
+    "ELSEWHERE",
     "KEEP",
+    "ROLES",
     "Assignment",
+    "HasRole",
     "Match",
     "Module",
     "Rule",

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import regex
 
 from ktinject.errors import LISTED, RuleError, few
-from ktinject.rules.language import KEEP, Match, Rule, RuleSet
+from ktinject.rules.language import KEEP, Match, Rule, RuleSet, holders
+from ktinject.rules.roles import ELSEWHERE, HasRole, no_roles
 from ktinject.rules.wording import closest, listing, ranges, show
 
 Module = tuple[str, Sequence[str], int | None]
@@ -32,11 +33,14 @@ def assign(
     modules: Iterable[Module],
     *,
     keeps: Mapping[str, Collection[str]] | None = None,
+    has_role: HasRole = no_roles,
 ) -> Assignment:
     """Give each module the first rule that matches it. The root module, whose path is empty, gets none.
 
     keeps    operator → names of the direct children that it keeps of what it replaces; other rules may then
              replace these and what lies inside them
+    has_role which module has which role. A rule that asks for one does not see what goes away with a module that an
+             earlier rule replaces
     Raises   RuleError with all problems at once: rules that match nothing or are shadowed (unless optional),
              rules for modules that go away with a replaced parent, patterns that run out of time. An extended
              file's rule gives way to those of the files that extend it: they may take all its modules, and a
@@ -53,16 +57,22 @@ def assign(
         except RuleError as error:
             problems.append(str(error))
             break  # the next one could take as long
+        by_role = bool(rule.match.role or rule.match.inside)
+        if by_role:
+            began = time.thread_time()
+            hits = [path for path in hits if rule.match.has_roles(path, has_role)]
+            end += time.thread_time() - began  # to run modules takes as long as it takes
         if hits and not rule.optional and (beyond := (rule.match.layers or frozenset()) - layers):
             problems.append(str(rule.place().refusal(_beyond(beyond, layers))))
-        free = [path for path in hits if path not in rules]
+        owners = {path: owner for path in hits if (owner := _owner(path, rules, keeps or {}, by_role))}
+        free = [path for path in hits if path not in owners]
         rules.update((path, rule) for path in free)
-        if free or rule.optional or any(rules[path].depth < rule.depth for path in hits):
+        if free or rule.optional or any(owner.depth < rule.depth for owner in owners.values()):
             continue
         # Reasons take time to find, and no more are shown.
         reason = "it matches nothing"
         if len(problems) < LISTED:
-            reason = _shadowed(hits, rules) if hits else _why_nothing(rule, known, layers, end)
+            reason = _shadowed(owners) if hits else _why_nothing(rule, known, layers, end, has_role)
         problems.append(str(rule.place().refusal(reason)))
     _give_way(rules, keeps or {})
     problems += _vanishing(rules, keeps or {})
@@ -95,11 +105,19 @@ def _hits(rule: Rule, match: Match, modules: Sequence[Module], all_end: float) -
     return hits
 
 
-def _shadowed(hits: Sequence[str], rules: Mapping[str, Rule]) -> str:
-    earlier = {rules[path].name: rules[path].where for path in hits}
+def _owner(
+    path: str, rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]], by_role: bool
+) -> Rule | None:
+    """The earlier rule that a module went to; for a rule by role, also one with whose module it goes away."""
+    around = (rule for _, rule in _outer(path, rules, keeps)) if by_role else iter(())
+    return rules.get(path) or next(around, None)
+
+
+def _shadowed(owners: Mapping[str, Rule]) -> str:
+    earlier = {owner.name: owner.where for owner in owners.values()}
     names = listing((f"{name!r} ({where})" for name, where in earlier.items()), "and")
     return (
-        f"all {len(hits)} modules that it matches, such as {hits[0]!r}, go to earlier rules: {names}; "
+        f"all {len(owners)} modules that it matches, such as {next(iter(owners))!r}, go to earlier rules: {names}; "
         "the first rule that matches wins. Move it before them, narrow them, or mark it optional: true."
     )
 
@@ -111,7 +129,9 @@ def _beyond(beyond: Collection[int], layers: Collection[int]) -> str:
     )
 
 
-def _why_nothing(rule: Rule, modules: Sequence[Module], layers: Collection[int], end: float) -> str:
+def _why_nothing(
+    rule: Rule, modules: Sequence[Module], layers: Collection[int], end: float, has_role: HasRole
+) -> str:
     """Name the condition that fails, with what comes closest to it."""
     match, reasons = rule.match, []
     if match.path is not None and not _hits(rule, Match(path=match.path), modules, end):
@@ -122,6 +142,11 @@ def _why_nothing(rule: Rule, modules: Sequence[Module], layers: Collection[int],
         reasons.append(f"no module is a {match.class_name}{hint}")
     if match.layers is not None and match.layers.isdisjoint(layers):
         reasons.append(f"the decoder layers are {ranges(layers)}" if layers else "no layers are numbered")
+    reasons += [
+        f"no module is {role}{_near_roles(role, modules, has_role)}"
+        for role in filter(None, dict.fromkeys((match.inside, match.role)))
+        if not any(has_role(path, role) for path, _, _ in modules)
+    ]
     found = "; ".join(reasons) or "each condition is met, but by no module all of them"
     return f"it matches nothing: {found}; every rule must match. Correct it, or mark it optional: true."
 
@@ -134,6 +159,12 @@ def _near_paths(pattern: str, modules: Sequence[Module]) -> str:
     wanted = pattern.replace(r"\d+", "N").replace("\\", "").replace(".*", "")
     near = [shapes[shape] for shape in closest(_DIGITS.sub("N", wanted), shapes, 3)]
     return f" (closest: {listing(map(repr, near))})" if near else ""
+
+
+def _near_roles(role: str, modules: Sequence[Module], has_role: HasRole) -> str:
+    """What stands where the role is looked for, and why it does not have it."""
+    near = {found.reason: path for path, _, _ in modules if (found := has_role(path, role)) is not ELSEWHERE}
+    return "".join(f" ({path!r}: {reason})" for reason, path in [*near.items()][:1])
 
 
 def _give_way(rules: dict[str, Rule], keeps: Mapping[str, Collection[str]]) -> None:
@@ -173,11 +204,8 @@ def _outer(
     path: str, rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]
 ) -> Iterator[tuple[str, Rule]]:
     """The modules around a path that are replaced by an operator that does not keep what lies there, and its rules."""
-    end = path.rfind(".")
-    while end > 0:
-        parent = path[:end]
+    for parent in holders(path):
         outer = rules.get(parent)
-        child = path[end + 1 :].split(".", 1)[0]
+        child = path[len(parent) + 1 :].partition(".")[0]
         if outer and outer.operator != KEEP and child not in keeps.get(outer.operator, ()):
             yield parent, outer
-        end = path.rfind(".", 0, end)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,14 @@ from ktinject.errors import RuleError
 from ktinject.rules.files import TOP_KEYS, Document, mapping, unknown_key
 from ktinject.rules.node import Node
 from ktinject.rules.pattern import MAX_SIZES, Patterns, compiled, fullmatch
+from ktinject.rules.roles import ROLES, HasRole
 from ktinject.rules.settings import Settings
 from ktinject.rules.variables import NAME, Variables
 from ktinject.rules.wording import Enough, Place, Problems, Unknown, closest, listing, show
 
 KEEP = "keep"
 RULE_KEYS = ("name", "match", "replace", "optional")
-MATCH_KEYS = ("path", "class", "layers")
+MATCH_KEYS = ("path", "class", "role", "inside", "layers")
 
 _MAX_NAME = 200
 _MAX_LAYER = 999
@@ -35,19 +36,37 @@ class Match:
     path        a pattern for the whole dotted path of the module
     class_name  the name of the module's class or of one of its bases
     layers      numbers of decoder layers
+    role        what the module is for: one of ROLES
+    inside      the role of a module that it lies in
     """
 
     path: str | None = None
     class_name: str | None = None
     layers: frozenset[int] | None = None
+    role: str | None = None
+    inside: str | None = None
 
     def matches(self, path: str, class_names: Sequence[str], layer: int | None) -> bool:
-        """Whether the module is meant. Raises TimeoutError when a pattern backtracks for half a second."""
+        """Whether the module is meant, roles aside. Raises TimeoutError when a pattern backtracks for half a second."""
         if self.class_name is not None and self.class_name not in class_names:
             return False
         if self.layers is not None and layer not in self.layers:
             return False
         return self.path is None or fullmatch(self.path, path)
+
+    def has_roles(self, path: str, has_role: HasRole) -> bool:
+        """Whether the module has the role, and lies in one of the role `inside`."""
+        if self.inside is not None and not any(has_role(outer, self.inside) for outer in holders(path)):
+            return False
+        return self.role is None or bool(has_role(path, self.role))
+
+
+def holders(path: str) -> Iterator[str]:
+    """The paths of the modules that a module lies in, from the inside out, but for the root."""
+    end = path.rfind(".")
+    while end > 0:
+        yield path[:end]
+        end = path.rfind(".", 0, end)
 
 
 @dataclass(frozen=True)
@@ -247,15 +266,21 @@ def _is_name(name: str) -> bool:
 
 def _match(node: Node, place: Place, variables: Variables, problems: Problems, patterns: Patterns) -> Match:
     entries = mapping(node, place.moved(node.where), "match", MATCH_KEYS, problems)
-    if "path" not in entries and "class" not in entries:
+    if not {"path", "class", "role"} & entries.keys():
         raise place.moved(node.where).refusal(
-            "match has no path and no class; it needs one or both. Add one."
+            "match has no path, class or role; it needs one of them or more. Add one."
         )
     values: dict[str, Any] = {}
     for key, item in entries.items():
         with problems.kept():
             values[key] = _condition(key, item, place.moved(item.where), variables, patterns)
-    return Match(values.get("path"), values.get("class"), values.get("layers"))
+    return Match(
+        values.get("path"),
+        values.get("class"),
+        values.get("layers"),
+        values.get("role"),
+        values.get("inside"),
+    )
 
 
 def _condition(key: str, item: Node, at: Place, variables: Variables, patterns: Patterns) -> Any:
@@ -265,8 +290,8 @@ def _condition(key: str, item: Node, at: Place, variables: Variables, patterns: 
     if not isinstance(value, str) or not value:
         raise at.refusal(f"{key} is {show(value)}; it is text. Write it in single quotes.")
     try:
-        if key == "class":
-            _check_class(value)
+        if key != "path":
+            _CHECKS[key](value)
         elif patterns.has_room(value):
             compiled(value)
         else:
@@ -282,6 +307,13 @@ def _condition(key: str, item: Node, at: Place, variables: Variables, patterns: 
     return value
 
 
+def _check_role(name: str) -> None:
+    if name not in ROLES:
+        near = closest(name, ROLES)
+        hint = f" (closest: {near[0]})" if near else ""
+        raise ValueError(f"is no role{hint}; it is {listing(ROLES)}")
+
+
 def _check_class(name: str) -> None:
     if _IMPORT_MARKS.search(name):
         last = next((part for part in reversed(_IMPORT_MARKS.split(name)) if part), "Linear")
@@ -290,6 +322,13 @@ def _check_class(name: str) -> None:
         )
     if not name.isidentifier():
         raise ValueError("is not the name of a class; a name has letters, digits and _")
+
+
+_CHECKS: dict[str, Callable[[str], object]] = {
+    "class": _check_class,
+    "role": _check_role,
+    "inside": _check_role,
+}
 
 
 def _layers(value: object, place: Place) -> frozenset[int]:

@@ -8,6 +8,7 @@ from typing import Any
 from ktinject.rules.arguments import argument_schema
 from ktinject.rules.files import VERSION
 from ktinject.rules.language import KEEP
+from ktinject.rules.roles import ROLES
 from ktinject.rules.sources import bundled
 from ktinject.rules.variables import REFERENCE
 
@@ -71,13 +72,15 @@ def schema(config_classes: Mapping[str, type]) -> dict[str, Any]:
                 "type": "object",
                 "minProperties": 1,
                 "additionalProperties": False,
-                "anyOf": [{"required": ["path"]}, {"required": ["class"]}],
+                "anyOf": [{"required": [key]} for key in ("path", "class", "role")],
                 "properties": {
                     "path": {**text, "description": "a regular expression for the whole dotted path"},
                     "class": {
                         **text,
                         "description": "the name of the class or of a base, not an import path",
                     },
+                    "role": _role("what the module is for"),
+                    "inside": _role("the role of a module that it lies in"),
                     "layers": {
                         "description": "decoder layers: 3-60, 3, [3, 5, 7] or '3-10,20-30'",
                         "anyOf": [
@@ -100,6 +103,11 @@ def schema(config_classes: Mapping[str, type]) -> dict[str, Any]:
             },
         },
     }
+
+
+def _role(description: str) -> dict[str, Any]:
+    named = [{"const": name, "description": meaning} for name, meaning in ROLES.items()]
+    return {"description": description, "anyOf": [*named, {"$ref": "#/definitions/reference"}]}
 
 
 def _arguments(operator: str, config_class: type | None) -> dict[str, Any]:

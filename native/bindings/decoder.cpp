@@ -151,18 +151,21 @@ bool exchange_state(nb::object generator, nb::object expected, nb::object desire
   return true;
 }
 
-void normalise(const Input& x, const Vector& weight, float epsilon, const Output& out) {
+void normalise(const Input& x, const Vector& weight, float epsilon, const Output& out, bool unit_offset,
+               bool rounds_first) {
   const DType dtype = dtype_of(x.dtype(), "norm");
   if (weight.dtype() != x.dtype() || out.dtype() != x.dtype() || weight.shape(0) != x.shape(1) || x.shape(1) == 0 ||
       x.shape(1) > (1u << 24) || out.shape(0) != x.shape(0) || out.shape(1) != x.shape(1))
     throw std::invalid_argument("norm: expected x and out [rows, n] and weight [n] of one dtype, n at least 1");
-  const gemm::Norm norm{weight.data(), static_cast<int>(x.shape(1)), epsilon};
+  const gemm::Norm norm{weight.data(), static_cast<int>(x.shape(1)), epsilon, unit_offset, rounds_first};
   decode::norm_rows(x.data(), dtype, x.shape(0), norm, out.data());
 }
 
 void def_state(nb::module_& m) {
   m.def("norm_rows", &normalise, nb::kw_only(), nb::arg("x"), nb::arg("weight"), nb::arg("epsilon"), nb::arg("out"),
-        nb::call_guard<WithoutGil>(), "out [rows, n] = weight * round(x / sqrt(mean(x²) + epsilon)), on the CPU.");
+        nb::arg("unit_offset") = false, nb::arg("rounds_first") = true, nb::call_guard<WithoutGil>(),
+        "out [rows, n] = weight * round(x / sqrt(mean(x²) + epsilon)), on the CPU. unit_offset: 1 is added to the weight; "
+        "not rounds_first: the product is rounded instead.");
   m.def("choose", &choose, nb::kw_only(), nb::arg("scores"), nb::arg("generator").none(), nb::arg("tokens"),
         nb::call_guard<WithoutGil>(),
         "tokens [b] of scores [b, v]: the greatest; or, with the state of torch's generator on the CPU, one drawn from "

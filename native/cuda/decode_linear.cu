@@ -5,8 +5,8 @@
 //
 // The warps of a block share its tiles along the inputs, and add up at the end, in order. Weights go through shared
 // memory so that many can be on their way at once. A lane reads only what it has fetched itself, so nothing is
-// synchronised. Weights do not depend on the kernel before, so the first ones are fetched while that still runs. If
-// that kernel waits for the CPU, a whole matrix can be there when the tokens come.
+// synchronised. Weights do not depend on the kernel before, so the first ones are fetched while that still runs, and
+// more into the GPU's L2 cache. If that kernel waits for the CPU, a whole matrix can be there when the tokens come.
 #include "cuda/decode_linear.hpp"
 
 #include <cuda_bf16.h>
@@ -31,6 +31,8 @@ constexpr int kRows = DecodeLinear::kMostRows;
 constexpr int kMostTiles = 8;
 // How many pieces of 16 bytes a thread has on their way: as many as shared memory allows.
 constexpr int kHeldHopper = 24, kHeldBefore = 8;
+// Of all blocks, fetched into L2 behind those: less than it has, so that what others fetched stays there.
+constexpr int64_t kMostInL2 = int64_t{32} << 20;
 
 __device__ void fetch(uint4* to, const void* from) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
@@ -95,6 +97,21 @@ __device__ __forceinline__ void find_rows(const DecodeLinear& p, const Cut<kTile
   for (int tile = 0; tile < kTiles; ++tile) {
     const Row row = row_of(p, min((group * kTiles + tile) * kTile + cut.g, cut.total - 1));
     rows[tile] = static_cast<const T*>(row.weights) + static_cast<size_t>(row.row) * p.k + cut.t * 8;
+  }
+}
+
+// The rows of groups from `group` on, as far as they fit, a row a thread.
+template <class T, int kTiles>
+__device__ __forceinline__ void prefetch_groups(const DecodeLinear& p, const Cut<kTiles>& cut, int group) {
+  const int64_t bytes = static_cast<int64_t>(p.k) * sizeof(T);
+  int64_t left = kMostInL2 - kTiles * kTile * bytes * gridDim.x;
+  for (; group < cut.groups && left >= 0; group += static_cast<int>(gridDim.x)) {
+    const int output = group * kTiles * kTile + static_cast<int>(threadIdx.x);
+    if (threadIdx.x < kTiles * kTile && output < cut.total) {
+      const Row row = row_of(p, output);
+      prefetch_share(static_cast<const std::byte*>(row.weights) + row.row * bytes, bytes, 0, 1);
+    }
+    left -= kTiles * kTile * bytes * gridDim.x;
   }
 }
 
@@ -232,6 +249,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear 
     commit();
   };
   for (int i = 0; i < kAhead; ++i) fetch_round();
+  prefetch_groups<T>(p, cut, next_group);
   if (p.then != nullptr && threadIdx.x == 0)
     prefetch_share(p.then, p.then_bytes, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   const auto* norm = static_cast<const T*>(p.norm) + cut.t * 8;
@@ -310,7 +328,15 @@ void decode_linear(const DecodeLinear& p, DType dtype, Stream to) {
   const bool hopper = is_hopper(device);
   const int tiles = (outputs(p) + kTile - 1) / kTile;
   if (tiles == 0) return;
-  const int wanted = std::min((tiles + multiprocessors - 1) / multiprocessors, hopper ? kMostTiles : kHeldBefore / 2);
+  // One group a block where that has all; else the block with most tiles decides. Groups of few tiles are slower.
+  const int each = (tiles + multiprocessors - 1) / multiprocessors, most = hopper ? kMostTiles : kHeldBefore / 2;
+  auto longest = [&](int size) {
+    const int groups = (tiles + size - 1) / size;
+    return (groups + multiprocessors - 1) / multiprocessors * size;
+  };
+  int wanted = std::min(each, most);
+  for (const int size : {6, 5, 4, 3})
+    if (each > most && size < most && longest(size) < longest(wanted)) wanted = size;
   auto launch = [&]<class T>(T) {
     auto with = [&]<int kTiles>() {
       run<T, kTiles>(p, std::min(multiprocessors, (tiles + kTiles - 1) / kTiles), hopper, device, stream);

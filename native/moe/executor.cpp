@@ -89,13 +89,24 @@ void MoeExecutor::execute(int list, int index, int worker) {
   const size_t before = (this->*row.waits_for)(task);
   if (before != kNothing) {
     const std::atomic<int>& left = space_.counters[before];
+    Fetch fetch = stage == kDown && plan_.reads_only ? weights_of(task) : Fetch{};
     const bool ready = workers_.await([&] { return left.load(std::memory_order_acquire) == 0; },
-                                      plan_.begins[static_cast<size_t>(stage)], worker);
+                                      plan_.begins[static_cast<size_t>(stage)], worker, fetch);
     if (!ready) return;  // the call is ending without this
   }
   (this->*row.run)(task, worker);
   const size_t after = (this->*row.signals)(task);
-  if (after != kNothing) space_.counters[after].fetch_sub(1, std::memory_order_acq_rel);
+  if (after == kNothing) return;
+  const bool is_last = space_.counters[after].fetch_sub(1, std::memory_order_acq_rel) == 1;
+  if (!is_last || stage != kGateUp || !plan_.quantises_at_once) return;
+  quantise({task.of, 0, routing_.count_of(routing_.active_at(task.of))}, worker);
+  space_.counters[quantise_done(task)].fetch_sub(1, std::memory_order_acq_rel);
+}
+
+// Of a task of down, as far as they lie side by side.
+MoeExecutor::Fetch MoeExecutor::weights_of(const MoeTask& task) const {
+  const std::byte* first = layer_.panel(Projection::down, routing_.active_at(task.of), task.first);
+  return {first, first + static_cast<size_t>(task.count) * down_.panel_bytes()};
 }
 
 MoeExecutor::Activations MoeExecutor::activations(const gemm::Matrix& matrix, const ActivationBytes& bytes, Slot data,

@@ -1,6 +1,9 @@
 // Runs a plan: one pass of a layer over some tokens.
 #pragma once
 
+#include <xmmintrin.h>
+
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <span>
@@ -87,9 +90,25 @@ class MoeExecutor {
   };
   enum Slot : size_t;
 
+  // Brings weights nearer, a piece a call, while what they are multiplied with is still computed by others: so memory
+  // is read without a pause. False once there is nothing left.
+  struct Fetch {
+    static constexpr size_t kPiece = 2048;
+    const std::byte* at = nullptr;
+    const std::byte* end = nullptr;
+
+    bool operator()() {
+      if (at >= end) return false;
+      const std::byte* until = at + std::min(kPiece, static_cast<size_t>(end - at));
+      for (; at < until; at += 64) _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
+      return true;
+    }
+  };
+
   Activations activations(const gemm::Matrix& matrix, const ActivationBytes& bytes, Slot data, Slot scale, Slot sums);
   void reserve();
   void execute(int list, int index, int worker);
+  Fetch weights_of(const MoeTask& task) const;
 
   void convert_inputs(const MoeTask& task, int worker);
   void gather(const MoeTask& task, int worker);

@@ -74,6 +74,7 @@ void MoePlan::make(const Routing& routing, const MoeShape& shape, int tokens) {
   const size_t active_bytes = active_ * (shape.gate_up.bytes() + shape.down.bytes());
   caller_alone = active_bytes * std::max<size_t>(1, rows / std::max<size_t>(1, active_) / kReadRows) < kSerialBytes;
   reads_only = rows <= active_ * kReadRows;
+  quantises_at_once = shape.is_quantised() && reads_only;
   bypasses_caches = rows * static_cast<size_t>(shape.down.panels) * gemm::kPanel * sizeof(float) > kUncachedBytes;
   size_buffers(rows, shape, tokens);
   if (is_made_for(routing, shape, tokens)) return;
@@ -174,6 +175,10 @@ void MoePlan::add_gate_up(const Routing& routing, const MoeShape& shape) {
 }
 
 void MoePlan::add_quantise(const Routing& routing, const MoeShape& shape) {
+  if (quantises_at_once) {
+    for (int place = 0; place < static_cast<int>(active_); ++place) ++signals[quantise_done(place)];
+    return;
+  }
   const int size = std::clamp(static_cast<int>(routing.rows()) / (shape.threads * kTasksPerThread), 1, gemm::kTile);
   size_t next = 0;
   for (int place = 0; place < static_cast<int>(active_); ++place) {

@@ -83,7 +83,8 @@ struct MoePlan {
   bool caller_converts = false;  // stages 1 and 2 have no tasks: the caller is faster alone
   bool caller_alone = false;     // waking workers would cost more than they do
   bool reads_only = false;       // few rows: reading the weights is what takes the time, so a few workers less will do
-  bool bypasses_caches = false;  // results of down are written past the caches
+  bool quantises_at_once = false;  // stage 4 has no tasks: who ends an expert's stage 3 does it
+  bool bypasses_caches = false;    // results of down are written past the caches
 
   ActivationBytes input;     // a row a token
   ActivationBytes gathered;  // a row a (token, expert) pair, as all that follow

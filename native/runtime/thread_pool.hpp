@@ -83,12 +83,12 @@ class ThreadPool {
 
   // Called by a task whose input is made by tasks at indices below limits[list]: returns true once ready() holds, false
   // if the call has failed or was cancelled, so that it never will. Meanwhile it begins such tasks where nobody else
-  // did.
-  template <class Ready>
-  bool await(Ready&& ready, std::span<const int> limits, int worker) {
+  // did, and calls meanwhile() as long as that returns true.
+  template <class Ready, class Meanwhile>
+  bool await(Ready&& ready, std::span<const int> limits, int worker, Meanwhile&& meanwhile) {
     for (int turn = 0; !ready(); ++turn) {
       if (stopped()) return false;
-      if (!help(limits, worker)) relax(turn);
+      if (!help(limits, worker) && !meanwhile()) relax(turn);
     }
     return true;
   }

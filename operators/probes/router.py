@@ -6,6 +6,7 @@ in for the weight. `probe` runs a copy with such a product beside the router its
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
@@ -96,6 +97,9 @@ def copy_into(router: Any, module: nn.Module) -> None:
             router.__dict__[name] = value
     for name, buffer in module.named_buffers():
         router.register_buffer(name, buffer, name not in module._non_persistent_buffers_set)
+    for name, parameter in module._parameters.items():
+        if parameter is None:  # such as the bias that a subclass of nn.Linear does without
+            router.register_parameter(name, None)
 
 
 @answered_once
@@ -122,11 +126,11 @@ def _compare(module: nn.Module) -> RouterSpec | Support:
         return torch.randn(shape, generator=random)
 
     n, k = module.get_parameter("weight").shape
-    tensors = {"weight": (gaussian(n, k) * k**-0.5).bfloat16(), "bias": gaussian(n).bfloat16()}
     has_bias = "bias" in _shapes(module)
+    weight, bias = (gaussian(n, k) * k**-0.5).bfloat16(), gaussian(n).bfloat16()
+    tensors = {"weight": weight, "bias": bias} if has_bias else {"weight": weight}
     buffers = {name: gaussian(*b.shape).to(b.dtype) * 0.1 for name, b in module.named_buffers()}
     own = twin.of(module, tensors={**tensors, **buffers})
-    weight, bias = tensors["weight"], tensors["bias"]
 
     def product(x: Tensor) -> Tensor:
         # In another order, and exact, so that a use of the weight beside this one shows.
@@ -140,7 +144,8 @@ def _compare(module: nn.Module) -> RouterSpec | Support:
     if has_bias:
         other.__dict__["bias"] = stand_in
     x = gaussian(7, k).bfloat16()
-    want, found = _tensors(own(x)), _tensors(other(x))
+    beside = [0.1 * gaussian(n) for _ in _corrections(module)]
+    want, found = _tensors(own(x, *beside)), _tensors(other(x, *beside))
     if [a.shape for a in want] != [b.shape for b in found]:
         return _ELSEWHERE
     for a, b in zip(want, found):
@@ -151,6 +156,16 @@ def _compare(module: nn.Module) -> RouterSpec | Support:
         if not same:
             return _ELSEWHERE
     return RouterSpec(n, k, has_bias)
+
+
+def _corrections(module: nn.Module) -> list[str]:
+    """What the forward takes behind the rows: a correction of the choice [experts], which the block holds."""
+    taken = [*inspect.signature(type(module).forward).parameters.values()][2:]
+    return [
+        p.name
+        for p in taken
+        if p.kind is p.POSITIONAL_OR_KEYWORD and (p.default is p.empty or "bias" in p.name)
+    ]
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

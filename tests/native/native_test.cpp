@@ -289,7 +289,7 @@ void test_pool(bool forks) {
           --left;
           return;
         }
-        if (!workers->await([&] { return left == 0; }, limits, worker) || left != 0) ++wrong;
+        if (!workers->await([&] { return left == 0; }, limits, worker, [] { return false; }) || left != 0) ++wrong;
       });
       check(wrong == 0, "a task that waits goes on when what it waits for is done");
     }

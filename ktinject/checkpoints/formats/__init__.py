@@ -8,7 +8,8 @@
                  [..., ceil(n / block n), ceil(k / block k)]
     gptq, awq,   int4 codes, scales and zero points in tensors of      fp32: scale · (code - zero point)
     packed       their own (int4_packing.py draws them)
-    q4_0 … q6_k  GGUF's quantised blocks (gguf_blocks.py lists them)   fp32, as ggml dequantises them
+    q4_0, q6_k,  GGUF's quantised blocks (gguf_blocks.py and           fp32, as ggml dequantises them
+    iq1_s …      gguf_book_blocks.py list them)
     kv_b         `<stem>.k_b` [heads, latent, d] and `<stem>.v_b`      [heads · (d + v), latent], as its parts are
                  [heads, v, latent], in which GGUF keeps the weight
     mxfp4        U8 `<key>_blocks` and `<key>_scales` (mxfp4.py)       bf16, transposed as gpt-oss has it; exact

@@ -28,20 +28,26 @@ gguf = pytest.importorskip("gguf")
 ARCHITECTURE = entry("general.architecture", STRING, "qwen3moe")
 
 
+# Upper bytes of the fp16 numbers of a block, of which some would be infinite; of IQ1_M in four parts; in MXFP4 e8m0.
+_EXPONENTS = {
+    "Q4_1": (1, 3), "Q5_1": (1, 3), "Q4_K": (1, 3), "Q5_K": (1, 3), "Q2_K": (81, 83), "Q3_K": (109,), "Q6_K": (209,),
+    "IQ1_M": (55,), "MXFP4": (), "TQ2_0": (65,), "TQ1_0": (53,),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", gguf_blocks.TYPES)
 def test_blocks_of_any_bits_are_what_the_gguf_package_makes_of_them(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     wanted = gguf.GGMLQuantizationType[kind]
     inputs, size = gguf.GGML_QUANT_SIZES[wanted]
-    rows = torch.randint(0, 256, (40, 6 * size), dtype=torch.uint8, generator=generator)
-    # Any bits but for the exponents of the fp16 numbers, of which some would be infinite.
-    for place in {"Q4_1": (1, 3), "Q5_1": (1, 3), "Q4_K": (1, 3), "Q5_K": (1, 3), "Q6_K": (209,)}.get(
-        kind, (1,)
-    ):
+    rows = torch.randint(0, 256, (40, 30 * size), dtype=torch.uint8, generator=generator)
+    for place in _EXPONENTS.get(kind, (1,)):
         rows[:, place::size] &= 0xBF
+    if kind == "MXFP4":
+        rows[:, ::size] = torch.arange(40 * 30, dtype=torch.int32).remainder(253).view(40, 30)
     found = gguf_blocks.values(kind, rows)
     want = torch.from_numpy(gguf.quants.dequantize(rows.numpy(), wanted))
-    assert found.shape == (40, 6 * inputs) and found.equal(want) and found.std() > 0
+    assert found.shape == (40, 30 * inputs) and found.equal(want) and found.abs().max() > 0
 
 
 def quantised(folder: Path, into: Path, kind: str) -> Path:
@@ -103,7 +109,7 @@ def logits(path: Path, operator: str = "cpu_experts", **arguments: Any) -> torch
         return model(torch.arange(12)[None]).logits
 
 
-@pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_0", "MXFP4"])
 def test_a_model_is_the_model_of_its_values(kind: str, tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     """Without config.json: the metadata says it all."""
     file = converted(tiny_qwen3_moe, tmp_path / "a.gguf", kind)
@@ -321,10 +327,10 @@ def test_another_part_that_is_a_link_out_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:
-    both = tensor("token_embd.weight", (4,)), tensor("output.weight", (32,), 20, offset=32)
-    message = refusal(write(tmp_path / "a.gguf", ARCHITECTURE, tensors=both, data=bytes(50)))
+    both = tensor("token_embd.weight", (4,)), tensor("output.weight", (64,), 40, offset=32)
+    message = refusal(write(tmp_path / "a.gguf", ARCHITECTURE, tensors=both, data=bytes(68)))
     assert (
-        "1 of 2 tensors are IQ4_NL, such as 'output.weight'; of GGUF, F32, F16, BF16, Q4_0, Q4_1, " in message
+        "1 of 2 tensors are NVFP4, such as 'output.weight'; of GGUF, F32, F16, BF16, Q4_0, Q4_1, " in message
     )
 
 

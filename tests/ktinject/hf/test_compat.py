@@ -43,6 +43,8 @@ PUBLIC = (
     "transformers.modeling_outputs",
     "transformers.utils",
     "transformers.generation.streamers",
+    "transformers.quantizers",
+    "transformers.utils.quantization_config",
 )
 IDS = torch.randint(3, 90, (1, 9), generator=torch.Generator().manual_seed(0))
 

@@ -363,6 +363,7 @@ def load():
     expected = torch.load({str(tmp_path / "expected.pt")!r})
     config = transformers.AutoConfig.from_pretrained({str(folder)!r})
     assert config.model_type == "kimi_k2", config
+    assert "ktinject" in transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING, "the other thing that waits for this"
     model = transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})
     print((model(expected["ids"]).logits - expected["logits"]).abs().max().item(), model.config._experts_implementation)
 for first in {FIRST!r}:

@@ -11,6 +11,7 @@ from rule_texts import HEAD, parse, refused, rule
 
 from ktinject import rules
 from ktinject.errors import RuleError
+from ktinject.support import SUPPORTED, Support
 
 SMALL: list[rules.Module] = [
     ("", ("Model", "Module"), None),
@@ -205,3 +206,51 @@ def test_all_problems_come_at_once() -> None:
             rule("{class: DeepseekV3MoE}", "{operator: other}", "c"),
             rule("{class: DeepseekV3TopkRouter}", "keep", "d"),
         )
+
+
+ROLE_OF = {"MoE": "moe_block", "Router": "router", "Experts": "routed_experts", "Linear": "linear"}
+
+
+def has_role(path: str, role: str) -> Support:
+    """As a finder answers for SMALL; routers come near linear layers."""
+    names = next((names for known, names, _ in SMALL if known == path), ())
+    if role in [ROLE_OF.get(name) for name in names[:1]]:
+        return SUPPORTED
+    return Support.no("it routes") if (names[:1], role) == (("Router",), "linear") else rules.ELSEWHERE
+
+
+def test_roles_are_asked_for_beside_the_other_conditions() -> None:
+    found = assign(
+        rule("{role: routed_experts, layers: 1-3}", "{operator: a}", "experts"),
+        rule("{role: linear, inside: moe_block}", "{operator: b}", "linears"),
+        rule(r"{role: linear, path: '.*gate'}", "{operator: c}", "none") + "  optional: true\n",
+        has_role=has_role,
+    )
+    assert found.matched["experts"] == tuple(f"model.layers.{n}.mlp.experts" for n in (1, 2, 3))
+    assert found.matched["linears"] == tuple(
+        f"model.layers.{n}.mlp.shared_experts.up_proj" for n in range(12)
+    )
+    assert found.matched["none"] == ()
+
+
+def test_a_rule_by_role_sees_nothing_that_goes_away_with_what_an_earlier_rule_replaces() -> None:
+    written = [
+        rule("{class: MoE, layers: 0-9}", "{operator: block}", "blocks"),
+        rule("{role: routed_experts}", "{operator: a}", "experts"),
+    ]
+    found = assign(*written, has_role=has_role, keeps={"block": ["gate"]})
+    assert found.matched["experts"] == tuple(f"model.layers.{n}.mlp.experts" for n in (10, 11))
+    with pytest.raises(RuleError, match=r"'model.layers.0.mlp.experts' \(and 9 more\) goes away"):
+        assign(*reversed(written), has_role=has_role)
+
+
+def test_a_role_that_no_module_has_is_refused_with_what_comes_near() -> None:
+    lonely = [module for module in SMALL if not module[0].endswith(("up_proj", "mlp"))]
+    with pytest.raises(
+        RuleError, match=r"nothing: no module is linear \('model.layers.11.mlp.gate': it routes\)"
+    ):
+        assign(rule("{role: linear}", "{operator: a}"), modules=lonely, has_role=has_role)
+    with pytest.raises(RuleError, match="nothing: no module is embedding; every rule must match"):
+        assign(rule("{role: linear, inside: embedding}", "{operator: a}"), has_role=has_role)
+    with pytest.raises(RuleError, match="nothing: no module is router; "):
+        assign(rule("{role: router}", "{operator: a}"))

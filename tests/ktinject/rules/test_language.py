@@ -136,9 +136,13 @@ def test_legacy_files_are_recognised() -> None:
         (rule() + "  optional: 1", "f:7: rule 'r': ", ("optional is 1", "true or false")),
         (rule() + "\n" + rule(), "f:8: rule 'r': ", ("name is taken", "f:4")),
         (rule("x"), "f:5: rule 'r': ", ("match is 'x'", "mapping")),
-        (rule("{}"), "f:5: rule 'r': ", ("no path and no class",)),
-        (rule("{layers: 3}"), "f:5: rule 'r': ", ("no path and no class",)),
-        (rule("{name: x}"), "f:5: rule 'r': ", ("unknown key 'name'", "path, class and layers")),
+        (rule("{}"), "f:5: rule 'r': ", ("no path, class or role",)),
+        (rule("{layers: 3}"), "f:5: rule 'r': ", ("no path, class or role",)),
+        (
+            rule("{name: x}"),
+            "f:5: rule 'r': ",
+            ("unknown key 'name'", "path, class, role, inside and layers"),
+        ),
         (
             rule("\n    path: x\n    clas: Y"),
             "f:7: rule 'r': ",
@@ -153,6 +157,16 @@ def test_legacy_files_are_recognised() -> None:
         (rule("{class: 'torch.nn:Linear'}"), "f:5: rule 'r': ", ("import path", "write 'Linear'")),
         (rule("{class: torch/nn/Linear}"), "f:5: rule 'r': ", ("import path", "write 'Linear'")),
         (rule("{class: '...'}"), "f:5: rule 'r': ", ("import path",)),
+        (rule("{inside: attention}"), "f:5: rule 'r': ", ("no path, class or role",)),
+        (rule("{role: 3}"), "f:5: rule 'r': ", ("role is 3", "text")),
+        (
+            rule("{role: routed_expert}"),
+            "f:5: rule 'r': ",
+            (
+                "role 'routed_expert' is no role (closest: routed_experts); it is routed_experts, shared_experts,",
+            ),
+        ),
+        (rule("{role: linear, inside: x}"), "f:5: rule 'r': ", ("inside 'x' is no role; it is",)),
         (rule("{class: Lin ear}"), "f:5: rule 'r': ", ("not the name of a class",)),
         (rule(replace="default"), "f:6: rule 'r': ", ("replace is 'default'", "Write keep")),
         (
