@@ -56,7 +56,7 @@ def plan(
     Returns  the plan; `plan.problems` says what does not fit into memory or budget
     Raises   as `optimize`, but not if the plan does not fit
     """
-    ruleset = _read_rules(model, rules, variables)
+    ruleset = read_rules(model, rules, variables)
     if machine is not None and tp:
         raise PlanError("machine: the processes of tp are on this machine. Leave one of the two out.")
     found = _machine(machine)
@@ -104,7 +104,7 @@ def optimize(
     Raises         RuleError, PlanError, CheckpointError or OperatorError; the model is then as it was. With tp, all
                    processes raise what one of them raises
     """
-    ruleset = _read_rules(model, rules, variables)
+    ruleset = read_rules(model, rules, variables)
     found = _machine()
     group = ProcessGroup.join(found, devices) if tp else None
     with _sharing_errors(group):
@@ -213,7 +213,8 @@ def load(
     )
 
 
-def _read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any] | None) -> RuleSet:
+def read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any] | None) -> RuleSet:
+    """Read rules for a model; "auto" means the bundled rules for its type. Raises RuleError, PlanError."""
     check_class(model)
     if isinstance(rules, str) and rules == "auto":
         rules = auto_rules(model)

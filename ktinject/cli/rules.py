@@ -108,8 +108,8 @@ def _summary(found: rules.RuleSet) -> dict[str, Any]:
 def _rule(rule: rules.Rule) -> dict[str, Any]:
     layers = sorted(rule.match.layers) if rule.match.layers is not None else None
     found = rule.match
-    match = {"path": found.path, "class": found.class_name, "role": found.role, "inside": found.inside}
-    match |= {"layers": layers}
+    match: dict[str, Any] = {"path": found.path, "class": found.class_name, "role": found.role}
+    match |= {"inside": found.inside, "layers": layers}
     return {
         "name": rule.name,
         "match": {key: value for key, value in match.items() if value is not None},

@@ -7,6 +7,7 @@ Pure: no torch, nothing imported because a file says so. Reading goes document â
 from ktinject.rules.arguments import argument_of, check_arguments, unknown_operator
 from ktinject.rules.assign import Assignment, Module, assign
 from ktinject.rules.excerpt import places, pointed
+from ktinject.rules.explain import Explanation, explain
 from ktinject.rules.language import KEEP, Match, Rule, RuleSet
 from ktinject.rules.roles import ELSEWHERE, ROLES, HasRole
 from ktinject.rules.schema import schema
@@ -18,6 +19,7 @@ __all__ = [
     "KEEP",
     "ROLES",
     "Assignment",
+    "Explanation",
     "HasRole",
     "Match",
     "Module",
@@ -28,6 +30,7 @@ __all__ = [
     "bundled",
     "check_arguments",
     "choose",
+    "explain",
     "locate",
     "parse",
     "parse_overrides",

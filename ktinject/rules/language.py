@@ -46,6 +46,11 @@ class Match:
     role: str | None = None
     inside: str | None = None
 
+    @property
+    def by_role(self) -> bool:
+        """Whether modules are found by what they are for."""
+        return self.role is not None or self.inside is not None
+
     def matches(self, path: str, class_names: Sequence[str], layer: int | None) -> bool:
         """Whether the module is meant, roles aside. Raises TimeoutError when a pattern backtracks for half a second."""
         if self.class_name is not None and self.class_name not in class_names:
