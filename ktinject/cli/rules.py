@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,12 +13,24 @@ from ktinject import rules
 from ktinject.cli import options
 from ktinject.errors import RuleError
 from ktinject.grid import Grid
+from ktinject.rules import editors
 from ktinject.rules.wording import ranges
 
 app = typer.Typer(help="List, show and check rule files.", no_args_is_help=True)
 
 File = Annotated[
     str, typer.Argument(help="The name of bundled rules, or a path.", autocompletion=options.bundled_names)
+]
+
+Install = Annotated[
+    Path | None,
+    typer.Option(
+        "--install",
+        metavar="PATH",
+        help="Write the schema beside this rule file, or into this folder, and its name into the first line of rule "
+        "files, where yaml-language-server finds it.",
+        autocompletion=options.files,
+    ),
 ]
 
 
@@ -76,10 +89,14 @@ def check(
 
 
 @app.command()
-def schema(plugins: options.Plugins = None) -> None:
-    """Print the JSON Schema (draft-07) of rule files, for editors."""
+def schema(install: Install = None, plugins: options.Plugins = None) -> None:
+    """Print the JSON Schema (draft-07) of rule files, or install it for editors."""
     options.load_plugins(plugins)
-    options.show_json(rules.schema(_operator_configs()))
+    made = rules.schema(_operator_configs())
+    if install is None:
+        options.show_json(made)
+    else:
+        options.say(*editors.install(made, install))
 
 
 def _operator_configs() -> dict[str, type]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ktinject.rules import read
+from ktinject.rules import read as read_rules
 
 TRAINED = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
 EXPERTS = [f"model.layers.{layer}.mlp.experts" for layer in (1, 2)]
@@ -233,7 +233,7 @@ def test_where_each_line_comes_from(ktinject, as_json, tiny_qwen3_moe, tmp_path)
     options = ("plan", tiny_qwen3_moe, "--rules", rules, "--set", "routed experts.prefill=cpu")
     text = ktinject(*options).stdout
     assert "routed experts: prefill = cpu is set\n" in text
-    found = read("qwen3-moe")
+    found = read_rules("qwen3-moe")
     lines = {line.split("  ")[0].strip(): line.rpartition("  ")[2].strip() for line in text.splitlines()}
     plan = as_json(*options)
     assert lines["first"].endswith(":4") and lines["attention"] == found.rules[2].where
@@ -245,7 +245,7 @@ def test_where_each_line_comes_from(ktinject, as_json, tiny_qwen3_moe, tmp_path)
 
 def test_explain(ktinject, as_json, tiny_deepseek_v3):
     text = ktinject("plan", tiny_deepseek_v3, "--explain", r"model\.layers\.\d+\.mlp\.experts").stdout
-    router, experts, *others = read("deepseek-v3").rules
+    router, experts, *others = read_rules("deepseek-v3").rules
     assert text.splitlines()[:4] == [
         f"{', '.join(EXPERTS)}: DeepseekV3Experts",
         f"1. 'router, exact' ({router.where}): its path does not match '{router.match.path}'",

@@ -97,3 +97,43 @@ def test_cli_schema() -> None:
     assert code == 0 and jsonschema.Draft7Validator(schema).is_valid(
         document.from_file(rules.bundled()["mixtral"], "f").plain()
     )
+
+
+RULES = "version: 1\nrules:\n" + rule()
+MODELINE = "# yaml-language-server: $schema=rules.schema.json\n"
+
+
+def test_cli_schema_install(tmp_path: Path) -> None:
+    named = "# mine\n# yaml-language-server: $schema=other.json\n" + RULES
+    texts = {
+        "plain.yaml": RULES,
+        "windows.yml": RULES.replace("\n", "\r\n"),
+        "named.yaml": named,
+        "other.yaml": "a: 1\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text.encode())
+    code, out, _ = cli("schema", "--install", str(tmp_path))
+    assert code == 0 and f"{tmp_path / 'rules.schema.json'}: written" in out and "other.yaml" not in out
+    jsonschema.Draft7Validator.check_schema(json.loads((tmp_path / "rules.schema.json").read_text()))
+    found = {name: (tmp_path / name).read_bytes().decode() for name in texts}
+    assert found == {
+        **texts,
+        "plain.yaml": MODELINE + RULES,
+        "windows.yml": (MODELINE + RULES).replace("\n", "\r\n"),
+    }
+    assert rules.read(tmp_path / "plain.yaml").rules[0].where.endswith(":4")
+    code, out, _ = cli("schema", "--install", str(tmp_path / "plain.yaml"))
+    assert (
+        code == 0
+        and "names a schema already" in out
+        and (tmp_path / "plain.yaml").read_text() == MODELINE + RULES
+    )
+
+
+def test_cli_schema_install_refuses(tmp_path: Path) -> None:
+    code, _, err = cli("schema", "--install", str(tmp_path / "absent"))
+    assert code == 2 and "is not there" in err
+    (tmp_path / "rules.schema.json").write_text("[]")
+    code, _, err = cli("schema", "--install", str(tmp_path))
+    assert code == 2 and "no schema of rules" in err and (tmp_path / "rules.schema.json").read_text() == "[]"
