@@ -11,7 +11,7 @@ import typer
 
 from ktinject import rules
 from ktinject.cli import options
-from ktinject.errors import RuleError
+from ktinject.errors import PlanError, RuleError
 from ktinject.grid import Grid
 from ktinject.rules import editors
 from ktinject.rules.wording import ranges
@@ -69,9 +69,15 @@ def check(
     plugins: options.Plugins = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check a rule file and its arguments without a model, and show all problems. `ktinject plan` checks the rest."""
+    """Check a rule file and its arguments without a model, and show all problems. `ktinject plan` checks the rest.
+
+    Files of KTransformers 0.x are checked, too.
+    """
     try:
         options.load_plugins(plugins)
+        if rules.read_legacy(file) is not None:
+            _check_legacy(file, as_json)
+            return
         overrides_ = rules.parse_overrides(overrides or [])
         found = rules.read(file, variables=overrides_, check=_checks_arguments())
     except RuleError as error:
@@ -89,6 +95,40 @@ def check(
 
 
 @app.command()
+def migrate(
+    file: Annotated[
+        str, typer.Argument(help="A rule file of KTransformers 0.x.", autocompletion=options.files)
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the new file there; default: print it."),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Turn a rule file of KTransformers 0.x into version 1, with a comment for each rule on what changed.
+
+    Mistakes in the old file are reported on stderr.
+    """
+    with options.answers(as_json):
+        if output is not None:
+            options.check_writable(output, "--output")
+            if output.exists() and output.samefile(file):
+                raise PlanError(f"--output {output}: is the old file, which is kept. Name another one.")
+        found = rules.migrate(file)
+    if output is not None:
+        output.write_text(found.text, "utf-8")
+    if as_json:
+        problems = [str(problem) for problem in found.problems]
+        options.show_json({"text": found.text, "problems": problems, "devices": found.devices})
+    elif output is None:
+        typer.echo(found.text, nl=False)
+    else:
+        options.say(f"{output}: written")
+    for problem in found.problems:
+        typer.echo(f"ktinject: mistake in the old file: {problem}", err=True)
+
+
+@app.command()
 def schema(install: Install = None, plugins: options.Plugins = None) -> None:
     """Print the JSON Schema (draft-07) of rule files, or install it for editors."""
     options.load_plugins(plugins)
@@ -97,6 +137,27 @@ def schema(install: Install = None, plugins: options.Plugins = None) -> None:
         options.show_json(made)
     else:
         options.say(*editors.install(made, install))
+
+
+def _check_legacy(file: str, as_json: bool) -> None:
+    """Show what becomes of each rule. Raises RuleError with the mistakes in the file."""
+    found = rules.migrate(file)
+    if found.problems:
+        error = RuleError("\n".join(map(str, found.problems)))
+        error.parts = found.problems
+        raise error
+    if as_json:
+        keys = ("number", "was", "is")
+        told = [dict(zip(keys, row, strict=True)) for row in found.rules]
+        options.show_json({"ok": True, "legacy": True, "devices": found.devices, "rules": told})
+        return
+    options.show(
+        Grid(("rule", "was", "becomes"), [(str(number), was, now) for number, was, now in found.rules])
+    )
+    options.say(
+        f"{file}: {len(found.rules)} rules of KTransformers 0.x; no mistake found. "
+        "`ktinject rules migrate` turns them into version 1."
+    )
 
 
 def _operator_configs() -> dict[str, type]:

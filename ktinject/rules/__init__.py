@@ -9,6 +9,7 @@ from ktinject.rules.assign import Assignment, Module, assign
 from ktinject.rules.excerpt import places, pointed
 from ktinject.rules.explain import Explanation, explain
 from ktinject.rules.language import KEEP, Match, Rule, RuleSet
+from ktinject.rules.migrate import Migrated, migrate, read_legacy
 from ktinject.rules.roles import ELSEWHERE, ROLES, HasRole
 from ktinject.rules.schema import schema
 from ktinject.rules.settings import parse_overrides
@@ -22,6 +23,7 @@ __all__ = [
     "Explanation",
     "HasRole",
     "Match",
+    "Migrated",
     "Module",
     "Rule",
     "RuleSet",
@@ -32,11 +34,13 @@ __all__ = [
     "choose",
     "explain",
     "locate",
+    "migrate",
     "parse",
     "parse_overrides",
     "places",
     "pointed",
     "read",
+    "read_legacy",
     "schema",
     "unknown_operator",
 ]

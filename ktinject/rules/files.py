@@ -101,7 +101,7 @@ def _not_a_mapping(items: list[Node], place: Place) -> Exception:
         return place.refusal(
             "a KTransformers 0.x rule file, a list whose rules name classes by import path; version 1 is a "
             "mapping with version: 1 and rules that name operators. "
-            "Rewrite it as docs/reference/rules.md describes."
+            "`ktinject rules migrate` turns it into version 1."
         )
     return place.refusal(
         "the document is a list; a rule file is a mapping. Write version: 1 and put the list under rules."

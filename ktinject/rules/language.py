@@ -9,24 +9,22 @@ from typing import Any
 import regex
 
 from ktinject.errors import RuleError
+from ktinject.rules.conditions import IMPORT_MARKS, condition
 from ktinject.rules.files import TOP_KEYS, Document, mapping, unknown_key
 from ktinject.rules.node import Node
-from ktinject.rules.pattern import MAX_SIZES, Patterns, compiled, fullmatch
-from ktinject.rules.roles import ROLES, HasRole
+from ktinject.rules.pattern import Patterns, fullmatch
+from ktinject.rules.roles import HasRole
 from ktinject.rules.settings import Settings
 from ktinject.rules.variables import NAME, Variables
-from ktinject.rules.wording import Enough, Place, Problems, Unknown, closest, listing, show
+from ktinject.rules.wording import Enough, Place, Problems, Unknown, closest, show
 
 KEEP = "keep"
 RULE_KEYS = ("name", "match", "replace", "optional")
 MATCH_KEYS = ("path", "class", "role", "inside", "layers")
 
 _MAX_NAME = 200
-_MAX_LAYER = 999
 _MAX_RULES = 500
 _OPERATOR = regex.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_LAYERS = regex.compile(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*")
-_IMPORT_MARKS = regex.compile(r"[./:\\]+")
 
 
 @dataclass(frozen=True)
@@ -278,7 +276,7 @@ def _match(node: Node, place: Place, variables: Variables, problems: Problems, p
     values: dict[str, Any] = {}
     for key, item in entries.items():
         with problems.kept():
-            values[key] = _condition(key, item, place.moved(item.where), variables, patterns)
+            values[key] = condition(key, item, place.moved(item.where), variables, patterns)
     return Match(
         values.get("path"),
         values.get("class"),
@@ -286,79 +284,6 @@ def _match(node: Node, place: Place, variables: Variables, problems: Problems, p
         values.get("role"),
         values.get("inside"),
     )
-
-
-def _condition(key: str, item: Node, at: Place, variables: Variables, patterns: Patterns) -> Any:
-    value = variables.fill(item, at)
-    if key == "layers":
-        return _layers(value, at)
-    if not isinstance(value, str) or not value:
-        raise at.refusal(f"{key} is {show(value)}; it is text. Write it in single quotes.")
-    try:
-        if key != "path":
-            _CHECKS[key](value)
-        elif patterns.has_room(value):
-            compiled(value)
-        else:
-            raise at.refusal(
-                f"all patterns together are too large; characters times counts may be at most {MAX_SIZES:,}. "
-                "Write smaller counts, such as + in place of {1,1000}.",
-                Enough,
-            )
-    except RuleError:
-        raise
-    except ValueError as error:
-        raise at.refusal(f"{key} {show(value)} {error}. Correct it.") from error
-    return value
-
-
-def _check_role(name: str) -> None:
-    if name not in ROLES:
-        near = closest(name, ROLES)
-        hint = f" (closest: {near[0]})" if near else ""
-        raise ValueError(f"is no role{hint}; it is {listing(ROLES)}")
-
-
-def _check_class(name: str) -> None:
-    if _IMPORT_MARKS.search(name):
-        last = next((part for part in reversed(_IMPORT_MARKS.split(name)) if part), "Linear")
-        raise ValueError(
-            f"is an import path; classes are compared by name and nothing is imported: write {last!r}"
-        )
-    if not name.isidentifier():
-        raise ValueError("is not the name of a class; a name has letters, digits and _")
-
-
-_CHECKS: dict[str, Callable[[str], object]] = {
-    "class": _check_class,
-    "role": _check_role,
-    "inside": _check_role,
-}
-
-
-def _layers(value: object, place: Place) -> frozenset[int]:
-    """`3-60`, `3`, `[3, 5, 7]` or `'3-10,20-30'`."""
-    if isinstance(value, list):
-        parts = [str(item) if type(item) is int else "" for item in value]
-    else:
-        parts = value.split(",") if isinstance(value, str) else [str(value)]
-    numbers: list[int] = []
-    for part in parts:
-        found = _LAYERS.fullmatch(part)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if not first <= last <= _MAX_LAYER:
-            numbers.clear()
-            break
-        numbers.extend(range(first, last + 1))
-        if len(numbers) > _MAX_LAYER + 1:
-            break
-    if not numbers or len(set(numbers)) < len(numbers):
-        found_text = listing(map(show, value), "and") if isinstance(value, list) and value else show(value)
-        raise place.refusal(
-            f"layers is {found_text}; it is 3-60 (first to last), 3, [3, 5, 7] or '3-10,20-30', "
-            f"each layer once, none above {_MAX_LAYER}. Write one of these forms."
-        )
-    return frozenset(numbers)
 
 
 def _replace(
@@ -383,7 +308,7 @@ def _replace(
     at = place.moved(item.where)
     operator = variables.fill(item, at)
     if not isinstance(operator, str) or not _OPERATOR.fullmatch(operator):
-        path = "an import path, " if isinstance(operator, str) and _IMPORT_MARKS.search(operator) else ""
+        path = "an import path, " if isinstance(operator, str) and IMPORT_MARKS.search(operator) else ""
         raise at.refusal(
             f"operator is {path}{show(operator)}; only registry keys are allowed, and nothing is imported "
             "because a rule says so. Write a key such as cpu_experts; register_operator adds your own."

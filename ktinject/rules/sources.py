@@ -49,10 +49,10 @@ def read(
     if isinstance(source, str | Path):
         path, name = locate(source)
         root = document.from_file(path, name, problems)
-        return rule_set(_with_bases(Document(root, name), path), variables, check, problems)
+        return rule_set(with_bases(Document(root, name), path), variables, check, problems)
     if isinstance(source, Mapping):
         root = document.from_python(source, PYTHON)
-        return rule_set(_with_bases(Document(root, PYTHON)), variables, check)
+        return rule_set(with_bases(Document(root, PYTHON)), variables, check)
     if isinstance(source, list | tuple):
         rules = document.from_python(source, PYTHON, "rules")
         root = Node({"version": Node(VERSION, PYTHON), "rules": rules}, PYTHON)
@@ -70,10 +70,10 @@ def parse(data: bytes, source: str, *, variables: Mapping[str, Any] | None = Non
     """
     problems = Problems()
     root = document.from_bytes(data, source, problems=problems)
-    return rule_set(_with_bases(Document(root, source)), variables, None, problems)
+    return rule_set(with_bases(Document(root, source)), variables, None, problems)
 
 
-def _with_bases(own: Document, path: Path | None = None) -> list[Document]:
+def with_bases(own: Document, path: Path | None = None) -> list[Document]:
     """The file, the file that it extends, the one that this extends, and so on.
 
     path    of the file; None: it is none

@@ -73,6 +73,10 @@ class Problems:
         if self._found:
             raise self.together()
 
+    def all(self) -> tuple[RuleError, ...]:
+        """All problems, in the order in which they were found."""
+        return tuple(self._found)
+
     def together(self) -> RuleError:
         """One refusal of all problems, of which there is one at least."""
         if len(self._found) == 1:
