@@ -53,7 +53,8 @@ def _check_role(name: str) -> None:
 
 def _check_class(name: str) -> None:
     if IMPORT_MARKS.search(name):
-        last = next((part for part in reversed(IMPORT_MARKS.split(name)) if part), "Linear")
+        parts = reversed(IMPORT_MARKS.split(name))
+        last = next((part for part in parts if part.isidentifier()), "Linear")
         raise ValueError(
             f"is an import path; classes are compared by name and nothing is imported: write {last!r}"
         )

@@ -21,6 +21,8 @@ _IN_LAYER = {
     ".linear_attn.out_proj": ("linear",), ".block_sparse_moe": ("block",),
     ".block_sparse_moe.gate": ("router", "linear"),
     ".block_sparse_moe.experts": ("experts",), ".feed_forward": ("block", "mlp"),
+    ".feed_forward.experts": ("experts",), ".feed_forward.router": ("router", "linear"),
+    ".mlp.router": ("router", "linear"), ".linear_attn.in_proj_qkvz": ("linear",),
     **{f".self_attn.{name}": ("linear",) for name in (
         "q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")},
     **{f".mlp.{inner}{name}_proj": ("linear",) for inner in ("", "shared_experts.", "shared_expert.")
@@ -36,19 +38,23 @@ MODULES: dict[str, tuple[str, ...]] = {
 _SECONDS = 0.4
 # What is in the name of a class that is matched → what such modules are for. The first that is found counts.
 _KINDS = (
-    ("linear", "linear"), ("rotary", "rotary"), ("norm", "norm"), ("gate", "router"), ("router", "router"),
-    ("experts", "experts"), ("moe", "block"), ("attention", "attention"), ("mlp", "mlp"), ("embedding", "embedding"),
-    ("model", "model"),
+    ("rotary", "rotary"), ("norm", "norm"), ("delta", "attention"), ("attention", "attention"), ("experts", "experts"),
+    ("router", "router"), ("gate", "router"), ("mlp", "mlp"), ("embedding", "embedding"), ("model", "model"),
+    ("moe", "block"),
 )  # fmt: skip
 
 
 def kind_of(class_name: str) -> str | None:
-    """What modules of a class are for, by its name."""
+    """What modules of a class are for, by its name; None if it does not tell."""
+    if class_name == "Linear":
+        return "linear"
     return next((kind for part, kind in _KINDS if part in class_name.lower()), None)
 
 
 def hits(rules: Sequence[LegacyRule], linear_routers: bool) -> dict[int, list[str]] | None:
     """Number of a rule → paths of the known modules that it matches; None if that takes too long.
+
+    A rule whose class tells nothing is left out.
 
     linear_routers  whether routers are linear layers
     """
@@ -56,6 +62,8 @@ def hits(rules: Sequence[LegacyRule], linear_routers: bool) -> dict[int, list[st
     found: dict[int, list[str]] = {}
     try:
         for rule in rules:
+            if rule.of_class and not kind_of(rule.of_class):
+                continue
             found[rule.number] = []
             for path in _matched(rule, linear_routers):
                 found[rule.number].append(path)
@@ -71,7 +79,7 @@ def _matched(rule: LegacyRule, linear_routers: bool) -> Iterator[str]:
     for path, kinds in MODULES.items():
         if not linear_routers and "router" in kinds:
             kinds = ("router",)
-        if rule.of_class and (kind not in kinds if kind else bool(kinds)):
+        if rule.of_class and kind not in kinds:
             continue
         if rule.path is None or fullmatch(rule.path, path):
             yield path

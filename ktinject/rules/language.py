@@ -201,7 +201,8 @@ class _Reader:
             self._names.append(name)
             node = self._settings.applied(name, node)
         entries = mapping(node, place, "a rule", RULE_KEYS, self._problems)
-        absent = [key for key in RULE_KEYS[:3] if key not in entries]
+        meant = _meant(node, RULE_KEYS)
+        absent = [key for key in RULE_KEYS[:3] if key not in entries and key not in meant]
         for key in absent:
             self._problems.add(place.refusal(f"no {key}; a rule has a name, a match and a replace. Add it."))
         optional = entries.get("optional", Node(False, node.where))
@@ -218,7 +219,7 @@ class _Reader:
         if "replace" in entries:
             with self._problems.kept():
                 replace = _replace(entries["replace"], place, self.variables, self._problems)
-        if name is None or replace is None:
+        if name is None or replace is None or "match" not in entries:
             raise Unknown
         operator, arguments, argument_where = replace
         rule = Rule(
@@ -254,6 +255,12 @@ class _Reader:
         return None
 
 
+def _meant(node: Node, allowed: Sequence[str]) -> set[str]:
+    """The keys that unknown ones seem to be, which are told already: nobody misses them."""
+    keys = node.value if isinstance(node.value, dict) else {}
+    return {near for key in keys if key not in allowed for near in closest(key, allowed)}
+
+
 def _taken(first: Rule, second: Rule) -> RuleError:
     if first.depth < second.depth:  # the first is the one whose author can change it
         return first.place().refusal(
@@ -269,7 +276,7 @@ def _is_name(name: str) -> bool:
 
 def _match(node: Node, place: Place, variables: Variables, problems: Problems, patterns: Patterns) -> Match:
     entries = mapping(node, place.moved(node.where), "match", MATCH_KEYS, problems)
-    if not {"path", "class", "role"} & entries.keys():
+    if not {"path", "class", "role"} & (entries.keys() | _meant(node, MATCH_KEYS)):
         raise place.moved(node.where).refusal(
             "match has no path, class or role; it needs one of them or more. Add one."
         )

@@ -54,6 +54,7 @@ OPS = {
     "KExpertsMarlin": ("experts", "int4"),
     "KExpertsTorch": ("experts", "bf16"),
 }
+_NAMED = {"linear": "linear layers", "experts": "experts"}
 BACKENDS = {"llamafile": "int4", "AMXInt8": "int8", "AMXBF16": "bf16"}
 KWARGS = (
     "generate_device", "prefill_device", "generate_op", "prefill_op", "out_device", "backend", "absorb_for_prefill",
@@ -263,8 +264,8 @@ def _check_op(key: str, value: object, rule: LegacyRule, at: Place) -> None:
         )
     if OPS[value][0] != rule.kind:
         raise at.refusal(
-            f"{key} {value} computes {OPS[value][0]}, and {rule.class_name} does not; "
-            f"it has {listing(op for op, (kind, _) in OPS.items() if kind == rule.kind) or 'none'}. Remove it."
+            f"{key} {value} is for {_NAMED[OPS[value][0]]}, which {rule.class_name} is not; "
+            f"it has {listing(op for op, (kind, _) in OPS.items() if kind == rule.kind) or 'none'}. Correct it."
         )
 
 

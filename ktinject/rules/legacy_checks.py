@@ -46,6 +46,8 @@ def _check_hits(rules: Sequence[LegacyRule], source: str, problems: Problems) ->
         return
     winners: dict[str, LegacyRule] = {}
     for rule in rules:
+        if rule.number not in found:
+            continue
         mine = found[rule.number]
         owners = Counter(winners[path].number for path in mine if path in winners)
         free = [path for path in mine if path not in winners]

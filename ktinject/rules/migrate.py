@@ -18,6 +18,7 @@ from ktinject.errors import RuleError
 from ktinject.rules import document, known_modules, legacy, legacy_checks
 from ktinject.rules.legacy import BACKENDS, OPS, LegacyRule
 from ktinject.rules.node import Node
+from ktinject.rules.pattern import compiled
 from ktinject.rules.sources import locate
 from ktinject.rules.wording import Enough, Place, Problems, listing, show
 
@@ -58,7 +59,7 @@ class _New:
     operator: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     match: dict[str, str] = field(default_factory=dict)
-    optional: bool = False
+    kept: tuple[dict[str, str], ...] = ()
     notes: list[str] = field(default_factory=list)
 
 
@@ -125,7 +126,7 @@ def _new(rule: LegacyRule, threshold: int | None) -> _New:
     new = _New(rule)
     if rule.path is not None:
         new.match["path"] = rule.path
-        if rule.name is not None and rule.path != rule.name:
+        if rule.path.strip("^$") != (rule.name or "").strip("^$"):
             new.notes.append("the pattern is for the whole path, as patterns are here")
     if rule.of_class is not None:
         if rule.kind == "linear" or rule.kind not in _ROLES:
@@ -170,6 +171,9 @@ def _new(rule: LegacyRule, threshold: int | None) -> _New:
 def _linear(new: _New) -> None:
     rule = new.old
     op = rule.arguments.get("generate_op", "KLinearMarlin")
+    if "class" not in new.match:
+        new.match["class"] = "Linear"
+        new.notes.append("class: Linear, for all that it can replace")
     on_cpu = rule.device == "cpu" or op == "KLinearCPUInfer"
     new.operator = "cpu_linear" if on_cpu else "dense_linear"
     new.arguments["weights"] = OPS[op][1]
@@ -218,24 +222,41 @@ def _dropped(rule: LegacyRule) -> list[str]:
 def _keep(new: _New, later: Sequence[_New]) -> None:
     """A rule that only places: it is needed where it keeps modules from a rule behind it."""
     rule = new.old
-    after = [each.old for each in later if each.operator]
-    found = known_modules.hits([rule, *after], True) if after else {}
-    mine = set(found.get(rule.number, ())) if found else set()
-    shielded = [other.number for other in after if found and mine & set(found[other.number])]
+    after = [each for each in later if each.operator]
+    found = known_modules.hits([rule, *(each.old for each in after)], True) if after else {}
+    if not found or rule.number not in found:
+        new.notes = ["left out: it only placed modules, which the planner does"]
+        if after and rule.number not in (found or {}):
+            new.notes.append("whether it kept modules from the rules behind it could not be found out")
+        return
+    mine = set(found[rule.number])
+    if not rule.recursive:
+        mine |= {
+            path for path in known_modules.MODULES if any(path.startswith(f"{outer}.") for outer in mine)
+        }
+    shielded = [each for each in after if mine & set(found.get(each.old.number, ()))]
     if not shielded:
         new.notes = ["left out: it only placed modules, which the planner does"]
         return
-    inside = any(f"{path}." in other for path in mine for other in mine if other != path)
-    if inside or not rule.recursive:
-        new.notes = [
-            f"left out: version 1 keeps single modules, not all that lies below; narrow rule {shielded[0]}, which "
-            "would otherwise get them"
-        ]
+    # Of all that it matches, only what the rules behind it are for need be kept, and only that may be: modules inside
+    # a replaced one cannot.
+    pattern = rule.path or ".*"
+    path = pattern if rule.recursive else f"(?:{pattern})(\\..*)?"
+    try:
+        compiled(path)
+    except ValueError as error:
+        new.notes = [f"left out: its pattern, with what lies inside, {error}; write it anew"]
         return
-    new.operator, new.optional = "keep", True
-    new.notes.append(
-        f"it keeps modules from rule {', '.join(map(str, shielded[:5]))}; placing is the planner's"
+    conditions = dict.fromkeys(
+        ("role", each.match["role"]) if "role" in each.match else ("class", each.match["class"])
+        for each in shielded
     )
+    new.operator = "keep"
+    new.kept = tuple({"path": path, key: value} for key, value in conditions)
+    numbers = listing((each.old.number for each in shielded), "and")
+    new.notes.append(f"it keeps modules from rule {numbers}; placing is the planner's")
+    if not rule.recursive:
+        new.notes.append("recursive: false, so the pattern goes on to what lies inside")
 
 
 def _head(source: str, devices: Sequence[str], mistakes: int) -> list[str]:
@@ -280,16 +301,20 @@ def _rules(new: Sequence[_New], names: dict[int, str]) -> list[str]:
         )
         if not each.operator:
             continue
-        match = ", ".join(f"{key}: {_text(value)}" for key, value in each.match.items())
-        lines += [f"  - name: {_text(names[each.old.number])}", f"    match: {{{match}}}"]
+        name = names[each.old.number]
         if each.operator == "keep":
-            lines.append("    replace: keep")
+            for number, match in enumerate(each.kept):
+                lines += _rule(name if not number else f"{name} ({number + 1})", match, "keep")
+                lines.append("    optional: true")
         else:
             arguments = "".join(f", {key}: {value}" for key, value in each.arguments.items())
-            lines.append(f"    replace: {{operator: {each.operator}{arguments}}}")
-        if each.optional:
-            lines.append("    optional: true")
+            lines += _rule(name, each.match, f"{{operator: {each.operator}{arguments}}}")
     return lines
+
+
+def _rule(name: str, match: dict[str, str], replace: str) -> list[str]:
+    conditions = ", ".join(f"{key}: {_text(value)}" for key, value in match.items())
+    return [f"  - name: {_text(name)}", f"    match: {{{conditions}}}", f"    replace: {replace}"]
 
 
 def _old(rule: LegacyRule) -> str:

@@ -63,14 +63,20 @@ def read(
     )
 
 
-def parse(data: bytes, source: str, *, variables: Mapping[str, Any] | None = None) -> RuleSet:
+def parse(
+    data: bytes,
+    source: str,
+    *,
+    variables: Mapping[str, Any] | None = None,
+    check: Callable[[Rule], None] | None = None,
+) -> RuleSet:
     """Read the bytes of a rule file, called `source` in refusals. Raises RuleError as `read` does.
 
     What it extends is looked for in the working directory.
     """
     problems = Problems()
     root = document.from_bytes(data, source, problems=problems)
-    return rule_set(with_bases(Document(root, source)), variables, None, problems)
+    return rule_set(with_bases(Document(root, source)), variables, check, problems)
 
 
 def with_bases(own: Document, path: Path | None = None) -> list[Document]:

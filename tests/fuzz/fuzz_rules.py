@@ -3,8 +3,8 @@
     python tests/fuzz/fuzz_rules.py --runs 1000000 --seed 1
 
 Every document is read; what can be read is assigned to the modules of a small model, and its arguments are
-typed. One of seven is a file of KTransformers 0.x, which is migrated. Half of the mutations work on bytes, half on tokens:
-the YAML layer and the meaning behind it.
+typed. One of seven is a file of KTransformers 0.x, which is migrated. Half of the mutations work on bytes, half on
+tokens: the YAML layer and the meaning behind it.
 A failure prints the seed, the run and the document.
 """
 

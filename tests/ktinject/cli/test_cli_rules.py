@@ -137,3 +137,43 @@ def test_cli_schema_install_refuses(tmp_path: Path) -> None:
     (tmp_path / "rules.schema.json").write_text("[]")
     code, _, err = cli("schema", "--install", str(tmp_path))
     assert code == 2 and "no schema of rules" in err and (tmp_path / "rules.schema.json").read_text() == "[]"
+
+
+OLD = """- match: {name: "experts$"}
+  replace: {class: ktransformers.operators.experts.KTransformersExperts, kwargs: {generate_device: "cuda:1"}}
+"""
+
+
+def test_cli_migrate(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text(OLD)
+    code, printed, err = cli("migrate", str(old))
+    assert (
+        (code, err) == (0, "") and "role: 'routed_experts'" in printed and "--budget cuda:1=24GiB" in printed
+    )
+    assert cli("migrate", str(old), "-o", str(new))[:2] == (0, f"{new}: written\n")
+    assert new.read_text() == printed and rules.read(new).rules[0].operator == "hybrid_experts"
+    code, out, _ = cli("migrate", str(old), "--json")
+    assert code == 0 and json.loads(out) == {"text": printed, "problems": [], "devices": ["cuda:1"]}
+    for arguments in ((str(old), "-o", str(old)), (str(new),), ("mixtral",), (str(tmp_path / "absent"),)):
+        code, out, err = cli("migrate", *arguments)
+        assert (code, out) == (2, "") and err
+    assert old.read_text() == OLD
+
+
+def test_cli_check_reads_both_kinds(tmp_path: Path) -> None:
+    old = tmp_path / "old.yaml"
+    old.write_text(OLD)
+    code, out, _ = cli("check", str(old))
+    assert (
+        code == 0 and "KTransformersExperts" in out and "hybrid_experts" in out and "no mistake found" in out
+    )
+    code, out, _ = cli("check", str(old), "--json")
+    assert code == 0 and json.loads(out)["rules"][0]["number"] == 1
+    old.write_text(OLD.replace("cuda:1", "gpu"))
+    code, out, err = cli("check", str(old))
+    assert (
+        (code, out) == (2, "") and f"{old}:2:100: rule 1: generate_device is 'gpu'" in err and "^^^^^" in err
+    )
+    code, out, err = cli("migrate", str(old))
+    assert code == 0 and out and err.startswith(f"ktinject: mistake in the old file: {old}:2: rule 1: ")

@@ -20,4 +20,6 @@ def test_only_refusals_come_out_of_mutated_documents(parser: Any, runs: int) -> 
         assert migrated == {"migrated with mistakes", "migrated"}
     outcomes = fuzz_rules.fuzz(runs, seed=20_240, parser=parser)
     assert sum(outcomes.values()) - outcomes["over a second"] == runs
-    assert {"accepted", "refused by read", "refused by assign", "refused by migrate", "migrated"} <= set(outcomes)
+    assert {"accepted", "refused by read", "refused by assign", "refused by migrate", "migrated"} <= set(
+        outcomes
+    )
