@@ -26,6 +26,7 @@ setup(
         "ktinject.planning",
         "ktinject.pretrained",
         "ktinject.rules",
+        "ktinject.testing",
         "ktinject.tools",
     ],
     package_dir={

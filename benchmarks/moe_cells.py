@@ -38,6 +38,7 @@ SHAPES = {
     for shape in (
         Shape("qwen3-30b-a3b", 128, 8, 2048, 768),
         Shape("deepseek-v3", 32, 8, 7168, 2048),  # 32 of its 256 experts
+        Shape("deepseek-v3-256", 256, 8, 7168, 2048),  # named alone only: 45 GB in bf16, packed and unpacked
         Shape("mixtral-8x7b", 8, 2, 4096, 14336),
         Shape("qwen2-57b-a14b", 64, 8, 3584, 2560),
     )

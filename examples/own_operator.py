@@ -6,6 +6,7 @@ python examples/own_operator.py
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,37 +16,24 @@ from ktinject.operators import Operator
 
 @ktinject.register_operator("fused_rms_norm")
 class FusedRMSNorm(Operator):
-    device_types = ("cpu", "cuda")
+    device_types = ("cuda", "cpu")
 
-    def __init__(self, shape: tuple[int, ...], eps: float, dtype: Any, device: str) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
-        self.shape, self.eps, self.dtype, self.device = shape, eps, dtype, device
-        self.weight: Tensor | None = None
+        # Kept under its old name, so that transformers loads it.
+        self.weight: nn.Parameter = module.weight
+        self.epsilon: float = module.variance_epsilon
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Any) -> str | None:
-        if not hasattr(module, "variance_epsilon"):
-            return f"{type(module).__name__} is no RMSNorm"
-        return None
+        return None if hasattr(module, "variance_epsilon") else f"{type(module).__name__} is no RMSNorm"
 
     @classmethod
-    def build(cls, module: Any, config: Any) -> Self:
-        return cls(tuple(module.weight.shape), module.variance_epsilon, module.weight.dtype, config.device)
-
-    def describe(self) -> dict[str, Any]:
-        return {"kernel": "torch rms_norm", "weights": str(self.dtype).removeprefix("torch.")}
-
-    def footprint(self) -> dict[str, int]:
-        return {self.device: self.shape[0] * self.dtype.itemsize}
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"weight": self.shape}
-
-    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
-        self.weight = tensor.to(self.device, self.dtype, copy=True)
+    def build(cls, module: nn.Module, config: Any) -> Self:
+        return cls(module)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return F.rms_norm(hidden_states, self.shape, self.weight, self.eps)
+        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.epsilon)
 
 
 RULES = [
@@ -53,6 +41,19 @@ RULES = [
     {"name": "experts", "match": {"class": "DeepseekV3Experts"}, "replace": {"operator": "cpu_experts"}},
 ]
 
+
+def test_fused_rms_norm() -> None:
+    """It keeps the contract between operators and the engine: with pytest, `pytest examples/own_operator.py`."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+
+    from ktinject.testing import check_operator
+
+    check_operator(
+        FusedRMSNorm, lambda: DeepseekV3RMSNorm(64), lambda n: {"hidden_states": torch.randn(n, 64)}
+    )
+
+
 if __name__ == "__main__":
+    test_fused_rms_norm()
     model = ktinject.load(Path(__file__).parent / "models" / "tiny-deepseek-v3", RULES)
     print(model.ktinject)

@@ -28,9 +28,9 @@ from ktinject.hf import hub, models
 from ktinject.hf.layers import Layers
 from ktinject.loading import fill, inject, swapped
 from ktinject.machine import Machine
-from ktinject.planning.devices import suppose
+from ktinject.planning.devices import Budget, one_budget, suppose
 from ktinject.planning.plan import Plan
-from ktinject.planning.planner import auto_rules, check_class, make
+from ktinject.planning.planner import check_class, check_experts, make
 from ktinject.rules import RuleSet
 
 logger = logging.getLogger("ktinject")
@@ -44,16 +44,18 @@ def plan(
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     devices: str | Sequence[str] | None = None,
-    budget: Mapping[str, int | str] | None = None,
+    budget: Budget | None = None,
     variables: Mapping[str, Any] | None = None,
     tp: bool = False,
-    machine: Mapping[str, int | str] | None = None,
+    context: int | None = None,
+    max_memory: Budget | None = None,
+    machine: Budget | None = None,
 ) -> Plan:
     """Plan what `optimize` would do with the same arguments. The model stays as it is.
 
     machine  plan for another machine with this memory, such as {"cpu": "512GiB", "cuda:0": "24GiB"}, and no other GPUs.
              Without "cpu" it has this machine's memory. It has this machine's CPU, and its GPUs of the same number
-    Returns  the plan; `plan.problems` says what does not fit into memory or budget
+    Returns  the plan; `plan.problems` says what does not fit into memory or budget, `plan.remedies` what makes it fit
     Raises   as `optimize`, but not if the plan does not fit
     """
     ruleset = read_rules(model, rules, variables)
@@ -62,7 +64,8 @@ def plan(
     found = _machine(machine)
     group = ProcessGroup.join(found, devices) if tp else None
     with _sharing_errors(group), _open(model, checkpoint) or nullcontext() as source:
-        decided = make(model, ruleset, source, found, devices, budget, group)
+        limit = one_budget(budget, max_memory)
+        decided = make(model, ruleset, source, found, devices, limit, group, context)
     if machine is not None:
         decided.notes.append(
             "planned for another machine; its CPU is taken for this one's, and a GPU that is not here for one of "
@@ -77,26 +80,31 @@ def optimize(
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     devices: str | Sequence[str] | None = None,
-    budget: Mapping[str, int | str] | None = None,
+    budget: Budget | None = None,
     progress: bool = True,
     variables: Mapping[str, Any] | None = None,
     check_tensors: bool = False,
     tp: bool = False,
+    context: int | None = None,
+    max_memory: Budget | None = None,
 ) -> PreTrainedModel:
     """Replace modules of a model by operators, as rules say, and load all its weights. Works in place.
 
     model          a model on the meta device, or one with its weights. The weights of the latter are used unless a
                    checkpoint is given
-    rules          a path, the name of bundled rules, "auto", a RuleSet, a rule document as a dict, or a list of rules
+    rules          a path, the name of bundled rules ("auto" serves any Mixture-of-Experts model), a RuleSet, a rule
+                   document as a dict, or a list of rules
     checkpoint     a folder or file of safetensors or GGUF; by default where the config was read from
     devices        the devices to use, such as "cpu" or ["cuda:0", "cuda:1"]; several GPUs share the decoder layers.
                    By default the first GPU if it has room, else all GPUs, else the CPU. Operators of the CPU compute
                    on the CPU in any case
-    budget         device → the most bytes to use, such as {"cuda:0": "24GiB"}
+    budget         device → the most bytes to use, such as {"cuda:0": "24GiB"}; a GPU may be a number: {0: "24GiB"}
     progress       show a progress bar on stderr
     variables      values for the variables of the rules, and for arguments of rules by the rule's name:
                    {"experts": "int8", "routed experts.prefill": "cpu"}
     check_tensors  refuse NaN and infinity in all weights, which costs some time; scales are always checked
+    context        tokens of a request, prompt and answer, that the cache must have room for; by default a short one
+    max_memory     accelerate's name for budget
     tp             share the model among the processes that torchrun started, one for each GPU: linear layers by
                    transformers' tp_plan, experts in process 0. All processes make the same calls; `devices` then names
                    one device for each process
@@ -107,11 +115,14 @@ def optimize(
     ruleset = read_rules(model, rules, variables)
     found = _machine()
     group = ProcessGroup.join(found, devices) if tp else None
+    limit = one_budget(budget, max_memory)
     with _sharing_errors(group):
-        return _optimize(model, ruleset, checkpoint, found, devices, budget, progress, check_tensors, group)
+        return _optimize(
+            model, ruleset, checkpoint, found, devices, limit, progress, check_tensors, group, context
+        )
 
 
-def _machine(memory: Mapping[str, int | str] | None = None) -> Machine:
+def _machine(memory: Budget | None = None) -> Machine:
     found = machine.detect()
     return found if memory is None else suppose(found, memory)
 
@@ -126,10 +137,11 @@ def _optimize(
     checkpoint: str | os.PathLike[str] | None,
     found: Machine,
     devices: str | Sequence[str] | None,
-    budget: Mapping[str, int | str] | None,
+    budget: Budget | None,
     progress: bool,
     check_tensors: bool,
     group: ProcessGroup | None,
+    context: int | None,
 ) -> PreTrainedModel:
     ending.install()
     operators: dict[str, Any] = {}
@@ -137,7 +149,7 @@ def _optimize(
     transaction = inject.Transaction(model)
     try:
         with _open(model, checkpoint) or nullcontext() as source:
-            decided = make(model, ruleset, source, found, devices, budget, group)
+            decided = make(model, ruleset, source, found, devices, budget, group, context)
             _check_ready(model, decided, source)
             if group is not None:
                 tensor_parallel.apply(model, decided.styles, group.size)
@@ -169,20 +181,22 @@ def load(
     rules: Rules | None = None,
     *,
     devices: str | Sequence[str] | None = None,
-    budget: Mapping[str, int | str] | None = None,
+    budget: Budget | None = None,
     dtype: str | torch.dtype = "auto",
     progress: bool = True,
     variables: Mapping[str, Any] | None = None,
     check_tensors: bool = False,
     tp: bool = False,
+    context: int | None = None,
+    max_memory: Budget | None = None,
 ) -> PreTrainedModel:
     """Build the model of a folder on the meta device, then `optimize` it.
 
     The model is of the class that config.json names: a causal language model, or one that also reads images. Of a model
     that speaks (Qwen3-Omni) it is the part that writes.
 
-    path    a model folder with config.json and safetensors or GGUF, or a file in it; a .gguf file needs no config.json
-            for some models, and is best with it. Or the name of a model whose files are in the Hub's cache
+    path    a model folder with config.json and safetensors or GGUF, or a file in it; of most models a .gguf file
+            is enough by itself. Or the name of a model whose files are in the Hub's cache
     rules   as `optimize` takes them; None: what config.json says (see `KTInjectConfig`), with its devices, budget and
             variables where the call gives none; else "auto"
     dtype   the type of everything that is not replaced; "auto": the config's, else what most tensors have
@@ -210,6 +224,8 @@ def load(
         variables=variables,
         check_tensors=check_tensors,
         tp=tp,
+        context=context,
+        max_memory=max_memory,
     )
 
 
@@ -217,7 +233,7 @@ def read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any
     """Read rules for a model; "auto" means the bundled rules for its type. Raises RuleError, PlanError."""
     check_class(model)
     if isinstance(rules, str) and rules == "auto":
-        rules = auto_rules(model)
+        check_experts(model)
     return language.read(rules, variables=variables)
 
 

@@ -111,18 +111,6 @@ class AbsorbedMla(Operator):
         """Bytes that a token adds to the cache in this layer."""
         return (self.spec.kv_lora_rank + self.spec.qk_rope_head_dim) * self._dtype.itemsize
 
-    def footprint(self) -> dict[str, int]:
-        return {}  # all its weights are children's, which the plan counts where they stand
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
-        raise OperatorError(f"absorbed_mla: it takes no weights of its own, and was given {name}.")
-
-    def is_lossless(self) -> bool:
-        return True
-
     def forward(
         self,
         hidden_states: Tensor,

@@ -11,6 +11,9 @@ To plan, the engine calls `plan_placement` for all modules of an operator at onc
 
 When the plan stands, the engine builds and places each operator anew, and calls `allocate`, `load` for every piece, and
 `finish`. When all operators are in the model it calls `connect`.
+
+An operator without weights of its own defines `supports`, `build` and `forward`; everything else has a default. One
+that takes weights defines `parameter_shapes`, `load`, `describe` and `footprint`, too.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar
 
@@ -113,6 +116,16 @@ class Operator(nn.Module, ABC):
         return config
 
     @classmethod
+    def weight_formats(cls, config: Any, stored: Collection[tuple[str, Format]]) -> Sequence[tuple[int, Any]]:
+        """The configs that may take the place of one that leaves the weight format open (`weights: auto`).
+
+        stored   parameter name and format of what the checkpoint has for the module; empty without a checkpoint
+        Returns  rank and config, the most accurate first: ranks rise, and rules of one plan step down them together.
+                 Empty: the config leaves nothing open
+        """
+        return ()
+
+    @classmethod
     def resolve(cls, module: nn.Module, config: Any) -> tuple[type[Operator], Any] | None:
         """The operator that takes this module on the config's device, with its config; None: the module stays.
 
@@ -121,12 +134,12 @@ class Operator(nn.Module, ABC):
         return cls, config
 
     @classmethod
+    @abstractmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
         """The reason why this module cannot be replaced, as a sentence without its full stop, or None.
 
         One about an argument of the rule begins with its name: "kernel 'amx_int8' cannot run here".
         """
-        return None
 
     @classmethod
     @abstractmethod
@@ -143,13 +156,16 @@ class Operator(nn.Module, ABC):
             "Correct the operator."
         )
 
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What will run, for the plan: "kernel", "weights", and anything that is not what was asked for."""
+        return {"kernel": self.name, "weights": "kept"}
 
-    @abstractmethod
     def footprint(self) -> dict[str, int]:
-        """Bytes per device after `finish`, exact, known before anything is allocated."""
+        """Bytes per device after `finish`, exact, known before anything is allocated.
+
+        What the operator keeps of the module does not count: it is in the plan where it stands.
+        """
+        return {}
 
     def workspace(self) -> dict[tuple[str, str], tuple[int, int]]:
         """Buffers that operators share while the model runs: (device, what for) → bytes, the least and those wanted.
@@ -159,14 +175,13 @@ class Operator(nn.Module, ABC):
         """
         return {}
 
-    @abstractmethod
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """What `load` takes: parameter name relative to the replaced module → shape of the parameter."""
+        return {}
 
     def allocate(self) -> None:
         """Take the memory. Called once, after every refusal has had its chance."""
 
-    @abstractmethod
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
         """Take one piece of the parameter `name`, in any order; pack it and keep no reference to it.
 
@@ -174,6 +189,7 @@ class Operator(nn.Module, ABC):
         expert   the index along dimension 0 that the tensor is; None: all of them
         part     which of the parts concatenated along the output dimension (0 gate, 1 up); None: all of them
         """
+        raise OperatorError(f"{self.name}: {name}: it takes no weights; transformers loads what it keeps.")
 
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
         """As `load`, with a weight as the checkpoint stores it; called for its `native_formats` only."""
@@ -203,7 +219,7 @@ class Operator(nn.Module, ABC):
 
     def is_lossless(self) -> bool:
         """Whether `unpack`, rounded to the dtype that was loaded, gives what was loaded bit by bit."""
-        return False
+        return not self.parameter_shapes()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise OperatorError(
@@ -222,20 +238,12 @@ class NeverBuilt(Operator):
     """An operator that rules name and no plan holds: the module stays, or `resolve` says who takes it."""
 
     @classmethod
+    def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
+        return None
+
+    @classmethod
     def build(cls, module: nn.Module, config: Any) -> NoReturn:
         raise NotImplementedError(f"{cls.name} is never built")
-
-    def describe(self) -> dict[str, Any]:
-        return {}
-
-    def footprint(self) -> dict[str, int]:
-        return {}
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> NoReturn:
-        raise NotImplementedError(f"{self.name} is never built")
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{self.name} is never built")
@@ -254,6 +262,9 @@ _RENAMED = {
     "caches": "kv_values_per_token",
 }
 _RENAMED_IN_CONFIG = {"fills": "auto_sized"}
+
+# What an operator that takes weights defines; the defaults are for one that takes none.
+_WITH_WEIGHTS = ("parameter_shapes", "load", "describe", "footprint")
 
 AnyOperator = TypeVar("AnyOperator", bound=type[Operator])
 
@@ -298,6 +309,9 @@ def _fault(cls: type) -> str | None:
         return f"{cls.__qualname__} does not define {', '.join(sorted(cls.__abstractmethods__))}"
     if cls.replaces and cls.forward is nn.Module.forward:
         return f"{cls.__qualname__} does not define forward"
+    absent = [name for name in _WITH_WEIGHTS if getattr(cls, name) is getattr(Operator, name)]
+    if absent and "parameter_shapes" not in absent:
+        return f"{cls.__qualname__} takes weights (parameter_shapes) and does not define {', '.join(absent)}"
     if not (isinstance(cls.Config, type) and issubclass(cls.Config, Config) and is_dataclass(cls.Config)):
         return f"{cls.__qualname__}.Config is not a dataclass derived from ktinject.operators.Config"
     return None

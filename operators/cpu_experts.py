@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ktinject import _native
 from ktinject.checkpoints.formats.base import Fp8Blocks
 from ktinject.errors import OperatorError
+from ktinject.operators import expert_formats
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.probes import experts as routed_experts
 from ktinject.operators.probes.experts import ExpertsSpec
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 class CpuExpertsConfig(Config):
     """Arguments of `cpu_experts` in a rule."""
 
-    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4"] = "bf16"  # the format in memory
+    # The format in memory; auto: the most accurate one that fits, with int4 in groups of group_size or smaller ones
+    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4", "auto"] = "bf16"
     group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
     symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
     kernel: str = "auto"  # a row of the kernel table, as `ktinject doctor` lists them; auto: the best
@@ -46,7 +49,7 @@ class CpuExpertsConfig(Config):
 
 @functools.cache
 def _kernels_for(weights: str) -> tuple[str, ...]:
-    return tuple(row["name"] for row in _native.kernels() if row["weights"] == weights)
+    return tuple(row["name"] for row in _native.kernels() if weights in (row["weights"], "auto"))
 
 
 def check_kernel(kernel: str, weights: str) -> None:
@@ -105,13 +108,38 @@ def _warn_not_placed(reason: str) -> None:
     )
 
 
+# Buffers that all layers share: prompts of so many tokens are computed in one pass, where a token has so many experts.
+PASSES = "passes over long prompts"
+_PASS_TOKENS, _PASS_EXPERTS = 8192, 8
 _FP8_BLOCK = 128  # outputs and inputs that share a scale
+_MOST_STEP_ROWS = 64  # tokens of a captured step
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the native core takes as they are
+
+
+class _OfRows:
+    """What is put before operators of experts whose forward takes rows alone, as Llama 4's does."""
+
+    spec: ExpertsSpec
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows [experts · m, hidden], the rows of each expert together → the same shape; rows of zeros stay zeros."""
+        m = len(rows) // self.spec.num_experts
+        expert = torch.arange(len(rows), device=rows.device)[:, None] // max(1, m)
+        used = rows.any(-1)
+        # In a step that a graph may hold, nothing may depend on their number: other rows are sent along, and skipped.
+        if rows.is_cuda and m <= _MOST_STEP_ROWS:
+            return self._computed(rows, torch.where(used[:, None], expert, -1))
+        chosen = used.nonzero()[:, 0]
+        return torch.zeros_like(rows).index_copy(0, chosen, self._computed(rows[chosen], expert[chosen]))
+
+    def _computed(self, rows: Tensor, expert: Tensor) -> Tensor:
+        out: Tensor = super().forward(rows, expert, torch.ones_like(expert, dtype=torch.float32))  # type: ignore[misc]
+        return out
 
 
 @register_operator("cpu_experts")
 class CpuExperts(Operator):
-    """Runs routed experts on the CPU. Takes every experts module with transformers' standard signature.
+    """Runs routed experts on the CPU. Takes every experts module with transformers' standard signature, and Llama 4's.
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
     int8 with a scale for each token. Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights; mxfp4 is e2m1 with
@@ -141,6 +169,10 @@ class CpuExperts(Operator):
         )
 
     @classmethod
+    def weight_formats(cls, config: Any, stored: Collection[tuple[str, Format]]) -> Sequence[tuple[int, Any]]:
+        return expert_formats.choices(config, [form for name, form in stored if not name.endswith("_bias")])
+
+    @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
         if config.device not in ("auto", "cpu"):
             return f"it computes on the CPU and was given device {config.device}"
@@ -162,7 +194,10 @@ class CpuExperts(Operator):
         spec = routed_experts.probe(module)
         if isinstance(spec, Support):
             raise OperatorError(f"{cls.name}: {type(module).__name__} cannot be replaced: {spec.reason}.")
-        return cls(spec, config)
+        if not spec.takes_rows:
+            return cls(spec, config)
+        kind: type[Self] = type(f"{cls.__name__}OfRows", (_OfRows, cls), {})
+        return kind(spec, config)
 
     def describe(self) -> dict[str, Any]:
         many, few = self.native.kernels
@@ -174,6 +209,10 @@ class CpuExperts(Operator):
 
     def footprint(self) -> dict[str, int]:
         return {"cpu": self.native.bytes}
+
+    def workspace(self) -> dict[tuple[str, str], tuple[int, int]]:
+        # With less, a prompt is cut into more passes, each of which reads the weights.
+        return {("cpu", PASSES): (0, self.native.workspace_bytes(_PASS_TOKENS, _PASS_EXPERTS))}
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return routed_experts.parameter_shapes(self.spec)

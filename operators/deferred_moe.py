@@ -31,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
@@ -270,6 +270,12 @@ class DeferredMoe(Operator):
         self._remark = placement.remark
         if placement.experts is not None:
             self._experts.place(placement.experts)
+
+    @classmethod
+    def weight_formats(cls, config: Any, stored: Collection[tuple[str, Format]]) -> Sequence[tuple[int, Any]]:
+        return HybridExperts.weight_formats(
+            config, [(name, form) for name, form in stored if name.startswith("experts.")]
+        )
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:

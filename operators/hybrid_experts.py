@@ -80,7 +80,8 @@ class HybridExpertsConfig(CpuExpertsConfig):
                 "profile says which experts go to the GPU, and gpu_experts is 0. "
                 "Write how many: auto, a number or a share."
             )
-        if self.dynamic and (self.gpu_weights != self.weights or not self.symmetric):
+        same = self.gpu_weights == self.weights or self.weights == "auto"
+        if self.dynamic and not (same and self.symmetric):
             zeros = "" if self.symmetric else " with zero points"
             raise ValueError(
                 f"dynamic copies experts as they are, but weights is {self.weights}{zeros} and gpu_weights "
@@ -209,10 +210,11 @@ class HybridExperts(CpuExperts):
     def workspace(self) -> dict[tuple[str, str], tuple[int, int]]:
         least, wanted = expert_placement.ring_bytes(self.config, self.spec, self.native.bytes)
         if not wanted:
-            return {}
+            return super().workspace()
         # Without room for a ring, auto leaves prompts to the CPU.
         needed = 0 if self.config.streams_from is None else least
-        return {(self.config.device, "the experts of long prompts"): (needed, wanted)}
+        ring = {(self.config.device, "the experts of long prompts"): (needed, wanted)}
+        return super().workspace() | ring
 
     def allocate(self) -> None:
         super().allocate()

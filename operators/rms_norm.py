@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def _spec_of(module: nn.Module) -> RmsNormSpec | Support:
     """What a norm computes, or why the kernel cannot compute it."""
-    spec = norm.probe(module)
+    spec = norm.probe_of_one_input(module)
     if isinstance(spec, Support):
         return spec
     if spec.has_unit_offset and spec.rounds_before_weight:
@@ -74,18 +74,6 @@ class RmsNorm(Operator):
         fused = self.config.device == "cpu" or _native.cuda_built()
         return {"kernel": "rms_norm" if fused else "torch", "weights": "kept"}
 
-    def footprint(self) -> dict[str, int]:
-        return {}
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> None:
-        raise OperatorError(f"rms_norm: {name}: it takes no weights; transformers loads them.")
-
-    def is_lossless(self) -> bool:
-        return True
-
     def forward(self, hidden_states: Tensor) -> Tensor:
         """hidden_states [..., n] → the same shape and dtype."""
         x, weight = hidden_states, self.weight
@@ -123,9 +111,8 @@ class RmsNorm(Operator):
 
     def _in_torch(self, x: Tensor) -> Tensor:
         """The formula in torch's operations, to the bit what the module computes."""
-        spec, weight = self.spec, self.weight
-        if spec.has_unit_offset:
-            weight = 1.0 + weight.float()
+        spec = self.spec
+        weight = 1.0 + self.weight.float() if spec.has_unit_offset else self.weight
         return norm.formula(x, weight, spec.epsilon, spec.rounds_before_weight)
 
     def extra_repr(self) -> str:

@@ -32,6 +32,6 @@ def test_every_package_is_listed() -> None:
 def test_bundled_rules_are_package_data() -> None:
     assert '"ktinject.optimize_rules": ["*.yaml", "*.json"]' in (ROOT / "setup.py").read_text()
     assert {file.name for file in (ROOT / "optimize_rules").glob("*.yaml")} >= {
-        "moe-auto.yaml",
+        "auto.yaml",
         "gpt-oss.yaml",
     }

@@ -7,7 +7,6 @@ A test compares the pages with what this writes, so they cannot go stale.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from ktinject import rules
 from ktinject.cli import app
 from ktinject.operators import REGISTRY, Operator
 from ktinject.rules import editors
+from ktinject.tools import catalogue
 
 HERE = Path(__file__).parent
 
@@ -91,21 +91,8 @@ def operators() -> Iterator[str]:
 
 
 def _arguments(operator: type[Operator]) -> Iterator[tuple[str, ...]]:
-    comments: dict[str, str] = {}
-    for config in reversed(operator.Config.__mro__[:-1]):
-        # A comment stands behind the field, or above it.
-        pattern = r"(?:^    # (.*)\n)?^    (\w+): .*?(?:  # (.*))?$"
-        found = re.findall(pattern, inspect.getsource(config), re.MULTILINE)
-        comments |= {name: _phrase(behind or above) for above, name, behind in found}
-    for field in dataclasses.fields(operator.Config):
-        allowed = re.sub(r"Literal\[(.*?)\]", lambda words: words[1].replace(", ", " | "), str(field.type))
-        allowed = re.sub("[\"']", "", allowed)
-        yield f"`{field.name}`", f"`{allowed}`", f"`{field.default}`", comments[field.name]
-
-
-def _phrase(comment: str) -> str:
-    """A comment above a field is a sentence; in the table all are phrases."""
-    return re.sub(r"^[A-Z](?=[a-z])", lambda found: found[0].lower(), comment).removesuffix(".")
+    for argument in catalogue.arguments(operator):
+        yield f"`{argument.name}`", f"`{argument.allowed}`", f"`{argument.default}`", argument.meaning
 
 
 def python() -> Iterator[str]:
@@ -117,8 +104,13 @@ def python() -> Iterator[str]:
         yield from _described(f"ktinject.{function.__name__}", function)
     for kind in filter(inspect.isclass, public):
         yield from _class(f"ktinject.{kind.__name__}", kind)
+    from ktinject import testing
     from ktinject.tools import evaluate
 
+    yield "# ktinject.testing\n"
+    yield f"```\n{inspect.getdoc(testing)}\n```\n"
+    yield from _described("ktinject.testing.check_operator", testing.check_operator)
+    yield from _class("ktinject.testing.Case", testing.Case)
     yield "# ktinject.tools.evaluate\n"
     yield f"```\n{inspect.getdoc(evaluate)}\n```\n"
     for name, value in vars(evaluate).items():

@@ -30,6 +30,7 @@ _COUNTS = (
 _TOKENIZER = re.compile(
     r"(tokenizer.*|vocab.*|merges\.txt|special_tokens_map\.json|added_tokens\.json|chat_template.*|.*\.tiktoken)"
 )
+_WORDS = re.compile(r"tokenizer\.(json|model)|vocab\.(json|txt)|.*\.tiktoken|tekken\.json|.*\.model")
 
 
 def read(path: Path, most: int) -> bytes:
@@ -82,6 +83,11 @@ def _numbers(values: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
             yield from _numbers(value, name)
     elif isinstance(values, int | float):
         yield name, values
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a file of words; templates and configs alone make no tokenizer."""
+    return any(_WORDS.fullmatch(name) for name in os.listdir(folder))
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -21,7 +21,7 @@ from ktinject.checkpoints.files import CONVERT, PICKLES, check_inside, names_in
 from ktinject.checkpoints.formats import table
 from ktinject.checkpoints.formats.base import Format, SourceFormat, Stored
 from ktinject.checkpoints.gguf import GgufReader
-from ktinject.checkpoints.reader import INTEGERS, Reader
+from ktinject.checkpoints.reader import INTEGERS, Reader, Vocabulary
 from ktinject.checkpoints.safetensors import INDEX, SINGLE, SafetensorsReader
 from ktinject.errors import CheckpointError, listed, shown
 
@@ -68,7 +68,7 @@ def _reader_of_file(path: Path) -> type[Reader]:
 class Checkpoint:
     """The weights of a checkpoint, and the tensors that hold them, by name. Use `Checkpoint.open`; close it.
 
-    path, tensors, names, complete, total_bytes, quantization, container, states_formats: as `Reader` says
+    path, tensors, names, complete, total_bytes, quantization, skipped, container, states_formats: as `Reader` says
 
     methods         values of quant_method in config.json that are read
     companions_of   key → names of tensors that may accompany a weight's own, in any format that is read
@@ -83,7 +83,7 @@ class Checkpoint:
         self.path, self.tensors, self.names = reader.path, reader.tensors, reader.names
         self.complete, self.total_bytes = reader.complete, reader.total_bytes
         self.container, self.states_formats = reader.container, reader.states_formats
-        self.quantization = reader.quantization
+        self.quantization, self.skipped = reader.quantization, reader.skipped
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], quantization: Mapping[str, Any] | None = None) -> Self:
@@ -111,6 +111,10 @@ class Checkpoint:
         """What config.json would say, as far as the files state it; None if they never do. Raises CheckpointError."""
         return self._reader.config_values()
 
+    def vocabulary(self) -> Vocabulary | None:
+        """The tokenizer that the files hold, if any. Raises CheckpointError."""
+        return self._reader.vocabulary()
+
     def close(self) -> None:
         """Close the files. Tensors read before stay valid. Closing twice is allowed."""
         self._reader.close()
@@ -118,7 +122,7 @@ class Checkpoint:
     @cached_property
     def weights(self) -> set[str]:
         """All names, with the weight's in place of those of the tensors that hold it where none has its name."""
-        return table.weight_names(self.names)
+        return table.weight_names(self._reader)
 
     @property
     def block_dtypes(self) -> list[str]:

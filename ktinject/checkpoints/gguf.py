@@ -8,9 +8,9 @@ Tensors get the names that they have in safetensors (gguf_names.py). A file:
     padding to a multiple of `general.alignment` (32 if not given), then the tensors, each padded alike
 
 No number is trusted before it is compared with the bytes that are left: what is allocated depends on the header's own
-bytes (at most `MAX_HEADER_BYTES`, and really in the file), never on what they claim. Arrays, such as the tokenizer's
-words, are passed over. Counts have limits far above those of any model, so that a file out of proportion to its use is
-refused in little time and memory.
+bytes (at most `MAX_HEADER_BYTES`, and really in the file), never on what they claim. Long arrays, such as the
+tokenizer's words, are passed over. Counts have limits far above those of any model, so that a file out of proportion
+to its use is refused in little time and memory.
 
 Source: docs/gguf.md of ggml, and the sizes of its blocks.
 """
@@ -20,16 +20,16 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Never, Self
 
-from ktinject.checkpoints import gguf_names
+from ktinject.checkpoints import gguf_config, gguf_names, gguf_vocabulary
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN, check_inside, names_in
 from ktinject.checkpoints.formats import gguf_blocks
-from ktinject.checkpoints.reader import MAX_ELEMENTS, Entry, Header, Reader, open_shards
+from ktinject.checkpoints.reader import MAX_ELEMENTS, Entry, Header, Reader, Vocabulary, open_shards
 from ktinject.errors import CheckpointError, few, listed, shown
 
 MAX_HEADER_BYTES = 100_000_000  # words of a tokenizer are most of it
@@ -37,6 +37,10 @@ MAX_ENTRIES, MAX_TENSORS, MAX_WORDS = 65_536, 131_072, 1_500_000  # metadata; te
 MAX_TEXT_BYTES = 16 << 20  # of all names, and strings outside of arrays, such as a chat template
 MAX_NAME_BYTES = 65_535  # the format's own limit for keys
 MAX_DIMENSIONS = 4
+MAX_WORD_BYTES = 4_096  # of a tokenizer's word or pair of words
+MAX_NUMBERS = 4_096  # of an array that is kept, such as one with a number for each layer
+MAX_ALL_NUMBERS = 1 << 20  # of all arrays that are kept
+MAX_WIDTH = 4_096  # of a head
 ALIGNMENT = 32
 
 # Number of the type → its name, values in a block, bytes of a block. Numbers that are absent were given up by ggml, or
@@ -70,10 +74,14 @@ class GgufReader(Reader):
     states_formats = True
     block_dtypes = gguf_blocks.TYPES
     metadata: Mapping[str, Any]
+    _skipped: Mapping[str, Mapping[str, Entry]]
 
     @classmethod
     def main_file(cls, folder: Path) -> str | None:
-        found = [name for name in names_in(folder) if name.endswith(".gguf")]
+        # Towers for images lie beside language models, in files of their own.
+        found = [
+            name for name in names_in(folder) if name.endswith(".gguf") and not name.startswith("mmproj")
+        ]
         if found and _parts(folder, found[0]) != found:
             raise CheckpointError(
                 f"{folder}: {len(found)} GGUF files that are not one model:{listed(map(shown, found))}\n"
@@ -90,15 +98,45 @@ class GgufReader(Reader):
         with ExitStack() as opened:
             shards = open_shards(file.parent, parts, opened, read_header)
             headers = {name: (shard.metadata, shard.entries) for name, shard in shards.items()}
-            for name, entries in gguf_names.rename(headers, path).items():
+            named = gguf_names.rename(headers, path)
+            for name, entries in named.tensors.items():
                 shards[name] = replace(shards[name], entries=entries)
             opened.pop_all()
         found = cls(path, shards, quantization)
+        found.made, found._skipped = named.made, named.skipped
+        found.skipped = [name for tensors in named.skipped.values() for name in tensors]
         found.metadata = shards[parts[0]].metadata  # the first part has it all
         return found
 
     def config_values(self) -> dict[str, Any]:
-        return gguf_names.config_values(self.metadata, self.tensors, str(self.path))
+        weights = {*self.tensors, *self.made}
+        return gguf_config.config_values(
+            self.metadata, weights, self._shape, self._rope_factors(), str(self.path)
+        )
+
+    def vocabulary(self) -> Vocabulary | None:
+        file = next(iter(self._shards.values())).file
+        return gguf_vocabulary.vocabulary(
+            read_header(file.path, file.fileno(), gguf_vocabulary.ARRAYS), file.path
+        )
+
+    def _rope_factors(self) -> list[float] | None:
+        """What the rope's frequencies are divided by, if the file says so. Raises CheckpointError."""
+        for file, tensors in self._skipped.items():
+            if (entry := tensors.get(gguf_names.ROPE)) is not None:
+                where = f"{self._shards[file].file.path}: tensor {shown(gguf_names.ROPE)}"
+                if entry.dtype != "F32" or len(entry.shape) != 1 or entry.shape[0] > MAX_WIDTH:
+                    raise CheckpointError(
+                        f"{where}: {entry.dtype} {list(entry.shape)}; F32 of at most {MAX_WIDTH} values is needed. "
+                        f"{DOWNLOAD_AGAIN}"
+                    )
+                memory = bytearray(entry.bytes)
+                self._shards[file].file.read_into(memoryview(memory), entry.offset, where)
+                return list(struct.unpack(f"<{entry.shape[0]}f", memory))
+        return None
+
+    def _shape(self, weight: str) -> tuple[int, ...]:
+        return self.made[weight].shape if weight in self.made else self.tensors[weight].shape
 
 
 def _parts(folder: Path, name: str) -> list[str]:
@@ -124,7 +162,7 @@ class _Cursor:
     def __init__(self, fd: int, where: str) -> None:
         self.size = os.fstat(fd).st_size
         self.at = 0
-        self.text_bytes = self.words = 0
+        self.text_bytes = self.words = self.numbers = 0
         self._fd, self._where = fd, where
         self._raw, self._start = b"", 0  # what was read ahead, and where that begins
 
@@ -157,6 +195,21 @@ class _Cursor:
                 self.refuse("the file became shorter while its header was read")
         return self._raw[start - self._start : self.at - self._start]
 
+    def skip_texts(self, count: int, what: str) -> None:
+        """Move behind so many strings; a tokenizer has some 300,000."""
+        raw, at = self._raw, self.at - self._start
+        for _ in range(count):
+            if at + 8 > len(raw):
+                self.at = self._start + at
+                self.take(8, what)
+                raw, at = self._raw, self.at - 8 - self._start
+            length = int.from_bytes(raw[at : at + 8], "little")
+            at += 8 + length
+            if self._start + at > self.size or self._start + at > MAX_HEADER_BYTES:
+                self.at = self._start + at - length
+                self.skip(length, what)
+        self.at = self._start + at
+
     def number(self, code: str, what: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
 
@@ -176,8 +229,11 @@ class _Cursor:
             self.refuse(f"{what} is not UTF-8 (byte {error.start})")
 
 
-def read_header(path: str | os.PathLike[str], fd: int) -> Header:
-    """Read and check the header of a GGUF file: its metadata is key → number, truth value or string; None for an array.
+def read_header(path: str | os.PathLike[str], fd: int, whole: Collection[str] = ()) -> Header:
+    """Read and check the header of a GGUF file: its metadata is key → number, truth value, string or tuple of numbers.
+
+    None stands for a longer array, or one of strings.
+
 
     path     only names the file in messages
     fd       an open descriptor; its position is neither used nor moved
@@ -214,24 +270,25 @@ def read_header(path: str | os.PathLike[str], fd: int) -> Header:
             )
         if count > most:
             cursor.refuse(f"the file claims {count} entries of {what}; at most {most} are read")
-    metadata = _metadata(cursor, entries)
+    metadata = _metadata(cursor, entries, whole)
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
         cursor.refuse(f"general.alignment is {shown(alignment)}; a power of two from 8 to 2^20 is allowed")
     return Header(_tensors(cursor, tensors, alignment), metadata)
 
 
-def _metadata(cursor: _Cursor, entries: int) -> dict[str, Any]:
+def _metadata(cursor: _Cursor, entries: int, whole: Collection[str]) -> dict[str, Any]:
     metadata: dict[str, Any] = {}
     for number in range(entries):
         key = cursor.text(f"key {number} of the metadata", MAX_NAME_BYTES)
         if key in metadata:
             cursor.refuse(f"key {shown(key)} is given twice")
-        metadata[key] = _value(cursor, cursor.number("I", f"the type of {shown(key)}"), shown(key))
+        kind = cursor.number("I", f"the type of {shown(key)}")
+        metadata[key] = _value(cursor, kind, shown(key), key in whole)
     return metadata
 
 
-def _value(cursor: _Cursor, kind: int, what: str) -> Any:
+def _value(cursor: _Cursor, kind: int, what: str, whole: bool) -> Any:
     if kind == _STRING:
         return cursor.text(what)
     if kind == _BOOL:
@@ -244,20 +301,35 @@ def _value(cursor: _Cursor, kind: int, what: str) -> Any:
         cursor.refuse(f"{what} is of type {kind}, which is not known; allowed: 0 to 12")
     kind, count = cursor.number("I", what), cursor.number("Q", what)
     if kind in _SCALARS:
-        cursor.skip(count * struct.calcsize("<" + _SCALARS[kind]), what)
-    elif kind == _STRING:
-        if count * 8 > min(cursor.left, MAX_HEADER_BYTES):
-            cursor.refuse(
-                f"{what} claims {count} strings; {cursor.left} bytes follow, "
-                f"and a header may have {MAX_HEADER_BYTES}"
-            )
-        cursor.words += count
-        if cursor.words > MAX_WORDS:
-            cursor.refuse(f"{what} ends beyond the {MAX_WORDS} strings that arrays may have together")
-        for _ in range(count):
-            cursor.skip(cursor.number("Q", what), what)
-    else:
-        cursor.refuse(f"{what} is an array of type {kind}; numbers, truth values and strings are allowed")
+        return _numbers(cursor, kind, count, what, whole)
+    if kind == _STRING:
+        return _words(cursor, count, what, whole)
+    cursor.refuse(f"{what} is an array of type {kind}; numbers, truth values and strings are allowed")
+
+
+def _numbers(cursor: _Cursor, kind: int, count: int, what: str, whole: bool) -> tuple[Any, ...] | None:
+    size = count * struct.calcsize("<" + _SCALARS[kind])
+    cursor.numbers += count
+    if (count > MAX_NUMBERS or cursor.numbers > MAX_ALL_NUMBERS) and not (whole and count <= MAX_WORDS):
+        cursor.skip(size, what)
+        return None
+    raw = cursor.take(size, what)
+    if kind == _BOOL and count and max(raw) > 1:
+        cursor.refuse(f"{what} has a {max(raw)}; a truth value is 0 or 1")
+    return struct.unpack(f"<{count}{_SCALARS[kind]}", raw)
+
+
+def _words(cursor: _Cursor, count: int, what: str, whole: bool) -> tuple[str, ...] | None:
+    if count * 8 > min(cursor.left, MAX_HEADER_BYTES):
+        cursor.refuse(
+            f"{what} claims {count} strings; {cursor.left} bytes follow, and a header may have {MAX_HEADER_BYTES}"
+        )
+    cursor.words += count
+    if cursor.words > MAX_WORDS:
+        cursor.refuse(f"{what} ends beyond the {MAX_WORDS} strings that arrays may have together")
+    if whole:
+        return tuple(cursor.text(what, MAX_WORD_BYTES) for _ in range(count))
+    cursor.skip_texts(count, what)
     return None
 
 

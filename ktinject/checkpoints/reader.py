@@ -8,10 +8,11 @@ A kind of container is a subclass in a file of its own (safetensors.py, gguf.py)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, KeysView, Mapping
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -90,6 +91,47 @@ class Shard:
     metadata: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer as a file keeps it.
+
+    kind        how words are joined: "gpt2" by a list of pairs, over bytes; "llama" by scores
+    split       the name of the way in which text is cut before; "" if the file does not say
+    words       by their numbers
+    types       of the words: 1 ordinary, 2 unknown, 3 control, 4 the user's, 5 unused, 6 a byte
+    scores      of the words; empty if there are none
+    merges      pairs of words, the first to be joined first
+    tokens      such as "bos" → number
+    flags       such as "add_bos_token" → truth value, as far as the file says
+    template    of chats, in Jinja; None if there is none
+    """
+
+    kind: str
+    split: str
+    words: tuple[str, ...]
+    types: tuple[int, ...]
+    scores: tuple[float, ...]
+    merges: tuple[tuple[str, str], ...]
+    tokens: Mapping[str, int]
+    flags: Mapping[str, bool]
+    template: str | None
+
+
+class Made(NamedTuple):
+    """A weight that no tensor holds as it is.
+
+    parts     the tensors that it is made of
+    shape     of the weight
+    make      decoded parts → the weight [*shape]. Raises ValueError for values that cannot be
+    by_slice  a slice of its first dimension is made of the same slices of its parts
+    """
+
+    parts: tuple[str, ...]
+    shape: tuple[int, ...]
+    make: Callable[..., torch.Tensor]
+    by_slice: bool
+
+
 class Reader(ABC):
     """The tensors of a checkpoint's files, by name.
 
@@ -102,6 +144,8 @@ class Reader(ABC):
     tensors         name → TensorInfo, in the order of files and of data in each, which is the fastest order to read
                     in; empty if not complete
     names           all tensor names, also if not complete
+    made            weight → the tensors that it is made of, and how; a weight that is there is not among these
+    skipped         names of tensors that no weight needs, such as layers that predict further tokens
     complete        False if only an index is there and none of its shards: enough to plan, not to read
     total_bytes     of all tensors; None if not complete and the index does not say
     quantization    the model config's `quantization_config`; empty if the files state their formats
@@ -111,6 +155,8 @@ class Reader(ABC):
     suffixes: ClassVar[tuple[str, ...]]
     states_formats: ClassVar[bool] = False
     block_dtypes: ClassVar[tuple[str, ...]] = ()
+    made: Mapping[str, Made] = MappingProxyType({})
+    skipped: Sequence[str] = ()
 
     def __init__(
         self,
@@ -149,6 +195,10 @@ class Reader(ABC):
 
     def config_values(self) -> dict[str, Any] | None:
         """What config.json would say, as far as the files state it; None if they never do. Raises CheckpointError."""
+        return None
+
+    def vocabulary(self) -> Vocabulary | None:
+        """The tokenizer that the files hold, if any. Raises CheckpointError."""
         return None
 
     @property

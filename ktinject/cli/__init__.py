@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from ktinject.cli import bench, doctor, eval, plan, profile, rules, run
+from ktinject.cli import bench, doctor, eval, modules, operators, plan, profile, rules, run
 from ktinject.errors import KTInjectError
 
 FAILED, REFUSED = 1, 2
@@ -72,6 +72,8 @@ app.command("eval")(eval.command)
 app.command("profile")(profile.command)
 app.command("bench")(bench.command)
 app.command("doctor")(doctor.command)
+app.command("modules")(modules.command)
+app.command("operators")(operators.command)
 app.add_typer(rules.app, name="rules")
 
 

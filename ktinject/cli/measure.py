@@ -70,6 +70,8 @@ def measure_unswapped(
     device_map  as transformers takes it; None is the CPU
     Returns     the measurement, or why there is none
     """
+    if not (folder / "config.json").is_file():
+        return "transformers alone loads a folder with config.json and safetensors"
     request = {
         "folder": str(folder),
         "prompt": prompt,

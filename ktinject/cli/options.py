@@ -48,7 +48,7 @@ Rules = Annotated[
     typer.Option(
         "--rules",
         metavar="RULES",
-        help="The name of bundled rules, a rule file, or auto: the bundled rules for the model's type.",
+        help="The name of bundled rules, or a rule file; auto serves any Mixture-of-Experts model.",
         autocompletion=bundled_names,
     ),
 ]
@@ -79,8 +79,15 @@ Budget = Annotated[
     list[str] | None,
     typer.Option(
         "--budget",
+        "--max-memory",
         metavar="DEVICE=SIZE,…",
-        help="Use at most this much memory, such as cpu=64GiB,cuda:0=24GiB; may be repeated.",
+        help="Use at most this much memory, such as cpu=64GiB,cuda:0=24GiB or cpu=64GiB,0=24GiB; may be repeated.",
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context", metavar="N", min=1, help="Have room for a request of N tokens, prompt and answer."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -153,7 +160,8 @@ def parse_counts(texts: list[str] | None, option: str) -> list[int] | None:
 def load_plugins(names: list[str] | None) -> None:
     """Import what registers operators: modules by name, as from the current folder, and .py files by path.
 
-    Raises  PlanError for what is not there or fails; KTInjectError as it raises
+    Raises  PlanError for what is not there or fails; what it raises itself if that is a KTInjectError. Both name the
+            option, and the distribution that a module is from
     """
     for name in dict.fromkeys(names or []):
         try:
@@ -162,13 +170,20 @@ def load_plugins(names: list[str] | None) -> None:
             else:
                 _find_in("")
                 importlib.import_module(name)
-        except KTInjectError:
-            raise
+        except KTInjectError as error:
+            raise type(error)(f"--plugin {name}{_distribution(name)}: {error}") from error
         except Exception as error:
             raise PlanError(
-                f"--plugin {name}: importing it failed: {type(error).__name__}: {error}. Name a module that Python "
-                "finds, or the path of a .py file."
+                f"--plugin {name}{_distribution(name)}: importing it failed: {type(error).__name__}: {error}. "
+                "Name a module that Python finds, or the path of a .py file."
             ) from error
+
+
+def _distribution(name: str) -> str:
+    from ktinject.operators import plugins
+
+    found = None if name.endswith(".py") else plugins.distribution_of(name)
+    return f" (of the distribution {found})" if found else ""
 
 
 def _find_in(folder: str) -> None:
@@ -202,14 +217,23 @@ def build_on_meta(folder: Path, dtype: str = "auto") -> PreTrainedModel:
         return models.meta_model(models.read_config(folder, checkpoint), dtype, checkpoint)
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model folder, or beside a file. Raises CheckpointError."""
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model folder or beside a file, else the one in a GGUF file. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
     from ktinject.checkpoints import beside
+    from ktinject.checkpoints.checkpoint import Checkpoint
+    from ktinject.hf import gguf_tokenizer
 
-    folder = folder if folder.is_dir() else folder.parent
+    folder = path if path.is_dir() else path.parent
     beside.check_tokenizer(folder)
+    if not beside.has_tokenizer(folder) and any(
+        file.suffix == ".gguf" for file in (path, *folder.glob("*.gguf"))
+    ):
+        with Checkpoint.open(path) as checkpoint:
+            vocabulary = checkpoint.vocabulary()
+        if vocabulary is not None:
+            return gguf_tokenizer.tokenizer(vocabulary, str(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' own code on somebody's files

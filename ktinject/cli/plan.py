@@ -34,6 +34,7 @@ def command(
     variables: options.Set = None,
     device: options.Device = None,
     budget: options.Budget = None,
+    context: options.Context = None,
     machine: Machine = None,
     dtype: options.RestDtype = "auto",
     explain: Explain = None,
@@ -60,6 +61,7 @@ def command(
                 checkpoint=model,
                 devices=device,
                 budget=options.parse_sizes(budget, "--budget"),
+                context=context,
                 machine=options.parse_sizes(machine, "--machine"),
             )
         except ktinject.KTInjectError as error:

@@ -161,8 +161,9 @@ def _check_legacy(file: str, as_json: bool) -> None:
 
 
 def _operator_configs() -> dict[str, type]:
-    from ktinject.operators import REGISTRY  # brings torch, which list and show do without
+    from ktinject.operators import REGISTRY, plugins  # brings torch, which list and show do without
 
+    plugins.load_all()
     return {name: operator.Config for name, operator in REGISTRY.items()}
 
 

@@ -42,6 +42,7 @@ def command(
     variables: options.Set = None,
     device: options.Device = None,
     budget: options.Budget = None,
+    context: options.Context = None,
     dtype: options.RestDtype = "auto",
     check_tensors: CheckTensors = False,
     tp: options.Tp = False,
@@ -61,6 +62,7 @@ def command(
         "checkpoint": model,
         "devices": device,
         "budget": options.parse_sizes(budget, "--budget"),
+        "context": context,
         "variables": parse_overrides(variables or []),
         "tp": tp,
     }

@@ -19,6 +19,7 @@ from ktinject.operators.base import Operator
 
 if TYPE_CHECKING:
     from ktinject.distributed.process_group import ProcessGroup
+    from ktinject.machine import Machine
 
 
 class _RankZeroExperts(Operator):
@@ -27,20 +28,21 @@ class _RankZeroExperts(Operator):
     device_types = ("cuda", "cpu")
 
     @classmethod
+    def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
+        return None
+
+    @classmethod
     def build(cls, module: nn.Module, config: Any) -> Self:
         return cls()
 
     def describe(self) -> dict[str, Any]:
         return {"kernel": "in process 0", "weights": "in process 0"}
 
-    def footprint(self) -> dict[str, int]:
-        return {}
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {}
-
     def load(self, name: str, tensor: Tensor, expert: int | None, part: int | None) -> NoReturn:
         raise OperatorError(f"{name} is not for {self.name}")
+
+    def is_lossless(self) -> bool:
+        return False  # the weights are not here
 
 
 class ReceivedExperts(_RankZeroExperts):

@@ -46,6 +46,7 @@ class KVBucket(Cache):
     cache_position  [1] int64: of the next token
     places          window → [1] int64: the next token's place in rings for that window
     masks           window, or None → [b, 1, 1, n] bool: what the step may attend to, in the order of its places
+    past            of a step of several tokens of one text, what notes the states between them; else None
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class KVBucket(Cache):
         """states  of each layer: which it has, and where; None: it has keys and values"""
         super().__init__(layers=[*layers])
         self.stages: Stages | None = None
+        self.past: Any = None
         self.cache_position, self.places, self.masks = cache_position, places, masks
         self._states = states
 
@@ -67,10 +69,10 @@ class KVBucket(Cache):
         found = self._states[index]
         return () if found is None else found[1]
 
-    def keep_in_place(self) -> None:
-        """Have all states where they were before the step. Raises RuntimeError if one has another shape now."""
-        for layer, found in zip(self.layers, self._states):
-            if found is not None:
+    def keep_in_place(self, index: int | None = None) -> None:
+        """Have the states of a layer, or of all, where they were before. Raises RuntimeError for another shape."""
+        for at, (layer, found) in enumerate(zip(self.layers, self._states)):
+            if found is not None and index in (None, at):
                 states, tensors = found
                 states.keep_in_place(layer, tensors)
 
@@ -101,6 +103,7 @@ class FixedCache:
     positions       [b, 1] int64: of the next tokens in their rows
     cache_position  [1] int64: of the next token in the cache
     places          window → [1] int64: its place in rings for that window
+    room            places behind each ring, for the tokens of a step that may be taken back
     """
 
     def __init__(
@@ -110,6 +113,7 @@ class FixedCache:
         batch: int,
         device: torch.device,
         kinds: Sequence[LayerKind] | None = None,
+        room: int = 0,
     ) -> None:
         """Take the memory. Raises torch.OutOfMemoryError.
 
@@ -118,8 +122,9 @@ class FixedCache:
         batch     rows, as many as `like` has or more
         device    of mask and positions; keys and values are where those of `like` are
         kinds     of the layers; None: those of `like`, where windows of static layers are cut to their length
+        room      as above
         """
-        self.capacity, self.device = capacity, device
+        self.capacity, self.device, self.room = capacity, device, room
         self.kinds = [*map(kind_of, like.layers)] if kinds is None else [*kinds]
         self._states = [
             States.of(layer) if kind.is_state else None for layer, kind in zip(like.layers, self.kinds)
@@ -127,10 +132,11 @@ class FixedCache:
         windows = sorted({kind.window for kind in self.kinds if kind.window is not None})
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
-            self.layers = [
+            self._whole = [
                 tuple(_empty(tensor, batch, self._places_of(kind)) for tensor in tensors_of(layer))
                 for layer, kind in zip(like.layers, self.kinds)
             ]
+            self.layers = [*map(self._without_room, self._whole, self.kinds)]
             self.positions = torch.zeros(batch, 1, dtype=torch.int64, device=device)
             self.cache_position = torch.zeros(1, dtype=torch.int64, device=device)
             self.places = {window: torch.zeros_like(self.cache_position) for window in windows}
@@ -193,6 +199,10 @@ class FixedCache:
                     fill_rows(to[:, :, :length], held[:, :, :length])
                     # What a failed request left is not finite, which a mask does not hide.
                     to[:, :, length : self._written].zero_()
+        for whole, kind in zip(self._whole, self.kinds):
+            if kind.window is not None and self.room:
+                for tensor in whole:
+                    tensor[:, :, -self.room :].zero_()
         self._used = self._written = length
         self.mask.zero_()
         self.mask[:, 0, 0, : length + 1] = True
@@ -227,9 +237,8 @@ class FixedCache:
 
     def bucket(self, size: int) -> KVBucket:
         if size not in self._buckets:
-            layers, found = [], []
+            layers = []
             for kind, held, states in zip(self.kinds, self.layers, self._states):
-                found.append(None if states is None else (states, held))
                 if states is not None:
                     layers.append(states.layer(held))
                     continue
@@ -242,8 +251,17 @@ class FixedCache:
                     layers.append(BucketLayer(keys, values, self.cache_position, place, kind.window))
             masks: dict[int | None, Tensor] = {None: self.mask[..., :size]}
             masks.update((window, ring[..., :size]) for window, ring in self.rings.items())
-            self._buckets[size] = KVBucket(layers, self.cache_position, self.places, masks, found)
+            self._buckets[size] = KVBucket(layers, self.cache_position, self.places, masks, self.held_states)
         return self._buckets[size]
+
+    @property
+    def held_states(self) -> list[tuple[States, tuple[Tensor, ...]] | None]:
+        """As a `KVBucket` takes them."""
+        return [None if states is None else (states, held) for states, held in zip(self._states, self.layers)]
+
+    def with_room(self, index: int) -> tuple[Tensor, ...]:
+        """The rings of a layer, and behind them its room: [b, h, up to window + room, d]."""
+        return self._whole[index]
 
     def advance(self) -> None:
         """What follows from a token more."""
@@ -255,8 +273,16 @@ class FixedCache:
             ring.index_fill_(3, place if size == window else place.clamp(max=size - 1), True)
 
     def _places_of(self, kind: LayerKind) -> int | None:
-        """None: the layer has none."""
-        return None if kind.is_state else min(self.capacity, kind.window or self.capacity)
+        """With the room; None: the layer has none."""
+        if kind.is_state:
+            return None
+        return self.capacity if kind.window is None else min(self.capacity, kind.window) + self.room
+
+    def _without_room(self, whole: tuple[Tensor, ...], kind: LayerKind) -> tuple[Tensor, ...]:
+        """As `layers` has them."""
+        if kind.window is None or not self.room:
+            return whole
+        return tuple(tensor[:, :, : -self.room] for tensor in whole)
 
     def _grow(self) -> None:
         """Double the capacity, layer by layer, so that only one layer is in memory twice."""
@@ -264,8 +290,9 @@ class FixedCache:
         self._buckets.clear()
         last = self._used - 1  # for which the last step found no room in the mask
         with torch.inference_mode(False):
-            for index, (held, kind) in enumerate(zip(self.layers, self.kinds)):
-                self.layers[index] = tuple(self._longer(tensor, self._places_of(kind)) for tensor in held)
+            for index, (whole, kind) in enumerate(zip(self._whole, self.kinds)):
+                whole = tuple(self._longer(tensor, self._places_of(kind)) for tensor in whole)
+                self._whole[index], self.layers[index] = whole, self._without_room(whole, kind)
             self.mask = self._longer(self.mask.transpose(2, 3), self.capacity).transpose(2, 3)
             self.mask[..., last] = True
             for window, ring in self.rings.items():

@@ -136,6 +136,31 @@ class BucketLayer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
+class ConsecutiveLayer(BucketLayer):
+    """The same for a step whose rows are tokens of one text: all rows share the one row of keys and values.
+
+    keys, values  [rows, h, n, d], of which all rows are one in memory
+    place         [rows] int64, one after the other: where their keys and values are written
+    """
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        cache_position: Tensor,
+        place: Tensor,
+        rows: int,
+        window: int | None = None,
+    ) -> None:
+        keys, values = (tensor.expand(rows, -1, -1, -1) for tensor in (keys, values))
+        super().__init__(keys, values, cache_position, place, window)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            held[:1].index_copy_(2, self.place, new.transpose(0, 2))
+        return self.keys, self.values
+
+
 class IndexedBucketLayer(BucketLayer):
     """The same of a layer with an index: indexer_keys [b, n, d]; None: the layer goes by another one's choice."""
 

@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
+from ktinject.generation.trials import Costs, Trials
 from ktinject.hf import compat
 
 # What of a request's arguments grows with the text.
 _OF_TEXT = ("attention_mask", "position_ids")
-# Steps without candidates after some that were rejected: at first, and at most.
-_FIRST_PAUSE, _LONGEST_PAUSE = 4, 64
 
 
 @dataclass(frozen=True)
@@ -51,37 +50,12 @@ class Request:
         return self.model_kwargs.get("past_key_values")
 
 
-class Trials:
-    """How many candidates a step tries, by what became of those before. The tokens do not depend on it."""
-
-    def __init__(self, most: int) -> None:
-        self._most = self._limit = most
-        self._pause, self._waits = _FIRST_PAUSE, 0
-
-    @property
-    def limit(self) -> int:
-        return 0 if self._waits else self._limit
-
-    def note(self, tried: int, accepted: int) -> None:
-        """The outcome of a step."""
-        if self._waits:
-            self._waits -= 1
-        elif tried and accepted == tried:
-            self._limit, self._pause = min(self._most, 2 * self._limit), _FIRST_PAUSE
-        elif accepted:
-            self._limit, self._pause = min(self._most, accepted + 1), _FIRST_PAUSE
-        elif tried > 1:
-            self._limit = max(1, min(tried, self._limit) // 2)
-        elif tried:
-            self._limit, self._waits = 1, self._pause
-            self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
-
-
 class Drafts:
     """The candidates of one request.
 
     asks    what the model is asked for beside logits: of MTP heads, what logits are made of
     device  where texts and candidates are: for a lookup the host, if nothing else sees them
+    trials  how many are tried; None: all
     """
 
     def __init__(self, model: Any, request: Request) -> None:
@@ -95,15 +69,13 @@ class Drafts:
         self.asks: dict[str, Any] = {}
         if self.generator.requires_model_outputs:
             self.asks = dict(self.generator.model_kwargs_overrides)
-        self._model = model
+        self._model, self._draws = model, request.config.do_sample
         self._kwargs = {name: value for name, value in request.model_kwargs.items() if name in _OF_TEXT}
         self._hidden: Tensor | None = None
         self._steps = self._accepted = 0
         self.device = request.input_ids.device
-        self._trials: Trials | None = None
+        self.trials: Trials | None = None
         if isinstance(self.generator, compat.PromptLookupCandidateGenerator):
-            if not request.config.do_sample:
-                self._trials = Trials(self.generator.num_output_tokens)
             if request.is_plain:
                 self.device = torch.device("cpu")
                 # With an empty list, it would ask for each candidate whether that forbids it.
@@ -111,9 +83,14 @@ class Drafts:
                 if self.generator.eos_token_id is not None:
                     self.generator.eos_token_id = self.generator.eos_token_id.cpu()
 
+    def choose_by(self, costs: Costs, most: int) -> None:
+        """Try as many as pay, up to so many, where tokens do not depend on it and a candidate costs nothing itself."""
+        if isinstance(self.generator, compat.PromptLookupCandidateGenerator) and not self._draws:
+            self.trials = Trials(min(self.generator.num_output_tokens, most), costs)
+
     def __call__(self, text: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
         """Up to so many tokens [1, k] that text [1, n] may go on with; and logits [1, k, v] they are drawn from."""
-        limit = most if self._trials is None else min(most, self._trials.limit)
+        limit = most if self.trials is None else min(most, self.trials.limit)
         if not limit or (self.asks and self._hidden is None):
             return text[:, :0], None
         how: dict[str, Any] = {}
@@ -134,14 +111,19 @@ class Drafts:
 
     def learn(self, text: Tensor, scores: Tensor, accepted: int) -> None:
         """text [1, n] with the tokens that were accepted, chosen by scores [1, k + 1, v]."""
-        if self._trials is not None:
-            self._trials.note(scores.shape[1] - 1, accepted)
+        if self.trials is not None:
+            self.trials.note(scores.shape[1] - 1, accepted)
         if self.asks:
             self._model._update_model_kwargs_for_generation(
                 BaseModelOutput(), self._kwargs, num_new_tokens=accepted + 1
             )
         self._steps, self._accepted = self._steps + 1, accepted
         self.generator.update_candidate_strategy(text, scores, accepted)
+
+    def rest(self, steps: int) -> None:
+        """So many steps tried none."""
+        if self.trials is not None:
+            self.trials.note(0, 0, steps)
 
     def finish(self) -> None:
         """Leave the assistant what it has learned."""

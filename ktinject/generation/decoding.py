@@ -19,12 +19,13 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import eligibility, loop, masks, step_inputs
+from ktinject.generation import eligibility, loop, masks, several, step_inputs
 from ktinject.generation.cache import KVBucket, bucket_of
 from ktinject.generation.cache_layers import kinds_of
+from ktinject.generation.consecutive import OneByOne, modules_with_states
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.cuda.fused import Fused
-from ktinject.generation.graph_runner import GraphRunner, size_of
+from ktinject.generation.graph_runner import Forward, GraphRunner, size_of
 from ktinject.generation.watch import Watch
 from ktinject.hf import compat
 from ktinject.operators.offload.handoff import Handoff, wake
@@ -276,18 +277,23 @@ class Decoding:
             self.runners[batch] = runner
         return runner, support
 
-    def own_modules(self) -> Callable[..., Tensor]:
-        """As `several.Forward`: the model's own modules on several tokens of one text."""
-        how = self._masks if self.native is None else self.native.masks
-        assert isinstance(how, masks.Masks), "a request that was not refused"
-        return functools.partial(run_on_text, self._model, how)
+    def several_forwards(self) -> list[Forward]:
+        """The model on tokens of one text, each a row: first with few kernels, if steps have them, then its own."""
+        model = self._model()
+        assert model is not None and isinstance(self._masks, masks.Masks), "a request that was not refused"
+        paths = modules_with_states(model)
+        models: list[Fused | OneByOne | None] = [OneByOne(model, paths) if paths else None]
+        if self._fused is not None:
+            models.insert(0, self._fused)
+        return [functools.partial(run_model, self._model, each, self._masks) for each in models]
 
     def _new_runner(self, cache: Any, logits: Tensor, tokens: int) -> GraphRunner:
         """Raises torch.OutOfMemoryError."""
         model = self._model()
         assert model is not None and self._watch is not None, "a request that was not refused"
         if self._fuses and self._fused is None and logits.is_cuda:
-            self._fused = Fused(model, self.group)
+            with_states = modules_with_states(model)
+            self._fused = Fused(model, self.group, with_states)
         how = self._masks if self.native is None else self.native.masks
         assert isinstance(how, masks.Masks), "a request that was not refused"
         return GraphRunner(
@@ -299,41 +305,20 @@ class Decoding:
             own=functools.partial(run_model, self._model, None, how),
             change=self._watch.change,
             kinds=kinds_of(model.config),
+            room=0 if self.native is not None else several.SIZES[-1],
         )
-
-
-def run_on_text(
-    reference: weakref.ref[PreTrainedModel],
-    how: masks.Masks | Support | None,
-    ids: Tensor,
-    positions: Tensor,
-    cache: KVBucket,
-) -> Tensor:
-    """The model on several tokens of one text, ids and positions [1, n] → logits [n, v]; else as `run_model`."""
-    model: Any = reference()
-    assert model is not None and isinstance(how, masks.Masks)
-    outputs = model(
-        input_ids=ids,
-        attention_mask=how.of(cache, model),
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        return_dict=True,
-    )
-    logits: Tensor = outputs.logits[0]
-    return logits
 
 
 def run_model(
     reference: weakref.ref[PreTrainedModel],
-    fused: Fused | None,
+    fused: Fused | OneByOne | None,
     how: masks.Masks,
     ids: Tensor,
     mask: Tensor,
     positions: Tensor,
     cache: KVBucket,
 ) -> Tensor:
-    """The model, or its fused twin, on one token a row → logits [b, v].
+    """The model, or a twin of it, on one token a row → logits [b, v].
 
     reference  weak, for a runner must not keep its model alive
     how        the model is given masks

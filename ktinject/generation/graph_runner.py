@@ -32,6 +32,7 @@ from ktinject.generation.piecewise_graph import (
     capture_stream,
 )
 from ktinject.generation.sampling import Request, Sampler, Sampling
+from ktinject.generation.trials import Costs
 from ktinject.operators.offload import submits
 from ktinject.support import SUPPORTED, Support
 
@@ -64,6 +65,7 @@ class GraphRunner:
     graphs    whether steps can be captured; if not, they run one kernel at a time, on the same tensors
     changed   why steps of this request ran as `own`; "" if none did
     several   steps of several tokens on the same cache, see several.py; None before the first request for them
+    costs     what steps cost, by their tokens; for requests that choose how many
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class GraphRunner:
         own: Forward | None = None,
         change: Callable[[], str] = lambda: "",
         kinds: Sequence[LayerKind] | None = None,
+        room: int = 0,
     ) -> None:
         """Take the memory. Raises torch.OutOfMemoryError.
 
@@ -88,6 +91,7 @@ class GraphRunner:
         own      as `forward`, by the model as it is now, whatever was recorded
         change   asked before each step: what the model has of another kind than when `forward` was made, or ""
         kinds    as `FixedCache` takes them
+        room     tokens of a step of one text, behind those of a window; a runner of several rows has none
         """
         self.device = device = logits.device
         self.rows, vocab_size = logits.shape
@@ -95,7 +99,8 @@ class GraphRunner:
         self.captures, self.replays, self.changed = 0, 0, ""
         self._forward, self._wake = forward, wake
         self._own, self._change = own or forward, change
-        self.cache = FixedCache(cache, bucket_of(tokens), batch, device, kinds)
+        room = room if batch == 1 else 0
+        self.cache = FixedCache(cache, bucket_of(tokens), batch, device, kinds, room)
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self.ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -114,6 +119,7 @@ class GraphRunner:
         self._steps: dict[int, PiecewiseGraph] = {}  # by the size of the bucket
         self._reorders: dict[int, PiecewiseGraph | None] = {}
         self.several: Any = None
+        self.costs = Costs()
         self._samplers: OrderedDict[tuple[Sampling, int], tuple[Sampler, PiecewiseGraph | None]] = (
             OrderedDict()
         )
@@ -202,11 +208,18 @@ class GraphRunner:
         self._from.copy_(self._order)
 
     def graph_of(
-        self, graphs: dict[Any, PiecewiseGraph | None], key: Any, work: Callable[[Stages], None]
+        self,
+        graphs: dict[Any, PiecewiseGraph | None],
+        key: Any,
+        work: Callable[[Stages], None],
+        state: Sequence[Tensor] = (),
     ) -> PiecewiseGraph | None:
-        """One of the graphs. Captured at its first time, when the work is done once; None: it cannot be."""
+        """One of the graphs. Captured at its first time, when the work is done once; None: it cannot be.
+
+        state  what work that is done twice must find as it was
+        """
         if key not in graphs and self.graphs:
-            graphs[key] = self._capture(work, [])
+            graphs[key] = self._capture(work, [*state])
             self.graphs = SUPPORTED  # steps of one token are captured without it
         return graphs.get(key)
 

@@ -4,8 +4,8 @@
                    └──► `keep(m)`: the cache has the first m of them, as if the others had never been read
 
 A candidate that is verified costs little where weights are read once for all tokens of a step. On a CPU, the native
-decoder takes such steps, and takes back what it wrote to rings and states. On a GPU they are graphs of the model's own
-modules, for some numbers of tokens, where counters are all that has to move.
+decoder takes such steps, and takes back what it wrote to rings and states. On a GPU they are graphs, for some numbers
+of tokens: a token is a row, as in steps of several texts, see consecutive.py.
 
 That such a step does what steps of one token do is not believed: before the first one, `prove` compares the two.
 """
@@ -13,22 +13,23 @@ That such a step does what steps of one token do is not believed: before the fir
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from ktinject.generation import consecutive
 from ktinject.generation.cache import KVBucket, bucket_of
-from ktinject.generation.cache_layers import ALL_TOKENS, BucketLayer
-from ktinject.generation.cpu.native_decoder import NativeDecoder
-from ktinject.generation.graph_runner import GraphRunner
+from ktinject.generation.cpu.native_decoder import NativeDecoder, Proof
+from ktinject.generation.graph_runner import Forward, GraphRunner
 from ktinject.generation.piecewise_graph import PiecewiseGraph, Stages
 from ktinject.operators.offload import submits
 from ktinject.support import SUPPORTED, Support
 
 # Tokens of a step that are captured; a step of another number of tokens has the next size.
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+# Where layers have states, which are noted before each token: of 36 layers of Qwen3.5-35B-A3B 75 MB.
+_MOST_WITH_STATES = 8
 # On a CPU, where nothing is captured: more are not worth it.
 _MOST_ON_CPU = 64
 # By what logits of the two kinds of steps may differ, relative to the norm of a row: roundings of other kernels in many
@@ -37,60 +38,87 @@ _TOLERANCE = 0.1
 # Texts that are compared, and their tokens. Of two experts that tie, both are right.
 _TRIES, _COMPARED = 3, 3
 
-# (ids [1, n], masks of a view, positions [1, n], view) → logits [n, v], by the model's own modules
-Forward = Callable[[Tensor, Tensor, KVBucket], Tensor]
 
-
-class GraphedSteps:
-    """Steps by the model's own modules on a runner's cache, as graphs where there are any.
+class GraphedSteps(Proof):
+    """Steps on a runner's cache, as graphs where there are any.
 
     support  whether they do what steps of one token do; None: that is not known yet
+    most     tokens of a step
     """
 
-    def __init__(self, forward: Forward, runner: GraphRunner) -> None:
-        self._forward, self._runner = forward, runner
-        device, vocab = runner.device, runner.logits.shape[1]
+    def __init__(self, forwards: Sequence[Forward], runner: GraphRunner) -> None:
+        """Take the memory. Raises torch.OutOfMemoryError.
+
+        forwards  each the whole model; the first one is used, and the others are there if it gives other logits
+        """
+        self._forwards, self._runner = [*forwards], runner
+        cache, device, vocab = runner.cache, runner.device, runner.logits.shape[1]
+        windows = [kind.window for kind in cache.kinds if kind.window is not None]
+        self.most = min([_MOST_WITH_STATES if cache.has_states else SIZES[-1], *windows])
+        self._past = consecutive.Past(cache, self.most) if cache.has_states else None
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
-            self._ids = torch.zeros(1, SIZES[-1], dtype=torch.int64, device=device)
-            self._order = torch.arange(SIZES[-1], device=device)
-            self._live = torch.zeros(SIZES[-1], dtype=torch.bool, device=device)
-            self._logits = torch.zeros(SIZES[-1], vocab, dtype=torch.float32, device=device)
+            self._ids = torch.zeros(self.most, 1, dtype=torch.int64, device=device)
+            self._order = torch.arange(self.most, device=device)
+            self._live = torch.zeros(self.most, dtype=torch.bool, device=device)
+            self._kept = torch.zeros(1, dtype=torch.int64, device=device)
+            self._logits = torch.zeros(self.most, vocab, dtype=torch.float32, device=device)
         self._graphs: dict[tuple[int, int], PiecewiseGraph | None] = {}
-        self.support: Support | None = None
+        self._keeps: dict[int, PiecewiseGraph | None] = {}
+        self._size = 0  # tokens of the last step, with padding
 
     def __call__(self, ids: Tensor, length: int) -> Tensor | Support:
         """Logits [n, v] of tokens [1, n] behind so many others; or why they cannot be captured."""
-        count, capacity = ids.shape[1], self._runner.cache.capacity
-        size = next(size for size in SIZES if size >= count)
-        if length + size > capacity:
+        cache, count = self._runner.cache, ids.shape[1]
+        size = min(self.most, next(size for size in SIZES if size >= count))
+        if length + size > cache.capacity:
             size = count  # there is no room for padding
-        bucket = capacity if ids.is_cpu else bucket_of(length + size)
-        self._ids[:, :count].copy_(ids)
-        self._ids[:, count:size] = ids[:, -1:]
+        cache.reserve(size - count)  # which is written, too
+        cache.give_back(size - count)
+        bucket = cache.capacity if ids.is_cpu else bucket_of(length + size)
+        self._ids[:count].copy_(ids.T)
+        self._ids[count:size] = ids[0, -1]
         self._live[:size].copy_(self._order[:size] < count)
+        self._size = size
         work = functools.partial(self._compute, bucket, size)
-        graph = self._runner.graph_of(self._graphs, (bucket, size), work)
+        states = [tensor for kind, held in zip(cache.kinds, cache.layers) if kind.is_state for tensor in held]
+        graph = self._runner.graph_of(self._graphs, (bucket, size), work, states)
         if graph is None and self._runner.graphs:
             return Support.no(f"a step of {size} tokens cannot be captured")
         self._runner.replay(graph, work)
         return self._logits[:count].clone()
 
+    def keep(self, tokens: int) -> None:
+        """Leave the first ones of the last step in rings and states, before the cache has advanced."""
+        cache, size = self._runner.cache, self._size
+        past = self._past if tokens < size else None
+        if past is None and not cache.rings:
+            return
+        self._kept.fill_(tokens)
+
+        def work(_: Stages) -> None:
+            consecutive.keep(cache, past, self._order[:size], self._kept)
+
+        graph = self._runner.graph_of(self._keeps, (size, past is None), work)
+        self._runner.replay(graph, work)
+
+    def goes_on(self) -> bool:
+        """Take the next way to compute steps, if there is one."""
+        if len(self._forwards) == 1:
+            return False
+        self._forwards.pop(0)
+        self._graphs.clear()
+        return True
+
     def _compute(self, bucket: int, size: int, stages: Stages) -> None:
         cache, order = self._runner.cache, self._order[:size]
-        position = cache.cache_position
-        places = position + order
-        layers = [
-            BucketLayer(keys[:, :, :bucket], values[:, :, :bucket], position, places)
-            for keys, values in cache.layers
-        ]
-        at = torch.arange(bucket, device=order.device)
-        held = cache.mask[..., :bucket] & (at < position)
-        new = (at >= position) & (at <= places[:, None])
-        view = KVBucket(layers, position, {}, {None: held | new}, [None] * len(layers))
+        view = consecutive.view_of(cache, bucket, order, self._past)
         view.stages = stages
         with submits.only(self._live[:size] if order.is_cuda else None):
-            logits = self._forward(self._ids[:, :size], cache.positions + order, view)
+            logits = self._forwards[0](
+                self._ids[:size], view.masks[None], cache.positions + order[:, None], view
+            )
+        view.keep_in_place()
         self._logits[:size].copy_(logits)
 
 
@@ -102,17 +130,27 @@ class SeveralTokens:
     hidden   [n, hidden]: what the logits of the last step were made of; None where that is not known
     """
 
-    def __init__(self, runner: GraphRunner, native: NativeDecoder | None, forward: Forward) -> None:
+    def __init__(
+        self, runner: GraphRunner, native: NativeDecoder | None, forwards: Callable[[], Sequence[Forward]]
+    ) -> None:
+        """forwards  gives what `GraphedSteps` takes"""
         self._runner, self._native = runner, native
         self._read = self._kept = 0  # tokens of the last step, and those of them that the cache has for good
         self._view: KVBucket | None = None
         self.hidden: Tensor | None = None
         self.support = known_support(runner, native)
-        windows = [kind.window for kind in runner.cache.kinds if kind.window is not None]
-        self.most = SIZES[-1] if native is None else min([_MOST_ON_CPU, *windows])
-        if native is None and runner.several is None:
-            runner.several = GraphedSteps(forward, runner)
-        self._proof: Any = runner.several if native is None else native.proof
+        self.most, self._proof = 1, Proof() if native is None else native.proof
+        if native is not None:
+            windows = [kind.window for kind in runner.cache.kinds if kind.window is not None]
+            self.most = min([_MOST_ON_CPU, *windows])
+        elif self.support:
+            try:
+                runner.several = runner.several or GraphedSteps(forwards(), runner)
+                self._proof, self.most = runner.several, runner.several.most
+                if self.most < _COMPARED:
+                    self.support = Support.no(f"a window of {self.most} tokens")
+            except torch.OutOfMemoryError:
+                self.support = Support.no("there is no room for what its layers keep of several tokens")
         if not self.support:
             self.most = 1
 
@@ -162,7 +200,10 @@ class SeveralTokens:
         """Leave the first ones of the last step in the cache, at least those that are sure."""
         if self._kept:
             return
-        if self._native is not None and tokens < self._read:
+        if self._native is None:
+            if self._read:
+                self._runner.several.keep(tokens)
+        elif tokens < self._read:
             assert self._view is not None
             self._native.keep(self._view, tokens)
         cache = self._runner.cache
@@ -177,18 +218,25 @@ class SeveralTokens:
         logits  [1, v] of the text's last token
         again   puts the cache back to what it was before
         """
-        if self.support and self._proof.support is None:
-            unproven = set(range(_COMPARED + 1))
-            for choice in range(1, _TRIES + 1):
-                unproven -= self._agreeing(logits, again, choice)
-                if not unproven:
-                    break
-            found = Support.no("steps of several tokens give other logits than steps of one")
-            self._proof.support = self.support and (found if unproven else SUPPORTED)
-        if self.support and not self._proof.support:
+        while self.support and self._proof.support is None:
+            if self._is_proven(logits, again):
+                self._proof.support = SUPPORTED
+            elif not self._proof.goes_on():
+                self._proof.support = Support.no(
+                    "steps of several tokens give other logits than steps of one"
+                )
+        if self.support and self._proof.support is not None:
             self.support = self._proof.support
         if not self.support:
             self.most = 1
+
+    def _is_proven(self, logits: Tensor, again: Callable[[], None]) -> bool:
+        unproven = set(range(_COMPARED + 1))
+        for choice in range(1, _TRIES + 1):
+            unproven -= self._agreeing(logits, again, choice)
+            if not unproven:
+                return True
+        return False
 
     def _agreeing(self, logits: Tensor, again: Callable[[], None], choice: int) -> set[int]:
         """Compare them on a text that goes on with the token of some rank: which rows agree.
@@ -220,10 +268,11 @@ def known_support(runner: GraphRunner, native: NativeDecoder | None) -> Support:
         return Support.no(proof.support.reason)
     if native is not None:
         return SUPPORTED
-    if any(kind != ALL_TOKENS for kind in runner.cache.kinds):
-        return Support.no(
-            "rings of sliding windows and states of linear attention are not taken back on a GPU"
-        )
-    if len(runner.cache.devices) > 1:
+    cache = runner.cache
+    if any(kind.indexed for kind in cache.kinds):
+        return Support.no("a layer's index of tokens is not taken back on a GPU")
+    if cache.rings and not cache.room:
+        return Support.no("its rings have no room for tokens that are taken back")
+    if len(cache.devices) > 1:
         return Support.no("the model stands on several GPUs")
     return SUPPORTED

@@ -5,13 +5,16 @@
                   └──────────────────── what was accepted ◄── `SeveralTokens.keep` ◄─┘
 
 The rules of acceptance are those of transformers' `_assisted_decoding`, and so are the tokens, drawn ones from the same
-random numbers. What differs is what a request need not know: greedy candidates of a prompt lookup that are rejected
-again and again are no longer tried at each step (candidates.py), since tokens do not depend on it.
+random numbers. What differs is what a request need not know: of a greedy prompt lookup, as many candidates are tried as
+pay (trials.py), since tokens do not depend on it. Steps that are known to try none are queued without a look at what
+they chose.
 """
 
 from __future__ import annotations
 
 import copy
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,6 +27,8 @@ from ktinject.generation import kept_cache, sampling, several
 from ktinject.generation.candidates import Drafts, Request
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
+from ktinject.generation.graph_runner import GraphRunner
+from ktinject.generation.loop import Mailbox
 from ktinject.generation.several import SeveralTokens
 from ktinject.generation.steps import begin, first_positions, last_logits, runner_for, tokens_in
 from ktinject.hf import compat
@@ -132,15 +137,19 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
         recorded = begin(decoding, runner, logits, cache, mask, positions)
         if not recorded:
             raise _Refused(recorded)
-        steps = SeveralTokens(runner, decoding.native, decoding.own_modules())
+        steps = SeveralTokens(runner, decoding.native, decoding.several_forwards)
         steps.prove(logits, lambda: runner.begin(cache, length, mask, positions))
         if not steps.support and config.do_sample:
             raise _Refused(steps.support)
         if not kept_cache.is_callers(cache):
             caches.give_back(cache)
-        loop = _Loop(decoding, runner, request, drafts, steps)
+        drafts.choose_by(runner.costs, steps.most - 1)
+        is_kept = config.return_dict_in_generate or kept_cache.is_callers(cache)
+        # A step that is queued beyond the end of the text leaves states that have gone on.
+        is_queued = decoding.native is None and not (is_kept and runner.cache.has_states)
+        loop = _Loop(decoding, runner, request, drafts, steps, is_queued=is_queued)
         tokens = loop.run(logits)
-    if config.return_dict_in_generate or kept_cache.is_callers(cache):
+    if is_kept:
         kept_cache.hand_back(cache, runner.cache, length + tokens.shape[1] - input_ids.shape[1] - 1)
     drafts.finish()
     reason = runner.changed if decoding.native is not None else runner.graphs.reason or runner.changed
@@ -155,8 +164,17 @@ class _Loop:
     """The steps of one request."""
 
     def __init__(
-        self, decoding: Decoding, runner: Any, request: Request, drafts: Drafts, steps: SeveralTokens
+        self,
+        decoding: Decoding,
+        runner: GraphRunner,
+        request: Request,
+        drafts: Drafts,
+        steps: SeveralTokens,
+        *,
+        is_queued: bool,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """is_queued  steps without candidates may be queued before the end of the one before is known"""
         self._decoding, self._runner, self._request = decoding, runner, request
         self._drafts, self._steps = drafts, steps
         config = request.config
@@ -165,7 +183,16 @@ class _Loop:
         self._scores: list[Tensor] | None = [] if is_kept and config.output_scores else None
         self._logits: list[Tensor] | None = [] if is_kept and config.output_logits else None
         self._is_plain = request.is_plain
+        self._is_kept = bool(is_kept and (config.output_scores or config.output_logits))
+        self._queues = is_queued and request.is_plain
+        self._clock, self._captures = clock, runner.captures
         self._end_tokens = set() if self._ends is None else set(self._ends.tolist())
+
+    def _keep(self, scores: Tensor, logits: Tensor) -> None:
+        """Those of tokens that the text goes on with, [m, v], if they are asked for."""
+        for kept, values in ((self._scores, scores), (self._logits, logits)):
+            if kept is not None:
+                kept.extend(values.split(1))
 
     def records(self) -> dict[str, tuple[Tensor, ...] | None]:
         """Scores and logits, by the names of transformers' output."""
@@ -181,6 +208,13 @@ class _Loop:
         text, known = request.input_ids.to(self._drafts.device), first
         while True:
             sure = 1 - len(known)  # the last token was not read yet, but behind the prompt
+            trials = self._drafts.trials
+            if sure and self._queues and trials is not None and trials.pauses:
+                text = self._without_candidates(text, trials.pauses)
+                if self._is_done(text):
+                    break
+                continue
+            start = self._clock()
             drafted, draft_logits = self._drafts(text, steps.most - sure)
             ids = torch.cat([text[:, text.shape[1] - sure :], drafted], dim=1)
             has_hidden = bool(self._drafts.asks)
@@ -196,17 +230,54 @@ class _Loop:
             accepted = valid.shape[1] - 1
             steps.keep(accepted + sure)
             text = torch.cat([text, valid], dim=1)
+            self._note_cost(count + sure, self._clock() - start)
             if request.streamer is not None:
                 request.streamer.put(valid.cpu())
             self._drafts.learn(text, scores, accepted)
-            for kept, values in ((self._scores, scores[0]), (self._logits, logits)):
-                if kept is not None:
-                    kept.extend(values[: accepted + 1].split(1))
+            self._keep(scores[0, : accepted + 1], logits[: accepted + 1])
             if self._is_done(text):
                 break
         if request.streamer is not None:
             request.streamer.end()
         return text.to(request.input_ids.device)
+
+    def _without_candidates(self, text: Tensor, most: int) -> Tensor:
+        """The text after up to so many steps, each queued before the token of the one before is known here."""
+        runner, streamer, start = self._runner, self._request.streamer, self._clock()
+        result = torch.empty(1, dtype=torch.int64, device=runner.device)
+        mailbox = Mailbox(result)
+
+        def queue() -> tuple[int, Tensor]:
+            runner.step()
+            self._require()
+            result.copy_(sampling.greatest(runner.found))
+            runner.put(result[:, None])
+            return mailbox.send(), runner.found.clone() if self._is_kept else runner.found
+
+        runner.put(text[:, -1:].to(runner.device))
+        steps = min(most, self._request.config.max_length - text.shape[1])
+        tokens: list[int] = []
+        waiting = queue()
+        while True:
+            ahead = queue() if len(tokens) + 1 < steps else None
+            sent, logits = waiting
+            tokens.append(int(mailbox.read(sent)))
+            self._decoding.check()
+            self._keep(logits, logits)
+            if streamer is not None:
+                streamer.put(torch.tensor([tokens[-1:]]))
+            if ahead is None or tokens[-1] in self._end_tokens:
+                break
+            waiting = ahead
+        self._note_cost(1, (self._clock() - start) / len(tokens))
+        self._drafts.rest(len(tokens))
+        return torch.cat([text, text.new_tensor([tokens])], dim=1)
+
+    def _note_cost(self, tokens: int, seconds: float) -> None:
+        """Of a step of so many tokens, unless something was captured meanwhile."""
+        if tokens and self._captures == self._runner.captures:
+            self._runner.costs.note(tokens, seconds)
+        self._captures = self._runner.captures
 
     def _require(self) -> None:
         if self._decoding.native is None:

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -254,7 +255,14 @@ def read_config(path: str | os.PathLike[str], checkpoint: Checkpoint | None = No
         drop_quantization(config)  # it speaks of other files
     else:
         beside.check_counts(values, os.fspath(path))
-        config = AutoConfig.for_model(**values)
+        try:
+            config = AutoConfig.for_model(**values)
+        except Exception as error:  # transformers' own code on somebody's values
+            raise CheckpointError(
+                f"{os.fspath(path)}: transformers {transformers.__version__} makes no {values['model_type']} config of "
+                f"its metadata: {str(error).splitlines()[0][:200]}. Put the config.json of the original model beside "
+                "the file, or install a newer transformers."
+            ) from error
     config.name_or_path = os.fspath(path)
     return config
 

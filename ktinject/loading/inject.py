@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ktinject import machine
+from ktinject import _native, machine
 from ktinject.distributed.first_process import BroadcastExperts, ReceivedExperts
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
 from ktinject.hf import models
 from ktinject.hf.layers import Layers
 from ktinject.operators import REGISTRY, Operator
+from ktinject.operators.cpu_experts import PASSES
 from ktinject.planning.devices import show_bytes
 from ktinject.planning.plan import Plan
 
@@ -66,6 +67,8 @@ def apply(
             elif operator.on_ranks == "first":
                 model.set_submodule(path, BroadcastExperts(operator, group), strict=True)
     model.ktinject = plan
+    if "cpu" in plan.runtime_memory:
+        _native.allow_workspace(plan.runtime_memory["cpu"].workspace.get(PASSES, 0))
     if operators:
         # A weak reference: a strong one would be a cycle, and a dropped model would stay until the next collection.
         model.save_pretrained = functools.partial(_save_pretrained, weakref.ref(model))

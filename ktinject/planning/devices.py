@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ktinject.errors import PlanError
@@ -19,6 +19,9 @@ from ktinject.rules import Rule
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}  # fmt: skip
 _SIZE = re.compile(r"\s*(\d{1,18})\s*B?\s*|\s*(\d{1,9}(?:\.\d{1,9})?)\s*(" + "|".join(_UNITS) + r")\s*")
+Budget = Mapping[str, int | str] | Mapping[int, int | str] | Mapping[str | int, int | str]
+"""Device → bytes, or text like "24GiB". A GPU is "cuda:0" or, as accelerate counts them, 0."""
+
 # The compute capability assumed for a GPU that this machine does not have.
 _SUPPOSED_CAPABILITY = (8, 0)
 
@@ -49,7 +52,14 @@ def parse_bytes(size: object, what: str) -> int:
     return int(found[1]) if found[1] else int(float(found[2]) * _UNITS[found[3]])
 
 
-def suppose(machine: Machine, memory: Mapping[str, int | str]) -> Machine:
+def one_budget(budget: Budget | None, max_memory: Budget | None) -> Budget | None:
+    """The budget that a call gives, under either name. Raises PlanError for both."""
+    if budget is not None and max_memory is not None:
+        raise PlanError("budget and max_memory are two names of one thing. Give one of them.")
+    return max_memory if budget is None else budget
+
+
+def suppose(machine: Machine, memory: Budget) -> Machine:
     """Describe another machine, so that a plan can be made for it here.
 
     machine  this machine; its CPU is kept
@@ -63,7 +73,7 @@ def suppose(machine: Machine, memory: Mapping[str, int | str]) -> Machine:
             f"machine: found {memory!r}; it maps devices to sizes. "
             'Write {"cpu": "512GiB", "cuda:0": "24GiB"}, for example.'
         )
-    sizes = {_canonical(str(name)): parse_bytes(size, f"machine[{name!r}]") for name, size in memory.items()}
+    sizes = dict(_sizes(memory, "machine", lambda name: name))
     cpu = sizes.pop("cpu", machine.memory_available_bytes)
     here = {f"cuda:{gpu.index}": gpu for gpu in machine.gpus}
     for number, name in enumerate(sorted(sizes)):
@@ -117,13 +127,13 @@ class Devices:
         cls,
         machine: Machine,
         devices: str | Sequence[str] | None = None,
-        budget: Mapping[str, int | str] | None = None,
+        budget: Budget | None = None,
     ) -> Devices:
         """Choose devices from what the machine has and what the user names.
 
         devices  None: the first GPU if the model fits it, else all GPUs, else the CPU. Several GPUs: layers are spread
                  over all of them
-        budget   device → bytes, or text like "24GiB"; None: all that is free
+        budget   None: all that is free
         Raises   PlanError for a device that the machine does not have, or a size that cannot be read
         """
         free = {"cpu": machine.memory_available_bytes}
@@ -134,9 +144,9 @@ class Devices:
             raise PlanError(
                 f'budget: found {budget!r}; it maps devices to sizes. Write {{"cuda:0": "24GiB"}}, for example.'
             )
-        for name, size in (budget or {}).items():
-            device = named(name, free, "budget", machine)
-            wanted = parse_bytes(size, f"budget[{name!r}]")
+        for device, wanted in _sizes(
+            budget or {}, "budget", lambda name: named(name, free, "budget", machine)
+        ):
             limits[device] = min(free[device], wanted)
             if wanted > free[device]:
                 notes.append(
@@ -229,8 +239,21 @@ def named(device: object, free: Mapping[str, int], what: str, machine: Machine) 
     return name
 
 
+def _sizes(given: Budget, what: str, name_of: Callable[[str], str]) -> Iterator[tuple[str, int]]:
+    """Device and bytes of each entry. Raises PlanError for a device that is given twice, as 0 and "cuda:0" say."""
+    seen: dict[str, object] = {}
+    for key, size in given.items():
+        device = name_of(_canonical(str(key)))
+        if device in seen:
+            raise PlanError(
+                f"{what}: {key!r} and {seen[device]!r} are the same device, {device}. Give each device once."
+            )
+        seen[device] = key
+        yield device, parse_bytes(size, f"{what}[{key!r}]")
+
+
 def _canonical(device: str) -> str:
-    return "cuda:0" if device == "cuda" else device
+    return f"cuda:{device}" if device.isdecimal() else "cuda:0" if device == "cuda" else device
 
 
 def _refusal(rule: Rule, text: str) -> PlanError:

@@ -28,6 +28,7 @@ class Layout:
     to_load         device → bytes of weights that are not in memory yet
     runtime_memory  device → memory that the model takes while it runs, beside its weights
     excess          device → bytes of weights beyond the plan's limit, where they exceed it
+    least           device → the least bytes with which the layout fits: weights, buffers, and the cache of a request
     problems        sentences about what does not fit
     """
 
@@ -37,6 +38,7 @@ class Layout:
     to_load: dict[str, int]
     runtime_memory: dict[str, RuntimeMemory]
     excess: dict[str, int]
+    least: dict[str, int]
     problems: list[str]
 
     @property
@@ -56,6 +58,7 @@ def choose(
     candidates: Sequence[tuple[str, ...]],
     has_weights: bool,
     kv_values: Sequence[int] | None,
+    context: int = 1,
 ) -> Layout:
     """The first layout that fits, or the one with the smallest shortage.
 
@@ -63,13 +66,14 @@ def choose(
     candidates   devices for the modules that are not replaced, best first
     has_weights  True: the modules that are not replaced are in memory already
     kv_values    as `memory.cached_values` returns them
+    context      tokens of a request for which there has to be room
     Raises       what `Replacer.replacements` raises
     """
     layouts: list[Layout] = []
     for devices in candidates:
         # Probes run modules on a few tokens, where waking more threads costs more than they save.
         with openmp.one_thread():
-            layouts.append(_lay_out(model, replacer, where, devices, has_weights, kv_values))
+            layouts.append(_lay_out(model, replacer, where, devices, has_weights, kv_values, context))
         if layouts[-1].fits:
             break
     return min(layouts, key=lambda layout: layout.shortage)
@@ -82,12 +86,19 @@ def _lay_out(
     devices: Sequence[str],
     has_weights: bool,
     kv_values: Sequence[int] | None,
+    context: int,
 ) -> Layout:
     """The layout of a model on one device, or with its decoder layers on several."""
 
     def to_load() -> dict[str, int]:
         taken = (replacement.bytes for replacement in replacements)
         return total([*taken, {} if has_weights else rest_bytes])
+
+    def required(tokens: int) -> dict[str, int]:
+        return {
+            device: memory.required(replacements, model, device_map, device, kv_values, tokens)
+            for device in where.allowed
+        }
 
     device_map = {"": devices[0]}
     replacements = replacer.replacements(device_map)
@@ -97,10 +108,16 @@ def _lay_out(
     rest_bytes = _rest_bytes(model, replacements, device_map)
     if any(replacement.config.auto_sized for replacement in replacements):
         needed = to_load()
-        spare = {device: where.limits[device] - needed.get(device, 0) for device in where.allowed}
+        cache = required(context) if context > 1 else {}
+        spare = {
+            device: where.limits[device] - needed.get(device, 0) - cache.get(device, 0)
+            for device in where.allowed
+        }
         replacements = replacer.replacements(device_map, spare)
     needed = to_load()
-    runtime_memory, problems = memory.find(replacements, model, device_map, needed, where.limits, kv_values)
+    runtime_memory, problems = memory.find(
+        replacements, model, device_map, needed, where.limits, kv_values, context
+    )
     excess = {device: size - where.limits[device] for device, size in needed.items()}
     return Layout(
         device_map=device_map,
@@ -109,6 +126,7 @@ def _lay_out(
         to_load=needed,
         runtime_memory=runtime_memory,
         excess={device: size for device, size in excess.items() if size > 0},
+        least={device: needed.get(device, 0) + size for device, size in required(context).items()},
         problems=[
             *(_too_large(device, needed[device], where) for device, size in excess.items() if size > 0),
             *problems,
@@ -156,5 +174,4 @@ def _spread(
 def _too_large(device: str, size: int, where: Devices) -> str:
     limit, free = where.limits[device], where.free[device]
     has = f"{show_bytes(free)} are free" if limit == free else f"the budget is {show_bytes(limit)}"
-    other = "a larger budget" if limit < free else "a machine with more memory"
-    return f"{device} needs {show_bytes(size)}, but {has}. Use smaller weights (int8, int4) or {other}."
+    return f"{device} needs {show_bytes(size)}, but {has}."

@@ -2,7 +2,8 @@
 
 The size of the KV cache is not computed from the config, whose fields differ from family to family. Instead the model
 runs once on the meta device, where nothing is computed, and the values in its cache are counted. If a device has no
-room for a short request, the layout does not fit: the planner tries several GPUs instead of one, or reports a problem.
+room for the request that was asked for, or a short one, the layout does not fit: the planner tries several GPUs instead
+of one, or reports a problem.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def find(
     to_load: Mapping[str, int],
     limits: Mapping[str, int],
     cached: Sequence[int] | None,
+    context: int = 1,
 ) -> tuple[dict[str, RuntimeMemory], list[str]]:
     """The runtime memory of all devices.
 
@@ -74,27 +76,29 @@ def find(
     to_load     device → bytes of weights that are not in memory yet
     limits      device → bytes that the plan may use
     cached      as `cached_values` returns them
+    context     tokens of a request for which there has to be room
     Returns     device → its runtime memory; and sentences about what does not fit
     """
     runtime_memory, problems = {}, []
+    positions = bucket_of(context)
     for device in {**to_load, **dict.fromkeys(device_map.values())}:
         room = limits.get(device, 0) - to_load.get(device, 0)
+        kv_bytes_per_token = _kv_bytes_per_token(replacements, model, device_map, device, cached)
+        cache = cache_bytes(kv_bytes_per_token, positions)
         workspace: dict[str, int] = {}
         for what, least, wanted in _workspace(replacements, device):
             if least > room >= 0:
                 problems.append(
-                    f"{device} has {show_bytes(room)} left beside the weights, and {what} need {show_bytes(least)}. "
-                    "Use smaller weights, a larger budget, or prefill: cpu."
+                    f"{device} has {show_bytes(room)} left beside the weights, and {what} need {show_bytes(least)}."
                 )
-            workspace[what] = max(0, min(wanted, room))
+            # What a buffer may do without is the cache's.
+            workspace[what] = max(0, min(wanted, room, max(least, room - cache)))
             room -= workspace[what]
-        kv_bytes_per_token = _kv_bytes_per_token(replacements, model, device_map, device, cached)
         longest = _longest(room, kv_bytes_per_token) if kv_bytes_per_token else None
-        if longest is not None and longest < _SHORTEST and room >= 0:
+        if longest is not None and longest < positions and room >= 0:
             problems.append(
                 f"{device} has {show_bytes(room)} left beside the weights, and each token of a request takes "
-                f"{show_bytes(kv_bytes_per_token)} of cache: no room for {_SHORTEST} tokens. "
-                "Use smaller weights, or a larger budget."
+                f"{show_bytes(kv_bytes_per_token)} of cache: no room for {positions:,} tokens."
             )
         if workspace or kv_bytes_per_token:
             runtime_memory[device] = RuntimeMemory(workspace, kv_bytes_per_token, longest)
@@ -138,15 +142,34 @@ def _kv_bytes_per_token(
     )
 
 
+def required(
+    replacements: Sequence[Replacement],
+    model: PreTrainedModel,
+    device_map: Mapping[str, str],
+    device: str,
+    cached: Sequence[int] | None,
+    context: int,
+) -> int:
+    """The least bytes that a device needs beside the weights: buffers at their smallest, and the cache of a request."""
+    buffers = sum(least for _, least, _ in _workspace(replacements, device))
+    return buffers + cache_bytes(
+        _kv_bytes_per_token(replacements, model, device_map, device, cached), bucket_of(context)
+    )
+
+
+def cache_bytes(kv_bytes_per_token: int, positions: int) -> int:
+    """Bytes of a cache of so many positions, twice: that of a captured step, and the prompt's, copied into it."""
+    return 2 * kv_bytes_per_token * positions
+
+
 def _longest(room: int, kv_bytes_per_token: int) -> int:
     """Tokens of the longest request that fits `room` bytes.
 
-    The KV cache of a captured step has a power of two of positions. The prompt's own cache is copied into it, so at
-    that moment memory holds both.
+    The KV cache of a captured step has a power of two of positions.
     """
-    if room < 2 * kv_bytes_per_token * _SHORTEST:
+    if room < cache_bytes(kv_bytes_per_token, _SHORTEST):
         return 0
-    tokens: int = 1 << (room // (2 * kv_bytes_per_token)).bit_length() - 1
+    tokens: int = 1 << (room // cache_bytes(kv_bytes_per_token, 1)).bit_length() - 1
     return tokens
 
 

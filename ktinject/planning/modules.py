@@ -18,7 +18,7 @@ from ktinject.checkpoints.formats.base import Format
 from ktinject.errors import KTInjectError, OperatorError, RuleError
 from ktinject.hf.key_map import KeyMap
 from ktinject.hf.layers import Layers, class_names, has_routed_experts
-from ktinject.operators import REGISTRY, Operator
+from ktinject.operators import REGISTRY, Operator, plugins
 from ktinject.operators.probes.roles import Roles
 from ktinject.rules import Rule, RuleSet
 
@@ -47,6 +47,17 @@ class MatchedModule:
         if self.source is None or self.source.name not in operator.native_formats:
             return config
         return operator.use_checkpoint_format(config, self.source)
+
+    def weight_formats(self, config: Any) -> Sequence[tuple[int, Any]]:
+        """`Operator.weight_formats` for a config, with what the checkpoint has."""
+        stored = [(name, form) for name, form, _ in self.sources()] if _leaves_open(config) else []
+        with blaming(self.rule, self.path, self.operator.name):
+            return self.operator.weight_formats(config, stored)
+
+
+def _leaves_open(config: Any) -> bool:
+    """Whether formats in the checkpoint are to be looked for, which takes a moment for a model of many tensors."""
+    return getattr(config, "weights", None) == "auto"
 
 
 @contextmanager
@@ -78,11 +89,9 @@ def find_modules(
     Returns  the modules, in the order of the model; and rule name → paths of all modules that the rule matches
     Raises   RuleError for an unknown operator, a wrong argument, or a rule that matches nothing
     """
-    configs: dict[str, Any] = {}
-    for rule in ruleset.rules:
-        if rule.operator not in REGISTRY:
-            raise rules.unknown_operator(rule, REGISTRY)
-        configs[rule.name] = rules.check_arguments(rule, REGISTRY[rule.operator].Config)
+    configs: dict[str, Any] = {
+        rule.name: rules.check_arguments(rule, _operator_of(rule).Config) for rule in ruleset.rules
+    }
     modules = dict(model.named_modules())
     try:
         assignment = rules.assign(ruleset, described(model), keeps=keeps(), has_role=Roles(model).has)
@@ -107,6 +116,17 @@ def described(model: PreTrainedModel) -> list[rules.Module]:
 def keeps() -> dict[str, tuple[str, ...]]:
     """Operator → the children that it keeps of the module that it replaces."""
     return {name: operator.keeps for name, operator in REGISTRY.items()}
+
+
+def _operator_of(rule: Rule) -> type[Operator]:
+    """The operator that a rule names. Raises RuleError if there is none, OperatorError if it cannot be imported."""
+    try:
+        operator = plugins.operator_named(rule.operator)
+    except OperatorError as error:
+        raise OperatorError(str(rule.place().refusal(str(error)))) from error
+    if operator is None:
+        raise rules.unknown_operator(rule, {*REGISTRY, *plugins.installed()})
+    return operator
 
 
 def without_experts(model: PreTrainedModel) -> str:

@@ -21,6 +21,18 @@ from ktinject.planning.replacements import Replacement
 from ktinject.rules import KEEP, Rule, RuleSet
 
 
+@dataclass(frozen=True)
+class Remedy:
+    """A change with which a plan fits.
+
+    arguments  of `plan`, `load` and `optimize`, to be given in addition; None: the machine needs more memory
+    text       the same for people: options of the command line
+    """
+
+    arguments: dict[str, Any] | None
+    text: str
+
+
 @dataclass
 class Plan:
     """All decisions of one call. `str(plan)` is a table, `to_dict()` is ready for JSON.
@@ -33,6 +45,7 @@ class Plan:
     to_load         device → bytes of weights that are not in memory yet
     runtime_memory  device → memory that the model takes while it runs, beside its weights
     problems        sentences about what does not fit
+    remedies        what makes it fit, each of them by itself; empty if it fits
     notes           other remarks for the user
     mapping         of the checkpoint's keys to parameters; None if the model has its weights already
     styles          path of a linear layer → how tensor parallelism cuts it
@@ -52,6 +65,7 @@ class Plan:
     to_load: dict[str, int]
     runtime_memory: dict[str, RuntimeMemory] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    remedies: list[Remedy] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     mapping: KeyMap | None = field(default=None, repr=False)
     styles: dict[str, Style] = field(default_factory=dict, repr=False)
@@ -95,7 +109,9 @@ class Plan:
     def check(self) -> None:
         """Raise PlanError if something does not fit."""
         if self.problems:
-            raise PlanError(f"the plan does not fit:{listed(self.problems)}")
+            ways = [remedy.text for remedy in self.remedies]
+            fit = f"\nIt fits with{' one of' if len(ways) > 1 else ''}:{listed(ways)}" if ways else ""
+            raise PlanError(f"the plan does not fit:{listed(self.problems)}{fit}")
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as lists, dicts, numbers and strings, for JSON."""
@@ -117,6 +133,7 @@ class Plan:
             "runtime_memory": {device: running.to_dict() for device, running in self.runtime_memory.items()},
             "limits": self.limits,
             "problems": list(self.problems),
+            "remedies": [dataclasses.asdict(remedy) for remedy in self.remedies],
             "notes": list(self.notes),
         }
 
@@ -192,7 +209,8 @@ def remarks(plan: Plan) -> list[str]:
         for key, value in replacement.runs.items()
         if key not in ("kernel", "weights")
     )
-    return lines + plan.notes + [f"does not fit: {problem}" for problem in plan.problems]
+    lines += plan.notes + [f"does not fit: {problem}" for problem in plan.problems]
+    return lines + [f"fits with {remedy.text}" for remedy in plan.remedies]
 
 
 def grid(plan: Plan) -> Grid:

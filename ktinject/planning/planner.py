@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
-from ktinject import rules
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.distributed import tensor_parallel
 from ktinject.distributed.process_group import ProcessGroup
@@ -23,8 +22,8 @@ from ktinject.hf import compat, models
 from ktinject.hf.key_map import KeyMap, key_map
 from ktinject.hf.layers import Layers, has_routed_experts
 from ktinject.machine import Machine
-from ktinject.planning import layout, match, memory
-from ktinject.planning.devices import Devices
+from ktinject.planning import match, memory
+from ktinject.planning.devices import Budget, Devices
 from ktinject.planning.modules import (
     MatchedModule,
     find_modules,
@@ -33,8 +32,11 @@ from ktinject.planning.modules import (
     without_experts,
 )
 from ktinject.planning.plan import Plan
-from ktinject.planning.replacements import Replacer
+from ktinject.planning.remedies import find as find_remedies
+from ktinject.planning.search import Search
 from ktinject.rules import RuleSet
+
+_MOST_TOKENS = 1 << 30
 
 
 def make(
@@ -43,8 +45,9 @@ def make(
     checkpoint: Checkpoint | None,
     machine: Machine,
     devices: str | Sequence[str] | None = None,
-    budget: Mapping[str, int | str] | None = None,
+    budget: Budget | None = None,
     group: ProcessGroup | None = None,
+    context: int | None = None,
 ) -> Plan:
     """Decide everything, change nothing.
 
@@ -54,9 +57,11 @@ def make(
     devices     devices that may be used; None: the first GPU if the plan fits it, else all GPUs, else the CPU
     budget      device → bytes, or text like "24GiB"
     group       the tensor-parallel process group; the plan is that of this rank
+    context     tokens of a request that the cache must have room for, prompt and answer; None: a short one
     Raises      RuleError, PlanError, CheckpointError or OperatorError for everything but lack of memory
     """
     compat.require("swapping")
+    tokens = _check_context(context)
     if checkpoint is not None:
         compat.require("loading")
     _check_model(model, ruleset)
@@ -75,8 +80,10 @@ def make(
             cuts = tensor_parallel.key_cuts(model, styles, mapping, group)
         layers = Layers(model)
         kv_values = tensor_parallel.cached_values(memory.cached_values(model), layers.of, styles, group)
-        replacer = Replacer(modules, where, machine, layers.decoder, group)
-        chosen = layout.choose(model, replacer, where, candidates, has_weights, kv_values)
+        search = Search(model, machine, layers.decoder, group, candidates, has_weights, kv_values)
+        found = search.run(modules, where, tokens)
+        chosen = found.layout
+        remedies = [] if chosen.fits else find_remedies(search, found.level.modules, where, tokens, chosen)
     plan = Plan(
         model=type(model).__name__,
         model_type=model.config.model_type,
@@ -90,17 +97,29 @@ def make(
         to_load=chosen.to_load,
         runtime_memory=chosen.runtime_memory,
         problems=chosen.problems,
+        remedies=remedies,
         mapping=mapping,
         styles=styles,
         cuts=cuts,
     )
     _check_shared(plan, model)
-    plan.notes += where.notes
+    plan.notes += [*where.notes, *found.notes()]
     may_spread = devices is None and not has_weights and group is None
     plan.notes += _notes_on_devices(plan, candidates[0], where.allowed if may_spread else ())
     plan.notes += _notes_on_model(model, styles, group)
     plan.notes += _notes_on_checkpoint(checkpoint)
     return plan
+
+
+def _check_context(context: int | None) -> int:
+    if context is None:
+        return 1
+    if not isinstance(context, int) or isinstance(context, bool) or not 1 <= context <= _MOST_TOKENS:
+        raise PlanError(
+            f"context: found {context!r}; it is the number of tokens of a request, from 1 to {_MOST_TOKENS:,}. "
+            "Give one, or leave it out."
+        )
+    return context
 
 
 def _notes_on_devices(plan: Plan, wanted: Sequence[str], allowed: Sequence[str]) -> Iterator[str]:
@@ -143,6 +162,8 @@ def _notes_on_checkpoint(checkpoint: Checkpoint | None) -> Iterator[str]:
             f"the checkpoint is {checkpoint.container} with {' and '.join(blocks)}; weights that do not run as "
             "stored are decoded, and quantised again where the operator's format says so"
         )
+    if checkpoint.skipped:
+        yield f"the checkpoint has {some(checkpoint.skipped)}, which the model does not need; skipped"
     if not checkpoint.complete:
         yield "only the checkpoint's index is there: shapes and formats could not be checked"
 
@@ -175,21 +196,14 @@ def check_class(model: object) -> None:
         )
 
 
-def auto_rules(model: PreTrainedModel) -> str:
-    """The name of the bundled rules for a model. Raises PlanError if it has no routed experts."""
+def check_experts(model: PreTrainedModel) -> None:
+    """Raise PlanError unless a model has routed experts, for which the bundled rules are."""
     check_class(model)
     if not has_routed_experts(model):
         raise PlanError(
             f"{without_experts(model)}: it is a dense model, and the bundled rules put routed experts on the CPU. "
             "Run it with transformers as it is, or write rules for its other modules, with dense_linear for example."
         )
-    own, of_text = model_types(model)
-    chosen = rules.choose(own)
-    # A composite of a known language model: what rules for that one name lies at `model.language_model` here.
-    lies_there = Layers(model).decoder is getattr(model.base_model, "language_model", None)
-    if of_text != own and lies_there and not rules.read(chosen).model_types:
-        chosen = rules.choose(of_text)
-    return chosen
 
 
 def model_types(model: PreTrainedModel) -> tuple[str, str]:

@@ -100,6 +100,17 @@ class Replacer:
         self._decoder = decoder
         self._group = group
         self._built: dict[tuple[str, str], _Built | None] = {}
+        self._planned: dict[tuple[str, str], Replacement] = {}  # of modules that need no placement
+        self._inner = _inside([matched.path for matched in modules])
+
+    def changed(self, modules: Sequence[MatchedModule]) -> Replacer:
+        """A replacer for the same modules with other arguments. What was built for unchanged ones is kept."""
+        other = Replacer(modules, self._where, self._machine, self._decoder, self._group)
+        before = {matched.path: matched.config for matched in self._modules}
+        same = {matched.path for matched in modules if matched.config == before.get(matched.path)}
+        other._built = {key: built for key, built in self._built.items() if key[0] in same}
+        other._planned = {key: planned for key, planned in self._planned.items() if key[0] in same}
+        return other
 
     def replacements(
         self, device_map: Mapping[str, str], spare: Mapping[str, int] | None = None
@@ -124,7 +135,13 @@ class Replacer:
             if built.made is None:
                 refusals.add(matched, built.operator, built.refusal)
                 continue
-            replacements.append(self._replacement(matched, built, built.made, placement))
+            key = matched.path, built.config.device
+            if placement is not None:
+                replacements.append(self._replacement(matched, built, built.made, placement))
+                continue
+            if key not in self._planned:
+                self._planned[key] = self._replacement(matched, built, built.made, None)
+            replacements.append(self._planned[key])
         refusals.check()
         return tuple(replacements)
 
@@ -168,8 +185,7 @@ class Replacer:
             made = operator.build(matched.module, config)
             if refusal := _misfit(made, matched):
                 return _Built(operator, config, None, refusal)
-            inner = [other.path for other in self._modules if other.path.startswith(f"{matched.path}.")]
-            _check_contract(matched, made, inner)
+            _check_contract(matched, made, self._inner.get(matched.path, ()))
         return _Built(operator, config, made)
 
     def _replacement(
@@ -224,6 +240,17 @@ class _Refusals:
         """Raise PlanError if there are any."""
         if self._lines:
             raise PlanError("\n".join(few([*self._lines.values()])))
+
+
+def _inside(paths: Sequence[str]) -> dict[str, list[str]]:
+    """Path → those of the paths that lie inside it; of paths with any."""
+    known, found = {*paths}, dict[str, list[str]]()
+    for path in paths:
+        parts = path.split(".")
+        for end in range(1, len(parts)):
+            if (outer := ".".join(parts[:end])) in known:
+                found.setdefault(outer, []).append(path)
+    return found
 
 
 def _misfit(made: Operator, matched: MatchedModule) -> str | None:

@@ -13,7 +13,7 @@ from ktinject.rules.migrate import Migrated, migrate, read_legacy
 from ktinject.rules.roles import ELSEWHERE, ROLES, HasRole
 from ktinject.rules.schema import schema
 from ktinject.rules.settings import parse_overrides
-from ktinject.rules.sources import bundled, choose, locate, parse, read
+from ktinject.rules.sources import bundled, locate, parse, read
 
 __all__ = [
     "ELSEWHERE",
@@ -31,7 +31,6 @@ __all__ = [
     "assign",
     "bundled",
     "check_arguments",
-    "choose",
     "explain",
     "locate",
     "migrate",

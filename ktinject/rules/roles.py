@@ -7,8 +7,8 @@ from collections.abc import Callable
 from ktinject.support import Support
 
 ROLES = {
-    "routed_experts": "computes the experts that a router chooses; also what is called `experts` and computes something "
-    "else, so that an operator's refusal can say what",
+    "routed_experts": "computes the experts that a router chooses; also whatever is called `experts`, so that an "
+    "operator's refusal can say what it computes instead",
     "shared_experts": "a `dense_mlp` beside routed experts",
     "router": "beside routed experts, and multiplies a weight with a row for each of them by one `F.linear`",
     "moe_block": "routes rows to its routed experts, and returns their sum or adds to it",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.resources
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -131,18 +130,6 @@ def bundled() -> dict[str, Path]:
     return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
 
 
-def choose(model_type: str) -> str:
-    """The bundled name that `rules="auto"` means: the file named like the type, else one that lists it."""
-    serving = [name for name, model_types in _guards().items() if model_type in model_types]
-    own = model_type.replace("_", "-")
-    return own if own in serving else (serving or ["moe-auto"])[0]
-
-
-@functools.cache
-def _guards() -> dict[str, tuple[str, ...]]:
-    return {name: read(name).model_types for name in bundled()}
-
-
 def locate(source: str | Path) -> tuple[Path, str]:
     """The file that a path or bundled name means, and its name in refusals.
 
@@ -163,8 +150,6 @@ def locate(source: str | Path) -> tuple[Path, str]:
         logger.warning("%s %s: using the bundled rules %s", text, found, name)
         return files[name], files[name].name
     advice = f"Correct the path.{did_you_mean(name, files)}"
-    if text == "auto":
-        advice = "Name one; 'auto' is for optimize, plan and load, which know the model."
     raise RuleError(
         f"rules {show(text)}: {found}; a path or a bundled name is read: {listing(files)}. {advice}"
     )

@@ -22,8 +22,9 @@ from ktinject.hf import models
 from ktinject.hf.layers import Layers
 from ktinject.loading import inject
 from ktinject.operators import Operator
+from ktinject.planning.devices import Budget
 from ktinject.planning.plan import Plan
-from ktinject.planning.planner import auto_rules, make
+from ktinject.planning.planner import check_experts, make
 from ktinject.tools.shapes import SHAPES
 
 
@@ -52,7 +53,7 @@ def build(
     ruleset: Any = "auto",
     *,
     devices: str | Sequence[str] | None = None,
-    budget: Mapping[str, int | str] | None = None,
+    budget: Budget | None = None,
     variables: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     tp: bool = False,
@@ -63,10 +64,11 @@ def build(
     Raises   as `optimize`
     """
     model = models.meta_model(config, dtype)
-    source = auto_rules(model) if ruleset == "auto" else ruleset
+    if ruleset == "auto":
+        check_experts(model)
     found = machine.detect()
     group = ProcessGroup.join(found, devices) if tp else None
-    plan = make(model, rules.read(source, variables=variables), None, found, devices, budget, group)
+    plan = make(model, rules.read(ruleset, variables=variables), None, found, devices, budget, group)
     plan.check()
     if group is not None:
         tensor_parallel.apply(model, plan.styles, group.size)

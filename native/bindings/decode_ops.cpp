@@ -33,7 +33,7 @@ void def_attention(nb::module_& m) {
          int q_heads, int kv_heads, int size, int rotary, int angles, int window, bool has_gates, int splits,
          int64_t q_stride, int64_t kv_stride, int64_t q_head_stride, int64_t rotation_stride, int64_t batch_stride,
          int64_t head_stride, int64_t mask_stride, float eps, float norm_offset, bool rounds_first, float scale,
-         DType dtype, cuda::Stream stream) {
+         bool is_consecutive, DType dtype, cuda::Stream stream) {
         cuda::attention({.q = q,
                          .k = k,
                          .v = v,
@@ -57,6 +57,7 @@ void def_attention(nb::module_& m) {
                          .angles = angles,
                          .window = window,
                          .has_gates = has_gates,
+                         .is_consecutive = is_consecutive,
                          .splits = splits,
                          .q_stride = q_stride,
                          .kv_stride = kv_stride,
@@ -77,14 +78,15 @@ void def_attention(nb::module_& m) {
       nb::arg("q_heads"), nb::arg("kv_heads"), nb::arg("size"), nb::arg("rotary"), nb::arg("angles"), nb::arg("window"),
       nb::arg("has_gates"), nb::arg("splits"), nb::arg("q_stride"), nb::arg("kv_stride"), nb::arg("q_head_stride"),
       nb::arg("rotation_stride"), nb::arg("batch_stride"), nb::arg("head_stride"), nb::arg("mask_stride"),
-      nb::arg("eps"), nb::arg("norm_offset"), nb::arg("rounds_first"), nb::arg("scale"), nb::arg("dtype"),
-      nb::arg("stream"), "Norm and rotate queries and the new key, fill the cache, and attend to it.");
+      nb::arg("eps"), nb::arg("norm_offset"), nb::arg("rounds_first"), nb::arg("scale"), nb::arg("is_consecutive"),
+      nb::arg("dtype"), nb::arg("stream"),
+      "Norm and rotate queries and the new key, fill the cache, and attend to it.");
   m.def(
       "latent",
       [](Address<> q, Address<> kv, Address<> norm, Address<> cos, Address<> sin, Address<const int64_t> cache_position,
          Address<> keys, Address<> values, int rows, int heads, int nope, int rope, int rank, bool turns_neighbours,
          int64_t q_stride, int64_t kv_stride, int64_t rotation_stride, int64_t keys_stride, int64_t values_stride,
-         float eps, DType dtype, cuda::Stream stream) {
+         float eps, bool is_consecutive, DType dtype, cuda::Stream stream) {
         cuda::latent({q,
                       kv,
                       norm,
@@ -104,14 +106,16 @@ void def_attention(nb::module_& m) {
                       rotation_stride,
                       keys_stride,
                       values_stride,
-                      eps},
+                      eps,
+                      is_consecutive},
                      dtype, stream);
       },
       nb::kw_only(), nb::arg("q"), nb::arg("kv"), nb::arg("norm"), nb::arg("cos"), nb::arg("sin"),
       nb::arg("cache_position"), nb::arg("keys"), nb::arg("values"), nb::arg("rows"), nb::arg("heads"), nb::arg("nope"),
       nb::arg("rope"), nb::arg("rank"), nb::arg("turns_neighbours"), nb::arg("q_stride"), nb::arg("kv_stride"),
-      nb::arg("rotation_stride"), nb::arg("keys_stride"), nb::arg("values_stride"), nb::arg("eps"), nb::arg("dtype"),
-      nb::arg("stream"), "Rotate queries, norm and rotate what is cached, and fill the cache.");
+      nb::arg("rotation_stride"), nb::arg("keys_stride"), nb::arg("values_stride"), nb::arg("eps"),
+      nb::arg("is_consecutive"), nb::arg("dtype"), nb::arg("stream"),
+      "Rotate queries, norm and rotate what is cached, and fill the cache.");
   m.def("attention_scratch", &cuda::attention_scratch, nb::arg("q_heads"), nb::arg("size"),
         "Values of scratch that `attention` needs a row and split.");
 }

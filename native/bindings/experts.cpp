@@ -113,6 +113,8 @@ void unpack_bias(const moe::Experts& self, const std::string& projection, int ex
 }  // namespace
 
 void init_experts(nb::module_& m) {
+  m.def("allow_workspace", &moe::allow_workspace, nb::arg("bytes"),
+        "Long prompts may take so much working memory, if that is more than before; 512 MiB at first.");
   nb::class_<moe::Experts>(m, "Experts", "Packed routed experts of one layer.")
       .def(
           "__init__",
@@ -133,6 +135,8 @@ void init_experts(nb::module_& m) {
           "id", [](const moe::Experts& self) { return reinterpret_cast<uintptr_t>(&self); },
           "Tells these experts from others in what trace_stop() gives.")
       .def_prop_ro("bytes", &moe::Experts::bytes, "Bytes of packed weights and biases, known before allocation.")
+      .def("workspace_bytes", &moe::Experts::workspace_bytes, nb::arg("tokens"), nb::arg("top_k"),
+           "Working memory of a pass over so many tokens, about. See allow_workspace.")
       .def_prop_ro(
           "kernels",
           [](const moe::Experts& self) {

@@ -15,6 +15,8 @@
 //
 // The cache of a layer with a window is a ring: position p lies at place p % window. Attention does not depend on the
 // order of its places, so the kernel only knows how many are in use, and which of them gets the new key.
+//
+// Of consecutive rows each attends to the keys of those before it. So a kernel of its own writes all of them first.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -156,6 +158,11 @@ struct Block {
   }
 };
 
+// The position of a row's token, where the first one's is known.
+__device__ __forceinline__ int64_t position_of(const Attention& p, int64_t first, int row) {
+  return first + (p.is_consecutive ? row : 0);
+}
+
 // Where the new key is written, and how many places of the cache are in use with it.
 struct Places {
   int newest, count;
@@ -188,7 +195,7 @@ __device__ __forceinline__ T finished(const Attention& p, const Block<T, kSize>&
 // position yet, which does no harm here.
 template <class T, int kSize>
 __device__ __forceinline__ void prefetch_cache(const Attention& p, const Block<T, kSize>& block) {
-  const Places places(p, *static_cast<const volatile int64_t*>(p.cache_position));
+  const Places places(p, position_of(p, *static_cast<const volatile int64_t*>(p.cache_position), block.batch));
   const int size = split_size(p, places.count), begin = block.split * size;
   const size_t bytes = static_cast<size_t>(max(0, min(places.count, begin + size) - begin)) * kSize * sizeof(T);
   for (size_t at = threadIdx.x * size_t{128}; at < bytes; at += Sizes<kSize>::kThreads * size_t{128}) {
@@ -218,7 +225,7 @@ struct Softmax {
   float most = -INFINITY, sum = 0, found[Sizes<kSize>::kHalves][Sizes<kSize>::kRun][2] = {};
 };
 
-// Places first .. end - 1 of the cache. The key of `newest` is in shared memory.
+// Places first .. end - 1 of the cache. The key of `newest` is in shared memory; -1: all are in the cache.
 struct Range {
   int first, end, newest;
 };
@@ -447,6 +454,26 @@ __device__ __forceinline__ void merge_splits(const Attention& p, const Block<T, 
   }
 }
 
+// Writes the keys and values of consecutive rows; a warp has a head of a row.
+template <class T, int kSize>
+__global__ void __launch_bounds__(kWarp) append_kernel(const Attention p) {
+  constexpr int kPieces = Sizes<kSize>::kPieces;
+  __shared__ uint4 new_key[kSize / 8];
+  const int lane = static_cast<int>(threadIdx.x), g = lane / 4, t = lane % 4;
+  const Block<T, kSize> block(p, g);
+  uint4 weight[kPieces];
+  read_part<T, kSize>(static_cast<const T*>(p.k_weight), t, p.k_weight == nullptr ? 0 : kPieces, weight);
+  release_next();
+  await_previous();
+  const int64_t position = __ldcg(reinterpret_cast<const long long*>(p.cache_position));
+  uint4 fresh[kPieces], c[kPieces], s[kPieces];
+  read_part<T, kSize>(block.k, t, kPieces, fresh);
+  read_rotation<T, kSize>(p, block.cos, t, c);
+  read_rotation<T, kSize>(p, block.sin, t, s);
+  prepare<T, kSize>(p, fresh, p.k_weight != nullptr, weight, c, s, t);
+  append(block, fresh, static_cast<int>(position_of(p, position, block.batch)), new_key, lane);
+}
+
 template <class T, int kSize>
 __global__ void __launch_bounds__(Sizes<kSize>::kThreads) attention_kernel(const Attention p) {
   constexpr int kWarps = Sizes<kSize>::kWarps, kPieces = Sizes<kSize>::kPieces, kStride = Sizes<kSize>::kStride;
@@ -462,8 +489,9 @@ __global__ void __launch_bounds__(Sizes<kSize>::kThreads) attention_kernel(const
   release_next();
   await_previous();
 
-  const Places places(p, __ldcg(reinterpret_cast<const long long*>(p.cache_position)));
-  const int newest = places.newest;
+  const int64_t position = __ldcg(reinterpret_cast<const long long*>(p.cache_position));
+  const Places places(p, position_of(p, position, block.batch));
+  const int newest = p.is_consecutive ? -1 : places.newest;
   uint4 query[kPieces], fresh[kPieces], c[kPieces], s[kPieces];
   read_part<T, kSize>(block.q, t, g < block.heads ? kPieces : 0, query);
   read_part<T, kSize>(block.k, t, kPieces, fresh);
@@ -509,6 +537,11 @@ void run(const Attention& p, int device, cudaStream_t stream) {
     ready.fetch_or(bit, std::memory_order_relaxed);
   }
   const int chunks = (p.q_heads / p.kv_heads + kHeads - 1) / kHeads;
+  // Where heads that share keys are several blocks, all write the same.
+  if (p.is_consecutive)
+    launch_early(
+        "launching the append of attention", append_kernel<T, kSize>,
+        {dim3(static_cast<unsigned>(p.kv_heads * chunks), static_cast<unsigned>(p.batch)), dim3(kWarp), stream}, p);
   launch_early("launching attention", attention_kernel<T, kSize>,
                {dim3(static_cast<unsigned>(p.kv_heads * chunks), static_cast<unsigned>(p.batch),
                      static_cast<unsigned>(p.splits)),
@@ -527,6 +560,8 @@ void attention(const Attention& p, DType dtype, Stream to) {
     throw std::invalid_argument("attention: cos and sin must be of all rotated values, or of one half");
   if (p.rotary != p.size && (p.rotary > p.size || (p.rotary != 32 && p.rotary != 64 && p.rotary != 128)))
     throw std::invalid_argument("attention: the rotated values of a head must be all, or the first 32, 64 or 128");
+  if (p.is_consecutive && (p.window != 0 || p.batch_stride != 0))
+    throw std::invalid_argument("attention: consecutive rows share one cache without a window");
   const OnStream stream(to);
   auto with = [&]<class T>(T) {
     if (p.size == 32) run<T, 32>(p, to.device, stream);

@@ -52,7 +52,8 @@ __global__ void __launch_bounds__(kWarps* kWarp) latent_kernel(const Latent p) {
     T* q = static_cast<T*>(p.q) + row * p.q_stride + static_cast<int64_t>(head) * (p.nope + p.rope) + p.nope;
     return rotate(p, q, q, cos, sin);
   }
-  const int64_t position = __ldcg(reinterpret_cast<const long long*>(p.cache_position));
+  const int64_t first = __ldcg(reinterpret_cast<const long long*>(p.cache_position));
+  const int64_t position = first + (p.is_consecutive ? row : 0);
   const auto* kv = static_cast<const T*>(p.kv) + row * p.kv_stride;
   if (warp == 0)
     rotate(p, kv + p.rank, static_cast<T*>(p.values) + row * p.values_stride + position * p.rope, cos, sin);

@@ -15,6 +15,9 @@ namespace ktinject::cuda {
 // key and value are written to the cache at cache_position; with a window, at cache_position % window, and the mask is
 // in the order of these places. Sinks count in the softmax without a value. With gates, the output is multiplied with
 // their sigmoid. Rows of `size` are contiguous and 16-byte aligned. For fp16 and bf16.
+//
+// Consecutive rows are tokens of one text: row i is written at cache_position + i, in a cache that all share
+// (batch_stride is 0), and sees what is there up to itself. They have no window.
 struct Attention {
   const void* q = nullptr;  // [batch, q_heads, size]; with gates, a head's gate behind its query
   const void* k = nullptr;  // [batch, kv_heads, size]
@@ -35,7 +38,7 @@ struct Attention {
   int rotary = 0;  // the first values of a head, that are rotated
   int angles = 0;  // values of cos and sin: `rotary`, or the half of it if halves are alike
   int window = 0;  // positions that a token sees, its own included; 0: all
-  bool has_gates = false;
+  bool has_gates = false, is_consecutive = false;
   int splits = 1;                             // of the cache, each for blocks of its own
   int64_t q_stride = 0, kv_stride = 0;        // from row to row of the batch, in elements
   int64_t q_head_stride = 0;                  // from head to head
@@ -52,7 +55,7 @@ constexpr int64_t attention_scratch(int q_heads, int size) { return int64_t{8} *
 
 // What latent attention does before it attends. The last `rope` values of each query head are rotated in place. The
 // first `rank` values of kv are normed and written to `keys` at cache_position; the rest is rotated and written to
-// `values`. For fp16 and bf16.
+// `values`; of consecutive rows, as `Attention` has them, at cache_position + row. For fp16 and bf16.
 struct Latent {
   void* q = nullptr;           // [rows, heads, nope + rope]
   const void* kv = nullptr;    // [rows, rank + rope]
@@ -68,6 +71,7 @@ struct Latent {
   int64_t rotation_stride = 0;          // of cos and sin, 0 where one serves all rows
   int64_t keys_stride = 0, values_stride = 0;
   float eps = 0;
+  bool is_consecutive = false;
 };
 void latent(const Latent& input, DType dtype, Stream stream);
 

@@ -70,10 +70,15 @@ void MoeExecutor::run() {
   const size_t nodes = workers_.nodes().size();
   space_.workers.resize(nodes);
   for (size_t node = 0; node < nodes; ++node) space_.workers[node] = workers_.workers_of(static_cast<int>(node));
-  plan_.make(routing_, {gate_up_, down_, layer_.shards_, space_.workers, workers_.threads()}, tokens_.count);
+  run_round(0);
+  for (int round = 1; round < plan_.rounds; ++round) run_round(round);
+}
+
+void MoeExecutor::run_round(int round) {
+  plan_.make(routing_, {gate_up_, down_, layer_.shards_, space_.workers, workers_.threads()}, tokens_.count, round);
   reserve();
   space_.counters.begin(plan_.signals);
-  if (plan_.caller_converts) {
+  if (round == 0 && plan_.caller_converts) {
     convert_inputs({0, 0, tokens_.count}, 0);
     routing_.for_groups([&](int place, int first, int rows) { gather({place, first, rows}, 0); });
   }
@@ -260,7 +265,7 @@ void MoeExecutor::quantise(const MoeTask& task, int worker) {
 
 void MoeExecutor::compute_down(const MoeTask& task, int worker) {
   const size_t shard = shard_of(Projection::down, task.first);
-  const Shard::Part& part = layer_.shards_[shard].down;
+  const Columns& part = plan_.columns[shard];
   const size_t stride = static_cast<size_t>(part.panels) * gemm::kPanel;
   const int expert = routing_.active_at(task.of);
   const size_t start = routing_.start_of(expert);
@@ -278,7 +283,7 @@ void MoeExecutor::compute_down(const MoeTask& task, int worker) {
 
 void MoeExecutor::add_up(const MoeTask& task, int) {
   const Chunk& chunk = plan_.chunks[static_cast<size_t>(task.of)];
-  const Shard::Part& part = layer_.shards_[static_cast<size_t>(chunk.shard)].down;
+  const Columns& part = plan_.columns[static_cast<size_t>(chunk.shard)];
   const size_t stride = static_cast<size_t>(part.panels) * gemm::kPanel;
   const float* y =
       space_.results[static_cast<size_t>(chunk.shard)] + static_cast<size_t>(chunk.first - part.first) * gemm::kPanel;

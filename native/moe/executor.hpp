@@ -106,6 +106,7 @@ class MoeExecutor {
   };
 
   Activations activations(const gemm::Matrix& matrix, const ActivationBytes& bytes, Slot data, Slot scale, Slot sums);
+  void run_round(int round);
   void reserve();
   void execute(int list, int index, int worker);
   Fetch weights_of(const MoeTask& task) const;

@@ -52,6 +52,9 @@ struct PackedRun {
   }
 };
 
+// Long prompts may take so much working memory, if that is more than what was allowed before.
+void allow_workspace(size_t bytes);
+
 // Many threads may use one object: each call waits for its turn at the pool.
 class Experts {
  public:
@@ -90,6 +93,9 @@ class Experts {
   const float* packed_bias(bool down) const {
     return reinterpret_cast<const float*>((down ? down_bias_ : gate_up_bias_).data());
   }
+
+  // Working memory of a pass over so many tokens, about.
+  size_t workspace_bytes(size_t tokens, int top_k) const;
 
   // out [tokens, hidden] = sum over the token's experts of weight * expert(x). Ids below 0 and equal to `experts` are
   // skipped. Throws std::out_of_range for other ids, before anything is written.

@@ -1,5 +1,6 @@
 // The forward pass: what is refused, and how long prompts are cut into passes. moe/plan.hpp says what a pass does.
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 
 #include "moe/executor.hpp"
@@ -10,10 +11,27 @@
 namespace ktinject::moe {
 namespace {
 
-// Long prompts are cut so that the working memory stays below this; the result is the same.
-constexpr size_t kMostWorkspaceBytes = size_t{512} << 20;
+// Long prompts are cut into passes whose working memory stays below this; the result is the same.
+std::atomic<size_t> most_workspace{size_t{512} << 20};
+// Tokens that a pass may always have.
+constexpr size_t kLeastTokens = 64;
 
 }  // namespace
+
+void allow_workspace(size_t bytes) {
+  size_t before = most_workspace.load();
+  while (before < bytes && !most_workspace.compare_exchange_weak(before, bytes)) {
+  }
+}
+
+size_t Experts::workspace_bytes(size_t tokens, int top_k) const {
+  const size_t rows = tokens * static_cast<size_t>(top_k);
+  const size_t results = rows * static_cast<size_t>(down_.panels) * gemm::kPanel * sizeof(float);
+  // Rows of the input, and of each expert; the intermediate as it is computed, and as the next product takes it.
+  return (tokens + rows) * gate_up_.row_bytes() +
+         rows * (static_cast<size_t>(config_.intermediate_size) * sizeof(uint16_t) + down_.row_bytes()) +
+         std::min(results, MoePlan::kMostRoundBytes);
+}
 
 template <class Id>
 void Experts::forward(const void* x, DType dtype, const Id* ids, const float* weights, int tokens, int top_k,
@@ -27,14 +45,13 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
                               std::to_string(ids[i]) + "; allowed: 0 to " + std::to_string(config_.experts - 1) +
                               ", or -1 or " + std::to_string(config_.experts) + " for none");
 
-  const size_t row_bytes =
-      gate_up_.row_bytes() +
-      static_cast<size_t>(top_k) *
-          (gate_up_.row_bytes() + static_cast<size_t>(down_.panels) * gemm::kPanel * sizeof(float) +
-           static_cast<size_t>(config_.intermediate_size) * 3);
-  const int most = std::max(64, static_cast<int>(std::min<size_t>(kMostWorkspaceBytes / row_bytes, 1u << 20)));
+  const size_t room = most_workspace.load(std::memory_order_relaxed);
+  size_t most = kLeastTokens;
+  while (most < static_cast<size_t>(tokens) && workspace_bytes(2 * most, top_k) <= room) most *= 2;
+  most += (room - std::min(room, workspace_bytes(most, top_k))) /
+          (workspace_bytes(most + 1, top_k) - workspace_bytes(most, top_k));
   // As even as possible: each pass reads the weights, and a few tokens at the end would do so for little.
-  const auto passes = static_cast<int>((int64_t{tokens} + most - 1) / most);
+  const auto passes = static_cast<int>((static_cast<size_t>(tokens) + most - 1) / most);
   static thread_local Workspace space;
   for (int pass = 0; pass < passes; ++pass) {
     const runtime::Session workers;  // given back in between: others wait for a pass, not for a whole prompt

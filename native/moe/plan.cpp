@@ -67,7 +67,7 @@ ActivationBytes bytes_of(const gemm::Matrix& matrix, size_t rows, const MoeShape
 
 }  // namespace
 
-void MoePlan::make(const Routing& routing, const MoeShape& shape, int tokens) {
+void MoePlan::make(const Routing& routing, const MoeShape& shape, int tokens, int round) {
   const size_t rows = routing.rows();
   active_ = routing.active.size();
   caller_converts = tokens <= kTokensAlone;
@@ -75,22 +75,22 @@ void MoePlan::make(const Routing& routing, const MoeShape& shape, int tokens) {
   caller_alone = active_bytes * std::max<size_t>(1, rows / std::max<size_t>(1, active_) / kReadRows) < kSerialBytes;
   reads_only = rows <= active_ * kReadRows;
   quantises_at_once = shape.is_quantised() && reads_only;
-  bypasses_caches = rows * static_cast<size_t>(shape.down.panels) * gemm::kPanel * sizeof(float) > kUncachedBytes;
+  cut_rounds(shape, rows, round);
   size_buffers(rows, shape, tokens);
-  if (is_made_for(routing, shape, tokens)) return;
+  if (is_made_for(routing, shape, tokens, round)) return;
 
   lists.resize(shape.shards.size() <= shape.workers.size() ? shape.shards.size() : 1);
   for (auto& list : lists) list.clear();
   cut_chunks(shape, rows);
   signals.assign(1 + chunks.size() + 3 * active_, 0);
   begin(kInputs);
-  if (!caller_converts) add_inputs(shape, tokens);
+  if (round == 0 && !caller_converts) add_inputs(shape, tokens);
   begin(kGather);
-  if (!caller_converts) add_gather(routing);
+  if (round == 0 && !caller_converts) add_gather(routing);
   begin(kGateUp);
-  add_gate_up(routing, shape);
+  if (round == 0) add_gate_up(routing, shape);
   begin(kQuantise);
-  if (shape.is_quantised()) add_quantise(routing, shape);
+  if (round == 0 && shape.is_quantised()) add_quantise(routing, shape);
   begin(kDown);
   add_down(routing, shape);
   begin(kSum);
@@ -108,14 +108,14 @@ void MoePlan::size_buffers(size_t rows, const MoeShape& shape, int tokens) {
   hidden = shape.is_quantised() ? rows * hidden_stride * sizeof(uint16_t) : 0;
   results.resize(shape.shards.size());
   for (size_t shard = 0; shard < shape.shards.size(); ++shard)
-    results[shard] = rows * static_cast<size_t>(shape.shards[shard].down.panels) * gemm::kPanel * sizeof(float);
+    results[shard] = rows * static_cast<size_t>(columns[shard].panels) * gemm::kPanel * sizeof(float);
   own = kResultBytes + shape.down.row_bytes() +
         std::max(gemm::scratch_bytes(shape.gate_up), gemm::scratch_bytes(shape.down));
 }
 
 // With a row for each expert, tasks depend on how many there are and not on which.
-bool MoePlan::is_made_for(const Routing& routing, const MoeShape& shape, int tokens) {
-  wanted_.assign({tokens, static_cast<int>(active_), static_cast<int>(routing.rows()), shape.threads,
+bool MoePlan::is_made_for(const Routing& routing, const MoeShape& shape, int tokens, int round) {
+  wanted_.assign({tokens, round, static_cast<int>(active_), static_cast<int>(routing.rows()), shape.threads,
                   shape.is_quantised(), static_cast<int>(shape.gate_up.panel_bytes()),
                   static_cast<int>(shape.down.panel_bytes())});
   wanted_.insert(wanted_.end(), shape.workers.begin(), shape.workers.end());
@@ -126,10 +126,22 @@ bool MoePlan::is_made_for(const Routing& routing, const MoeShape& shape, int tok
   return false;
 }
 
+void MoePlan::cut_rounds(const MoeShape& shape, size_t rows, int round) {
+  const size_t all = rows * static_cast<size_t>(shape.down.panels) * gemm::kPanel * sizeof(float);
+  rounds = static_cast<int>(
+      std::clamp<size_t>((all + kMostRoundBytes - 1) / kMostRoundBytes, 1, static_cast<size_t>(shape.down.panels)));
+  bypasses_caches = all / static_cast<size_t>(rounds) > kUncachedBytes;
+  columns.clear();
+  for (const Shard& shard : shape.shards) {
+    const auto [first, panels] = piece_of(shard.down.panels, round, rounds);
+    columns.push_back({shard.down.first + first, panels});
+  }
+}
+
 void MoePlan::cut_chunks(const MoeShape& shape, size_t rows) {
   chunks.clear();
   for (size_t shard = 0; shard < shape.shards.size(); ++shard) {
-    const Shard::Part& part = shape.shards[shard].down;
+    const Columns& part = columns[shard];
     if (part.panels == 0) continue;
     const int pieces = rows > kChunkedRows ? 1 : std::min(part.panels, kChunks);
     for (int i = 0; i < pieces; ++i) {
@@ -193,7 +205,7 @@ void MoePlan::add_down(const Routing& routing, const MoeShape& shape) {
     const Chunk& chunk = chunks[i];
     const auto shard = static_cast<size_t>(chunk.shard);
     const int workers = lists.size() == 1 ? shape.threads : std::max(1, shape.workers[shard]);
-    cut_panels(routing, {shape.down, shape.shards[shard].down.panels, chunk.first, chunk.panels, workers},
+    cut_panels(routing, {shape.down, columns[shard].panels, chunk.first, chunk.panels, workers},
                [&](const MoeTask& task) { add(list_of(shard), task, down_done(static_cast<int>(i))); });
   }
 }

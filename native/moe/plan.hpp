@@ -9,7 +9,10 @@
 //   5 down: tasks of (expert, some panels)
 //   6 weighted sum over a token's experts, in the order of its slots, so results do not depend on the number of threads
 //
-// They are one list of tasks for the pool, with no barrier between them. A task waits for what it reads: gate and up
+// Of many rows, the results of stage 5 would need more memory than all else, so stages 5 and 6 do some columns at a
+// time: each round is a plan of its own, the first one with the stages before. Each weight is still read once.
+//
+// A round is one list of tasks for the pool, with no barrier between them. A task waits for what it reads: gate and up
 // for the inputs, the intermediate for all panels of its expert, down for its expert's intermediate, a sum for the
 // columns it adds up. With few rows the columns of stage 5 are worked off in chunks, so that stage 6 follows close
 // behind it.
@@ -47,6 +50,12 @@ struct Chunk {
   int panels;
 };
 
+// Panels of down.
+struct Columns {
+  int first = 0;
+  int panels = 0;
+};
+
 // What a plan depends on besides the routing.
 struct MoeShape {
   const gemm::Matrix& gate_up;
@@ -67,17 +76,22 @@ struct ActivationBytes {
 };
 
 struct MoePlan {
+  // Bytes of the results of a round.
+  static constexpr size_t kMostRoundBytes = size_t{256} << 20;
   // A block of results of a worker: that many rows of a panel.
   static constexpr int kMostResults = 4096;
   static constexpr size_t kResultBytes = size_t{kMostResults} * gemm::kPanel * sizeof(float);
 
-  // Tasks are kept from the plan before where they are the same, as for one token after another.
-  void make(const Routing& routing, const MoeShape& shape, int tokens);
+  // Plans a round; the first one says how many there are. Tasks are kept from the plan before where they are the same,
+  // as for one token after another.
+  void make(const Routing& routing, const MoeShape& shape, int tokens, int round = 0);
 
   std::vector<std::vector<MoeTask>> lists;
   std::vector<int> sizes;                        // [lists]: tasks
   std::array<std::vector<int>, kStages> begins;  // [stage][lists]: where the stage begins
   std::vector<Chunk> chunks;
+  std::vector<Columns> columns;  // [shards]: of this round
+  int rounds = 1;
   std::vector<int> signals;  // [counters]: tasks that count it down; those that wait for it begin at zero
 
   bool caller_converts = false;  // stages 1 and 2 have no tasks: the caller is faster alone
@@ -114,7 +128,8 @@ struct MoePlan {
 
  private:
   void size_buffers(size_t rows, const MoeShape& shape, int tokens);
-  bool is_made_for(const Routing& routing, const MoeShape& shape, int tokens);
+  bool is_made_for(const Routing& routing, const MoeShape& shape, int tokens, int round);
+  void cut_rounds(const MoeShape& shape, size_t rows, int round);
   void cut_chunks(const MoeShape& shape, size_t rows);
   void begin(Stage stage);
   void add(size_t list, const MoeTask& task, size_t counter);

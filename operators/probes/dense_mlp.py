@@ -8,6 +8,7 @@ The linear layers are replaced by functions of a row that cost nothing, so a mod
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class _RowFunction(nn.Module):
         return torch.sin(3 * x.mean(-1, keepdim=True) + angles)
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is a linear layer that computes what torch's does."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 

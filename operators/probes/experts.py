@@ -9,6 +9,9 @@ reads the parameters of
 
 off its answers, and then demands that the twin and the formula agree. A module that computes anything else is
 refused, with the difference; nothing is concluded from a class name.
+
+Some take nothing but rows: those of each expert together, all equally many, multiplied with their routing weights
+before (Llama 4). They are the same experts, of one row each and weight 1.
 """
 
 from __future__ import annotations
@@ -63,6 +66,9 @@ class ExpertsSpec:
     gate_max: float  # inf: no clamp
     up_limit: float  # inf: no clamp
     up_offset: float  # added to up after the clamp
+    takes_rows: bool = (
+        False  # its forward takes (rows) [experts · m, hidden], the rows of each expert together
+    )
 
 
 @answered_once
@@ -170,12 +176,13 @@ def _act(name: str, alpha: float, x: Tensor) -> Tensor:
 def _layout(module: nn.Module) -> ExpertsSpec | Support:
     """The spec with its arithmetic still open, from the flags and the parameter shapes."""
     signature = inspect.signature(type(module).forward)
+    takes_rows = len(signature.parameters) == 2
     try:
-        signature.bind(module, None, None, None)
+        signature.bind(module, None, *([] if takes_rows else [None, None]))
     except TypeError:
         return Support.no(
             f"its forward takes ({', '.join([*signature.parameters][1:])}), "
-            "not (hidden_states, top_k_index, top_k_weights)"
+            "not (hidden_states, top_k_index, top_k_weights), nor rows alone"
         )
     if getattr(module, "has_post_expert_norm", False):
         return Support.no(
@@ -193,7 +200,9 @@ def _layout(module: nn.Module) -> ExpertsSpec | Support:
                 f"it has no parameter {name} of three dimensions, experts first; it has {found}"
             )
     up_shape, down_shape = parameters[up_name].shape, parameters["down_proj"].shape
-    is_transposed = bool(getattr(module, "is_transposed", False))
+    # Where a class does not say it, the shapes do: [e, h, 2 i] and [e, i, h], or [e, 2 i, h] and [e, h, i].
+    turned = takes_rows and up_shape[1] == down_shape[2]
+    is_transposed = bool(getattr(module, "is_transposed", turned))
     down_k, down_n = (1, 2) if is_transposed else (2, 1)
     # Defaults are those of transformers' decorator; a class without it is served if the probe agrees.
     spec = ExpertsSpec(
@@ -209,6 +218,7 @@ def _layout(module: nn.Module) -> ExpertsSpec | Support:
         gate_max=inf,
         up_limit=inf,
         up_offset=0.0,
+        takes_rows=takes_rows,
     )
     shapes = parameter_shapes(spec)
     for name, shape in shapes.items():
@@ -376,9 +386,17 @@ def _run(
     weights: Tensor,
 ) -> Tensor:
     """The module's own forward with other parameters."""
-    small = twin.of(module, tensors=parameters, attributes={"num_experts": spec.num_experts})
-    found: Tensor = twin.run_eager(small, x, index, weights)
-    return found
+    sizes = {"num_experts": spec.num_experts}
+    if not spec.takes_rows:
+        found: Tensor = twin.run_eager(
+            twin.of(module, tensors=parameters, attributes=sizes), x, index, weights
+        )
+        return found
+    sizes |= {"hidden_size": spec.hidden_size, "intermediate_size": spec.intermediate_size}
+    small = twin.of(module, tensors=parameters, attributes=sizes | {"expert_dim": spec.intermediate_size})
+    rows = twin.run_eager(small, x.repeat(spec.num_experts, 1)).view(spec.num_experts, *x.shape)
+    chosen = rows[index, torch.arange(len(x))[:, None]]
+    return (weights[..., None] * chosen).sum(1)
 
 
 def _join(spec: ExpertsSpec, gate: Tensor, up: Tensor) -> Tensor:

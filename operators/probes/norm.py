@@ -8,6 +8,7 @@ Sums are in fp32; `round` is to the dtype of x. Where the weight is stored less 
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 
@@ -66,6 +67,15 @@ def probe(module: nn.Module) -> RmsNormSpec | Support:
             return _compare(module, weight.shape[0])
     except Exception as error:  # the module's own code runs here, so anything may come out of it
         return refusal_of(error)
+
+
+def probe_of_one_input(module: nn.Module) -> RmsNormSpec | Support:
+    """The same, of a norm whose forward takes nothing beside x: a gated one computes something else with its gate."""
+    spec = probe(module)
+    if isinstance(spec, Support):
+        return spec
+    _, _, *more = inspect.signature(type(module).forward).parameters
+    return Support.no(f"its forward takes {', '.join(more)} as well") if more else spec
 
 
 def _compare(module: nn.Module, n: int) -> RmsNormSpec | Support:

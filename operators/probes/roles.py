@@ -15,8 +15,10 @@ from functools import cached_property
 from torch import nn
 from transformers import PreTrainedModel
 
+from ktinject.errors import OperatorError
 from ktinject.hf.layers import Layers
 from ktinject.operators.probes import attention, dense_mlp, experts, moe_block, norm, router
+from ktinject.operators.probes.answer import PassingRefusal
 from ktinject.rules import ELSEWHERE, ROLES
 from ktinject.support import SUPPORTED, Support
 
@@ -31,15 +33,21 @@ class Roles:
         self._layers = Layers(model)
         self._modules = dict(model.named_modules())
         self._found: dict[tuple[str, str], Support] = {}
-        self._finders: dict[str, Callable[[str, nn.Module], Support]] = {
-            name: getattr(self, f"_{name}") for name in ROLES
-        }
 
     def has(self, path: str, role: str) -> Support:
-        """Whether the module at a path has a role; if not, ELSEWHERE or what keeps it from having it."""
+        """Whether the module at a path has a role; if not, ELSEWHERE or what keeps it from having it.
+
+        Raises   OperatorError where a failure that may pass, such as too little memory, keeps it from being found out
+        """
         key = path, role
         if key not in self._found:
-            self._found[key] = self._finders[role](path, self._modules[path])
+            find: Callable[[str, nn.Module], Support] = getattr(self, f"_{role}")
+            found = find(path, self._modules[path])
+            if isinstance(found, PassingRefusal):  # a rule must not leave a module out for that
+                raise OperatorError(
+                    f"{path}: whether it is {role} cannot be found out: {found.reason}. Try again."
+                )
+            self._found[key] = found
         return self._found[key]
 
     def of(self, path: str) -> tuple[str, ...]:
@@ -66,8 +74,8 @@ class Roles:
         if not (is_named or is_stack) or not self._is_inside(path):
             return ELSEWHERE
         found = experts.probe(module)
-        if not isinstance(found, Support):
-            return SUPPORTED
+        if not isinstance(found, Support) or isinstance(found, PassingRefusal):
+            return _answer(found)
         return Support(is_named and any(True for _ in module.parameters()), found.reason)
 
     def _shared_experts(self, path: str, module: nn.Module) -> Support:
@@ -111,7 +119,7 @@ class Roles:
         is_vector = [parameter.dim() for parameter in module.parameters()] == [1]
         if not is_vector or "weight" not in module._parameters or not self._is_inside(path):
             return ELSEWHERE
-        return _answer(norm.probe(module))
+        return _answer(norm.probe_of_one_input(module))
 
     def _output_layer(self, path: str, module: nn.Module) -> Support:
         return SUPPORTED if module is self._model.get_output_embeddings() else ELSEWHERE

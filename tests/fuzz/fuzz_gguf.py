@@ -1,7 +1,8 @@
 """Mutate GGUF headers, in structure and in bytes, and read them.
 
 Only `CheckpointError` may come out, whatever a file claims, in little time and memory. What is accepted must lie in the
-file: tensors apart from each other, each as long as its type and shape take.
+file: tensors apart from each other, each as long as its type and shape take. Of what a checkpoint accepts, weights are
+decoded: each has its shape, and of blocks no NaN.
 
     python tests/fuzz/fuzz_gguf.py --runs 1000000 --seed 1
     python tests/fuzz/fuzz_gguf.py --seed 1 --first 4711 --runs 1      # one run again
@@ -13,14 +14,17 @@ import math
 import os
 import random
 import struct
+import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import fuzzer
 
-from ktinject.checkpoints import gguf_names
 from ktinject.checkpoints.beside import check_counts
+from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.checkpoints.gguf import TYPES, read_header
+from ktinject.checkpoints.gguf_architectures import ARCHITECTURES
 from ktinject.errors import CheckpointError
 
 NUMBERS = [
@@ -47,6 +51,21 @@ NUMBERS = [
     2**61,
 ]
 NUMBERS += [2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1]
+ARCHITECTURE_NAMES = [*ARCHITECTURES, "gemma3"]
+# Keys of metadata behind the architecture's, by the type of what they hold.
+COUNTS = """embedding_length block_count attention.head_count attention.head_count_kv attention.key_length
+    attention.value_length feed_forward_length expert_feed_forward_length expert_shared_feed_forward_length
+    expert_count expert_used_count expert_shared_count context_length nextn_predict_layers expert_gating_func
+    expert_group_count expert_group_used_count leading_dense_block_count attention.q_lora_rank
+    attention.kv_lora_rank attention.key_length_mla attention.value_length_mla rope.dimension_count ssm.conv_kernel
+    ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size full_attention_interval
+    attention.sliding_window attention.indexer.head_count attention.indexer.key_length attention.indexer.top_k
+    rope.scaling.original_context_length""".split()
+REALS = """attention.layer_norm_rms_epsilon rope.freq_base expert_weights_scale rope.scaling.factor
+    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.yarn_log_multiplier attention.scale
+    embedding_scale residual_scale logit_scale""".split()
+ARRAYS = {"rope.dimension_sections": 5, "attention.recurrent_layers": 7, "attention.indexer.types": 7}
+TOKENS = ("bos", "eos", "padding", "eot")
 KEYS = [
     "general.architecture",
     "general.alignment",
@@ -56,15 +75,12 @@ KEYS = [
     "",
     "é",
 ]
-NAMES = [
-    "token_embd.weight",
-    "output.weight",
-    "blk.0.ffn_up_exps.weight",
-    "blk.1.attn_k_b.weight",
-    "blk.x",
-    "a",
-    "",
-]
+NAMES = """token_embd.weight output.weight output_norm.weight rope_freqs.weight blk.0.attn_norm.weight
+    blk.0.attn_q.weight blk.0.attn_k.weight blk.0.attn_qkv.weight blk.0.attn_gate.weight blk.0.attn_k_b.weight
+    blk.0.attn_v_b.weight blk.0.ssm_a blk.0.ssm_conv1d.weight blk.0.ssm_out.weight blk.0.ssm_dt.bias
+    blk.0.ffn_gate_exps.weight blk.0.ffn_up_exps.weight blk.0.ffn_down_exps.weight blk.0.ffn_gate_up_exps.weight
+    blk.0.ffn_gate_exps.bias blk.0.ffn_gate_inp_shexp.weight blk.0.exp_probs_b.bias blk.0.indexer.proj.weight
+    blk.9.nextn.eh_proj.weight v.blk.0.ln1.weight blk.x a""".split()
 BY_NAME = {name: (number, values, size) for number, (name, values, size) in TYPES.items()}
 # Pieces of a file that are numbers: struct code and value; anything else is bytes as they are.
 Piece = bytes | tuple[str, int]
@@ -75,27 +91,57 @@ def text(value: str) -> list[Piece]:
     return [("Q", len(raw)), raw]
 
 
-def config_entries(rng: random.Random) -> dict[str, list[Piece]]:
+def config_entries(rng: random.Random, architecture: str) -> dict[str, list[Piece]]:
     """What a config is made of, some of it of another type, absent or odd."""
     entries: dict[str, list[Piece]] = {}
-    for name, key in gguf_names._QWEN.items():
-        if rng.random() < 0.02:
-            continue
-        if name in ("rms_norm_eps", "rope_theta"):
-            number = (
-                rng.choice((1e-6, 1e4, 1e4, 0.0, -1.0, math.inf, math.nan)) if rng.random() < 0.2 else 1e-6
-            )
-            pieces: list[Piece] = [("I", 6), struct.pack("<f", number)]
-        else:
-            pieces = [("I", 4), ("I", rng.choice(NUMBERS) % 2**32 if rng.random() < 0.1 else 8)]
-        if rng.random() < 0.03:
+    odd = rng.choice((0.0, 0.0, 0.01, 0.04))  # how often one value is
+
+    def add(key: str, kind: int, *pieces: Piece) -> None:
+        if rng.random() < odd:
+            return
+        if rng.random() < odd:
             kind = rng.choice((0, 1, 5, 7, 8, 9, 10, 11, 12))
-            pieces = [("I", kind), *value(rng, kind)]
-        entries[f"qwen3moe.{key}"] = pieces
-    for key in gguf_names._TOKENS.values():
+            pieces = (*value(rng, kind),)
+        entries[f"{architecture}.{key}"] = [("I", kind), *pieces]
+
+    usual = {
+        "block_count": 2,
+        "nextn_predict_layers": 1,
+        "rope.dimension_count": rng.choice((4, 8)),
+        "expert_gating_func": 2,
+        "ssm.inner_size": 16,
+    }
+    for key in COUNTS:
+        number = rng.choice(NUMBERS) % 2**32 if rng.random() < odd else usual.get(key, 8)
+        add(key, 4, ("I", number))
+    for key in REALS:
+        number = rng.choice((1e-6, 1e4, 0.0, -1.0, math.inf, math.nan)) if rng.random() < odd else 1.0
+        add(key, 6, struct.pack("<f", number))
+    for key, kind in ARRAYS.items():
+        count = 2 if rng.random() >= 5 * odd else rng.choice((0, 1, 4))
+        pieces = [piece for _ in range(count) for piece in value(rng, kind)]
+        add(key, 9, ("I", kind), ("Q", count), *pieces)
+    if rng.random() < 5 * odd:
+        add("rope.scaling.type", 8, *text(rng.choice(("none", "yarn", "linear", "su"))))
+    if rng.random() < 0.5:
+        words = [rng.choice(("a", "b", "ab", "Ġ", "<s>", "", "é")) for _ in range(rng.randrange(4))]
+        merges = [rng.choice(("a b", "ab a", "ab", " ", "a b c")) for _ in range(rng.randrange(2))]
+        entries["tokenizer.ggml.model"] = [("I", 8), *text(rng.choice(("gpt2", "llama", "bert")))]
+        for key, found in (("tokens", words), ("merges", merges)):
+            pieces = [piece for word in found for piece in text(word)]
+            entries[f"tokenizer.ggml.{key}"] = [("I", 9), ("I", 8), ("Q", len(found)), *pieces]
+        count = len(words) if rng.random() >= odd else 3
+        ones = [("I", 1) for _ in range(count)]
+        entries["tokenizer.ggml.token_type"] = [
+            ("I", 9),
+            ("I", rng.choice((5, 5, 5, 6))),
+            ("Q", count),
+            *ones,
+        ]
+    for name in TOKENS:
         if rng.random() < 0.5:
-            kind = rng.choice((4, 4, 4, 5, 7, 8, 10, 11, 12))
-            entries[f"tokenizer.ggml.{key}_token_id"] = [("I", kind), *value(rng, kind)]
+            kind = rng.choice((4, 5, 10, 11) if odd == 0 else (4, 5, 7, 8, 10, 11, 12))
+            entries[f"tokenizer.ggml.{name}_token_id"] = [("I", kind), *value(rng, kind)]
     return entries
 
 
@@ -113,24 +159,24 @@ def value(rng: random.Random, kind: int) -> list[Piece]:
 def header(rng: random.Random) -> tuple[list[Piece], int, int]:
     """The pieces of a valid header, its alignment and the bytes of data it describes."""
     alignment = rng.choice((32, 32, 8, 64))
-    entries: dict[str, list[Piece]] = {"general.architecture": [("I", 8), *text("qwen3moe")]}
+    architecture = rng.choice(ARCHITECTURE_NAMES)
+    entries: dict[str, list[Piece]] = {"general.architecture": [("I", 8), *text(architecture)]}
     if alignment != 32:
         entries["general.alignment"] = [("I", 4), ("I", alignment)]
     for _ in range(rng.randrange(4)):
         kind = rng.choice((0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12))
         entries.setdefault(f"k{rng.randrange(6)}", [("I", kind), *value(rng, kind)])
-    is_model = rng.random() < 0.3
-    if is_model:
-        entries |= config_entries(rng)
+    if is_model := rng.random() < 0.25:
+        entries |= config_entries(rng, architecture)
     tensors: list[Piece] = []
-    end, names = 0, NAMES[:1] if is_model else rng.sample(NAMES[:4], rng.randrange(4))
+    end, names = 0, [*NAMES[:is_model], *rng.sample(NAMES[is_model:], rng.randrange(8))]
     for name in names:
-        number, values, size = BY_NAME[
-            "F32" if is_model else rng.choice(["F32", "BF16", "Q8_0", "Q4_0", *BY_NAME])
+        number, values, size = BY_NAME["F32" if rng.random() < 0.5 else rng.choice([*BY_NAME])]
+        extents = (*(8 for _ in range(3)), 1, 2, 4, 16, 24, 32)
+        shape = [values if values > 1 else rng.choice(extents)]
+        shape += [
+            rng.choice(extents) for _ in range(rng.choice((0, 1, 1, 2, 2)) if not name == NAMES[0] else 1)
         ]
-        shape = [values * rng.choice((1, 1, 2)), *(rng.choice((1, 2, 3)) for _ in range(rng.randrange(3)))]
-        if "exps" in name or is_model:
-            shape = [*shape, 1, 1][: 3 - is_model]
         tensors += [
             *text(name),
             ("I", len(shape)),
@@ -178,9 +224,9 @@ def mutate_bytes(rng: random.Random, data: bytearray) -> None:
 
 
 def image(rng: random.Random) -> bytes:
-    """A file: mutated header, zeros for data."""
+    """A file: mutated header, anything for data."""
     pieces, alignment, size = header(rng)
-    is_whole = rng.random() < 0.2  # what is odd then are values of the config
+    is_whole = rng.random() < 0.3  # what is odd then are values of the config, shapes and data
     for _ in range(0 if is_whole else rng.choice((0, 1, 1, 1, 2, 4))):
         if pieces:
             mutate(rng, pieces)
@@ -190,18 +236,27 @@ def image(rng: random.Random) -> bytes:
     raw += bytes(-len(raw) % alignment)
     if rng.random() < 0.05:
         size = max(0, size + rng.choice((-32, -1, 1, 31, 32)))
-    file = bytes(raw) + bytes(size)
+    data = bytes(size) if rng.random() < 0.4 else rng.randbytes(size)
+    file = bytes(raw) + data
     return file[: rng.randrange(len(file) + 1)] if rng.random() < 0.02 else file
 
 
-def attempt(content: bytes, fd: int) -> str:
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, content, 0)
-    try:
-        found = read_header("fuzz.gguf", fd)
-    except CheckpointError as error:
-        assert str(error).startswith("fuzz.gguf: ") and len(str(error)) < 2000, error
-        return "refused"
+def refused(error: CheckpointError, path: Path) -> None:
+    """A refusal names the file or the tensor, and is short."""
+    text = str(error)
+    assert (
+        (str(path) in text or text.startswith("tensor ")) and len(text) < 4000 and text.count("\n") <= 22
+    ), text
+
+
+def attempt(content: bytes, path: Path) -> str:
+    path.write_bytes(content)
+    with path.open("rb") as file:
+        try:
+            found = read_header(path, file.fileno())
+        except CheckpointError as error:
+            refused(error, path)
+            return "refused"
     end = 0
     for entry in found.tensors.values():
         _, values, size = BY_NAME[entry.dtype]
@@ -210,42 +265,69 @@ def attempt(content: bytes, fd: int) -> str:
         end = entry.offset + entry.bytes
     assert end <= len(content)
     try:
-        header = found.metadata, found.tensors
-        renamed = gguf_names.rename({"fuzz.gguf": header}, Path("fuzz.gguf"))["fuzz.gguf"]
+        checkpoint = Checkpoint.open(path)
     except CheckpointError as error:
-        assert str(error).startswith("fuzz.gguf: ") and len(str(error)) < 2000, error
+        refused(error, path)
         return "names refused"
-    assert sum(entry.bytes for entry in renamed.values()) == sum(
-        entry.bytes for entry in found.tensors.values()
-    )
-    try:
-        config = gguf_names.config_values(found.metadata, renamed, "fuzz.gguf")
-        check_counts(config, "fuzz.gguf")
-    except CheckpointError as error:
-        assert str(error).startswith("fuzz.gguf: ") and len(str(error)) < 5000, error
-        return "accepted"
-    for name in gguf_names._QWEN:
-        assert type(config[name]) in (int, float) and 0 < config[name] < 2**31, (name, config[name])
-    for name in gguf_names._TOKENS:
-        assert config[name] is None or (
-            type(config[name]) is int and 0 <= config[name] < config["vocab_size"]
+    with checkpoint:
+        left = sum(entry.bytes for name, entry in found.tensors.items() if name in checkpoint.skipped)
+        assert sum(info.bytes for info in checkpoint.tensors.values()) + left == sum(
+            entry.bytes for entry in found.tensors.values()
         )
-    assert config["num_hidden_layers"] <= 1000 and config["num_experts"] <= 4096
+        decoded = decode(checkpoint, path)
+        try:
+            found_words = checkpoint.vocabulary()
+            assert found_words is None or max(found_words.tokens.values(), default=0) < len(found_words.words)
+        except CheckpointError as error:
+            refused(error, path)
+        try:
+            config = checkpoint.config_values()
+            assert config is not None
+            check_counts(config, str(path))
+        except CheckpointError as error:
+            refused(error, path)
+            return decoded
+    check_config(config)
     return "made a config"
+
+
+def decode(checkpoint: Checkpoint, path: Path) -> str:
+    """Read some weights. Returns the outcome."""
+    outcome = "accepted"
+    for key in sorted(checkpoint.weights)[:4]:
+        try:
+            values = checkpoint.decode(key)
+        except CheckpointError as error:
+            refused(error, path)
+            outcome = "values refused"
+            continue
+        form = checkpoint.format_of(key)
+        assert tuple(values.shape) == checkpoint.shape(key), key
+        assert form.is_plain or "made" in form.name or not values.isnan().any(), (key, form)
+    return outcome
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Nothing in it is out of proportion."""
+    for name, found in config.items():
+        if type(found) in (int, float):
+            assert 0 <= found < 2**31, (name, found)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        found = config[name] if isinstance(config[name], list) else [config[name]]
+        assert all(n is None or (type(n) is int and 0 <= n < config["vocab_size"]) for n in found), name
+    assert config["num_hidden_layers"] <= 1000 and isinstance(config["rope_parameters"], dict)
 
 
 def fuzz(runs: int, seed: int, first: int = 0) -> Counter[str]:
     """Count the outcomes of `runs` runs from `first` on. Raises AssertionError, or whatever else came out."""
-    fd = os.memfd_create("fuzz")
-    try:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        path = Path(folder) / "fuzz.gguf"
         return fuzzer.count(
             range(first, first + runs),
             seed,
             lambda _, rng: image(rng),
-            lambda _, content: attempt(content, fd),
+            lambda _, content: attempt(content, path),
         )
-    finally:
-        os.close(fd)
 
 
 if __name__ == "__main__":

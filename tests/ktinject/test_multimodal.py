@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from double import EXPERTS, saved
-from models import COMMON, REFUSED, multimodal
+from models import COMMON, OF_ROWS, multimodal
 from safetensors.torch import load_file, save_file
 from test_generate import stock
 from test_native_decoder import TOLERANCE, difference
@@ -17,21 +17,12 @@ from test_optimize import quantise
 from transformers import PreTrainedModel
 
 import ktinject
-from ktinject import PlanError
 from ktinject.hf import models as hf
 from ktinject.operators import Operator
 from ktinject.support import SUPPORTED
 
 torch.set_num_threads(1)
 IDS = torch.randint(3, 88, (1, 12), generator=torch.Generator().manual_seed(0))
-RULES = {
-    "glm4v_moe": "glm4-moe",
-    "internvl": "qwen3-moe",  # by its language model
-    "kimi_k25": "kimi-k2",
-    "qwen3_5_moe": "qwen3-next",
-    "qwen3_omni_moe_thinker": "qwen3-moe",
-    "qwen3_vl_moe": "qwen3-moe",
-}
 
 
 def load(folder: Path, rules: Any = "auto", **arguments: Any) -> PreTrainedModel:
@@ -51,7 +42,7 @@ def test_a_checkpoint_is_planned_loaded_and_writes_what_transformers_does(name: 
     model = load(saved(plain, tmp_path))
     assert isinstance(model, type(plain))
     plan = model.ktinject
-    assert plan.ruleset.source == f"{RULES.get(name, 'moe-auto')}.yaml"
+    assert plan.ruleset.source == "auto.yaml"
     experts = {path for path, _ in plain.named_modules() if path.endswith(".experts")}
     language = {path for path in experts if "vision_tower" not in path}
     swapped = {path for path, module in model.named_modules() if isinstance(module, Operator)}
@@ -159,16 +150,16 @@ def test_of_a_model_that_speaks_the_part_that_writes_is_loaded(tmp_path: Path) -
     assert written(model, input_ids=IDS) == written(plain.thinker, input_ids=IDS)
 
 
-def test_experts_of_another_signature_are_refused_by_name(tmp_path: Path) -> None:
+def test_llama_4_whose_experts_take_rows_alone() -> None:
     from transformers import Llama4Config, Llama4ForConditionalGeneration
 
-    row, reason = REFUSED["llama4_text"]
     vision = {**multimodal.CLIP_LIKE, "vision_output_dim": 32, "projector_output_dim": 40}
-    config = Llama4Config(text_config={**COMMON, **row}, vision_config=vision)
+    config = Llama4Config(text_config={**COMMON, **OF_ROWS["llama4_text"]}, vision_config=vision)
     with torch.device("meta"):
         model = Llama4ForConditionalGeneration(config)
-    with pytest.raises(PlanError, match=reason):
-        ktinject.plan(model, "auto", devices="cpu")
+    replaced = {replacement.path for replacement in ktinject.plan(model, "auto", devices="cpu").replacements}
+    assert {f"language_model.model.layers.{layer}.feed_forward.experts" for layer in (0, 1)} <= replaced
+    assert not any("vision" in path for path in replaced)
 
 
 def test_a_quantised_language_part_beside_a_tower_that_is_not(tmp_path: Path) -> None:

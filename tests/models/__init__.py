@@ -164,12 +164,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "zaya": {**HEADS, **EXPERTS, "num_experts_per_tok": 1, "router_hidden_size": 12},
 }
 
+# Experts that take rows alone, the rows of each expert together.
+OF_ROWS: dict[str, dict[str, Any]] = {
+    "llama4_text": {**HEADS, **LOCAL, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
+}
+
 # Leaves without the standard signature or layout: what the refusal must name.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "llama4_text": (
-        {**HEADS, **LOCAL, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 1},
-        r"forward takes \(hidden_states\), not",
-    ),
     "longcat_flash": (
         {
             **MLA,
@@ -194,7 +195,7 @@ AVAILABLE = [name for name in FAMILIES if name in CONFIG_MAPPING]
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:
     """The tiny config of a family, with some of its values changed."""
-    row = FAMILIES[name] if name in FAMILIES else REFUSED[name][0]
+    row = (FAMILIES | OF_ROWS)[name] if name not in REFUSED else REFUSED[name][0]
     return AutoConfig.for_model(name, **{**COMMON, **row, **changes})
 
 

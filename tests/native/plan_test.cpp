@@ -2,6 +2,7 @@
 #include "moe/plan.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -127,6 +128,36 @@ void test_plan() {
                      std::string(format_name(format)) + ", " + std::to_string(tokens) + " tokens");
         }
       }
+
+  // Results that are too long for one round: each panel of down is in one of them, and all before is in the first.
+  {
+    const Shapes shapes(Format::int8, 2048, 256, 3);
+    constexpr int kMany = 30'000;
+    std::vector<int> ids;
+    for (int i = 0; i < kMany * kTopK; ++i) ids.push_back(static_cast<int>(random() % kExperts));
+    Routing routing;
+    routing.sort(ids.data(), kMany, kTopK, kExperts);
+    MoePlan plan;
+    std::vector<int> down, sums;
+    size_t before = 0;
+    int round = 0;
+    do {
+      plan.make(routing, shapes.shape(), kMany, round);
+      for (size_t list = 0; list < plan.lists.size(); ++list)
+        before += static_cast<size_t>(plan.begins[kDown][list] > 0 && round > 0);
+      for (const int times : times_done(plan, kDown, shapes.down.panels)) down.push_back(times);
+      int columns = 0;
+      for (const Columns& each : plan.columns) columns += each.panels;
+      sums.push_back(columns);
+      size_t results = 0;
+      for (const size_t bytes : plan.results) results += bytes;
+      check(results <= MoePlan::kMostRoundBytes + shapes.shards.size() * routing.rows() * kPanel * sizeof(float),
+            "a round's results are bounded");
+    } while (++round < plan.rounds);
+    check(plan.rounds == 3 && before == 0, "later rounds have down and its sums only");
+    check(std::accumulate(sums.begin(), sums.end(), 0) == shapes.down.panels, "the rounds are all columns");
+    check(std::accumulate(down.begin(), down.end(), 0) == kExperts * shapes.down.panels, "each panel once an expert");
+  }
 
   // One token after another has the same tasks, whichever experts it goes to; two of a token's experts have not.
   const Shapes shapes(Format::int8, 512, 256, 1);

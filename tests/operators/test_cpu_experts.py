@@ -353,6 +353,25 @@ def test_lossless_only_from_bf16() -> None:
     assert not filled(module, "int8").is_lossless()
 
 
+@pytest.mark.parametrize("counts", [(1, 0, 2, 0, 0, 1), (0, 0, 0, 0, 0, 0)])
+def test_rows_of_each_expert_together(counts: tuple[int, ...]) -> None:
+    """As Llama 4 gives them: rows that an expert does not compute are zeros."""
+    module = models.leaf(models.tiny("llama4_text"))[1]
+    operator = filled(module, "bf16")
+    rows = torch.zeros(6, 3, 40)
+    for expert, count in enumerate(counts):
+        rows[expert, :count] = torch.randn(count, 40, generator=torch.Generator().manual_seed(expert))
+    with torch.no_grad():
+        want, found = module(rows.view(18, 40)), operator(rows.view(18, 40))
+        assert found.shape == want.shape
+        assert (found - want).norm() <= 1e-2 * want.norm()
+        assert not found.view_as(rows)[rows == 0].any()
+        assert operator(rows[:, :0].reshape(0, 40)).shape == (0, 40)
+    rows.requires_grad_()
+    operator(rows.view(18, 40)).sum().backward()
+    assert rows.grad is not None and rows.grad.any() == (sum(counts) > 0)
+
+
 @pytest.mark.parametrize("family_name", models.REFUSED)
 def test_other_leaves_are_refused(family_name: str) -> None:
     module = models.leaf(models.tiny(family_name))[1]

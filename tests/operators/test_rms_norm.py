@@ -114,6 +114,17 @@ def test_a_weight_less_1_that_is_rounded_with_it_is_refused() -> None:
         RmsNorm.build(Offset(), RmsNormConfig(device="cpu"))
 
 
+class Gated(Offset):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        return formula(x if gate is None else x * nn.functional.silu(gate), self.weight, 1e-6)
+
+
+def test_a_norm_that_takes_a_gate_is_refused() -> None:
+    assert isinstance(probe(Gated()), RmsNormSpec)
+    with pytest.raises(OperatorError, match=r"cannot be replaced: its forward takes gate as well"):
+        RmsNorm.build(Gated(), RmsNormConfig(device="cpu"))
+
+
 def test_what_computes_something_else_is_refused() -> None:
     layer_norm = nn.LayerNorm(8, elementwise_affine=True, bias=False)
     for module, match in [

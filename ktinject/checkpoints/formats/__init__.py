@@ -10,11 +10,11 @@
     packed       their own (int4_packing.py draws them)
     q4_0, q6_k,  GGUF's quantised blocks (gguf_blocks.py and           fp32, as ggml dequantises them
     iq1_s …      gguf_book_blocks.py list them)
-    kv_b         `<stem>.k_b` [heads, latent, d] and `<stem>.v_b`      [heads · (d + v), latent], as its parts are
-                 [heads, v, latent], in which GGUF keeps the weight
+    made         other tensors, by a recipe of the container (made.py,   as its parts are
+                 gguf_recipes.py)
     mxfp4        U8 `<key>_blocks` and `<key>_scales` (mxfp4.py)       bf16, transposed as gpt-oss has it; exact
 
 `<key>` is the name of the weight's tensor, usually ending in `.weight`, and `<stem>` is the key without that ending.
-gptq, awq, packed, kv_b and mxfp4 have no tensor `<key>`. Other formats are recognised by the tensors they come with and
+gptq, awq, packed, made and mxfp4 have no tensor `<key>`. Other formats are recognised by the tensors they come with and
 refused by name (unsupported.py). base.py has the contract, table.py the list.
 """

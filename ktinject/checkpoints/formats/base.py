@@ -27,9 +27,9 @@ class Format:
     """How one weight is stored.
 
     name        a row of the table in __init__.py; "float" if only an index is there, which does not tell the dtype
-    companions  further tensors that belong to the weight; for int4, kv_b and mxfp4 all of its tensors
+    companions  further tensors that belong to the weight; for int4, made and mxfp4 all of its tensors
     block       (n, k) of fp8_blocks, else None
-    shape       of the weight where it has no tensor of its own: int4, kv_b, mxfp4; None if only an index is there
+    shape       of the weight where it has no tensor of its own: int4, made, mxfp4; None if only an index is there
     group_size  inputs that share a scale, in int4 and q4_0; else 0
     has_zeros   int4 has zero points other than 8
     """

@@ -34,8 +34,8 @@ _EIGHT = torch.arange(8, dtype=torch.uint8)
 
 
 def _words(each: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as little-endian integers."""
-    return each.contiguous().view(dtype)
+    """Bytes as little-endian integers; copied, since those of a single block may lie at any address."""
+    return each.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _halves(each: Tensor) -> Tensor:

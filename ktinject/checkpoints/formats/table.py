@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from ktinject.checkpoints.formats.base import SourceFormat, refused
 from ktinject.checkpoints.formats.floats import Floats
 from ktinject.checkpoints.formats.fp8_blocks import BlockFp8
 from ktinject.checkpoints.formats.gguf_blocks import GgufBlocks
 from ktinject.checkpoints.formats.int4 import Int4
-from ktinject.checkpoints.formats.kv_b import KvB
+from ktinject.checkpoints.formats.made import MadeOfParts
 from ktinject.checkpoints.formats.mxfp4 import Mxfp4
 from ktinject.checkpoints.formats.unsupported import Unsupported
 from ktinject.checkpoints.reader import Reader
@@ -18,7 +16,7 @@ from ktinject.checkpoints.reader import Reader
 SOURCES: tuple[SourceFormat, ...] = (
     Mxfp4(),
     Int4(),
-    KvB(),
+    MadeOfParts(),
     Unsupported(),
     BlockFp8(),
     GgufBlocks(),
@@ -36,9 +34,10 @@ def find(reader: Reader, key: str) -> tuple[SourceFormat, tuple[str, ...]]:
     raise refused(reader, key, "not in the checkpoint.")
 
 
-def weight_names(names: Collection[str]) -> set[str]:
+def weight_names(reader: Reader) -> set[str]:
     """The names of a checkpoint, with the weight's in place of the tensors that hold it where none has its name."""
-    found = set(names)
+    found = set(reader.names) - {part for made in reader.made.values() for part in made.parts}
+    found |= reader.made.keys()
     for source in SOURCES:
         for own in source.own:
             own.replace_in(found)

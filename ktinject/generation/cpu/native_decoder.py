@@ -62,6 +62,10 @@ class Proof:
 
     support: Support | None = None
 
+    def goes_on(self) -> bool:
+        """Whether there is another way to do it, which it then takes."""
+        return False
+
 
 class NativeDecoder:
     """The model on one token a row, as `graph.Forward`.

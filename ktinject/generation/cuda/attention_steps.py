@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ktinject.generation.cache import KVBucket
-from ktinject.generation.cache_layers import BucketLayer
+from ktinject.generation.cache_layers import BucketLayer, ConsecutiveLayer
 from ktinject.generation.cuda import decode_ops
 from ktinject.generation.cuda.decode_ops import Cache, Norm
 from ktinject.generation.cuda.projections import Step, norm_of, project, weight_of
@@ -125,13 +125,16 @@ def cache_of(spec: AttentionSpec, module: Any, hidden_states: Tensor, args: Any,
     if mask is None or not isinstance(held, KVBucket):
         return None
     layer = held.layers[spec.layer_idx]
-    if type(layer) is not BucketLayer:  # one with an index chooses tokens, of which the kernels know nothing
-        return None
+    is_consecutive = type(layer) is ConsecutiveLayer
+    if type(layer) is not BucketLayer and not is_consecutive:
+        return None  # one with an index chooses tokens, of which the kernels know nothing
     if isinstance(module, AbsorbedMla) and (layer.window or not module.absorbs(1, layer.keys.shape[2])):
         return None
     if mask.dtype != torch.bool:  # it is added to scores, and was made of this one
         own = held.masks[layer.window]
         mask = own if own.device == mask.device else mask == 0
+    if is_consecutive:  # behind a ring, too: the mask says which of its places are seen
+        return Cache(layer.keys, layer.values, layer.place[:1], mask, is_consecutive=True)
     return Cache(layer.keys, layer.values, layer.cache_position, mask, layer.window or 0)
 
 

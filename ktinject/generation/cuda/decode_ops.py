@@ -47,6 +47,8 @@ class Cache(NamedTuple):
     cache_position  [1] int64: where the next token is written; positions after it are not read
     mask            [b, 1, 1, n] bool: the positions to attend to
     window          0, or the layer is a ring: position p lies at place p % window, and has that place in the mask, too
+    is_consecutive  rows are tokens of one text, in this order: the first is written at cache_position, each sees those
+                    before it, and the rows of keys and values are one in memory
     """
 
     keys: Tensor
@@ -54,6 +56,7 @@ class Cache(NamedTuple):
     cache_position: Tensor
     mask: Tensor
     window: int = 0
+    is_consecutive: bool = False
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -245,6 +248,7 @@ def attend(
         raise ValueError("cos, the mask, or the block counts, are not of as many rows")
     if cache.keys.stride() != cache.values.stride() or cache.mask.shape[-1] < cache.keys.shape[2]:
         raise ValueError("keys and values are laid out in two ways, or the mask is shorter than they are")
+    _require_rows(cache)
     groups, capacity = k.shape[1], cache.keys.shape[2]
     splits = max(1, min(_MOST_SPLITS, cache.keys.shape[2] // _SPLIT))
     scratch = torch.empty(
@@ -284,17 +288,25 @@ def attend(
         q_head_stride=q.shape[-1],
         kv_stride=k.stride(0),
         rotation_stride=cos.stride(0) if cos.shape[0] == batch else 0,
-        batch_stride=cache.keys.stride(0),
+        batch_stride=0 if cache.is_consecutive else cache.keys.stride(0),
         head_stride=cache.keys.stride(1),
         mask_stride=cache.mask.stride(0),
         eps=norm[0],
         norm_offset=norm[1],
         rounds_first=norm[2],
         scale=scale,
+        is_consecutive=cache.is_consecutive,
         dtype=CODES[q.dtype],
         stream=stream_of(q.device),
     )
     return out
+
+
+def _require_rows(cache: Cache) -> None:
+    """Raises ValueError if consecutive rows do not share one cache, or others do."""
+    strides = cache.keys.stride(0), cache.values.stride(0)
+    if len(cache.keys) > 1 and any((stride == 0) != cache.is_consecutive for stride in strides):
+        raise ValueError("consecutive rows share the one row of a cache, and other rows do not")
 
 
 def latent(
@@ -322,6 +334,7 @@ def latent(
         raise ValueError("queries, latents, cos and sin, or the norm do not belong together")
     if cos.stride() != sin.stride() or cos.shape[0] not in (1, batch) or size < rope:
         raise ValueError("cos and sin are laid out in two ways, or of other rows or sizes than the heads")
+    _require_rows(cache)
     device, like, capacity = q.device, (q.device, q.dtype), cache.keys.shape[2]
     _native.latent(
         q=address("q", q, *like, strided=1),
@@ -344,6 +357,7 @@ def latent(
         keys_stride=cache.keys.stride(0),
         values_stride=cache.values.stride(0),
         eps=norm.eps,
+        is_consecutive=cache.is_consecutive,
         dtype=CODES[q.dtype],
         stream=stream_of(q.device),
     )

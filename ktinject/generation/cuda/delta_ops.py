@@ -30,6 +30,10 @@ class Projected(NamedTuple):
     b: Tensor
     a: Tensor
 
+    def row(self, at: int) -> Projected:
+        """Of one row."""
+        return Projected(*(part[at : at + 1] for part in self))
+
     @classmethod
     def of_parts(cls, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, keys: int, key_heads: int) -> Projected:
         """Of four projections, as Qwen3.5 has them: all q, all k and all v side by side.

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ktinject.generation.cache import KVBucket
+from ktinject.generation.consecutive import token_by_token
 from ktinject.generation.cuda import delta_ops
 from ktinject.generation.cuda.decode_ops import Norm
 from ktinject.generation.cuda.delta_ops import Projected, States, Weights
@@ -30,8 +31,11 @@ class GatedDelta:
         served = delta_ops.support(spec.key_size, spec.value_size, weight.shape[-1], weight.dtype)
         return cls(spec, module, block_counts) if served else None
 
-    def __call__(self, x: Tensor, norm: Norm | None, states: States) -> Tensor:
-        """x [b, hidden] → the heads' outputs [b, heads · size], before the output projection."""
+    def __call__(self, x: Tensor, norm: Norm | None, states: States, cache: KVBucket | None = None) -> Tensor:
+        """x [b, hidden] → the heads' outputs [b, heads · size], before the output projection.
+
+        cache  if rows may be tokens of one text: of the step
+        """
         module, spec = self.module, self.spec
         keys = spec.key_heads * spec.key_size
         if spec.is_interleaved:
@@ -44,6 +48,12 @@ class GatedDelta:
         gated_norm = Norm(module.norm.weight, spec.norm_epsilon)
         weights = Weights(module.conv1d.weight, module.A_log, module.dt_bias, gated_norm)
         then = weight_of(module.out_proj)
+
+        def row(at: int) -> Tensor:
+            return delta_ops.gated_delta(projected.row(at), weights, states, self.block_counts, then)
+
+        if cache is not None and cache.past is not None:
+            return token_by_token(cache, spec.layer_idx, len(x), row)
         return delta_ops.gated_delta(projected, weights, states, self.block_counts, then)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.generation import layer_spec
 from ktinject.generation.cache import KVBucket
+from ktinject.generation.consecutive import one_by_one
 from ktinject.generation.cuda.fused_steps import step_of
 from ktinject.generation.cuda.projections import Step
 from ktinject.generation.layer_spec import DecoderLayerSpec, GroupedAttentionSpec, PartSpec
@@ -59,7 +60,13 @@ class Fused:
     refused   path → why a module with a known spec keeps its own forward
     """
 
-    def __init__(self, model: nn.Module, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        group: ProcessGroup | None = None,
+        with_states: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
+        """with_states  as `consecutive.modules_with_states` has them; steps of several tokens of a text need them"""
         self._group = group
         self.refused: dict[str, str] = {}
         self._checked = False
@@ -86,9 +93,12 @@ class Fused:
                 if step is not None:
                     yield path, module, step
 
+        alone = with_states or {}
         wanted = {module for _, module, _ in steps(model)}
+        wanted |= {model.get_submodule(path) for paths in alone.values() for path in paths}
         self.twin = twin.tree(model, wanted.__contains__, without=("ktinject_decoding",))
         self._steps = {path: (module, step) for path, module, step in steps(self.twin)}
+        self._with_states = {i: [*map(self.twin.get_submodule, paths)] for i, paths in alone.items()}
         self._layer_of = {path: _layer_index(spec) for path, spec in specs.items()}
 
     def __len__(self) -> int:
@@ -101,7 +111,8 @@ class Fused:
             # Set only during the call: twin and steps would hold each other and not be freed at once.
             for path, (module, step) in self._steps.items():
                 vars(module)["forward"] = self._comparing(path, module, step) if checking else step
-            outputs = self.twin(**inputs)
+            with one_by_one(self._with_states, inputs.get("past_key_values")):
+                outputs = self.twin(**inputs)
             self._checked = True
             return outputs
         finally:

@@ -100,7 +100,8 @@ def _mixer_of(spec: AttentionSpec | GatedDeltaSpec, module: Any, block_counts: T
             states = states_of(spec.layer_idx, 2, hidden_states, args, kwargs)
             if states is None:
                 return None
-            return delta(hidden_states[:, 0].contiguous(), norm, States(*states)), module.out_proj
+            cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
+            return delta(hidden_states[:, 0].contiguous(), norm, States(*states), cache), module.out_proj
 
         return None if delta is None else by_states
     attention = attention_of(spec, module, block_counts)

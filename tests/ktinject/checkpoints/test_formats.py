@@ -18,7 +18,6 @@ from ktinject.checkpoints.formats.base import Format, check_finite
 from ktinject.checkpoints.formats.table import companions
 from ktinject.checkpoints.formats.unsupported import UNSUPPORTED
 from ktinject.errors import CheckpointError
-from ktinject.loading.fill import WeightReader
 
 KEY = "model.layers.3.mlp.experts.7.gate_proj.weight"
 SCALE = KEY + "_scale_inv"
@@ -324,31 +323,3 @@ def test_blocks_without_scales_are_named(tmp_path: Path) -> None:
     with write_all(tmp_path, {f"{MX_KEY}_blocks": mxfp4(3, 12, 5)[0]}) as checkpoint:
         with pytest.raises(CheckpointError, match="MXFP4 format"):
             checkpoint.format_of(MX_KEY)
-
-
-# The two halves of kv_b_proj, as GGUF has them
-
-KV_B = "model.layers.0.self_attn.kv_b_proj"
-
-
-def test_halves_of_kv_b_are_put_together_and_checked(tmp_path: Path) -> None:
-    k_b, v_b = torch.randn(3, 5, 2), torch.randn(3, 4, 5)
-    for value in (1.0, float("nan")):
-        v_b[1, 2, 3] = value
-        with write_all(tmp_path, {f"{KV_B}.k_b": k_b, f"{KV_B}.v_b": v_b}) as checkpoint:
-            assert checkpoint.weights == {f"{KV_B}.weight"}
-            assert checkpoint.shape(f"{KV_B}.weight") == (18, 5)
-            read = WeightReader(checkpoint, lambda count: None, check=True)
-            if value == 1.0:
-                parts = read(f"{KV_B}.weight").view(3, 6, 5)
-                assert parts[:, :2].equal(k_b.mT) and parts[:, 2:].equal(v_b)
-            else:
-                with pytest.raises(CheckpointError, match=rf"{KV_B}\.weight': nan at \[10, 3\]"):
-                    read(f"{KV_B}.weight")
-
-
-def test_an_index_alone_tells_the_halves_of_kv_b(tmp_path: Path) -> None:
-    names = (f"{KV_B}.k_b", f"{KV_B}.v_b")
-    write_index(tmp_path, dict.fromkeys(names, "one.safetensors"))
-    with Checkpoint.open(tmp_path) as checkpoint:
-        assert checkpoint.format_of(f"{KV_B}.weight") == Format("kv_b", names)

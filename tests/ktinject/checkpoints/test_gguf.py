@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gguf_by_hand import STRING, U16, U32, converted, entry, image, tensor
+from gguf_by_hand import ARRAY, BOOL, F32, STRING, U16, U32, array, converted, entry, image, tensor
 from safetensors.torch import load_file, save_file
 
 import ktinject
 from ktinject import machine, rules
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.checkpoints.formats import gguf_blocks
+from ktinject.checkpoints.gguf import TYPES
 from ktinject.errors import CheckpointError
 from ktinject.hf import models
 from ktinject.machine import Gpu
@@ -48,6 +51,7 @@ def test_blocks_of_any_bits_are_what_the_gguf_package_makes_of_them(kind: str) -
     found = gguf_blocks.values(kind, rows)
     want = torch.from_numpy(gguf.quants.dequantize(rows.numpy(), wanted))
     assert found.shape == (40, 30 * inputs) and found.equal(want) and found.abs().max() > 0
+    assert gguf_blocks.values(kind, rows[0, :size].clone()).equal(want[0, :inputs]), "a block alone"
 
 
 def quantised(folder: Path, into: Path, kind: str) -> Path:
@@ -261,12 +265,12 @@ def write(path: Path, *entries: bytes, tensors: tuple[bytes, ...] = (), data: by
     return path
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", ""])
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", ""])
 def test_other_architectures(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", *([entry("general.architecture", STRING, name)] if name else []))
     message = refusal(path)
     assert (
-        f"general.architecture is {name or None!r}" in message and "qwen3moe, deepseek2 are read" in message
+        f"general.architecture is {name or None!r}" in message and "qwen2moe, qwen3moe, qwen3vlmoe" in message
     )
 
 
@@ -348,48 +352,179 @@ def test_scales_must_be_finite(tmp_path: Path) -> None:
             checkpoint.decode("lm_head.weight")
 
 
-@pytest.mark.parametrize("extents", [((8, 4, 2), (4, 8, 3)), ((8, 4, 2), (5, 8, 2)), ((8, 4), (4, 8, 2))])
-def test_halves_of_kv_b_that_do_not_fit(extents: tuple[Any, Any], tmp_path: Path) -> None:
-    k_b, v_b = (torch.Size(each).numel() * 4 for each in extents)
-    both = (
-        tensor("blk.0.attn_k_b.weight", extents[0]),
-        tensor("blk.0.attn_v_b.weight", extents[1], offset=-(-k_b // 32) * 32),
-    )
-    path = write(
-        tmp_path / "a.gguf",
+LAYER, KV_B = "blk.0.", "model.layers.0.self_attn.kv_b_proj.weight"
+
+
+def halves(path: Path, keys: tuple[int, ...], values: tuple[int, ...]) -> Path:
+    """A file with the two halves of kv_b_proj; shapes with the innermost first."""
+    size = -(-math.prod(keys) * 4 // 32) * 32
+    both = tensor(f"{LAYER}attn_k_b.weight", keys), tensor(f"{LAYER}attn_v_b.weight", values, offset=size)
+    data = torch.arange(size // 4 + math.prod(values), dtype=torch.float32)
+    return write(
+        path,
         entry("general.architecture", STRING, "deepseek2"),
         tensors=both,
-        data=bytes(-(-k_b // 32) * 32 + v_b),
+        data=data.numpy().tobytes(),
     )
-    with (
-        Checkpoint.open(path) as checkpoint,
-        pytest.raises(CheckpointError, match=r"kv_b_proj\.k_b.*are needed"),
-    ):
-        checkpoint.format_of("model.layers.0.self_attn.kv_b_proj.weight")
+
+
+@pytest.mark.parametrize("extents", [((8, 4, 2), (4, 8, 3)), ((8, 4, 2), (5, 8, 2)), ((8, 4), (4, 8, 2))])
+def test_halves_of_kv_b_that_do_not_fit(extents: tuple[Any, Any], tmp_path: Path) -> None:
+    message = refusal(halves(tmp_path / "a.gguf", *extents))
+    assert "tensor 'blk.0.attn_k_b.weight' has shapes" in message and "v, latent] is needed" in message
+
+
+def test_halves_of_kv_b_are_put_together_and_checked(tmp_path: Path) -> None:
+    path = halves(tmp_path / "a.gguf", (8, 4, 2), (4, 8, 2))
+    with Checkpoint.open(path) as checkpoint:
+        assert checkpoint.weights == {KV_B} and checkpoint.shape(KV_B) == (32, 4)
+        assert checkpoint.bytes_of(KV_B) == 512
+        parts = checkpoint.decode(KV_B).view(2, 16, 4)
+        assert parts[:, :8].equal(checkpoint.read(f"{LAYER}attn_k_b.weight").mT)
+        assert parts[:, 8:].equal(checkpoint.read(f"{LAYER}attn_v_b.weight"))
+        assert checkpoint.decode(KV_B, 17).equal(checkpoint.decode(KV_B)[17])
 
 
 @pytest.mark.parametrize(
     "entries, words",
     [
-        ((), "qwen3moe.embedding_length is None"),
-        ((entry("qwen3moe.block_count", STRING, "2"),), "qwen3moe.block_count is '2'"),
-        ((entry("qwen3moe.expert_count", U32, 0),), "qwen3moe.expert_count is 0"),
+        ((), r"qwen3moe\.embedding_length is None"),
+        ((entry("qwen3moe.block_count", STRING, "2"),), r"qwen3moe\.block_count is '2'"),
+        ((entry("qwen3moe.expert_count", U32, 0),), r"qwen3moe\.expert_count is 0"),
         ((), r"there is no token_embd\.weight"),
-        (
-            (entry("qwen3moe.rope.scaling.type", STRING, "yarn"),),
-            "does not say all that a 'qwen3moe' model needs",
-        ),
+        ((entry("qwen3moe.rope.scaling.type", STRING, "su"),), r"qwen3moe\.rope\.scaling\.type is 'su'"),
+        ((entry("qwen3moe.rope.scaling.type", STRING, "yarn"),), r"qwen3moe\.rope\.scaling\.factor is None"),
     ],
 )
 def test_metadata_that_makes_no_config(entries: tuple[bytes, ...], words: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.gguf", ARCHITECTURE, *entries)
-    with pytest.raises(
-        CheckpointError, match=f"{words}.*Put the config.json of the original model beside the file"
-    ):
+    with pytest.raises(CheckpointError, match=words) as caught:
         ktinject.load(path, progress=False)
+    assert str(caught.value).endswith("\nPut the config.json of the original model beside the file.")
+    assert len(str(caught.value).splitlines()) <= 22
 
 
-def test_deepseek_needs_its_config(tiny_deepseek_v3: Path, tmp_path: Path) -> None:
-    file = converted(tiny_deepseek_v3, tmp_path / "a.gguf", "BF16")
-    with pytest.raises(CheckpointError, match=r"all that a 'deepseek2' model needs\. Put the config\.json"):
+def broken(architecture: str, *tensors: tuple[Any, ...], **said: Any) -> bytes:
+    """A file of an architecture: tensors (name, extents, type, data) in their order, metadata behind its name."""
+    entries = [entry("general.architecture", STRING, architecture)]
+    for key, value in said.items():
+        name = f"{architecture}.{key.replace('__', '.')}"
+        kind = {str: STRING, bool: BOOL, float: F32, bytes: ARRAY}.get(type(value), U32)
+        entries.append(entry(name, kind, value))
+    found, data = [], b""
+    for name, extents, *more in tensors:
+        kind = more[0] if more else 0
+        _, values, size = TYPES[kind]
+        found.append(tensor(name, extents, kind, len(data)))
+        raw = more[1] if len(more) > 1 else bytes(math.prod(extents) // values * size)
+        data += raw + bytes(-len(raw) % 32)
+    return image(entries, found, data)
+
+
+B0, M2, LINEAR = (
+    "blk.0.",
+    "minimax-m2",
+    {"ssm__group_count": 2, "ssm__time_step_rank": 4, "ssm__inner_size": 16},
+)
+NAN = b"\x00\x7e"
+# id: a file, and what its refusal says: when it is opened, or when a weight is decoded or a config is made.
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "llama's q of odd heads": (
+        broken("llama", (B0 + "attn_q.weight", (8, 6)), attention__head_count=4), "rows of 4 heads of even width"),
+    "llama's k without a number of heads": (
+        broken("llama", (B0 + "attn_k.weight", (8, 8))), "needs a number as llama.attention.head_count_kv"),
+    "llama's heads as text": (
+        broken("llama", (B0 + "attn_q.weight", (8, 8)), attention__head_count="4"), "which is '4'"),
+    "no heads": (broken("llama", (B0 + "attn_q.weight", (8, 8)), attention__head_count=0), "which is 0"),
+    "experts one by one": (broken("llama", (B0 + "ffn_up.0.weight", (8, 8))), "experts one by one"),
+    "gate and up in odd rows": (
+        broken("qwen3moe", (B0 + "ffn_gate_up_exps.weight", (8, 3, 2))), "[experts, outputs, inputs] is needed"),
+    "gate and up twice": (
+        broken(M2, (B0 + "ffn_gate_up_exps.weight", (8, 4, 2)), (B0 + "ffn_up_exps.weight", (8, 2, 2))),
+        "two tensors stand for"),
+    "gate without up": (broken("gpt-oss", (B0 + "ffn_gate_exps.weight", (8, 4, 2))), "which belongs to it, is not"),
+    "gate and up of two shapes": (
+        broken("gpt-oss", (B0 + "ffn_gate_exps.weight", (8, 4, 2)), (B0 + "ffn_up_exps.weight", (8, 6, 2))),
+        "twice [experts, outputs, inputs]"),
+    "biases of two shapes": (
+        broken("gpt-oss", (B0 + "ffn_gate_exps.bias", (4, 2)), (B0 + "ffn_up_exps.bias", (8,))),
+        "twice [experts, outputs]"),
+    "down of one expert": (broken("gpt-oss", (B0 + "ffn_down_exps.weight", (8, 4))), "inputs] is needed"),
+    "shared gate and up": (
+        broken("granitemoe", (B0 + "ffn_gate_shexp.weight", (8,)), (B0 + "ffn_up_shexp.weight", (8,))),
+        "twice [outputs, inputs]"),
+    "k_b alone": (broken("deepseek2", (B0 + "attn_k_b.weight", (8, 4, 2))), "attn_v_b.weight', which belongs"),
+    "a weight and its parts": (
+        broken("deepseek2", (B0 + "attn_k_b.weight", (8, 4, 2)), (B0 + "attn_v_b.weight", (4, 8, 2)),
+               (B0 + "attn_kv_b.weight", (4, 32))),
+        "is there, and its parts are, too"),
+    "heads that do not divide": (
+        broken("qwen35moe", (B0 + "ssm_a", (4,)), ssm__group_count=3, ssm__time_step_rank=4, ssm__inner_size=16),
+        "which do not divide"),
+    "too few heads": (
+        broken("qwen35moe", (B0 + "ssm_a", (3,)), **LINEAR, ssm__state_size=8), "4 rows is needed"),
+    "q, k and v of another width": (
+        broken("qwen35moe", (B0 + "attn_qkv.weight", (8, 40)), **LINEAR, ssm__state_size=8), "48 rows is needed"),
+    "values of another width": (
+        broken("qwen35moe", (B0 + "ssm_out.weight", (8, 8)), **LINEAR, ssm__state_size=8), "16 columns is needed"),
+    "z of another width": (
+        broken("qwen3next", (B0 + "attn_qkv.weight", (8, 48)), (B0 + "attn_gate.weight", (8, 8)), **LINEAR,
+               ssm__state_size=8),
+        "[48, 8] and [16, 8] is needed"),
+    "a kernel of one dimension": (broken("qwen3next", (B0 + "ssm_conv1d.weight", (8,))), "[channels, kernel]"),
+    "A that is positive": (
+        broken("qwen3next", (B0 + "ssm_a", (2,), 0, struct.pack("<2f", -1, 1))), "a value that is not negative"),
+    "fused rows of another number": (
+        broken("qwen3moe", (B0 + "attn_qkv.weight", (8, 10)), attention__head_count=2, attention__head_count_kv=1,
+               attention__key_length=4, attention__value_length=4),
+        "16 rows are needed"),
+    "fused rows of unknown heads": (broken("qwen3moe", (B0 + "attn_qkv.weight", (8, 10))), "needs a number as"),
+    "MXFP4 with NaN": (
+        broken("gpt-oss", ("output.weight", (32,), 39, b"\xff" + bytes(16))), "scale 255 at [0]; at most 252"),
+    "Q2_K with NaN": (broken(M2, ("output.weight", (256,), 10, bytes(80) + NAN + bytes(2))), "nan at [0, 0]"),
+    "Q3_K with NaN": (broken(M2, ("output.weight", (256,), 11, bytes(108) + NAN)), "nan at [0, 0]"),
+    "IQ4_XS with NaN": (broken(M2, ("output.weight", (256,), 23, NAN + bytes(134))), "nan at [0, 0]"),
+    "IQ1_M with infinity": (
+        broken(M2, ("output.weight", (256,), 29, bytes(53) + b"\xc0\x00\x70" )), "must be finite"),
+    "TQ1_0 with NaN": (broken(M2, ("output.weight", (256,), 34, bytes(52) + NAN)), "nan at [0, 0]"),
+    "NVFP4": (broken(M2, ("output.weight", (64,), 40)), "1 of 1 tensors are NVFP4"),
+    "integers as a norm": (broken(M2, (B0 + "attn_norm.weight", (4,), 26)), "1 of 1 tensors are I32"),
+    "all layers predict": (broken(M2, block_count=1, nextn_predict_layers=1), "of which 1 predict further tokens"),
+    "layers without end": (broken(M2, block_count=5000), "block_count is 5000"),
+    "rope's factors in fp16": (
+        broken("llama", ("rope_freqs.weight", (4,), 1)), "rope_freqs.weight': F16 [4]; F32 of at most"),
+    "rope's factors of nothing": (
+        broken("llama", ("rope_freqs.weight", (4,), 0, struct.pack("<4f", 1, 0, 1, 1))), "that are not from 1 on"),
+    "rope's factors nobody knows": (
+        broken("llama", ("rope_freqs.weight", (4,), 0, struct.pack("<4f", 1, 3, 1, 1))),
+        "in a way that the metadata does not say"),
+    "epsilon as a count": (broken(M2, attention__layer_norm_rms_epsilon=1), "layer_norm_rms_epsilon is 1"),
+    "another way to choose": (broken(M2, expert_gating_func=1), "expert_gating_func is 1, for 0 or 2"),
+    "heads narrower than their rotated part": (
+        broken("deepseek2", attention__key_length_mla=8, rope__dimension_count=8),
+        "heads of 8, of which 8 are rotated"),
+    "no number of groups": (broken("deepseek2"), "deepseek2.expert_group_count is None"),
+    "layers of an unknown kind": (
+        broken("qwen3next", attention__recurrent_layers=array(U32, [1])), "recurrent_layers is (1,)"),
+    "sections as text": (broken("qwen35moe", rope__dimension_sections="1"), "dimension_sections is '1'"),
+    "a scaled Mixtral": (broken("llama", logit_scale=2.0), "logit_scale is 2.0, for 1.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_model_is_refused(case: str, tmp_path: Path) -> None:
+    content, words = BROKEN[case]
+    path = tmp_path / "a.gguf"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as caught, Checkpoint.open(path) as checkpoint:
+        for key in checkpoint.weights:
+            checkpoint.decode(key)
+        checkpoint.config_values()
+    message = str(caught.value)
+    assert words in message and len(message.splitlines()) <= 22 and message.endswith(".")
+
+
+def test_an_architecture_that_needs_its_config(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.gguf", entry("general.architecture", STRING, "llama4"))
+    with pytest.raises(CheckpointError, match=r"all that a 'llama4' model needs\. Put the config\.json"):
         ktinject.load(file, progress=False)

@@ -6,6 +6,7 @@ import fuzz_gguf
 
 
 def test_only_checkpoint_errors_come_out() -> None:
-    counts = fuzz_gguf.fuzz(runs=6000, seed=7)
-    assert counts.total() == 6000
-    assert min(counts[outcome] for outcome in ("made a config", "accepted", "refused", "names refused")) > 30
+    counts = fuzz_gguf.fuzz(runs=2000, seed=7)
+    assert counts.total() == 2000
+    outcomes = ("made a config", "accepted", "values refused", "refused", "names refused")
+    assert min(counts[outcome] for outcome in outcomes) > 10

@@ -93,6 +93,7 @@ CORRUPT: dict[str, tuple[bytes, str | None, str]] = {
     "string in an array past the end": (
         meta(entry("k", ARRAY, array(STRING, [], 1) + struct.pack("<Q", 2**64 - 1))), "k", "but",
     ),
+    "truth values in an array": (meta(entry("k", ARRAY, array(BOOL, [1, 0, 2]))), "k", "has a 2; a truth value"),
     "alignment 0": (meta(entry("general.alignment", U32, 0)), "general.alignment", "power of two"),
     "alignment 4": (meta(entry("general.alignment", U32, 4)), "general.alignment", "power of two"),
     "alignment 24": (meta(entry("general.alignment", U32, 24)), "general.alignment", "is 24; a power of two"),
@@ -102,7 +103,7 @@ CORRUPT: dict[str, tuple[bytes, str | None, str]] = {
     "alignment true": (meta(entry("general.alignment", BOOL, 1)), "general.alignment", "is True"),
     "alignment negative": (meta(entry("general.alignment", I8, -32)), "general.alignment", "is -32"),
     "alignment as an array": (
-        meta(entry("general.alignment", ARRAY, array(U32, [32]))), "general.alignment", "is None",
+        meta(entry("general.alignment", ARRAY, array(U32, [32]))), "general.alignment", "is (32,)",
     ),
     # entries of tensors
     "name of 2^64 - 1 bytes": (image([], [text(b"a", 2**64 - 1) + bytes(40)]), None, "at most 65535"),
@@ -197,6 +198,7 @@ def test_a_good_file_is_read(case: str, tmp_path: Path) -> None:
             and header.metadata["k6"] == 1.0
         )
         assert header.metadata["words"] is None and len(header.metadata) == 16
+        assert header.metadata["a0"] == (1, 0, 1) and header.metadata["a7"] == (True, False, True)
     if case == "alignment 64":
         assert [place % 64 for place in places] == [0, 0]
 

@@ -166,6 +166,15 @@ def test_a_machine_is_not_for_running(ktinject, tiny_qwen3_moe):
     assert "--machine" in ktinject("run", tiny_qwen3_moe, "--machine", "cpu=1TiB", exit_code=2).stderr
 
 
+def test_a_gguf_file_is_enough(ktinject, tmp_path):
+    families = pytest.importorskip("gguf_families")
+    made = families.model("qwen3_moe")
+    file = families.write(made, tmp_path / "a.gguf", words=True)
+    result = ktinject("run", file, "--prompt", "def f(", "--max-new-tokens", 4)
+    assert "GGUF" not in result.stderr and "def f(" in result.stdout and "tokens/s" in result.stdout
+    assert "unswapped: not measured: transformers alone loads a folder" in result.stdout
+
+
 def test_no_tokenizer(ktinject, tiny_qwen3_moe, tmp_path):
     (tmp_path / "config.json").write_bytes((tiny_qwen3_moe / "config.json").read_bytes())
     assert "there is no tokenizer" in ktinject("run", tmp_path, exit_code=2).stderr

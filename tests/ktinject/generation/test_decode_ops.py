@@ -394,13 +394,74 @@ class TestAttendInRings:
         assert_close(out, wanted.to(dtype), roundings=2)  # of the shares, too, which nearly cancel
 
 
+# Rows that are tokens of one text: of one split and several, beginning and ending within one, behind a ring, too, where
+# their places are not their positions.
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [2, 8, 32])
+@pytest.mark.parametrize(
+    "heads, groups, size, rotary", [(32, 4, 128, 128), (8, 8, 64, 32), (24, 2, 64, 64), (6, 1, 256, 64)]
+)
+@pytest.mark.parametrize("places, position", [(256, 0), (256, 13), (256, 224), (4096, 3000), (160, 128)])
+class TestAttendToOneText:
+    pytestmark = gpu
+
+    def test_is_one_token_after_the_other(self, dtype, rows, heads, groups, size, rotary, places, position):
+        """To the bit: how many are computed at once does not show."""
+        torch.manual_seed(0)
+        make = {"device": "cuda", "dtype": dtype}
+        q, k, v = (torch.randn(rows, count, size, **make) for count in (heads, groups, groups))
+        keys, values = (torch.randn(1, groups, places, size, **make) for _ in range(2))
+        for cache in (keys, values):
+            cache[:, :, position:] = torch.nan  # what nobody has written may be anything
+        mask = torch.rand(rows, 1, 1, places, device="cuda") < 0.8
+        order = torch.arange(rows, device="cuda")
+        mask |= (torch.arange(places, device="cuda") == position + order[:, None])[:, None, None]
+        angles = torch.randn(rows, 1, rotary // 2, device="cuda").repeat(1, 1, 2)
+        turn = angles.cos().to(dtype), angles.sin().to(dtype)
+        norms = [Norm(torch.randn(size, **make), 1e-6) for _ in range(2)]
+        counts = torch.zeros(rows * heads, dtype=torch.int32, device="cuda")
+
+        def attend(first: int, end: int, cache: Cache) -> Tensor:
+            part = slice(first, end)
+            angles = turn[0][part], turn[1][part]
+            given = q[part], k[part], v[part], (norms[0], norms[1]), angles, cache, size**-0.5, counts
+            return decode_ops.attend(*given)
+
+        at = torch.tensor([position], device="cuda")
+        alone = keys.clone(), values.clone()
+        wanted = [attend(i, i + 1, Cache(*alone, at + i, mask[i : i + 1])) for i in range(rows)]
+        shared = (cache.expand(rows, -1, -1, -1) for cache in (keys, values))
+        out = attend(0, rows, Cache(*shared, at, mask, is_consecutive=True))
+        assert torch.equal(out, torch.cat(wanted)) and not counts.any()
+        for ours, theirs in zip((keys, values), alone):
+            assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
+        assert keys[:, :, position : position + rows].isfinite().all()
+
+    def test_rows_that_share_no_cache_are_refused(
+        self, dtype, rows, heads, groups, size, rotary, places, position
+    ):
+        keys = torch.zeros(rows, groups, places, size, device="cuda", dtype=dtype)
+        q, k = (torch.zeros(rows, count, size, device="cuda", dtype=dtype) for count in (heads, groups))
+        mask = torch.ones(rows, 1, 1, places, dtype=torch.bool, device="cuda")
+        turn = (torch.zeros(rows, 1, rotary, device="cuda", dtype=dtype),) * 2
+        at, counts = (
+            torch.zeros(n, dtype=t, device="cuda") for n, t in ((1, torch.int64), (rows * heads, torch.int32))
+        )
+        shared = keys[:1].expand(rows, -1, -1, -1)
+        for cache, is_consecutive in ((keys, True), (shared, False)):
+            with pytest.raises(ValueError, match="share the one row"):
+                given = Cache(cache, cache, at, mask, is_consecutive=is_consecutive)
+                decode_ops.attend(q, k, k, (None, None), turn, given, 1.0, counts)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("rows, heads, nope, rope, rank", [(1, 128, 128, 64, 512), (3, 5, 8, 256, 33)])
 @pytest.mark.parametrize("kind", ["halves", "neighbours"])
 class TestLatent:
     pytestmark = gpu
 
-    def test_is_norm_and_rotation(self, dtype, rows, heads, nope, rope, rank, kind) -> None:
+    @pytest.mark.parametrize("is_one_text", [False, True])
+    def test_is_norm_and_rotation(self, dtype, rows, heads, nope, rope, rank, kind, is_one_text) -> None:
         make = {"device": "cuda", "dtype": dtype}
         q = torch.randn(rows, heads * (nope + rope) + 8, **make)[:, 8:].view(rows, heads, -1)
         kv = torch.randn(rows, rank + rope + 7, **make)[:, : rank + rope] * 3
@@ -409,12 +470,11 @@ class TestLatent:
         angles = torch.rand(rows, 1, rope // 2, device="cuda") * 6
         both = torch.cat([angles, angles], -1)
         turn = both.cos().to(dtype), both.sin().to(dtype)
-        cache = Cache(
-            torch.full((rows, 1, 9, rank), torch.nan, **make),
-            torch.full((rows, 1, 9, rope), torch.nan, **make),
-            torch.tensor([7], device="cuda"),
-            torch.ones(1),
+        keys, values = (
+            torch.full((1 if is_one_text else rows, 1, 12, size), torch.nan, **make) for size in (rank, rope)
         )
+        shared = (tensor.expand(rows, -1, -1, -1) for tensor in (keys, values))
+        cache = Cache(*shared, torch.tensor([7], device="cuda"), torch.ones(1), is_consecutive=is_one_text)
         wanted = [
             attention.rotate(kind, part, turn) for part in (q[:, :, None, nope:], kv[:, None, None, rank:])
         ]
@@ -422,10 +482,12 @@ class TestLatent:
         decode_ops.latent(q, kv, Norm(norm.weight, norm.variance_epsilon), turn, cache, kind == "neighbours")
         assert torch.equal(q[..., :nope], kept)
         assert torch.equal(q[..., nope:], wanted[0][:, :, 0]), "the same roundings"
-        assert torch.equal(cache.values[:, 0, 7], wanted[1][:, 0, 0])
-        assert_close(cache.keys[:, 0, 7], norm(kv[:, :rank]))
-        others = [i for i in range(9) if i != 7]
-        assert cache.keys[:, :, others].isnan().all() and cache.values[:, :, others].isnan().all()
+        places = [*range(7, 7 + rows)] if is_one_text else [7]
+        latents, rotated = (tensor[:, 0, places].flatten(0, 1) for tensor in (keys, values))
+        assert torch.equal(rotated, wanted[1][:, 0, 0])
+        assert_close(latents, norm(kv[:, :rank]))
+        others = [i for i in range(12) if i not in places]
+        assert keys[:, :, others].isnan().all() and values[:, :, others].isnan().all()
 
     def test_what_is_not_served_is_refused(self, dtype, rows, heads, nope, rope, rank, kind) -> None:
         make = {"device": "cuda", "dtype": dtype}

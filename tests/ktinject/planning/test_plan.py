@@ -67,7 +67,7 @@ def test_the_table(model: PreTrainedModel, folder: Path) -> None:
     assert ["experts", "1 × DeepseekV3Experts", *ran, "<python>:rules[2]"] in rows
     assert ["(everything else)", "transformers", "cpu", "138.6 KiB"] in rows
     assert "cpu: 206.1 KiB to load, 10.0 KiB may be used" in text
-    assert "does not fit: cpu needs 206.1 KiB, but the budget is 10.0 KiB. Use smaller weights" in text
+    assert "does not fit: cpu needs 206.1 KiB, but the budget is 10.0 KiB." in text
 
 
 def test_remarks_of_operators_are_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,9 +346,7 @@ def test_registering_refuses_what_breaks_the_contract() -> None:
         register_operator("no_config")(NoConfig)
     with pytest.raises(OperatorError, match=r"is not a subclass of ktinject\.operators\.Operator"):
         register_operator("linear")(nn.Linear)  # type: ignore[type-var]
-    with pytest.raises(
-        OperatorError, match="Operator does not define build, describe, footprint, load, parameter_shapes"
-    ):
+    with pytest.raises(OperatorError, match="Operator does not define build, supports"):
         register_operator("abstract")(HeldExperts.__mro__[1])
     assert not {"no_config", "linear", "abstract"} & REGISTRY.keys()
 

@@ -80,8 +80,6 @@ def test_reading_imports_no_torch() -> None:
 
 
 def test_paths_that_cannot_be_read(tmp_path: Path) -> None:
-    with refused("'auto' is for optimize", "deepseek-v3"):
-        rules.read("auto")
     with refused("is not there", "Did you mean 'deepseek-v3'?"):
         rules.read("deepseek_v3.yaml")
     with refused("is not a file"):

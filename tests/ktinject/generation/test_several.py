@@ -1,0 +1,233 @@
+"""Steps of several tokens of one text, of which the last are taken back, for all kinds of layers.
+
+On a CPU they run on the tensors of a graph, and nothing that a graph could not hold may be in them; on a GPU they are
+captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from test_layer_kinds import CASES, TWO_KINDS, WINDOW, HostDecisions, model_of
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from ktinject.generation.graph_runner import GraphRunner
+from ktinject.generation.several import SeveralTokens
+from ktinject.generation.trials import Costs, Trials
+from ktinject.support import SUPPORTED
+
+torch.set_num_threads(1)
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+# A ring for each window, and states of several kinds, of which one layer has none beside its experts.
+ON_CPU = [case for case in CASES if case[0] in ("gpt_oss", "kimi_linear", "nemotron_h", "qwen3_next")]
+SERVED = [case for case in CASES if case[0] != "glm_moe_dsa"]
+ON_GPU = [
+    *SERVED,
+    ("exaone_moe", WINDOW),
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}),
+    ("laguna", TWO_KINDS),
+    ("qwen3_moe", {}),
+]
+PROMPT = 14  # tokens, of which the first ones are padding; more than a window has
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text whose first tokens a model has read.
+
+    first  logits [1, v] behind them
+    """
+
+    model: PreTrainedModel
+    ids: Tensor
+    mask: Tensor
+    cache: DynamicCache
+    first: Tensor
+    runner: GraphRunner
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Text:
+        decoding, device = model.ktinject_decoding, model.device
+        decoding.graphs = decoding.graphs or SUPPORTED
+        ids = torch.randint(3, 90, (1, 30), generator=torch.Generator().manual_seed(0)).to(device)
+        mask = torch.ones_like(ids)[:, :PROMPT]
+        mask[:, :2] = 0
+        cache = DynamicCache(config=model.config)
+        assert decoding.model_support(), decoding.model_support().reason
+        with torch.no_grad():
+            first = model(ids[:, :PROMPT], attention_mask=mask, past_key_values=cache).logits[:, -1].float()
+        runner, support = decoding.runner(cache, first, 60)
+        assert runner is not None, support.reason
+        return cls(model, ids, mask, cache, first, runner)
+
+    def again(self) -> None:
+        self.runner.begin(self.cache, PROMPT, self.mask, None)
+
+    def steps(self) -> SeveralTokens:
+        steps = SeveralTokens(self.runner, None, self.model.ktinject_decoding.several_forwards)
+        self.again()
+        with torch.no_grad():
+            steps.prove(self.first, self.again)
+        assert steps.support, steps.support.reason
+        return steps
+
+    def single(self, count: int) -> Tensor:
+        """Logits of so many steps of one token."""
+        self.again()
+        found = []
+        for at in range(PROMPT, PROMPT + count):
+            self.runner.put(self.ids[:, at : at + 1])
+            self.runner.step()
+            found.append(self.runner.found.clone())
+        return torch.cat(found)
+
+    def with_wrong(self, steps: SeveralTokens, other: int) -> Tensor:
+        """Logits of 9 tokens, of steps that read others behind them."""
+        self.again()
+        found = []
+        for at, kept, wrong in ((0, 2, 3), (2, 1, 4), (3, 0, 2), (3, 3, 0), (6, 3, 1)):
+            begin = PROMPT + at
+            taken_back = (self.ids[:, begin + kept : begin + kept + wrong] + other) % 90
+            ids = torch.cat([self.ids[:, begin : begin + kept], taken_back], dim=1)
+            found.append(steps.step(ids, min(kept, 1))[:kept])
+            steps.keep(kept)
+        return torch.cat(found)
+
+    def left(self) -> list[list[Tensor]]:
+        """What 9 tokens have left in each layer, and where the next one goes."""
+        cache, end = self.runner.cache, PROMPT + 9
+        whole = [kind.window is None and not kind.is_state for kind in cache.kinds]
+        held = [
+            [(tensor[:, :, :end] if all_ else tensor).clone() for tensor in tensors]
+            for tensors, all_ in zip(cache.layers, whole)
+        ]
+        counters = [cache.positions, cache.cache_position, cache.mask, *cache.rings.values()]
+        return [*held, [tensor.clone() for tensor in (*counters, *cache.places.values())]]
+
+
+def check(model: PreTrainedModel) -> None:
+    text = Text.of(model)
+    steps = text.steps()
+    most = 5e-3 if text.ids.is_cuda else 1e-4
+    with torch.no_grad():
+        wanted = text.single(9)
+        kept = text.left()
+        found = text.with_wrong(steps, 1)
+        ours = text.left()
+        assert text.runner.cache.used == PROMPT + 9
+        error = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert (error < most).all(), error
+        for layer, others in zip(ours, kept):
+            for mine, theirs in zip(layer, others):
+                assert torch.equal(mine.isfinite(), theirs.isfinite())
+                difference = (mine.float() - theirs.float()).norm()
+                assert difference <= most * theirs.float().norm() + 1e-6, difference
+        # To the bit, no trace is left of the tokens that were taken back. On a GPU, transformers' experts add up a
+        # token's sums in an order that depends on the others of the step, which says nothing about the cache.
+        after = text.with_wrong(steps, 7)
+        if not text.ids.is_cuda:
+            assert torch.equal(after, found)
+            for layer, others in zip(text.left(), ours):
+                assert all(map(torch.equal, layer, others))
+        assert ((after - wanted).norm(dim=-1) < most * wanted.norm(dim=-1)).all()
+        # Nor do states depend on how many rows are computed at once, given what their layer is given.
+        if text.runner.cache.kinds[0].is_state:
+            assert all(map(torch.equal, ours[0], kept[0]))
+
+
+@pytest.mark.parametrize("family, changes", ON_CPU, ids=[family for family, _ in ON_CPU])
+def test_on_a_graph_s_tensors(family: str, changes: dict[str, Any]) -> None:
+    model = model_of(family, changes)
+    check(model)
+    text = Text.of(model)
+    steps: Any = text.runner.several
+    text.again()
+    with torch.no_grad(), HostDecisions() as decisions:
+        steps._compute(text.runner.cache.capacity, 3, None)
+    assert not decisions.found
+
+
+@pytest.mark.parametrize("family, changes", ON_GPU, ids=[family for family, _ in ON_GPU])
+class TestInGraphs:
+    pytestmark = gpu
+
+    def test_on_a_gpu(self, family: str, changes: dict[str, Any]) -> None:
+        model = model_of(family, changes, "cuda")
+        check(model)
+        runner = model.ktinject_decoding.runners[1]
+        assert runner.several._graphs and all(runner.several._graphs.values())
+
+
+def text_of(
+    right: int, seconds: Any, tokens: int = 64, costs: Costs | None = None
+) -> tuple[float, list[int]]:
+    """A text of which so many candidates are right in each step, and what a step of n tokens takes.
+
+    Returns  tokens a second, and how many candidates the steps tried
+    """
+    costs = costs or Costs()
+    trials, clock, written, tried = Trials(4, costs), 0.0, 0, []
+    while written < tokens:
+        count = trials.limit
+        clock += seconds(count + 1)
+        costs.note(count + 1, seconds(count + 1))
+        accepted = min(right, count)
+        trials.note(count, accepted)
+        tried.append(count)
+        written += accepted + 1
+    return written / clock, tried
+
+
+# Of experts in the CPU's memory, which a token more reads anew, and of weights that are read once for all.
+@pytest.mark.parametrize("more", [0.1, 0.4, 0.6, 0.7])
+def test_as_many_candidates_are_tried_as_pay(more: float) -> None:
+    def seconds(tokens: int) -> float:
+        return 2e-3 * (1 + more * (tokens - 1))
+
+    plain = 1 / seconds(1)
+    rate, tried = text_of(0, seconds)
+    assert rate > 0.93 * plain and max(tried[12:]) <= 1
+    for right in (1, 2, 3, 4):
+        rate, tried = text_of(right, seconds)
+        assert rate > (1.1 if right == 1 else 1.15) * plain
+        assert tried[8:].count(right) > 0.6 * len(tried[8:]) or more == 0.1
+    costs = Costs()
+    text_of(4, seconds, costs=costs)
+    _, tried = text_of(4, seconds, 40, costs)
+    assert tried[0], "what steps cost is known from the request before"
+
+
+def test_candidates_that_never_pay() -> None:
+    """As where a step of two tokens takes more than two of one."""
+    rate, tried = text_of(4, lambda tokens: 1 + 1.2 * (tokens - 1), 200)
+    assert rate > 0.93 and 0 < sum(map(bool, tried)) < 12
+
+
+def test_a_text_that_begins_to_repeat_itself() -> None:
+    trials = Trials(4, Costs())
+    for tokens in range(1, 6):
+        trials._costs.note(tokens, 1 + 0.6 * (tokens - 1))
+    for _ in range(200):
+        trials.note(trials.limit, 0)
+    limits = []
+    for _ in range(100):
+        limits.append(trials.limit)
+        trials.note(trials.limit, trials.limit)
+    assert limits.index(1) <= 64 and limits[-1] == 4
+    assert limits[limits.index(1) :].count(0) == 0, "what is right is tried again at once"
+
+
+def test_costs_that_nobody_has_measured() -> None:
+    costs = Costs()
+    assert costs.of(1) == 1 < costs.of(2) < costs.of(5)
+    costs.note(1, 10.0)
+    costs.note(5, 30.0)
+    assert costs.of(3) == 20 and costs.of(2) == 15
+    assert costs.of(9) > 30
+    for seconds in (12.0, 90.0, 11.0):
+        costs.note(1, seconds)
+    assert costs.of(1) == 11.5, "of some, the median"

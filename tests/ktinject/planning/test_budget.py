@@ -1,0 +1,174 @@
+"""Budgets: how they are spelled, the formats that they choose, and what is named where a plan does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import pytest
+from double import machine, on_meta
+from plan_cases import planned, refusal, rule
+from transformers import PreTrainedModel
+
+from ktinject.checkpoints.formats.base import Format
+from ktinject.errors import PlanError
+from ktinject.operators import REGISTRY, expert_formats
+from ktinject.planning.devices import one_budget
+from ktinject.planning.plan import Plan
+
+AUTO = rule("hybrid_experts", weights="auto")
+# The most accurate first: weights, group_size.
+LADDER = [("bf16", 128), ("int8", 128), ("fp8", 128), ("int4", 32), ("int4", 64), ("int4", 128)]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    # Wide enough for groups of 128 to be smaller than groups of 32.
+    return on_meta(models.tiny("qwen3_moe", hidden_size=256, moe_intermediate_size=128))
+
+
+def taken(plan: Plan) -> tuple[str, int]:
+    (found,) = {(one.config.weights, one.config.group_size) for one in plan.replacements}
+    return found
+
+
+def least(model: PreTrainedModel, weights: str, group_size: int) -> int:
+    """The smallest budget of the CPU with which this format fits: its weights, and a short request's cache twice."""
+    plan = planned(model, rule("hybrid_experts", weights=weights, group_size=group_size))
+    return plan.to_load["cpu"] + 2 * 256 * plan.runtime_memory["cpu"].kv_bytes_per_token
+
+
+# --- spelling ---
+
+
+def test_gpus_are_named_or_numbered(model: PreTrainedModel) -> None:
+    two = machine(gpus=2)
+    named = planned(model, AUTO, machine=two, budget={"cuda:0": "1GiB", "cuda:1": 2**20, "cpu": "3GiB"})
+    numbered = planned(model, AUTO, machine=two, budget={0: "1GiB", "1": 2**20, "cpu": "3GiB"})
+    assert named.limits == numbered.limits and named.limits["cuda:1"] == 2**20
+    said = refusal(PlanError, model, AUTO, machine=two, budget={0: "1GiB", "cuda": "2GiB"})
+    assert said == "budget: 'cuda' and 0 are the same device, cuda:0. Give each device once."
+    said = refusal(PlanError, model, AUTO, machine=two, budget={7: "1GiB"})
+    assert "budget: there is no device 'cuda:7'; found are cpu, cuda:0, cuda:1." in said
+
+
+def test_a_budget_has_one_name() -> None:
+    given = {"cpu": "1GiB"}
+    assert one_budget(given, None) is given is one_budget(None, given) and one_budget(None, None) is None
+    with pytest.raises(
+        PlanError, match=r"budget and max_memory are two names of one thing. Give one of them"
+    ):
+        one_budget(given, given)
+
+
+# --- formats ---
+
+
+def test_the_most_accurate_format_that_fits_is_taken(model: PreTrainedModel) -> None:
+    sizes = [least(model, *one) for one in LADDER]
+    assert sizes == sorted(sizes, reverse=True) and len({*sizes}) == len(sizes)
+    for place, (size, wanted) in enumerate(zip(sizes, LADDER)):
+        plan = planned(model, AUTO, budget={"cpu": size})
+        assert taken(plan) == wanted and not plan.problems
+        below = planned(model, AUTO, budget={"cpu": size - 1})
+        if place + 1 < len(LADDER):
+            assert taken(below) == LADDER[place + 1] and not below.problems
+        else:
+            assert taken(below) == wanted and below.problems
+    (note,) = (
+        note for note in planned(model, AUTO, budget={"cpu": sizes[1]}).notes if "weights: auto" in note
+    )
+    assert note.startswith("experts: weights: auto is int8. Given up: bf16: cpu ") and note.count(":") < 8
+
+
+def test_more_memory_never_means_a_less_accurate_format(model: PreTrainedModel) -> None:
+    """On the CPU, beside a GPU, and beside two, with experts that are to fill these."""
+    low, high = least(model, *LADDER[-1]) // 2, 2 * least(model, *LADDER[0])
+    steps = [low + (high - low) * step // 3 for step in range(4)]
+    for gpus, source in (
+        (0, AUTO),
+        (1, rule("hybrid_experts", weights="auto", gpu_experts="auto")),
+        (2, AUTO),
+    ):
+        places = {}
+        for cpu in steps:
+            for gpu in steps if gpus else steps[:1]:
+                budget: dict[int | str, int] = {"cpu": cpu, **dict.fromkeys(range(gpus), gpu // 4)}
+                plan = planned(model, source, machine=machine(gpus=gpus), budget=budget)
+                place = len(LADDER) if plan.problems else LADDER.index(taken(plan))
+                places[cpu, gpu] = place
+        again = planned(model, source, machine=machine(gpus=gpus), budget=budget)
+        assert str(again) == str(plan), "the same budget is the same plan"
+        assert len({*places.values()}) > 2
+        for (cpu, gpu), place in places.items():
+            assert all(other <= place for (c, g), other in places.items() if c >= cpu and g >= gpu)
+
+
+def test_other_arguments_narrow_the_choice(model: PreTrainedModel) -> None:
+    def choose(**arguments: Any) -> tuple[str, int]:
+        return taken(planned(model, rule("hybrid_experts", weights="auto", **arguments)))
+
+    assert choose() == ("bf16", 128)
+    assert choose(kernel="avx2_int8") == ("int8", 128)
+    assert choose(kernel="reference_int4", group_size=64)[0] == "int4"
+    assert choose(dynamic=True, gpu_weights="int4")[0] == "int4"
+    config = REGISTRY["hybrid_experts"].Config(weights="auto", group_size=64)
+    assert [one.group_size for _, one in expert_formats.choices(config, []) if one.weights == "int4"] == [
+        32,
+        64,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "first"),
+    [
+        ([], ("bf16", 128)),
+        ([Format("float")], ("bf16", 128)),
+        ([Format("fp8_blocks", block=(128, 128))], ("fp8", 128)),
+        ([Format("fp8_blocks", block=(64, 128))], ("bf16", 128)),
+        ([Format("fp8_blocks", block=(128, 128)), Format("bf16")], ("bf16", 128)),
+        ([Format("mxfp4", group_size=32)], ("mxfp4", 128)),
+        ([Format("gptq", group_size=64)], ("int4", 64)),
+        ([Format("gptq", group_size=64, has_zeros=True)], ("bf16", 128)),
+        ([Format("gptq", group_size=64), Format("gptq", group_size=128)], ("bf16", 128)),
+        ([Format("q4_0", group_size=32)], ("int4", 32)),
+    ],
+)
+def test_what_the_checkpoint_has_comes_first(stored: list[Format], first: tuple[str, int]) -> None:
+    config = REGISTRY["cpu_experts"].Config(weights="auto")
+    found = expert_formats.choices(config, stored)
+    assert (found[0][1].weights, found[0][1].group_size) == first
+    assert [rank for rank, _ in found] == sorted({rank for rank, _ in found})
+    assert not expert_formats.choices(REGISTRY["cpu_experts"].Config(weights="int8"), stored)
+
+
+def test_biases_and_routers_do_not_say_what_the_experts_are() -> None:
+    mxfp4 = Format("mxfp4", group_size=32)
+    stored = [("experts.gate_up_proj", mxfp4), ("experts.down_proj_bias", Format("bf16"))]
+    for name, has in (("cpu_experts", stored), ("deferred_moe", [*stored, ("gate.weight", Format("fp32"))])):
+        operator = REGISTRY[name]
+        (_, first), *_ = operator.weight_formats(operator.Config(weights="auto"), has)
+        assert first.weights == "mxfp4"
+
+
+def test_what_operators_refuse_at_every_format_is_refused(model: PreTrainedModel) -> None:
+    said = refusal(PlanError, model, [{**AUTO[0], "match": {"path": "lm_head"}}])
+    assert "hybrid_experts cannot replace a Linear" in said
+
+
+# --- the request ---
+
+
+def test_room_for_a_request_is_counted(model: PreTrainedModel) -> None:
+    short = least(model, "int8", 128)
+    token = planned(model).runtime_memory["cpu"].kv_bytes_per_token
+    fixed = rule("hybrid_experts", weights="int8")
+    for tokens, positions in ((300, 512), (512, 512), (513, 1024)):
+        enough = short + 2 * (positions - 256) * token
+        assert not planned(model, fixed, budget={"cpu": enough}, context=tokens).problems
+        (problem,) = planned(model, fixed, budget={"cpu": enough - 1}, context=tokens).problems
+        assert f"no room for {positions:,} tokens." in problem
+    for wrong in (0, -1, True, 2.5, "8192", 2**31):
+        assert f"context: found {wrong!r}; it is the number of tokens" in refusal(
+            PlanError, model, context=wrong
+        )
