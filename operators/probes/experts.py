@@ -222,7 +222,7 @@ def _layout(module: nn.Module) -> ExpertsSpec | Support:
             return Support.no(f"it has no parameter {name}, which its flags promise")
         if tuple(parameters[name].shape) != shape:
             return Support.no(
-                f"its {name} is {[*parameters[name].shape]}, but with down_proj {list(down_shape)} it should be {list(shape)}"
+                f"its {name} is {[*parameters[name].shape]}, but with down_proj {[*down_shape]} it should be {[*shape]}"
             )
         if not parameters[name].is_floating_point():
             return Support.no(
