@@ -27,6 +27,7 @@ REMEDIES: dict[str, tuple[Any, str, tuple[str, Any]]] = {
     "replace: keep": ("auto", "routed experts.replace=keep", ("operator", rules.KEEP)),
     "prefill: cpu": ("auto", "routed experts.prefill=cpu", ("prefill", "cpu")),
     "prefill: auto": ("auto", "routed experts.prefill=auto", ("prefill", "auto")),
+    "weights: auto": ("auto", "routed experts.weights=auto", ("weights", "auto")),
     "symmetric: true": ("auto", "routed experts.symmetric=true", ("symmetric", True)),
     "symmetric: false": (INT4, "linears.symmetric=false", ("symmetric", False)),
 }
