@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import models
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from ktinject.checkpoints.formats.base import Format
 from ktinject.errors import PlanError
 from ktinject.operators import REGISTRY, expert_formats
-from ktinject.planning.devices import one_budget
+from ktinject.planning.devices import fill, one_budget
 from ktinject.planning.plan import Plan
 
 AUTO = rule("hybrid_experts", weights="auto")
@@ -154,6 +155,26 @@ def test_biases_and_routers_do_not_say_what_the_experts_are() -> None:
 def test_what_operators_refuse_at_every_format_is_refused(model: PreTrainedModel) -> None:
     said = refusal(PlanError, model, [{**AUTO[0], "match": {"path": "lm_head"}}])
     assert "hybrid_experts cannot replace a Linear" in said
+
+
+def test_layers_fit_where_some_division_of_them_does() -> None:
+    """What fits two GPUs fits larger ones, though shares in proportion then change."""
+    layers = {f"layer {number}": size for number, size in enumerate([4, 1, 6, 2, 3])}
+    gpus = ["cuda:0", "cuda:1", "cuda:2"]
+
+    def fits(*limits: int) -> bool:
+        room = dict(zip(gpus, limits))
+        device_map = fill(2, layers, gpus, room)
+        used = dict.fromkeys(gpus, 0) | {"cuda:0": 2}
+        for path, size in layers.items():
+            used[device_map.get(path, device_map[""])] += size
+        return all(used[gpu] <= room[gpu] for gpu in gpus)
+
+    found = {limits: fits(*limits) for limits in itertools.product(range(2, 13, 2), repeat=3)}
+    assert found[8, 8, 4] and not found[6, 6, 4] and any(found.values())
+    for limits, here in found.items():
+        larger = [other for other in found if all(a <= b for a, b in zip(limits, other))]
+        assert not here or all(found[other] for other in larger)
 
 
 # --- the request ---
