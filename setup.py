@@ -26,6 +26,7 @@ setup(
         "ktinject.planning",
         "ktinject.pretrained",
         "ktinject.rules",
+        "ktinject.serving",
         "ktinject.testing",
         "ktinject.tools",
     ],

@@ -314,6 +314,25 @@ def _dots1(said: Said) -> Config:
     }
 
 
+def _ernie(said: Said) -> Config:
+    head_dim, count = _head_dim(said), said.layers()
+    said.must("expert_gating_func", 0, _SOFTMAX)
+    return {
+        **_named("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+        "head_dim": head_dim,
+        "rope_parameters": _whole_rope(said, head_dim),
+        "intermediate_size": said.count("feed_forward_length"),
+        "moe_intermediate_size": said.count("expert_feed_forward_length"),
+        "moe_num_experts": said.count("expert_count"),
+        "moe_k": said.count("expert_used_count"),
+        "moe_num_shared_experts": said.few("expert_shared_count", 0),
+        "moe_layer_start_index": said.few("leading_dense_block_count", 0),
+        "moe_layer_end_index": count - 1,
+        "moe_layer_interval": said.count("interleave_moe_layer_step", 1),
+        "use_bias": said.has("self_attn.o_proj.bias"),
+    }
+
+
 def _olmoe(said: Said) -> Config:
     return {
         **_named("olmoe", "OlmoeForCausalLM"),
@@ -361,6 +380,7 @@ CONFIGS: dict[str, Callable[[Said], Config]] = {
     "gpt-oss": _gpt_oss,
     "minimax-m2": _minimax_m2,
     "dots1": _dots1,
+    "ernie4_5-moe": _ernie,
     "olmoe": _olmoe,
     "granitemoe": _granite_moe,
 }

@@ -52,6 +52,16 @@ Rules = Annotated[
         autocompletion=bundled_names,
     ),
 ]
+RulesOrSaid = Annotated[
+    str | None,
+    typer.Option(
+        "--rules",
+        metavar="RULES",
+        help="The name of bundled rules, or a rule file; by default what config.json says, else auto.",
+        show_default=False,
+        autocompletion=bundled_names,
+    ),
+]
 Plugins = Annotated[
     list[str] | None,
     typer.Option(
@@ -94,6 +104,22 @@ Tp = Annotated[
 NewTokens = Annotated[
     int, typer.Option("--max-new-tokens", metavar="N", min=1, help="Write at most N tokens after a prompt.")
 ]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        metavar="T",
+        min=0.0,
+        help="How much chance chooses; 0: none. By default the model's own.",
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", metavar="P", min=0.0, max=1.0, help="Choose from the likeliest, P together."),
+]
+Seed = Annotated[
+    int | None, typer.Option("--seed", metavar="N", min=0, help="The same N gives the same choices.")
+]
 RestDtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
     typer.Option(
@@ -117,6 +143,20 @@ def parse_sizes(texts: list[str] | None, option: str) -> dict[str, int | str] | 
             raise PlanError(f"{option}: {device!r} is given twice. Give each device once.")
         sizes[device] = size
     return sizes or None
+
+
+def sampling(temperature: float | None, top_p: float | None, seed: int | None) -> dict[str, Any]:
+    """What `generate` is told for --temperature, --top-p and --seed; the latter sets torch's generators."""
+    found: dict[str, Any] = {}
+    if temperature is not None:
+        found = {"do_sample": temperature > 0, **({"temperature": temperature} if temperature else {})}
+    if top_p is not None and found.get("do_sample") is not False:
+        found |= {"do_sample": True, "top_p": top_p}
+    if seed is not None:
+        import torch
+
+        torch.manual_seed(seed)
+    return found
 
 
 _COUNT = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?")

@@ -7,9 +7,11 @@ What a version lacks costs the features that need it, and no others:
 
     generation  a swapped model generates by transformers' own loop; the reason is in its plan, in `doctor` and in
                 `model.ktinject_decoding.reason`
+    candidates  for models with states, they are refused, as transformers does
     loading     checkpoints are refused, see `require`
     swapping    rules are refused, too
     from_pretrained  transformers' door with our config is refused; `ktinject.load` is not
+    serving     `ktinject serve` is refused
     kimi_k2     transformers does not know Kimi-K2
     probes      of experts, the forward alone is compared with the formula
     ending      daemon threads in a forward are not stopped before the interpreter's end, see ending.py
@@ -27,91 +29,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
-from inspect import Parameter
 from typing import Any
 
 from ktinject.errors import PlanError
+from ktinject.hf.private import SET, THERE, Private
 from ktinject.support import SUPPORTED, Support
 
 VERSIONS = "transformers>=5.17,<6"  # as pyproject.toml has it
 TESTED = ("5.17.0", "5.23.0")
-
-THERE = "there"  # a signature: the owner has such an attribute, whatever it is
-SET = "set"  # the owner is a function whose code names it: an attribute that it sets or reads
-
-
-@dataclass(frozen=True)
-class Private:
-    """A name that may be gone, or mean something else, in another version.
-
-    owner      "module", "module:Class" or "module:Class.method"
-    name       of the owner
-    signature  calls that must be allowed, such as "(self, ids, streamer=None, *, mask)"; what else it takes must have
-               a default. Or THERE or SET
-    used_for   what depends on it
-    """
-
-    owner: str
-    name: str
-    signature: str
-    used_for: str
-
-    def __str__(self) -> str:
-        return f"{self.owner.rpartition(':')[2]}.{self.name}"
-
-    def fault(self) -> str:
-        """What is wrong with it in this version; "" if nothing is."""
-        try:
-            owner = _resolve(self.owner)
-            if self.signature == SET:
-                code = inspect.unwrap(owner).__code__
-                file = importlib.import_module(self.owner.partition(":")[0]).__file__
-                if code.co_filename not in (file, "<string>"):  # the latter: of a dataclass
-                    return ""  # another library has put a function of its own in this one's place, which says nothing
-                return "" if self.name in (*code.co_names, *code.co_consts) else f"{self} is gone"
-            value = getattr(owner, self.name)
-        except (ImportError, AttributeError):
-            return f"{self} is gone"
-        if self.signature == THERE:
-            return ""
-        found = inspect.signature(value)
-        if _allows(found, inspect.signature(eval(f"lambda {self.signature[1:-1]}: None"))):
-            return ""
-        bare = [parameter.replace(annotation=Parameter.empty) for parameter in found.parameters.values()]
-        found = inspect.Signature(bare)
-        return f"{self} takes {found}, not {self.signature}"
-
-
-def _resolve(owner: str) -> Any:
-    module, _, path = owner.partition(":")
-    return functools.reduce(getattr, path.split(".") if path else (), importlib.import_module(module))
-
-
-def _allows(found: inspect.Signature, asked: inspect.Signature) -> bool:
-    """Whether each call that `asked` allows is one of `found`, and means the same."""
-    there, positions = found.parameters, [*found.parameters]
-    variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-    for position, (name, parameter) in enumerate(asked.parameters.items()):
-        if parameter.kind in variadic:
-            if all(other.kind is not parameter.kind for other in there.values()):
-                return False
-            continue
-        other = there.get(name)
-        if other is None or (parameter.default is not Parameter.empty and other.default != parameter.default):
-            return False
-        by_position = parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
-        if by_position and (other.kind is not parameter.kind or positions[position] != name):
-            return False
-    return all(
-        name in asked.parameters or other.default is not Parameter.empty or other.kind in variadic
-        for name, other in there.items()
-    )
 
 
 def _each(owner: str, names: str, signature: str, used_for: str) -> Iterator[Private]:
@@ -142,6 +71,7 @@ _HEADS, _ANY = "MTPCandidateGenerator", "CandidateGenerator"
 _BECAME = "(self, input_ids, scores, num_matches)"
 _READING = "(self, input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches)"
 _NEXT = "(self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=1)"
+_VALIDATE = "(self, generation_mode, generation_config, generation_mode_kwargs)"
 _PREFILL = "input_ids, generation_config, model_kwargs"
 _ANSWER = "(*, sequences, scores, logits, past_key_values)"
 _PREPARE = "(self, input_ids, next_sequence_length=None, **kwargs)"
@@ -149,6 +79,8 @@ _RENAME = "(source_key, weight_renamings, weight_converters, base_model_prefix=N
 _ADD = "(self, target_key, source_key, source_pattern, future)"
 _CONVERT = "(self, layer_name, *, model=None, config=None)"
 _LOAD_CONFIG = "(*, pretrained_model_name_or_path, device_map, dtype, dtype_plan, weight_mapping)"
+_SERVE = "transformers.cli.serve:Serve"
+_SERVING = "transformers.cli.serving"
 _REGISTER = "(model_type_or_class_name, mapping, overwrite=False)"
 _PENALTY = "RepetitionPenaltyLogitsProcessor"
 _IGNORE = "_keys_to_ignore_on_load"
@@ -288,6 +220,10 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         ),
         Private("torch.nn:Module", "_call_impl", THERE, "may be replaced"),
     ),
+    "candidates": (
+        Private(_GENERATION, "_validate_generation_mode", _VALIDATE, "all but its refusal of states"),
+        Private(f"{_GENERATION}._validate_generation_mode", "_is_stateful", SET, "what it refuses"),
+    ),
     "loading": (
         # From names of a checkpoint to parameters, see key_map.py.
         Private(_NAMES, "get_model_conversion_mapping", "(model)", "a model's renamings and converters"),
@@ -332,6 +268,59 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             "_adapter_model_path",
             SET,
             "an adapter to load",
+        ),
+    ),
+    "serving": (
+        # `transformers serve` is built whole, with a model and a manager of ours in it.
+        Private(_SERVE, "start_server", "(self)", "not started by itself"),
+        Private(
+            f"{_SERVE}.__init__",
+            "_model_manager",
+            SET,
+            "gets the model",
+        ),
+        *_each(
+            f"{_SERVE}.__init__",
+            "_generation_state _chat_handler _completion_handler _response_handler server",
+            SET,
+            "get checks and a manager",
+        ),
+        Private("transformers.cli.serve", "Serve", THERE, "the app"),
+        Private(
+            f"{_SERVING}.model_manager",
+            "TimedModel",
+            "(model, timeout_seconds, processor=None)",
+            "keeps the model",
+        ),
+        *_each(
+            f"{_SERVING}.model_manager:ModelManager.__init__", "loaded_models force_model", SET, "one model"
+        ),
+        Private(f"{_SERVING}.model_manager:ModelManager", "process_model_name", "(model_id)", "its name"),
+        Private(f"{_SERVING}.model_manager:ModelManager", "get_gen_models", THERE, "the list of models"),
+        Private(f"{_SERVING}.utils:GenerationState", "get_manager", "(self, model_id, use_cb=False)", "ours"),
+        Private(
+            f"{_SERVING}.utils", "get_response_template", "(processor, model)", "finds the answer's parts"
+        ),
+        Private(f"{_SERVING}.utils", "GenerateManager", "()", "one request after the other"),
+        Private(
+            f"{_SERVING}.utils:GenerateManager",
+            "generate_streaming",
+            "(self, model, processor, inputs, gen_config, request_id, response_parser=None)",
+            "overridden",
+        ),
+        Private(
+            f"{_SERVING}.utils:GenerateManager",
+            "generate_non_streaming",
+            "(self, model, processor, inputs, gen_config, request_id)",
+            "overridden",
+        ),
+        Private(f"{_SERVING}.utils:GenerateManager", "async_submit", THERE, "its thread"),
+        Private(f"{_SERVING}.utils:BaseHandler", "_validate_request", "(self, body)", "checks first"),
+        Private(
+            f"{_SERVING}.utils:BaseHandler",
+            "_build_generation_config",
+            "(self, body, model_generation_config, use_cb=False)",
+            "within limits",
         ),
     ),
     "swapping": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
-import importlib
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -26,8 +26,10 @@ from transformers.integrations import PeftAdapterMixin
 import ktinject
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.hf import compat
+from ktinject.hf import private as private_names
 from ktinject.hf.compat import PRIVATE, SET, THERE, Private
 from ktinject.hf.kimi_k2 import KimiK2Config, _model_class
+from ktinject.serving import stock
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[3]
@@ -82,7 +84,14 @@ def test_doctor_imports_no_models_of_a_tested_version() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("feature", PRIVATE)
+NEEDS_PACKAGES = {"serving": stock.PACKAGES}  # that are an extra
+
+
+def needed(feature: str) -> bool:
+    return all(map(importlib.util.find_spec, NEEDS_PACKAGES.get(feature, ())))
+
+
+@pytest.mark.parametrize("feature", [feature for feature in PRIVATE if needed(feature)])
 def test_this_version_has_all_of_a_feature(feature: str) -> None:
     assert [fault for private in PRIVATE[feature] if (fault := private.fault())] == []
     assert compat.support(feature)
@@ -102,7 +111,7 @@ def is_private(name: str) -> bool:
 def defined(tree: ast.AST) -> Iterator[str]:
     """Names that a file gives to things of its own."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
@@ -347,9 +356,10 @@ def test_a_function_that_another_library_has_put_in_place_is_no_fault(
 
 
 def test_every_function_whose_code_is_read_is_in_the_file_that_is_named() -> None:
-    for private in (private for group in PRIVATE.values() for private in group if private.signature == SET):
+    groups = (PRIVATE[feature] for feature in filter(needed, PRIVATE))
+    for private in (private for group in groups for private in group if private.signature == SET):
         module = private.owner.partition(":")[0]
-        code = inspect.unwrap(compat._resolve(private.owner)).__code__
+        code = inspect.unwrap(private_names.resolve(private.owner)).__code__
         if "_dynamo" in code.co_filename:
             continue  # another test of this process has compiled something
         assert code.co_filename in (importlib.import_module(module).__file__, "<string>"), private

@@ -1,0 +1,59 @@
+"""`ktinject chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ktinject.cli import options
+from ktinject.rules import parse_overrides
+
+System = Annotated[
+    str | None,
+    typer.Option("--system", metavar="TEXT", help="What the model is told before the conversation."),
+]
+File = Annotated[
+    list[Path] | None,
+    typer.Option("--file", metavar="PATH", help="A text file before the first question; may be repeated."),
+]
+Plain = Annotated[bool, typer.Option("--plain", help="Show answers as they are written, not as Markdown.")]
+
+
+def command(
+    model: options.Model,
+    rules: options.RulesOrSaid = None,
+    system: System = None,
+    file: File = None,
+    new_tokens: options.NewTokens = 1024,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    seed: options.Seed = None,
+    plain: Plain = False,
+    variables: options.Set = None,
+    device: options.Device = None,
+    budget: options.Budget = None,
+    dtype: options.RestDtype = "auto",
+    plugins: options.Plugins = None,
+) -> None:
+    """Talk with a model: streamed Markdown, history, files. Lines of stdin are questions where it is no terminal."""
+    import ktinject
+    from ktinject.serving.conversation import Conversation
+    from ktinject.serving.terminal import Session
+
+    options.load_plugins(plugins)
+    tokenizer = options.load_tokenizer(model)
+    loaded = ktinject.load(
+        model,
+        rules,
+        devices=device,
+        budget=options.parse_sizes(budget, "--budget"),
+        dtype=dtype,
+        variables=parse_overrides(variables or []),
+    )
+    sampling: dict[str, Any] = options.sampling(temperature, top_p, seed)
+    session = Session(Conversation(loaded, tokenizer, system, new_tokens, **sampling), model.name, not plain)
+    for path in file or []:
+        session.attach(path)
+    session.run()

@@ -1,0 +1,108 @@
+"""`ktinject serve`: OpenAI's interface to a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ktinject.cli import options
+from ktinject.errors import PlanError
+from ktinject.rules import parse_overrides
+
+Host = Annotated[
+    str, typer.Option("--host", metavar="HOST", help="Listen there; 0.0.0.0 is for the network.")
+]
+Port = Annotated[int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="0: any that is free.")]
+Name = Annotated[
+    str | None,
+    typer.Option("--name", metavar="NAME", help="What requests call the model; by default as its folder."),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        metavar="N",
+        min=16,
+        help="Tokens of a request, prompt and answer. By default as many as go.",
+    ),
+]
+Most = Annotated[
+    int | None, typer.Option("--max-new-tokens", metavar="N", min=1, help="Tokens of an answer at most.")
+]
+Queue = Annotated[
+    int,
+    typer.Option("--queue", metavar="N", min=0, help="So many requests wait while one runs; others get 429."),
+]
+Timeout = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="End a request after that.")
+]
+Grace = Annotated[
+    int, typer.Option("--grace", metavar="SECONDS", min=0, help="What requests get when the server ends.")
+]
+MaxBody = Annotated[int, typer.Option("--max-body-mib", metavar="N", min=1, help="Refuse larger requests.")]
+Key = Annotated[
+    Path | None,
+    typer.Option("--api-key-file", metavar="PATH", help="A file with the key that requests must bring."),
+]
+
+
+def command(
+    model: options.Model,
+    rules: options.RulesOrSaid = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    name: Name = None,
+    context: Context = None,
+    new_tokens: Most = None,
+    queue: Queue = 32,
+    timeout: Timeout = 600.0,
+    grace: Grace = 30,
+    max_body_mib: MaxBody = 8,
+    api_key_file: Key = None,
+    variables: options.Set = None,
+    device: options.Device = None,
+    budget: options.Budget = None,
+    dtype: options.RestDtype = "auto",
+    plugins: options.Plugins = None,
+) -> None:
+    """Serve a model: chat completions, completions, responses, models, health and metrics over HTTP."""
+    from ktinject.serving import stock
+
+    stock.require_packages()  # before the model is loaded
+    key = _key(api_key_file)
+
+    import ktinject
+    from ktinject.serving.gate import Limits
+    from ktinject.serving.server import Server, Settings
+
+    options.load_plugins(plugins)
+    tokenizer = options.load_tokenizer(model)
+    loaded = ktinject.load(
+        model,
+        rules,
+        devices=device,
+        budget=options.parse_sizes(budget, "--budget"),
+        dtype=dtype,
+        variables=parse_overrides(variables or []),
+    )
+    limits = Limits(queue=queue, seconds=timeout, body=max_body_mib << 20, key=key)
+    settings = Settings(host, port, context, new_tokens, grace, limits)
+    known_as = name or model.resolve().name
+    server = Server(loaded, tokenizer, known_as, settings)
+    for note in server.notes:
+        typer.echo(f"ktinject: {note}", err=True)
+    server.run(lambda address: typer.echo(f"{known_as} at {address}/v1, metrics at {address}/metrics"))
+
+
+def _key(file: Path | None) -> str | None:
+    """Raises PlanError."""
+    if file is None:
+        return None
+    key = options.read_text(file).strip()
+    if len(key) < 8 or not key.isascii() or not key.isprintable():
+        raise PlanError(
+            f"--api-key-file {file}: a key has at least 8 ASCII characters. Write a longer one there."
+        )
+    return key

@@ -1,0 +1,127 @@
+"""What a server has done, as Prometheus reads it (text format 0.0.4)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+_RATES = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+
+
+class Histogram:
+    """How often a value was at most each bound."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def lines(self, name: str) -> list[str]:
+        total, found = 0, []
+        for bound, count in zip((*self.bounds, "+Inf"), self.counts):
+            total += count
+            found.append(f'{name}_bucket{{le="{bound}"}} {total}')
+        return [*found, f"{name}_sum {self.sum:.6f}", f"{name}_count {total}"]
+
+
+@dataclass
+class Job:
+    """One request to the model.
+
+    prompt, written    tokens
+    asked, first, last   when it came, and when its first and its last token did
+    cancelled          nobody waits for it any more
+    """
+
+    prompt: int = 0
+    written: int = 0
+    asked: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    last: float = 0.0
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def count(self, tokens: int) -> None:
+        self.last = time.perf_counter()
+        self.first = self.first or self.last
+        self.written += tokens
+
+
+class Metrics:
+    """Counters of a server. Safe from several threads.
+
+    context   tokens that a request may have, prompt and answer
+    inflight  requests that were let in and are not answered: one of them runs, the others wait
+    """
+
+    def __init__(self, context: int) -> None:
+        self.context, self.inflight = context, 0
+        self._lock = threading.Lock()
+        self._running: Job | None = None
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._decode_seconds = 0.0
+        self._first, self._rate = Histogram(_SECONDS), Histogram(_RATES)
+
+    def answered(self, path: str, status: int) -> None:
+        with self._lock:
+            self._requests[path, status] += 1
+
+    def started(self, job: Job) -> None:
+        with self._lock:
+            self._running = job
+
+    def ended(self, job: Job) -> None:
+        with self._lock:
+            self._running = None
+            self._tokens["prompt"] += job.prompt
+            self._tokens["generated"] += job.written
+            if job.first is None:
+                return
+            self._first.add(job.first - job.asked)
+            self._decode_seconds += job.last - job.first
+            if job.written > 1 and job.last > job.first:
+                self._rate.add((job.written - 1) / (job.last - job.first))
+
+    def text(self) -> str:
+        """The answer to GET /metrics."""
+        with self._lock:
+            job = self._running
+            held = 0 if job is None else job.prompt + job.written
+            running = int(job is not None)
+            found = [
+                *_titled("requests_total", "counter", "Requests that were answered, by path and status."),
+                *(
+                    f'ktinject_requests_total{{path="{path}",status="{status}"}} {count}'
+                    for (path, status), count in sorted(self._requests.items())
+                ),
+                *_titled("tokens_total", "counter", "Tokens of prompts, and tokens generated."),
+                *(
+                    f'ktinject_tokens_total{{kind="{kind}"}} {self._tokens[kind]}'
+                    for kind in ("prompt", "generated")
+                ),
+                *_titled("decode_seconds_total", "counter", "Seconds from first to last tokens."),
+                f"ktinject_decode_seconds_total {self._decode_seconds:.6f}",
+                *_titled("time_to_first_token_seconds", "histogram", "From the request, its wait included."),
+                *self._first.lines("ktinject_time_to_first_token_seconds"),
+                *_titled("tokens_per_second", "histogram", "Of a request, behind its first token."),
+                *self._rate.lines("ktinject_tokens_per_second"),
+                *_titled("requests_running", "gauge", "Requests that the model computes: the batch."),
+                f"ktinject_requests_running {running}",
+                *_titled("requests_waiting", "gauge", "Requests in the queue."),
+                f"ktinject_requests_waiting {max(0, self.inflight - running)}",
+                *_titled("cache_tokens", "gauge", "Tokens in the cache of the request that runs."),
+                f"ktinject_cache_tokens {held}",
+                *_titled("cache_tokens_limit", "gauge", "Tokens that a request may have."),
+                f"ktinject_cache_tokens_limit {self.context}",
+            ]
+        return "\n".join(found) + "\n"
+
+
+def _titled(name: str, kind: str, what: str) -> tuple[str, str]:
+    return f"# HELP ktinject_{name} {what}", f"# TYPE ktinject_{name} {kind}"

@@ -1,0 +1,150 @@
+"""`ktinject serve`: a model behind OpenAI's interface."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ktinject.errors import PlanError
+from ktinject.planning.plan import Plan
+from ktinject.serving import stock
+from ktinject.serving.gate import Gate, Limits
+from ktinject.serving.metrics import Metrics
+from ktinject.tools import evaluate
+
+logger = logging.getLogger("ktinject")
+
+LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_LEAST = 16  # tokens without which a server is of no use
+
+
+@dataclass
+class Settings:
+    """How a server is reached and what it takes.
+
+    host, port   where it listens; port 0: any that is free
+    context      tokens of a request, prompt and answer; None: what the model was made for, or what memory holds
+    most         tokens of an answer; None: of the context
+    grace        seconds that running requests get when the server ends
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    context: int | None = None
+    most: int | None = None
+    grace: int = 30
+    limits: Limits = field(default_factory=Limits)
+
+
+def context_of(plan: Plan, model: PreTrainedModel, asked: int | None) -> tuple[int, list[str]]:
+    """Tokens that a request may have, and remarks on that.
+
+    asked    None: as many as the model was made for, or as memory holds
+    Raises   PlanError if so many do not fit
+    """
+    made_for = evaluate.longest_text(model.config)
+    room = {
+        device: found.longest_request
+        for device, found in plan.runtime_memory.items()
+        if found.longest_request is not None
+    }
+    device, fits = min(room.items(), key=lambda item: item[1], default=("", sys.maxsize))
+    if asked is not None and asked > made_for:
+        raise PlanError(f"a context of {asked} tokens: the model was made for {made_for}. Ask for fewer.")
+    wanted = made_for if asked is None else asked
+    if wanted > fits and asked is not None:
+        raise PlanError(
+            f"a context of {asked} tokens: beside the weights, {device} has room for {fits}. Ask for fewer, or give "
+            "it smaller weights or a larger budget."
+        )
+    if fits < _LEAST:
+        raise PlanError(
+            f"beside the weights, {device} has room for {fits} tokens of a request. Give it smaller weights, or a "
+            "larger budget."
+        )
+    if wanted <= fits:
+        return wanted, []
+    return fits, [
+        f"requests may have {fits} tokens, not the {made_for} that the model was made for: {device} has room for no "
+        "more beside the weights"
+    ]
+
+
+class Server:
+    """A server that is ready to run.
+
+    notes   what somebody who starts it should know
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, settings: Settings
+    ) -> None:
+        stock.require_packages()
+        import uvicorn
+
+        if not tokenizer.is_fast:
+            raise PlanError(
+                f"the tokenizer is a {type(tokenizer).__name__}, and the server decodes with fast ones alone. Put a "
+                "tokenizer.json into the folder."
+            )
+        context, self.notes = context_of(model.ktinject, model, settings.context)
+        metrics = Metrics(context)
+        most = min(settings.most or context, context)
+        app = stock.application(model, tokenizer, name, metrics, most)
+        is_local = settings.host in LOCAL
+        limits = Limits(**{**vars(settings.limits), "hosts": LOCAL if is_local else None})
+        if not is_local and limits.key is None:
+            self.notes.append(
+                "whoever reaches this machine can use the model: there is no key (--api-key-file)"
+            )
+        state = {"model": name, "context": context}
+        gate = Gate(app, metrics, limits, state, lambda: self._server.should_exit)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                gate,
+                host=settings.host,
+                port=settings.port,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=settings.grace,
+                timeout_keep_alive=30,
+            )
+        )
+
+    @property
+    def address(self) -> str | None:
+        """Where it listens; None before it does."""
+        for server in getattr(self._server, "servers", ()):
+            host, port, *_ = server.sockets[0].getsockname()
+            return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        return None
+
+    def run(self, ready: Any = None) -> None:
+        """Serve until SIGINT or SIGTERM; requests that run then may end within the grace time.
+
+        ready   called with the address, once it listens
+        Raises  PlanError if it cannot listen there
+        """
+        own = self._server.startup
+
+        async def startup(sockets: Any = None) -> None:
+            try:
+                await own(sockets)
+            except SystemExit as error:  # uvicorn has said why
+                config = self._server.config
+                raise PlanError(
+                    f"{config.host}:{config.port}: nothing can listen there. Name another --port."
+                ) from error
+            if ready is not None and self.address is not None:
+                ready(self.address)
+
+        self._server.startup = startup
+        self._server.run()
+
+    def stop(self) -> None:
+        """Let `run` return; safe from another thread."""
+        self._server.should_exit = True

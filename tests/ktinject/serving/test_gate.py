@@ -1,0 +1,226 @@
+"""Who comes in, how long it may take, and what the others are told: around an application that is made up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from ktinject.serving.gate import Gate, Limits
+from ktinject.serving.metrics import Job, Metrics
+
+CHAT = "/v1/chat/completions"
+
+
+class Client:
+    """Asks a gate as a server would."""
+
+    def __init__(self, app: Any, limits: Limits | None = None, **arguments: Any) -> None:
+        self.metrics = Metrics(100)
+        self.gate = Gate(app, self.metrics, limits or Limits(), **arguments)
+
+    async def ask(
+        self,
+        path: str = CHAT,
+        body: bytes = b"{}",
+        method: str = "POST",
+        leave: Awaitable[Any] | None = None,
+        **headers: str,
+    ) -> tuple[int, bytes]:
+        """Status and body. `leave`: the client goes when that is done."""
+        sent: list[Any] = []
+        came = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> Any:
+            if (first := next(came, None)) is not None:
+                return first
+            await (leave or asyncio.get_running_loop().create_future())
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        await self.gate({"type": "http", "path": path, "method": method, "headers": named}, receive, send)
+        if not sent:
+            return 0, b""
+        return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def answering(status: int, body: bytes, kind: bytes = b"application/json") -> Any:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    return app
+
+
+OK = answering(200, b'{"a": 1}')
+
+
+def run(made: Callable[[], Awaitable[Any]]) -> Any:
+    return asyncio.run(made())  # type: ignore[arg-type]
+
+
+def test_an_answer_passes() -> None:
+    client = Client(OK)
+    assert run(client.ask) == (200, b'{"a": 1}')
+    assert f'ktinject_requests_total{{path="{CHAT}",status="200"}} 1' in client.metrics.text()
+    assert client.metrics.inflight == 0
+
+
+@pytest.mark.parametrize(
+    "request_, limits, status, message",
+    [
+        ({"path": "/reset"}, {}, 404, "/reset: there are"),
+        ({"path": "/load_model"}, {}, 404, "there are"),
+        ({"method": "GET"}, {}, 405, "takes POST"),
+        ({"body": b"{"}, {}, 400, "not a JSON object"),
+        ({"body": b"[" * 10_000}, {}, 400, "not a JSON object"),
+        ({"body": b"[]"}, {}, 400, "it is no object"),
+        ({"body": b" " * 11}, {"body": 10}, 413, "larger than 10 bytes"),
+        ({"content_length": "11"}, {"body": 10}, 413, "larger than 10 bytes"),
+        ({}, {"key": "12345678"}, 401, "no key, or a wrong one"),
+        ({"authorization": "Bearer 1234567"}, {"key": "12345678"}, 401, "no key, or a wrong one"),
+        ({"path": "/metrics", "method": "GET"}, {"key": "12345678"}, 401, "no key"),
+        (
+            {"host": "evil.example"},
+            {"hosts": frozenset({"localhost"})},
+            403,
+            "'evil.example' is not this server",
+        ),
+    ],
+)
+def test_what_is_refused(request_: dict[str, Any], limits: dict[str, Any], status: int, message: str) -> None:
+    found, body = run(lambda: Client(OK, Limits(**limits)).ask(**request_))
+    error = json.loads(body)["error"]
+    assert found == error["code"] == status and message in error["message"]
+
+
+@pytest.mark.parametrize("host", ["localhost:80", "127.0.0.1", "[::1]:8000"])
+def test_a_key_and_the_own_name_let_in(host: str) -> None:
+    limits = Limits(key="12345678", hosts=frozenset({"localhost", "127.0.0.1", "[::1]"}))
+    client = Client(OK, limits)
+    assert run(lambda: client.ask(authorization="Bearer 12345678", host=host))[0] == 200
+    assert run(lambda: client.ask("/health", method="GET", host=host)) == (200, b'{"status": "ok"}')
+
+
+@pytest.mark.parametrize(
+    "status, body, message",
+    [
+        (400, b'{"detail": "Server is pinned"}', "Server is pinned"),
+        (422, b'{"detail": [{"msg": "no"}]}', '[{"msg": "no"}]'),
+        (500, b"Internal Server Error", "Internal Server Error"),
+        (503, b'{"error": "dead"}', "dead"),
+    ],
+)
+def test_errors_of_the_app_get_the_form_of_the_interface(status: int, body: bytes, message: str) -> None:
+    found, said = run(Client(answering(status, body)).ask)
+    assert found == status and json.loads(said)["error"]["message"] == message
+
+
+def test_an_app_that_raises_is_a_500() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise RuntimeError("broken")
+
+    status, body = run(Client(app).ask)
+    assert status == 500 and "RuntimeError: broken" in json.loads(body)["error"]["message"]
+
+
+def test_a_stream_gets_its_last_line() -> None:
+    stream = answering(200, b"data: 1\n\n", b"text/event-stream; charset=utf-8")
+    assert run(Client(stream).ask) == (200, b"data: 1\n\ndata: [DONE]\n\n")
+    assert run(lambda: Client(stream).ask("/v1/responses")) == (200, b"data: 1\n\n")
+
+
+class Slow:
+    """An app that begins a stream, if it is to, and then waits until it is let go or ended."""
+
+    def __init__(self, begins: bool) -> None:
+        self.begins, self.ended, self.running = begins, 0, 0
+        self.let_go = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        headers = [(b"content-type", b"text/event-stream")]
+        self.running += 1
+        try:
+            if self.begins:
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+            await self.let_go.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}", "more_body": False})
+        except asyncio.CancelledError:
+            self.ended += 1
+            raise
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_work_for_which_nobody_waits_is_ended(begins: bool) -> None:
+    async def scene() -> None:
+        app = Slow(begins)
+        client = Client(app)
+        gone = asyncio.Event()
+        asking = asyncio.ensure_future(client.ask(leave=gone.wait()))
+        while not app.running:
+            await asyncio.sleep(0)
+        gone.set()
+        await asking
+        assert app.ended == 1 and client.metrics.inflight == 0
+
+    run(scene)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_what_takes_too_long_is_ended(begins: bool) -> None:
+    async def scene() -> None:
+        app = Slow(begins)
+        status, body = await Client(app, Limits(seconds=0.05)).ask()
+        assert app.ended == 1 and status == (200 if begins else 504)
+        said = body.rpartition(b"data: ")[2] if begins else body
+        assert json.loads(said)["error"]["message"] == "not done after 0.05 s, so it was ended."
+
+    run(scene)
+
+
+def test_a_full_queue_refuses_and_takes_the_next_one_when_there_is_room() -> None:
+    async def scene() -> None:
+        app = Slow(False)
+        client = Client(app, Limits(queue=2))
+        asking = [asyncio.ensure_future(client.ask()) for _ in range(3)]
+        while app.running < 3:
+            await asyncio.sleep(0)
+        status, body = await client.ask()
+        assert status == 429 and "2 requests wait already" in json.loads(body)["error"]["message"]
+        assert (await client.ask("/health", method="GET"))[0] == 200
+        assert "ktinject_requests_waiting 3" in client.metrics.text()
+        app.let_go.set()
+        assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 3
+        assert (await client.ask())[0] == 200
+
+    run(scene)
+
+
+def test_a_server_that_ends_says_so() -> None:
+    assert run(lambda: Client(OK, closing=lambda: True).ask("/health", method="GET"))[0] == 503
+
+
+def test_metrics_are_what_was_done() -> None:
+    metrics = Metrics(100)
+    job = Job(prompt=5)
+    metrics.started(job)
+    job.count(1)
+    job.count(1)
+    assert "ktinject_cache_tokens 7\n" in metrics.text() and "ktinject_requests_running 1\n" in metrics.text()
+    metrics.ended(job)
+    metrics.ended(Job(prompt=3))  # it was cancelled before its first token
+    text = metrics.text()
+    assert 'ktinject_tokens_total{kind="prompt"} 8\n' in text
+    assert 'ktinject_tokens_total{kind="generated"} 2\n' in text
+    assert "ktinject_time_to_first_token_seconds_count 1\n" in text
+    assert 'ktinject_time_to_first_token_seconds_bucket{le="+Inf"} 1\n' in text
