@@ -43,6 +43,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4moe", {"attention_bias": True, "use_qk_norm": True}),
     "glm_moe_dsa": ("glm-dsa", {}),
     "gpt_oss": ("gpt-oss", {"swiglu_limit": 7.0}),
+    "llama4_text": ("llama4", {"interleave_moe_layer_step": 2}),
     "minimax_m2": ("minimax-m2", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "dots1": ("dots1", {}),
     "ernie4_5_moe": ("ernie4_5-moe", {}),
@@ -162,6 +163,16 @@ def _gpt_oss(key: str, t: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
         yield (f"{key}.weight" if key.endswith("sinks") else key), t
 
 
+def _llama4(key: str, t: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    if key.endswith("experts.gate_up_proj"):
+        for name, part in zip(("gate_proj", "up_proj"), t.mT.chunk(2, -2)):
+            yield key.replace("gate_up_proj", f"{name}.weight"), part
+    elif key.endswith("experts.down_proj"):
+        yield f"{key}.weight", t.mT
+    else:
+        yield key, t
+
+
 CHANGES: dict[str, Callable[[str, Tensor, Any], Iterator[tuple[str, Tensor]]]] = {
     "llama": _llama,
     "granitemoe": _granite,
@@ -171,6 +182,7 @@ CHANGES: dict[str, Callable[[str, Tensor, Any], Iterator[tuple[str, Tensor]]]] =
     "deepseek32": _latent,
     "glm-dsa": _latent,
     "gpt-oss": _gpt_oss,
+    "llama4": _llama4,
 }
 
 
@@ -266,6 +278,7 @@ _COMMON = {
     "moe_num_shared_experts": "expert_shared_count",
     "moe_layer_start_index": "leading_dense_block_count",
     "moe_layer_interval": "interleave_moe_layer_step",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
     "index_n_heads": "attention.indexer.head_count",
     "index_head_dim": "attention.indexer.key_length",
     "index_topk": "attention.indexer.top_k",
@@ -312,7 +325,10 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
     ):
         said["expert_weights_norm"] = True
     width = head or config.hidden_size // config.num_attention_heads
-    if architecture in ("llama", "granitemoe"):
+    if architecture == "llama4":
+        said["expert_feed_forward_length"] = config.intermediate_size
+        said["feed_forward_length"] = config.intermediate_size_mlp
+    if architecture in ("llama", "granitemoe", "llama4"):
         said["rope.dimension_count"] = width
     if architecture in ("glm4moe", "minimax-m2", "qwen3next", "qwen35moe"):
         default = {"glm4moe": 0.5, "minimax-m2": 1.0}.get(architecture, 0.25)

@@ -12,7 +12,7 @@ import ktinject
 
 pytest.importorskip("gguf")
 import gguf_families as families
-from models import AVAILABLE
+from models import AVAILABLE, REFUSED
 from transformers import AutoConfig
 
 torch.set_num_threads(1)
@@ -35,7 +35,7 @@ def loaded(file: Path, rule: dict[str, Any]) -> Any:
     return ktinject.load(file, [rule], devices="cpu", dtype=torch.float32, progress=False)
 
 
-@pytest.mark.parametrize("family", [name for name in families.FAMILIES if name in AVAILABLE])
+@pytest.mark.parametrize("family", [name for name in families.FAMILIES if name in {*AVAILABLE, *REFUSED}])
 def test_a_file_alone_is_the_model(family: str, tmp_path: Path) -> None:
     made = families.model(family)
     want = logits(made)
