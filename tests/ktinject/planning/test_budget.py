@@ -11,6 +11,7 @@ from double import machine, on_meta
 from plan_cases import planned, refusal, rule
 from transformers import PreTrainedModel
 
+from ktinject import rules
 from ktinject.checkpoints.formats.base import Format
 from ktinject.errors import PlanError
 from ktinject.operators import REGISTRY, expert_formats
@@ -198,16 +199,6 @@ def test_room_for_a_request_is_counted(model: PreTrainedModel) -> None:
 # --- what makes a plan fit that does not ---
 
 
-def followed(source: list[dict[str, Any]], arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rules with the settings of a remedy: `rule.argument` → value."""
-    changed = [{**one, "replace": dict(one["replace"])} for one in source]
-    for name, value in arguments.get("variables", {}).items():
-        rule_name, _, argument = name.rpartition(".")
-        (one,) = (one for one in changed if one["name"] == rule_name)
-        one["replace"][argument] = value
-    return changed
-
-
 DENSE = {
     "name": "attention",
     "match": {"path": r".*_proj", "class": "Linear"},
@@ -260,7 +251,8 @@ def test_each_remedy_makes_it_fit(model: PreTrainedModel, kind: str) -> None:
     for remedy in plan.remedies:
         assert remedy.arguments is not None
         again = given | {name: value for name, value in remedy.arguments.items() if name != "variables"}
-        assert not planned(model, followed(source, remedy.arguments), **again).problems, remedy.text
+        changed = rules.read(source, variables=remedy.arguments.get("variables"))
+        assert not planned(model, changed, **again).problems, remedy.text
     with pytest.raises(PlanError) as caught:
         plan.check()
     assert str(caught.value).startswith("the plan does not fit:\n  ")
