@@ -194,8 +194,8 @@ def load(
     The model is of the class that config.json names: a causal language model, or one that also reads images. Of a model
     that speaks (Qwen3-Omni) it is the part that writes.
 
-    path    a model folder with config.json and safetensors or GGUF, or a file in it; of most models a .gguf file
-            is enough by itself. Or the name of a model whose files are in the Hub's cache
+    path    a model folder with config.json and safetensors or GGUF, or a file in it; a .gguf file is enough by
+            itself. Or the name of a model whose files are in the Hub's cache
     rules   as `optimize` takes them; None: what config.json says (see `KTInjectConfig`), with its devices, budget and
             variables where the call gives none; else "auto"
     dtype   the type of everything that is not replaced; "auto": the config's, else what most tensors have
@@ -211,7 +211,7 @@ def load(
     if said is not None:
         rules, check_tensors, tp = said.rules, check_tensors or said.check_tensors, tp or said.tp
         devices = said.devices if devices is None else devices
-        budget = said.budget if budget is None else budget
+        budget = said.budget if budget is None and max_memory is None else budget
         variables = said.variables if variables is None else variables
     return optimize(
         model,

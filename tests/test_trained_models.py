@@ -17,6 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import ktinject
+from ktinject.generation.cache import FixedCache
+from ktinject.operators import Operator
 from ktinject.tools import evaluate
 
 MODELS = Path(__file__).parents[1] / "examples/models"
@@ -108,3 +110,41 @@ def test_the_checkpoint_is_small_and_per_expert(trained: Trained) -> None:
 def test_the_text_of_the_models_is_code(trained: Trained) -> None:
     """A token at random has a perplexity of the vocabulary's size, 2048."""
     assert trained.perplexity < 6
+
+
+def test_a_plan_counts_what_is_resident(trained: Trained) -> None:
+    """Weights and cache, to the byte: tensors by their storages, the operators' native memory as they report it."""
+    formats = {"experts": "int4", "group_size": 32, "dense": "int8", "head": "fp8"}
+    swapped = ktinject.load(trained.folder, variables=formats, devices="cpu", progress=False)
+    plan = swapped.ktinject
+    tensors = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*swapped.parameters(), *swapped.buffers())
+    }
+    assert plan.rest_bytes == {"cpu": sum(tensors.values())}
+    held = {
+        path: native_bytes(swapped.get_submodule(path)) for path in {one.path for one in plan.replacements}
+    }
+    planned = {one.path: sum(one.bytes.values()) for one in plan.replacements}
+    assert planned == held and plan.bytes == {"cpu": sum(tensors.values()) + sum(held.values())}
+
+    caches: list[FixedCache] = []
+    begin = FixedCache.__init__
+
+    def watched(cache: FixedCache, *args: object, **kwargs: object) -> None:
+        begin(cache, *args, **kwargs)
+        caches.append(cache)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FixedCache, "__init__", watched)
+        swapped.generate(trained.ids[None, :300], max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    (cache,) = caches
+    found = sum(tensor.untyped_storage().nbytes() for layer in cache.layers for tensor in layer)
+    assert cache.capacity == 512
+    assert found == 512 * plan.runtime_memory["cpu"].kv_bytes_per_token
+
+
+def native_bytes(operator: torch.nn.Module) -> int:
+    """What an operator holds outside of torch, with all that it has inside."""
+    inside = [operator, *(value for value in vars(operator).values() if isinstance(value, Operator))]
+    return sum(one.native.bytes for one in inside if hasattr(one, "native"))

@@ -71,6 +71,7 @@ class Architecture:
     shared        the module of shared experts within the block
     names         stems that differ from the common ones, or are missing there
     whole         names with their ending
+    flat          names with their ending of tensors [1, n] that may come as [n]
     made          weight → its recipe
     top           the same, of names outside of layers
     """
@@ -84,6 +85,7 @@ class Architecture:
     shared: str = "shared_experts"
     names: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
+    flat: tuple[str, ...] = ("ffn_gate_inp_shexp.weight",)
     made: Mapping[str, Recipe] = field(default_factory=dict)
     top: Mapping[str, Recipe] = field(default_factory=dict)
 
@@ -234,7 +236,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minimax-m2": Architecture(**_BLOCK, bias="block_sparse_moe.e_score_correction_bias"),  # type: ignore[arg-type]
     "llama4": _LLAMA4,
     "dots1": Architecture(),
-    "ernie4_5-moe": Architecture(bias="mlp.moe_statics.e_score_correction_bias"),
+    "ernie4_5-moe": Architecture(
+        bias="mlp.moe_statics.e_score_correction_bias", flat=("exp_probs_b.bias", "exp_probs_b")
+    ),
     "olmoe": Architecture(),
     "granitemoe": _GRANITE,
 }

@@ -9,10 +9,10 @@ refused: a config that is almost right answers almost right.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from ktinject.checkpoints import gguf_rope
 from ktinject.checkpoints.gguf_configs import CONFIGS
 from ktinject.checkpoints.gguf_said import Config, Said
 from ktinject.errors import CheckpointError, listed, shown
@@ -32,18 +32,14 @@ def config_values(
     weights       names as in safetensors
     shape         weight → its shape
     rope_factors  rope_freqs.weight: what each frequency is divided by
-    Raises        CheckpointError for an architecture that is not known here, or what the metadata cannot say
+    Raises        CheckpointError for what the metadata cannot say
     """
     said = Said(metadata, weights, shape)
-    if said.name not in CONFIGS:
-        raise CheckpointError(
-            f"{where}: its metadata does not say all that a {shown(said.name)} model needs. {_BESIDE}"
-        )
     vocabulary = _vocabulary(said)
     tokens = _tokens(said, vocabulary)
     found = {**_common(said), "vocab_size": vocabulary, **CONFIGS[said.name](said), **tokens}
     if rope_factors is not None:
-        _llama3(said, found, rope_factors)
+        gguf_rope.llama3(said, found, rope_factors)
     if said.wrong:
         raise CheckpointError(f"{where}: its metadata makes no config:{listed(said.wrong)}\n{_BESIDE}")
     return found
@@ -87,42 +83,3 @@ def _common(said: Said) -> Config:
         "tie_word_embeddings": "lm_head.weight" not in said.weights,
         "hidden_act": "silu",
     }
-
-
-def _llama3(said: Said, config: Config, factors: list[float]) -> None:
-    """Find the rope scaling of Llama 3 whose factors these are; the file has no other trace of it.
-
-    Source: the rope type "llama3" of transformers and llama.cpp
-    """
-    if not all(1 <= factor < 2**31 for factor in factors):
-        said.wrong.append("rope_freqs.weight has factors that are not from 1 on")
-        return
-    rope = config["rope_parameters"]
-    theta, width = rope["rope_theta"] or 10_000.0, 2 * len(factors)
-    factor = float(f"{max(factors, default=1.0):.7g}")
-    for low, high, length in ((1.0, 4.0, 8192), (1.0, 1.0, 8192)):
-        wanted = [
-            _llama3_factor(2 * math.pi * theta ** (i / width), factor, low, high, length)
-            for i in range(0, width, 2)
-        ]
-        if all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(wanted, factors)) and width == config.get(
-            "head_dim"
-        ):
-            rope |= {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": length,
-            }
-            return
-    said.wrong.append("rope_freqs.weight scales the rope in a way that the metadata does not say")
-
-
-def _llama3_factor(wave: float, factor: float, low: float, high: float, length: int) -> float:
-    if wave < length / high:
-        return 1.0
-    if wave > length / low or low == high:
-        return factor
-    smooth = (length / wave - low) / (high - low)
-    return 1 / ((1 - smooth) / factor + smooth)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ktinject.checkpoints.gguf_rope import partial_rope, rope, whole_rope
 from ktinject.checkpoints.gguf_said import Config, Said
 from ktinject.errors import shown
 
@@ -23,39 +24,6 @@ def _head_dim(said: Said) -> int:
     return found
 
 
-def _rope(said: Said, **more: Any) -> Config:
-    """rope_parameters; `more` goes into them."""
-    found: Config = {"rope_type": "default", "rope_theta": said.real("rope.freq_base", 10_000.0), **more}
-    kind = said.metadata.get(f"{said.name}.rope.scaling.type", "none")
-    said.must("rope.scale_linear", 1.0)
-    if kind == "linear":
-        found |= {"rope_type": "linear", "factor": said.real("rope.scaling.factor")}
-    elif kind == "yarn":
-        said.must("rope.scaling.yarn_ext_factor", 1.0)
-        found |= {
-            "rope_type": "yarn",
-            "factor": said.real("rope.scaling.factor"),
-            "original_max_position_embeddings": said.count("rope.scaling.original_context_length"),
-            "beta_fast": said.real("rope.scaling.yarn_beta_fast", 32.0),
-            "beta_slow": said.real("rope.scaling.yarn_beta_slow", 1.0),
-        }
-        for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
-            if (factor := said.real(key, None)) is not None:
-                found["attention_factor"] = factor
-    elif kind != "none":
-        said.wrong.append(f"{said.name}.rope.scaling.type is {shown(kind)}")
-    return found
-
-
-def _whole_rope(said: Said, head_dim: int) -> Config:
-    said.must("rope.dimension_count", head_dim)
-    return _rope(said)
-
-
-def _partial_rope(said: Said, head_dim: int) -> Config:
-    return _rope(said, partial_rotary_factor=said.count("rope.dimension_count", head_dim) / head_dim)
-
-
 def _experts(said: Said, name: str = "num_experts") -> Config:
     return {name: said.count("expert_count"), "num_experts_per_tok": said.count("expert_used_count")}
 
@@ -68,7 +36,7 @@ def _llama(said: Said) -> Config:
     head_dim = _head_dim(said)
     found = {
         "head_dim": head_dim,
-        "rope_parameters": _whole_rope(said, head_dim),
+        "rope_parameters": whole_rope(said, head_dim),
         "intermediate_size": said.count("feed_forward_length"),
     }
     for key in ("embedding_scale", "residual_scale", "logit_scale", "attention.scale"):
@@ -108,7 +76,7 @@ def _qwen2_moe(said: Said) -> Config:
         "shared_expert_intermediate_size": _shared_width(said),
         "qkv_bias": said.has("self_attn.q_proj.bias"),
         "norm_topk_prob": False,  # as llama.cpp computes it
-        "rope_parameters": _whole_rope(said, _head_dim(said)),
+        "rope_parameters": whole_rope(said, _head_dim(said)),
         "use_sliding_window": False,
     }
 
@@ -121,7 +89,7 @@ def _qwen3_moe(said: Said) -> Config:
         "head_dim": head_dim,
         "attention_bias": said.has("self_attn.q_proj.bias"),
         "norm_topk_prob": True,  # as llama.cpp computes it
-        "rope_parameters": _whole_rope(said, head_dim),
+        "rope_parameters": whole_rope(said, head_dim),
         "use_sliding_window": False,
     }
 
@@ -153,27 +121,27 @@ def _linear_attention(said: Said) -> Config:
 
 def _qwen3_next(said: Said) -> Config:
     found = _linear_attention(said)
-    rope = _partial_rope(said, found["head_dim"])
+    rotated = partial_rope(said, found["head_dim"])
     return {
         **_named("qwen3_next", "Qwen3NextForCausalLM"),
         **found,
         "norm_topk_prob": True,  # as llama.cpp computes it
-        "rope_parameters": rope,
+        "rope_parameters": rotated,
     }
 
 
 def _qwen35_moe(said: Said) -> Config:
     found = _linear_attention(said)
-    rope = _partial_rope(said, found["head_dim"])
+    rotated = partial_rope(said, found["head_dim"])
     sections = said.metadata.get(f"{said.name}.rope.dimension_sections")
     if isinstance(sections, tuple) and all(type(section) is int and section >= 0 for section in sections):
-        rope |= {"mrope_section": [section for section in sections if section], "mrope_interleaved": True}
+        rotated |= {"mrope_section": [section for section in sections if section], "mrope_interleaved": True}
     else:
         said.wrong.append(f"{said.name}.rope.dimension_sections is {shown(sections)}")
     return {
         **_named("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
         **found,
-        "rope_parameters": rope,
+        "rope_parameters": rotated,
     }
 
 
@@ -198,11 +166,11 @@ def _latent_attention(said: Said) -> Config:
     # Files from before kv_b_proj was cut in two have the widths of a head under other keys.
     cut = f"{said.name}.attention.key_length_mla" in said.metadata
     width = said.count("attention.key_length_mla" if cut else "attention.key_length", 1)
-    rope = _rope(said)
+    found = rope(said)
     scale = said.real("rope.scaling.yarn_log_multiplier", None)
-    if scale is not None and rope["rope_type"] == "yarn":
+    if scale is not None and found["rope_type"] == "yarn":
         # Written times 0.1. Published models have both of them alike.
-        rope["mscale"] = rope["mscale_all_dim"] = float(f"{scale / 0.1:.6g}")
+        found["mscale"] = found["mscale_all_dim"] = float(f"{scale / 0.1:.6g}")
     if width <= rotated:
         said.wrong.append(f"{said.name}: heads of {width}, of which {rotated} are rotated")
     return {
@@ -213,7 +181,7 @@ def _latent_attention(said: Said) -> Config:
         "qk_nope_head_dim": width - rotated,
         "v_head_dim": said.count("attention.value_length_mla" if cut else "attention.value_length"),
         "head_dim": rotated,
-        "rope_parameters": rope,
+        "rope_parameters": found,
         "attention_bias": False,
     }
 
@@ -265,7 +233,7 @@ def _glm4_moe(said: Said) -> Config:
         **_named("glm4_moe", "Glm4MoeForCausalLM"),
         **_routing(said, 1),
         "head_dim": head_dim,
-        "rope_parameters": _partial_rope(said, head_dim),
+        "rope_parameters": partial_rope(said, head_dim),
         "attention_bias": said.has("self_attn.q_proj.bias"),
         "use_qk_norm": said.has("self_attn.q_norm.weight"),
     }
@@ -273,20 +241,38 @@ def _glm4_moe(said: Said) -> Config:
 
 def _gpt_oss(said: Said) -> Config:
     head_dim, count = _head_dim(said), said.layers()
-    rope = _whole_rope(said, head_dim)
-    if rope["rope_type"] == "yarn":
-        rope["truncate"] = False
+    rotated = whole_rope(said, head_dim)
+    if rotated["rope_type"] == "yarn":
+        rotated["truncate"] = False
     said.must("attention.sliding_window_pattern", 2, tuple(layer % 2 == 0 for layer in range(count)))
     return {
         **_named("gpt_oss", "GptOssForCausalLM"),
         **_experts(said, "num_local_experts"),
         "head_dim": head_dim,
         "intermediate_size": said.count("expert_feed_forward_length"),
-        "rope_parameters": rope,
+        "rope_parameters": rotated,
         "sliding_window": said.count("attention.sliding_window"),
         "layer_types": [_FULL if layer % 2 else "sliding_attention" for layer in range(count)],
         "attention_bias": True,
         "swiglu_limit": 7.0,  # as llama.cpp computes it
+    }
+
+
+def _llama4(said: Said) -> Config:
+    head_dim = _head_dim(said)
+    said.must("expert_weights_norm", False)
+    return {
+        **_named("llama4_text", "Llama4ForCausalLM"),
+        **_experts(said, "num_local_experts"),
+        "head_dim": head_dim,
+        "intermediate_size": said.count("expert_feed_forward_length"),
+        "intermediate_size_mlp": said.count("feed_forward_length"),
+        "interleave_moe_layer_step": said.count("interleave_moe_layer_step"),
+        "rope_parameters": whole_rope(said, head_dim),
+        # As llama.cpp computes it: chunks of 8,192, and norms of q and k but for the model of 128 experts.
+        "attention_chunk_size": said.count("attention.sliding_window", 8192),
+        "use_qk_norm": said.count("expert_count", 1) != 128,
+        "attn_temperature_tuning": True,
     }
 
 
@@ -298,7 +284,7 @@ def _minimax_m2(said: Said) -> Config:
         **_experts(said, "num_local_experts"),
         "head_dim": head_dim,
         "intermediate_size": said.count("expert_feed_forward_length"),
-        "rope_parameters": _partial_rope(said, head_dim),
+        "rope_parameters": partial_rope(said, head_dim),
     }
 
 
@@ -309,8 +295,27 @@ def _dots1(said: Said) -> Config:
         **_named("dots1", "Dots1ForCausalLM"),
         **_routing(said, 1),
         "head_dim": head_dim,
-        "rope_parameters": _whole_rope(said, head_dim),
+        "rope_parameters": whole_rope(said, head_dim),
         "attention_bias": said.has("self_attn.q_proj.bias"),
+    }
+
+
+def _ernie(said: Said) -> Config:
+    head_dim, count = _head_dim(said), said.layers()
+    said.must("expert_gating_func", 0, _SOFTMAX)
+    return {
+        **_named("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
+        "head_dim": head_dim,
+        "rope_parameters": whole_rope(said, head_dim),
+        "intermediate_size": said.count("feed_forward_length"),
+        "moe_intermediate_size": said.count("expert_feed_forward_length"),
+        "moe_num_experts": said.count("expert_count"),
+        "moe_k": said.count("expert_used_count"),
+        "moe_num_shared_experts": said.few("expert_shared_count", 0),
+        "moe_layer_start_index": said.few("leading_dense_block_count", 0),
+        "moe_layer_end_index": count - 1,
+        "moe_layer_interval": said.count("interleave_moe_layer_step", 1),
+        "use_bias": said.has("self_attn.o_proj.bias"),
     }
 
 
@@ -319,7 +324,7 @@ def _olmoe(said: Said) -> Config:
         **_named("olmoe", "OlmoeForCausalLM"),
         **_experts(said),
         "intermediate_size": said.count("feed_forward_length"),
-        "rope_parameters": _whole_rope(said, _head_dim(said)),
+        "rope_parameters": whole_rope(said, _head_dim(said)),
         "clip_qkv": said.real("attention.clamp_kqv", None),
         "norm_topk_prob": False,  # as llama.cpp computes it
     }
@@ -329,7 +334,7 @@ def _granite_moe(said: Said) -> Config:
     found = {
         **_experts(said, "num_local_experts"),
         "intermediate_size": said.count("feed_forward_length"),
-        "rope_parameters": _whole_rope(said, _head_dim(said)),
+        "rope_parameters": whole_rope(said, _head_dim(said)),
         "attention_multiplier": said.real("attention.scale"),
         "embedding_multiplier": said.real("embedding_scale"),
         "residual_multiplier": said.real("residual_scale"),
@@ -346,7 +351,7 @@ def _granite_moe(said: Said) -> Config:
     }
 
 
-# general.architecture → its config. Of the others that are read, config.json is needed.
+# general.architecture → its config.
 CONFIGS: dict[str, Callable[[Said], Config]] = {
     "llama": _llama,
     "qwen2moe": _qwen2_moe,
@@ -359,8 +364,10 @@ CONFIGS: dict[str, Callable[[Said], Config]] = {
     "glm-dsa": _glm_dsa,
     "glm4moe": _glm4_moe,
     "gpt-oss": _gpt_oss,
+    "llama4": _llama4,
     "minimax-m2": _minimax_m2,
     "dots1": _dots1,
+    "ernie4_5-moe": _ernie,
     "olmoe": _olmoe,
     "granitemoe": _granite_moe,
 }

@@ -196,6 +196,9 @@ class _Namer:
             weight, recipe = self._of_part[inner]
             self.wanted[layer + weight] = _Wanted(layer + weight, prefix, recipe)
             return prefix + inner, entry
+        # GGUF drops an outermost extent of one.
+        if len(entry.shape) == 1 and inner in self._architecture.flat:
+            entry = entry._replace(shape=(1, *entry.shape))
         if inner in self._wholes:
             return layer + self._wholes[inner], entry
         if _UNSTACKED.fullmatch(inner):
@@ -204,8 +207,6 @@ class _Namer:
                 "stacked ones are read. Use a newer file of the same model."
             )
         stem, _, end = inner.rpartition(".")
-        if stem == "ffn_gate_inp_shexp" and len(entry.shape) == 1:
-            entry = entry._replace(shape=(1, *entry.shape))  # GGUF drops the extent of one
         return (f"{layer}{self._stems[stem]}.{end}" if stem in self._stems else prefix + inner), entry
 
     def _cut(self, name: str, entry: Entry) -> Iterator[tuple[str, Entry]]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from ktinject.cli import bench, chat, doctor, eval, modules, operators, plan, profile, rules, run, serve
+from ktinject.cli import bench, chat, doctor, eval, fit, modules, operators, plan, profile, rules, run, serve
 from ktinject.errors import KTInjectError
 
 FAILED, REFUSED = 1, 2
@@ -67,6 +67,7 @@ def _options(
 
 
 app.command("plan")(plan.command)
+app.command("fit")(fit.command)
 app.command("run")(run.command)
 app.command("chat")(chat.command)
 app.command("serve")(serve.command)

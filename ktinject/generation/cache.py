@@ -47,6 +47,7 @@ class KVBucket(Cache):
     places          window → [1] int64: the next token's place in rings for that window
     masks           window, or None → [b, 1, 1, n] bool: what the step may attend to, in the order of its places
     past            of a step of several tokens of one text, what notes the states between them; else None
+    asks_hidden     a step is to leave in `hidden` what its logits are made of, [n, 1, hidden]
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class KVBucket(Cache):
         super().__init__(layers=[*layers])
         self.stages: Stages | None = None
         self.past: Any = None
+        self.asks_hidden = False
+        self.hidden: Any = None
         self.cache_position, self.places, self.masks = cache_position, places, masks
         self._states = states
 

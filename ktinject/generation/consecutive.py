@@ -126,13 +126,53 @@ class OneByOne:
 
     def __init__(self, model: PreTrainedModel, paths: Mapping[int, Sequence[str]]) -> None:
         """paths  as `modules_with_states` has them"""
-        wanted = {model.get_submodule(path) for found in paths.values() for path in found}
+        head = head_of(model)
+        wanted = {model.get_submodule(path) for found in paths.values() for path in found} | {*head}
         self._twin = twin.tree(model, wanted.__contains__, without=("ktinject_decoding",))
         self._modules = {i: [self._twin.get_submodule(path) for path in found] for i, found in paths.items()}
+        self._head = head_of(self._twin)
 
     def __call__(self, **inputs: Any) -> Any:
-        with one_by_one(self._modules, inputs["past_key_values"]):
+        cache = inputs["past_key_values"]
+        with one_by_one(self._modules, cache), noted(self._head, cache):
             return self._twin(**inputs)
+
+
+def head_of(model: nn.Module) -> list[nn.Module]:
+    """What makes the logits of a model, if it says so."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    return [] if head is None else [head]
+
+
+@contextmanager
+def noted(head: Sequence[nn.Module], cache: Any) -> Iterator[None]:
+    """Within, what a twin's head is given is left in a cache that asks for it."""
+    if not isinstance(cache, KVBucket) or not cache.asks_hidden:
+        yield
+        return
+    before = [(module, vars(module).get("forward")) for module in head]
+
+    def noting(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            cache.hidden = x
+            return forward(x, *args, **kwargs)
+
+        return run
+
+    try:
+        for module in head:
+            vars(module)["forward"] = noting(module.forward)
+        yield
+    finally:
+        for module, forward in before:
+            _put_back(module, forward)
+
+
+def _put_back(module: nn.Module, forward: Any) -> None:
+    """forward  None: that of its class"""
+    vars(module).pop("forward", None)
+    if forward is not None:
+        vars(module)["forward"] = forward
 
 
 @contextmanager
@@ -141,23 +181,28 @@ def one_by_one(modules: Mapping[int, Sequence[nn.Module]], cache: Any) -> Iterat
 
     cache  of the step; if its rows are texts, nothing is changed
     """
-    if not isinstance(cache, KVBucket) or cache.past is None:
+    if not is_of_one_text(cache):
         yield
         return
     before = [(module, vars(module).get("forward")) for found in modules.values() for module in found]
     try:
         for index, found in modules.items():
             for module in found:
-                vars(module)["forward"] = _one_by_one(module.forward, cache, index)
+                vars(module)["forward"] = alone(module.forward, cache, index)
         yield
     finally:
         for module, forward in before:
-            vars(module).pop("forward", None)
-            if forward is not None:
-                vars(module)["forward"] = forward
+            _put_back(module, forward)
 
 
-def _one_by_one(forward: Callable[..., Any], cache: KVBucket, index: int) -> Callable[..., Any]:
+def is_of_one_text(cache: Any) -> bool:
+    """Whether the rows of a step are tokens of one text."""
+    return isinstance(cache, KVBucket) and cache.past is not None
+
+
+def alone(forward: Callable[..., Any], cache: KVBucket, index: int) -> Callable[..., Any]:
+    """A forward of a layer with states, for rows that are tokens of one text: it is called for one after the other."""
+
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         count = len(hidden_states)
 
@@ -193,3 +238,13 @@ def token_by_token(cache: KVBucket, index: int, count: int, row: Callable[[int],
     if isinstance(found[0], tuple):
         return tuple(torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in zip(*found))
     return torch.cat(found)
+
+
+def in_rows(cache: KVBucket, index: int, count: int, compute: Callable[[slice], Any]) -> Any:
+    """What a layer with states makes of so many rows: of all at once, or of tokens of one text one after the other.
+
+    compute  rows → what is computed of them, on the layer's states
+    """
+    if not is_of_one_text(cache):
+        return compute(slice(None))
+    return token_by_token(cache, index, count, lambda at: compute(slice(at, at + 1)))

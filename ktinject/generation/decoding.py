@@ -282,7 +282,7 @@ class Decoding:
         model = self._model()
         assert model is not None and isinstance(self._masks, masks.Masks), "a request that was not refused"
         paths = modules_with_states(model)
-        models: list[Fused | OneByOne | None] = [OneByOne(model, paths) if paths else None]
+        models: list[Fused | OneByOne] = [OneByOne(model, paths)]
         if self._fused is not None:
             models.insert(0, self._fused)
         return [functools.partial(run_model, self._model, each, self._masks) for each in models]

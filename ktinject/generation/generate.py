@@ -23,7 +23,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import beams, candidates, foreseen, kept_cache, loop, speculation
+from ktinject.generation import beams, candidates, foreseen, kept_cache, loop, speculation, stateful
 from ktinject.generation import cache as caches
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
@@ -93,6 +93,11 @@ class _Swapped(Methods):
         replays = self.ktinject_decoding.replay is not None
         return replays or own_class(self)._valid_auto_compile_criteria(self, *args, **kwargs)
 
+    def _validate_generation_mode(
+        self: Any, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: Any
+    ) -> None:
+        stateful.validate(self, generation_mode, generation_config, generation_mode_kwargs)
+
     def _beam_search(
         self: Any,
         input_ids: Tensor,
@@ -157,6 +162,7 @@ class _Swapped(Methods):
             recorded = turn and decoding.request_support(input_ids, model_kwargs, generation_config)
             recorded = recorded and speculation.support(decoding, request, synced_gpus)
             if decoding.explains:
+                stateful.require(self, generation_config, assistant_model, recorded)
                 return foreseen.of_candidates(decoding, recorded, request)
             decoding.require(recorded)
             if recorded:
@@ -166,6 +172,7 @@ class _Swapped(Methods):
                     return found
                 decoding.require(recorded)
                 model_kwargs["past_key_values"] = cache
+            stateful.require(self, generation_config, assistant_model, recorded)
             decoding.note(f"stock loop: {request.name}", recorded.reason)
             return own_class(self)._assisted_decoding(
                 self,

@@ -44,6 +44,7 @@ class GraphedSteps(Proof):
 
     support  whether they do what steps of one token do; None: that is not known yet
     most     tokens of a step
+    hidden   as `SeveralTokens` has it
     """
 
     def __init__(self, forwards: Sequence[Forward], runner: GraphRunner) -> None:
@@ -63,12 +64,17 @@ class GraphedSteps(Proof):
             self._live = torch.zeros(self.most, dtype=torch.bool, device=device)
             self._kept = torch.zeros(1, dtype=torch.int64, device=device)
             self._logits = torch.zeros(self.most, vocab, dtype=torch.float32, device=device)
-        self._graphs: dict[tuple[int, int], PiecewiseGraph | None] = {}
+        self.hidden: Tensor | None = None
+        self._hidden: Tensor | None = None  # [most, hidden], from the first step on that is asked for it
+        self._graphs: dict[tuple[int, int, bool], PiecewiseGraph | None] = {}
         self._keeps: dict[int, PiecewiseGraph | None] = {}
         self._size = 0  # tokens of the last step, with padding
 
-    def __call__(self, ids: Tensor, length: int) -> Tensor | Support:
-        """Logits [n, v] of tokens [1, n] behind so many others; or why they cannot be captured."""
+    def __call__(self, ids: Tensor, length: int, has_hidden: bool) -> Tensor | Support:
+        """Logits [n, v] of tokens [1, n] behind so many others; or why they cannot be captured.
+
+        has_hidden  `hidden` is asked for
+        """
         cache, count = self._runner.cache, ids.shape[1]
         size = min(self.most, next(size for size in SIZES if size >= count))
         if length + size > cache.capacity:
@@ -80,12 +86,15 @@ class GraphedSteps(Proof):
         self._ids[count:size] = ids[0, -1]
         self._live[:size].copy_(self._order[:size] < count)
         self._size = size
-        work = functools.partial(self._compute, bucket, size)
+        work = functools.partial(self._compute, bucket, size, has_hidden)
         states = [tensor for kind, held in zip(cache.kinds, cache.layers) if kind.is_state for tensor in held]
-        graph = self._runner.graph_of(self._graphs, (bucket, size), work, states)
+        graph = self._runner.graph_of(self._graphs, (bucket, size, has_hidden), work, states)
         if graph is None and self._runner.graphs:
             return Support.no(f"a step of {size} tokens cannot be captured")
         self._runner.replay(graph, work)
+        if has_hidden and self._hidden is None:
+            return Support.no("what its logits are made of cannot be seen")
+        self.hidden = self._hidden[:count].clone() if has_hidden and self._hidden is not None else None
         return self._logits[:count].clone()
 
     def keep(self, tokens: int) -> None:
@@ -110,16 +119,21 @@ class GraphedSteps(Proof):
         self._graphs.clear()
         return True
 
-    def _compute(self, bucket: int, size: int, stages: Stages) -> None:
+    def _compute(self, bucket: int, size: int, has_hidden: bool, stages: Stages) -> None:
         cache, order = self._runner.cache, self._order[:size]
         view = consecutive.view_of(cache, bucket, order, self._past)
-        view.stages = stages
+        view.stages, view.asks_hidden = stages, has_hidden
         with submits.only(self._live[:size] if order.is_cuda else None):
             logits = self._forwards[0](
                 self._ids[:size], view.masks[None], cache.positions + order[:, None], view
             )
         view.keep_in_place()
         self._logits[:size].copy_(logits)
+        if isinstance(view.hidden, Tensor) and view.hidden.shape[:-1] == (size, 1):
+            if self._hidden is None:  # in a step before the one that is captured
+                with torch.inference_mode(False):
+                    self._hidden = view.hidden.new_zeros(self.most, view.hidden.shape[-1])
+            self._hidden[:size].copy_(view.hidden[:, 0])
 
 
 class SeveralTokens:
@@ -175,7 +189,7 @@ class SeveralTokens:
             return runner.found[:count].clone()
         length = cache.used
         cache.reserve(count)
-        logits = self._several(ids, length)
+        logits = self._several(ids, length, has_hidden)
         if isinstance(logits, Support):
             cache.give_back(count)
             self.support = self._proof.support = logits
@@ -183,11 +197,13 @@ class SeveralTokens:
             return self.step(ids, sure)
         return logits.float()
 
-    def _several(self, ids: Tensor, length: int) -> Tensor | Support:
+    def _several(self, ids: Tensor, length: int, has_hidden: bool) -> Tensor | Support:
         runner, cache = self._runner, self._runner.cache
         if self._native is None:
             assert runner.several is not None
-            return runner.several(ids, length)
+            logits: Tensor | Support = runner.several(ids, length, has_hidden)
+            self.hidden = runner.several.hidden
+            return logits
         end = length + ids.shape[1]
         mask = cache.mask[0, 0, 0, :end].clone()
         mask[length:] = True

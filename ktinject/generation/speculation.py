@@ -50,8 +50,6 @@ def support(decoding: Decoding, request: Request, synced_gpus: bool) -> Support:
         return Support.no("candidates are of one prompt of ids")
     if type(request.held) is not DynamicCache:
         return Support.no(f"the cache is a {type(request.held).__name__}")
-    if config.use_mtp and decoding.native is None:
-        return Support.no("use_mtp=True on a GPU")
     for name in ("assistant_early_exit", "assistant_ensemble_weight", "speculation_type"):
         if getattr(config, name, None):
             return Support.no(f"{name}={getattr(config, name)!r}")

@@ -7,6 +7,7 @@ What a version lacks costs the features that need it, and no others:
 
     generation  a swapped model generates by transformers' own loop; the reason is in its plan, in `doctor` and in
                 `model.ktinject_decoding.reason`
+    candidates  for models with states, they are refused, as transformers does
     loading     checkpoints are refused, see `require`
     swapping    rules are refused, too
     from_pretrained  transformers' door with our config is refused; `ktinject.load` is not
@@ -70,6 +71,7 @@ _HEADS, _ANY = "MTPCandidateGenerator", "CandidateGenerator"
 _BECAME = "(self, input_ids, scores, num_matches)"
 _READING = "(self, input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches)"
 _NEXT = "(self, outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=1)"
+_VALIDATE = "(self, generation_mode, generation_config, generation_mode_kwargs)"
 _PREFILL = "input_ids, generation_config, model_kwargs"
 _ANSWER = "(*, sequences, scores, logits, past_key_values)"
 _PREPARE = "(self, input_ids, next_sequence_length=None, **kwargs)"
@@ -217,6 +219,10 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             _HOOKS, "_global_forward_hooks _global_forward_pre_hooks", THERE, "a replay would not call them"
         ),
         Private("torch.nn:Module", "_call_impl", THERE, "may be replaced"),
+    ),
+    "candidates": (
+        Private(_GENERATION, "_validate_generation_mode", _VALIDATE, "all but its refusal of states"),
+        Private(f"{_GENERATION}._validate_generation_mode", "_is_stateful", SET, "what it refuses"),
     ),
     "loading": (
         # From names of a checkpoint to parameters, see key_map.py.

@@ -239,7 +239,10 @@ def drop_quantization(config: PreTrainedConfig) -> None:
 
 
 def read_config(path: str | os.PathLike[str], checkpoint: Checkpoint | None = None) -> PreTrainedConfig:
-    """Read the config.json of a model folder or beside a file; of GGUF without one, its metadata. Never runs code.
+    """Read the config.json of a model folder or beside a file. Never runs code.
+
+    Of a GGUF file without one it is the metadata; and where config.json is that of a model with a tower for images,
+    of which GGUF keeps the language model.
 
     checkpoint   what `path` holds, open
     Raises       CheckpointError
@@ -247,24 +250,28 @@ def read_config(path: str | os.PathLike[str], checkpoint: Checkpoint | None = No
     folder = path if os.path.isdir(path) else Path(path).parent
     if checkpoint is None or not checkpoint.states_formats:
         return _config_in(folder)
-    values = None
-    if not os.path.isfile(os.path.join(folder, "config.json")):
-        values = checkpoint.config_values()
-    if values is None:
-        config = _config_in(folder)
-        drop_quantization(config)  # it speaks of other files
-    else:
-        beside.check_counts(values, os.fspath(path))
-        try:
-            config = AutoConfig.for_model(**values)
-        except Exception as error:  # transformers' own code on somebody's values
-            raise CheckpointError(
-                f"{os.fspath(path)}: transformers {transformers.__version__} makes no {values['model_type']} config of "
-                f"its metadata: {str(error).splitlines()[0][:200]}. Put the config.json of the original model beside "
-                "the file, or install a newer transformers."
-            ) from error
+    config = _config_in(folder) if os.path.isfile(os.path.join(folder, "config.json")) else None
+    if config is None or config.get_text_config(decoder=True) is not config:
+        config = _stated(path, checkpoint)
+    drop_quantization(config)  # it speaks of other files
     config.name_or_path = os.fspath(path)
     return config
+
+
+def _stated(path: str | os.PathLike[str], checkpoint: Checkpoint) -> PreTrainedConfig:
+    """The config that the files' metadata make."""
+    values = checkpoint.config_values()
+    assert values is not None, "a container that states formats states configs, or refuses"
+    beside.check_counts(values, os.fspath(path))
+    try:
+        found: PreTrainedConfig = AutoConfig.for_model(**values)
+    except Exception as error:  # transformers' own code on somebody's values
+        raise CheckpointError(
+            f"{os.fspath(path)}: transformers {transformers.__version__} makes no {values['model_type']} config of its "
+            f"metadata: {str(error).splitlines()[0][:200]}. Put the config.json of the original model beside the file, "
+            "or install a newer transformers."
+        ) from error
+    return found
 
 
 def _config_in(folder: str | os.PathLike[str]) -> PreTrainedConfig:

@@ -106,6 +106,16 @@ class Plan:
             for name in replacement.parameter_shapes
         }
 
+    def in_bytes(self) -> list[str]:
+        """Lines on what is loaded, what may be used, and what is left for requests, of each device."""
+        lines = [
+            f"{device}: {show_bytes(size)} to load, {show_bytes(self.limits[device])} may be used"
+            for device, size in self.to_load.items()
+        ]
+        return lines + [
+            line for device, running in self.runtime_memory.items() for line in running.lines(device)
+        ]
+
     def check(self) -> None:
         """Raise PlanError if something does not fit."""
         if self.problems:
@@ -176,12 +186,7 @@ def rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def remarks(plan: Plan) -> list[str]:
     """The lines below the table."""
-    lines = [
-        f"{device}: {show_bytes(size)} to load, {show_bytes(plan.limits[device])} may be used"
-        for device, size in plan.to_load.items()
-    ]
-    for device, running in plan.runtime_memory.items():
-        lines += running.lines(device)
+    lines = plan.in_bytes()
     lines += dict.fromkeys(
         f"{replacement.rule}: {key}: {value}"
         for replacement in plan.replacements

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ktinject.errors import PlanError
+from ktinject.generation.cache import bucket_of
 from ktinject.planning import formats
 from ktinject.planning.devices import Devices, show_bytes
 from ktinject.planning.layout import Layout
@@ -57,19 +58,24 @@ def find(
         return tried[key]
 
     plain = _Change(tuple(modules))
-    found = [_remedy({}, _longest(search, plain, where))] if context > 1 and fits(plain, 1) else []
+    found = []
+    if context > 1 and fits(plain, 1):
+        found.append(_remedy({}, _longest(lambda tokens: fits(plain, tokens), context)))
     for step in (_fewer_on_gpu, _prompts_on_cpu, _smaller):
         if change := step(plain, fits):
             found.append(_remedy(change.settings))
     if not found and (change := _together(plain, lambda other: fits(other, 1))):
-        found.append(_remedy(change.settings, None if fits(change) else _longest(search, change, where)))
+        shorter = None if fits(change) else _longest(lambda tokens: fits(change, tokens), context)
+        found.append(_remedy(change.settings, shorter))
     return [*found, *_more_memory(search, modules, where, context, layout)]
 
 
-def _longest(search: Search, change: _Change, where: Devices) -> int:
-    """Tokens of the longest request for which there is room."""
-    running = search.layout(change.modules, where, 1).runtime_memory.values()
-    return min((found.longest_request for found in running if found.longest_request), default=1)
+def _longest(fits: Callable[[int], bool | None], context: int) -> int:
+    """Tokens of the longest request that fits, shorter than one that does not; caches have a power of two of them."""
+    shorter = bucket_of(context) // 2
+    while shorter > bucket_of(1) and not fits(shorter):
+        shorter //= 2
+    return shorter
 
 
 def _remedy(settings: Mapping[str, Any], context: int | None = None) -> Remedy:

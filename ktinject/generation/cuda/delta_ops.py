@@ -30,9 +30,8 @@ class Projected(NamedTuple):
     b: Tensor
     a: Tensor
 
-    def row(self, at: int) -> Projected:
-        """Of one row."""
-        return Projected(*(part[at : at + 1] for part in self))
+    def of_rows(self, rows: slice) -> Projected:
+        return Projected(*(part[rows] for part in self))
 
     @classmethod
     def of_parts(cls, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, keys: int, key_heads: int) -> Projected:

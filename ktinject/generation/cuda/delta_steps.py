@@ -5,17 +5,22 @@ norm, input projections | convolution, gates, update of the state, gated norm | 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from ktinject.generation.cache import KVBucket
-from ktinject.generation.consecutive import token_by_token
+from ktinject.generation.consecutive import alone, in_rows, is_of_one_text
 from ktinject.generation.cuda import delta_ops
 from ktinject.generation.cuda.decode_ops import Norm
 from ktinject.generation.cuda.delta_ops import Projected, States, Weights
 from ktinject.generation.cuda.projections import Step, project, weight_of
 from ktinject.generation.layer_spec import GatedDeltaSpec
+
+# (x [b, hidden], the layer's states, the step's cache) → what a mixer gives before its output projection [b, n].
+Mix = Callable[[Tensor, "tuple[Tensor, ...]", KVBucket], Tensor]
 
 
 class GatedDelta:
@@ -31,10 +36,10 @@ class GatedDelta:
         served = delta_ops.support(spec.key_size, spec.value_size, weight.shape[-1], weight.dtype)
         return cls(spec, module, block_counts) if served else None
 
-    def __call__(self, x: Tensor, norm: Norm | None, states: States, cache: KVBucket | None = None) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None, states: States, cache: KVBucket) -> Tensor:
         """x [b, hidden] → the heads' outputs [b, heads · size], before the output projection.
 
-        cache  if rows may be tokens of one text: of the step
+        cache  of the step
         """
         module, spec = self.module, self.spec
         keys = spec.key_heads * spec.key_size
@@ -49,19 +54,23 @@ class GatedDelta:
         weights = Weights(module.conv1d.weight, module.A_log, module.dt_bias, gated_norm)
         then = weight_of(module.out_proj)
 
-        def row(at: int) -> Tensor:
-            return delta_ops.gated_delta(projected.row(at), weights, states, self.block_counts, then)
+        def compute(rows: slice) -> Tensor:
+            return delta_ops.gated_delta(projected.of_rows(rows), weights, states, self.block_counts, then)
 
-        if cache is not None and cache.past is not None:
-            return token_by_token(cache, spec.layer_idx, len(x), row)
-        return delta_ops.gated_delta(projected, weights, states, self.block_counts, then)
+        mixed: Tensor = in_rows(cache, spec.layer_idx, len(x), compute)
+        return mixed
+
+
+def cache_of(kwargs: Any) -> Any:
+    """What a call of a layer with states has for a cache."""
+    return kwargs.get("past_key_values", kwargs.get("cache_params"))
 
 
 def states_of(
     layer_idx: int, count: int, hidden_states: Tensor, args: Any, kwargs: Any
 ) -> tuple[Tensor, ...] | None:
     """The `count` states of a layer of a captured step; None if the call is not one of a captured step."""
-    held = kwargs.get("past_key_values", kwargs.get("cache_params"))
+    held = cache_of(kwargs)
     if not isinstance(held, KVBucket) or kwargs.get("attention_mask") is not None:
         return None
     if hidden_states.shape[1] != 1 or args:
@@ -70,18 +79,31 @@ def states_of(
     return found if len(found) == count else None
 
 
-def delta_step(spec: GatedDeltaSpec, module: Any, block_counts: Tensor) -> Step | None:
-    attention = GatedDelta.of(spec, module, block_counts)
-    if attention is None:
-        return None
-    own = type(module).forward
+def state_step(module: Any, layer_idx: int, count: int, most: int | None, mix: Mix) -> Step:
+    """The step of a mixer with so many states.
+
+    most  rows that it computes at once; None: any number
+    """
+    own = functools.partial(type(module).forward, module)
 
     def step(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        states = states_of(spec.layer_idx, 2, hidden_states, args, kwargs)
-        if states is None or len(hidden_states) * spec.key_heads > len(block_counts):
-            return own(module, hidden_states, *args, **kwargs)
-        mixed = attention(hidden_states[:, 0].contiguous(), None, States(*states))
+        states, cache = states_of(layer_idx, count, hidden_states, args, kwargs), cache_of(kwargs)
+        if states is None or (most is not None and len(hidden_states) > most):
+            forward = alone(own, cache, layer_idx) if is_of_one_text(cache) else own
+            return forward(hidden_states, *args, **kwargs)
+        mixed = mix(hidden_states[:, 0].contiguous(), states, cache)
         [found] = project(mixed, [module.out_proj])
         return found[:, None]
 
     return step
+
+
+def delta_step(spec: GatedDeltaSpec, module: Any, block_counts: Tensor) -> Step | None:
+    attention = GatedDelta.of(spec, module, block_counts)
+    if attention is None:
+        return None
+
+    def mix(x: Tensor, states: tuple[Tensor, ...], cache: KVBucket) -> Tensor:
+        return attention(x, None, States(*states), cache)
+
+    return state_step(module, spec.layer_idx, 2, len(block_counts) // spec.key_heads, mix)

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from ktinject.distributed.process_group import ProcessGroup
-from ktinject.generation import layer_spec
+from ktinject.generation import consecutive, layer_spec
 from ktinject.generation.cache import KVBucket
-from ktinject.generation.consecutive import one_by_one
 from ktinject.generation.cuda.fused_steps import step_of
 from ktinject.generation.cuda.projections import Step
-from ktinject.generation.layer_spec import DecoderLayerSpec, GroupedAttentionSpec, PartSpec
+from ktinject.generation.layer_spec import DecoderLayerSpec, GatedDeltaSpec, GroupedAttentionSpec, PartSpec
+from ktinject.generation.recurrent_spec import Mamba2Spec, ShortConvolutionSpec
 from ktinject.operators.probes import twin
 from ktinject.support import SUPPORTED, Support
 
@@ -49,6 +49,8 @@ _EAGER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e
 # by more than rounding does.
 _LAYER_TOLERANCE = 0.1
 _MOST_ROWS = 64  # of a captured step
+# Their steps take tokens of one text as rows. Other modules with states are given them one after the other.
+_WITH_STATES = (GatedDeltaSpec, Mamba2Spec, ShortConvolutionSpec)
 
 
 class Fused:
@@ -96,9 +98,14 @@ class Fused:
         alone = with_states or {}
         wanted = {module for _, module, _ in steps(model)}
         wanted |= {model.get_submodule(path) for paths in alone.values() for path in paths}
+        wanted |= {*consecutive.head_of(model)}
         self.twin = twin.tree(model, wanted.__contains__, without=("ktinject_decoding",))
         self._steps = {path: (module, step) for path, module, step in steps(self.twin)}
-        self._with_states = {i: [*map(self.twin.get_submodule, paths)] for i, paths in alone.items()}
+        self._with_states = {
+            i: {path: self.twin.get_submodule(path) for path in paths} for i, paths in alone.items()
+        }
+        self._head = consecutive.head_of(self.twin)
+        self._takes_texts = {path for path, spec in specs.items() if isinstance(spec, _WITH_STATES)}
         self._layer_of = {path: _layer_index(spec) for path, spec in specs.items()}
 
     def __len__(self) -> int:
@@ -106,17 +113,24 @@ class Fused:
 
     def __call__(self, **inputs: Any) -> Any:
         """The model's output. In the first call, known modules only compare, and their own forward gives the result."""
-        checking = not self._checked
+        cache = inputs.get("past_key_values")
+        checking, is_one_text = not self._checked, consecutive.is_of_one_text(cache)
+        # Modules are compared on rows of several texts, or of one token.
+        steps = {} if checking and is_one_text else self._steps
+        alone = {
+            i: [module for path, module in held.items() if path not in steps or path not in self._takes_texts]
+            for i, held in self._with_states.items()
+        }
         try:
             # Set only during the call: twin and steps would hold each other and not be freed at once.
-            for path, (module, step) in self._steps.items():
+            for path, (module, step) in steps.items():
                 vars(module)["forward"] = self._comparing(path, module, step) if checking else step
-            with one_by_one(self._with_states, inputs.get("past_key_values")):
+            with consecutive.one_by_one(alone, cache), consecutive.noted(self._head, cache):
                 outputs = self.twin(**inputs)
-            self._checked = True
+            self._checked |= not is_one_text
             return outputs
         finally:
-            for module, _ in self._steps.values():
+            for module, _ in steps.values():
                 vars(module).pop("forward", None)
             for path in self.refused:
                 self._steps.pop(path, None)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ktinject.generation.cuda import decode_ops
+from ktinject.generation.cuda import decode_ops, delta_steps
 from ktinject.generation.cuda.attention_steps import attention_of, attention_step, cache_of
 from ktinject.generation.cuda.decode_ops import Norm
 from ktinject.generation.cuda.delta_ops import States
-from ktinject.generation.cuda.delta_steps import GatedDelta, delta_step, states_of
+from ktinject.generation.cuda.delta_steps import GatedDelta, delta_step
 from ktinject.generation.cuda.feed_forward_steps import Routed, moe_step, router_step
 from ktinject.generation.cuda.projections import Step, norm_of, project
 from ktinject.generation.cuda.recurrent_steps import mamba2_step, short_convolution_step
@@ -97,11 +97,11 @@ def _mixer_of(spec: AttentionSpec | GatedDeltaSpec, module: Any, block_counts: T
 
         def by_states(hidden_states: Tensor, norm: Norm, args: Any, kwargs: Any) -> Any:
             assert delta is not None
-            states = states_of(spec.layer_idx, 2, hidden_states, args, kwargs)
+            states = delta_steps.states_of(spec.layer_idx, 2, hidden_states, args, kwargs)
             if states is None:
                 return None
-            cache = kwargs.get("past_key_values", kwargs.get("cache_params"))
-            return delta(hidden_states[:, 0].contiguous(), norm, States(*states), cache), module.out_proj
+            x = hidden_states[:, 0].contiguous()
+            return delta(x, norm, States(*states), delta_steps.cache_of(kwargs)), module.out_proj
 
         return None if delta is None else by_states
     attention = attention_of(spec, module, block_counts)

@@ -43,8 +43,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4moe", {"attention_bias": True, "use_qk_norm": True}),
     "glm_moe_dsa": ("glm-dsa", {}),
     "gpt_oss": ("gpt-oss", {"swiglu_limit": 7.0}),
+    "llama4_text": ("llama4", {"interleave_moe_layer_step": 2}),
     "minimax_m2": ("minimax-m2", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "dots1": ("dots1", {}),
+    "ernie4_5_moe": ("ernie4_5-moe", {}),
     "olmoe": ("olmoe", {}),
     "granitemoeshared": ("granitemoe", {"attention_multiplier": 0.3, "logits_scaling": 2.0}),
 }
@@ -161,6 +163,16 @@ def _gpt_oss(key: str, t: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
         yield (f"{key}.weight" if key.endswith("sinks") else key), t
 
 
+def _llama4(key: str, t: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    if key.endswith("experts.gate_up_proj"):
+        for name, part in zip(("gate_proj", "up_proj"), t.mT.chunk(2, -2)):
+            yield key.replace("gate_up_proj", f"{name}.weight"), part
+    elif key.endswith("experts.down_proj"):
+        yield f"{key}.weight", t.mT
+    else:
+        yield key, t
+
+
 CHANGES: dict[str, Callable[[str, Tensor, Any], Iterator[tuple[str, Tensor]]]] = {
     "llama": _llama,
     "granitemoe": _granite,
@@ -170,6 +182,7 @@ CHANGES: dict[str, Callable[[str, Tensor, Any], Iterator[tuple[str, Tensor]]]] =
     "deepseek32": _latent,
     "glm-dsa": _latent,
     "gpt-oss": _gpt_oss,
+    "llama4": _llama4,
 }
 
 
@@ -260,6 +273,12 @@ _COMMON = {
     "linear_key_head_dim": "ssm.state_size",
     "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    "moe_num_shared_experts": "expert_shared_count",
+    "moe_layer_start_index": "leading_dense_block_count",
+    "moe_layer_interval": "interleave_moe_layer_step",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
     "index_n_heads": "attention.indexer.head_count",
     "index_head_dim": "attention.indexer.key_length",
     "index_topk": "attention.indexer.top_k",
@@ -286,7 +305,7 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
     if architecture in ("llama", "olmoe", "granitemoe"):
         said.pop("expert_feed_forward_length")  # the tiny configs have one that the models do not know
     experts = getattr(config, "num_local_experts", None) or getattr(config, "n_routed_experts", None)
-    said["expert_count"] = experts or config.num_experts
+    said.setdefault("expert_count", experts or getattr(config, "num_experts", None))
     rope = dict(config.rope_parameters)
     said |= {
         key: rope.get(name)
@@ -306,7 +325,10 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
     ):
         said["expert_weights_norm"] = True
     width = head or config.hidden_size // config.num_attention_heads
-    if architecture in ("llama", "granitemoe"):
+    if architecture == "llama4":
+        said["expert_feed_forward_length"] = config.intermediate_size
+        said["feed_forward_length"] = config.intermediate_size_mlp
+    if architecture in ("llama", "granitemoe", "llama4"):
         said["rope.dimension_count"] = width
     if architecture in ("glm4moe", "minimax-m2", "qwen3next", "qwen35moe"):
         default = {"glm4moe": 0.5, "minimax-m2": 1.0}.get(architecture, 0.25)
@@ -351,16 +373,18 @@ def write(
     *,
     decoded: bool = False,
     words: bool = False,
+    architecture: str = "",
     **more: Any,
 ) -> Path:
     """A model as GGUF.
 
     kind     of matrices whose rows divide into blocks
     words    with the tests' tokenizer
+    architecture  another one of the same names
     decoded  what `kind` makes of the values is written as F32
     more     further metadata, behind the architecture's name
     """
-    architecture, _ = FAMILIES[made.config.model_type]
+    architecture = architecture or FAMILIES[made.config.model_type][0]
     writer = gguf.GGUFWriter(file, architecture)
     for key, value in {**metadata(made.config, architecture), **more}.items():
         full = f"{architecture}.{key}"

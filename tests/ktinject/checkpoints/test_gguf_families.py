@@ -12,7 +12,8 @@ import ktinject
 
 pytest.importorskip("gguf")
 import gguf_families as families
-from models import AVAILABLE
+from models import AVAILABLE, REFUSED
+from transformers import AutoConfig
 
 torch.set_num_threads(1)
 TOKENS = torch.arange(1, 13)[None]
@@ -34,7 +35,7 @@ def loaded(file: Path, rule: dict[str, Any]) -> Any:
     return ktinject.load(file, [rule], devices="cpu", dtype=torch.float32, progress=False)
 
 
-@pytest.mark.parametrize("family", [name for name in families.FAMILIES if name in AVAILABLE])
+@pytest.mark.parametrize("family", [name for name in families.FAMILIES if name in {*AVAILABLE, *REFUSED}])
 def test_a_file_alone_is_the_model(family: str, tmp_path: Path) -> None:
     made = families.model(family)
     want = logits(made)
@@ -83,3 +84,14 @@ def test_what_a_model_does_not_need_is_skipped_and_named(tmp_path: Path) -> None
         if "skipped" in n
     ]
     assert note.startswith("the checkpoint has rope_freqs.weight, ")
+
+
+def test_the_language_part_of_a_model_with_images(tmp_path: Path) -> None:
+    """Also where the whole model's config.json lies beside it."""
+    made = families.model("qwen3_moe")
+    sections = {"rope.dimension_sections": [4, 2, 2, 0], "n_deepstack_layers": 2}
+    file = families.write(made, tmp_path / "a.gguf", architecture="qwen3vlmoe", **sections)
+    AutoConfig.for_model("qwen3_vl_moe").save_pretrained(tmp_path)
+    model = loaded(file, NOTHING)
+    assert model.config.model_type == "qwen3_moe"
+    assert torch.allclose(logits(model), logits(made), rtol=0, atol=1e-5)

@@ -38,11 +38,8 @@ def test_operators(ktinject, as_json):
     found = as_json("operators", "hybrid_experts")
     assert as_json("operators")["hybrid_experts"] == found and found["computes_on"] == ["cuda", "cpu"]
     arguments = {argument.pop("name"): argument for argument in found["arguments"]}
-    assert arguments["weights"] == {
-        "allowed": "bf16 | int8 | int4 | fp8 | mxfp4",
-        "default": "bf16",
-        "meaning": "the format in memory",
-    }
+    assert arguments["group_size"]["allowed"] == "128 | 64 | 32" and arguments["group_size"]["default"] == 128
+    assert arguments["group_size"]["meaning"].endswith("how many inputs share a scale")
     text = ktinject("operators", "hybrid_experts").stdout
     assert "gpu_experts" in text and "a number, a share below 1" in text
 

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import models as families
 import pytest
 import torch
 from answers import Pair, assert_same_output
-from test_generate import MANY_ENDS, Heard, name_of, prompt
-from test_native_decoder import TOLERANCE, difference, swapped
+from test_generate import MANY_ENDS, Heard, name_of, prompt, stock
+from test_generate import swapped as gathered
+from test_layer_kinds import model_of
+from test_native_decoder import TOLERANCE, assert_same_but_for_roundings, difference, swapped
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
+from ktinject.errors import OperatorError
 from ktinject.generation import several
-from ktinject.generation.cache_layers import kinds_of
+from ktinject.generation.cache_layers import kinds_of, tensors_of
+from ktinject.generation.candidates import Drafts
 from ktinject.generation.cpu.native_decoder import NativeDecoder
+from ktinject.generation.decoding import Explanation
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.several import SeveralTokens
+from ktinject.hf import compat
+from ktinject.support import SUPPORTED, Support
 
 torch.set_num_threads(1)
 ALL = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -109,6 +117,11 @@ def test_steps_that_differ_are_not_taken(models: Pair, way: str, monkeypatch: py
     decoding.release()
 
 
+GRAPH = pytest.param(
+    "graph",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+)
+
 NATIVE: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {}),
     ("deepseek_v3", {}),
@@ -163,8 +176,22 @@ def test_a_step_of_several_tokens_leaves_what_single_steps_leave(family: str, co
             native.keep(runner.cache.bucket(runner.cache.capacity), 4)
 
 
+def twice(monkeypatch: pytest.MonkeyPatch, plain: Any) -> Iterator[None]:
+    """First with a lookup's candidates, as many as pay; then with four, of which all are right but the last one."""
+    yield
+
+    def drafted(_: Drafts, text: Tensor, most: int) -> tuple[Tensor, None]:
+        behind = plain.sequences[:, text.shape[1] :][:, : min(4, most)].to(text.device, copy=True)
+        behind[:, -1:] = (behind[:, -1:] + 1) % 90
+        return behind, None
+
+    monkeypatch.setattr(Drafts, "choose_by", lambda *_: None)
+    monkeypatch.setattr(Drafts, "__call__", drafted)
+    yield
+
+
 @pytest.mark.parametrize("weights", ["bf16", "int4"])
-@pytest.mark.parametrize("family, config", NATIVE[:3], ids=str)  # transformers refuses those with states
+@pytest.mark.parametrize("family, config", [*NATIVE, ("qwen3_next", {})], ids=str)
 def test_native_lookup_writes_what_plain_native_steps_write(
     family: str, config: dict[str, Any], weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,14 +205,97 @@ def test_native_lookup_writes_what_plain_native_steps_write(
         "step",
         lambda self, ids, *a, **k: taken.append(ids.shape[1]) or step(self, ids, *a, **k),
     )
-    found = model.generate(**arguments, prompt_lookup_num_tokens=4)
-    assert model.ktinject_decoding.last == "native loop, prompt lookup"
-    assert torch.equal(found.sequences, plain.sequences)
-    for ours, theirs in zip((*found.scores, *found.logits), (*plain.scores, *plain.logits), strict=True):
-        assert torch.equal(ours, theirs)
-    for mine, other in zip(found.past_key_values.layers, plain.past_key_values.layers):
-        assert torch.equal(mine.keys, other.keys) and torch.equal(mine.values, other.values)
-    assert max(taken) > 1
+    for _ in twice(monkeypatch, plain):
+        found = model.generate(**arguments, prompt_lookup_num_tokens=4)
+        assert model.ktinject_decoding.last == "native loop, prompt lookup"
+        assert torch.equal(found.sequences, plain.sequences)
+        for ours, theirs in zip((*found.scores, *found.logits), (*plain.scores, *plain.logits), strict=True):
+            assert torch.equal(ours, theirs)
+        for mine, other in zip(found.past_key_values.layers, plain.past_key_values.layers):
+            assert all(map(torch.equal, tensors_of(mine), tensors_of(other)))
+    assert max(taken) == 5
+
+
+STATEFUL: list[tuple[str, dict[str, Any]]] = [
+    ("kimi_linear", {"layer_types": ["linear_attention", "full_attention"]}),
+    ("qwen3_next", {}),
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}),
+    ("nemotron_h", {"layers_block_type": ["mamba", "moe", "attention", "moe"]}),
+    ("qwen3_5_moe_text", {}),
+]
+SAID = "assisted generation is not supported with stateful models, such as"
+
+
+def check_states(family: str, config: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of a text without candidates, and a cache from which it goes on."""
+    model = model_of(family, config, device)
+    decoding = model.ktinject_decoding
+    decoding.graphs = decoding.graphs or SUPPORTED
+    arguments = given(device, eos_token_id=None, do_sample=False, max_new_tokens=24)
+    plain = model.generate(**arguments)
+    with pytest.raises(ValueError, match=SAID):
+        stock(model, **arguments, prompt_lookup_num_tokens=4)
+    most = 5e-3 if device == "cuda" else 1e-4
+    kept, keep = [], SeveralTokens.keep
+    monkeypatch.setattr(SeveralTokens, "keep", lambda self, n: kept.append(n) or keep(self, n))
+    how = decoding.explain(**arguments, prompt_lookup_num_tokens=4)
+
+    for _ in twice(monkeypatch, plain):
+        found = model.generate(**arguments, prompt_lookup_num_tokens=4)
+        assert decoding.last == HOW["graph" if device == "cuda" else "fixed"] + "prompt lookup"
+        assert how == Explanation(decoding.last, decoding.reason)
+        if device == "cuda" and not torch.equal(found.sequences, plain.sequences):
+            assert_same_but_for_roundings(model, arguments, found.sequences, plain.sequences)
+            continue
+        assert torch.equal(found.sequences, plain.sequences)
+        for ours, theirs in zip((*found.scores, *found.logits), (*plain.scores, *plain.logits), strict=True):
+            assert (ours - theirs).norm() <= most * theirs.norm()
+        for mine, other in zip(found.past_key_values.layers, plain.past_key_values.layers):
+            for ours, theirs in zip(tensors_of(mine), tensors_of(other), strict=True):
+                assert ours.shape == theirs.shape
+                assert (ours - theirs).norm() <= most * theirs.norm()
+    assert decoding.runners[1].several.support and max(kept) == 4
+
+
+@pytest.mark.parametrize("family, config", STATEFUL[:2], ids=[family for family, _ in STATEFUL[:2]])
+def test_candidates_of_models_with_states(
+    family: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_states(family, config, "cpu", monkeypatch)
+
+
+@pytest.mark.parametrize("family, config", STATEFUL, ids=[family for family, _ in STATEFUL])
+class TestStates:
+    pytestmark = GRAPH.marks
+
+    def test_on_a_gpu(self, family: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        check_states(family, config, "cuda", monkeypatch)
+
+
+def test_states_that_are_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What our loop does not serve is refused as transformers refuses it, and so is all without its private names."""
+    model = swapped("qwen3_next")
+    decoding = model.ktinject_decoding
+    arguments = given(prompt_lookup_num_tokens=4)
+    hidden = {**arguments, "output_hidden_states": True}
+    cache = DynamicCache(config=model.config)
+    for ask in (model.generate, decoding.explain):
+        with pytest.raises(ValueError, match=SAID) as caught:
+            ask(**hidden, past_key_values=cache)
+        assert "does not serve this request: the model gets output_hidden_states" in caught.value.__notes__[0]
+    assert cache.get_seq_length() == 0
+    with pytest.raises(ValueError, match="num_return_sequences has to be 1"):
+        model.generate(**{**arguments, "do_sample": True}, num_return_sequences=2)
+    decoding.strict = True
+    with pytest.raises(OperatorError, match="output_hidden_states"):
+        model.generate(**hidden)
+    model.generate(**arguments)
+    assert decoding.last == "native loop, prompt lookup"
+    decoding.strict = False
+    model.generate(**{**arguments, "do_sample": True})
+    monkeypatch.setattr(compat, "support", lambda feature: Support(feature != "candidates", "gone"))
+    with pytest.raises(ValueError, match=SAID):
+        model.generate(**arguments)
 
 
 def test_what_is_not_served_says_why(native: Pair) -> None:
@@ -201,20 +311,34 @@ def test_prompts_that_are_one_token(native: Pair) -> None:
     assert torch.equal(found, native.model.generate(**arguments))
 
 
-@pytest.mark.parametrize("family, heads", [("glm4_moe", 1), ("deepseek_v3", 2)])
-def test_heads_read_what_the_model_s_logits_are_made_of(
-    family: str, heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And which candidates they draft does not show in the text."""
-    model = swapped(family, num_nextn_predict_layers=heads)
-    drafts = MtpModel(families.tiny(family, num_nextn_predict_layers=heads).bfloat16(), heads).eval()
+def with_heads(family: str, heads: int, way: str) -> tuple[PreTrainedModel, MtpModel]:
+    """A model and its MTP heads, which are right now and then; native steps in bf16, others in fp32."""
+    config = {"num_nextn_predict_layers": heads}
+    if way == "native":
+        model = swapped(family, **config)
+        drafts = MtpModel(families.tiny(family, **config).bfloat16(), heads).eval()
+    else:
+        model = gathered(family, device="cuda" if way == "graph" else "cpu", **config)
+        model.ktinject_decoding.graphs = model.ktinject_decoding.graphs or SUPPORTED
+        drafts = MtpModel(families.tiny(family, **config), heads).eval()
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in drafts.layers.parameters():
             parameter.normal_(0, 0.3)
-    drafts.tie_with_main_model(model)
+    drafts.to(model.device).tie_with_main_model(model)
+    return model, drafts
+
+
+@pytest.mark.parametrize("way", ["native", "fixed", GRAPH])
+@pytest.mark.parametrize("family, heads", [("glm4_moe", 1), ("deepseek_v3", 2)])
+def test_heads_read_what_the_model_s_logits_are_made_of(
+    family: str, heads: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And which candidates they draft does not show in the text."""
+    model, drafts = with_heads(family, heads, way)
+    decoding = model.ktinject_decoding
     monkeypatch.setattr(MtpModel, "from_pretrained", lambda *_, **__: drafts)
-    arguments = given(do_sample=False, eos_token_id=None)
+    arguments = given(model.device.type, do_sample=False, eos_token_id=None)
     plain = model.generate(**arguments)
     read: list[tuple[Tensor, Tensor]] = []
     own = MtpModel.forward
@@ -225,11 +349,17 @@ def test_heads_read_what_the_model_s_logits_are_made_of(
 
     monkeypatch.setattr(MtpModel, "forward", forward)
     found = model.generate(**arguments, use_mtp=True)
-    assert model.ktinject_decoding.last == "native loop, MTP"
+    assert decoding.last == {**HOW, "native": "native loop, "}[way] + "MTP"
+    assert decoding.reason == ("cpu has no CUDA graphs" if way == "fixed" else "")
     assert_same_output(found, plain)
+    if way != "native":  # where roundings of bf16 part them
+        monkeypatch.setattr(MtpModel, "forward", own)
+        assert_same_output(found, stock(model, **arguments, use_mtp=True))
     mask = torch.ones_like(found.sequences)
     mask[:, :2] = 0
     with torch.no_grad():
         wanted = model.model(found.sequences, attention_mask=mask).last_hidden_state
+    most = 2 * TOLERANCE if way == "native" else 5e-3
+    assert len(read) > 4
     for positions, hidden in read:
-        assert len(read) > 4 and difference(hidden, wanted[:, positions[0] + 1]) <= 2 * TOLERANCE
+        assert difference(hidden, wanted[:, positions[0] + 1]) <= most

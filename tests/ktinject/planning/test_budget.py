@@ -172,3 +172,86 @@ def test_room_for_a_request_is_counted(model: PreTrainedModel) -> None:
         assert f"context: found {wrong!r}; it is the number of tokens" in refusal(
             PlanError, model, context=wrong
         )
+
+
+# --- what makes a plan fit that does not ---
+
+
+def followed(source: list[dict[str, Any]], arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rules with the settings of a remedy: `rule.argument` → value."""
+    changed = [{**one, "replace": dict(one["replace"])} for one in source]
+    for name, value in arguments.get("variables", {}).items():
+        rule_name, _, argument = name.rpartition(".")
+        (one,) = (one for one in changed if one["name"] == rule_name)
+        one["replace"][argument] = value
+    return changed
+
+
+DENSE = {
+    "name": "attention",
+    "match": {"path": r".*_proj", "class": "Linear"},
+    "replace": {"operator": "dense_linear"},
+}
+BF16 = rule("hybrid_experts")
+MIB = 2**20
+UNFIT: dict[str, tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = {
+    # rules, what there is, what each remedy says
+    "a smaller format": (BF16, {"cpu": 2.2}, ["--set experts.weights=int8", "--budget cpu="]),
+    "smaller groups": (
+        BF16,
+        {"cpu": 1.46},
+        ["--set experts.weights=int4 --set experts.group_size=64", "--budget cpu="],
+    ),
+    "other weights": (
+        [*rule("hybrid_experts", weights="int4"), DENSE],
+        {"cpu": 1.2},
+        ["--set attention.weights=int8", "--budget cpu="],
+    ),
+    "a shorter request": (
+        BF16,
+        {"cpu": 5.5, "context": 3000},
+        ["--context 2048", "--set experts.weights=int4", "--budget cpu="],
+    ),
+    "fewer experts on the GPU": (
+        rule("hybrid_experts", gpu_experts=6),
+        {"cpu": 64, "cuda:0": 1.6, "devices": ["cuda:0"]},
+        ["--set experts.gpu_experts=2", "--budget cuda:0="],
+    ),
+    "several at once": (
+        rule("hybrid_experts", gpu_experts=3),
+        {"cpu": 1.3, "cuda:0": 1.5, "devices": ["cuda:0"]},
+        ["--set experts.gpu_experts=0 --set experts.weights=int8", "--budget cuda:0="],
+    ),
+    "nothing but memory": (rule("hybrid_experts", weights="int4"), {"cpu": 0.25}, ["--budget cpu="]),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_each_remedy_makes_it_fit(model: PreTrainedModel, kind: str) -> None:
+    source, has, says = UNFIT[kind]
+    sizes = dict(has)
+    given: dict[str, Any] = {name: sizes.pop(name, None) for name in ("context", "devices")}
+    given["machine"] = machine(gpus=len(sizes) - 1)
+    given["budget"] = {device: int(size * MIB) for device, size in sizes.items()}
+    plan = planned(model, source, **given)
+    assert plan.problems
+    assert [remedy.text[: len(start)] for remedy, start in zip(plan.remedies, says)] == says
+    for remedy in plan.remedies:
+        assert remedy.arguments is not None
+        again = given | {name: value for name, value in remedy.arguments.items() if name != "variables"}
+        assert not planned(model, followed(source, remedy.arguments), **again).problems, remedy.text
+    with pytest.raises(PlanError) as caught:
+        plan.check()
+    assert str(caught.value).startswith("the plan does not fit:\n  ")
+    assert all(f"\n  {remedy.text}" in str(caught.value) for remedy in plan.remedies)
+    assert plan.to_dict()["remedies"][0]["text"] == plan.remedies[0].text
+
+
+def test_a_machine_may_be_too_small(model: PreTrainedModel) -> None:
+    plan = planned(model, rule("hybrid_experts", weights="int4"), machine=machine(memory=MIB // 4))
+    (remedy,) = plan.remedies
+    assert (
+        remedy.arguments is None
+        and remedy.text.startswith("a machine with ")
+        and remedy.text.endswith(" on cpu")
+    )

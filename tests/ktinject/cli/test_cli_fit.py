@@ -1,0 +1,81 @@
+"""`ktinject fit`: the file that it writes is read by the other commands, and is the same plan."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ktinject.errors import PlanError
+from ktinject.tools import fit
+
+TRAINED = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
+# For int8 experts, of 8.3 MiB, with all else, and for bf16 ones without.
+TIGHT = "15MiB"
+
+
+def decided(plan):
+    """What a plan comes to, without the words in which the rules say it."""
+    names = ("path", "operator", "runs", "device", "bytes")
+    modules = [{name: module[name] for name in names} for module in plan["modules"]]
+    return modules, {name: plan[name] for name in ("to_load", "runtime_memory", "limits", "rest", "problems")}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--budget", "cpu=1GiB"],
+        ["--budget", f"cpu={TIGHT}", "--set", "dense=int8", "--context", "300"],
+        ["--machine", f"cpu={TIGHT},cuda:0=4GiB", "--set", "gpu_experts=auto"],
+    ],
+)
+def test_the_file_is_the_same_plan(as_json, ktinject, tmp_path, options):
+    file = tmp_path / "fitted.yaml"
+    found = as_json("fit", TRAINED, *options, "--out", file)
+    text = file.read_text()
+    assert text == found["rules"]
+    read = yaml.safe_load(text)
+    assert read["extends"] == "auto" and read["variables"] == found["variables"]
+    assert read["variables"]["experts"] == ("bf16" if "cpu=1GiB" in options else "int8")
+    assert ("Given up: bf16: cpu needs " in text) == ("cpu=1GiB" not in options)
+    assert read["variables"].get("gpu_experts", 1) != "auto"
+    without, again = iter(options), []
+    for word in without:
+        if word == "--set":
+            next(without)  # the file says it
+        else:
+            again.append(word)
+    plan = as_json("plan", TRAINED, "--rules", file, *again)
+    assert decided(plan) == decided(found["plan"]) and not plan["problems"]
+    assert ktinject("rules", "check", file).stdout
+
+
+def test_without_a_place_the_file_is_printed(ktinject, tiny_qwen3_moe):
+    text = ktinject("fit", tiny_qwen3_moe, "--rules", "qwen3-moe", "--context", 300).stdout
+    assert text.startswith(
+        f"# Found by: ktinject fit {tiny_qwen3_moe} --rules qwen3-moe --context 300\n# With the"
+    )
+    assert yaml.safe_load(text) == {"version": 1, "extends": "qwen3-moe", "variables": {"experts": "bf16"}}
+
+
+def test_a_file_of_ones_own_is_extended_by_its_whole_path(ktinject, tiny_qwen3_moe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "own: rules.yaml"
+    own.write_text("version: 1\nextends: auto\nvariables: {experts: int4}\n")
+    read = yaml.safe_load(ktinject("fit", tiny_qwen3_moe, "--rules", own.name).stdout)
+    assert read["extends"] == str(own) and read["variables"] == {"experts": "bf16"}
+
+
+def test_what_cannot_be_fitted_is_refused(ktinject, tiny_qwen3_moe, tmp_path):
+    def refused(*arguments):
+        return ktinject("fit", tiny_qwen3_moe, *arguments, exit_code=2).stderr
+
+    said = refused("--budget", "cpu=1KiB")
+    assert "the plan does not fit:\n  cpu needs" in said and "\nIt fits with" in said
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "version: 1\nrules:\n  - {name: e, match: {class: Qwen3MoeExperts}, replace: {operator: cpu_experts}}\n"
+    )
+    assert "own.yaml declares no variable 'experts', by which fit chooses a format" in refused("--rules", own)
+    with pytest.raises(PlanError, match=r"values of variables. Write a rule file that extends"):
+        fit.find(lambda values: pytest.fail("planned"), {"routed experts.prefill": "cpu"})
+    assert "--out" in refused("--out", tmp_path)
