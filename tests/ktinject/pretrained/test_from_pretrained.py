@@ -247,3 +247,12 @@ def test_without_what_it_needs_of_transformers_it_is_refused(
 def test_the_quantizer_alone_says_who_loads() -> None:
     with pytest.raises(PlanError, match=r"loads by PreTrainedModel\.from_pretrained, and by nothing else"):
         plugin.KTInjectQuantizer(OURS).validate_environment()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device_map", [0, "cuda", {"": "cuda:0"}, "auto"])
+def test_a_device_map_names_the_gpu(device_map: Any) -> None:
+    folder = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
+    model = door(folder, KTInjectConfig(), device_map=device_map)
+    want = ktinject.load(folder, devices=None if device_map == "auto" else "cuda:0", progress=False)
+    assert as_text(model.ktinject) == as_text(want.ktinject) and model.device == torch.device("cuda:0")
