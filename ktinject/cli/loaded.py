@@ -32,6 +32,7 @@ def load(
     dtype: str,
     variables: list[str] | None,
     plugins: list[str] | None,
+    context: int | None = None,
 ) -> tuple[str, PreTrainedModel, PreTrainedTokenizerBase]:
     """What the options ask for: how the model is called, the model, its tokenizer. Raises as `ktinject.load`."""
     import ktinject
@@ -46,6 +47,7 @@ def load(
         budget=options.parse_sizes(budget, "--budget"),
         dtype=dtype,
         variables=parse_overrides(variables or []),
+        context=context,
     )
     return name, loaded, tokenizer
 

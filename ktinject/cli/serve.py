@@ -75,7 +75,9 @@ def command(
     from ktinject.serving.gate import Limits
     from ktinject.serving.server import Server, Settings
 
-    folder_name, swapped, tokenizer = loaded.load(model, rules, device, budget, dtype, variables, plugins)
+    folder_name, swapped, tokenizer = loaded.load(
+        model, rules, device, budget, dtype, variables, plugins, context
+    )
     limits = Limits(queue=queue, seconds=timeout, body=max_body_mib << 20, key=key)
     settings = Settings(host, port, context, new_tokens, grace, limits)
     known_as = name or folder_name

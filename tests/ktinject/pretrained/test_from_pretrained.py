@@ -46,8 +46,10 @@ def door(path: Path | str, config: Any = OURS, **arguments: Any) -> PreTrainedMo
 
 
 def as_text(plan: ktinject.Plan) -> dict[str, Any]:
-    """A plan without the name of the rules, and what the machine had free at that moment."""
+    """A plan without where its rules stand, and what the machine had free at that moment."""
     said = plan.to_dict()
+    for module in said["modules"]:
+        module.pop("where", None)
     return {name: said[name] for name in ("matched", "modules", "rest", "bytes")}
 
 
@@ -141,11 +143,13 @@ def test_what_is_saved_loads_without_an_argument(tmp_path: Path) -> None:
     rules.write_text(json.dumps({"version": 1, "variables": {"weights": "int8"}, "rules": [
         {**EXACT, "replace": {"operator": "cpu_experts", "weights": "${variables.weights}"}}
     ]}))  # fmt: skip
-    asked = KTInjectConfig(rules, budget={"cpu": "1GiB"}, variables={"weights": "bf16"})
+    asked = KTInjectConfig(rules, budget={"cpu": "1GiB"}, variables={"weights": "bf16"}, context=100)
     model = door(folder, asked)
     model.save_pretrained(tmp_path / "saved")
     AutoTokenizer.from_pretrained("examples/models/tiny-qwen3-moe").save_pretrained(tmp_path / "saved")
     rules.unlink()
+    said = json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"]
+    assert said["context"] == 100 and said["rules"]["variables"] == {"weights": "int8"}
     for again in (
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved"),
         ktinject.load(tmp_path / "saved", progress=False),
