@@ -35,6 +35,6 @@ setup(
         "ktinject.operators": "operators",
         "ktinject.optimize_rules": "optimize_rules",
     },
-    package_data={"ktinject": ["py.typed", "*.pyi"], "ktinject.optimize_rules": ["*.yaml"]},
+    package_data={"ktinject": ["py.typed", "*.pyi"], "ktinject.optimize_rules": ["*.yaml", "*.json"]},
     cmake_source_dir=".",
 )

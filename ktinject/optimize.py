@@ -58,7 +58,7 @@ def plan(
     Returns  the plan; `plan.problems` says what does not fit into memory or budget, `plan.remedies` what makes it fit
     Raises   as `optimize`, but not if the plan does not fit
     """
-    ruleset = _read_rules(model, rules, variables)
+    ruleset = read_rules(model, rules, variables)
     if machine is not None and tp:
         raise PlanError("machine: the processes of tp are on this machine. Leave one of the two out.")
     found = _machine(machine)
@@ -100,7 +100,8 @@ def optimize(
                    on the CPU in any case
     budget         device → the most bytes to use, such as {"cuda:0": "24GiB"}; a GPU may be a number: {0: "24GiB"}
     progress       show a progress bar on stderr
-    variables      values for the variables of the rules
+    variables      values for the variables of the rules, and for arguments of rules by the rule's name:
+                   {"experts": "int8", "routed experts.prefill": "cpu"}
     check_tensors  refuse NaN and infinity in all weights, which costs some time; scales are always checked
     context        tokens of a request, prompt and answer, that the cache must have room for; by default a short one
     max_memory     accelerate's name for budget
@@ -111,7 +112,7 @@ def optimize(
     Raises         RuleError, PlanError, CheckpointError or OperatorError; the model is then as it was. With tp, all
                    processes raise what one of them raises
     """
-    ruleset = _read_rules(model, rules, variables)
+    ruleset = read_rules(model, rules, variables)
     found = _machine()
     group = ProcessGroup.join(found, devices) if tp else None
     limit = one_budget(budget, max_memory)
@@ -228,7 +229,8 @@ def load(
     )
 
 
-def _read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any] | None) -> RuleSet:
+def read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any] | None) -> RuleSet:
+    """Read rules for a model; "auto" means the bundled rules for its type. Raises RuleError, PlanError."""
     check_class(model)
     if isinstance(rules, str) and rules == "auto":
         check_experts(model)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import ktinject
 from ktinject import PlanError
@@ -20,7 +21,7 @@ from ktinject.operators.probes.roles import Roles
 from ktinject.operators.rms_norm import RmsNorm
 from ktinject.planning.modules import find_modules
 from ktinject.planning.planner import make
-from tests.models import AVAILABLE, OF_ROWS, config, tiny
+from tests.models import AVAILABLE, OF_ROWS, config, leaf, tiny
 from tests.reference import relative_error
 
 # Family → how it decodes on the CPU: natively, or the beginning of why not.
@@ -82,12 +83,13 @@ def with_gpu() -> Machine:
 @pytest.mark.parametrize("family", SERVED)
 def test_auto_serves_every_family(family: str) -> None:
     with torch.device("meta"):
-        model = type(tiny(family))(config(family)).bfloat16()
+        model = AutoModelForCausalLM.from_config(config(family), dtype=torch.bfloat16)
     _, matched = find_modules(model, language.read("auto"))
     modules = dict(model.named_modules())
     experts = [path for path in modules if path.endswith(".experts")]
     assert [*matched["routed experts"]] == experts != []
-    has_latent = any(Roles(model).has(path, "latent_attention") for path in modules)
+    roles = Roles(model)
+    has_latent = any(roles.has(path, "latent_attention") for path in modules)
     assert bool(matched["latent attention"]) == has_latent
     taken = {path for paths in matched.values() for path in paths}
     left = [path for path, module in modules.items() if type(module) is nn.Linear and path not in taken]
@@ -108,6 +110,8 @@ def test_on_the_cpu_alone(family: str, variables: dict[str, Any]) -> None:
     if family not in SERVED:
         pytest.skip(f"this transformers has no {family}")
     model, other = tiny(family).bfloat16(), tiny(family).bfloat16()
+    if hasattr(leaf(model)[1], "fc1"):
+        pytest.skip("in this transformers, Aria's experts choose their tokens themselves")
     kept = {path: type(module) for path, module in other.named_modules() if path.rpartition(".")[2] in EXACT}
     ktinject.optimize(other, "auto", devices=["cpu"], variables=variables, progress=False)
     swapped = dict(other.named_modules())

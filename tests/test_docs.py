@@ -44,6 +44,10 @@ def test_generated_page(generator, name):
     assert found == generator.page(name), "run `python docs/reference/generate.py`"
 
 
+def test_the_schema_beside_the_bundled_rules_is_generated(generator):
+    assert generator.SCHEMA.read_text() == generator.schema(), "run `python docs/reference/generate.py`"
+
+
 def test_every_argument_of_an_operator_is_described(generator):
     assert not [line for line in generator.operators() if line.startswith("| `") and line.endswith("|  |")]
 

@@ -30,7 +30,7 @@ def test_every_package_is_listed() -> None:
 
 
 def test_bundled_rules_are_package_data() -> None:
-    assert '"ktinject.optimize_rules": ["*.yaml"]' in (ROOT / "setup.py").read_text()
+    assert '"ktinject.optimize_rules": ["*.yaml", "*.json"]' in (ROOT / "setup.py").read_text()
     assert {file.name for file in (ROOT / "optimize_rules").glob("*.yaml")} >= {
         "auto.yaml",
         "gpt-oss.yaml",

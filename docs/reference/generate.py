@@ -1,4 +1,4 @@
-"""Write the reference pages that the code itself can tell: cli.md, operators.md, python.md.
+"""Write what the code itself can tell: the reference pages cli.md, operators.md and python.md, and the JSON Schema.
 
     python docs/reference/generate.py
 
@@ -16,8 +16,10 @@ from typing import Any
 import typer
 
 import ktinject
+from ktinject import rules
 from ktinject.cli import app
 from ktinject.operators import REGISTRY, Operator
+from ktinject.rules import editors
 from ktinject.tools import catalogue
 
 HERE = Path(__file__).parent
@@ -141,6 +143,15 @@ def page(name: str) -> str:
     return "\n".join(PAGES[name]()).rstrip() + "\n"
 
 
+def schema() -> str:
+    """The schema beside the bundled rules, which knows the operators that come with ktinject."""
+    configs = {name: op.Config for name, op in REGISTRY.items() if op.__module__.startswith("ktinject.")}
+    return editors.as_text(rules.schema(configs))
+
+
+SCHEMA = HERE.parents[1] / "optimize_rules" / editors.SCHEMA_FILE
+
 if __name__ == "__main__":
+    SCHEMA.write_text(schema())
     for name in PAGES:
         (HERE / name).write_text(page(name))

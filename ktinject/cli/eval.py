@@ -26,7 +26,7 @@ Variants = Annotated[
     typer.Option(
         "--variant",
         metavar="NAME=VALUE,…",
-        help="Add a row to the table: these variables of the rules, on top of --set; may be repeated.",
+        help="Add a row to the table: these settings of the rules, on top of --set; may be repeated.",
     ),
 ]
 Against = Annotated[
@@ -183,8 +183,19 @@ def _variants(base: list[str], variants: list[str]) -> dict[str, dict[str, Any]]
     for text in variants:
         if text in found:
             raise PlanError(f"--variant {text!r} is given twice. Give each variant once.")
-        found[text] = {**common, **parse_overrides(text.split(","))}
+        found[text] = {**common, **parse_overrides(_split(text))}
     return found
+
+
+def _split(text: str) -> list[str]:
+    """The settings of a variant. Names of rules may have commas, too."""
+    parts: list[str] = []
+    for part in text.split(","):
+        if parts and "=" not in parts[-1]:
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part)
+    return parts
 
 
 def _beside(model: Path, name: str) -> Path | None:

@@ -73,7 +73,11 @@ Plugins = Annotated[
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the rules; may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Set a variable of the rules, or RULE.ARGUMENT: an argument of the rule of that name; may be repeated.",
+    ),
 ]
 Device = Annotated[
     list[str] | None,

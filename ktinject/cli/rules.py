@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ktinject import rules
 from ktinject.cli import options
-from ktinject.errors import RuleError, few
+from ktinject.errors import PlanError, RuleError
 from ktinject.grid import Grid
+from ktinject.rules import editors
 from ktinject.rules.wording import ranges
 
 app = typer.Typer(help="List, show and check rule files.", no_args_is_help=True)
 
 File = Annotated[
     str, typer.Argument(help="The name of bundled rules, or a path.", autocompletion=options.bundled_names)
+]
+
+Install = Annotated[
+    Path | None,
+    typer.Option(
+        "--install",
+        metavar="PATH",
+        help="Write the schema beside this rule file, or into this folder, and its name into the first line of rule "
+        "files, where yaml-language-server finds it.",
+        autocompletion=options.files,
+    ),
 ]
 
 
@@ -55,28 +69,95 @@ def check(
     plugins: options.Plugins = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check a rule file and its arguments without a model. `ktinject plan` checks the rest."""
-    with options.answers(as_json):
+    """Check a rule file and its arguments without a model, and show all problems. `ktinject plan` checks the rest.
+
+    Files of KTransformers 0.x are checked, too.
+    """
+    try:
         options.load_plugins(plugins)
-        found = rules.read(file, variables=rules.parse_overrides(overrides or []))
-        configs = _operator_configs()
-        problems = [problem for rule in found.rules if (problem := _problem(rule, configs))]
-        if problems:
-            raise RuleError("\n".join(few(problems)))
-        if as_json:
-            options.show_json({"ok": True, **_summary(found), "rules": [_rule(rule) for rule in found.rules]})
+        if rules.read_legacy(file) is not None:
+            _check_legacy(file, as_json)
             return
-        rows = [(rule.name, _conditions(rule.match), _replacement(rule), rule.where) for rule in found.rules]
-        options.show(Grid(("rule", "match", "replace", "at"), rows))
-        served = ", ".join(found.model_types) or "any model"
-        options.say(f"{found.source}: {len(found.rules)} rules for {served}; no problem found")
+        overrides_ = rules.parse_overrides(overrides or [])
+        found = rules.read(file, variables=overrides_, check=_checks_arguments())
+    except RuleError as error:
+        if as_json:
+            said = [str(part) for part in error.parts or (error,)]
+            options.show_json({"ok": False, "problems": said, "places": rules.places(error)})
+        raise RuleError(rules.pointed(error)) from error
+    if as_json:
+        options.show_json({"ok": True, **_summary(found), "rules": [_rule(rule) for rule in found.rules]})
+        return
+    rows = [(rule.name, _conditions(rule.match), _replacement(rule), rule.where) for rule in found.rules]
+    options.show(Grid(("rule", "match", "replace", "at"), rows))
+    served = ", ".join(found.model_types) or "any model"
+    options.say(f"{found.source}: {len(found.rules)} rules for {served}; no problem found")
 
 
 @app.command()
-def schema(plugins: options.Plugins = None) -> None:
-    """Print the JSON Schema (draft-07) of rule files, for editors."""
+def migrate(
+    file: Annotated[
+        str, typer.Argument(help="A rule file of KTransformers 0.x.", autocompletion=options.files)
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the new file there; default: print it."),
+    ] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Turn a rule file of KTransformers 0.x into version 1, with a comment for each rule on what changed.
+
+    Mistakes in the old file are reported on stderr.
+    """
+    with options.answers(as_json):
+        if output is not None:
+            options.check_writable(output, "--output")
+            if output.exists() and output.samefile(file):
+                raise PlanError(f"--output {output}: is the old file, which is kept. Name another one.")
+        found = rules.migrate(file)
+    if output is not None:
+        output.write_text(found.text, "utf-8")
+    if as_json:
+        problems = [str(problem) for problem in found.problems]
+        options.show_json({"text": found.text, "problems": problems, "devices": found.devices})
+    elif output is None:
+        typer.echo(found.text, nl=False)
+    else:
+        options.say(f"{output}: written")
+    for problem in found.problems:
+        typer.echo(f"ktinject: mistake in the old file: {problem}", err=True)
+
+
+@app.command()
+def schema(install: Install = None, plugins: options.Plugins = None) -> None:
+    """Print the JSON Schema (draft-07) of rule files, or install it for editors."""
     options.load_plugins(plugins)
-    options.show_json(rules.schema(_operator_configs()))
+    made = rules.schema(_operator_configs())
+    if install is None:
+        options.show_json(made)
+    else:
+        options.say(*editors.install(made, install))
+
+
+def _check_legacy(file: str, as_json: bool) -> None:
+    """Show what becomes of each rule. Raises RuleError with the mistakes in the file."""
+    found = rules.migrate(file)
+    if found.problems:
+        error = RuleError("\n".join(map(str, found.problems)))
+        error.parts = found.problems
+        raise error
+    if as_json:
+        keys = ("number", "was", "is")
+        told = [dict(zip(keys, row, strict=True)) for row in found.rules]
+        options.show_json({"ok": True, "legacy": True, "devices": found.devices, "rules": told})
+        return
+    options.show(
+        Grid(("rule", "was", "becomes"), [(str(number), was, now) for number, was, now in found.rules])
+    )
+    options.say(
+        f"{file}: {len(found.rules)} rules of KTransformers 0.x; no mistake found. "
+        "`ktinject rules migrate` turns them into version 1."
+    )
 
 
 def _operator_configs() -> dict[str, type]:
@@ -86,16 +167,17 @@ def _operator_configs() -> dict[str, type]:
     return {name: operator.Config for name, operator in REGISTRY.items()}
 
 
-def _problem(rule: rules.Rule, configs: dict[str, type]) -> str | None:
-    if rule.operator == rules.KEEP:
-        return None
-    if rule.operator not in configs:
-        return str(rules.unknown_operator(rule, configs))
-    try:
+def _checks_arguments() -> Callable[[rules.Rule], None]:
+    configs = _operator_configs()
+
+    def check(rule: rules.Rule) -> None:
+        if rule.operator == rules.KEEP:
+            return
+        if rule.operator not in configs:
+            raise rules.unknown_operator(rule, configs)
         rules.check_arguments(rule, configs[rule.operator])
-    except RuleError as error:
-        return str(error)
-    return None
+
+    return check
 
 
 def _summary(found: rules.RuleSet) -> dict[str, Any]:
@@ -105,8 +187,8 @@ def _summary(found: rules.RuleSet) -> dict[str, Any]:
 def _rule(rule: rules.Rule) -> dict[str, Any]:
     layers = sorted(rule.match.layers) if rule.match.layers is not None else None
     found = rule.match
-    named = {"path": found.path, "class": found.class_name, "role": found.role, "inside": found.inside}
-    match = {**named, "layers": layers}
+    match: dict[str, Any] = {"path": found.path, "class": found.class_name, "role": found.role}
+    match |= {"inside": found.inside, "layers": layers}
     return {
         "name": rule.name,
         "match": {key: value for key, value in match.items() if value is not None},

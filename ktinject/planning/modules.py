@@ -92,11 +92,9 @@ def find_modules(
     configs: dict[str, Any] = {
         rule.name: rules.check_arguments(rule, _operator_of(rule).Config) for rule in ruleset.rules
     }
-    layers, modules = Layers(model), dict(model.named_modules())
-    described = [(path, class_names(module), layers.of(path)) for path, module in modules.items()]
-    keeps = {name: operator.keeps for name, operator in REGISTRY.items()}
+    modules = dict(model.named_modules())
     try:
-        assignment = rules.assign(ruleset, described, keeps=keeps, has_role=Roles(model).has)
+        assignment = rules.assign(ruleset, described(model), keeps=keeps(), has_role=Roles(model).has)
     except RuleError as error:
         if "matches nothing" not in str(error) or has_routed_experts(model):
             raise
@@ -107,6 +105,17 @@ def find_modules(
         if REGISTRY[rule.operator].replaces
     ]
     return matched, assignment.matched
+
+
+def described(model: PreTrainedModel) -> list[rules.Module]:
+    """The modules of a model as rules see them."""
+    layers = Layers(model)
+    return [(path, class_names(module), layers.of(path)) for path, module in model.named_modules()]
+
+
+def keeps() -> dict[str, tuple[str, ...]]:
+    """Operator → the children that it keeps of the module that it replaces."""
+    return {name: operator.keeps for name, operator in REGISTRY.items()}
 
 
 def _operator_of(rule: Rule) -> type[Operator]:

@@ -18,7 +18,7 @@ from ktinject.planning.devices import show_bytes
 from ktinject.planning.memory import RuntimeMemory
 from ktinject.planning.modules import blaming, some
 from ktinject.planning.replacements import Replacement
-from ktinject.rules import KEEP, RuleSet
+from ktinject.rules import KEEP, Rule, RuleSet
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,10 @@ class Plan:
             "model": self.model,
             "model_type": self.model_type,
             "rules": self.ruleset.source,
+            "extends": list(self.ruleset.bases),
             "checkpoint": self.checkpoint,
             "matched": {name: list(paths) for name, paths in self.matched.items()},
+            "from": {rule.name: _origin(rule) for rule in self.ruleset.rules},
             "modules": [
                 {name: getattr(replacement, name) for name in fields} for replacement in self.replacements
             ],
@@ -155,7 +157,18 @@ class Plan:
         return as_html(self)
 
 
-TITLES = ("rule", "modules", "operator", "kernel", "weights", "device", "bytes")
+def _origin(rule: Rule) -> dict[str, Any]:
+    """Where a rule stands, and where each of its arguments does, of which some may be set."""
+    file, _, line = rule.where.rpartition(":")
+    in_file = line.isdecimal()
+    return {
+        "file": file if in_file else rule.where,
+        "line": int(line) if in_file else None,
+        "arguments": {name: str(where) for name, where in rule.argument_where.items()},
+    }
+
+
+TITLES = ("rule", "modules", "operator", "kernel", "weights", "device", "bytes", "from")
 
 
 def rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -172,21 +185,29 @@ def rows(plan: Plan) -> list[tuple[str, ...]]:
         # An operator may leave a module as it is (`Operator.resolve`), so a replacing rule may keep some modules.
         count = len(matched) - sum(replacement.rule == rule.name for replacement in plan.replacements)
         if not matched:
-            table.append((rule.name, "none (optional)", rule.operator, "", "", "", ""))
+            table.append((rule.name, "none (optional)", rule.operator, "", "", "", "", rule.where))
         elif count:
-            table.append((rule.name, f"{count} modules", KEEP, "", "", "", ""))
+            table.append((rule.name, f"{count} modules", KEEP, "", "", "", "", rule.where))
         for (name, module, *columns), replacements in groups.items():
             if name == rule.name:
                 size = sum(total(replacement.bytes for replacement in replacements).values())
-                table.append((name, f"{len(replacements)} × {module}", *columns, show_bytes(size)))
+                table.append(
+                    (name, f"{len(replacements)} × {module}", *columns, show_bytes(size), rule.where)
+                )
     for device, size in plan.rest_bytes.items():
-        table.append(("(everything else)", "", "transformers", "", "", device, show_bytes(size)))
+        table.append(("(everything else)", "", "transformers", "", "", device, show_bytes(size), ""))
     return table
 
 
 def remarks(plan: Plan) -> list[str]:
     """The lines below the table."""
     lines = plan.in_bytes()
+    lines += [
+        f"{rule.name}: {argument} = {rule.arguments[argument]} is set"
+        for rule in plan.ruleset.rules
+        for argument, where in rule.argument_where.items()
+        if where.startswith("override ")
+    ]
     lines += dict.fromkeys(
         f"{replacement.rule}: {key}: {value}"
         for replacement in plan.replacements
@@ -201,10 +222,16 @@ def grid(plan: Plan) -> Grid:
     """The table. On a narrow terminal, the kernel is below the operator and the device below the weights."""
     found = rows(plan)
     narrow = [
-        (rule, modules, f"{operator}\n{kernel}".strip(), f"{weights}\n{device}".strip(), size)
-        for rule, modules, operator, kernel, weights, device, size in found
+        (
+            f"{rule}\n{where}".strip(),
+            modules,
+            f"{operator}\n{kernel}".strip(),
+            f"{weights}\n{device}".strip(),
+            size,
+        )
+        for rule, modules, operator, kernel, weights, device, size, where in found
     ]
-    titles = ("rule", "modules", "operator, kernel", "weights, device", "bytes")
+    titles = ("rule, from", "modules", "operator, kernel", "weights, device", "bytes")
     return Grid(TITLES, found, ["bytes"], Grid(titles, narrow, ["bytes"]))
 
 

@@ -30,6 +30,7 @@ class Replacement:
 
     module               name of its class
     rule                 name of the rule
+    where                file and line of the rule
     operator             name of the operator
     arguments            as the rule gives them
     runs                 kernel and formats that will run: the operator's `describe()`
@@ -46,6 +47,7 @@ class Replacement:
     path: str
     module: str
     rule: str
+    where: str
     operator: str
     arguments: dict[str, Any]
     runs: dict[str, Any]
@@ -200,6 +202,7 @@ class Replacer:
                 path=matched.path,
                 module=type(matched.module).__name__,
                 rule=matched.rule.name,
+                where=str(matched.rule.where),
                 operator=operator.name,
                 arguments=dict(matched.rule.arguments),
                 runs=ReceivedExperts().describe() if elsewhere else runs,

@@ -6,19 +6,24 @@ Pure: no torch, nothing imported because a file says so. Reading goes document â
 
 from ktinject.rules.arguments import argument_of, check_arguments, unknown_operator
 from ktinject.rules.assign import Assignment, Module, assign
+from ktinject.rules.excerpt import places, pointed
+from ktinject.rules.explain import Explanation, explain
 from ktinject.rules.language import KEEP, Match, Rule, RuleSet
+from ktinject.rules.migrate import Migrated, migrate, read_legacy
 from ktinject.rules.roles import ELSEWHERE, ROLES, HasRole
 from ktinject.rules.schema import schema
+from ktinject.rules.settings import parse_overrides
 from ktinject.rules.sources import bundled, locate, parse, read
-from ktinject.rules.variables import parse_overrides
 
 __all__ = [
     "ELSEWHERE",
     "KEEP",
     "ROLES",
     "Assignment",
+    "Explanation",
     "HasRole",
     "Match",
+    "Migrated",
     "Module",
     "Rule",
     "RuleSet",
@@ -26,10 +31,15 @@ __all__ = [
     "assign",
     "bundled",
     "check_arguments",
+    "explain",
     "locate",
+    "migrate",
     "parse",
     "parse_overrides",
+    "places",
+    "pointed",
     "read",
+    "read_legacy",
     "schema",
     "unknown_operator",
 ]

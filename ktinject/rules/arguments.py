@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from ktinject.errors import RuleError
 from ktinject.rules.language import KEEP, Rule
-from ktinject.rules.wording import did_you_mean, listing, show
+from ktinject.rules.wording import Place, Problems, did_you_mean, listing, show
 
 C = TypeVar("C")
 
@@ -25,40 +25,47 @@ def check_arguments(rule: Rule, config_class: type[C]) -> C:
     Annotations may be str, int, float, bool, None, Literal, list[…] and unions of these; true and false are
     no numbers. A ValueError from the config's `__post_init__` becomes a refusal of the rule.
 
-    Raises   RuleError, at the argument's line, for an unknown or missing argument or one of another type
+    Raises   RuleError, at the arguments' lines, for unknown and missing arguments and those of another type
     """
     config: Any = config_class
     kinds = _kinds(config)
     values: dict[str, Any] = {}
+    problems = Problems()
     for name, value in rule.arguments.items():
-        place = rule.place(name)
-        if name not in kinds:
-            raise place.refusal(
-                f"{rule.operator} has no argument {show(name)}; it has {listing(kinds, 'and')}. "
-                f"Correct or remove it.{did_you_mean(name, kinds)}"
-            )
-        if not _accepts(kinds[name], value):
-            found = listing(map(show, value), "and") if isinstance(value, list) and value else show(value)
-            words = [option for option in _literals(kinds[name]) if isinstance(option, str)]
-            hint = did_you_mean(value, words) if isinstance(value, str) else ""
-            raise place.refusal(
-                f"{name} is {found}; it is {_describe(kinds[name])}. Write one of these.{hint}"
-            )
-        values[name] = float(value) if kinds[name] is float else value
+        with problems.kept():
+            values[name] = _argument(rule, name, value, kinds)
     missing = [
         field.name
         for field in dataclasses.fields(config)
-        if field.name in kinds and field.name not in values
+        if field.name in kinds and field.name not in rule.arguments
         and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]  # fmt: skip
     if missing:
-        raise rule.place().refusal(
-            f"{rule.operator} needs {listing(missing, 'and')}; no default is there. Add it."
+        problems.add(
+            rule.place().refusal(
+                f"{rule.operator} needs {listing(missing, 'and')}; no default is there. Add it."
+            )
         )
+    problems.check()
     try:
         return config_class(**values)
     except ValueError as error:
         raise rule.place(argument_of(str(error), config_class)).refusal(str(error)) from error
+
+
+def _argument(rule: Rule, name: str, value: Any, kinds: Mapping[str, Any]) -> Any:
+    place = rule.place(name)
+    if name not in kinds:
+        raise place.refusal(
+            f"{rule.operator} has no argument {show(name)}; it has {listing(kinds, 'and')}. "
+            f"Correct or remove it.{did_you_mean(name, kinds)}"
+        )
+    if not _accepts(kinds[name], value):
+        found = listing(map(show, value), "and") if isinstance(value, list) and value else show(value)
+        words = [option for option in _literals(kinds[name]) if isinstance(option, str)]
+        hint = did_you_mean(value, words) if isinstance(value, str) else ""
+        raise place.refusal(f"{name} is {found}; it is {_describe(kinds[name])}. Write one of these.{hint}")
+    return float(value) if kinds[name] is float else value
 
 
 def argument_of(reason: str, config_class: type) -> str | None:
@@ -70,7 +77,7 @@ def argument_of(reason: str, config_class: type) -> str | None:
 def unknown_operator(rule: Rule, known: Iterable[str]) -> RuleError:
     """The refusal of an operator that nobody registered."""
     names = sorted({*known, KEEP})
-    return rule.place().refusal(
+    return Place(rule.operator_where or rule.where, f"rule {rule.name!r}").refusal(
         f"unknown operator {show(rule.operator)}; registered are {listing(names, 'and')}. "
         f"Name one of them, or add yours with register_operator.{did_you_mean(rule.operator, names)}"
     )

@@ -57,17 +57,17 @@ def assign(
         except RuleError as error:
             problems.append(str(error))
             break  # the next one could take as long
-        by_role = bool(rule.match.role or rule.match.inside)
+        by_role = rule.match.by_role
         if by_role:
             began = time.thread_time()
             hits = [path for path in hits if rule.match.has_roles(path, has_role)]
             end += time.thread_time() - began  # to run modules takes as long as it takes
         if hits and not rule.optional and (beyond := (rule.match.layers or frozenset()) - layers):
             problems.append(str(rule.place().refusal(_beyond(beyond, layers))))
-        owners = {path: owner for path in hits if (owner := _owner(path, rules, keeps or {}, by_role))}
+        owners = {path: found for path in hits if (found := owner(path, rules, keeps or {}, by_role))}
         free = [path for path in hits if path not in owners]
         rules.update((path, rule) for path in free)
-        if free or rule.optional or any(owner.depth < rule.depth for owner in owners.values()):
+        if free or rule.optional or any(other.depth < rule.depth for other in owners.values()):
             continue
         # Reasons take time to find, and no more are shown.
         reason = "it matches nothing"
@@ -105,16 +105,16 @@ def _hits(rule: Rule, match: Match, modules: Sequence[Module], all_end: float) -
     return hits
 
 
-def _owner(
+def owner(
     path: str, rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]], by_role: bool
 ) -> Rule | None:
     """The earlier rule that a module went to; for a rule by role, also one with whose module it goes away."""
-    around = (rule for _, rule in _outer(path, rules, keeps)) if by_role else iter(())
+    around = (rule for _, rule in outer_modules(path, rules, keeps)) if by_role else iter(())
     return rules.get(path) or next(around, None)
 
 
 def _shadowed(owners: Mapping[str, Rule]) -> str:
-    earlier = {owner.name: owner.where for owner in owners.values()}
+    earlier = {other.name: other.where for other in owners.values()}
     names = listing((f"{name!r} ({where})" for name, where in earlier.items()), "and")
     return (
         f"all {len(owners)} modules that it matches, such as {next(iter(owners))!r}, go to earlier rules: {names}; "
@@ -172,7 +172,7 @@ def _give_way(rules: dict[str, Rule], keeps: Mapping[str, Collection[str]]) -> N
     for path in [
         path
         for path, rule in rules.items()
-        if any(outer.depth < rule.depth for _, outer in _outer(path, rules, keeps))
+        if any(outer.depth < rule.depth for _, outer in outer_modules(path, rules, keeps))
     ]:
         del rules[path]
 
@@ -181,7 +181,7 @@ def _vanishing(rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]) 
     """Rules whose modules lie inside modules that are replaced: nothing is left to replace or keep."""
     found: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for path, rule in rules.items():
-        for parent, outer in _outer(path, rules, keeps):
+        for parent, outer in outer_modules(path, rules, keeps):
             found.setdefault((rule.name, outer.name), []).append((path, parent))
     problems = []
     for pairs in found.values():
@@ -200,7 +200,7 @@ def _vanishing(rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]) 
     return problems
 
 
-def _outer(
+def outer_modules(
     path: str, rules: Mapping[str, Rule], keeps: Mapping[str, Collection[str]]
 ) -> Iterator[tuple[str, Rule]]:
     """The modules around a path that are replaced by an operator that does not keep what lies there, and its rules."""

@@ -58,10 +58,14 @@ class _Open:
 class Composer:
     """Makes nodes of the events of one document.
 
-    problems  gets what is wrong with single keys and values; the composer then goes on without them
+    problems     gets what is wrong with single keys and values; the composer then goes on without them
+    number_keys  whether whole numbers are keys, too: their text is
     """
 
-    def __init__(self, source: str, lines: Sequence[str], problems: Problems) -> None:
+    def __init__(
+        self, source: str, lines: Sequence[str], problems: Problems, number_keys: bool = False
+    ) -> None:
+        self._number_keys = number_keys
         self._source = source
         self._lines = lines
         self._problems = problems
@@ -153,6 +157,8 @@ class Composer:
         assert isinstance(parent.items, dict)
         parent.merges = merge
         parent.key = (None, where)
+        if self._number_keys and type(key) is int:
+            key = str(key)
         if not isinstance(key, str):
             text = "a list or mapping" if isinstance(key, list | dict) else show(key)
             self._problems.add(

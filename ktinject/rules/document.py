@@ -33,7 +33,7 @@ MAX_BYTES = 1 << 20
 PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def from_file(path: Path, source: str, problems: Problems | None = None) -> Node:
+def from_file(path: Path, source: str, problems: Problems | None = None, number_keys: bool = False) -> Node:
     """Read a file. Raises RuleError for what cannot be read and for everything `from_bytes` refuses."""
     try:
         with path.open("rb") as file:
@@ -41,13 +41,20 @@ def from_file(path: Path, source: str, problems: Problems | None = None) -> Node
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise RuleError(f"{source}: {reason}; a rule file must be readable. Check the path.") from error
-    return from_bytes(data, source, problems=problems)
+    return from_bytes(data, source, problems=problems, number_keys=number_keys)
 
 
-def from_bytes(data: bytes, source: str, parser: Any = PARSER, problems: Problems | None = None) -> Node:
+def from_bytes(
+    data: bytes,
+    source: str,
+    parser: Any = PARSER,
+    problems: Problems | None = None,
+    number_keys: bool = False,
+) -> Node:
     """Read one YAML document.
 
-    problems  gets what is wrong with single keys and values, and the document is read on; None: it is raised
+    problems     gets what is wrong with single keys and values, and the document is read on; None: it is raised
+    number_keys  whether whole numbers are keys, too: their text is
     Raises    RuleError with "source:line:column" for text that is not UTF-8 or malformed, and with "source:line" for
               what is too large, tags, duplicate or non-text keys, aliases without an anchor, several documents
     """
@@ -68,13 +75,16 @@ def from_bytes(data: bytes, source: str, parser: Any = PARSER, problems: Problem
         raise control_character(_at(source, line, column, []), bad)  # a line that is not shown
     found = Problems()
     try:
-        root = Composer(source, lines, found).compose(yaml.parse(text, Loader=parser))
+        root = Composer(source, lines, found, number_keys).compose(yaml.parse(text, Loader=parser))
     except RuleError as error:
-        raise found.with_(error) from error.__cause__
+        found.last(error)
+        raise found.together() from error.__cause__
     except yaml.MarkedYAMLError as error:
-        raise found.with_(_malformed(error, lines, source)) from error
+        found.last(_malformed(error, lines, source))
+        raise found.together() from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML's own int() and chr() calls
-        raise found.with_(_ill_formed(_at(source, 0, 0, lines), error, "Correct it.")) from error
+        found.last(_ill_formed(_at(source, 0, 0, lines), error, "Correct it."))
+        raise found.together() from error
     if problems is None:
         found.check()
     else:

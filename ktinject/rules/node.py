@@ -38,23 +38,36 @@ class Where(str):
     lines          of the whole file
     """
 
-    line: int
-    column: int
-    width: int
-    lines: Sequence[str]
+    _at: tuple[int, int, int, Sequence[str]]
 
     def __new__(
         cls, text: str, line: int = 0, column: int = 0, width: int = 1, lines: Sequence[str] = ()
     ) -> Where:
         where = super().__new__(cls, text)
-        where.line, where.column, where.width, where.lines = line, column, width, lines
+        where._at = line, column, width, lines  # in one piece: every node has one
         return where
+
+    @property
+    def line(self) -> int:
+        return self._at[0]
+
+    @property
+    def column(self) -> int:
+        return self._at[1]
+
+    @property
+    def width(self) -> int:
+        return self._at[2]
+
+    @property
+    def lines(self) -> Sequence[str]:
+        return self._at[3]
 
     def covering(self, other: str) -> Where:
         """The same place, pointing at another of the same line; a value stands where its key does."""
-        if not isinstance(other, Where) or other.line != self.line:
+        if not isinstance(other, Where) or other._at[0] != self._at[0]:
             return self
-        return Where(str(self), self.line, other.column, other.width, self.lines)
+        return Where(self, *other._at)
 
 
 @dataclass(frozen=True, slots=True)

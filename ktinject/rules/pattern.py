@@ -22,6 +22,18 @@ _TOKEN = regex.compile(
 _COUNT = regex.compile(r"\{([0-9]{1,4})(?:,([0-9]{0,4}))?\}")
 
 
+class Patterns:
+    """The patterns of a rule set, which together may take so much time and memory."""
+
+    def __init__(self) -> None:
+        self._left = MAX_SIZES
+
+    def has_room(self, pattern: str) -> bool:
+        """Whether one more may be compiled. Raises ValueError as `compiled`."""
+        self._left -= size(pattern)
+        return self._left >= 0
+
+
 @functools.lru_cache(maxsize=512)
 def compiled(pattern: str) -> regex.Pattern[str]:
     """The compiled pattern.

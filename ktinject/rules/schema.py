@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktinject.rules.arguments import argument_schema
-from ktinject.rules.language import KEEP, VERSION
+from ktinject.rules.files import VERSION
+from ktinject.rules.language import KEEP
 from ktinject.rules.roles import ROLES
 from ktinject.rules.sources import bundled
 from ktinject.rules.variables import REFERENCE

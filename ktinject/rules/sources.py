@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ktinject.errors import RuleError
 from ktinject.rules import document
-from ktinject.rules.language import VERSION, Document, RuleSet, rule_set
+from ktinject.rules.files import VERSION, Document
+from ktinject.rules.language import Rule, RuleSet, rule_set
 from ktinject.rules.node import Node
-from ktinject.rules.wording import Place, did_you_mean, listing, show
+from ktinject.rules.wording import Place, Problems, did_you_mean, listing, show
 
 logger = logging.getLogger("ktinject")
 
@@ -24,14 +25,17 @@ def read(
     source: str | Path | RuleSet | Mapping[str, Any] | Sequence[Mapping[str, Any]],
     *,
     variables: Mapping[str, Any] | None = None,
+    check: Callable[[Rule], None] | None = None,
 ) -> RuleSet:
     """Read rules.
 
     source     a path, a bundled name ("deepseek-v3"), a document as a dict, a list of rules as dicts, or a
                RuleSet, returned as it is. A path that is not there but whose file name is bundled means the
                bundled file, and the log says so
-    variables  values in place of the document's own
-    Raises     RuleError, with file and line, for everything that is not the rule language, version 1
+    variables  values in place of the document's own: for variables, and "rule.argument" → value for arguments of rules
+    check      called for each rule; a RuleError that it raises is told with all others
+    Raises     RuleError, with file and line, for everything that is not the rule language, version 1: all problems at
+               once, each of which is in its `parts`
     """
     if isinstance(source, RuleSet):
         if variables:
@@ -40,30 +44,41 @@ def read(
                 "reading. Pass them together with the file."
             )
         return source
+    problems = Problems()
     if isinstance(source, str | Path):
         path, name = locate(source)
-        return rule_set(_with_bases(Document(document.from_file(path, name), name), path), variables)
+        root = document.from_file(path, name, problems)
+        return rule_set(with_bases(Document(root, name), path), variables, check, problems)
     if isinstance(source, Mapping):
-        return rule_set(_with_bases(Document(document.from_python(source, PYTHON), PYTHON)), variables)
+        root = document.from_python(source, PYTHON)
+        return rule_set(with_bases(Document(root, PYTHON)), variables, check)
     if isinstance(source, list | tuple):
         rules = document.from_python(source, PYTHON, "rules")
         root = Node({"version": Node(VERSION, PYTHON), "rules": rules}, PYTHON)
-        return rule_set([Document(root, PYTHON)], variables)
+        return rule_set([Document(root, PYTHON)], variables, check)
     raise RuleError(
         f"rules are given as {type(source).__name__}; a path, a bundled name, a RuleSet, a dict or a list "
         "of dicts is read. Pass one of these."
     )
 
 
-def parse(data: bytes, source: str, *, variables: Mapping[str, Any] | None = None) -> RuleSet:
+def parse(
+    data: bytes,
+    source: str,
+    *,
+    variables: Mapping[str, Any] | None = None,
+    check: Callable[[Rule], None] | None = None,
+) -> RuleSet:
     """Read the bytes of a rule file, called `source` in refusals. Raises RuleError as `read` does.
 
     What it extends is looked for in the working directory.
     """
-    return rule_set(_with_bases(Document(document.from_bytes(data, source), source)), variables)
+    problems = Problems()
+    root = document.from_bytes(data, source, problems=problems)
+    return rule_set(with_bases(Document(root, source)), variables, check, problems)
 
 
-def _with_bases(own: Document, path: Path | None = None) -> list[Document]:
+def with_bases(own: Document, path: Path | None = None) -> list[Document]:
     """The file, the file that it extends, the one that this extends, and so on.
 
     path    of the file; None: it is none

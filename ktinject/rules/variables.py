@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import regex
@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ktinject.rules import document
-from ktinject.rules.node import Node, scalar
-from ktinject.rules.wording import Place, did_you_mean, listing, show
+from ktinject.rules.node import Node
+from ktinject.rules.wording import Enough, Place, Problems, Unknown, did_you_mean, listing, show
 
 REFERENCE = r"\$\{variables\.([A-Za-z_][A-Za-z0-9_]*)\}"
 NAME = regex.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -23,26 +23,22 @@ _MAX_TEXT = 1000
 
 
 class Variables:
-    """Declared values, with some overridden. Raises RuleError for values that are not allowed."""
+    """Declared values, with some overridden.
 
-    def __init__(self, nodes: Sequence[Node], overrides: Mapping[str, Any], source: str) -> None:
-        """`nodes` map names to defaults; a later one may give other defaults to what an earlier one declares."""
+    problems  gets what is not allowed
+    """
+
+    def __init__(self, problems: Problems) -> None:
         self.values: dict[str, Any] = {}
+        self._problems = problems
         self._left = _MAX_REFERENCES
-        for node in nodes:
-            self._declare(node)
-        if not isinstance(overrides, Mapping):
-            raise Place(source).refusal(
-                f"variables are given as {type(overrides).__name__}; they are a mapping of names to values. "
-                'Write {"experts": "int8"}, for example.'
-            )
-        for name, value in overrides.items():
-            self._override(name, value, source)
+        self._refused: set[str] = set()
 
     def fill(self, node: Node, place: Place) -> Any:
         """The node's plain value, every `${variables.name}` filled in; one alone keeps its variable's type.
 
-        Raises   RuleError for any other interpolation and for variables that are not declared
+        Raises   RuleError for any other interpolation and for variables that are not declared; Unknown for a variable
+                 whose value was refused
         """
         if isinstance(node.value, list):
             return [self.fill(item, place.moved(item.where)) for item in node.value]
@@ -62,9 +58,12 @@ class Variables:
         if len(text) > _MAX_TEXT or self._left < 0:
             raise place.refusal(
                 f"{show(text)} is too much to fill in; a file may refer to variables {_MAX_REFERENCES:,} "
-                f"times, in texts of at most {_MAX_TEXT:,} characters. Write values out."
+                f"times, in texts of at most {_MAX_TEXT:,} characters. Write values out.",
+                Enough,
             )
         for name in names:
+            if name in self._refused:
+                raise Unknown
             if name not in self.values:
                 raise place.refusal(
                     f"${{variables.{name}}} is not declared; {self._declared()}. "
@@ -80,20 +79,34 @@ class Variables:
     def _config(self) -> DictConfig:
         return OmegaConf.create({"variables": self.values, "text": None})
 
-    def _declare(self, node: Node) -> None:
-        if not isinstance(node.value, dict):
-            raise Place(node.where).refusal(
-                f"variables is {show(node.value)}; it is a mapping of names to values. Write name: value."
-            )
-        for name, item in node.value.items():
-            if not NAME.fullmatch(name):
-                raise Place(item.where).refusal(
-                    f"the variable name {show(name)}; a name has letters, digits and _, and begins with "
-                    "no digit. Rename it."
+    def declare(self, node: Node) -> None:
+        """Take defaults from a mapping of names to values; what is declared already gets another default."""
+        with self._problems.kept():
+            if not isinstance(node.value, dict):
+                raise Place(node.where).refusal(
+                    f"variables is {show(node.value)}; it is a mapping of names to values. Write name: value."
                 )
-            place = Place(item.where, f"variable {name!r}")
-            _check(item.value, place)
-            self._set(name, item.value, place)
+            for name, item in node.value.items():
+                with self._problems.kept():
+                    self._declare(name, item)
+
+    def override(self, values: Mapping[str, Any], source: str) -> None:
+        """Take values in place of the defaults."""
+        for name, value in values.items():
+            with self._problems.kept():
+                self._override(name, value, source)
+
+    def _declare(self, name: str, item: Node) -> None:
+        if not NAME.fullmatch(name):
+            raise Place(item.key or item.where).refusal(
+                f"the variable name {show(name)}; a name has letters, digits and _, and begins with "
+                "no digit. Rename it."
+            )
+        place = Place(item.where, f"variable {name!r}")
+        self._refused.add(name)
+        _check(item.value, place)
+        self._set(name, item.value, place)
+        self._refused.discard(name)
 
     def _override(self, name: str, value: object, source: str) -> None:
         if name not in self.values:
@@ -118,21 +131,6 @@ class Variables:
 
     def _declared(self) -> str:
         return f"the file declares {listing(self.values, 'and')}" if self.values else "the file declares none"
-
-
-def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
-    """Overrides from a command line: `experts=int8`, the value typed as in YAML. Raises RuleError."""
-    values: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not NAME.fullmatch(name):
-            raise Place("").refusal(
-                f"the override {show(text)}; it is name=value. Write experts=int8, for example."
-            )
-        if name in values:
-            raise Place("").refusal(f"the variable {name!r} is set twice; it has one value. Set it once.")
-        values[name] = scalar(value, f"{name}=")
-    return values
 
 
 def _check(value: object, place: Place) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ktinject.errors import LISTED, RuleError, few
 
 _SHOWN = 80
+_MOST_PROBLEMS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,9 @@ class Place:
         """Another line of the same rule."""
         return Place(where, self.rule)
 
-    def refusal(self, text: str) -> RuleError:
+    def refusal(self, text: str, kind: type[RuleError] = RuleError) -> RuleError:
         """The error to raise, `where: rule: text`."""
-        error = RuleError(": ".join(part for part in (self.where, self.rule, text) if part))
+        error = kind(": ".join(part for part in (self.where, self.rule, text) if part))
         error.where = self.where
         return error
 
@@ -36,12 +37,14 @@ class Problems:
     def __init__(self) -> None:
         self._found: list[RuleError] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
+    def __len__(self) -> int:
+        return len(self._found)
 
     def add(self, error: RuleError) -> None:
-        """Collect a refusal, or those that it holds."""
+        """Collect a refusal, or those that it holds. Raises Enough when there are so many that nobody reads more."""
         self._found += error.parts or (error,)
+        if len(self._found) >= _MOST_PROBLEMS:
+            raise Enough
 
     def extend(self, other: Problems) -> None:
         """Collect those of another."""
@@ -49,31 +52,42 @@ class Problems:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Collect a refusal that is raised inside the `with` block, which it ends."""
+        """Collect a refusal that is raised inside the `with` block, which it ends. Raises Enough."""
         try:
             yield
         except Unknown:
             pass
+        except Enough as error:
+            self.last(error)
+            raise Enough from None
         except RuleError as error:
             self.add(error)
 
+    def last(self, error: RuleError) -> None:
+        """Collect the refusal that ended the reading."""
+        if error.args:
+            self._found += error.parts or (error,)
+
     def check(self) -> None:
         """Raise RuleError with all problems, in the order in which they were found, if there are any."""
-        if len(self._found) == 1:
-            raise self._found[0]
         if self._found:
-            error = RuleError("\n".join(few(self._found)))
-            error.parts = tuple(self._found)
-            raise error
+            raise self.together()
 
-    def with_(self, error: RuleError) -> RuleError:
-        """A refusal with all problems, this one the last."""
-        self.add(error)
-        try:
-            self.check()
-        except RuleError as together:
-            return together
-        raise AssertionError("a refusal was added")
+    def all(self) -> tuple[RuleError, ...]:
+        """All problems, in the order in which they were found."""
+        return tuple(self._found)
+
+    def together(self) -> RuleError:
+        """One refusal of all problems, of which there is one at least."""
+        if len(self._found) == 1:
+            return self._found[0]
+        error = RuleError("\n".join(few(self._found)))
+        error.parts = tuple(self._found)
+        return error
+
+
+class Enough(RuleError):
+    """A refusal after which no more is read: what follows would cost too much, or be too much to tell."""
 
 
 class Unknown(RuleError):

@@ -3,27 +3,39 @@
     python tests/fuzz/fuzz_rules.py --runs 1000000 --seed 1
 
 Every document is read; what can be read is assigned to the modules of a small model, and its arguments are
-typed. Half of the mutations work on bytes, half on tokens: the YAML layer and the meaning behind it.
+typed. One of seven is a file of KTransformers 0.x, which is migrated. Half of the mutations work on bytes, half on
+tokens: the YAML layer and the meaning behind it.
 A failure prints the seed, the run and the document.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from ktinject import rules
 from ktinject.errors import RuleError
+from ktinject.operators import REGISTRY
 from ktinject.rules import document
-from ktinject.rules.language import Document, rule_set
+from ktinject.rules.files import Document
+from ktinject.rules.language import rule_set
+from ktinject.rules.migrate import migrate_bytes
+from ktinject.rules.sources import with_bases
+from ktinject.rules.wording import Problems
+from ktinject.support import SUPPORTED, Support
 
 SEEDS = [
     rb"""version: 1
@@ -61,12 +73,72 @@ rules:
     per_layer: [1, 2, auto]
     device: null
 """,
+    rb"""version: 1
+extends: base
+variables: {w: int8}
+rules:
+  - name: merged
+    match: &m {class: Experts, layers: 1}
+    replace: &r {operator: cpu_experts, weights: "${variables.w}"}
+  - name: aliased
+    match: {<<: *m, layers: [2, 3]}
+    replace: {<<: [*r, {numa: 1}], kernel: auto}
+  - name: by role
+    match: {role: router, inside: moe_block, path: '.*'}
+    replace: keep
+    optional: true
+""",
+    rb"""version: 1
+extends: inner/middle.yaml
+""",
 ]  # fmt: skip
+# Files of KTransformers 0.x.
+LEGACY = [
+    rb"""- match: {name: "^model\\.layers\\.(?!.*kv_b_proj).*$", class: torch.nn.Linear}
+  replace:
+    class: ktransformers.operators.linear.KTransformersLinear
+    kwargs: &k {generate_device: "cuda:0", prefill_device: "cuda:0", generate_op: KLinearMarlin, prefill_op: null}
+- match: {name: "mlp\\.experts$"}
+  replace:
+    class: ktransformers.operators.experts.KTransformersExperts
+    kwargs: {<<: *k, generate_op: KExpertsCPU, prefill_op: None, generate_device: cpu, backend: AMXInt8}
+  recursive: False
+- match: {name: "^model$"}
+  replace:
+    class: ktransformers.operators.models.KDeepseekV2Model
+    kwargs: {per_layer_prefill_intput_threshold: 0, transfer_map: {30: "cuda:1"}}
+- match: {name: "^model.embed_tokens|^lm_head"}
+  replace: {class: default, kwargs: {generate_device: cpu}}
+""",
+    rb"""- match:
+    class: ktransformers.models.modeling_deepseek_v3.MoEGate
+  replace:
+    class: ktransformers.operators.gate.KMoEGate
+    kwargs:
+      generate_device: "cuda:1"
+- match:
+    name: "^model\\.layers\\.([012])\\.self_attn$"
+  replace:
+    class: ktransformers.operators.attention.KDeepseekV2Attention
+    kwargs: {absorb_for_prefill: true}
+""",
+]  # fmt: skip
+# What a document may extend, in a folder of its own: "a" and "b" extend each other.
+FILES = {
+    "base": b"version: 1\nvariables: {w: int4}\nrules:\n- {name: base, match: {class: Linear}, replace: keep}\n",
+    "inner/middle.yaml": b"version: 1\nextends: ../base\n",
+    "a": b"version: 1\nextends: b\n",
+    "b": b"version: 1\nextends: a\n",
+    "broken": b"version: 1\nrules: [",
+}
 WORDS = rb"""
 version model_types variables rules name match path class layers replace operator optional keep default recursive
 kwargs weights group_size kernel numa device ratio Experts Linear experts mlp torch.nn.Linear ktinject.x:Y a.b.C
 auto true false null None ~ yes 0 1 -1 128 1e999 010 .5 0x1f 99999999999999999999 1-3 3-1 0-99999 2-9
 [1,2] ??? 0-3,90-95
+extends base a b broken inner/middle.yaml .. / inner nope role inside routed_experts moe_block norm *m *r *k &m &r &k <<
+generate_device prefill_op KLinearMarlin KExpertsCPU KTransformersLinear default backend llamafile transfer_map
+^model $ | ^ None cuda:0 cuda xpu:1
 ${variables.experts} ${variables.nope} ${oc.env:HOME} ${rules} ${variables.${variables.a}} ${ \${variables.a} $
 { } [ ] , : - ? & * ! | > ' " @ % &a *a << !!python/name:os.system !!str !x --- ... %YAML
 \d+ .* ( ) (?R) (?:a|a)* (a+)+ {1,99} {9} \x85 \xff "\u0000" "\ud800"
@@ -135,44 +207,95 @@ def mutate(data: bytes, random_: random.Random) -> bytes:
     return b"".join(tokens)
 
 
+def has_role(path: str, role: str) -> Support:
+    """Roles by name, in place of the probes that find them in a model."""
+    wanted = {"routed_experts": ".experts", "router": ".gate", "moe_block": ".mlp"}.get(role, "?")
+    return SUPPORTED if path.endswith(wanted) else Support.no("it is something else")
+
+
 def run(data: bytes, parser: Any) -> str:
     """How far the document came. Raises nothing unless there is a bug."""
     stage = "read"
     try:
-        found = rule_set([Document(document.from_bytes(data, "f", parser), "f")])
+        problems = Problems()
+        root = document.from_bytes(data, "f", parser, problems)
+        found = rule_set(with_bases(Document(root, "f")), None, None, problems)
         stage = "assign"
-        rules.assign(found, MODULES)
+        rules.assign(found, MODULES, has_role=has_role)
         beyond = [
             rule for rule in found.rules if (rule.match.layers or {0}) - {0, 1, 2, 3} and not rule.optional
         ]
         assert not beyond, beyond
+        rules.explain(found, MODULES, [MODULES[1][0], MODULES[-1][0]], has_role=has_role)
         stage = "arguments"
         for rule in found.rules:
             if rule.operator == "cpu_experts":
                 rules.check_arguments(rule, Config)
     except RuleError as error:
-        if not str(error).startswith("f:"):
-            raise AssertionError(f"no place in: {error}") from error
+        check(error)
         return f"refused by {stage}"
     return "accepted"
+
+
+def check(error: RuleError) -> None:
+    """Every refusal names a file, and can be shown with its line."""
+    names = ("f:", *(f"{name}:" for name in FILES), "inner/../base:")
+    for part in error.parts or (error,):
+        if not str(part).startswith(names):
+            raise AssertionError(f"no place in: {part}") from error
+    rules.pointed(error)
+    rules.places(error)
+
+
+def run_legacy(data: bytes, parser: Any) -> str:
+    """What became of a file of KTransformers 0.x: what comes out of `migrate` is read again."""
+    try:
+        found = migrate_bytes(data, "f", parser)
+    except RuleError as error:
+        check(error)
+        return "refused by migrate"
+    for problem in found.problems:
+        check(problem)
+    again = rules.parse(found.text.encode(), "f")
+    for rule in again.rules:
+        if rule.operator != rules.KEEP:
+            rules.check_arguments(rule, REGISTRY[rule.operator].Config)
+    return "migrated with mistakes" if found.problems else "migrated"
 
 
 def fuzz(runs: int, seed: int, parser: Any = document.PARSER) -> Counter[str]:
     """Run documents that follow from the seed; counts by outcome."""
     random_ = random.Random(seed)
     outcomes: Counter[str] = Counter()
-    for number in range(runs):
-        data = mutate(random_.choice(SEEDS), random_)
-        started = time.perf_counter()
-        try:
-            outcomes[run(data, parser)] += 1
-        except BaseException:
-            print(f"run {number} of seed {seed}: {data!r}", file=sys.stderr)
-            raise
-        if time.perf_counter() - started > 1.0:
-            outcomes["over a second"] += 1
-            print(f"slow: run {number} of seed {seed}: {data!r}", file=sys.stderr)
+    with files():
+        for number in range(runs):
+            is_legacy = random_.random() < 0.15
+            data = mutate(random_.choice(LEGACY if is_legacy else SEEDS), random_)
+            started = time.thread_time()
+            try:
+                outcomes[run_legacy(data, parser) if is_legacy else run(data, parser)] += 1
+            except BaseException:
+                print(f"run {number} of seed {seed}: {data!r}", file=sys.stderr)
+                raise
+            if time.thread_time() - started > 1.0:
+                outcomes["over a second"] += 1
+                print(f"slow: run {number} of seed {seed}: {data!r}", file=sys.stderr)
     return outcomes
+
+
+@contextmanager
+def files() -> Iterator[None]:
+    """A working directory with what documents extend."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in FILES.items():
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
+            (Path(folder) / name).write_bytes(data)
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
 
 
 def main() -> None:

@@ -181,17 +181,18 @@ def test_the_bundled_rules_replace_them_on_a_gpu(tiny_qwen3_moe: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_next"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows,n", SIZES)
-def test_on_the_gpu(rows: int, n: int, dtype: torch.dtype) -> None:
+def test_on_the_gpu(rows: int, n: int, dtype: torch.dtype, family: str) -> None:
     if not torch.cuda.is_available() or not _native.cuda_built():
         pytest.skip("no CUDA device, or built without CUDA")
-    module = norms("qwen3_moe")[0]
+    module = norms(family)[0]
     module.weight = nn.Parameter(torch.randn(n, device="cuda").to(dtype))
     operator = RmsNorm.build(module.cpu(), RmsNormConfig(device="cuda:0")).cuda()
     for x in inputs(rows, n, dtype, "cuda"):
         with torch.no_grad():
-            assert_close(operator(x), formula(x, operator.weight, operator.epsilon))
+            assert_close(operator(x), operator._in_torch(x))
 
 
 @pytest.mark.gpu

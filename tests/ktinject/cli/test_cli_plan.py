@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ktinject.rules import read as read_rules
+
 TRAINED = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
 EXPERTS = [f"model.layers.{layer}.mlp.experts" for layer in (1, 2)]
 
@@ -220,3 +222,53 @@ def test_refused(ktinject, tiny_deepseek_v3, arguments, says):
 
 def test_no_model_in_the_folder(ktinject, tmp_path):
     assert str(tmp_path) in ktinject("plan", tmp_path, exit_code=2).stderr
+
+
+def test_where_each_line_comes_from(ktinject, as_json, tiny_qwen3_moe, tmp_path):
+    rules = tmp_path / "mine.yaml"
+    rules.write_text(
+        "version: 1\nextends: qwen3-moe\nrules:\n"
+        "  - name: first\n    match: {class: Qwen3MoeExperts, layers: 0}\n    replace: {operator: cpu_experts}\n"
+    )
+    options = ("plan", tiny_qwen3_moe, "--rules", rules, "--set", "routed experts.prefill=cpu")
+    text = ktinject(*options).stdout
+    assert "routed experts: prefill = cpu is set\n" in text
+    attention = next(rule for rule in read_rules("qwen3-moe").rules if rule.name == "attention")
+    lines = {line.split("  ")[0].strip(): line.rpartition("  ")[2].strip() for line in text.splitlines()}
+    plan = as_json(*options)
+    assert lines["first"].endswith(":4") and lines["attention"] == attention.where
+    assert plan["extends"] == ["qwen3-moe.yaml", "auto.yaml"]
+    assert plan["from"]["first"] == {"file": str(rules), "line": 4, "arguments": {}}
+    assert plan["from"]["routed experts"]["arguments"]["prefill"] == "override 'routed experts.prefill'"
+    assert {module["rule"]: module["where"] for module in plan["modules"]}["first"] == f"{rules}:4"
+
+
+def test_explain(ktinject, as_json, tiny_deepseek_v3):
+    text = ktinject("plan", tiny_deepseek_v3, "--explain", r"model\.layers\.\d+\.mlp\.experts").stdout
+    router, experts, *others = read_rules("deepseek-v3").rules
+    assert text.splitlines()[0] == f"{', '.join(EXPERTS)}: DeepseekV3Experts"
+    assert text.splitlines()[1].startswith(f"1. 'router, exact' ({router.where}): its role is not router: ")
+    assert text.splitlines()[2:4] == [
+        f"2. 'routed experts' ({experts.where}): matches",
+        f"{len(others)} more rules come after it",
+    ]
+    assert text.splitlines()[4].startswith("→ 'routed experts' replaces it by hybrid_experts: ")
+    (kept,) = as_json("plan", tiny_deepseek_v3, "--explain", "model.rotary_emb")["explained"]
+    assert (kept["taken_by"], kept["untried"], len(kept["tried"])) == (None, 0, 2 + len(others))
+    assert all(step["why_not"] for step in kept["tried"]) and kept["outcome"].startswith("no rule takes it")
+
+
+def test_explain_a_refusal(ktinject, tiny_deepseek_v3):
+    """Where the plan is refused, too, one wants to know why."""
+    result = ktinject(
+        "plan", tiny_deepseek_v3, "--set", "routed experts.replace=keep", "--explain", EXPERTS[0]
+    )
+    assert "→ 'routed experts' keeps it as it is" in result.stdout
+    options = ("--set", "norms.operator=cpu_linear", "--explain", "model.norm")
+    result = ktinject("plan", tiny_deepseek_v3, *options, exit_code=2)
+    assert "→ 'norms' would replace it by cpu_linear; refused: cpu_linear cannot replace a" in result.stdout
+    assert "cannot replace a" in result.stderr
+    result = ktinject("plan", tiny_deepseek_v3, "--explain", "model.layers.99", exit_code=2)
+    assert "no module has this path" in result.stderr and "The closest are" in result.stderr
+    result = ktinject("plan", tiny_deepseek_v3, "--explain", "(", exit_code=2)
+    assert "is not a regular expression" in result.stderr

@@ -60,10 +60,11 @@ def test_the_table(model: PreTrainedModel, folder: Path) -> None:
     rest = {"name": "nothing", "match": {"class": "Conv2d"}, "replace": "keep", "optional": True}
     text = str(planned(model, [KEEP_ROUTER, rest, *rule()], folder, budget={"cpu": "10KiB"}))
     rows = [re.split(r"  +", line.strip()) for line in text.splitlines()]
-    assert rows[0] == ["rule", "modules", "operator", "kernel", "weights", "device", "bytes"]
-    assert ["router", "1 modules", "keep"] in rows
-    assert ["nothing", "none (optional)", "keep"] in rows
-    assert ["experts", "1 × DeepseekV3Experts", "held_experts", "torch", "fp32", "cpu", "67.5 KiB"] in rows
+    assert rows[0] == ["rule", "modules", "operator", "kernel", "weights", "device", "bytes", "from"]
+    assert ["router", "1 modules", "keep", "<python>:rules[0]"] in rows
+    assert ["nothing", "none (optional)", "keep", "<python>:rules[1]"] in rows
+    ran = ["held_experts", "torch", "fp32", "cpu", "67.5 KiB"]
+    assert ["experts", "1 × DeepseekV3Experts", *ran, "<python>:rules[2]"] in rows
     assert ["(everything else)", "transformers", "cpu", "138.6 KiB"] in rows
     assert "cpu: 206.1 KiB to load, 10.0 KiB may be used" in text
     assert "does not fit: cpu needs 206.1 KiB, but the budget is 10.0 KiB." in text

@@ -120,6 +120,6 @@ def test_an_unknown_operator() -> None:
         read_rule(replace="{operator: cpu_expert}"), ["cpu_experts", "int4_linear"]
     )
     assert str(error).startswith(
-        "f:4: rule 'r': unknown operator 'cpu_expert'; registered are cpu_experts, int4_linear and keep."
+        "f:6: rule 'r': unknown operator 'cpu_expert'; registered are cpu_experts, int4_linear and keep."
     )
     assert "Did you mean 'cpu_experts'?" in str(error)

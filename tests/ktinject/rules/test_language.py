@@ -106,7 +106,7 @@ LEGACY = r"""
 def test_legacy_files_are_recognised() -> None:
     short = "- match: {class: ktransformers.models.x.Y}\n  recursive: False\n"
     for text, line in ((LEGACY, 2), (short, 1)):
-        with refused("KTransformers 0.x", "version: 1", "docs/reference/rules.md", at=f"f:{line}: "):
+        with refused("KTransformers 0.x", "version: 1", "`ktinject rules migrate`", at=f"f:{line}: "):
             parse(text)
     with refused("document is a list"):
         parse(rule())

@@ -13,8 +13,13 @@ from ktinject.rules import document
 
 @pytest.mark.parametrize(("parser", "runs"), [(document.PARSER, 4000), (yaml.SafeLoader, 500)])
 def test_only_refusals_come_out_of_mutated_documents(parser: Any, runs: int) -> None:
-    for seed in fuzz_rules.SEEDS:
-        assert fuzz_rules.run(seed, parser) in ("accepted", "refused by assign")
+    with fuzz_rules.files():
+        outcomes = {fuzz_rules.run(seed, parser) for seed in fuzz_rules.SEEDS}
+        assert outcomes == {"accepted", "refused by assign"}
+        migrated = {fuzz_rules.run_legacy(seed, parser) for seed in fuzz_rules.LEGACY}
+        assert migrated == {"migrated with mistakes", "migrated"}
     outcomes = fuzz_rules.fuzz(runs, seed=20_240, parser=parser)
     assert sum(outcomes.values()) - outcomes["over a second"] == runs
-    assert {"accepted", "refused by read", "refused by assign", "refused by arguments"} <= set(outcomes)
+    assert {"accepted", "refused by read", "refused by assign", "refused by migrate", "migrated"} <= set(
+        outcomes
+    )

@@ -74,3 +74,20 @@ def test_every_registered_operator_has_a_schema() -> None:
             "rules": [{"name": "a", "match": {"path": "x"}, "replace": {"operator": name}}],
         }
         assert valid(found, schema)
+
+
+@pytest.mark.parametrize("name", rules.bundled())
+def test_the_first_line_of_a_bundled_file_names_the_schema_beside_it(name: str) -> None:
+    file = rules.bundled()[name]
+    first = file.read_text().splitlines()[0]
+    assert first == "# yaml-language-server: $schema=rules.schema.json"
+    schema = json.loads((file.parent / first.partition("$schema=")[2]).read_text())
+    jsonschema.validate(document.from_file(file, name).plain(), schema, jsonschema.Draft7Validator)
+
+
+def test_the_schema_knows_bundled_names_roles_and_what_extends() -> None:
+    schema = rules.schema({"o": Experts})
+    assert set(rules.bundled()) == set(schema["properties"]["extends"]["anyOf"][0]["enum"])
+    assert set(rules.ROLES) <= set(json.dumps(schema["definitions"]["match"]).replace('"', " ").split())
+    assert valid({"version": 1, "extends": "mine/base.yaml"}, schema)
+    assert not valid({"version": 1, "extends": ""}, schema) and not valid({"version": 1}, schema)

@@ -12,7 +12,7 @@ from rule_texts import HEAD, quick, read_rule, refused, rule
 from ktinject import rules
 from ktinject.rules import document
 from ktinject.rules.variables import Variables
-from ktinject.rules.wording import Place
+from ktinject.rules.wording import Place, Problems
 
 
 def test_a_reference_alone_keeps_the_type_and_inside_text_becomes_text() -> None:
@@ -32,7 +32,8 @@ def test_filling_in_is_plain_replacement() -> None:
     """OmegaConf has a grammar of its own; no text may come out otherwise than by replacing the reference."""
     random_ = random.Random(1)
     values = {"x": "int4", "y": 12, "z": "a'b\\c"}
-    declared = Variables([document.from_python(values, "f", "variables")], {}, "f")
+    declared = Variables(Problems())
+    declared.declare(document.from_python(values, "f", "variables"))
     for _ in range(400):
         pieces = [random_.choice(["${variables.x}", "${variables.y}", "${variables.z}", *r"\.d+ {}()[]'\":,$a\\%#"])
                   for _ in range(random_.randint(1, 8))]  # fmt: skip
