@@ -40,6 +40,7 @@ def config_values(
     found = {**_common(said), "vocab_size": vocabulary, **CONFIGS[said.name](said), **tokens}
     if rope_factors is not None:
         gguf_rope.llama3(said, found, rope_factors)
+    said.must_mean_nothing()
     if said.wrong:
         raise CheckpointError(f"{where}: its metadata makes no config:{listed(said.wrong)}\n{_BESIDE}")
     return found

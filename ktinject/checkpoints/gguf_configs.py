@@ -39,8 +39,6 @@ def _llama(said: Said) -> Config:
         "rope_parameters": whole_rope(said, head_dim),
         "intermediate_size": said.count("feed_forward_length"),
     }
-    for key in ("embedding_scale", "residual_scale", "logit_scale", "attention.scale"):
-        said.must(key, 1.0)
     if not said.few("expert_count", 0):
         biases = {
             "attention_bias": said.has("self_attn.q_proj.bias"),

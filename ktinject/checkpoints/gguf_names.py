@@ -145,6 +145,7 @@ class _Namer:
 
     def __init__(self, name: str, metadata: Mapping[str, Any], path: Path) -> None:
         self._architecture: Architecture = ARCHITECTURES[name]
+        self._name, self._metadata = name, metadata
         self._path = path
         self._stems, self._wholes = self._architecture.stems(), self._architecture.wholes()
         self._of_part = {
@@ -213,7 +214,10 @@ class _Namer:
         """q, k and v of a tensor that has the rows of all three."""
         try:
             heads, groups = self.number("attention.head_count"), self.number("attention.head_count_kv")
-            widths = [self.number(f"attention.{what}_length") for what in ("key", "key", "value")]
+            if f"{self._name}.attention.key_length" in self._metadata:
+                widths = [self.number(f"attention.{what}_length") for what in ("key", "key", "value")]
+            else:
+                widths = 3 * [self.number("embedding_length") // heads]
         except Misfit as error:
             raise CheckpointError(f"{self._path}: tensor {shown(name)} {error}. {DOWNLOAD_AGAIN}") from None
         rows = [count * width for count, width in zip((heads, groups, groups), widths)]

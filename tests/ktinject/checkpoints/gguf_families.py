@@ -234,6 +234,21 @@ def _stacked(state: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def _fused(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As the converter's --fuse-qkv and --fuse-gate-up-exps make them."""
+    found = dict(found)
+    for name in [*found]:
+        layer, _, inner = name.partition(".attn_q.")
+        if inner:
+            rows = [found.pop(f"{layer}.attn_{part}.{inner}") for part in "qkv"]
+            found[f"{layer}.attn_qkv.{inner}"] = torch.cat(rows)
+        layer, gate, _ = name.partition(".ffn_gate_exps.")
+        if gate:
+            parts = [found.pop(f"{layer}.ffn_{part}_exps.weight") for part in ("gate", "up")]
+            found[f"{layer}.ffn_gate_up_exps.weight"] = torch.cat(parts, 1)
+    return found
+
+
 def _llama3(width: int, rope: dict[str, Any]) -> Tensor:
     factors = []
     for i in range(0, width, 2):
@@ -374,6 +389,7 @@ def write(
     decoded: bool = False,
     words: bool = False,
     architecture: str = "",
+    fused: bool = False,
     **more: Any,
 ) -> Path:
     """A model as GGUF.
@@ -381,6 +397,7 @@ def write(
     kind     of matrices whose rows divide into blocks
     words    with the tests' tokenizer
     architecture  another one of the same names
+    fused    q, k and v in one tensor, and gate and up of experts
     decoded  what `kind` makes of the values is written as F32
     more     further metadata, behind the architecture's name
     """
@@ -403,7 +420,8 @@ def write(
         writer.add_token_types([1] * 256 + [3] + [5] * (WORDS - 257))
     writer.add_eos_token_id(256)
     writer.add_pad_token_id(256)
-    for name, value in tensors(made, architecture).items():
+    found = tensors(made, architecture)
+    for name, value in (_fused(found) if fused else found).items():
         wanted = gguf.GGMLQuantizationType[kind]
         rows, _ = gguf.GGML_QUANT_SIZES[wanted]
         plain = value.dim() == 1 or "ffn_gate_inp" in name or value.shape[-1] % rows

@@ -509,6 +509,14 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "layers of an unknown kind": (
         broken("qwen3next", attention__recurrent_layers=array(U32, [1])), "recurrent_layers is (1,)"),
     "sections as text": (broken("qwen35moe", rope__dimension_sections="1"), "dimension_sections is '1'"),
+    "scores that are capped": (
+        broken("qwen3moe", attn_logit_softcapping=30.0), "attn_logit_softcapping is 30.0, for 0.0"),
+    "a window that is not the model's": (
+        broken("glm4moe", attention__sliding_window=128), "attention.sliding_window is 128, for 0"),
+    "gates that are clamped": (
+        broken("qwen3moe", swiglu_clamp_exp=array(F32, [7.0])), "is (7.0,), which the model does not know"),
+    "another base for windows": (
+        broken("gpt-oss", rope__freq_base=1e4, rope__freq_base_swa=1e3), "freq_base_swa is 1000.0, for 10000.0"),
     "a scaled Mixtral": (broken("llama", logit_scale=2.0), "logit_scale is 2.0, for 1.0"),
 }  # fmt: skip
 

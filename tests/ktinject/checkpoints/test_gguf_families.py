@@ -95,3 +95,10 @@ def test_the_language_part_of_a_model_with_images(tmp_path: Path) -> None:
     model = loaded(file, NOTHING)
     assert model.config.model_type == "qwen3_moe"
     assert torch.allclose(logits(model), logits(made), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
+def test_fused_tensors_are_cut(family: str, tmp_path: Path) -> None:
+    made = families.model(family)
+    model = loaded(families.write(made, tmp_path / "a.gguf", fused=True), NOTHING)
+    assert torch.allclose(logits(model), logits(made), rtol=0, atol=1e-5)
