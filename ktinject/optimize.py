@@ -214,6 +214,7 @@ def load(
         devices = said.devices if devices is None else devices
         budget = said.budget if budget is None and max_memory is None else budget
         variables = said.variables if variables is None else variables
+        context = said.context if context is None else context
     return optimize(
         model,
         "auto" if rules is None else rules,

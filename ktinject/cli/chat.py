@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ktinject.cli import options
-from ktinject.rules import parse_overrides
+from ktinject.cli import loaded, options
 
 System = Annotated[
     str | None,
@@ -22,7 +21,7 @@ Plain = Annotated[bool, typer.Option("--plain", help="Show answers as they are w
 
 
 def command(
-    model: options.Model,
+    model: loaded.ModelOrName,
     rules: options.RulesOrSaid = None,
     system: System = None,
     file: File = None,
@@ -38,22 +37,12 @@ def command(
     plugins: options.Plugins = None,
 ) -> None:
     """Talk with a model: streamed Markdown, history, files. Lines of stdin are questions where it is no terminal."""
-    import ktinject
     from ktinject.serving.conversation import Conversation
     from ktinject.serving.terminal import Session
 
-    options.load_plugins(plugins)
-    tokenizer = options.load_tokenizer(model)
-    loaded = ktinject.load(
-        model,
-        rules,
-        devices=device,
-        budget=options.parse_sizes(budget, "--budget"),
-        dtype=dtype,
-        variables=parse_overrides(variables or []),
-    )
+    name, swapped, tokenizer = loaded.load(model, rules, device, budget, dtype, variables, plugins)
     sampling: dict[str, Any] = options.sampling(temperature, top_p, seed)
-    session = Session(Conversation(loaded, tokenizer, system, new_tokens, **sampling), model.name, not plain)
+    session = Session(Conversation(swapped, tokenizer, system, new_tokens, **sampling), name, not plain)
     for path in file or []:
         session.attach(path)
     session.run()

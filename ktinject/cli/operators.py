@@ -19,10 +19,13 @@ Name = Annotated[
 def command(name: Name = None, plugins: options.Plugins = None, as_json: options.AsJson = False) -> None:
     """List the operators, or describe one: what it takes, and its arguments with what is allowed and the default."""
     from ktinject.operators import REGISTRY
+    from ktinject.operators import plugins as installed
     from ktinject.tools import catalogue
 
     with options.answers(as_json):
         options.load_plugins(plugins)
+        if name is None:
+            installed.load_all()
         names = sorted(REGISTRY) if name is None else [catalogue.operator_named(name).name]
     if as_json:
         described = {name: _description(name) for name in names}

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ktinject.cli import options
+from ktinject.cli import loaded, options
 from ktinject.errors import PlanError
-from ktinject.rules import parse_overrides
 
 Host = Annotated[
     str, typer.Option("--host", metavar="HOST", help="Listen there; 0.0.0.0 is for the network.")
@@ -49,7 +48,7 @@ Key = Annotated[
 
 
 def command(
-    model: options.Model,
+    model: loaded.ModelOrName,
     rules: options.RulesOrSaid = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
@@ -73,24 +72,16 @@ def command(
     stock.require_packages()  # before the model is loaded
     key = _key(api_key_file)
 
-    import ktinject
     from ktinject.serving.gate import Limits
     from ktinject.serving.server import Server, Settings
 
-    options.load_plugins(plugins)
-    tokenizer = options.load_tokenizer(model)
-    loaded = ktinject.load(
-        model,
-        rules,
-        devices=device,
-        budget=options.parse_sizes(budget, "--budget"),
-        dtype=dtype,
-        variables=parse_overrides(variables or []),
+    folder_name, swapped, tokenizer = loaded.load(
+        model, rules, device, budget, dtype, variables, plugins, context
     )
     limits = Limits(queue=queue, seconds=timeout, body=max_body_mib << 20, key=key)
     settings = Settings(host, port, context, new_tokens, grace, limits)
-    known_as = name or model.resolve().name
-    server = Server(loaded, tokenizer, known_as, settings)
+    known_as = name or folder_name
+    server = Server(swapped, tokenizer, known_as, settings)
     for note in server.notes:
         typer.echo(f"ktinject: {note}", err=True)
     server.run(lambda address: typer.echo(f"{known_as} at {address}/v1, metrics at {address}/metrics"))

@@ -18,7 +18,7 @@ from ktinject.rules import document
 from ktinject.rules.wording import did_you_mean
 
 METHOD = "ktinject"
-_ARGUMENTS = ("rules", "devices", "budget", "variables", "check_tensors", "tp", "stored")
+_ARGUMENTS = ("rules", "devices", "budget", "variables", "check_tensors", "tp", "context", "stored")
 
 
 class KTInjectConfig(QuantizationConfigMixin):
@@ -29,7 +29,7 @@ class KTInjectConfig(QuantizationConfigMixin):
     without an argument.
 
     rules          a path, the name of bundled rules, "auto", a rule document as a dict, or a list of rules
-    devices, budget, variables, check_tensors, tp   as `ktinject.optimize` takes them
+    devices, budget, variables, check_tensors, tp, context   as `ktinject.optimize` takes them
     stored         what config.json says of quantised weights, where "ktinject" has taken its place there: the
                    `quantization_config` that the checkpoint came with
     Raises         PlanError for an argument that is unknown, or whose value no config.json can hold
@@ -39,10 +39,11 @@ class KTInjectConfig(QuantizationConfigMixin):
         self,
         rules: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] = "auto",
         devices: str | Sequence[str] | None = None,
-        budget: Mapping[str, int | str] | None = None,
+        budget: Mapping[Any, int | str] | None = None,
         variables: Mapping[str, Any] | None = None,
         check_tensors: bool = False,
         tp: bool = False,
+        context: int | None = None,
         stored: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
@@ -66,6 +67,7 @@ class KTInjectConfig(QuantizationConfigMixin):
         self.variables = _of("variables", variables, Mapping | None, "a dict of names and values")
         self.check_tensors = _of("check_tensors", check_tensors, bool, "true or false")
         self.tp = _of("tp", tp, bool, "true or false")
+        self.context = _of("context", context, int | None, "a number of tokens")
         self.stored = _of("stored", stored, Mapping | None, "a quantization_config of a config.json")
 
     def to_dict(self) -> dict[str, Any]:

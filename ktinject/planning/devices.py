@@ -228,6 +228,21 @@ def spread(
     return device_map
 
 
+def fill(
+    outside_bytes: int, layers: Mapping[str, int], gpus: Sequence[str], limits: Mapping[str, int]
+) -> dict[str, str]:
+    """As `spread`, but each GPU is filled before the next one gets a layer: if the layers fit at all, then so."""
+    device_map, index, room = {"": gpus[0]}, 0, limits[gpus[0]] - outside_bytes
+    for path, size in layers.items():
+        while index + 1 < len(gpus) and size > room:
+            index += 1
+            room = limits[gpus[index]]
+        if index:
+            device_map[path] = gpus[index]
+        room -= size
+    return device_map
+
+
 def named(device: object, free: Mapping[str, int], what: str, machine: Machine) -> str:
     """The name that a plan uses for a device. Raises PlanError for a device that the machine does not have."""
     name = _canonical(str(device))

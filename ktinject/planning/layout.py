@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from ktinject.generation.cache import bucket_of
 from ktinject.generation.cpu import openmp
 from ktinject.hf import models
 from ktinject.hf.layers import Layers
 from ktinject.machine import device_of
 from ktinject.planning import memory
-from ktinject.planning.devices import Devices, show_bytes, spread
+from ktinject.planning.devices import Devices, fill, show_bytes, spread
 from ktinject.planning.memory import RuntimeMemory
 from ktinject.planning.plan import total
 from ktinject.planning.replacements import Replacement, Replacer
@@ -74,6 +75,11 @@ def choose(
         # Probes run modules on a few tokens, where waking more threads costs more than they save.
         with openmp.one_thread():
             layouts.append(_lay_out(model, replacer, where, devices, has_weights, kv_values, context))
+            # Shares in proportion may not fit where layers of whole GPUs, one after the other, do.
+            if len(devices) > 1 and not layouts[-1].fits:
+                layouts.append(
+                    _lay_out(model, replacer, where, devices, has_weights, kv_values, context, True)
+                )
         if layouts[-1].fits:
             break
     return min(layouts, key=lambda layout: layout.shortage)
@@ -87,8 +93,12 @@ def _lay_out(
     has_weights: bool,
     kv_values: Sequence[int] | None,
     context: int,
+    fills: bool = False,
 ) -> Layout:
-    """The layout of a model on one device, or with its decoder layers on several."""
+    """The layout of a model on one device, or with its decoder layers on several.
+
+    fills   each GPU gets as many layers as it has room for, and the next one the others
+    """
 
     def to_load() -> dict[str, int]:
         taken = (replacement.bytes for replacement in replacements)
@@ -103,7 +113,18 @@ def _lay_out(
     device_map = {"": devices[0]}
     replacements = replacer.replacements(device_map)
     if len(devices) > 1:
-        device_map = _spread(model, replacements, devices, where)
+        outside, layers = _sizes_of_layers(model, replacements, devices[0])
+        if fills:
+            per_token = memory.kv_bytes_of_layers(replacements, model, kv_values)
+            buffers = memory.required(replacements, model, {}, devices[0], None, context)
+            layers = {
+                path: size + memory.cache_bytes(per_token.get(path, 0), bucket_of(context))
+                for path, size in layers.items()
+            }
+            room = {device: where.limits[device] - buffers for device in devices}
+            device_map = fill(outside, layers, devices, room)
+        else:
+            device_map = spread(outside, layers, devices, where.limits)
         replacements = replacer.replacements(device_map)
     rest_bytes = _rest_bytes(model, replacements, device_map)
     if any(replacement.config.auto_sized for replacement in replacements):
@@ -156,19 +177,19 @@ def _rest_bytes(
     return sizes
 
 
-def _spread(
-    model: PreTrainedModel, replacements: Sequence[Replacement], gpus: Sequence[str], where: Devices
-) -> dict[str, str]:
-    """A device map for several GPUs. `replacements` were planned for the first GPU alone and give the sizes."""
+def _sizes_of_layers(
+    model: PreTrainedModel, replacements: Sequence[Replacement], gpu: str
+) -> tuple[int, dict[str, int]]:
+    """Bytes outside of the decoder layers, and of each layer, on the GPU for which the replacements were planned."""
     layers = Layers(model)
     outside, inside = 0, dict.fromkeys(layers.paths, 0)
-    on_first = ((replacement.path, replacement.bytes.get(gpus[0], 0)) for replacement in replacements)
+    on_first = ((replacement.path, replacement.bytes.get(gpu, 0)) for replacement in replacements)
     for path, size in (*_rest_sizes(model, replacements), *on_first):
         if (number := layers.of(path)) is None:
             outside += size
         else:
             inside[layers.paths[number]] += size
-    return spread(outside, inside, gpus, where.limits)
+    return outside, inside
 
 
 def _too_large(device: str, size: int, where: Devices) -> str:

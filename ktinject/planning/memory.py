@@ -86,13 +86,16 @@ def find(
         kv_bytes_per_token = _kv_bytes_per_token(replacements, model, device_map, device, cached)
         cache = cache_bytes(kv_bytes_per_token, positions)
         workspace: dict[str, int] = {}
-        for what, least, wanted in _workspace(replacements, device):
+        buffers = _workspace(replacements, device)
+        later = sum(least for _, least, _ in buffers)
+        for what, least, wanted in buffers:
+            later -= least
             if least > room >= 0:
                 problems.append(
                     f"{device} has {show_bytes(room)} left beside the weights, and {what} need {show_bytes(least)}."
                 )
-            # What a buffer may do without is the cache's.
-            workspace[what] = max(0, min(wanted, room, max(least, room - cache)))
+            # What a buffer may do without is for the cache and the other buffers.
+            workspace[what] = max(0, min(wanted, room, max(least, room - cache - later)))
             room -= workspace[what]
         longest = _longest(room, kv_bytes_per_token) if kv_bytes_per_token else None
         if longest is not None and longest < positions and room >= 0:
@@ -127,19 +130,26 @@ def _kv_bytes_per_token(
     values: Sequence[int] | None,
 ) -> int:
     """Bytes that a token adds to the KV cache on one device; 0 if this is not known."""
+    sizes = kv_bytes_of_layers(replacements, model, values)
+    return sum(size for path, size in sizes.items() if device_of(device_map, path) == device)
+
+
+def kv_bytes_of_layers(
+    replacements: Sequence[Replacement], model: PreTrainedModel, values: Sequence[int] | None
+) -> dict[str, int]:
+    """Decoder layer → bytes that a token adds to its cache; empty if this is not known."""
     layers = Layers(model)
     if values is None or len(values) != layers.count:
-        return 0
+        return {}
     own = {
         layers.of(replacement.path): replacement.kv_values_per_token
         for replacement in replacements
         if replacement.kv_values_per_token is not None
     }
-    return sum(
-        own.get(number, count) * model.dtype.itemsize
+    return {
+        path: own.get(number, count) * model.dtype.itemsize
         for number, (path, count) in enumerate(zip(layers.paths, values))
-        if device_of(device_map, path) == device
-    )
+    }
 
 
 def required(

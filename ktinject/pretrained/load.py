@@ -62,6 +62,7 @@ def from_pretrained(
             variables=asked.variables,
             check_tensors=asked.check_tensors,
             tp=asked.tp,
+            context=asked.context,
         )
     if read.generation_config is not None:
         model.generation_config = model.generation_config.from_dict(read.generation_config.to_dict())

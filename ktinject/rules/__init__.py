@@ -1,7 +1,9 @@
 """The rule language: YAML or dicts in, a `RuleSet` out, and which module gets which rule.
 
-Pure: no torch, nothing imported because a file says so. Reading goes document → variables → language;
-`sources` finds the document. `assign`, `check_arguments` and `schema` serve the plan and the command line.
+Pure: no torch, nothing imported because a file says so. Reading goes compose → document → files → language, and
+`settings` and `variables` are filled in; `sources` finds the file and those that it extends. All problems are
+collected (`wording.Problems`) and told at once. `assign`, `explain`, `check_arguments` and `schema` serve the plan and
+the command line; `legacy` and `migrate` read the files of KTransformers 0.x.
 """
 
 from ktinject.rules.arguments import argument_of, check_arguments, unknown_operator

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ktinject import machine
 from ktinject.errors import PlanError
-from ktinject.operators import REGISTRY, Operator
+from ktinject.operators import REGISTRY, Operator, plugins
 from ktinject.operators.probes.roles import Roles
 from ktinject.rules.wording import did_you_mean, listing, ranges
 
@@ -81,6 +81,7 @@ def _pattern(paths: Sequence[str]) -> str:
 
 def _takers(module: nn.Module, here: machine.Machine) -> Iterator[str]:
     """The operators that take a module where they compute."""
+    plugins.load_all()
     for name, operator in sorted(REGISTRY.items()):
         if operator.replaces and _takes(operator, module, here):
             yield name
@@ -116,13 +117,15 @@ class Argument:
 
 
 def operator_named(name: str) -> type[Operator]:
-    """An operator that rules can name. Raises PlanError."""
-    if name not in REGISTRY:
+    """An operator that rules can name. Raises PlanError; OperatorError for one that cannot be imported."""
+    found = plugins.operator_named(name)
+    if found is None:
+        known = {*REGISTRY, *plugins.installed()}
         raise PlanError(
-            f"operator {name!r}: there is none of this name; there are {listing(sorted(REGISTRY), 'and')}. "
-            f"Name one of them, or give --plugin with what registers it.{did_you_mean(name, REGISTRY)}"
+            f"operator {name!r}: there is none of this name; there are {listing(sorted(known), 'and')}. "
+            f"Name one of them, or give --plugin with what registers it.{did_you_mean(name, known)}"
         )
-    return REGISTRY[name]
+    return found
 
 
 def summary(operator: type[Operator]) -> str:

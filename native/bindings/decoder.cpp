@@ -164,7 +164,8 @@ void normalise(const Input& x, const Vector& weight, float epsilon, const Output
 void def_state(nb::module_& m) {
   m.def("norm_rows", &normalise, nb::kw_only(), nb::arg("x"), nb::arg("weight"), nb::arg("epsilon"), nb::arg("out"),
         nb::arg("unit_offset") = false, nb::arg("rounds_first") = true, nb::call_guard<WithoutGil>(),
-        "out [rows, n] = weight * round(x / sqrt(mean(x²) + epsilon)), on the CPU. unit_offset: 1 is added to the weight; "
+        "out [rows, n] = weight * round(x / sqrt(mean(x²) + epsilon)), on the CPU. unit_offset: 1 is added to the "
+        "weight; "
         "not rounds_first: the product is rounded instead.");
   m.def("choose", &choose, nb::kw_only(), nb::arg("scores"), nb::arg("generator").none(), nb::arg("tokens"),
         nb::call_guard<WithoutGil>(),

@@ -176,24 +176,21 @@ def _act(name: str, alpha: float, x: Tensor) -> Tensor:
 def _layout(module: nn.Module) -> ExpertsSpec | Support:
     """The spec with its arithmetic still open, from the flags and the parameter shapes."""
     signature = inspect.signature(type(module).forward)
-    takes_rows = len(signature.parameters) == 2
+    takes_rows = len(signature.parameters) == 2 and "down_proj" in module._parameters
     try:
         signature.bind(module, None, *([] if takes_rows else [None, None]))
     except TypeError:
+        taken = ", ".join([*signature.parameters][1:])
         return Support.no(
-            f"its forward takes ({', '.join([*signature.parameters][1:])}), "
-            "not (hidden_states, top_k_index, top_k_weights), nor rows alone"
+            f"its forward takes ({taken}), not (hidden_states, top_k_index, top_k_weights) or rows"
         )
     if getattr(module, "has_post_expert_norm", False):
-        return Support.no(
-            "it normalises the output of every expert (has_post_expert_norm), which no kernel does"
-        )
+        return Support.no("it normalises what each expert gives (has_post_expert_norm), which no kernel does")
 
     parameters = dict(module.named_parameters())
     has_gate = getattr(module, "has_gate", True)
     up_name = "gate_up_proj" if has_gate else "up_proj"
-    names = [up_name, "down_proj"]
-    for name in names:
+    for name in (up_name, "down_proj"):
         if name not in parameters or parameters[name].dim() != 3:
             found = ", ".join(f"{n} {list(p.shape)}" for n, p in [*parameters.items()][:4]) or "none"
             return Support.no(
@@ -201,8 +198,7 @@ def _layout(module: nn.Module) -> ExpertsSpec | Support:
             )
     up_shape, down_shape = parameters[up_name].shape, parameters["down_proj"].shape
     # Where a class does not say it, the shapes do: [e, h, 2 i] and [e, i, h], or [e, 2 i, h] and [e, h, i].
-    turned = takes_rows and up_shape[1] == down_shape[2]
-    is_transposed = bool(getattr(module, "is_transposed", turned))
+    is_transposed = bool(getattr(module, "is_transposed", takes_rows and up_shape[1] == down_shape[2]))
     down_k, down_n = (1, 2) if is_transposed else (2, 1)
     # Defaults are those of transformers' decorator; a class without it is served if the probe agrees.
     spec = ExpertsSpec(
@@ -225,9 +221,8 @@ def _layout(module: nn.Module) -> ExpertsSpec | Support:
         if name not in parameters:
             return Support.no(f"it has no parameter {name}, which its flags promise")
         if tuple(parameters[name].shape) != shape:
-            is_shape = list(parameters[name].shape)
             return Support.no(
-                f"its {name} is {is_shape}, but with down_proj {list(down_shape)} it should be {list(shape)}"
+                f"its {name} is {[*parameters[name].shape]}, but with down_proj {[*down_shape]} it should be {[*shape]}"
             )
         if not parameters[name].is_floating_point():
             return Support.no(
@@ -272,7 +267,6 @@ def _arithmetic(module: nn.Module, layout: ExpertsSpec) -> ExpertsSpec | Support
 
 def _fit(module: nn.Module, spec: ExpertsSpec, gate_of: Gate) -> ExpertsSpec | None:
     """Solve the formula for its parameters at points chosen so that each shows alone; None if none can be."""
-
     stated = [value for value in vars(module).values() if isinstance(value, float)]
 
     def exact(value: float) -> float:
@@ -395,8 +389,7 @@ def _run(
     sizes |= {"hidden_size": spec.hidden_size, "intermediate_size": spec.intermediate_size}
     small = twin.of(module, tensors=parameters, attributes=sizes | {"expert_dim": spec.intermediate_size})
     rows = twin.run_eager(small, x.repeat(spec.num_experts, 1)).view(spec.num_experts, *x.shape)
-    chosen = rows[index, torch.arange(len(x))[:, None]]
-    return (weights[..., None] * chosen).sum(1)
+    return (weights[..., None] * rows[index, torch.arange(len(x))[:, None]]).sum(1)
 
 
 def _join(spec: ExpertsSpec, gate: Tensor, up: Tensor) -> Tensor:

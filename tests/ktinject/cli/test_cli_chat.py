@@ -105,3 +105,5 @@ def test_in_a_terminal_an_interrupt_ends_the_answer_and_not_the_session(
 def test_an_unknown_file_is_refused_before_the_session(ktinject, tiny_qwen3_moe: Path) -> None:
     result = ktinject("chat", tiny_qwen3_moe, "--file", "no/such", "--rules", "no-such-rules", exit_code=2)
     assert "no-such-rules" in result.stderr
+    missing = ktinject("chat", "nobody/nothing", exit_code=2).stderr
+    assert "nobody/nothing: no such folder or file here, and not in the Hub's cache" in missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import models
@@ -10,10 +11,11 @@ from double import machine, on_meta
 from plan_cases import planned, refusal, rule
 from transformers import PreTrainedModel
 
+from ktinject import rules
 from ktinject.checkpoints.formats.base import Format
 from ktinject.errors import PlanError
 from ktinject.operators import REGISTRY, expert_formats
-from ktinject.planning.devices import one_budget
+from ktinject.planning.devices import fill, one_budget
 from ktinject.planning.plan import Plan
 
 AUTO = rule("hybrid_experts", weights="auto")
@@ -156,6 +158,26 @@ def test_what_operators_refuse_at_every_format_is_refused(model: PreTrainedModel
     assert "hybrid_experts cannot replace a Linear" in said
 
 
+def test_layers_fit_where_some_division_of_them_does() -> None:
+    """What fits two GPUs fits larger ones, though shares in proportion then change."""
+    layers = {f"layer {number}": size for number, size in enumerate([4, 1, 6, 2, 3])}
+    gpus = ["cuda:0", "cuda:1", "cuda:2"]
+
+    def fits(*limits: int) -> bool:
+        room = dict(zip(gpus, limits))
+        device_map = fill(2, layers, gpus, room)
+        used = dict.fromkeys(gpus, 0) | {"cuda:0": 2}
+        for path, size in layers.items():
+            used[device_map.get(path, device_map[""])] += size
+        return all(used[gpu] <= room[gpu] for gpu in gpus)
+
+    found = {limits: fits(*limits) for limits in itertools.product(range(2, 13, 2), repeat=3)}
+    assert found[8, 8, 4] and not found[6, 6, 4] and any(found.values())
+    for limits, here in found.items():
+        larger = [other for other in found if all(a <= b for a, b in zip(limits, other))]
+        assert not here or all(found[other] for other in larger)
+
+
 # --- the request ---
 
 
@@ -175,16 +197,6 @@ def test_room_for_a_request_is_counted(model: PreTrainedModel) -> None:
 
 
 # --- what makes a plan fit that does not ---
-
-
-def followed(source: list[dict[str, Any]], arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rules with the settings of a remedy: `rule.argument` → value."""
-    changed = [{**one, "replace": dict(one["replace"])} for one in source]
-    for name, value in arguments.get("variables", {}).items():
-        rule_name, _, argument = name.rpartition(".")
-        (one,) = (one for one in changed if one["name"] == rule_name)
-        one["replace"][argument] = value
-    return changed
 
 
 DENSE = {
@@ -239,7 +251,8 @@ def test_each_remedy_makes_it_fit(model: PreTrainedModel, kind: str) -> None:
     for remedy in plan.remedies:
         assert remedy.arguments is not None
         again = given | {name: value for name, value in remedy.arguments.items() if name != "variables"}
-        assert not planned(model, followed(source, remedy.arguments), **again).problems, remedy.text
+        changed = rules.read(source, variables=remedy.arguments.get("variables"))
+        assert not planned(model, changed, **again).problems, remedy.text
     with pytest.raises(PlanError) as caught:
         plan.check()
     assert str(caught.value).startswith("the plan does not fit:\n  ")

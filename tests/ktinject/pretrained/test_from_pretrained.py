@@ -46,8 +46,10 @@ def door(path: Path | str, config: Any = OURS, **arguments: Any) -> PreTrainedMo
 
 
 def as_text(plan: ktinject.Plan) -> dict[str, Any]:
-    """A plan without the name of the rules, and what the machine had free at that moment."""
+    """A plan without where its rules stand, and what the machine had free at that moment."""
     said = plan.to_dict()
+    for module in said["modules"]:
+        module.pop("where", None)
     return {name: said[name] for name in ("matched", "modules", "rest", "bytes")}
 
 
@@ -141,11 +143,13 @@ def test_what_is_saved_loads_without_an_argument(tmp_path: Path) -> None:
     rules.write_text(json.dumps({"version": 1, "variables": {"weights": "int8"}, "rules": [
         {**EXACT, "replace": {"operator": "cpu_experts", "weights": "${variables.weights}"}}
     ]}))  # fmt: skip
-    asked = KTInjectConfig(rules, budget={"cpu": "1GiB"}, variables={"weights": "bf16"})
+    asked = KTInjectConfig(rules, budget={"cpu": "1GiB"}, variables={"weights": "bf16"}, context=100)
     model = door(folder, asked)
     model.save_pretrained(tmp_path / "saved")
     AutoTokenizer.from_pretrained("examples/models/tiny-qwen3-moe").save_pretrained(tmp_path / "saved")
     rules.unlink()
+    said = json.loads((tmp_path / "saved/config.json").read_text())["quantization_config"]
+    assert said["context"] == 100 and said["rules"]["variables"] == {"weights": "int8"}
     for again in (
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved"),
         ktinject.load(tmp_path / "saved", progress=False),
@@ -247,3 +251,12 @@ def test_without_what_it_needs_of_transformers_it_is_refused(
 def test_the_quantizer_alone_says_who_loads() -> None:
     with pytest.raises(PlanError, match=r"loads by PreTrainedModel\.from_pretrained, and by nothing else"):
         plugin.KTInjectQuantizer(OURS).validate_environment()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device_map", [0, "cuda", {"": "cuda:0"}, "auto"])
+def test_a_device_map_names_the_gpu(device_map: Any) -> None:
+    folder = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
+    model = door(folder, KTInjectConfig(), device_map=device_map)
+    want = ktinject.load(folder, devices=None if device_map == "auto" else "cuda:0", progress=False)
+    assert as_text(model.ktinject) == as_text(want.ktinject) and model.device == torch.device("cuda:0")

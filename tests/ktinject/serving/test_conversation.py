@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import models
@@ -9,7 +10,7 @@ import pytest
 import torch
 from byte_tokenizer import tokenizer
 from double import EXPERTS
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 import ktinject
 from ktinject.errors import PlanError
@@ -112,3 +113,18 @@ def test_what_does_not_fit_is_refused_and_the_conversation_goes_on() -> None:
         chat.ask("x" * chat.limit, nothing)
     assert chat.messages == before
     assert chat.ask("And that?", nothing).read < 40
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_turn_reads_what_is_new() -> None:
+    folder = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
+    words = AutoTokenizer.from_pretrained(folder)
+    chat = Conversation(
+        ktinject.load(folder, devices="cuda:0", progress=False), words, longest=8, do_sample=False
+    )
+    first = chat.ask("def f(", nothing)
+    prompt = torch.tensor([chat._all[: first.prompt]], device="cuda:0")
+    assert chat.model.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist() == chat._all
+    before, new = chat._all, chat._encode("    return")
+    second = chat.ask("    return", nothing)
+    assert second.read == 1 + len(new) < second.prompt == len(before) + len(new)

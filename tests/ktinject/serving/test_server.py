@@ -51,7 +51,7 @@ class Running:
         return openai.OpenAI(base_url=f"{self.address}/v1", api_key="12345678", max_retries=0, timeout=60)
 
     def written(self, prompt: str, tokens: int) -> str:
-        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"].to(self.model.device)
         found = self.model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
         return str(self.tokenizer.decode(found, skip_special_tokens=True))
 
@@ -115,7 +115,7 @@ def test_several_clients_get_what_generate_writes(server: Running) -> None:
         return "".join(piece.choices[0].delta.content or "" for piece in pieces), want[prompt]
 
     with ThreadPoolExecutor(4) as clients:  # of which three wait
-        found = [*clients.map(ask, range(12))]
+        found = [*clients.map(ask, range(9))]
     assert [one for one, _ in found] == [other for _, other in found]
     answer = server.client.responses.create(
         model="tiny", input=PROMPTS[0], max_output_tokens=8, temperature=0
@@ -248,3 +248,16 @@ def test_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(stock, "PACKAGES", ("fastapi", "not_there"))
     with pytest.raises(PlanError, match=r"needs not_there\. .*pip install 'ktinject\[serve\]'"):
         stock.require_packages()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_requests_run_in_the_server_s_thread() -> None:
+    model = ktinject.load(MODEL, devices="cuda:0", progress=False)
+    with running(model, AutoTokenizer.from_pretrained(MODEL)) as found:
+        want = [found.written(prompt, 8) for prompt in PROMPTS]
+        asked: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+        with ThreadPoolExecutor(4) as clients:
+            answers = clients.map(
+                lambda prompt: found.client.completions.create(prompt=prompt, **asked), PROMPTS
+            )
+        assert [answer.choices[0].text for answer in answers] == want
