@@ -228,10 +228,13 @@ class _Loop:
             accepted = valid.shape[1] - 1
             steps.keep(accepted + sure)
             text = torch.cat([text, valid], dim=1)
-            self._note_cost(count + sure, self._clock() - start)
+            if count or not self._queues:
+                self._note_cost(count + sure, self._clock() - start)
             if request.streamer is not None:
                 request.streamer.put(valid.cpu())
             self._drafts.learn(text, scores, accepted)
+            if not count and self._queues and trials is not None:
+                trials.miss()  # such a step could have been queued ahead
             self._keep(scores[0, : accepted + 1], logits[: accepted + 1])
             if self._is_done(text):
                 break

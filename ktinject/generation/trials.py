@@ -26,6 +26,8 @@ _MEASURED = 2
 _PAUSE, _LONGEST_PAUSE = 4, 64
 # What such trials may cost, as a share of what steps cost, while they fail.
 _SHARE = 0.05
+# Steps that look for no candidates after one that found none. Each that follows doubles them.
+_REST, _LONGEST_REST = 1, 8
 
 
 class Costs:
@@ -69,7 +71,7 @@ class Trials:
         self._most, self._costs = most, costs
         # Of each candidate, how often it was tried and right, and what the expectation before still counts.
         self._tried, self._right, self._unknown = [0.0] * most, [0.0] * most, [1.0] * most
-        self._pause = _PAUSE
+        self._pause, self._rest, self._rests = _PAUSE, _REST, 0
         self._choose()
         self._waits = _PAUSE if self._paying else 0  # in any case, the first one is tried
 
@@ -83,7 +85,7 @@ class Trials:
     def pauses(self) -> int:
         if not self._costs.knows(1):
             return _MEASURED
-        return 0 if self._paying else self._waits
+        return max(self._rests, 0 if self._paying else self._waits)
 
     def note(self, tried: int, accepted: int, steps: int = 1) -> None:
         """The outcome of a step, or of steps that tried none."""
@@ -92,7 +94,8 @@ class Trials:
             self._tried[at] = 1 + _DECAY * self._tried[at]
             self._right[at] = (at < accepted) + _DECAY * self._right[at]
             self._unknown[at] *= _DECAY
-        self._waits = max(0, self._waits - steps)
+        self._waits, self._rests = max(0, self._waits - steps), max(0, self._rests - steps)
+        self._rest = _REST if tried else self._rest
         extra = self._costs.of(tried + 1) / self._costs.of(self._paying + 1) - 1
         self._choose()
         if is_probe and accepted < tried:
@@ -101,6 +104,10 @@ class Trials:
         elif is_probe:
             self._pause = _PAUSE
             self._waits = 0 if self._is_hopeful else _LONGEST_PAUSE
+
+    def miss(self) -> None:
+        """No candidates were found, where looking for them costs time."""
+        self._rests, self._rest = self._rest, min(_LONGEST_REST, 2 * self._rest)
 
     def _choose(self) -> None:
         """Find the number of candidates with which a token costs least, and whether more would if they were right."""

@@ -299,6 +299,25 @@ def test_a_text_that_begins_to_repeat_itself() -> None:
     assert limits[limits.index(1) :].count(0) == 0, "what is right is tried again at once"
 
 
+def test_where_nothing_is_found_fewer_steps_look_for_it() -> None:
+    trials = Trials(4, Costs())
+    trials._costs.note(1, 1.0)
+    looked = []
+    for step in range(60):
+        if trials.pauses:
+            trials.note(0, 0)
+            continue
+        looked.append(step)
+        trials.note(0, 0)
+        trials.miss()
+    assert looked[:5] == [0, 2, 5, 10, 19] and len(looked) == 9
+    while trials.pauses:
+        trials.note(0, 0)
+    trials.note(trials.limit, 1)
+    trials.miss()
+    assert trials.pauses == 1, "what was found once is looked for more often again"
+
+
 def test_costs_that_nobody_has_measured() -> None:
     costs = Costs()
     assert costs.of(1) == 1 < costs.of(2) < costs.of(5)
