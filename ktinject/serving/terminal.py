@@ -62,6 +62,8 @@ class Session:
                     self.ask(line)
             except KTInjectError as error:
                 self._say(f"[red]{escape(str(error))}[/red]")
+            except KeyboardInterrupt:  # before an answer began, or once more while it was ended
+                self._say("\n[dim]interrupted[/dim]")
 
     def ask(self, text: str) -> None:
         """One question, with the files that wait for it. Raises KTInjectError."""

@@ -52,6 +52,8 @@ NUMBERS = [
 ]
 NUMBERS += [2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1]
 ARCHITECTURE_NAMES = [*ARCHITECTURES, "gemma3"]
+# Keys that mean something to these alone; others refuse them.
+OWN = {"attention.sliding_window": "gpt-oss", "attention.scale": "granitemoe"}
 # Keys of metadata behind the architecture's, by the type of what they hold.
 COUNTS = """embedding_length block_count attention.head_count attention.head_count_kv attention.key_length
     attention.value_length feed_forward_length expert_feed_forward_length expert_shared_feed_forward_length
@@ -97,7 +99,7 @@ def config_entries(rng: random.Random, architecture: str) -> dict[str, list[Piec
     odd = rng.choice((0.0, 0.0, 0.01, 0.04))  # how often one value is
 
     def add(key: str, kind: int, *pieces: Piece) -> None:
-        if rng.random() < odd:
+        if rng.random() < odd or (OWN.get(key, architecture) != architecture and rng.random() >= odd):
             return
         if rng.random() < odd:
             kind = rng.choice((0, 1, 5, 7, 8, 9, 10, 11, 12))

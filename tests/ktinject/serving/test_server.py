@@ -185,7 +185,7 @@ def test_a_client_that_vanishes_ends_its_request(server: Running, monkeypatch: p
         next(iter(stream))
     assert server.client.completions.create(**{**asked, "max_tokens": 1}).usage.completion_tokens == 1
     with pytest.raises(openai.APITimeoutError):
-        server.client.with_options(timeout=0.3).completions.create(**asked)
+        server.client.with_options(timeout=1).completions.create(**asked)
     assert server.client.completions.create(**{**asked, "max_tokens": 1}).usage.completion_tokens == 1
     assert ended == ["_GenerationCancelled", "_Cancelled"]
 
