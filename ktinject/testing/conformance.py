@@ -150,7 +150,7 @@ def holds_what_it_keeps(case: Case) -> None:
         f"its state_dict() has {', '.join(found) or 'nothing'}; of the module it leaves {', '.join(kept) or 'nothing'} "
         "to transformers",
     )
-    copied = ", ".join(key for key in kept if found[key].data_ptr() != kept[key].data_ptr())
+    copied = ", ".join(key for key in kept if not found[key].is_set_to(kept[key]))
     must(not copied, f"it holds copies of {copied}; keep the module's own parameters")
     mine = [*dict(operator.named_parameters(recurse=False)), *dict(operator.named_buffers(recurse=False))]
     theirs = [*dict(module.named_parameters(recurse=False)), *dict(module.named_buffers(recurse=False))]
