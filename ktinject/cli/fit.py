@@ -14,7 +14,10 @@ from ktinject.rules import parse_overrides
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", metavar="FILE", help="Write the rule file here, and show the plan; default: print the file."
+        "--out",
+        "-o",
+        metavar="FILE",
+        help="Write the rule file here, and show the plan; default: print the file.",
     ),
 ]
 

@@ -101,7 +101,7 @@ def migrate(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the new file there; default: print it."),
+        typer.Option("--out", "-o", metavar="FILE", help="Write the new file there; default: print it."),
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -111,9 +111,9 @@ def migrate(
     """
     with options.answers(as_json):
         if output is not None:
-            options.check_writable(output, "--output")
+            options.check_writable(output, "--out")
             if output.exists() and output.samefile(file):
-                raise PlanError(f"--output {output}: is the old file, which is kept. Name another one.")
+                raise PlanError(f"--out {output}: is the old file, which is kept. Name another one.")
         found = rules.migrate(file)
     if output is not None:
         output.write_text(found.text, "utf-8")
