@@ -78,7 +78,7 @@ def say(text):
 until("> ")
 say("def f(\\n")
 until("def f(")
-time.sleep(1.0)
+time.sleep(4.0)  # the answer has begun by then, on busy cores, too; it goes on until the flag is there
 say("\\x03")
 until("interrupted")
 open(flag, "w").close()
