@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import prepared
@@ -98,7 +100,9 @@ print("ended", os.waitstatus_to_exitcode(status))
 def test_in_a_terminal_an_interrupt_ends_the_answer_and_not_the_session(
     tiny_qwen3_moe: Path, tmp_path: Path
 ) -> None:
-    done = prepared.run(TERMINAL, tiny_qwen3_moe, tmp_path / "interrupted", check=True)
+    # A process of its own from the start: what it inherits decides what Ctrl-C does to it.
+    command = [sys.executable, "-c", TERMINAL, str(tiny_qwen3_moe), str(tmp_path / "interrupted")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     assert "60 tokens" in done.stdout and done.stdout.endswith("ended 0\n")
 
 
