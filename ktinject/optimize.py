@@ -27,6 +27,7 @@ from ktinject.generation import generate
 from ktinject.hf import hub, models
 from ktinject.hf.layers import Layers
 from ktinject.loading import fill, inject, swapped
+from ktinject.loading import progress as loading
 from ktinject.machine import Machine
 from ktinject.planning.devices import Budget, one_budget, suppose
 from ktinject.planning.plan import Plan
@@ -282,7 +283,7 @@ def _fill_from_model(
     check_tensors: bool,
 ) -> None:
     total = sum(model.get_parameter_or_buffer(name).nbytes for name in decided.swapped)
-    with fill.progress(total, progress) as advance:
+    with loading.progress(total, progress) as advance:
         fill.from_model(decided, operators, model, advance, check_tensors)
     inject.apply(model, decided, operators)
 
@@ -301,14 +302,16 @@ def _fill_from_checkpoint(
     generation = models.generation_config(model, folder)
     names = model.state_dict().keys() - decided.elsewhere
     keys = {key for name in names for key in decided.mapping.keys(name)}
-    with fill.progress(sum(source.bytes_of(key) for key in keys), progress) as advance:
+    with loading.progress(sum(source.bytes_of(key) for key in keys), progress) as advance:
         read = fill.WeightReader(source, advance, check_tensors, decided.cuts)
-        fill.from_checkpoint(decided, operators, model, source, read)
+        pace = fill.from_checkpoint(decided, operators, model, source, read)
         inject.apply(model, decided, operators, group)
         models.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))
         models.drop_quantization(model.config)
         if generation is not None:
             model.generation_config = generation
+        if operators:
+            advance.say(str(pace))
 
 
 def _let_go(error: BaseException | None) -> None:
