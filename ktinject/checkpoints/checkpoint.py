@@ -107,6 +107,10 @@ class Checkpoint:
         """Paths of the files with the tensors, in reading order; none if not complete."""
         return self._reader.files()
 
+    def fingerprints(self) -> list[dict[str, Any]]:
+        """As `Reader.fingerprints`. Raises CheckpointError."""
+        return self._reader.fingerprints()
+
     def config_values(self) -> dict[str, Any] | None:
         """What config.json would say, as far as the files state it; None if they never do. Raises CheckpointError."""
         return self._reader.config_values()

@@ -243,6 +243,16 @@ class Reader(ABC):
         """Paths of the files with the tensors, in reading order; none if not complete."""
         return [str(shard.file.path) for shard in self._shards.values()]
 
+    def fingerprints(self) -> list[dict[str, Any]]:
+        """Of each file what tells it from others without reading all of it; see `DataFile.fingerprint`.
+
+        Raises   CheckpointError
+        """
+        return [
+            shard.file.fingerprint(min((entry.offset for entry in shard.entries.values()), default=0))
+            for shard in self._shards.values()
+        ]
+
     def close(self) -> None:
         """Close the files. Tensors read before stay valid. Closing twice is allowed."""
         self._closed = True

@@ -11,7 +11,21 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from ktinject.cli import bench, chat, doctor, eval, fit, modules, operators, plan, profile, rules, run, serve
+from ktinject.cli import (
+    bench,
+    cache,
+    chat,
+    doctor,
+    eval,
+    fit,
+    modules,
+    operators,
+    plan,
+    profile,
+    rules,
+    run,
+    serve,
+)
 from ktinject.errors import KTInjectError
 
 FAILED, REFUSED = 1, 2
@@ -78,6 +92,7 @@ app.command("doctor")(doctor.command)
 app.command("modules")(modules.command)
 app.command("operators")(operators.command)
 app.add_typer(rules.app, name="rules")
+app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:

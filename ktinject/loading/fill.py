@@ -135,11 +135,13 @@ def from_checkpoint(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
     read: WeightReader,
+    filled: Collection[str] = (),
 ) -> Pace:
-    """Fill the operators from a checkpoint, shard by shard.
+    """Fill the operators, which are allocated, from a checkpoint, shard by shard; and finish them.
 
     model    not swapped; only its shapes are used
     read     reads `checkpoint`
+    filled   paths of operators that have their weights already
     Returns  how fast it went, and what was waited for
     Raises   CheckpointError, or OperatorError that names rule, module and operator if an operator refuses its weights
     """
@@ -148,11 +150,10 @@ def from_checkpoint(
     wanted = [
         (replacement.path, name)
         for replacement in plan.replacements
-        if not replacement.elsewhere
+        if not replacement.elsewhere and replacement.path not in filled
         for name in replacement.parameter_shapes
     ]
     portions = _portions(plan, wanted, operators, checkpoint, read)
-    _allocate(plan, operators)
     with ReadAhead(portions, read.portion, read.bytes_of) as ahead:
         for portion, value in ahead:
             operator = operators[portion.path]
@@ -203,14 +204,13 @@ def from_model(
     advance: Advance,
     check: bool = False,
 ) -> None:
-    """Fill the operators from the weights that the model already has.
+    """Fill the operators, which are allocated, from the weights that the model already has; and finish them.
 
     advance  called with the number of bytes of each tensor after it was loaded
     check    refuse values that are not finite
     Raises   CheckpointError for a value that is not finite; OperatorError that names rule, module and operator if an
              operator refuses its weights
     """
-    _allocate(plan, operators)
     for replacement in plan.replacements:
         for name in replacement.parameter_shapes:
             tensor = model.get_parameter_or_buffer(f"{replacement.path}.{name}").detach()
@@ -221,7 +221,8 @@ def from_model(
     _finish(plan, operators)
 
 
-def _allocate(plan: Plan, operators: Mapping[str, Operator]) -> None:
+def allocate(plan: Plan, operators: Mapping[str, Operator]) -> None:
+    """Take the memory of all operators. Raises OperatorError that names rule, module and operator."""
     for path, operator in operators.items():
         with plan.blaming(path):
             operator.allocate()
