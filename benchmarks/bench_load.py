@@ -4,8 +4,8 @@
     python benchmarks/bench_load.py run /tmp/qwen3 --weights int4 bf16 --threads 1 4 8
 
 `run` prints, for each format, the rate of reading alone and of packing alone, and of whole loads in GB of the
-checkpoint a second, with the peak of resident memory beside the packed size. With `--cold`, the files are dropped from
-the page cache before each measurement.
+checkpoint a second, with the peak of resident memory beside the packed size; then of loads that write and read the
+packed cache. With `--cold`, the files are dropped from the page cache before each measurement.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def loads(
 ) -> Iterator[dict[str, float]]:
     for _ in range(repeats):
         if cold:
-            drop(files_of(folder))
+            drop([*files_of(folder), *(folder / "cache" / "packed").glob("*.safetensors")])
         command = [sys.executable, __file__, "load", str(folder), weights, json.dumps(arguments)]
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         yield json.loads(run.stdout.splitlines()[-1])
@@ -188,6 +188,7 @@ def loads(
 
 def run(folder: Path, weights: list[str], threads: list[int], repeats: int, cold: bool) -> None:
     paths, size = files_of(folder), bytes_of(folder)
+    os.environ["KTINJECT_CACHE"] = str(folder.resolve() / "cache")
     print(f"{folder}: {size / 1e9:.2f} GB in {len(paths)} files, {len(os.sched_getaffinity(0))} CPUs")
     for direct in (False, True):
         for count in threads:
@@ -202,6 +203,19 @@ def run(folder: Path, weights: list[str], threads: list[int], repeats: int, cold
         print(f"{format_}: packing alone {pack_alone(folder, format_):.2f} GB/s", flush=True)
         for found in loads(folder, format_, repeats, cold):
             _show(f"{format_}: load", size, found)
+        for turn in ("first", "second", "third"):
+            (found,) = loads(folder, format_, 1, cold and turn != "first", cache="auto")
+            _show(f"{format_}: {turn} load with the cache", size, found)
+        for count in threads:
+            kept = [*Path(os.environ["KTINJECT_CACHE"], "packed").glob("*.safetensors")]
+            if cold:
+                drop(kept)
+            seconds, packed = read_alone(kept, count, False), sum(path.stat().st_size for path in kept)
+            print(
+                f"{format_}: its {packed / 1e9:.2f} GB read alone, {count} threads: {packed / seconds / 1e9:.2f} GB/s"
+            )
+        for path in kept:
+            path.unlink()
 
 
 def _show(title: str, size: int, found: dict[str, float]) -> None:
