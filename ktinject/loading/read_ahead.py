@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from ktinject import env
 from ktinject.generation.cpu import openmp
 
 Item = TypeVar("Item")
@@ -54,7 +55,8 @@ class Pace:
 
 
 def usual_threads() -> int:
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    """0: the caller's own thread reads."""
+    return 0 if env.loads_in_one_thread() else min(MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
 class ReadAhead(Generic[Item, Value]):
@@ -75,7 +77,7 @@ class ReadAhead(Generic[Item, Value]):
         room: int = ROOM,
     ) -> None:
         self._items, self._read, self._size, self._room = items, read, size, room
-        self._count = max(1, min(threads or usual_threads(), len(items)))
+        self._count = min(usual_threads() if threads is None else threads, len(items))
         self._threads: list[threading.Thread] = []
         lock = threading.Lock()
         self._ready, self._freed = threading.Condition(lock), threading.Condition(lock)
@@ -89,13 +91,11 @@ class ReadAhead(Generic[Item, Value]):
     def __enter__(self) -> ReadAhead[Item, Value]:
         try:
             for _ in range(self._count):
-                # Of a process that is short of memory a thread may be refused: those that there are do the work.
+                # Where memory is short a thread may be refused: those that there are do the work, or the caller.
                 thread = threading.Thread(target=self._work, name="ktinject-read", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:
-                    if not self._threads:
-                        raise MemoryError("no thread could be started to read ahead") from None
                     break
                 self._threads.append(thread)
         except BaseException:
@@ -112,16 +112,23 @@ class ReadAhead(Generic[Item, Value]):
         Raises   what reading an item raised, in its turn
         """
         for index, item in enumerate(self._items):
+            if not self._threads:
+                start = time.perf_counter()
+                value = self._read(item)
+                self._waited += time.perf_counter() - start
+                yield item, value
+                del value
+                continue
             with self._ready:
                 start = time.perf_counter()
                 while index not in self._values:
                     self._ready.wait()
                 self._waited += time.perf_counter() - start
-                value = self._values.pop(index)
-            if isinstance(value, BaseException):
-                raise value
-            yield item, value
-            del value
+                found = self._values.pop(index)
+            if isinstance(found, BaseException):
+                raise found
+            yield item, found
+            del found
             with self._freed:
                 self._held -= self._size(item)
                 self._freed.notify_all()
