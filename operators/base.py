@@ -72,7 +72,7 @@ class Operator(nn.Module, ABC):
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     # Dimension 0 of every parameter is the expert: `load` gets one expert at a time.
     per_expert: ClassVar[bool] = False
-    # Formats of a checkpoint that `load_stored` takes as they are; ktinject/checkpoints/formats/ has their names.
+    # What `load_stored` takes as a checkpoint has it: `Format.encoding` of ktinject/checkpoints/formats/.
     native_formats: tuple[str, ...] = ()
     keeps: ClassVar[tuple[str, ...]] = ()  # direct children it keeps; rules may replace what is inside these
     # Of a tensor-parallel process group: each rank has one; the first has it and sends the others what it computes; or

@@ -157,7 +157,7 @@ class CpuExperts(Operator):
         self.num_experts = spec.num_experts
         self.native = self.native_of(spec, config)
         if config.weights == "fp8":
-            self.native_formats = ("fp8_blocks",)
+            self.native_formats = ("fp8",)
         self._loaded_dtype: torch.dtype | None = None
         self._handle = handle_of(self)
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ktinject.checkpoints.formats.base import Format
 
 GROUPS = (32, 64, 128)  # inputs that share a scale, in int4
-_MXFP4 = frozenset({"mxfp4", "gguf_mxfp4"})
-_INT4 = frozenset({"gptq", "packed", "q4_0"})
 _FP8_SIDE = 128  # of fp8's blocks, as the native core keeps them
 
 
@@ -49,13 +47,13 @@ def _formats(largest_group: int, stored: Collection[Format]) -> Iterator[dict[st
 
 def _as_stored(stored: Collection[Format], largest_group: int) -> dict[str, Any]:
     """The format in which nothing is rounded a second time; bf16 where there is no smaller one."""
-    names = {form.name for form in stored}
-    if names and names <= _MXFP4:
+    encodings = {form.encoding for form in stored}
+    if encodings == {"mxfp4"}:
         return {"weights": "mxfp4"}
-    if names == {"fp8_blocks"} and all(form.block == (_FP8_SIDE, _FP8_SIDE) for form in stored):
+    if encodings == {"fp8"} and all(form.block == (_FP8_SIDE, _FP8_SIDE) for form in stored):
         return {"weights": "fp8"}
     groups = {form.group_size for form in stored}
-    if names and names <= _INT4 and len(groups) == 1 and not any(form.has_zeros for form in stored):
+    if encodings == {"int4"} and len(groups) == 1 and not any(form.has_zeros for form in stored):
         (group,) = groups
         if group in GROUPS and group <= largest_group:
             return {"weights": "int4", "group_size": group}

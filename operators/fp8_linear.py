@@ -115,7 +115,7 @@ class Fp8Linear(GpuLinear):
     """
 
     Config = Fp8LinearConfig
-    native_formats = ("fp8_blocks",)
+    native_formats = ("fp8",)
 
     def __init__(self, module: nn.Linear, config: Fp8LinearConfig) -> None:
         super().__init__(module, config)

@@ -62,7 +62,7 @@ class Int4Linear(GpuLinear):
 
     Config = Int4LinearConfig
     changing = frozenset({"_turn"})
-    native_formats = ("gptq", "awq", "packed", "q4_0")
+    native_formats = ("int4",)
     sm80_only = False  # for tests: run the sm_80 kernels on Hopper, too
     # For compute-sanitizer's racecheck, which does not know that __syncwarp orders a warp's reads.
     every_lane = False

@@ -95,17 +95,13 @@ class KeyMap:
         return [piece.key for piece in self.targets.get(name, ())]
 
 
-def key_map(
-    model: PreTrainedModel, names: Iterable[str], companions: Callable[[str], Iterable[str]]
-) -> KeyMap:
+def key_map(model: PreTrainedModel, names: Iterable[str]) -> KeyMap:
     """Map every checkpoint key to the model's parameters, reading nothing.
 
-    model       on any device, not swapped
-    names       all tensor names of the checkpoint
-    companions  weight key → names that may come with it (scales); they follow their weight
+    model    on any device, not swapped
+    names    the names of all weights in the checkpoint, without those of scales and of parts of weights
     """
     names = set(names)
-    names -= {companion for key in names for companion in companions(key) if companion in names}
     mapping = KeyMap(transforms=compat.get_model_conversion_mapping(model))
     renamer = _Renamer(model, mapping.transforms)
 

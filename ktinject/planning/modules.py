@@ -44,7 +44,7 @@ class MatchedModule:
 
     def fitted(self, operator: type[Operator], config: Any) -> Any:
         """The arguments for an operator, changed to those of the checkpoint if it loads that format undecoded."""
-        if self.source is None or self.source.name not in operator.native_formats:
+        if self.source is None or self.source.encoding not in operator.native_formats:
             return config
         return operator.use_checkpoint_format(config, self.source)
 

@@ -242,7 +242,7 @@ def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
             f"fp16, fp32 and {', '.join(checkpoint.methods)}. Use one of these, such as the original that it was "
             "made from."
         )
-    mapping = key_map(model, checkpoint.weights, checkpoint.companions_of)
+    mapping = key_map(model, checkpoint.weights)
     match.check(checkpoint, model, mapping)
     return mapping
 

@@ -14,24 +14,23 @@ from ktinject.checkpoints.files import DOWNLOAD_AGAIN
 from ktinject.checkpoints.reader import Reader
 from ktinject.errors import CheckpointError, shown
 
-READ = (
-    "Read are bf16, fp16, fp32, FP8 (F8_E4M3) with block scales, MXFP4 as gpt-oss has it, int4 of GPTQ, AWQ and "
-    "compressed-tensors, and most types of GGUF; use a checkpoint in one of these."
-)
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}  # dtype → format
 _CHECK_ELEMENTS = 1 << 22
+_TITLES: list[str] = []  # of all formats that are read
 
 
 @dataclass(frozen=True)
 class Format:
     """How one weight is stored.
 
-    name        a row of the table in __init__.py; "float" if only an index is there, which does not tell the dtype
-    companions  further tensors that belong to the weight; for int4, made and mxfp4 all of its tensors
-    block       (n, k) of fp8_blocks, else None
-    shape       of the weight where it has no tensor of its own: int4, made, mxfp4; None if only an index is there
-    group_size  inputs that share a scale, in int4 and q4_0; else 0
-    has_zeros   int4 has zero points other than 8
+    name        for people; "float" if only an index is there, which does not tell the dtype
+    companions  the tensors that belong to the weight; without the weight's own where it has that name
+    block       outputs and inputs that share a scale in fp8, else None
+    shape       of the weight where no tensor has it; None if only an index is there, too
+    group_size  inputs that share a scale, in codes of integers; else 0; -1 if only an index is there
+    has_zeros   codes have zero points other than the middle
+    encoding    what `stored` gives, as operators' `native_formats` name it; "" for what is read decoded only
+    exact_in    weight formats of operators that hold all values that `decode` gives
     """
 
     name: str
@@ -40,6 +39,8 @@ class Format:
     shape: tuple[int, ...] | None = None
     group_size: int = 0
     has_zeros: bool = False
+    encoding: str = ""
+    exact_in: tuple[str, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -112,7 +113,7 @@ Stored = Codes | Fp8Blocks
 
 @dataclass(frozen=True)
 class OwnTensors:
-    """The tensors that a format keeps a weight in, where none has the weight's own name.
+    """The tensors that a format keeps a weight in.
 
     needed    what stands in their names in place of `ending`
     optional  the same, of tensors that may be absent
@@ -125,36 +126,44 @@ class OwnTensors:
 
     def of(self, names: Collection[str], key: str) -> tuple[str, ...]:
         """The names of the tensors that hold the weight `key`; () if some are absent."""
+        if not key.endswith(self.ending):
+            return ()
         stem = key.removesuffix(self.ending)
         if not all(stem + suffix in names for suffix in self.needed):
+            return ()
+        # A plain weight comes before tensors that would make one of its name.
+        if self.ending not in self.needed and key in names:
             return ()
         return tuple(stem + s for s in (*self.needed, *self.optional) if stem + s in names)
 
     def replace_in(self, names: set[str]) -> None:
         """Put the names of weights in place of those of their tensors."""
-        for name in [name for name in names if name.endswith(self.needed[0])]:
-            stem = name.removesuffix(self.needed[0])
-            if all(stem + suffix in names for suffix in self.needed):
+        tells = next(suffix for suffix in self.needed if suffix != self.ending)
+        for name in [name for name in names if name.endswith(tells)]:
+            stem = name.removesuffix(tells)
+            if self.of(names, stem + self.ending):
                 names -= {stem + suffix for suffix in (*self.needed, *self.optional)}
                 names.add(stem + self.ending)
 
 
 class SourceFormat(ABC):
-    """One way in which checkpoints store weights. An instance stands in the list of table.py.
+    """One way in which checkpoints store weights. An instance stands in the registry, table.py.
 
+    title       what people call it; said where a checkpoint in a format that is not read is refused
     methods     values of quant_method in config.json that stand for it
-    own         for a format that keeps weights in tensors of its own: which ones
-    companions  what the names of further tensors add to the weight's name
+    own         which tensors hold a weight where that is not one of the weight's name
     """
 
+    title: ClassVar[str] = ""
     methods: ClassVar[tuple[str, ...]] = ()
     own: ClassVar[tuple[OwnTensors, ...]] = ()
-    companions: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        if cls.title and cls.title not in _TITLES:
+            _TITLES.append(cls.title)
 
     def held(self, reader: Reader, key: str) -> tuple[str, ...]:
         """The tensors that hold a weight's values; () if it is not in this format. Names may be all there is."""
-        if key in reader.names:
-            return ()
         return next((held for own in self.own if (held := own.of(reader.names, key))), ())
 
     @abstractmethod
@@ -214,3 +223,11 @@ def place_of(tensor: torch.Tensor, flat: int) -> list[int]:
 def refused(reader: Reader, key: str, found: str) -> CheckpointError:
     """The error that says where `found` was found."""
     return CheckpointError(f"{reader.path}: tensor {shown(key)}: {found}")
+
+
+def unread(reader: Reader, key: str, found: str) -> CheckpointError:
+    """The error for a weight in a format that is not read."""
+    titles = "; ".join(sorted(_TITLES, key=str.casefold))
+    return refused(
+        reader, key, f"{found}. Read are bf16, fp16, fp32; {titles}. Use a checkpoint in one of these."
+    )

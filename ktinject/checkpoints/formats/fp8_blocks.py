@@ -12,34 +12,34 @@ import torch
 from torch import Tensor
 
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN
-from ktinject.checkpoints.formats.base import READ, Format, Fp8Blocks, SourceFormat, place_of, refused
+from ktinject.checkpoints.formats.base import (
+    Format,
+    Fp8Blocks,
+    OwnTensors,
+    SourceFormat,
+    place_of,
+    refused,
+    unread,
+)
 from ktinject.checkpoints.reader import Reader
 from ktinject.errors import shown
 
 SCALES = ("F32", "BF16", "F16", "F8_E8M0")  # all exact in fp32
 BLOCK = (128, 128)  # where config.json does not say
-_DTYPE = "F8_E4M3"
 _SCALE = "_scale_inv"
 
 
 class BlockFp8(SourceFormat):
+    title = "FP8 (F8_E4M3) with block scales"
     methods = ("fp8",)
-    companions = (_SCALE,)
-
-    def held(self, reader: Reader, key: str) -> tuple[str, ...]:
-        if key not in reader.names:
-            return ()
-        is_fp8 = reader.complete and reader.tensors[key].dtype == _DTYPE
-        return (key,) if is_fp8 or key + _SCALE in reader.names else ()
+    own = (OwnTensors(("", _SCALE), ending=""),)
 
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
         scale = key + _SCALE
-        if scale not in reader.names:
-            raise refused(reader, key, f"dtype {_DTYPE} without {shown(scale)}. {READ}")
         block = _block(reader, key)
         if reader.complete:
             _check_scale_grid(reader, key, scale, block)
-        return Format("fp8_blocks", (scale,), block)
+        return Format("fp8_blocks", (scale,), block, encoding="fp8")
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         """fp32, each value the fp32 product of the stored value and its scale."""
@@ -103,13 +103,10 @@ def _block(reader: Reader, key: str) -> tuple[int, int]:
 def _check_scale_grid(reader: Reader, key: str, scale: str, block: tuple[int, int]) -> None:
     weight, scales = reader.tensors[key], reader.tensors[scale]
     if weight.dtype != "F8_E4M3" or len(weight.shape) < 2:
-        raise refused(
-            reader,
-            key,
-            f"{weight.dtype} {list(weight.shape)} with block scales; a matrix of F8_E4M3 is needed. {READ}",
-        )
+        found = f"{weight.dtype} {list(weight.shape)}"
+        raise unread(reader, key, f"{found} with block scales; a matrix of F8_E4M3 is needed")
     if scales.dtype not in SCALES:
-        raise refused(reader, scale, f"scales of dtype {scales.dtype}; allowed: {', '.join(SCALES)}. {READ}")
+        raise unread(reader, scale, f"scales of dtype {scales.dtype}; allowed: {', '.join(SCALES)}")
     *leading, n, k = weight.shape
     expected = (*leading, -(-n // block[0]), -(-k // block[1]))
     if scales.shape != expected:

@@ -13,19 +13,20 @@ from torch import Tensor
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN
 from ktinject.checkpoints.formats import int4_packing
 from ktinject.checkpoints.formats.base import (
-    READ,
     Codes,
     Format,
     OwnTensors,
     SourceFormat,
     check_finite,
     refused,
+    unread,
 )
 from ktinject.checkpoints.reader import Reader
 from ktinject.errors import CheckpointError, shown
 
 
 class Int4(SourceFormat):
+    title = "int4 of GPTQ, AWQ and compressed-tensors"
     methods = ("gptq", "awq", "compressed-tensors")
     own = (
         OwnTensors((".qweight", ".qzeros", ".scales"), (".g_idx",)),
@@ -37,9 +38,10 @@ class Int4(SourceFormat):
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
         name, group_size, zeros = _as_configured(reader, key, held)
         if not reader.complete:
-            return Format(name, held, None, None, group_size if type(group_size) is int else -1, zeros)
+            size = group_size if type(group_size) is int else -1
+            return Format(name, held, group_size=size, has_zeros=zeros, encoding="int4")
         shape, group_size = _check_tensors(reader, key, held, name)
-        return Format(name, held, None, shape, group_size, zeros)
+        return Format(name, held, shape=shape, group_size=group_size, has_zeros=zeros, encoding="int4")
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         if index is not None:
@@ -95,9 +97,9 @@ def _as_configured(reader: Reader, key: str, held: tuple[str, ...]) -> tuple[str
         )
     bits = quantization.get("bits", quantization.get("w_bit", 4))
     if bits != 4:
-        raise refused(reader, key, f"{method} with {bits} bits; 4 are read. {READ}")
+        raise unread(reader, key, f"{method} with {bits} bits; 4 are read")
     if method == "awq" and str(quantization.get("version", "gemm")).lower() != "gemm":
-        raise refused(reader, key, f"AWQ of version {quantization['version']}; gemm is read. {READ}")
+        raise unread(reader, key, f"AWQ of version {quantization['version']}; gemm is read")
     group_size = quantization.get("group_size", quantization.get("q_group_size", -1))
     return method, group_size, method == "awq" or not quantization.get("sym", True)
 
@@ -146,11 +148,7 @@ def _packed_scheme(reader: Reader, key: str) -> Mapping[str, Any]:
             or scheme.get("num_bits") != 4
             or scheme.get("type", "int") != "int"
         ):
-            raise refused(
-                reader,
-                key,
-                f"compressed-tensors packed as {shown(scheme)}; int of 4 bits is read. {READ}",
-            )
+            raise unread(reader, key, f"compressed-tensors packed as {shown(scheme)}; int of 4 bits is read")
     if not schemes:
         raise refused(
             reader,
