@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN
-from ktinject.checkpoints.formats import gguf_book_blocks, int4_packing
+from ktinject.checkpoints.formats import gguf_book_blocks, int_packing
 from ktinject.checkpoints.formats.base import Codes, Format, SourceFormat, check_finite, place_of, refused
 from ktinject.checkpoints.reader import Reader
 
@@ -70,7 +70,7 @@ class GgufBlocks(SourceFormat):
 
     def stored(self, reader: Reader, key: str, form: Format) -> Codes:
         assert form.name == "q4_0", "the one type that operators take as it is"
-        return int4_packing.from_q4_0(_blocks(reader, key), reader.tensors[key].shape[-1])
+        return int_packing.from_q4_0(_blocks(reader, key), reader.tensors[key].shape[-1])
 
 
 def _blocks(reader: Reader, key: str, index: int | None = None) -> Tensor:

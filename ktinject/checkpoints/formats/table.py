@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from ktinject.checkpoints.formats.base import SourceFormat, refused
 from ktinject.checkpoints.formats.floats import Floats
-from ktinject.checkpoints.formats.fp8_blocks import BlockFp8
+from ktinject.checkpoints.formats.fp8 import BlockFp8
 from ktinject.checkpoints.formats.gguf_blocks import GgufBlocks
-from ktinject.checkpoints.formats.int4 import Int4
+from ktinject.checkpoints.formats.gptq import Int4
 from ktinject.checkpoints.formats.made import MadeOfParts
 from ktinject.checkpoints.formats.mxfp4 import Mxfp4
 from ktinject.checkpoints.formats.unsupported import Unsupported

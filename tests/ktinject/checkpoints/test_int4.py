@@ -15,7 +15,7 @@ from torch import Tensor
 import ktinject
 from ktinject import machine, rules
 from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.formats import int4_packing
+from ktinject.checkpoints.formats import int_packing
 from ktinject.checkpoints.formats.base import Codes
 from ktinject.errors import CheckpointError
 from ktinject.hf import models
@@ -146,7 +146,7 @@ def test_q4_0_blocks_of_gguf() -> None:
             block = want.codes[output, 32 * group : 32 * group + 32].tolist()
             rows.append(want.scales[output, group : group + 1].view(torch.uint8).tolist())
             rows[-1] += [block[i] | block[i + 16] << 4 for i in range(16)]
-    found = int4_packing.from_q4_0(torch.tensor(rows, dtype=torch.uint8).view(N, -1), K)
+    found = int_packing.from_q4_0(torch.tensor(rows, dtype=torch.uint8).view(N, -1), K)
     assert found.codes.equal(want.codes) and found.scales.equal(want.scales) and found.zeros is None
 
 

@@ -1,6 +1,6 @@
 """int4 of GPTQ, AWQ and compressed-tensors: which tensors hold a weight, whether they fit, what they say.
 
-int4_packing.py draws them, and knows nothing of files.
+int_packing.py draws them, and knows nothing of files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN
-from ktinject.checkpoints.formats import int4_packing
+from ktinject.checkpoints.formats import int_packing
 from ktinject.checkpoints.formats.base import (
     Codes,
     Format,
@@ -66,12 +66,12 @@ class Int4(SourceFormat):
                 text = f"weight_shape says {claimed.tolist()}; weight_packed holds {list(form.shape)}"
                 raise refused(reader, key, f"{text}. {DOWNLOAD_AGAIN}")
             zero_point = read.get("weight_zero_point")
-            found = int4_packing.from_packed(read["weight_packed"], scales, zero_point, group_of)
+            found = int_packing.from_packed(read["weight_packed"], scales, zero_point, group_of)
         elif form.name == "awq":
-            found = int4_packing.from_awq(read["qweight"], read["qzeros"], scales)
+            found = int_packing.from_awq(read["qweight"], read["qzeros"], scales)
         else:
             version = 2 if reader.quantization.get("checkpoint_format") == "gptq_v2" else 1
-            found = int4_packing.from_gptq(read["qweight"], read["qzeros"], scales, group_of, version)
+            found = int_packing.from_gptq(read["qweight"], read["qzeros"], scales, group_of, version)
         if found.zeros is not None and not form.has_zeros:
             text = (
                 "zero points other than 8, and config.json says symmetric. Correct quantization_config.sym."
