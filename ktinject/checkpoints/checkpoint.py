@@ -174,11 +174,13 @@ class Checkpoint:
         Raises   CheckpointError as `format_of` and `read`, and if scales or codes make no sense
         """
         source, form = self._source(key)
+        self._reader.check_complete(key)
         return source.decode(self._reader, key, form, index)
 
     def stored(self, key: str) -> Stored:
         """Read one weight undecoded; of a format that can be. Raises CheckpointError as `decode`."""
         source, form = self._source(key)
+        self._reader.check_complete(key)
         return source.stored(self._reader, key, form)
 
     def __enter__(self) -> Self:

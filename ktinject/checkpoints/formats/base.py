@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,40 +50,44 @@ class Format:
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight [n, k] in int4.
+    """A weight [n, k] in integers of 4 or 8 bits.
 
-    codes       [n, k] uint8, 0 to 15
+    codes       [n, k] uint8, 0 to 15 or 255
     scales      [n, groups], float
-    zeros       [n, groups] uint8, 0 to 15; None: 8 everywhere
+    zeros       [n, groups] uint8, as codes; None: the middle everywhere, 8 or 128
     group_of    [k] int64, the group of each input; None: groups are equal and in order
+    bits        4 or 8
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
     group_of: Tensor | None = None
+    bits: int = 4
 
     def narrow(self, dim: int, start: int, length: int) -> Codes:
         """A copy of some of its outputs (0) or inputs (1). Raises ValueError if that would divide a group."""
         codes = self.codes.narrow(dim, start, length).clone()
         if dim == 1 and self.group_of is not None:
-            return Codes(codes, self.scales, self.zeros, self.group_of[start : start + length].clone())
+            return Codes(
+                codes, self.scales, self.zeros, self.group_of[start : start + length].clone(), self.bits
+            )
         if dim == 1:
             size = self.codes.shape[1] // self.scales.shape[1]
             start, length = _blocks(start, length, size, "inputs")
         scales = self.scales.narrow(dim, start, length).clone()
         zeros = None if self.zeros is None else self.zeros.narrow(dim, start, length).clone()
-        return Codes(codes, scales, zeros, self.group_of)
+        return Codes(codes, scales, zeros, self.group_of, self.bits)
 
     def values(self) -> Tensor:
-        """[n, k] fp32, each the fp32 product of scale and difference; exact for scales of 16 bits."""
+        """[n, k] fp32, each the fp32 product of scale and difference; exact for 4 bits and scales of 16 bits."""
         n, k = self.codes.shape
-        groups = self.scales.shape[1]
+        groups, middle = self.scales.shape[1], 1 << (self.bits - 1)
         if self.group_of is not None:
-            offset = 8 if self.zeros is None else self.zeros[:, self.group_of].float()
+            offset = middle if self.zeros is None else self.zeros[:, self.group_of].float()
             return (self.codes.float() - offset) * self.scales.float()[:, self.group_of]
         steps = self.codes.view(n, groups, k // groups).float()
-        steps -= 8 if self.zeros is None else self.zeros[:, :, None].float()
+        steps -= middle if self.zeros is None else self.zeros[:, :, None].float()
         return steps.mul_(self.scales.float()[:, :, None]).view(n, k)
 
 
@@ -136,14 +140,12 @@ class OwnTensors:
             return ()
         return tuple(stem + s for s in (*self.needed, *self.optional) if stem + s in names)
 
-    def replace_in(self, names: set[str]) -> None:
-        """Put the names of weights in place of those of their tensors."""
+    def weights(self, names: Collection[str]) -> Iterator[str]:
+        """The weights that these tensors would hold, by what their names end with."""
         tells = next(suffix for suffix in self.needed if suffix != self.ending)
-        for name in [name for name in names if name.endswith(tells)]:
-            stem = name.removesuffix(tells)
-            if self.of(names, stem + self.ending):
-                names -= {stem + suffix for suffix in (*self.needed, *self.optional)}
-                names.add(stem + self.ending)
+        for name in names:
+            if name.endswith(tells):
+                yield name.removesuffix(tells) + self.ending
 
 
 class SourceFormat(ABC):
@@ -152,11 +154,13 @@ class SourceFormat(ABC):
     title       what people call it; said where a checkpoint in a format that is not read is refused
     methods     values of quant_method in config.json that stand for it
     own         which tensors hold a weight where that is not one of the weight's name
+    tells       what a tensor's name has in place of ".weight" that no other format has: alone, it names the format
     """
 
     title: ClassVar[str] = ""
     methods: ClassVar[tuple[str, ...]] = ()
     own: ClassVar[tuple[OwnTensors, ...]] = ()
+    tells: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
         if cls.title and cls.title not in _TITLES:
@@ -187,6 +191,24 @@ class SourceFormat(ABC):
         raise NotImplementedError(f"{form.name} is read decoded only")
 
 
+def no_expert_of_a_matrix(reader: Reader, key: str, index: int | None, shape: tuple[int, ...]) -> None:
+    """Raise CheckpointError where one of the slices of a matrix is asked for: only stacks of them are cut."""
+    if index is not None and len(shape) < 3:
+        raise refused(reader, key, f"there is no expert {index} in a matrix; it is read whole.")
+
+
+def check_scales(reader: Reader, name: str, scales: Tensor, most: float | None = None) -> None:
+    """Raise CheckpointError naming the position of the first scale that is not positive, finite, and at most that."""
+    wrong = ~(torch.isfinite(scales) & (scales > 0))
+    if most is not None:
+        wrong |= scales > most
+    if wrong.any():
+        position = place_of(scales, int(wrong.flatten().nonzero()[0]))
+        limit = "" if most is None else f" and at most {most:g}"
+        text = f"{scales[tuple(position)].item()} at {position}; scales must be positive and finite{limit}"
+        raise refused(reader, name, f"{text}. {DOWNLOAD_AGAIN}")
+
+
 def _blocks(start: int, length: int, size: int, what: str) -> tuple[int, int]:
     """The first of the blocks of this size, and how many they are."""
     if start % size or length % size:
@@ -197,8 +219,11 @@ def _blocks(start: int, length: int, size: int, what: str) -> tuple[int, int]:
     return start // size, length // size
 
 
-def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise CheckpointError naming the tensor and the position of its first NaN or infinity, if any."""
+def check_finite(name: str, tensor: torch.Tensor, reader: Reader | None = None) -> None:
+    """Raise CheckpointError naming the tensor and the position of its first NaN or infinity, if any.
+
+    reader   whose path the error names, too
+    """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return
     flat = tensor.reshape(-1)
@@ -209,8 +234,9 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
         finite = torch.isfinite(piece)
         if not finite.all():
             first = int((~finite).nonzero()[0])
+            where = "" if reader is None else f"{reader.path}: "
             raise CheckpointError(
-                f"tensor {shown(name)}: {piece[first].item()} at {place_of(tensor, start + first)}; "
+                f"{where}tensor {shown(name)}: {piece[first].item()} at {place_of(tensor, start + first)}; "
                 f"all values must be finite. The checkpoint is damaged. {DOWNLOAD_AGAIN}"
             )
 

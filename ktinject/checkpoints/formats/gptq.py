@@ -1,12 +1,10 @@
-"""int4 of GPTQ, AWQ and compressed-tensors: which tensors hold a weight, whether they fit, what they say.
+"""GPTQ's integers of 4 and 8 bits, which auto-round writes, too. int_packing.py draws the tensors.
 
-int_packing.py draws them, and knows nothing of files.
+Bits and groups may differ from layer to layer, which config.json says by patterns (`dynamic`, `extra_config`): so they
+are taken from the tensors, and what config.json says of all layers has to agree where it has no such patterns.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -21,138 +19,94 @@ from ktinject.checkpoints.formats.base import (
     refused,
     unread,
 )
+from ktinject.checkpoints.formats.int_groups import check_part, group_size_of, group_table, integer_format
 from ktinject.checkpoints.reader import Reader
-from ktinject.errors import CheckpointError, shown
+from ktinject.errors import shown
+
+BITS = (4, 8)
+AUTO_ROUND = ("auto-round", "intel/auto-round")
+# Settings of single layers, by the names of modules.
+OVERRIDES = ("dynamic", "extra_config", "dynamic_config")
 
 
-class Int4(SourceFormat):
-    title = "int4 of GPTQ, AWQ and compressed-tensors"
-    methods = ("gptq", "awq", "compressed-tensors")
-    own = (
-        OwnTensors((".qweight", ".qzeros", ".scales"), (".g_idx",)),
-        OwnTensors(
-            (".weight_packed", ".weight_scale"), (".weight_shape", ".weight_zero_point", ".weight_g_idx")
-        ),
-    )
+def packs_as(reader: Reader) -> str:
+    """ "gptq" or "awq" if config.json says which; "" otherwise."""
+    method = reader.quantization.get("quant_method")
+    if method in AUTO_ROUND:
+        said = str(
+            reader.quantization.get("packing_format", reader.quantization.get("backend", "gptq"))
+        ).lower()
+        return "awq" if "awq" in said else "gptq"
+    return method if method in ("gptq", "awq") else ""
+
+
+class Gptq(SourceFormat):
+    title = "GPTQ of 4 and 8 bits"
+    methods = ("gptq", *AUTO_ROUND)
+    own = (OwnTensors((".qweight", ".qzeros", ".scales"), (".g_idx",)),)
+    tells = (".qweight", ".g_idx")
 
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
-        name, group_size, zeros = _as_configured(reader, key, held)
+        quantization, method = reader.quantization, reader.quantization.get("quant_method")
+        if not packs_as(reader):
+            text = f"GPTQ or AWQ; quantization_config.quant_method is {shown(method)} and does not say which"
+            raise refused(reader, key, f"{text}. Correct config.json.")
+        said, zeros = quantization.get("bits", 4), not quantization.get("sym", True)
         if not reader.complete:
-            size = group_size if type(group_size) is int else -1
-            return Format(name, held, group_size=size, has_zeros=zeros, encoding="int4")
-        shape, group_size = _check_tensors(reader, key, held, name)
-        return Format(name, held, shape=shape, group_size=group_size, has_zeros=zeros, encoding="int4")
+            size = quantization.get("group_size")
+            return Format(
+                "gptq",
+                held,
+                group_size=size if type(size) is int else -1,
+                has_zeros=zeros,
+                encoding="int4" if said == 4 else "",
+            )
+        shape, bits, size = _from_tensors(reader, held, said)
+        return integer_format("gptq", held, shape, bits, size, zeros, ordered=held[-1].endswith(".g_idx"))
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         if index is not None:
-            raise refused(
-                reader, key, f"there is no expert {index} in a matrix; int4 is read as whole matrices."
-            )
+            raise refused(reader, key, f"there is no expert {index} in a matrix; it is read whole.")
         return self.stored(reader, key, form).values()
 
     def stored(self, reader: Reader, key: str, form: Format) -> Codes:
-        read = {name.removeprefix(key.removesuffix("weight")): reader.read(name) for name in form.companions}
-        scales = read.get("scales", read.get("weight_scale"))
-        assert form.shape is not None and scales is not None, "detect gave it"
-        check_finite(form.companions[2 if "scales" in read else 1], scales)
-        group_of = read.get("g_idx", read.get("weight_g_idx"))
-        if group_of is not None and (
-            group_of.min() < 0 or group_of.max() >= form.shape[1] // form.group_size
-        ):
-            raise refused(reader, key, f"g_idx names a group that is not there. {DOWNLOAD_AGAIN}")
-        if form.name == "packed":
-            claimed = read.get("weight_shape")
-            if claimed is not None and tuple(claimed.tolist()) != form.shape:
-                text = f"weight_shape says {claimed.tolist()}; weight_packed holds {list(form.shape)}"
-                raise refused(reader, key, f"{text}. {DOWNLOAD_AGAIN}")
-            zero_point = read.get("weight_zero_point")
-            found = int_packing.from_packed(read["weight_packed"], scales, zero_point, group_of)
-        elif form.name == "awq":
-            found = int_packing.from_awq(read["qweight"], read["qzeros"], scales)
-        else:
-            version = 2 if reader.quantization.get("checkpoint_format") == "gptq_v2" else 1
-            found = int_packing.from_gptq(read["qweight"], read["qzeros"], scales, group_of, version)
-        if found.zeros is not None and not form.has_zeros:
-            text = (
-                "zero points other than 8, and config.json says symmetric. Correct quantization_config.sym."
-            )
-            raise refused(reader, key, text)
-        return found
+        assert form.shape is not None, "of a complete checkpoint"
+        qweight, qzeros, scales = (reader.read(name) for name in form.companions[:3])
+        check_finite(form.companions[2], scales, reader)
+        g_idx = reader.read(form.companions[3]) if len(form.companions) > 3 else None
+        group_of = group_table(reader, key, form.shape[1], form.group_size, g_idx)
+        bits = 32 * len(qweight) // form.shape[1]
+        version = 2 if reader.quantization.get("checkpoint_format") == "gptq_v2" else 1
+        found = int_packing.from_gptq(qweight, qzeros, scales, group_of, bits, version)
+        if found.zeros is None or form.has_zeros:
+            return found
+        # auto-round does not say which of the two it writes; of symmetric codes the zero points themselves tell.
+        middle = 1 << (bits - 1)
+        if reader.quantization.get("quant_method") in AUTO_ROUND and bool((found.zeros == middle + 1).all()):
+            return Codes(found.codes, found.scales, None, found.group_of, bits)
+        text = f"zero points other than {middle}, and config.json says symmetric"
+        raise refused(reader, key, f"{text}. Correct quantization_config.sym.")
 
 
-def _as_configured(reader: Reader, key: str, held: tuple[str, ...]) -> tuple[str, Any, bool]:
-    """What config.json says: the format's name, the inputs that share a scale, whether zero points vary."""
-    quantization = reader.quantization
-    method = quantization.get("quant_method")
-    stem = key.removesuffix("weight")
-    if f"{stem}weight_packed" in held:
-        scheme = _packed_scheme(reader, key)
-        return "packed", scheme.get("group_size") or -1, f"{stem}weight_zero_point" in held
-    if method not in ("gptq", "awq"):
-        raise refused(
-            reader,
-            key,
-            f"GPTQ or AWQ; quantization_config.quant_method is {shown(method)} and does not say which. "
-            "Correct config.json.",
-        )
-    bits = quantization.get("bits", quantization.get("w_bit", 4))
-    if bits != 4:
-        raise unread(reader, key, f"{method} with {bits} bits; 4 are read")
-    if method == "awq" and str(quantization.get("version", "gemm")).lower() != "gemm":
-        raise unread(reader, key, f"AWQ of version {quantization['version']}; gemm is read")
-    group_size = quantization.get("group_size", quantization.get("q_group_size", -1))
-    return method, group_size, method == "awq" or not quantization.get("sym", True)
-
-
-def _check_tensors(reader: Reader, key: str, held: tuple[str, ...], name: str) -> tuple[tuple[int, int], int]:
-    """The weight's shape, and the inputs that share a scale. Raises CheckpointError for tensors that do not fit."""
-    stem = key.removesuffix("weight")
-    found = {part.removeprefix(stem): reader.tensors[part] for part in held}
-
-    def refuse(part: str, needed: str) -> CheckpointError:
-        info = found[part]
-        text = f"{info.dtype} {list(info.shape)}; {needed} is needed. {DOWNLOAD_AGAIN}"
-        return refused(reader, stem + part, text)
-
-    first, scale = ("weight_packed", "weight_scale") if name == "packed" else ("qweight", "scales")
-    for part in (first, scale):
-        if len(found[part].shape) != 2 or 0 in found[part].shape:
-            raise refuse(part, "a matrix")
-    rows, columns = found[first].shape
-    n, k = {"packed": (rows, 8 * columns), "gptq": (columns, 8 * rows), "awq": (8 * columns, rows)}[name]
-    groups = found[scale].shape[name == "packed"]
-    if k % groups:
-        raise refuse(scale, f"a number of groups that divides {k}")
-    expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
-        first: (("I32",), (rows, columns)),
-        scale: (("F16", "BF16", "F32"), (n, groups) if name == "packed" else (groups, n)),
-        "qzeros": (("I32",), (groups, -(-n // 8))),
-        "weight_zero_point": (("I32",), (-(-n // 8), groups)),
-        "g_idx": (("I32", "I64"), (k,)),
-        "weight_g_idx": (("I32", "I64"), (k,)),
-        "weight_shape": (("I32", "I64"), (2,)),
-    }
-    for part, (dtypes, dims) in expected.items():
-        if part in found and (found[part].dtype not in dtypes or found[part].shape != dims):
-            raise refuse(part, f"{' or '.join(dtypes)} {list(dims)}")
-    return (n, k), k // groups
-
-
-def _packed_scheme(reader: Reader, key: str) -> Mapping[str, Any]:
-    """compressed-tensors says in config.json how its packed weights are made; all in one way."""
-    groups = reader.quantization.get("config_groups")
-    schemes = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    for scheme in schemes:
-        if (
-            not isinstance(scheme, Mapping)
-            or scheme.get("num_bits") != 4
-            or scheme.get("type", "int") != "int"
-        ):
-            raise unread(reader, key, f"compressed-tensors packed as {shown(scheme)}; int of 4 bits is read")
-    if not schemes:
-        raise refused(
-            reader,
-            key,
-            "compressed-tensors packed, and quantization_config.config_groups does not say how. Correct config.json.",
-        )
-    return schemes[0]
+def _from_tensors(reader: Reader, held: tuple[str, ...], said: object) -> tuple[tuple[int, int], int, int]:
+    """The weight's shape, bits of a code, and inputs that share a scale. Raises CheckpointError."""
+    weight, zeros, scales = (reader.tensors[name] for name in held[:3])
+    check_part(reader, weight.name, ("I32",), None)
+    check_part(reader, zeros.name, ("I32",), None)
+    rows, n = weight.shape
+    bits = next((b for b in BITS if zeros.shape[1] == -(-n * b // 32)), 0)
+    varied = any(reader.quantization.get(name) for name in OVERRIDES)
+    if said not in BITS and not varied:
+        raise unread(reader, weight.name, f"GPTQ of {shown(said)} bits; 4 and 8 are read")
+    if bits == 0 or (bits != said and not varied):
+        needed = f"I32 [groups, {-(-n * (said if said in BITS else 4) // 32)}]"
+        text = f"{zeros.dtype} {list(zeros.shape)}; {needed} is needed for {shown(said)} bits"
+        raise refused(reader, zeros.name, f"{text}. {DOWNLOAD_AGAIN}")
+    k = rows * 32 // bits
+    group = group_size_of(reader, scales.name, k, scales.shape[0] if scales.shape else 0, varied)
+    groups = -(-k // group)
+    check_part(reader, scales.name, ("F16", "BF16", "F32"), (groups, n))
+    check_part(reader, zeros.name, ("I32",), (groups, zeros.shape[1]))
+    if len(held) > 3:
+        check_part(reader, held[3], ("I32", "I64"), (k,))
+    return (n, k), bits, group

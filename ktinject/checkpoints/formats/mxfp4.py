@@ -24,14 +24,19 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, 
 
 def values(blocks: Tensor, scales: Tensor) -> Tensor:
     """[..., n, 32 · groups] bf16, exact for scales from 2 on; blocks and scales as above, uint8."""
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
     steps = (scales.int() << 23).view(torch.float32)
-    return (_E2M1[codes.int()] * steps[..., None]).flatten(-2).bfloat16()
+    return (unpacked(blocks) * steps[..., None]).flatten(-2).bfloat16()
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """[..., bytes] uint8, an even input in the lower half of a byte → [..., 2 · bytes] fp32, without scales."""
+    return _E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
 
 
 class Mxfp4(SourceFormat):
     title = "MXFP4 as gpt-oss has it"
     methods = ("mxfp4",)
+    tells = ("_blocks",)
     own = (OwnTensors(("_blocks", "_scales"), ending=""),)
 
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from ktinject.checkpoints.formats.awq import Awq
 from ktinject.checkpoints.formats.base import SourceFormat, refused
 from ktinject.checkpoints.formats.floats import Floats
-from ktinject.checkpoints.formats.fp8 import BlockFp8
+from ktinject.checkpoints.formats.fp4 import Fp4
+from ktinject.checkpoints.formats.fp8 import Fp8
 from ktinject.checkpoints.formats.gguf_blocks import GgufBlocks
-from ktinject.checkpoints.formats.gptq import Int4
+from ktinject.checkpoints.formats.gptq import Gptq
+from ktinject.checkpoints.formats.int8 import Int8
 from ktinject.checkpoints.formats.made import MadeOfParts
 from ktinject.checkpoints.formats.mxfp4 import Mxfp4
+from ktinject.checkpoints.formats.packed import Packed
 from ktinject.checkpoints.formats.unsupported import Unsupported
 from ktinject.checkpoints.reader import Reader
 
 # The formats that are read. The first one that holds a weight is its format.
-READ: tuple[SourceFormat, ...] = (Mxfp4(), Int4(), BlockFp8(), GgufBlocks())
+READ: tuple[SourceFormat, ...] = (
+    Mxfp4(),
+    Fp4(),
+    Awq(),
+    Gptq(),
+    Packed(),
+    Int8(),
+    Fp8(),
+    GgufBlocks(),
+)
 SOURCES: tuple[SourceFormat, ...] = (MadeOfParts((*READ, Floats())), *READ, Unsupported(READ), Floats())
 # Values of quant_method in config.json that are read.
 METHODS = tuple(dict.fromkeys(method for source in READ for method in source.methods))
@@ -33,5 +46,8 @@ def weight_names(reader: Reader) -> set[str]:
     found |= reader.made.keys()
     for source in READ:
         for own in source.own:
-            own.replace_in(found)
+            for key in [*own.weights(found)]:
+                if held := source.held(reader, key):
+                    found.difference_update(held)
+                    found.add(key)
     return found

@@ -10,13 +10,11 @@ from ktinject.checkpoints.formats.base import Format, SourceFormat, unread
 from ktinject.checkpoints.reader import Reader
 from ktinject.errors import shown
 
-# What the name of a tensor that comes with a format has in place of ".weight"; the first one found names the format.
+# What the name of a tensor that comes with a format has in place of ".weight".
 _NEVER_READ = {
     ".weight.absmax": "bitsandbytes 4-bit",
     ".absmax": "bitsandbytes 4-bit",
     ".SCB": "bitsandbytes int8",
-    ".weight_scale_2": "NVFP4",
-    ".weight_scale": "FP8 with a scale per tensor or channel",
 }
 
 
@@ -27,22 +25,15 @@ class Unsupported(SourceFormat):
     """
 
     def __init__(self, read: Sequence[SourceFormat]) -> None:
-        self.tells = {
-            suffix: source.title
-            for source in read
-            for own in source.own
-            for suffix in (*own.needed, *own.optional)
-            if suffix not in ("", own.ending)
-        }
-        self.tells |= {suffix: name for suffix, name in _NEVER_READ.items() if suffix not in self.tells}
+        self.found = _NEVER_READ | {suffix: source.title for source in read for suffix in source.tells}
 
     def held(self, reader: Reader, key: str) -> tuple[str, ...]:
         stem = key.removesuffix(".weight")
-        return next(((stem + suffix,) for suffix in self.tells if stem + suffix in reader.names), ())
+        return next(((stem + suffix,) for suffix in self.found if stem + suffix in reader.names), ())
 
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
         stem = key.removesuffix(".weight")
-        title = self.tells[held[0].removeprefix(stem)]
+        title = self.found[held[0].removeprefix(stem)]
         raise unread(
             reader, key, f"{title}, to which {shown(held[0])} belongs, is not read or not whole here"
         )
