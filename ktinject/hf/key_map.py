@@ -77,6 +77,7 @@ class KeyMap:
     parts        parameter → number of parts its pieces come in, where there is more than one
     conversions  parameter → the conversion that gives it; those are not in `targets`
     unexpected   keys that belong nowhere
+    skipped      keys that belong nowhere, and may be there
     missing      what the model needs and the checkpoint has not, by checkpoint name where that is known
     transforms   transformers' mapping, which knows by now what it was used for
     """
@@ -85,6 +86,7 @@ class KeyMap:
     parts: dict[str, int] = field(default_factory=dict)
     conversions: dict[str, Conversion] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     transforms: list[Any] = field(default_factory=list)
 
