@@ -23,9 +23,7 @@ from rows import commit
 from transformers import ContinuousBatchingConfig
 
 import ktinject
-from ktinject import rules
 from ktinject.tools import random_models
-
 
 _random = torch.Generator().manual_seed(0)
 

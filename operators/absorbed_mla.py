@@ -178,7 +178,12 @@ class AbsorbedMla(Operator):
     ) -> Tensor:
         """[1, m, heads · v], each text by itself; on the CPU."""
         out = q_nope.new_empty(1, q_nope.shape[2], self.spec.num_heads * self.spec.v_head_dim)
-        for text in packed.texts():
+        singles, others = packed.texts()
+        if singles is not None:
+            q, q_r = (part[0, :, singles.queries].transpose(0, 1)[:, :, None] for part in (q_nope, q_rope))
+            k, k_r = singles.of_each(latent), singles.of_each(k_rope)
+            out[0, singles.queries] = self._attend(q, q_r, k, k_r, singles.mask).reshape(len(q), -1)
+        for text in others:
             q, q_r = q_nope[:, :, text.queries], q_rope[:, :, text.queries]
             k, k_r = latent[:, :, text.keys], k_rope[:, :, text.keys]
             m, s = q.shape[2], k.shape[2]

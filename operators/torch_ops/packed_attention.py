@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,6 +27,8 @@ from ktinject.support import SUPPORTED, Support
 # As batching.py makes it known to transformers. A name with "flash" in it stands for attention that needs no masks.
 NAME = "ktinject_flash"
 
+# So many texts of one new token each are attended together, if padding makes at most so many times as many keys of them.
+_FEWEST, _MOST_PADDING = 3, 2
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers of a paged cache
 
 
@@ -35,6 +37,29 @@ class Text(NamedTuple):
 
     queries: slice
     keys: slice
+
+
+class Singles(NamedTuple):
+    """Texts of one new token each.
+
+    queries  [n] int64: their places
+    keys     [n, s] int64: places of the keys in sight; behind the last one, some other
+    mask     [n, 1, 1, s] bool, True where a key is in sight
+    """
+
+    queries: Tensor
+    keys: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, texts: Sequence[Text], longest: int) -> Singles:
+        bounds = torch.tensor([[text.queries.start, text.keys.start, text.keys.stop - 1] for text in texts])
+        keys = bounds[:, 1:2] + torch.arange(longest)
+        return cls(bounds[:, 0], keys.minimum(bounds[:, 2:]), (keys <= bounds[:, 2:])[:, None, None])
+
+    def of_each(self, part: Tensor) -> Tensor:
+        """Keys or values [1, h, all tokens, d] → [n, h, s, d]."""
+        return part[0].transpose(0, 1)[self.keys].transpose(1, 2)
 
 
 class Packed:
@@ -82,13 +107,22 @@ class Packed:
     def _longest(self, of: str) -> Any:
         return self._extra[f"max_length_{of}" if f"max_length_{of}" in self._extra else f"max_seqlen_{of}"]
 
-    def texts(self, window: int | None = None) -> Iterator[Text]:
-        """The texts. Not on a GPU, whose lengths the host does not know. Call it behind `update`."""
-        queries, keys, _, _ = self.lengths(window)
-        q, k = queries.tolist(), keys.tolist()
-        for index in range(len(q) - 1):
-            if q[index] < q[index + 1]:
-                yield Text(slice(q[index], q[index + 1]), slice(k[index], k[index + 1]))
+    def texts(self, window: int | None = None) -> tuple[Singles | None, list[Text]]:
+        """The texts: those of one new token each together, if that is worth it, and the others.
+
+        Not on a GPU, whose lengths the host does not know. Call it behind `update`.
+        """
+        ends, seen, _, _ = self.lengths(window)
+        q, k = ends.tolist(), seen.tolist()
+        found = [
+            Text(slice(q[i], q[i + 1]), slice(k[i], k[i + 1])) for i in range(len(q) - 1) if q[i] < q[i + 1]
+        ]
+        singles = [text for text in found if text.queries.stop - text.queries.start == 1]
+        longest = max((text.keys.stop - text.keys.start for text in singles), default=0)
+        all_keys = sum(text.keys.stop - text.keys.start for text in singles)
+        if len(singles) < _FEWEST or len(singles) * longest > _MOST_PADDING * all_keys:
+            return None, found
+        return Singles.of(singles, longest), [text for text in found if text not in singles]
 
 
 @cast(Any, functools.cache)
@@ -185,10 +219,22 @@ def _on_cpu(
     packed: Packed, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
 ) -> Tensor:
     out = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
-    for text in packed.texts(window):
+    singles, others = packed.texts(window)
+    if singles is not None:
+        out[0, singles.queries] = _of_singles(singles, query, key, value, scale)
+    for text in others:
         q, k, v = query[:, :, text.queries], key[:, :, text.keys], value[:, :, text.keys]
         out[:, text.queries] = one_text(q, k, v, scale, window).transpose(1, 2)
     return out
+
+
+def _of_singles(singles: Singles, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """[n, h, d]; the heads that share keys are rows of one product."""
+    n, h, kv = len(singles.queries), query.shape[1], key.shape[1]
+    q = query[0, :, singles.queries].transpose(0, 1).reshape(n, kv, h // kv, -1)
+    k, v = singles.of_each(key), singles.of_each(value)
+    mask = singles.mask.expand(n, 1, h // kv, -1)
+    return functional.scaled_dot_product_attention(q, k, v, mask, scale=scale).reshape(n, h, -1)
 
 
 def one_text(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
