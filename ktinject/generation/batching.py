@@ -276,6 +276,8 @@ def _manager_class(stock: Any) -> Any:
 
 @cast(Any, functools.cache)
 def _runner_class(stock: Any) -> Any:
+    from ktinject.generation import batching_sampling  # with it comes all of continuous batching
+
     if issubclass(stock, _Runner):
         return stock
 
@@ -284,17 +286,23 @@ def _runner_class(stock: Any) -> Any:
 
         def compute_batch(self, model: Any, batch_data: Any) -> None:
             self._is_streamed = _is_streamed(model, batch_data["input_ids"])
+            self._arguments = batch_data["logits_processor_args"]
             super().compute_batch(model, batch_data)
 
         def _get_forward_fn(self, use_block_table: bool) -> tuple[Any, bool]:
             forward, uses_graph = super()._get_forward_fn(use_block_table=use_block_table)
             return forward, uses_graph and not self._is_streamed
 
+        def _sample(self, scores: Tensor, output_ids: Tensor) -> None:
+            if not batching_sampling.choose(self, scores, output_ids, self._arguments):
+                super()._sample(scores, output_ids)
+
     return Runner
 
 
 class _Runner:
     _is_streamed = False
+    _arguments: Any = None
 
 
 def _is_streamed(model: Any, ids: Tensor) -> bool:

@@ -319,6 +319,36 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             SET,
             "changes nothing",
         ),
+        Private(
+            f"{_BATCHING}.model_runner:ModelRunner",
+            "_sample",
+            "(self, scores, output_ids)",
+            "each request's way",
+        ),
+        *_each(
+            f"{_BATCHING}.cb_logits_processors",
+            "ContinuousBatchingLogitsProcessor ContinuousBatchingLogitsProcessorList "
+            "ContinuousBatchingTemperatureLogitsWarper ContinuousBatchingTopKLogitsWarper "
+            "ContinuousBatchingTopPLogitsWarper",
+            THERE,
+            "how a request chooses",
+        ),
+        *_each(
+            f"{_BATCHING}.cb_logits_processors:ContinuousBatchingLogitsProcessorList.__init__",
+            "logits_processor tensors_required do_processing",
+            SET,
+            "how a request chooses",
+        ),
+        Private(_GENERATION, "_get_logits_processor", "(self, generation_config)", "what a request asks for"),
+        Private(_MANAGER, "_run_generation_loop", "(self)", "in a thread that ends with the process"),
+        *_each(
+            f"{_MANAGER}.__init__",
+            "logit_processor output_router background_thread_status _generation_thread",
+            SET,
+            "who gets the tokens",
+        ),
+        Private(f"{_BATCHING}.continuous_api", "OutputRouter", "()", "who gets the tokens"),
+        *_each(f"{_BATCHING}.continuous_api:OutputRouter", "deliver deliver_batch", THERE, "overridden"),
         Private(f"{_BATCHING}.cache", "PagedAttentionCache", THERE, "what attention takes for one"),
         Private(f"{_BATCHING}.cache:PagedAttentionCache", "update", THERE, "keys and values of all texts"),
         Private(f"{_BATCHING}.input_outputs", "PagedAttentionArgs", THERE, "how a model is called"),
@@ -374,7 +404,9 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             "(self, model, processor, inputs, gen_config, request_id)",
             "overridden",
         ),
-        Private(f"{_SERVING}.utils:GenerateManager", "async_submit", THERE, "its thread"),
+        Private(
+            f"{_SERVING}.utils:GenerateManager", "submit", "(self, fn, *args, **kwargs)", "a thread for each"
+        ),
         Private(f"{_SERVING}.utils:BaseHandler", "_validate_request", "(self, body)", "checks first"),
         Private(
             f"{_SERVING}.utils:BaseHandler",

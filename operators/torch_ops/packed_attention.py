@@ -27,7 +27,7 @@ from ktinject.support import SUPPORTED, Support
 # As batching.py makes it known to transformers. A name with "flash" in it stands for attention that needs no masks.
 NAME = "ktinject_flash"
 
-# So many texts of one new token each are attended together, if padding makes at most so many times as many keys of them.
+# So many texts of one new token are attended together, if padding makes at most so many times as many keys of them.
 _FEWEST, _MOST_PADDING = 3, 2
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers of a paged cache
 
