@@ -352,6 +352,10 @@ class HybridExperts(CpuExperts):
         ticket = self.handoff.submit(x, ids.masked_fill((ids >= 0) & (ids < count), -1), weights)
         return Underway(ticket, self.streamed.forward(x, ids, weights, count, torch.float32))
 
+    def streams(self, tokens: int, top_k: int) -> bool:
+        """Whether experts are streamed through the GPU for so many tokens; never in a graph."""
+        return self._streams(tokens, top_k) > 0
+
     def _streams(self, tokens: int, top_k: int) -> int:
         """How many experts to stream through the GPU, the first ones; 0 if the CPU computes this call."""
         if self.streamed is None or tokens <= MOST_TOKENS or top_k == 0:
