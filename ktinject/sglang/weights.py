@@ -192,7 +192,7 @@ def pack(
             f"load_weights_from_tensors: --kt-method {given.method_name} needs a checkpoint in its own format. "
             "Name AMXINT4, AMXINT8 or BF16."
         )
-    made = CpuExperts(spec_of(given), _plain_config(given, nodes))
+    made = CpuExperts(spec_of(given), plain_config(given, nodes))
     made.allocate()
     for place in range(given.num_experts):
         if given.mask is None and given.is_on_gpu(place):
@@ -243,14 +243,14 @@ def _config(
         )
     if method.weights == "near":
         return CpuExpertsConfig(numa=numa, **_near(checkpoint, formats, given))  # type: ignore[arg-type]
-    config = _plain_config(given, nodes)
+    config = plain_config(given, nodes)
     if method.weights == "auto":
         config = expert_formats.choices(config, [form for _, form in formats])[0][1] if formats else config
         return config if config.weights != "auto" else dataclasses.replace(config, weights="bf16")
     return config
 
 
-def _plain_config(given: Arguments, nodes: int) -> CpuExpertsConfig:
+def plain_config(given: Arguments, nodes: int) -> CpuExpertsConfig:
     group = _group(given) if given.method.weights == "int4" else 128
     return CpuExpertsConfig(weights=given.method.weights, group_size=group, numa=nodes or "auto")  # type: ignore[arg-type]
 
