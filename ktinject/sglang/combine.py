@@ -39,7 +39,7 @@ _within = _Within()
 
 
 class Combine:
-    """Takes the place of methods of SGLang's class: each gets the original first."""
+    """Takes the place of methods of SGLang's class: each gets the original first, and arguments by SGLang's names."""
 
     def __init__(self, module: ModuleType) -> None:
         """module: SGLang's, with the class."""
@@ -60,7 +60,10 @@ class Combine:
             None if found is None else found.physical_to_logical_map_cpu[index].contiguous()
         )
 
-    def create_moe_runner(self, original: Callable[..., Any], method: Any, layer: Any, config: Any) -> Any:
+    def create_moe_runner(
+        self, original: Callable[..., Any], method: Any, layer: Any, moe_runner_config: Any
+    ) -> Any:
+        config = moe_runner_config
         _watch_models()
         method.ktinject_factor = getattr(config, "routed_scaling_factor", None)
         if method.ktinject_factor is not None:
@@ -70,8 +73,8 @@ class Combine:
             return None
         return original(method, layer, config)
 
-    def apply(self, original: Callable[..., Any], method: Any, layer: Any, dispatched: Any) -> Any:
-        x = dispatched.hidden_states
+    def apply(self, original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
+        x, dispatched = dispatch_output.hidden_states, dispatch_output
         if x.is_cuda and method.num_gpu_experts:
             combined = original(method, layer, dispatched)
         else:

@@ -71,11 +71,11 @@ class Method:
     def process_weights_after_loading(self, of: Any) -> None:
         raise AssertionError("it asks for CUDA")
 
-    def create_moe_runner(self, of: Any, config: Config) -> None:
-        self.moe_runner_config = config
-        self.gpu_method.create_moe_runner(of, config)
+    def create_moe_runner(self, layer: Any, moe_runner_config: Config) -> None:
+        self.moe_runner_config = config = moe_runner_config
+        self.gpu_method.create_moe_runner(layer, config)
 
-    def apply(self, of: Any, dispatched: Dispatched) -> Combined:
+    def apply(self, layer: Any, dispatch_output: Dispatched) -> Combined:
         raise AssertionError("it asks for CUDA")
 
 
@@ -154,7 +154,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
 
 def a_method(sglang: dict[str, ModuleType], count: int, factor: float | None = None) -> Any:
     made = sglang["layers.moe.kt_ep_wrapper"].KTEPWrapperMethod(count, filled(num_gpu_experts=count))
-    made.create_moe_runner(None, Config(routed_scaling_factor=factor))
+    made.create_moe_runner(layer=None, moe_runner_config=Config(routed_scaling_factor=factor))
     return made
 
 
@@ -200,7 +200,7 @@ def test_both_parts_are_added_without_cuda(
     """On a CPU the model class scales, and SGLang's kernels must not."""
     made = a_method(sglang, count, factor)
     assert made.moe_runner_config.routed_scaling_factor is None
-    out = made.apply(None, call()).hidden_states
+    out = made.apply(layer=None, dispatch_output=call()).hidden_states  # by names, as SGLang
     assert is_near(out, expected(*inputs(5, ids=torch.int64)))
     assert made.gpu_method.calls == min(count, 1)
 

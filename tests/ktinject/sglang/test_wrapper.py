@@ -286,3 +286,17 @@ def test_tensors_in_memory_are_packed_too() -> None:
     made, call = KTMoEWrapper(**arguments(weight_path="")), inputs(5)
     made.load_weights_from_tensors(gate, up, down)
     assert is_near(forward(made, call), expected(*call))
+
+
+def test_the_distribution_of_its_own_answers_to_the_name_that_sglang_imports() -> None:
+    script = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        from kt_kernel import KTMoEWrapper, generate_gpu_experts_masks
+        from ktinject import sglang
+        assert KTMoEWrapper is sglang.KTMoEWrapper
+        assert generate_gpu_experts_masks is sglang.generate_gpu_experts_masks
+    """
+    folder = Path(__file__).parents[3] / "integrations" / "kt_kernel"
+    done = prepared.run(textwrap.dedent(script), folder)
+    assert done.returncode == 0, done.stderr
