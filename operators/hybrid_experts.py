@@ -315,7 +315,7 @@ class HybridExperts(CpuExperts):
         # The submit itself divides the routes between the GPU's experts and the CPU's.
         asked = None if here is None else here.ask(top_k_index)
         ticket = self.handoff.submit(hidden_states, top_k_index, top_k_weights, asked, ranks)
-        if here is None or asked is None:
+        if here is None or asked is None or asked.chosen is None:
             return Underway(ticket, None)
         return Underway(ticket, here.forward(hidden_states, asked.chosen, top_k_weights))
 
@@ -339,7 +339,7 @@ class HybridExperts(CpuExperts):
         weights = logits.new_empty(len(logits), top_k)
         asked = None if self.on_gpu is None else self.on_gpu.ask(ids)
         ticket = self.handoff.submit(hidden_states, ids, weights, asked, routing=Routing(logits, normed))
-        if self.on_gpu is None or asked is None:
+        if self.on_gpu is None or asked is None or asked.chosen is None:
             return Underway(ticket, None)
         return Underway(ticket, self.on_gpu.forward(hidden_states, asked.chosen, weights))
 
