@@ -84,7 +84,9 @@ def with_weights_of(model: PreTrainedModel, swapped: PreTrainedModel) -> PreTrai
     return rounded
 
 
-def measure(name: str, factor: float, variables: dict[str, Any], tokens: int) -> tuple[float, evaluate.Divergence]:
+def measure(
+    name: str, factor: float, variables: dict[str, Any], tokens: int
+) -> tuple[float, evaluate.Divergence]:
     """The mean KL divergence of the weights alone, and all that the swapped model is measured by."""
     tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
     ids = torch.tensor(tokenizer((MODELS / "heldout.txt").read_text("utf-8"))["input_ids"][:tokens])
@@ -92,7 +94,9 @@ def measure(name: str, factor: float, variables: dict[str, Any], tokens: int) ->
     scale_channels(model, factor)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        swapped = ktinject.load(folder, variables=variables, devices=["cpu"], dtype=torch.float32, progress=False)
+        swapped = ktinject.load(
+            folder, variables=variables, devices=["cpu"], dtype=torch.float32, progress=False
+        )
     alone = evaluate.divergence(model, with_weights_of(model, swapped), ids)
     return alone.mean_nats, evaluate.divergence(model, swapped, ids)
 

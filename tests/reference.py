@@ -146,7 +146,9 @@ def to_bf16(x: Tensor) -> Tensor:
 def to_int8(x: Tensor) -> Tensor:
     """Rounded to int8 with one scale per row, in fp64; outliers, which have no part in the scale, are kept."""
     apart = outliers(x)
-    return x.double().where(apart, dequantise_rows(*quantise_int8_rows(x.float().masked_fill(apart, 0))).double())
+    return x.double().where(
+        apart, dequantise_rows(*quantise_int8_rows(x.float().masked_fill(apart, 0))).double()
+    )
 
 
 def outliers(x: Tensor) -> Tensor:

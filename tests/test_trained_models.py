@@ -97,8 +97,7 @@ def test_quantised_experts_keep_the_perplexity(
 
 @pytest.mark.parametrize("factor", [30.0, 100.0])
 def test_large_channels_cost_little_beyond_the_weights(factor: float) -> None:
-    """Of experts and linear layers, their inputs and intermediates; with int8 activations of one scale a row and nothing
-    else, the divergence was 9 and 15 times that of the weights alone."""
+    """Of what experts and linear layers read, and of intermediates."""
     path = Path(__file__).parents[1] / "benchmarks/large_channels.py"
     spec = importlib.util.spec_from_file_location("large_channels", path)
     assert spec is not None and spec.loader is not None

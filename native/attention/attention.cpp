@@ -12,9 +12,12 @@
 namespace ktinject::attention {
 namespace {
 
-// Heads of a task: their queries and sums share the widened keys, and stay in L1 with them.
-constexpr int kMostHeads = 16;
-constexpr int kTasksPerThread = 2;
+// Heads of a task: their queries and sums share the widened keys, and stay in L2 with them.
+constexpr int kMostHeads = 32;
+// Long caches are cut into so many stretches, and further where these would be longer than this. By the number of
+// positions alone: so the order of sums does not depend on the number of threads.
+constexpr int kStretches = 16;
+constexpr int kMostStretch = 1024;
 
 // Attention over the cache for `batch` rows of `groups` groups of `heads` heads. What `of` gives for (row, group) has
 // all but heads, positions and memory filled in. out [batch, groups, heads, dv], rounded.
@@ -34,9 +37,8 @@ void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* 
   const bool serial = products < kSerialProducts || workers.threads() == 1;
   const int blocks = (over.heads + kMostHeads - 1) / kMostHeads, most = (over.heads + blocks - 1) / blocks;
   const int units = over.batch * over.groups * blocks;
-  const int spans = (over.positions + gemm::kAttendPositions - 1) / gemm::kAttendPositions;
-  const int wanted = serial ? 1 : std::clamp(workers.threads() * kTasksPerThread / units, 1, spans);
-  const int length = (spans + wanted - 1) / wanted * gemm::kAttendPositions;
+  const int length = std::min(
+      gemm::round_up((over.positions + kStretches - 1) / kStretches, 4 * gemm::kAttendPositions), kMostStretch);
   const int splits = (over.positions + length - 1) / length;
 
   const size_t part = 2 + static_cast<size_t>(over.dv);
@@ -44,9 +46,9 @@ void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* 
   const size_t parts_count = (all * static_cast<size_t>(splits) * part + 15) / 16 * 16;
   const runtime::Scratch parts(parts_count + wide * static_cast<size_t>(serial ? 1 : workers.threads()));
   float* own = parts + parts_count;
-  // Parts of a split lie together: [splits, batch, groups, heads].
+  // Parts of a split lie together: [splits, batch, groups, heads]. Neighbouring tasks read the same stretch.
   each(workers, serial, units * splits, [&](int index, int worker) {
-    const int split = index % splits, unit = index / splits, block = unit % blocks, pair = unit / blocks;
+    const int split = index / units, unit = index % units, block = unit % blocks, pair = unit / blocks;
     gemm::Attend task = of(pair / over.groups, pair % over.groups);
     const int first = block * most;
     task.heads = std::min(most, over.heads - first);

@@ -5,6 +5,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
 namespace ktinject::gemm {
 namespace avx512 {
+constexpr int kVector = 16;
 #include "gemm/step_ops.inl"
 }  // namespace avx512
 

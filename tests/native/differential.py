@@ -3,7 +3,9 @@
     python tests/native/differential.py --cases 10000 --seed 0
 
 A case draws shape (odd sizes included), format, kernel, tokens, top-k, activation, routing (skewed, sentinels), dtype
-and channels that are larger than all others, with columns of weights that are as much smaller. The reference rounds its activations as the kernels do, so a wrong index, scale or padding stands out far above
+and channels that are larger than all others, with columns of weights that are as much smaller.
+
+The reference rounds its activations as the kernels do, so a wrong index, scale or padding stands out far above
 the tolerance. Prints median and worst error of each kernel; exits 1 if any case is over its tolerance.
 """
 
