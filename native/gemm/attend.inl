@@ -110,6 +110,14 @@ static inline void head_blocks(int heads, const Task& task) {
   if (h < heads) task(h, IntOf<1>());
 }
 
+// Their queries and sums share the widened keys, and stay in the L2 cache with them.
+constexpr int kPlainHeads = 32;
+
+static size_t attend_scratch(const Attend& task) {
+  const int d = task.d1 + task.d2, wide = d > task.dv ? d : task.dv;
+  return static_cast<size_t>((wide + task.heads) * kAttendPositions);
+}
+
 static void attend(const Attend& task) {
   const int d = task.d1 + task.d2, wide = d > task.dv ? d : task.dv, apart = 2 + task.dv;
   float *rows = task.scratch, *scores = rows + kAttendPositions * wide;
@@ -148,6 +156,7 @@ static void attend(const Attend& task) {
       float factor[kHeads];
       for (int h = 0; h < kHeads; ++h) {
         float *out = task.out + (begin + h) * apart, *score = scores + (begin + h) * kAttendPositions;
+        for (int j = 0; j < count; ++j) score[j] *= task.scale;
         for (int j = 0; j < count && mask != nullptr; ++j) score[j] = mask[j] != 0 ? score[j] : never;
         const float most = greatest(score, count), before = out[0];
         const float top = most > before ? most : before;

@@ -318,7 +318,7 @@ static float race(const float* scores, const uint32_t* words, int n, float most,
   return best;
 }
 
-constexpr StepOps kStepOps = {round_all,  add,         store,         rms_norm,        rotate,
-                              attend,     merge,       gate_up,       gate_by_sigmoid, gate_by_silu,
-                              convolve,   delta_rule,  softmax,       sigmoid_all,     times_rows,
-                              rows_times, greatest_of, mersenne_next, mersenne_temper, race};
+constexpr StepOps kStepOps = {
+    round_all,  add,        store,           rms_norm,      rotate,          attend,     attend_scratch, kPlainHeads,
+    merge,      gate_up,    gate_by_sigmoid, gate_by_silu,  convolve,        delta_rule, softmax,        sigmoid_all,
+    times_rows, rows_times, greatest_of,     mersenne_next, mersenne_temper, race};
