@@ -15,7 +15,8 @@ namespace ktinject::gemm {
 // Attention of some heads to some positions of the cache. A key may lie in two parts: of latent attention, latent and
 // rotary key; the latent is the value, too.
 struct Attend {
-  const float* q = nullptr;  // [heads, d1 + d2], scaled
+  const float* q = nullptr;  // [heads, d1 + d2]
+  float scale = 1;           // of scores
   int heads = 0;
   const void* k1 = nullptr;  // [positions, d1] of `dtype`
   const void* k2 = nullptr;  // [positions, d2]
@@ -24,7 +25,7 @@ struct Attend {
   DType dtype = DType::bf16;
   const uint8_t* mask = nullptr;  // [positions], 0: not attended to; null: all are
   int first = 0, last = 0;        // of the positions
-  float* scratch = nullptr;       // kAttendPositions * (max(d1 + d2, dv) + heads)
+  float* scratch = nullptr;       // StepOps::attend_scratch, 64-byte aligned
   float* out = nullptr;           // [heads, 2 + dv]: greatest score, sum of weights, weighted values
 };
 
@@ -81,6 +82,9 @@ struct StepOps {
   // `neighbours` (2i, 2i + 1), and come out as (i, i + n/2).
   void (*rotate)(const float* x, const void* cos, const void* sin, int n, bool neighbours, DType dtype, float* out);
   void (*attend)(const Attend& task);
+  // Floats that a task needs for itself; of its memory and positions nothing need be known.
+  size_t (*attend_scratch)(const Attend& task);
+  int attend_heads;  // that a task over a long cache should have, at most
   // out [n] = the splits of one head put together, rounded; parts [splits, stride], each as Attend::out has it. `sink`:
   // the score of a place without a value, or null.
   void (*merge)(const float* parts, int splits, size_t stride, int n, const float* sink, DType dtype, float* out);
@@ -115,5 +119,7 @@ struct StepOps {
 extern const StepOps kBaselineStepOps;
 extern const StepOps kAvx2StepOps;
 extern const StepOps kAvx512StepOps;
+extern const StepOps kAmxStepOps;          // attention on tiles
+extern const StepOps kModelledAmxStepOps;  // on a software model of them
 
 }  // namespace ktinject::gemm

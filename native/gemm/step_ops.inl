@@ -113,88 +113,7 @@ static float greatest(const float* x, int n) {
   return most;
 }
 
-// score [count] = q [d] times each of k [count, d].
-static void dots(const float* q, const float* k, int count, int d, float* score) {
-  constexpr int kTogether = 4;
-  int j = 0;
-  for (; j + kTogether <= count; j += kTogether) {
-    const float* row = k + static_cast<size_t>(j) * static_cast<size_t>(d);
-    Lanes sums[kTogether] = {};
-    int i = 0;
-    for (; i + kLanes <= d; i += kLanes) {
-      const Lanes part = lanes_of(q + i);
-      for (int t = 0; t < kTogether; ++t) sums[t] += part * lanes_of(row + t * d + i);
-    }
-    for (int t = 0; t < kTogether; ++t) {
-      float sum = sum_of(sums[t]);
-      for (int rest = i; rest < d; ++rest) sum += q[rest] * row[t * d + rest];
-      score[j + t] = sum;
-    }
-  }
-  for (; j < count; ++j) score[j] = dot(q, k + static_cast<size_t>(j) * static_cast<size_t>(d), d);
-}
-
-// out [n] = factor * out + weight [count] times v [count, n], rows `stride` apart.
-static void add_rows(const float* weight, const float* v, int stride, int count, int n, float factor, float* out) {
-  constexpr int kTogether = 4 * kLanes;
-  int i = 0;
-  for (; i + kTogether <= n; i += kTogether) {
-    Lanes sums[4];
-    for (int t = 0; t < 4; ++t) sums[t] = lanes_of(out + i + t * kLanes) * factor;
-    for (int j = 0; j < count; ++j) {
-      const float* row = v + j * stride + i;
-      for (int t = 0; t < 4; ++t) sums[t] += lanes_of(row + t * kLanes) * weight[j];
-    }
-    for (int t = 0; t < 4; ++t) put_lanes(out + i + t * kLanes, sums[t]);
-  }
-  if (i == n) return;
-  for (int rest = i; rest < n; ++rest) out[rest] *= factor;
-  for (int j = 0; j < count; ++j)
-    for (int rest = i; rest < n; ++rest) out[rest] += weight[j] * v[j * stride + rest];
-}
-
-static void attend(const Attend& task) {
-  const int d = task.d1 + task.d2, wide = d > task.dv ? d : task.dv;
-  float *rows = task.scratch, *scores = rows + kAttendPositions * wide;
-  const float never = -__builtin_inff();
-  for (int h = 0; h < task.heads; ++h) {
-    float* out = task.out + h * (2 + task.dv);
-    out[0] = never;
-    for (int i = 1; i < 2 + task.dv; ++i) out[i] = 0.0f;
-  }
-  for (int first = task.first; first < task.last; first += kAttendPositions) {
-    const int count = task.last - first < kAttendPositions ? task.last - first : kAttendPositions;
-    for (int j = 0; j < count; ++j) {
-      const auto position = static_cast<size_t>(first + j);
-      widen_any(task.k1, task.dtype, position * static_cast<size_t>(task.d1), task.d1, rows + j * d);
-      if (task.d2 > 0)
-        widen_any(task.k2, task.dtype, position * static_cast<size_t>(task.d2), task.d2, rows + j * d + task.d1);
-    }
-    for (int h = 0; h < task.heads; ++h) {
-      float* score = scores + h * kAttendPositions;
-      dots(task.q + h * d, rows, count, d, score);
-      if (task.mask != nullptr)
-        for (int j = 0; j < count; ++j) score[j] = task.mask[first + j] != 0 ? score[j] : never;
-    }
-    // The latent is the first part of the key and the value, too.
-    const bool same = task.v == task.k1 && task.dv == task.d1;
-    for (int j = 0; j < count && !same; ++j)
-      widen_any(task.v, task.dtype, static_cast<size_t>(first + j) * static_cast<size_t>(task.dv), task.dv,
-                rows + j * task.dv);
-    for (int h = 0; h < task.heads; ++h) {
-      float *out = task.out + h * (2 + task.dv), *score = scores + h * kAttendPositions;
-      const float most = greatest(score, count), before = out[0];
-      if (most == never) continue;
-      const float top = most > before ? most : before, factor = before == never ? 0.0f : exp_of(before - top);
-      float sum = 0.0f;
-      for (int j = 0; j < count; ++j) score[j] = score[j] == never ? 0.0f : exp_of(score[j] - top);
-      for (int j = 0; j < count; ++j) sum += score[j];
-      out[0] = top;
-      out[1] = out[1] * factor + sum;
-      add_rows(score, rows, same ? d : task.dv, count, task.dv, factor, out + 2);
-    }
-  }
-}
+#include "gemm/attend.inl"
 
 static void merge(const float* parts, int splits, size_t stride, int n, const float* sink, DType dtype, float* out) {
   float most = parts[0], sum = 0.0f;
@@ -286,11 +205,7 @@ static void convolve_token(const Convolution& token) {
 
 // A register's columns of a state. They are independent of each other, so how many they are changes no sum. Multiplied
 // with one number, a vector wider than registers passes through memory.
-#ifdef __AVX512F__
-constexpr int kColumns = 16;
-#else
-constexpr int kColumns = 8;
-#endif
+constexpr int kColumns = kVector;
 typedef float Columns __attribute__((vector_size(kColumns * sizeof(float))));
 
 static inline Columns columns_of(const float* x) {
@@ -447,7 +362,7 @@ static float race(const float* scores, const uint32_t* words, int n, float most,
   return best;
 }
 
-constexpr StepOps kStepOps = {round_all, add, widen_all, store, rms_norm, rotate,
-                              attend,     merge,       gate_up,       gate_by_sigmoid, gate_by_silu,
-                              convolve, convolve_token,  delta_rule,  softmax,       sigmoid_all,     times_rows,
-                              rows_times, greatest_of, mersenne_next, mersenne_temper, race};
+constexpr StepOps kStepOps = {
+    round_all,   add,         widen_all,     store,           rms_norm,     rotate,         attend,     attend_scratch,
+    kPlainHeads, merge,       gate_up,       gate_by_sigmoid, gate_by_silu, convolve,       convolve_token, delta_rule,
+    softmax,     sigmoid_all, times_rows,    rows_times,      greatest_of,  mersenne_next,  mersenne_temper, race};
