@@ -108,6 +108,15 @@ Cache = Annotated[
         help="auto: read packed weights from the cache if they are there, else write them; see `ktinject cache`.",
     ),
 ]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore",
+        metavar="PATTERN",
+        help="Do without tensors of the checkpoint that no weight of the model is made of: a pattern of whole names; "
+        "may be repeated.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Tp = Annotated[
     bool,

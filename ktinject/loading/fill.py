@@ -116,7 +116,7 @@ class WeightReader:
 
     def is_in(self, key: str, takes: Collection[str]) -> bool:
         """Whether a weight is in a format that an operator loads without decoding. Raises CheckpointError."""
-        return bool(takes) and self._checkpoint.format_of(key).name in takes
+        return bool(takes) and self._checkpoint.format_of(key).is_taken(takes)
 
     def stored(self, key: str) -> Stored:
         """Read a weight that `is_in` such a format, or its part from `cuts`. Raises CheckpointError."""

@@ -71,7 +71,7 @@ class PackedCache:
         Raises     CheckpointError if a file of the checkpoint cannot be read
         """
         held = held_by(operators)
-        found = identity(plan, held, checkpoint)
+        found = identity(plan, operators, held, checkpoint)
         source = checkpoint.path.resolve()
         title = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name if source.is_dir() else source.stem).strip("-.")
         path = folder_of_caches() / f"{title[:80] or 'model'}-{key_of(found)[:20]}{SUFFIX}"
@@ -182,7 +182,12 @@ def write(path: Path, held: Mapping[str, PackedWeights], metadata: Mapping[str, 
         writer.finish()
 
 
-def identity(plan: Plan, held: Mapping[str, PackedWeights], checkpoint: Checkpoint) -> dict[str, Any]:
+def identity(
+    plan: Plan,
+    operators: Mapping[str, Operator],
+    held: Mapping[str, PackedWeights],
+    checkpoint: Checkpoint,
+) -> dict[str, Any]:
     """All that the bytes of a file depend on, ready for JSON."""
     assert plan.mapping is not None
     taken = {}
@@ -199,7 +204,9 @@ def identity(plan: Plan, held: Mapping[str, PackedWeights], checkpoint: Checkpoi
             if name in plan.mapping.conversions
         ]
         shapes = {name: [tensor.dtype, *tensor.shape] for name, tensor in weights.tensors.items()}
-        taken[path] = {"form": weights.form, "tensors": shapes, "takes": key_of(sources)}
+        # What is taken as it is stored is not rounded again.
+        undecoded = sorted(operators[path].native_formats)
+        taken[path] = {"form": weights.form, "tensors": shapes, "takes": key_of([sources, undecoded])}
     return {
         "layout": _native.packed_version(),
         "files": checkpoint.fingerprints(),
