@@ -203,6 +203,18 @@ class Operator(nn.Module, ABC):
         """
         return None
 
+    def keeping(self, source: Format) -> str:
+        """What becomes of the values of a quantised weight, for the plan: "kept", "exact" or "quantised again".
+
+        source   how the checkpoint stores it
+        """
+        if source.is_taken(self.native_formats):
+            return "kept"
+        weights = getattr(getattr(self, "config", None), "weights", "bf16")
+        if weights in source.exact_in:
+            return "exact"
+        return "rounded to bf16" if weights == "bf16" else "quantised again"
+
     def finish(self) -> None:
         """Called after the last `load`. Raises OperatorError if something is absent."""
 

@@ -1,4 +1,4 @@
-"""What `weights: auto` of routed experts stands for: the formats, the most accurate first.
+"""What `weights: auto` and `kept` of routed experts stand for: the formats, the most accurate first.
 
 The order is that of the mean KL divergence of the two trained models in examples/models (docs/explanation/numbers.md).
 mxfp4 is there only for a checkpoint that is stored in it: from other weights, int4 in groups of 64 is as small and more
@@ -11,27 +11,40 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from ktinject.errors import OperatorError
+from ktinject.operators.probes import experts as routed_experts
+
 if TYPE_CHECKING:
-    from ktinject.checkpoints.formats.base import Format
+    from ktinject.checkpoints.formats.base import Codes, Format
+    from ktinject.operators.probes.experts import ExpertsSpec
 
 GROUPS = (32, 64, 128)  # inputs that share a scale, in int4
 _FP8_SIDE = 128  # of fp8's blocks, as the native core keeps them
 
 
 def choices(config: Any, stored: Collection[Format]) -> list[tuple[int, Any]]:
-    """Rank and config of each format that the config leaves open; empty unless its `weights` are auto.
+    """Rank and config of each format that the config leaves open; empty unless its `weights` are auto or kept.
+
+    Of kept, the first one for which the operator takes the weights as they are is meant.
 
     config   a dataclass with `weights` and `group_size`, which is the largest group that int4 may have
     stored   formats of the weights in the checkpoint
     """
-    if config.weights != "auto":
+    if config.weights not in ("kept", "auto"):
         return []
+    ways: list[tuple[int, dict[str, Any]]] = [*enumerate(_formats(config.group_size, stored))]
+    if config.weights == "kept":
+        ways = [(0, _as_stored(stored, max(GROUPS))), (0, {"weights": "bf16"})]
     found = []
-    for rank, values in enumerate(_formats(config.group_size, stored)):
+    for rank, values in ways:
         try:
             found.append((rank, dataclasses.replace(config, **values)))
         except ValueError:
             continue  # another argument of the rule asks for a kernel, or a copy on the GPU, of another format
+    if config.weights == "kept" and not found:
+        dataclasses.replace(config, weights="bf16")  # says what forbids it
     return found
 
 
@@ -39,7 +52,7 @@ def _formats(largest_group: int, stored: Collection[Format]) -> Iterator[dict[st
     """The same places for all: what the checkpoint has, bf16, int8, fp8, and int4 in groups of 32, 64 and 128."""
     yield _as_stored(stored, largest_group)
     for weights in ("bf16", "int8", "fp8"):
-        yield {"weights": weights}
+        yield {"weights": weights, "symmetric": True}
     for group in GROUPS:
         if group <= largest_group:
             yield {"weights": "int4", "group_size": group}
@@ -53,8 +66,39 @@ def _as_stored(stored: Collection[Format], largest_group: int) -> dict[str, Any]
     if encodings == {"fp8"} and all(form.block == (_FP8_SIDE, _FP8_SIDE) for form in stored):
         return {"weights": "fp8"}
     groups = {form.group_size for form in stored}
-    if encodings == {"int4"} and len(groups) == 1 and not any(form.has_zeros for form in stored):
+    if encodings == {"int8"}:
+        return {"weights": "int8"}
+    if encodings == {"int4"} and len(groups) == 1 and not any(form.is_ordered for form in stored):
         (group,) = groups
         if group in GROUPS and group <= largest_group:
-            return {"weights": "int4", "group_size": group}
+            symmetric = not any(form.has_zeros for form in stored)
+            return {"weights": "int4", "group_size": group, "symmetric": symmetric}
     return {"weights": "bf16"}
+
+
+def integers(
+    spec: ExpertsSpec, name: str, stored: Codes, expert: int | None, part: int | None
+) -> Iterator[tuple[str, int, Tensor, Tensor, Tensor | None]]:
+    """Cut codes into projections, as `routed_experts.views` cuts weights.
+
+    Yields   projection, expert, codes [n, k] of any strides, scales fp32 [n, groups] and zero points or None
+    Raises   OperatorError for groups that are not in order, and as `views`
+    """
+    if stored.group_of is not None:
+        raise OperatorError(
+            "its g_idx puts the inputs of a group apart, and quantization_config says desc_act: false. "
+            "Correct config.json"
+        )
+    groups = stored.scales.shape[1]
+    # What belongs to groups is cut as a weight that has them for inputs.
+    if name == "down_proj":
+        grid = dataclasses.replace(spec, intermediate_size=groups)
+    else:
+        grid = dataclasses.replace(spec, hidden_size=groups)
+    scales = routed_experts.views(grid, name, stored.scales.float(), expert, part)
+    zeros = [] if stored.zeros is None else routed_experts.views(grid, name, stored.zeros, expert, part)
+    for place, (projection, e, codes) in enumerate(
+        routed_experts.views(spec, name, stored.codes, expert, part)
+    ):
+        points = zeros[place][2].contiguous() if zeros else None
+        yield projection, e, codes, scales[place][2].contiguous(), points

@@ -134,6 +134,9 @@ class Fp8Linear(GpuLinear):
         dtype = str(self.dtype).removeprefix("torch.")
         return {"weights": f"fp8 128 × 128, unpacked to {dtype}: {why}", "kernel": f"cuBLAS {dtype}"}
 
+    def keeping(self, source: Format) -> str:
+        return "kept" if source.is_taken(self.native_formats) else "quantised again"
+
     def _grid(self) -> tuple[int, int]:
         return -(-self.out_features // BLOCK), -(-self.in_features // BLOCK)
 

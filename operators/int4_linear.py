@@ -105,6 +105,9 @@ class Int4Linear(GpuLinear):
             "kernel": f"int4_linear_{self._arch}, cuBLAS beyond {self._many_tokens} tokens",
         }
 
+    def keeping(self, source: Format) -> str:
+        return "kept" if source.is_taken(self.native_formats) else "quantised again"
+
     def _sizes(self) -> tuple[int, int, int]:
         """The numbers of words, of scales, and of counters in one set."""
         tiles = -(-self.out_features // TILE)

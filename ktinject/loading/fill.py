@@ -82,7 +82,7 @@ class WeightReader:
         Returns  None if the weight is stored in another one
         Raises   CheckpointError
         """
-        if not takes or self._checkpoint.format_of(key).encoding not in takes:
+        if not takes or not self._checkpoint.format_of(key).is_taken(takes):
             return None
         value = self._checkpoint.stored(key)
         self._advance(self._checkpoint.bytes_of(key))

@@ -160,7 +160,7 @@ def _notes_on_checkpoint(checkpoint: Checkpoint | None, mapping: KeyMap | None) 
         return
     if checkpoint.quantization:
         method = checkpoint.quantization["quant_method"]
-        yield f"the checkpoint is quantised ({method}); it is decoded while it is read"
+        yield f"the checkpoint is quantised ({method}); what is not kept is decoded while it is read"
     if blocks := checkpoint.block_dtypes:
         yield (
             f"the checkpoint is {checkpoint.container} with {' and '.join(blocks)}; weights that do not run as "

@@ -50,7 +50,7 @@ class Awq(SourceFormat):
         groups = -(-k // group)
         check_part(reader, held[2], ("F16", "BF16", "F32"), (groups, n))
         check_part(reader, held[1], ("I32",), (groups, n // 8))
-        return integer_format("awq", held, (n, k), 4, group, zeros)
+        return integer_format("awq", held, (n, k), 4, group, zeros, scales.dtype)
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         if index is not None:

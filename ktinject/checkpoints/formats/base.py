@@ -31,6 +31,8 @@ class Format:
     has_zeros   codes have zero points other than the middle
     encoding    what `stored` gives, as operators' `native_formats` name it; "" for what is read decoded only
     exact_in    weight formats of operators that hold all values that `decode` gives
+    is_ordered  a table says the group of each input, which may be any
+    scales      dtype of the scales of codes, as headers name it; "" where that says nothing
     """
 
     name: str
@@ -41,6 +43,15 @@ class Format:
     has_zeros: bool = False
     encoding: str = ""
     exact_in: tuple[str, ...] = ()
+    is_ordered: bool = False
+    scales: str = ""
+
+    def is_taken(self, native_formats: Collection[str]) -> bool:
+        """Whether this is one of these encodings; "int4" are all groups, "int4/64" and "int4/64 zeros" some."""
+        if not self.encoding or self.encoding in native_formats:
+            return bool(self.encoding)
+        zeros = " zeros" if self.has_zeros else ""
+        return not self.is_ordered and f"{self.encoding}/{self.group_size}{zeros}" in native_formats
 
     @property
     def is_plain(self) -> bool:

@@ -61,7 +61,7 @@ class GgufBlocks(SourceFormat):
         if dtype == "MXFP4":
             return Format("gguf_mxfp4", encoding="mxfp4", exact_in=("bf16", "mxfp4"))
         if dtype == "Q4_0":
-            return Format("q4_0", group_size=_Q4_0_GROUP, encoding="int4")
+            return Format("q4_0", group_size=_Q4_0_GROUP, encoding="int4", scales="F16")
         return Format(dtype.lower())
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:

@@ -60,9 +60,13 @@ class Gptq(SourceFormat):
                 group_size=size if type(size) is int else -1,
                 has_zeros=zeros,
                 encoding="int4" if said == 4 else "",
+                is_ordered=held[-1].endswith(".g_idx") and quantization.get("desc_act", True) is not False,
             )
         shape, bits, size = _from_tensors(reader, held, said)
-        return integer_format("gptq", held, shape, bits, size, zeros, ordered=held[-1].endswith(".g_idx"))
+        # Without desc_act the table of groups is there, and says that they are in order.
+        ordered = held[-1].endswith(".g_idx") and quantization.get("desc_act", True) is not False
+        scales = reader.tensors[held[2]].dtype
+        return integer_format("gptq", held, shape, bits, size, zeros, scales, ordered)
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         if index is not None:

@@ -44,7 +44,7 @@ class Int8(SourceFormat):
             check_part(reader, held[1], _FLOATS, scales.shape)
         if len(held) > 2:
             check_part(reader, held[2], ("I8",), scales.shape)
-        return integer_format("int8", held, (n, k), 8, size, len(held) > 2)
+        return integer_format("int8", held, (n, k), 8, size, len(held) > 2, scales.dtype)
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         if index is not None:

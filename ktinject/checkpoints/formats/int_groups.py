@@ -58,12 +58,22 @@ def integer_format(
     bits: int,
     group_size: int,
     has_zeros: bool,
+    scales: str,
     ordered: bool = False,
 ) -> Format:
-    """ordered   a tensor says the group of each input"""
+    """ordered   a tensor says the group of each input, which need not be in order"""
     encoding = ""
     if bits == 4 and shape[1] % group_size == 0:
         encoding = "int4"  # groups of which the last is smaller are decoded
     elif bits == 8 and group_size == shape[1] and not has_zeros and not ordered:
         encoding = "int8"
-    return Format(name, held, shape=shape, group_size=group_size, has_zeros=has_zeros, encoding=encoding)
+    return Format(
+        name,
+        held,
+        shape=shape,
+        group_size=group_size,
+        has_zeros=has_zeros,
+        encoding=encoding,
+        is_ordered=ordered,
+        scales=scales,
+    )

@@ -64,7 +64,8 @@ class Packed(SourceFormat):
         ):
             if part in parts:
                 check_part(reader, parts[part], dtypes, shape)
-        return integer_format("packed", held, (n, k), bits, group, zeros, ordered=".weight_g_idx" in parts)
+        scales, ordered = reader.tensors[held[1]].dtype, ".weight_g_idx" in parts
+        return integer_format("packed", held, (n, k), bits, group, zeros, scales, ordered)
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         if index is not None:
