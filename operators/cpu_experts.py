@@ -143,8 +143,9 @@ class CpuExperts(Operator):
     """Runs routed experts on the CPU. Takes every experts module with transformers' standard signature, and Llama 4's.
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
-    int8 with a scale for each token. Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights; mxfp4 is e2m1 with
-    a power of two for 32 inputs. Inputs on another device are copied to the CPU, and the result is copied back.
+    int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
+    Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights; mxfp4 is e2m1 with a power of two for 32 inputs.
+    Inputs on another device are copied to the CPU, and the result is copied back.
     """
 
     Config = CpuExpertsConfig

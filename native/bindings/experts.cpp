@@ -155,6 +155,8 @@ void init_experts(nb::module_& m) {
       .def_prop_ro(
           "hidden_size", [](const moe::Experts& self) { return self.config().hidden_size; }, "Inputs and outputs.")
       .def_prop_ro(
+          "count", [](const moe::Experts& self) { return self.config().experts; }, "How many experts.")
+      .def_prop_ro(
           "id", [](const moe::Experts& self) { return reinterpret_cast<uintptr_t>(&self); },
           "Tells these experts from others in what trace_stop() gives.")
       .def_prop_ro("bytes", &moe::Experts::bytes, "Bytes of packed weights and biases, known before allocation.")
