@@ -105,7 +105,11 @@ def command(
     server = Server(swapped, tokenizer, known_as, settings)
     for note in server.notes:
         typer.echo(f"ktinject: {note}", err=True)
-    server.run(lambda address: typer.echo(f"{known_as} at {address}/v1, metrics at {address}/metrics"))
+    server.run(
+        lambda address: typer.echo(
+            f"{known_as} at {address}/v1, page at {address}, metrics at {address}/metrics"
+        )
+    )
 
 
 def _key(file: Path | None) -> str | None:

@@ -91,6 +91,18 @@ class Metrics:
             if job.written > 1 and job.last > job.first:
                 self._rate.add((job.written - 1) / (job.last - job.first))
 
+    def now(self) -> dict[str, float]:
+        """Seconds of a clock, tokens that were generated so far, and requests that run and that wait."""
+        with self._lock:
+            job = self._running
+            return {
+                "clock": time.perf_counter(),
+                "generated": self._tokens["generated"] + (job.written if job else 0),
+                "running": int(job is not None),
+                "waiting": max(0, self.inflight - int(job is not None)),
+                "held": job.prompt + job.written if job else 0,
+            }
+
     def text(self) -> str:
         """The answer to GET /metrics."""
         with self._lock:

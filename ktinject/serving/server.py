@@ -13,7 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ktinject.errors import PlanError
 from ktinject.generation import batching
 from ktinject.planning.plan import Plan
-from ktinject.serving import stock
+from ktinject.serving import page, picture, stock
+from ktinject.serving.activity import Activity
 from ktinject.serving.batches import PAGE, Batches
 from ktinject.serving.gate import Gate, Limits
 from ktinject.serving.metrics import Metrics
@@ -144,7 +145,14 @@ class Server:
                 "whoever reaches this machine can use the model: there is no key (--api-key-file)"
             )
         state = {"model": name, "context": context}
-        gate = Gate(app, metrics, limits, state, lambda: self._server.should_exit)
+        self.activity = Activity(model, metrics.now)
+        about = {**state, "chat": bool(tokenizer.chat_template), "most": most}
+
+        async def plan() -> dict[str, Any]:
+            return picture.of_model(model, about)
+
+        views = {"/plan": plan, "/activity": self.activity.answer}
+        gate = Gate(app, metrics, limits, state, lambda: self._server.should_exit, views, page.files())
         self._server = uvicorn.Server(
             uvicorn.Config(
                 gate,
@@ -189,6 +197,7 @@ class Server:
             self._server.run()
         finally:
             self._batches.close()
+            self.activity.end()
 
     def stop(self) -> None:
         """Let `run` return; safe from another thread."""
