@@ -27,6 +27,7 @@ setup(
         "ktinject.pretrained",
         "ktinject.rules",
         "ktinject.serving",
+        "ktinject.sglang",
         "ktinject.testing",
         "ktinject.tools",
     ],

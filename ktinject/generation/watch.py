@@ -36,6 +36,7 @@ _ASIDE_OF_MODEL = frozenset(
         "_compiled_call",
         "_last_compile_config",
         "_previous_max_cache_length",
+        "_cached_continuous_batching_manager",
     }
 )
 # transformers changes it for the time of decoding, and back.

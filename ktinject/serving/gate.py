@@ -38,7 +38,8 @@ _CLIENT_GONE, _UPLOADS, _UPLOAD_SECONDS = 499, 64, 60.0
 class Limits:
     """What a server takes.
 
-    queue    requests that wait while one runs
+    queue    requests that wait while others run
+    running  requests that run at once
     seconds  until a request is ended
     body     bytes of a request
     key      that every request but /health must bring; None: no key
@@ -46,6 +47,7 @@ class Limits:
     """
 
     queue: int = 32
+    running: int = 1
     seconds: float = 600.0
     body: int = 8 << 20
     key: str | None = None
@@ -145,7 +147,7 @@ class Gate:
         body = await self._body(receive)
         if body is None:
             return
-        if self._metrics.inflight > self._limits.queue:
+        if self._metrics.inflight >= self._limits.queue + self._limits.running:
             raise Refusal(
                 429, f"{self._limits.queue} requests wait already. Try again later.", "rate_limit_error"
             )
