@@ -44,9 +44,22 @@ struct DeltaRule {
   const float* k = nullptr;  // [keys]
   const float* v = nullptr;  // [values]
   float decay = 1, beta = 1;
-  float* state = nullptr;  // [keys, values]
-  int keys = 0, values = 0;
+  float* state = nullptr;  // [keys, values], its rows `stride` apart
+  int keys = 0, values = 0, stride = 0;
   float* out = nullptr;  // [values]
+};
+
+// A token of a short convolution: out [channels] = the sum over i < taps of weight [-i] · newest [-i], and bias, rounded;
+// then silu of it, rounded.
+struct Convolution {
+  const void* newest = nullptr;  // [channels] of dtype; the token before it lies `stride` values before
+  ptrdiff_t stride = 0;
+  const float* weight = nullptr;  // [channels] of the newest; those before lie `channels` before
+  const float* bias = nullptr;    // [channels], or none
+  bool has_silu = false;
+  int channels = 0, taps = 0;
+  DType dtype = DType::f32;
+  void* out = nullptr;  // [channels] of dtype
 };
 
 // Positions that are widened at once.
@@ -59,6 +72,8 @@ struct StepOps {
   void (*round)(float* x, int n, DType dtype);
   // x [n] += y [n], rounded.
   void (*add)(float* x, const float* y, int n, DType dtype);
+  // out [n] = x [n] of dtype.
+  void (*widen)(const void* x, int n, DType dtype, float* out);
   // out [n] of dtype = x [n].
   void (*store)(const float* x, int n, DType dtype, void* out);
   // out = weight * x / sqrt(mean(x²) + epsilon), rounded; of as many values as the norm is of.
@@ -82,6 +97,7 @@ struct StepOps {
   // x [channels] = silu of each channel's last inputs times its taps, both rounded; state and weight [channels, taps]
   // of dtype. The inputs in the state move on by one, and x is the last one.
   void (*convolve)(float* x, void* state, const void* weight, int channels, int taps, DType dtype);
+  void (*convolve_token)(const Convolution& token);
   void (*delta_rule)(const DeltaRule& rule);
   // x [n] = exp(x - max(x)) / sum
   void (*softmax)(float* x, int n);

@@ -51,6 +51,8 @@ static void widen_any(const void* x, DType dtype, size_t at, int n, float* out) 
   of_dtype(dtype, [&](auto* kind, auto) { widen_row(static_cast<decltype(kind)>(x) + at, n, out); });
 }
 
+static void widen_all(const void* x, int n, DType dtype, float* out) { widen_any(x, dtype, 0, n, out); }
+
 static void round_all(float* x, int n, DType dtype) {
   of_dtype(dtype, [&](auto*, auto to) {
     for (int i = 0; i < n; ++i) x[i] = to.round(x[i]);
@@ -172,36 +174,78 @@ static void convolve(float* x, void* state, const void* weight, int channels, in
   else convolve_as(x, static_cast<F16*>(state), static_cast<const F16*>(weight), channels, taps, dtype, ToF16());
 }
 
-// Columns of the state are independent of each other: some are taken at a time, so that their sums stay in registers.
+// Channels of which sums are held at a time.
+constexpr int kChannelsTogether = 256;
+
+template <class T, class Rounding>
+static inline void convolve_token_as(const Convolution& token, const T* newest, Rounding to) {
+  float sum[kChannelsTogether];
+  for (int first = 0; first < token.channels; first += kChannelsTogether) {
+    const int count = token.channels - first < kChannelsTogether ? token.channels - first : kChannelsTogether;
+    for (int c = 0; c < count; ++c) sum[c] = token.bias == nullptr ? 0.0f : token.bias[first + c];
+    // The oldest first, as in `convolve`.
+    for (int i = token.taps - 1; i >= 0; --i) {
+      const T* x = newest + first - i * token.stride;
+      const float* weight = token.weight + first - static_cast<ptrdiff_t>(i) * token.channels;
+      for (int c = 0; c < count; ++c) sum[c] += weight[c] * load_value(x + c);
+    }
+    for (int c = 0; c < count; ++c) sum[c] = to.round(sum[c]);
+    if (token.has_silu)
+      for (int c = 0; c < count; ++c) sum[c] = to.round(sum[c] * sigmoid(sum[c]));
+    const size_t width = size_of(token.dtype);
+    store(sum, count, token.dtype, static_cast<char*>(token.out) + static_cast<size_t>(first) * width);
+  }
+}
+
+static void convolve_token(const Convolution& token) {
+  of_dtype(token.dtype, [&](auto* kind, auto to) {
+    convolve_token_as(token, static_cast<decltype(kind)>(token.newest), to);
+  });
+}
+
+// A register's columns of a state. They are independent of each other, so how many they are changes no sum. Multiplied
+// with one number, a vector wider than registers passes through memory.
+constexpr int kColumns = kVector;
+typedef float Columns __attribute__((vector_size(kColumns * sizeof(float))));
+
+static inline Columns columns_of(const float* x) {
+  Columns columns;
+  __builtin_memcpy(&columns, x, sizeof columns);
+  return columns;
+}
+static inline void put_columns(float* x, const Columns& columns) { __builtin_memcpy(x, &columns, sizeof columns); }
+
+// Some columns are taken at a time, so that their sums stay in registers.
 static void delta_rule(const DeltaRule& rule) {
-  constexpr int kVectors = 4, kTogether = kVectors * kLanes;
+  constexpr int kVectors = 4, kTogether = kVectors * kColumns;
   const int n = rule.values;
+  const size_t stride = static_cast<size_t>(rule.stride);
   int first = 0;
   for (; first + kTogether <= n; first += kTogether) {
     float* column = rule.state + first;
-    Lanes found[kVectors] = {}, sums[kVectors] = {};
+    Columns found[kVectors] = {}, sums[kVectors] = {};
     for (int i = 0; i < rule.keys; ++i)
       for (int t = 0; t < kVectors; ++t)
         found[t] +=
-            lanes_of(column + static_cast<size_t>(i) * static_cast<size_t>(n) + t * kLanes) * rule.decay * rule.k[i];
-    for (int t = 0; t < kVectors; ++t) found[t] = (lanes_of(rule.v + first + t * kLanes) - found[t]) * rule.beta;
+            columns_of(column + static_cast<size_t>(i) * stride + t * kColumns) * rule.decay * rule.k[i];
+    for (int t = 0; t < kVectors; ++t) found[t] = (columns_of(rule.v + first + t * kColumns) - found[t]) * rule.beta;
     for (int i = 0; i < rule.keys; ++i)
       for (int t = 0; t < kVectors; ++t) {
-        float* values = column + static_cast<size_t>(i) * static_cast<size_t>(n) + t * kLanes;
-        const Lanes state = lanes_of(values) * rule.decay + found[t] * rule.k[i];
-        put_lanes(values, state);
+        float* values = column + static_cast<size_t>(i) * stride + t * kColumns;
+        const Columns state = columns_of(values) * rule.decay + found[t] * rule.k[i];
+        put_columns(values, state);
         sums[t] += state * rule.q[i];
       }
-    for (int t = 0; t < kVectors; ++t) put_lanes(rule.out + first + t * kLanes, sums[t]);
+    for (int t = 0; t < kVectors; ++t) put_columns(rule.out + first + t * kColumns, sums[t]);
   }
   for (; first < n; ++first) {
     float found = 0.0f, sum = 0.0f;
     float* column = rule.state + first;
-    for (int i = 0; i < rule.keys; ++i) found += column[i * n] * rule.decay * rule.k[i];
+    for (int i = 0; i < rule.keys; ++i) found += column[static_cast<size_t>(i) * stride] * rule.decay * rule.k[i];
     found = (rule.v[first] - found) * rule.beta;
     for (int i = 0; i < rule.keys; ++i) {
-      column[i * n] = column[i * n] * rule.decay + found * rule.k[i];
-      sum += column[i * n] * rule.q[i];
+      column[static_cast<size_t>(i) * stride] = column[static_cast<size_t>(i) * stride] * rule.decay + found * rule.k[i];
+      sum += column[static_cast<size_t>(i) * stride] * rule.q[i];
     }
     rule.out[first] = sum;
   }
@@ -319,6 +363,6 @@ static float race(const float* scores, const uint32_t* words, int n, float most,
 }
 
 constexpr StepOps kStepOps = {
-    round_all,  add,        store,           rms_norm,      rotate,          attend,     attend_scratch, kPlainHeads,
-    merge,      gate_up,    gate_by_sigmoid, gate_by_silu,  convolve,        delta_rule, softmax,        sigmoid_all,
-    times_rows, rows_times, greatest_of,     mersenne_next, mersenne_temper, race};
+    round_all,   add,         widen_all,     store,           rms_norm,     rotate,         attend,     attend_scratch,
+    kPlainHeads, merge,       gate_up,       gate_by_sigmoid, gate_by_silu, convolve,       convolve_token, delta_rule,
+    softmax,     sigmoid_all, times_rows,    rows_times,      greatest_of,  mersenne_next,  mersenne_temper, race};

@@ -7,6 +7,7 @@
 #include "moe/experts.hpp"
 #include "runtime/thread_pool.hpp"
 #include "runtime/trace.hpp"
+#include "runtime/uses.hpp"
 
 namespace ktinject::moe {
 namespace {
@@ -46,6 +47,8 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
       throw std::out_of_range("token " + std::to_string(i / static_cast<size_t>(top_k)) + " is routed to expert " +
                               std::to_string(ids[i]) + "; allowed: 0 to " + std::to_string(config_.experts - 1) +
                               ", or -1 or " + std::to_string(config_.experts) + " for none");
+
+  runtime::count_uses(this, config_.experts, ids, static_cast<size_t>(tokens) * static_cast<size_t>(top_k));
 
   const size_t room = most_workspace.load(std::memory_order_relaxed);
   size_t most = kLeastTokens;
