@@ -9,8 +9,7 @@ namespace ktinject::gemm {
 namespace avx512 {
 constexpr int kVector = 16;
 #include "gemm/step_ops.inl"
-// What it needs of the former; the empty line keeps the order.
-
+// Needs what the one before has.
 #include "gemm/attend_tiles.inl"
 
 template <class Tiles>
