@@ -26,7 +26,8 @@ from ktinject.errors import CheckpointError, PlanError, shown
 from ktinject.generation import generate
 from ktinject.hf import hub, models
 from ktinject.hf.layers import Layers
-from ktinject.loading import fill, inject, swapped
+from ktinject.hf.plugin import KTInjectConfig
+from ktinject.loading import fill, inject, save_packed, swapped
 from ktinject.loading import progress as loading
 from ktinject.loading.packed_cache import PackedCache
 from ktinject.machine import Machine
@@ -127,7 +128,7 @@ def optimize(
     group = ProcessGroup.join(found, devices) if tp else None
     limit = one_budget(budget, max_memory)
     with _sharing_errors(group):
-        return _optimize(
+        model = _optimize(
             model,
             ruleset,
             checkpoint,
@@ -141,6 +142,16 @@ def optimize(
             ignore,
             cache,
         )
+    model.ktinject.asked = _asked(rules, variables)
+    return model
+
+
+def _asked(rules: Rules, variables: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Rules and variables as config.json can say them."""
+    if isinstance(rules, RuleSet):
+        return None
+    found = KTInjectConfig(rules=rules, variables=variables).whole().to_dict()
+    return {name: found[name] for name in ("rules", "variables") if name in found}
 
 
 def _check_cache(cache: object, tp: bool) -> None:
@@ -343,11 +354,13 @@ def _fill_from_checkpoint(
     folder = source.path if source.path.is_dir() else source.path.parent
     generation = models.generation_config(model, folder)
     kept = None
-    if cache is not None:
+    if cache is not None and source.packed is None:  # else it is packed already
         kept = PackedCache.of(decided, operators, source)
     # Weights that are to be checked are read from the checkpoint.
     read_back = None if kept is None or check_tensors else kept.restore(operators, progress)
-    filled = kept.held.keys() if kept is not None and read_back is not None else set()
+    filled = {*kept.held} if kept is not None and read_back is not None else set()
+    if (packed := save_packed.restore(source, decided, operators, progress)) is not None:
+        read_back, filled = packed
     taken = {
         f"{r.path}.{name}" for r in decided.replacements if r.path in filled for name in r.parameter_shapes
     }

@@ -15,6 +15,7 @@ from ktinject.cli import (
     bench,
     cache,
     chat,
+    convert,
     doctor,
     eval,
     fit,
@@ -83,6 +84,7 @@ def _options(
 app.command("plan")(plan.command)
 app.command("fit")(fit.command)
 app.command("run")(run.command)
+app.command("convert")(convert.command)
 app.command("chat")(chat.command)
 app.command("serve")(serve.command)
 app.command("eval")(eval.command)

@@ -228,6 +228,7 @@ def main() -> None:
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=[*FAULTS])
     given = parser.parse_args()
     logging.getLogger("ktinject").setLevel(logging.ERROR)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it starts behind ignore it
     torch.set_num_threads(1)
     chance = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as base:

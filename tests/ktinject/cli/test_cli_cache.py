@@ -1,4 +1,4 @@
-"""`ktinject cache`: what is kept, what fits, what is damaged."""
+"""`ktinject cache` and `ktinject convert`: what is kept, what fits, what is damaged."""
 
 from __future__ import annotations
 
@@ -54,3 +54,14 @@ def test_list_verify_clear(ktinject, as_json, folder: Path, tmp_path: Path, tiny
     assert "2 files deleted" in ktinject("cache", "clear", "--stale").stdout
     assert not list(folder.iterdir())
     ktinject("cache", "verify", path, exit_code=2)
+
+
+def test_convert(ktinject, tmp_path: Path, tiny_qwen3_moe: Path):
+    out = tmp_path / "packed"
+    ktinject("convert", tiny_qwen3_moe, out, "--set", "experts=int4")
+    names = {file.name for file in out.iterdir()}
+    assert {"packed.safetensors", "model.safetensors", "config.json"} <= names
+    assert {file.name for file in tiny_qwen3_moe.iterdir()} - names == set()
+    model = package.load(out, devices="cpu", progress=False)
+    assert any(r.runs["weights"] == "int4 group 128" for r in model.ktinject.replacements)
+    assert "it exists" in ktinject("convert", tiny_qwen3_moe, out, exit_code=2).stderr
