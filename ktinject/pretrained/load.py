@@ -63,6 +63,7 @@ def from_pretrained(
             check_tensors=asked.check_tensors,
             tp=asked.tp,
             context=asked.context,
+            cache=asked.cache,
         )
     if read.generation_config is not None:
         model.generation_config = model.generation_config.from_dict(read.generation_config.to_dict())
