@@ -94,13 +94,13 @@ class Metrics:
     def now(self) -> dict[str, float]:
         """Seconds of a clock, tokens that were generated so far, and requests that run and that wait."""
         with self._lock:
-            job = self._running
+            running = len(self._running)
             return {
                 "clock": time.perf_counter(),
-                "generated": self._tokens["generated"] + (job.written if job else 0),
-                "running": int(job is not None),
-                "waiting": max(0, self.inflight - int(job is not None)),
-                "held": job.prompt + job.written if job else 0,
+                "generated": self._tokens["generated"] + sum(job.written for job in self._running),
+                "running": running,
+                "waiting": max(0, self.inflight - running),
+                "held": sum(job.prompt + job.written for job in self._running),
             }
 
     def text(self) -> str:
