@@ -56,7 +56,7 @@ class Soak:
             self.model, self.tokenizer, "model", Settings(port=0, batch=batch, limits=limits)
         )
         address: list[str] = []
-        self.thread = threading.Thread(target=self.server.run, args=[address.append])
+        self.thread = threading.Thread(target=self.server.run, args=[address.append], daemon=True)
         self.thread.start()
         while not address:
             time.sleep(0.01)
@@ -72,8 +72,8 @@ class Soak:
         found = self.model.generate(ids, max_new_tokens=tokens, do_sample=False)[0, ids.shape[1] :]
         return str(self.tokenizer.decode(found, skip_special_tokens=True))
 
-    def ask(self, prompt: str, stream: bool, leaves: bool = False, **more: Any) -> str:
-        asked = {"model": "model", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, **more}
+    def ask(self, text: str, stream: bool, leaves: bool = False, **more: Any) -> str:
+        asked = {"model": "model", "prompt": text, "max_tokens": TOKENS, "temperature": 0, **more}
         if not stream:
             return str(self.client.completions.create(**asked).choices[0].text)
         pieces = []
@@ -127,10 +127,12 @@ def soak(args: argparse.Namespace) -> bool:
             list(clients.map(lambda n: found.one(prompts[n % 8], want[prompts[n % 8]], n), jobs))
             seen.append(memory())
     print(
-        f"{args.model}: {args.clients} clients x {args.requests}, {time.perf_counter() - before:.0f} s; {dict(found.counts)}"
+        f"{args.model}: {args.clients} clients x {args.requests}, {time.perf_counter() - before:.0f} s"
+        f"; {dict(found.counts)}"
     )
     print(
-        f"through a batch: {found.server._batches._number}; MiB after each quarter: {[round(m) for m in seen]}; {commit()}"
+        f"through a batch: {found.server._batches._number}; MiB after each quarter: {[round(m) for m in seen]}; "
+        f"{commit()}"
     )
     found.close()
     return not any("WRONG" in name for name in found.counts) and seen[-1] - seen[0] < args.growth
@@ -138,8 +140,6 @@ def soak(args: argparse.Namespace) -> bool:
 
 def speed(args: argparse.Namespace) -> None:
     found = Soak(args.model, args.batch, torch.bfloat16)
-    asked = {"min_tokens": None}
-    del asked
     tokens = args.tokens
     found.model.generation_config.eos_token_id = None
     found.written("def f(", tokens)
