@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.checkpoints.formats.base import Fp8Blocks
+from ktinject.checkpoints.formats.base import Codes, Fp8Blocks
 from ktinject.errors import OperatorError
 from ktinject.operators import expert_formats
 from ktinject.operators.base import Config, Operator, register_operator
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 class CpuExpertsConfig(Config):
     """Arguments of `cpu_experts` in a rule."""
 
-    # The format in memory; auto: the most accurate one that fits, with int4 in groups of group_size or smaller ones
-    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4", "auto"] = "bf16"
+    # The format in memory; kept: the checkpoint's own, bf16 where none of these is; auto: the most accurate one that
+    # fits, with int4 in groups of group_size or smaller ones
+    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4", "kept", "auto"] = "bf16"
     group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
     symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
     kernel: str = "auto"  # a row of the kernel table, as `ktinject doctor` lists them; auto: the best
@@ -49,7 +50,7 @@ class CpuExpertsConfig(Config):
 
 @functools.cache
 def _kernels_for(weights: str) -> tuple[str, ...]:
-    return tuple(row["name"] for row in _native.kernels() if weights in (row["weights"], "auto"))
+    return tuple(row["name"] for row in _native.kernels() if weights in (row["weights"], "auto", "kept"))
 
 
 def check_kernel(kernel: str, weights: str) -> None:
@@ -142,8 +143,9 @@ class CpuExperts(Operator):
     """Runs routed experts on the CPU. Takes every experts module with transformers' standard signature, and Llama 4's.
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
-    int8 with a scale for each token. Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights; mxfp4 is e2m1 with
-    a power of two for 32 inputs. Inputs on another device are copied to the CPU, and the result is copied back.
+    int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
+    Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights; mxfp4 is e2m1 with a power of two for 32 inputs.
+    Inputs on another device are copied to the CPU, and the result is copied back.
     """
 
     Config = CpuExpertsConfig
@@ -156,8 +158,11 @@ class CpuExperts(Operator):
         self.config = config
         self.num_experts = spec.num_experts
         self.native = self.native_of(spec, config)
-        if config.weights == "fp8":
-            self.native_formats = ("fp8_blocks",)
+        if config.weights in ("fp8", "int8"):
+            self.native_formats = (config.weights,)
+        elif config.weights == "int4":
+            groups = f"int4/{config.group_size}"
+            self.native_formats = (groups,) if config.symmetric else (groups, f"{groups} zeros")
         self._loaded_dtype: torch.dtype | None = None
         self._handle = handle_of(self)
 
@@ -253,7 +258,12 @@ class CpuExperts(Operator):
                 raise OperatorError(f"{self.name}: {name}: {error}.") from None
 
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
-        return self._misfit(name, source.block, part)
+        return self._misfit(name, source.block, part) if source.encoding == "fp8" else None
+
+    def keeping(self, source: Format) -> str:
+        word = super().keeping(source)
+        rounds = self.config.weights == "int4" and source.scales != "BF16"
+        return "kept, scales rounded to bf16" if word == "kept" and rounds else word
 
     def _misfit(self, name: str, block: tuple[int, int] | None, part: int | None) -> str | None:
         spec, side = self.spec, _FP8_BLOCK
@@ -268,6 +278,8 @@ class CpuExperts(Operator):
         return None
 
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
+        if isinstance(stored, Codes):
+            return self._load_integers(name, stored, expert, part)
         assert isinstance(stored, Fp8Blocks), "only fp8 weights are taken"
         spec, side = self.spec, _FP8_BLOCK
         if misfit := self._misfit(name, stored.block, part):
@@ -284,6 +296,34 @@ class CpuExperts(Operator):
                 self._pack_fp8(projection, e, values, factors.contiguous())
             except ValueError as error:
                 raise OperatorError(f"{self.name}: {name}: {error}.") from None
+
+    def _load_integers(self, name: str, stored: Codes, expert: int | None, part: int | None) -> None:
+        if stored.group_of is not None:
+            raise OperatorError(
+                f"{self.name}: {name}: its g_idx puts the inputs of a group apart, and quantization_config says "
+                "desc_act: false. Correct config.json."
+            )
+        spec, groups = self.spec, stored.scales.shape[1]
+        # What belongs to groups is cut as a weight that has them for inputs.
+        if name == "down_proj":
+            grid = dataclasses.replace(spec, intermediate_size=groups)
+        else:
+            grid = dataclasses.replace(spec, hidden_size=groups)
+        zeros = stored.zeros
+        try:
+            codes = routed_experts.views(spec, name, stored.codes, expert, part)
+            scales = routed_experts.views(grid, name, stored.scales.float(), expert, part)
+            points = [] if zeros is None else routed_experts.views(grid, name, zeros, expert, part)
+            for place, (projection, e, values) in enumerate(codes):
+                mine = points[place][2].contiguous() if points else None
+                self._pack_integers(projection, e, values, scales[place][2].contiguous(), mine)
+        except (ValueError, OperatorError) as error:
+            raise OperatorError(f"{self.name}: {name}: {error}.") from None
+
+    def _pack_integers(
+        self, projection: str, expert: int, codes: Tensor, scales: Tensor, zeros: Tensor | None
+    ) -> None:
+        self.native.load_integers(projection, expert, codes, scales, zeros)
 
     def _pack_fp8(self, projection: str, expert: int, codes: Tensor, scales: Tensor) -> None:
         self.native.load_fp8(projection, expert, codes, scales)

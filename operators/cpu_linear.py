@@ -39,8 +39,9 @@ class CpuLinear(PackedLinear):
     """Runs a linear layer on the CPU. Takes every nn.Linear, and is an nn.Linear to others, such as PEFT.
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
-    int8 with a scale for each token. Sums are fp32. Inputs on another device are copied to the CPU, and the result is
-    copied back. Gradients flow to the input as with the unpacked weight; weight and bias are frozen.
+    int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
+    Sums are fp32. Inputs on another device are copied to the CPU, and the result is copied back. Gradients flow to the
+    input as with the unpacked weight; weight and bias are frozen.
     """
 
     Config = CpuLinearConfig

@@ -80,7 +80,7 @@ class HybridExpertsConfig(CpuExpertsConfig):
                 "profile says which experts go to the GPU, and gpu_experts is 0. "
                 "Write how many: auto, a number or a share."
             )
-        same = self.gpu_weights == self.weights or self.weights == "auto"
+        same = self.gpu_weights == self.weights or self.weights in ("auto", "kept")
         if self.dynamic and not (same and self.symmetric):
             zeros = "" if self.symmetric else " with zero points"
             raise ValueError(
@@ -234,9 +234,18 @@ class HybridExperts(CpuExperts):
             else:
                 self._for_gpu.load(projection, expert, view)
 
+    def _pack_integers(
+        self, projection: str, expert: int, codes: Tensor, scales: Tensor, zeros: Tensor | None
+    ) -> None:
+        super()._pack_integers(projection, expert, codes, scales, zeros)
+        self._pack_for_gpu(projection, expert, codes)
+
     def _pack_fp8(self, projection: str, expert: int, codes: Tensor, scales: Tensor) -> None:
         super()._pack_fp8(projection, expert, codes, scales)
-        if expert in self.resident:
+        self._pack_for_gpu(projection, expert, codes)
+
+    def _pack_for_gpu(self, projection: str, expert: int, codes: Tensor) -> None:
+        if self._for_gpu is not self.native and expert in self.resident:
             value = torch.empty(codes.shape, dtype=torch.float32)
             self.native.unpack(projection, expert, value)
             self._for_gpu.load(projection, expert, value)
@@ -342,6 +351,10 @@ class HybridExperts(CpuExperts):
         # The CPU's part is submitted first: it would otherwise wait for the work that is queued on the GPU.
         ticket = self.handoff.submit(x, ids.masked_fill((ids >= 0) & (ids < count), -1), weights)
         return Underway(ticket, self.streamed.forward(x, ids, weights, count, torch.float32))
+
+    def streams(self, tokens: int, top_k: int) -> bool:
+        """Whether experts are streamed through the GPU for so many tokens; never in a graph."""
+        return self._streams(tokens, top_k) > 0
 
     def _streams(self, tokens: int, top_k: int) -> int:
         """How many experts to stream through the GPU, the first ones; 0 if the CPU computes this call."""

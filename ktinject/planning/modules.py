@@ -44,7 +44,7 @@ class MatchedModule:
 
     def fitted(self, operator: type[Operator], config: Any) -> Any:
         """The arguments for an operator, changed to those of the checkpoint if it loads that format undecoded."""
-        if self.source is None or self.source.name not in operator.native_formats:
+        if self.source is None or not self.source.is_taken(operator.native_formats):
             return config
         return operator.use_checkpoint_format(config, self.source)
 
@@ -52,12 +52,23 @@ class MatchedModule:
         """`Operator.weight_formats` for a config, with what the checkpoint has."""
         stored = [(name, form) for name, form, _ in self.sources()] if _leaves_open(config) else []
         with blaming(self.rule, self.path, self.operator.name):
-            return self.operator.weight_formats(config, stored)
+            found = self.operator.weight_formats(config, stored)
+            if getattr(config, "weights", None) != "kept":
+                return found
+            return [next((choice for choice in found if self._can_keep(choice[1])), found[-1])]
+
+    def _can_keep(self, config: Any) -> bool:
+        """Whether an operator of this config would take the checkpoint's weights as they are, where they are such."""
+        if config.weights != "fp8":
+            return True
+        made = self.operator.build(self.module, dataclasses.replace(config, device="cpu"))
+        sources = [source for source in self.sources() if source[1].is_taken(made.native_formats)]
+        return not any(made.misfit_of(*source) for source in sources)
 
 
 def _leaves_open(config: Any) -> bool:
     """Whether formats in the checkpoint are to be looked for, which takes a moment for a model of many tensors."""
-    return getattr(config, "weights", None) == "auto"
+    return getattr(config, "weights", None) in ("auto", "kept")
 
 
 @contextmanager

@@ -197,6 +197,8 @@ class Replacer:
             if placement is not None:
                 made.place(placement)
             runs, sizes = made.describe(), made.footprint()
+            if values := _values(made, matched):
+                runs = {**runs, "values": values}
             _check_answers(runs, sizes, self._where.allowed)
             return Replacement(
                 path=matched.path,
@@ -256,8 +258,18 @@ def _inside(paths: Sequence[str]) -> dict[str, list[str]]:
 def _misfit(made: Operator, matched: MatchedModule) -> str | None:
     """Why an operator cannot load a weight that the checkpoint stores in one of its native formats; None if it can."""
     sources = matched.sources() if made.native_formats else ()
-    reasons = (made.misfit_of(*source) for source in sources if source[1].name in made.native_formats)
+    reasons = (made.misfit_of(*source) for source in sources if source[1].is_taken(made.native_formats))
     return next((reason for reason in reasons if reason), None)
+
+
+def _values(made: Operator, matched: MatchedModule) -> str:
+    """What becomes of the quantised weights that the checkpoint has for a module; "" if it has none."""
+    shapes = made.parameter_shapes()
+    found: dict[str, dict[str, None]] = {}
+    for name, form, _ in matched.sources():
+        if name in shapes and form.name != "float" and not form.is_plain:
+            found.setdefault(made.keeping(form), {})[form.name] = None
+    return "; ".join(f"{word} ({', '.join(names)})" for word, names in found.items())
 
 
 def _broken(text: str) -> OperatorError:

@@ -34,7 +34,7 @@ constexpr Backend kBackends[] = {
      true,
      true,
      &kAvx512VectorOps,
-     &kAvx512StepOps,
+     &kAmxStepOps,
      {{kAmxBf16, kTileRows, amx_bf16},
       {kAmxInt8, kTileRows, amx_int8},
       {kAmxInt8, kInt4TileRows, amx_int4},
@@ -83,7 +83,7 @@ constexpr Backend kBackends[] = {
      false,
      true,
      &kAvx512VectorOps,
-     &kAvx512StepOps,
+     &kModelledAmxStepOps,
      {{0, 0, modelled_amx_bf16},
       {0, 0, modelled_amx_int8},
       {0, 0, modelled_amx_int4},
@@ -134,7 +134,10 @@ std::span<const Kernel> kernel_table() {
 }
 
 const VectorOps& vector_ops() { return *backend().vector_ops; }
-const StepOps& step_ops() { return *backend().step_ops; }
+const StepOps& step_ops() {
+  const StepOps& ops = *backend().step_ops;
+  return &ops == &kAmxStepOps && (cpu_features() & kAmxBf16) == 0 ? kAvx512StepOps : ops;
+}
 
 size_t scratch_bytes(const Matrix& matrix) {
   // Two expanded slices of a panel, of at most 64 blocks.

@@ -13,9 +13,9 @@
 namespace ktinject::gemm {
 
 // What is done with results as they leave a kernel: c [count, 32] = rows `row` ... of panel `panel`, counted from the
-// first of the call.
+// first of the call; it may be written to.
 struct Epilogue {
-  void (*take)(void* context, int panel, int row, int count, const float* c);
+  void (*take)(void* context, int panel, int row, int count, float* c);
   void* context;
 };
 

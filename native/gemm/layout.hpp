@@ -52,7 +52,7 @@ inline constexpr FormatName kFormatNames[] = {{Format::bf16, "bf16"},
 inline constexpr int kFormats = std::size(kFormatNames);
 inline const char* format_name(Format format) { return kFormatNames[static_cast<int>(format)].name; }
 
-// Whether activations are int8 with a scale a row; for the other formats they are bf16.
+// Whether activations are int8 with a scale a row, and outliers; for the other formats they are bf16.
 KTINJECT_HOST_DEVICE constexpr bool has_int8_rows(Format format) {
   return format == Format::int8 || format == Format::int4;
 }
@@ -134,6 +134,28 @@ struct Matrix {
   size_t row_bytes() const { return static_cast<size_t>(padded_k()) * (has_int8_rows(format) ? 1 : 2); }
 };
 
+// The values of a row that are multiplied apart from its int8 values, in fp32, where they count as zero. One scale a
+// row gives a row with a few large values steps as large as these need, and published models have such channels. So n
+// values are taken out of a row if its scale becomes at least n times smaller without them; see `quantise_row`.
+// Source: the decomposition of Dettmers et al., LLM.int8() (arXiv 2208.07339), with a threshold of the row's own.
+struct Outliers {
+  static constexpr int kMost = 16;
+  static constexpr int kLeastInputs = 16;  // of a row, for each outlier
+
+  int32_t count = 0;
+  uint16_t at[kMost];  // ascending
+  float value[kMost];
+};
+
+// Columns of a panel, dequantised: the rows of a prompt mostly have outliers in the same channels.
+struct OutlierColumns {
+  static constexpr int kPlaces = 32;
+
+  const std::byte* panel = nullptr;
+  int channel[kPlaces];
+  alignas(64) float weight[kPlaces][kPanel];
+};
+
 // Activations as a kernel takes them, padded with zeros to padded_k(). Rows come in groups of 16 (the last may be
 // smaller), one group after the other; a group is cut along k like the weights: for each block of 64 bytes, that block
 // of each of its rows. So the A operand of an AMX instruction is one contiguous run of at most 1 KiB, and a single row
@@ -151,9 +173,26 @@ struct PackedActivations {
   int m = 0;
   const float* scale = nullptr;        // [m], int8 and int4
   const int32_t* group_sum = nullptr;  // [m, groups], int4: sums of q over each group
+  const Outliers* outliers = nullptr;  // [m], int8 and int4: whoever calls the kernel adds them to its results
 
   const std::byte* group(int first) const { return data + static_cast<size_t>(first) * row_bytes; }
   int group_rows(int first) const { return m - first < kTile ? m - first : kTile; }
+  bool has_outliers() const {
+    if (outliers == nullptr) return false;
+    for (int row = 0; row < m; ++row)
+      if (outliers[row].count > 0) return true;
+    return false;
+  }
+  // `count` rows from a multiple of 16 on: they are laid out like rows of their own.
+  PackedActivations part(int first, int count, int groups) const {
+    const auto at = static_cast<size_t>(first);
+    return {group(first),
+            row_bytes,
+            count,
+            scale == nullptr ? nullptr : scale + at,
+            group_sum == nullptr ? nullptr : group_sum + at * static_cast<size_t>(groups),
+            outliers == nullptr ? nullptr : outliers + at};
+  }
 };
 
 // Writes one row, contiguous, to its place among m grouped rows.

@@ -77,6 +77,8 @@ class Experts {
   // The same from fp8 codes, for fp8 weights: they are kept bit by bit. Throws std::domain_error for NaN and for scales
   // out of range.
   void load_fp8(Projection projection, int expert, const gemm::Fp8Source& source);
+  // The same from integers as they are stored, for int4 and int8 weights.
+  void load_integers(Projection projection, int expert, const gemm::IntegerSource& source);
   void load_bias(Projection projection, int expert, const gemm::Source& source);
   // Every expert becomes a copy of this one, for benchmarks: only the packing of one is paid for.
   void repeat(int expert);

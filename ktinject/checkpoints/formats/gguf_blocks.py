@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN
-from ktinject.checkpoints.formats import gguf_book_blocks, int4_packing
+from ktinject.checkpoints.formats import gguf_book_blocks, int_packing
 from ktinject.checkpoints.formats.base import Codes, Format, SourceFormat, check_finite, place_of, refused
 from ktinject.checkpoints.reader import Reader
 
@@ -49,6 +49,8 @@ _AT_ONCE = 1 << 18  # values; their intermediates take some 8 MB, which the cach
 
 
 class GgufBlocks(SourceFormat):
+    title = "most types of GGUF"
+
     def held(self, reader: Reader, key: str) -> tuple[str, ...]:
         info = reader.tensors.get(key)
         return (key,) if info is not None and info.dtype in TYPES else ()
@@ -56,8 +58,11 @@ class GgufBlocks(SourceFormat):
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
         dtype = reader.tensors[key].dtype
         # MXFP4 of gpt-oss's own checkpoints lies in other tensors, in another order.
-        name = "gguf_mxfp4" if dtype == "MXFP4" else dtype.lower()
-        return Format(name, group_size=_Q4_0_GROUP if dtype == "Q4_0" else 0)
+        if dtype == "MXFP4":
+            return Format("gguf_mxfp4", encoding="mxfp4", exact_in=("bf16", "mxfp4"))
+        if dtype == "Q4_0":
+            return Format("q4_0", group_size=_Q4_0_GROUP, encoding="int4", scales="F16")
+        return Format(dtype.lower())
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         """fp32, as ggml dequantises them."""
@@ -65,7 +70,7 @@ class GgufBlocks(SourceFormat):
 
     def stored(self, reader: Reader, key: str, form: Format) -> Codes:
         assert form.name == "q4_0", "the one type that operators take as it is"
-        return int4_packing.from_q4_0(_blocks(reader, key), reader.tensors[key].shape[-1])
+        return int_packing.from_q4_0(_blocks(reader, key), reader.tensors[key].shape[-1])
 
 
 def _blocks(reader: Reader, key: str, index: int | None = None) -> Tensor:
