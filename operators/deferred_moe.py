@@ -323,6 +323,9 @@ class DeferredMoe(Operator):
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
         return self._experts.misfit_of(self._inner(name), source, part)
 
+    def keeping(self, source: Format) -> str:
+        return self._experts.keeping(source)
+
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
         self._experts.load_stored(self._inner(name), stored, expert, part)
 
