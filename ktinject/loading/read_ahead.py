@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from ktinject import env
@@ -79,9 +80,10 @@ class ReadAhead(Generic[Item, Value]):
         self._items, self._read, self._size, self._room = items, read, size, room
         self._count = min(usual_threads() if threads is None else threads, len(items))
         self._threads: list[threading.Thread] = []
-        lock = threading.Lock()
-        self._ready, self._freed = threading.Condition(lock), threading.Condition(lock)
-        self._values: dict[int, Value | BaseException] = {}
+        # The caller may be interrupted anywhere, and Python's conditions lose their lock then: it only gets and puts.
+        self._done: SimpleQueue[tuple[int, Value | BaseException]] = SimpleQueue()
+        self._freed: SimpleQueue[int] = SimpleQueue()
+        self._turn = threading.Lock()  # of the threads that read: what follows is theirs
         self._next = 0
         self._held = 0
         self._ended = False
@@ -112,27 +114,26 @@ class ReadAhead(Generic[Item, Value]):
 
         Raises   what reading an item raised, in its turn
         """
+        ready: dict[int, Value | BaseException] = {}
         for index, item in enumerate(self._items):
+            start = time.perf_counter()
             if not self._threads:
-                start = time.perf_counter()
                 value = self._read(item)
                 self._waited += time.perf_counter() - start
                 yield item, value
                 del value
                 continue
-            with self._ready:
-                start = time.perf_counter()
-                while index not in self._values:
-                    self._ready.wait()
-                self._waited += time.perf_counter() - start
-                found = self._values.pop(index)
+            while index not in ready:
+                number, made = self._done.get()
+                ready[number] = made
+                del made
+            self._waited += time.perf_counter() - start
+            found = ready.pop(index)
             if isinstance(found, BaseException):
                 raise found
             yield item, found
             del found
-            with self._freed:
-                self._held -= self._size(item)
-                self._freed.notify_all()
+            self._freed.put(self._size(item))
         self._seconds = time.perf_counter() - self._start
 
     def pace(self, size: int) -> Pace:
@@ -150,23 +151,23 @@ class ReadAhead(Generic[Item, Value]):
                     found = self._read(self._items[index])
                 except BaseException as error:  # raised again where the value is asked for
                     found = error
-                with self._ready:
-                    self._values[index] = found
-                    self._ready.notify()
+                self._done.put((index, found))
                 del found
 
     def _admitted(self) -> int | None:
         """The next item to read, when there is room for it; None: there is none any more."""
         start = time.perf_counter()
-        with self._freed:
+        with self._turn:
             while not self._ended and self._next < len(self._items):
+                while not self._freed.empty():
+                    self._held -= self._freed.get()
                 size = self._size(self._items[self._next])
                 if self._held == 0 or self._held + size <= self._room:
                     self._stalled += (time.perf_counter() - start) / self._count
                     self._held += size
                     self._next += 1
                     return self._next - 1
-                self._freed.wait()
+                self._held -= self._freed.get()
         return None
 
     def _end(self) -> None:
@@ -174,15 +175,15 @@ class ReadAhead(Generic[Item, Value]):
         interrupted: BaseException | None = None
         while True:
             try:
-                with self._freed:
-                    self._ended = True
-                    self._freed.notify_all()
+                self._ended = True
+                self._freed.put(0)
                 for thread in self._threads:
                     if thread.ident is not None:
                         thread.join()
                 break
             except KeyboardInterrupt as error:  # a read takes less than a second
                 interrupted = error
-        self._values.clear()
+        while not self._done.empty():
+            self._done.get()
         if interrupted is not None:
             raise interrupted
