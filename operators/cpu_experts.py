@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.checkpoints.formats.base import Fp8Blocks
+from ktinject.checkpoints.formats.base import Fp8Blocks, GgufRows
 from ktinject.errors import OperatorError
 from ktinject.operators import expert_formats
 from ktinject.operators.base import Config, Operator, register_operator
+from ktinject.operators.expert_formats import K_QUANTS
 from ktinject.operators.probes import experts as routed_experts
 from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.operators.torch_ops.experts import experts_op, handle_of
@@ -31,9 +32,25 @@ if TYPE_CHECKING:
 class CpuExpertsConfig(Config):
     """Arguments of `cpu_experts` in a rule."""
 
-    # The format in memory; auto: the most accurate one that fits, with int4 in groups of group_size or smaller ones
-    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4", "auto"] = "bf16"
-    group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
+    # The format in memory; from q2_k on a GGUF file's own; kept: the checkpoint's; auto: the most accurate that fits
+    weights: Literal[
+        "bf16",
+        "int8",
+        "int4",
+        "fp8",
+        "mxfp4",
+        "q2_k",
+        "q3_k",
+        "q4_k",
+        "q5_k",
+        "q6_k",
+        "iq4_xs",
+        "kept",
+        "auto",
+    ] = "bf16"
+    # The format of the down projection, where a GGUF file has another one for it
+    down_weights: Literal["same", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"] = "same"
+    group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale; with auto, at most so many
     symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
     kernel: str = "auto"  # a row of the kernel table, as `ktinject doctor` lists them; auto: the best
     # For how many NUMA nodes the weights are cut; auto: all nodes; 1: not at all.
@@ -41,6 +58,11 @@ class CpuExpertsConfig(Config):
 
     def __post_init__(self) -> None:
         check_kernel(self.kernel, self.weights)
+        if self.down_weights != "same" and self.weights not in K_QUANTS:
+            raise ValueError(
+                f"down_weights is {self.down_weights}, and weights {self.weights}; they differ only among "
+                f"{', '.join(K_QUANTS)}. Write down_weights: same."
+            )
         if self.numa != "auto" and self.numa < 1:
             raise ValueError(
                 f"numa is {self.numa}; it is auto or a number of nodes, 1 or more. Write one of these."
@@ -49,7 +71,7 @@ class CpuExpertsConfig(Config):
 
 @functools.cache
 def _kernels_for(weights: str) -> tuple[str, ...]:
-    return tuple(row["name"] for row in _native.kernels() if weights in (row["weights"], "auto"))
+    return tuple(row["name"] for row in _native.kernels() if weights in (row["weights"], "auto", "kept"))
 
 
 def check_kernel(kernel: str, weights: str) -> None:
@@ -68,6 +90,7 @@ def native_experts(
     kernel: str,
     symmetric: bool = True,
     numa: int | Literal["auto"] = "auto",
+    down_weights: str = "same",
 ) -> _native.Experts:
     """The native experts of a layer, empty. Raises OperatorError for what the core does not serve."""
     try:
@@ -76,6 +99,7 @@ def native_experts(
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
             weights=weights,
+            down_weights="" if down_weights == "same" else down_weights,
             group_size=group_size if weights == "int4" else 0,
             symmetric=symmetric,
             has_gate=spec.has_gate,
@@ -94,6 +118,9 @@ def native_experts(
 
 def weights_in_words(config: Any) -> str:
     """The weight format of a config with `weights`, `group_size` and `symmetric`, for the plan."""
+    if config.weights in K_QUANTS:
+        down = getattr(config, "down_weights", "same")
+        return f"{config.weights}, kept" if down == "same" else f"{config.weights}, down {down}, kept"
     if config.weights != "int4":
         return str(config.weights)
     return f"int4 group {config.group_size}" + ("" if config.symmetric else " with zero points")
@@ -143,7 +170,9 @@ class CpuExperts(Operator):
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
     int8 with a scale for each token. Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights; mxfp4 is e2m1 with
-    a power of two for 32 inputs. Inputs on another device are copied to the CPU, and the result is copied back.
+    a power of two for 32 inputs. K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file;
+    activations are int8 with a scale for 256 inputs beside them. Inputs on another device are copied to the CPU, and
+    the result is copied back.
     """
 
     Config = CpuExpertsConfig
@@ -158,6 +187,9 @@ class CpuExperts(Operator):
         self.native = self.native_of(spec, config)
         if config.weights == "fp8":
             self.native_formats = ("fp8_blocks",)
+        if config.weights in K_QUANTS:
+            self.native_formats = (config.weights, self._down_weights)
+            self.takes_stored_only = True
         self._loaded_dtype: torch.dtype | None = None
         self._handle = handle_of(self)
 
@@ -165,12 +197,23 @@ class CpuExperts(Operator):
     def native_of(cls, spec: ExpertsSpec, config: Any) -> _native.Experts:
         """The native experts, empty. Raises OperatorError for what the operator does not serve."""
         return native_experts(
-            spec, config.weights, config.group_size, config.kernel, config.symmetric, config.numa
+            spec,
+            config.weights,
+            config.group_size,
+            config.kernel,
+            config.symmetric,
+            config.numa,
+            config.down_weights,
         )
+
+    @property
+    def _down_weights(self) -> str:
+        same = self.config.down_weights == "same"
+        return str(self.config.weights if same else self.config.down_weights)
 
     @classmethod
     def weight_formats(cls, config: Any, stored: Collection[tuple[str, Format]]) -> Sequence[tuple[int, Any]]:
-        return expert_formats.choices(config, [form for name, form in stored if not name.endswith("_bias")])
+        return expert_formats.choices(config, [found for found in stored if not found[0].endswith("_bias")])
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -200,11 +243,12 @@ class CpuExperts(Operator):
         return kind(spec, config)
 
     def describe(self) -> dict[str, Any]:
+        kernels = {*self.native.kernels, *self.native.down_kernels}
         many, few = self.native.kernels
         shards = len(self.native.shards)
         return {
             "weights": weights_in_words(self.config),
-            "kernel": many if many == few else f"{many}, {few} for few rows",
+            "kernel": f"{many}, {few} for few rows" if many != few else ", ".join(sorted(kernels)),
         } | ({"numa": f"cut for {shards} nodes"} if shards > 1 else {})
 
     def footprint(self) -> dict[str, int]:
@@ -253,7 +297,23 @@ class CpuExperts(Operator):
                 raise OperatorError(f"{self.name}: {name}: {error}.") from None
 
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
-        return self._misfit(name, source.block, part)
+        return (
+            self._misfit_of_k_quant(name, source)
+            if self.takes_stored_only
+            else self._misfit(name, source.block, part)
+        )
+
+    def _misfit_of_k_quant(self, name: str, source: Format) -> str | None:
+        if name.endswith("_bias"):
+            return None
+        wanted = self._down_weights if name.startswith("down_proj") else self.config.weights
+        if source.name != wanted:
+            argument = "down_weights" if wanted != self.config.weights else "weights"
+            return (
+                f"{argument} {wanted} are kept from a GGUF file that has them, and {name} is {source.name} in the "
+                "checkpoint; kept takes what it has"
+            )
+        return None
 
     def _misfit(self, name: str, block: tuple[int, int] | None, part: int | None) -> str | None:
         spec, side = self.spec, _FP8_BLOCK
@@ -268,6 +328,8 @@ class CpuExperts(Operator):
         return None
 
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
+        if isinstance(stored, GgufRows):
+            return self._load_rows(name, stored.rows, expert, part)
         assert isinstance(stored, Fp8Blocks), "only fp8 weights are taken"
         spec, side = self.spec, _FP8_BLOCK
         if misfit := self._misfit(name, stored.block, part):
@@ -284,6 +346,19 @@ class CpuExperts(Operator):
                 self._pack_fp8(projection, e, values, factors.contiguous())
             except ValueError as error:
                 raise OperatorError(f"{self.name}: {name}: {error}.") from None
+
+    def _load_rows(self, name: str, rows: Tensor, expert: int | None, part: int | None) -> None:
+        """rows [..., n, bytes]: what they are of a projection is checked in terms of their bytes."""
+        inputs = "intermediate_size" if name.startswith("down_proj") else "hidden_size"
+        grid = dataclasses.replace(self.spec, **{inputs: rows.shape[-1]})
+        try:
+            for projection, e, view in routed_experts.views(grid, name, rows, expert, part):
+                self._pack_rows(projection, e, view)
+        except (ValueError, OperatorError) as error:
+            raise OperatorError(f"{self.name}: {name}: {error}.") from None
+
+    def _pack_rows(self, projection: str, expert: int, rows: Tensor) -> None:
+        self.native.load_blocks(projection, expert, rows)
 
     def _pack_fp8(self, projection: str, expert: int, codes: Tensor, scales: Tensor) -> None:
         self.native.load_fp8(projection, expert, codes, scales)

@@ -15,21 +15,25 @@ if TYPE_CHECKING:
     from ktinject.checkpoints.formats.base import Format
 
 GROUPS = (32, 64, 128)  # inputs that share a scale, in int4
+K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")  # kept from GGUF files, never made
 _MXFP4 = frozenset({"mxfp4", "gguf_mxfp4"})
 _INT4 = frozenset({"gptq", "packed", "q4_0"})
 _FP8_SIDE = 128  # of fp8's blocks, as the native core keeps them
 
 
-def choices(config: Any, stored: Collection[Format]) -> list[tuple[int, Any]]:
-    """Rank and config of each format that the config leaves open; empty unless its `weights` are auto.
+def choices(config: Any, stored: Collection[tuple[str, Format]]) -> list[tuple[int, Any]]:
+    """Rank and config of each format that the config leaves open; empty unless its `weights` are auto or kept.
 
     config   a dataclass with `weights` and `group_size`, which is the largest group that int4 may have
-    stored   formats of the weights in the checkpoint
+    stored   parameter name and format of the weights in the checkpoint
     """
+    if config.weights == "kept":
+        kept = _k_quants(stored) or _as_stored([form for _, form in stored], max(GROUPS))
+        return [(0, dataclasses.replace(config, **kept))]
     if config.weights != "auto":
         return []
     found = []
-    for rank, values in enumerate(_formats(config.group_size, stored)):
+    for rank, values in enumerate(_formats(config.group_size, [form for _, form in stored])):
         try:
             found.append((rank, dataclasses.replace(config, **values)))
         except ValueError:
@@ -45,6 +49,16 @@ def _formats(largest_group: int, stored: Collection[Format]) -> Iterator[dict[st
     for group in GROUPS:
         if group <= largest_group:
             yield {"weights": "int4", "group_size": group}
+
+
+def _k_quants(stored: Collection[tuple[str, Format]]) -> dict[str, Any]:
+    """One K-quant of gate and up, and one of down, as GGUF files mix them; {} for anything else."""
+    down = {form.name for name, form in stored if name.startswith("down_proj")}
+    others = {form.name for name, form in stored if not name.startswith("down_proj")}
+    if len(down) != 1 or len(others) != 1 or not down | others <= {*K_QUANTS}:
+        return {}
+    (weights,), (down_weights,) = others, down
+    return {"weights": weights, "down_weights": "same" if down_weights == weights else down_weights}
 
 
 def _as_stored(stored: Collection[Format], largest_group: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ _LARGEST_GROUP = 128
 class Level:
     """The modules of a plan, with all formats settled.
 
-    settled   rule → the format of its modules here, in words; of rules that leave one open
+    settled   rule → the format of its modules here, in words; of rules that leave one open (`weights: auto`)
     """
 
     modules: tuple[MatchedModule, ...]
@@ -42,7 +42,8 @@ def levels(modules: Sequence[MatchedModule]) -> Iterator[Level]:
         for module in modules:
             if found := choices[module.path]:
                 config = next((config for rank, config in found if rank >= least), found[-1][1])
-                settled.setdefault(module.rule.name, in_words(config))
+                if module.config.weights == "auto":
+                    settled.setdefault(module.rule.name, in_words(config))
                 module = dataclasses.replace(module, config=config)
             taken.append(module)
         level = Level(tuple(taken), settled)

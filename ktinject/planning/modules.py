@@ -57,7 +57,7 @@ class MatchedModule:
 
 def _leaves_open(config: Any) -> bool:
     """Whether formats in the checkpoint are to be looked for, which takes a moment for a model of many tensors."""
-    return getattr(config, "weights", None) == "auto"
+    return getattr(config, "weights", None) in ("auto", "kept")
 
 
 @contextmanager

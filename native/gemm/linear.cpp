@@ -32,7 +32,7 @@ Linear::Linear(LinearConfig config)
       kernels_(choose_kernel(config_.format, config_.kernel)),
       vector_ops_(&kernels_.vector_ops()) {
   check_size("out_features", config_.out_features, 1 << 24);
-  check_size("in_features", config_.in_features, kMostInputs);
+  check_inputs("in_features", config_.format, config_.in_features);
   check_format(config_.format, config_.group_size, config_.symmetric);
   matrix_ = {config_.format,
              config_.out_features,
@@ -68,6 +68,15 @@ void Linear::load(const Source& weight) {
   check(weight, config_.in_features, "weight");
   has_weight_ = false;  // what an error leaves is no weight
   pack_matrix(*workers, matrix_, *vector_ops_, weight, paired_tiles, data_.data(), "weight");
+  has_weight_ = true;
+}
+
+void Linear::load_blocks(const KSource& weight) {
+  const runtime::Session workers;
+  check({nullptr, DType::f32, weight.n, config_.in_features, 0, 0}, config_.in_features, "weight");
+  has_weight_ = false;
+  const PanelRun whole[] = {{0, matrix_.panels, data_.data()}};
+  pack_k_quants(*workers, matrix_, weight, paired_tiles, whole, "weight");
   has_weight_ = true;
 }
 
@@ -142,7 +151,7 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
   const Linear& front = *products.front().linear;
   const Matrix& matrix = front.matrix_;
   const VectorOps& ops = *front.vector_ops_;
-  const bool quantised = has_int8_rows(matrix.format), summed = matrix.format == Format::int4;
+  const bool quantised = has_int8_rows(matrix.format), summed = has_group_sums(matrix.format);
   size_t bytes = 0, scratch = 0;
   int panels = 0;
   for (const Product& product : products) {
@@ -158,9 +167,10 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
   };
 
   const auto m = static_cast<size_t>(rows);
+  const auto scales = static_cast<size_t>(matrix.row_scales());
   const size_t groups = summed ? static_cast<size_t>(matrix.groups()) : 0;
   std::byte* input = workers.buffer(kInput, m * matrix.row_bytes());
-  auto* scale = quantised ? reinterpret_cast<float*>(workers.buffer(kInputScale, m * sizeof(float))) : nullptr;
+  auto* scale = quantised ? reinterpret_cast<float*>(workers.buffer(kInputScale, m * scales * sizeof(float))) : nullptr;
   auto* sums = summed ? reinterpret_cast<int32_t*>(workers.buffer(kInputSums, m * groups * sizeof(int32_t))) : nullptr;
   // Memory a worker has to itself: a block of results, a row, the kernel's scratch.
   constexpr size_t kResultBytes = size_t{kMostResults} * kPanel * sizeof(float);
@@ -171,10 +181,8 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
   const size_t x_bytes = static_cast<size_t>(matrix.k) * dtype_bytes(dtype);
   auto convert = [&](int row, std::byte* to) {
     const void* from = static_cast<const std::byte*>(x) + static_cast<size_t>(row) * x_bytes;
-    if (!quantised) return ops.round_row(from, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(to));
-    scale[row] = ops.quantise_row(from, dtype, matrix.k, matrix.padded_k(), matrix.format == Format::int8 ? 128 : 0,
-                                  matrix.group_size, reinterpret_cast<uint8_t*>(to),
-                                  summed ? sums + static_cast<size_t>(row) * groups : nullptr);
+    pack_row(ops, matrix, from, dtype, to, quantised ? scale + static_cast<size_t>(row) * scales : nullptr,
+             summed ? sums + static_cast<size_t>(row) * groups : nullptr);
   };
   if (rows == 1) {
     convert(0, input);
@@ -203,7 +211,7 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
     const int first_panel = (run - starts[i]) * run_length, count = std::min(kMostRows, rows - first);
     // A run of whole groups of 16 rows is laid out like rows of its own.
     const PackedActivations taken{input + static_cast<size_t>(first) * matrix.row_bytes(), matrix.row_bytes(), count,
-                                  quantised ? scale + first : nullptr,
+                                  quantised ? scale + static_cast<size_t>(first) * scales : nullptr,
                                   summed ? sums + static_cast<size_t>(first) * groups : nullptr};
     std::byte* mine = own + static_cast<size_t>(worker) * thread_bytes;
     const size_t y_bytes = static_cast<size_t>(linear.config_.out_features) * dtype_bytes(dtype);

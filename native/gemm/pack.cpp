@@ -6,7 +6,9 @@
 #include <stdexcept>
 #include <vector>
 
+#include "gemm/k_quants.hpp"
 #include "gemm/kernels/head.hpp"
+#include "gemm/packed_tiles.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::gemm {
@@ -99,6 +101,10 @@ void pack_tile(const Matrix& matrix, const VectorOps& ops, const float* values, 
 }
 
 void unpack_column(const Matrix& matrix, const std::byte* panel, int column, float* out) {
+  if (is_k_quant(matrix.format)) {
+    for (int k = 0; k < matrix.k; ++k) out[k] = KBlock(matrix, panel, k / kSuperblock).value(column, k % kSuperblock);
+    return;
+  }
   const std::byte* data = panel + matrix.head_bytes();
   for (int k = 0; k < matrix.k; ++k) {
     const WeightAt at = weight_at(matrix.format, column, k);
@@ -121,27 +127,6 @@ void unpack_column(const Matrix& matrix, const std::byte* panel, int column, flo
   }
 }
 
-std::byte* panel_of(const Matrix& matrix, std::span<const PanelRun> runs, int panel) {
-  size_t run = 0;
-  while (panel >= runs[run].first + runs[run].panels) ++run;
-  return runs[run].data + static_cast<size_t>(panel - runs[run].first) * matrix.panel_bytes();
-}
-
-// use(tile, worker) for all tiles, those of a run by the workers of its node: where memory cannot be asked for on a
-// node, their first touch puts it there.
-template <class Use>
-void each_tile(runtime::ThreadPool& workers, std::span<const PanelRun> runs, TileMap place, Use&& use) {
-  const int tiles_a_panel = place == paired_tiles ? 2 : 1;
-  const bool by_node = runs.size() <= workers.nodes().size();
-  std::vector<int> lists(by_node ? runs.size() : 1, 0);
-  for (size_t i = 0; i < runs.size(); ++i) lists[by_node ? i : 0] += runs[i].panels * tiles_a_panel;
-  auto task = [&](int list, int index, int worker) {
-    use((by_node ? runs[static_cast<size_t>(list)].first : 0) * tiles_a_panel + index, worker);
-  };
-  workers.parallel_lists(lists, task,
-                         lists.size() > 1 ? runtime::ThreadPool::Steal::no : runtime::ThreadPool::Steal::yes);
-}
-
 }  // namespace
 
 void check_size(const char* name, int value, int most) {
@@ -157,8 +142,18 @@ void check_format(Format format, int group_size, bool symmetric) {
     throw std::invalid_argument("symmetric: found false; only int4 weights have zero points");
 }
 
+void check_inputs(const char* name, Format format, int inputs) {
+  check_size(name, inputs, kMostInputs);
+  if (is_k_quant(format) && inputs % kSuperblock != 0)
+    throw std::invalid_argument(std::string(name) + ": found " + std::to_string(inputs) + "; " + format_name(format) +
+                                " comes in blocks of " + std::to_string(kSuperblock));
+}
+
 void pack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, const VectorOps& ops, const Source& source,
                  TileMap place, std::span<const PanelRun> runs, const std::string& what) {
+  if (is_k_quant(matrix.format))
+    throw std::domain_error(what + ": weights: " + format_name(matrix.format) +
+                            " are kept from a GGUF file that has them, and never made from other values");
   const auto padded_k = static_cast<size_t>(matrix.padded_k());
   const size_t element = dtype_bytes(source.dtype);
   const size_t values_bytes = kTile * padded_k * sizeof(float), worker_bytes = values_bytes + padded_k + 64;

@@ -64,7 +64,7 @@ MoeExecutor::MoeExecutor(const Experts& layer, Workspace& space, runtime::Thread
       workers_(workers),
       tokens_(tokens),
       is_quantised_(gemm::has_int8_rows(config_.format)),
-      has_sums_(config_.format == gemm::Format::int4) {}
+      has_sums_(gemm::has_group_sums(config_.format)) {}
 
 void MoeExecutor::run() {
   const size_t nodes = workers_.nodes().size();
@@ -118,7 +118,9 @@ MoeExecutor::Activations MoeExecutor::activations(const gemm::Matrix& matrix, co
                                                   Slot scale, Slot sums) {
   return {workers_.buffer(data, bytes.data),
           is_quantised_ ? reinterpret_cast<float*>(workers_.buffer(scale, bytes.scale)) : nullptr,
-          has_sums_ ? reinterpret_cast<int32_t*>(workers_.buffer(sums, bytes.sums)) : nullptr, matrix.row_bytes(),
+          has_sums_ ? reinterpret_cast<int32_t*>(workers_.buffer(sums, bytes.sums)) : nullptr,
+          matrix.row_bytes(),
+          static_cast<size_t>(matrix.row_scales()),
           has_sums_ ? static_cast<size_t>(matrix.groups()) : 0};
 }
 
@@ -149,12 +151,8 @@ size_t MoeExecutor::shard_of(Projection projection, int panel) const {
 // Rounds or quantises `values` to the contiguous row `out`, and its scale and sums to those of row `at`.
 void MoeExecutor::convert(const Activations& to, const gemm::Matrix& matrix, size_t at, const void* values, DType dtype,
                           std::byte* out) {
-  if (!is_quantised_)
-    return vector_ops_.round_row(values, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(out));
-  const int zero_point = config_.format == gemm::Format::int8 ? 128 : 0;
-  to.scale[at] =
-      vector_ops_.quantise_row(values, dtype, matrix.k, matrix.padded_k(), zero_point, matrix.group_size,
-                               reinterpret_cast<uint8_t*>(out), has_sums_ ? to.sums + at * to.groups : nullptr);
+  gemm::pack_row(vector_ops_, matrix, values, dtype, out, is_quantised_ ? to.scale + at * to.scales : nullptr,
+                 has_sums_ ? to.sums + at * to.groups : nullptr);
 }
 
 void MoeExecutor::convert_inputs(const MoeTask& task, int) {
@@ -176,7 +174,9 @@ void MoeExecutor::gather(const MoeTask& task, int) {
       std::memcpy(to, input_.data + static_cast<size_t>(token[row]) * input_.row_bytes + at, 64);
   for (int row = 0; row < task.count; ++row) {
     const size_t here = first + static_cast<size_t>(row), there = static_cast<size_t>(token[row]);
-    if (is_quantised_) gathered_.scale[here] = input_.scale[there];
+    if (is_quantised_)
+      std::memcpy(gathered_.scale + here * gathered_.scales, input_.scale + there * input_.scales,
+                  input_.scales * sizeof(float));
     if (has_sums_)
       std::memcpy(gathered_.sums + here * gathered_.groups, input_.sums + there * input_.groups,
                   input_.groups * sizeof(int32_t));
@@ -188,7 +188,8 @@ template <class Use>
 void MoeExecutor::multiply(Projection projection, int expert, const MoeTask& task, const gemm::PackedActivations& all,
                            int worker, Use&& use) {
   const gemm::Matrix& matrix = layer_.matrix_of(projection);
-  const gemm::Kernel& kernel = layer_.kernels_(all.m);
+  const gemm::Kernel& kernel = (projection == Projection::down ? layer_.down_kernels_ : layer_.kernels_)(all.m);
+  const auto scales = static_cast<size_t>(matrix.row_scales());
   float* c = results(worker);
   const int pieces = (all.m + kMostRows - 1) / kMostRows;
   const int size = gemm::round_up((all.m + pieces - 1) / pieces, 2 * gemm::kTile);
@@ -198,7 +199,8 @@ void MoeExecutor::multiply(Projection projection, int expert, const MoeTask& tas
       // A run of whole groups of 16 rows is laid out like rows of its own.
       const int m = std::min(size, all.m - first), panels = std::min(most, task.first + task.count - p);
       const gemm::PackedActivations x{
-          all.group(first), all.row_bytes, m, all.scale == nullptr ? nullptr : all.scale + first,
+          all.group(first), all.row_bytes, m,
+          all.scale == nullptr ? nullptr : all.scale + static_cast<size_t>(first) * scales,
           all.group_sum == nullptr ? nullptr
                                    : all.group_sum + static_cast<size_t>(first) * static_cast<size_t>(matrix.groups())};
       auto take = [&](int panel, int row, int count, const float* results) {

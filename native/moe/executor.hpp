@@ -79,12 +79,13 @@ class MoeExecutor {
   struct Activations {
     std::byte* data;
     float* scale;   // null where rows are bf16
-    int32_t* sums;  // null unless int4
+    int32_t* sums;  // null where the format has none
     size_t row_bytes;
+    size_t scales;  // of a row
     size_t groups;
 
     gemm::PackedActivations rows(size_t first, int m) const {
-      return {data + first * row_bytes, row_bytes, m, scale == nullptr ? nullptr : scale + first,
+      return {data + first * row_bytes, row_bytes, m, scale == nullptr ? nullptr : scale + first * scales,
               sums == nullptr ? nullptr : sums + first * groups};
     }
   };

@@ -30,7 +30,15 @@ from torch import Tensor
 
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN
 from ktinject.checkpoints.formats import gguf_book_blocks, int4_packing
-from ktinject.checkpoints.formats.base import Codes, Format, SourceFormat, check_finite, place_of, refused
+from ktinject.checkpoints.formats.base import (
+    Format,
+    GgufRows,
+    SourceFormat,
+    Stored,
+    check_finite,
+    place_of,
+    refused,
+)
 from ktinject.checkpoints.reader import Reader
 
 # Inputs and bytes of a block, and where its fp16 numbers begin. IQ1_M's lies in four parts, MXFP4 has none.
@@ -63,8 +71,11 @@ class GgufBlocks(SourceFormat):
         """fp32, as ggml dequantises them."""
         return values(reader.tensors[key].dtype, _blocks(reader, key, index))
 
-    def stored(self, reader: Reader, key: str, form: Format) -> Codes:
-        assert form.name == "q4_0", "the one type that operators take as it is"
+    def stored(self, reader: Reader, key: str, form: Format) -> Stored:
+        kind = reader.tensors[key].dtype
+        if kind != "Q4_0":
+            inputs, size, _ = _LAYOUT[kind]
+            return GgufRows(form.name, _blocks(reader, key), inputs, size)
         return int4_packing.from_q4_0(_blocks(reader, key), reader.tensors[key].shape[-1])
 
 
