@@ -50,7 +50,9 @@ class CpuExpertsConfig(Config):
     ] = "bf16"
     # The format of the down projection, where a GGUF file has another one for it
     down_weights: Literal["same", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"] = "same"
-    group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale; with auto, at most so many
+    group_size: Literal[128, 64, 32] = (
+        128  # int4 only: how many inputs share a scale; with auto, at most so many
+    )
     symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
     kernel: str = "auto"  # a row of the kernel table, as `ktinject doctor` lists them; auto: the best
     # For how many NUMA nodes the weights are cut; auto: all nodes; 1: not at all.
@@ -58,11 +60,6 @@ class CpuExpertsConfig(Config):
 
     def __post_init__(self) -> None:
         check_kernel(self.kernel, self.weights)
-        if self.down_weights != "same" and self.weights not in K_QUANTS:
-            raise ValueError(
-                f"down_weights is {self.down_weights}, and weights {self.weights}; they differ only among "
-                f"{', '.join(K_QUANTS)}. Write down_weights: same."
-            )
         if self.numa != "auto" and self.numa < 1:
             raise ValueError(
                 f"numa is {self.numa}; it is auto or a number of nodes, 1 or more. Write one of these."
