@@ -27,6 +27,7 @@ setup(
         "ktinject.pretrained",
         "ktinject.rules",
         "ktinject.serving",
+        "ktinject.sglang",
         "ktinject.testing",
         "ktinject.tools",
     ],
@@ -35,6 +36,10 @@ setup(
         "ktinject.operators": "operators",
         "ktinject.optimize_rules": "optimize_rules",
     },
-    package_data={"ktinject": ["py.typed", "*.pyi"], "ktinject.optimize_rules": ["*.yaml", "*.json"]},
+    package_data={
+        "ktinject": ["py.typed", "*.pyi"],
+        "ktinject.serving": ["page/*"],
+        "ktinject.optimize_rules": ["*.yaml", "*.json"],
+    },
     cmake_source_dir=".",
 )

@@ -44,19 +44,20 @@ class OperatorError(KTInjectError):
     """An operator was asked for work that it cannot do."""
 
 
-def few(items: Iterable[Any], show: Callable[[Any], str] = str) -> list[str]:
+def few(items: Iterable[Any], show: Callable[[Any], str] = str, most: int = LISTED) -> list[str]:
     """What a refusal lists: the first 20, and how many more there are. Every list of problems goes through here.
 
     show    makes text of what is shown
+    most    how many are shown
     Names are whatever a file says: one that a terminal would act on is shown with escapes, and of a long one a part.
     """
     found = list(items)
-    texts = map(show, found[:LISTED])
+    texts = map(show, found[:most])
     safe = [text if text.isprintable() else repr(text) for text in texts]
-    more = [f"and {len(found) - LISTED:,} more"] if len(found) > LISTED else []
+    more = [f"and {len(found) - most:,} more"] if len(found) > most else []
     return [text if len(text) <= _LONG else f"{text[:_LONG]}…" for text in safe] + more
 
 
-def listed(items: Iterable[Any], show: Callable[[Any], str] = str) -> str:
+def listed(items: Iterable[Any], show: Callable[[Any], str] = str, most: int = LISTED) -> str:
     """`few` items as lines below a title."""
-    return "".join(f"\n  {line}" for line in few(items, show))
+    return "".join(f"\n  {line}" for line in few(items, show, most))

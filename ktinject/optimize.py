@@ -50,6 +50,7 @@ def plan(
     context: int | None = None,
     max_memory: Budget | None = None,
     machine: Budget | None = None,
+    ignore: Sequence[str] = (),
 ) -> Plan:
     """Plan what `optimize` would do with the same arguments. The model stays as it is.
 
@@ -65,7 +66,7 @@ def plan(
     group = ProcessGroup.join(found, devices) if tp else None
     with _sharing_errors(group), _open(model, checkpoint) or nullcontext() as source:
         limit = one_budget(budget, max_memory)
-        decided = make(model, ruleset, source, found, devices, limit, group, context)
+        decided = make(model, ruleset, source, found, devices, limit, group, context, ignore)
     if machine is not None:
         decided.notes.append(
             "planned for another machine; its CPU is taken for this one's, and a GPU that is not here for one of "
@@ -87,6 +88,7 @@ def optimize(
     tp: bool = False,
     context: int | None = None,
     max_memory: Budget | None = None,
+    ignore: Sequence[str] = (),
 ) -> PreTrainedModel:
     """Replace modules of a model by operators, as rules say, and load all its weights. Works in place.
 
@@ -105,6 +107,8 @@ def optimize(
     check_tensors  refuse NaN and infinity in all weights, which costs some time; scales are always checked
     context        tokens of a request, prompt and answer, that the cache must have room for; by default a short one
     max_memory     accelerate's name for budget
+    ignore         patterns, each of whole names of tensors that the checkpoint may have beside those of the model;
+                   what does no harm is skipped without
     tp             share the model among the processes that torchrun started, one for each GPU: linear layers by
                    transformers' tp_plan, experts in process 0. All processes make the same calls; `devices` then names
                    one device for each process
@@ -118,7 +122,7 @@ def optimize(
     limit = one_budget(budget, max_memory)
     with _sharing_errors(group):
         return _optimize(
-            model, ruleset, checkpoint, found, devices, limit, progress, check_tensors, group, context
+            model, ruleset, checkpoint, found, devices, limit, progress, check_tensors, group, context, ignore
         )
 
 
@@ -142,6 +146,7 @@ def _optimize(
     check_tensors: bool,
     group: ProcessGroup | None,
     context: int | None,
+    ignore: Sequence[str],
 ) -> PreTrainedModel:
     ending.install()
     operators: dict[str, Any] = {}
@@ -149,7 +154,7 @@ def _optimize(
     transaction = inject.Transaction(model)
     try:
         with _open(model, checkpoint) or nullcontext() as source:
-            decided = make(model, ruleset, source, found, devices, budget, group, context)
+            decided = make(model, ruleset, source, found, devices, budget, group, context, ignore)
             _check_ready(model, decided, source)
             if group is not None:
                 tensor_parallel.apply(model, decided.styles, group.size)
@@ -189,6 +194,7 @@ def load(
     tp: bool = False,
     context: int | None = None,
     max_memory: Budget | None = None,
+    ignore: Sequence[str] = (),
 ) -> PreTrainedModel:
     """Build the model of a folder on the meta device, then `optimize` it.
 
@@ -227,6 +233,7 @@ def load(
         tp=tp,
         context=context,
         max_memory=max_memory,
+        ignore=ignore,
     )
 
 

@@ -26,7 +26,8 @@ from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, Operator, register_operator
 from ktinject.operators.probes import attention
 from ktinject.operators.probes.attention import EXPANSION, LatentSpec, Positions
-from ktinject.operators.torch_ops import cpu_attention
+from ktinject.operators.torch_ops import cpu_attention, packed_attention
+from ktinject.operators.torch_ops.packed_attention import Packed
 from ktinject.support import Support
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ class AbsorbedMla(Operator):
         attention_mask       [b or 1, 1, m, s]: bool, True to attend, or floats to add; None: all of s for one token,
                              causal for several, which are then the first
         past_key_values      any of transformers' caches with keys and values of their own widths
+        kwargs               of packed requests, what `Packed` reads; each half of a token's latent and key is cached as
+                             a head, for the paged cache has keys and values of one width
         Raises               OperatorError for another mask, or if attention weights are asked for
         """
         if kwargs.get("output_attentions"):
@@ -140,15 +143,53 @@ class AbsorbedMla(Operator):
         latent = self.kv_a_layernorm(latent)
         both = attention.rotate(spec.rope, torch.cat([q_rope, k_rope], 1), position_embeddings)
         q_rope, k_rope = both.split([spec.num_heads, 1], 1)
-        if past_key_values is not None:
+        packed = Packed.of(kwargs)
+        if packed is not None:
+            latent, k_rope = self._paged(packed, latent, k_rope)
+        elif past_key_values is not None:
             latent, k_rope = past_key_values.update(latent, k_rope, spec.layer_idx)
-        if attention_mask is None and m > 1:
+        if packed is None and attention_mask is None and m > 1:
             # transformers leaves the mask out for the first tokens only; a static cache is longer than they are.
             latent, k_rope = latent[:, :, :m], k_rope[:, :, :m]
-        _check_mask(attention_mask, b, m, latent.shape[2])
-        form = self.attend_latent if self.absorbs(m, latent.shape[2]) else self._expanded
-        out = form(q_nope, q_rope, latent, k_rope, attention_mask)
+        if packed is not None and attention_mask is None:
+            out = self._of_texts(packed, q_nope, q_rope, latent, k_rope)
+        else:
+            _check_mask(attention_mask, b, m, latent.shape[2])
+            out = self._attend(q_nope, q_rope, latent, k_rope, attention_mask)
         return self.o_proj(out.reshape(b, m, -1)), None
+
+    def _attend(
+        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        form = self.attend_latent if self.absorbs(q_nope.shape[2], latent.shape[2]) else self._expanded
+        return form(q_nope, q_rope, latent, k_rope, mask)
+
+    def _paged(self, packed: Packed, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of all packed texts, each [1, 1, all their tokens, …]; the new ones are in the paged cache then."""
+        first, second = torch.cat([latent, k_rope], -1).chunk(2, -1)
+        keys, values = packed.update(first, second, self.spec.layer_idx)
+        latent, k_rope = torch.cat([keys, values], -1).split(
+            [self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], -1
+        )
+        return latent, k_rope
+
+    def _of_texts(
+        self, packed: Packed, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor
+    ) -> Tensor:
+        """[1, m, heads · v], each text by itself; on the CPU."""
+        out = q_nope.new_empty(1, q_nope.shape[2], self.spec.num_heads * self.spec.v_head_dim)
+        singles, others = packed.texts()
+        if singles is not None:
+            q, q_r = (part[0, :, singles.queries].transpose(0, 1)[:, :, None] for part in (q_nope, q_rope))
+            k, k_r = singles.of_each(latent), singles.of_each(k_rope)
+            out[0, singles.queries] = self._attend(q, q_r, k, k_r, singles.mask).reshape(len(q), -1)
+        for text in others:
+            q, q_r = q_nope[:, :, text.queries], q_rope[:, :, text.queries]
+            k, k_r = latent[:, :, text.keys], k_rope[:, :, text.keys]
+            m, s = q.shape[2], k.shape[2]
+            mask = packed_attention.causal_mask(m, s, q.device) if 1 < m < s else None
+            out[:, text.queries] = self._attend(q, q_r, k, k_r, mask).reshape(1, m, -1)
+        return out
 
     def _query(self, hidden_states: Tensor) -> Tensor:
         if self.q_a_proj is None:

@@ -72,7 +72,7 @@ class Operator(nn.Module, ABC):
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     # Dimension 0 of every parameter is the expert: `load` gets one expert at a time.
     per_expert: ClassVar[bool] = False
-    # Formats of a checkpoint that `load_stored` takes as they are; ktinject/checkpoints/formats/ has their names.
+    # What `load_stored` takes as a checkpoint has it: `Format.encoding` of ktinject/checkpoints/formats/.
     native_formats: tuple[str, ...] = ()
     # Weights come through `load_stored` alone, so `misfit_of` is asked about those in other formats, too.
     takes_stored_only: bool = False
@@ -204,6 +204,18 @@ class Operator(nn.Module, ABC):
         part     as `load_stored` would get it
         """
         return None
+
+    def keeping(self, source: Format) -> str:
+        """What becomes of the values of a quantised weight, for the plan: "kept", "exact" or "quantised again".
+
+        source   how the checkpoint stores it
+        """
+        if source.is_taken(self.native_formats):
+            return "kept"
+        weights = getattr(getattr(self, "config", None), "weights", "bf16")
+        if weights in source.exact_in:
+            return "exact"
+        return "rounded to bf16" if weights == "bf16" else "quantised again"
 
     def finish(self) -> None:
         """Called after the last `load`. Raises OperatorError if something is absent."""

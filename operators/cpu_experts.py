@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.checkpoints.formats.base import Fp8Blocks, GgufRows
+from ktinject.checkpoints.formats.base import Codes, Fp8Blocks, GgufRows
 from ktinject.errors import OperatorError
 from ktinject.operators import expert_formats
 from ktinject.operators.base import Config, Operator, register_operator
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class CpuExpertsConfig(Config):
     """Arguments of `cpu_experts` in a rule."""
 
-    # The format in memory; from q2_k on a GGUF file's own; kept: the checkpoint's; auto: the most accurate that fits
+    # The format in memory; kept: the checkpoint's own, bf16 where none of these is; auto: the most accurate one that
+    # fits, with int4 in groups of group_size or smaller ones
     weights: Literal[
         "bf16",
         "int8",
@@ -48,11 +49,9 @@ class CpuExpertsConfig(Config):
         "kept",
         "auto",
     ] = "bf16"
-    # The format of the down projection, where a GGUF file has another one for it
+    # The format of the down projection, where a GGUF file has another K-quant for it
     down_weights: Literal["same", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"] = "same"
-    group_size: Literal[128, 64, 32] = (
-        128  # int4 only: how many inputs share a scale; with auto, at most so many
-    )
+    group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
     symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
     kernel: str = "auto"  # a row of the kernel table, as `ktinject doctor` lists them; auto: the best
     # For how many NUMA nodes the weights are cut; auto: all nodes; 1: not at all.
@@ -117,7 +116,7 @@ def weights_in_words(config: Any) -> str:
     """The weight format of a config with `weights`, `group_size` and `symmetric`, for the plan."""
     if config.weights in K_QUANTS:
         down = getattr(config, "down_weights", "same")
-        return f"{config.weights}, kept" if down == "same" else f"{config.weights}, down {down}, kept"
+        return str(config.weights) if down == "same" else f"{config.weights}, down {down}"
     if config.weights != "int4":
         return str(config.weights)
     return f"int4 group {config.group_size}" + ("" if config.symmetric else " with zero points")
@@ -166,10 +165,10 @@ class CpuExperts(Operator):
     """Runs routed experts on the CPU. Takes every experts module with transformers' standard signature, and Llama 4's.
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
-    int8 with a scale for each token. Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights; mxfp4 is e2m1 with
-    a power of two for 32 inputs. K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file;
-    activations are int8 with a scale for 256 inputs beside them. Inputs on another device are copied to the CPU, and
-    the result is copied back.
+    int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
+    Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights; mxfp4 is e2m1 with a power of two for 32 inputs.
+    K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file; activations are int8 with a
+    scale for 256 inputs beside them. Inputs on another device are copied to the CPU, and the result is copied back.
     """
 
     Config = CpuExpertsConfig
@@ -182,9 +181,12 @@ class CpuExperts(Operator):
         self.config = config
         self.num_experts = spec.num_experts
         self.native = self.native_of(spec, config)
-        if config.weights == "fp8":
-            self.native_formats = ("fp8_blocks",)
-        if config.weights in K_QUANTS:
+        if config.weights in ("fp8", "int8"):
+            self.native_formats = (config.weights,)
+        elif config.weights == "int4":
+            groups = f"int4/{config.group_size}"
+            self.native_formats = (groups,) if config.symmetric else (groups, f"{groups} zeros")
+        elif config.weights in K_QUANTS:
             self.native_formats = (config.weights, self._down_weights)
             self.takes_stored_only = True
         self._loaded_dtype: torch.dtype | None = None
@@ -210,7 +212,8 @@ class CpuExperts(Operator):
 
     @classmethod
     def weight_formats(cls, config: Any, stored: Collection[tuple[str, Format]]) -> Sequence[tuple[int, Any]]:
-        return expert_formats.choices(config, [found for found in stored if not found[0].endswith("_bias")])
+        weights = [found for found in stored if not found[0].endswith("_bias")]
+        return expert_formats.choices(config, [form for _, form in weights], expert_formats.k_quants(weights))
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -294,23 +297,28 @@ class CpuExperts(Operator):
                 raise OperatorError(f"{self.name}: {name}: {error}.") from None
 
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
-        return (
-            self._misfit_of_k_quant(name, source)
-            if self.takes_stored_only
-            else self._misfit(name, source.block, part)
-        )
+        if self.takes_stored_only:
+            return self._misfit_of_k_quant(name, source)
+        return self._misfit(name, source.block, part) if source.encoding == "fp8" else None
 
     def _misfit_of_k_quant(self, name: str, source: Format) -> str | None:
         if name.endswith("_bias"):
             return None
         wanted = self._down_weights if name.startswith("down_proj") else self.config.weights
-        if source.name != wanted:
-            argument = "down_weights" if wanted != self.config.weights else "weights"
+        argument = "down_weights" if wanted != self.config.weights else "weights"
+        if source.encoding != wanted:
             return (
                 f"{argument} {wanted} are kept from a GGUF file that has them, and {name} is {source.name} in the "
                 "checkpoint; kept takes what it has"
             )
+        if self.spec.is_transposed:
+            return f"{argument} {wanted} are rows of outputs, and {name} is transposed; choose other weights"
         return None
+
+    def keeping(self, source: Format) -> str:
+        word = super().keeping(source)
+        rounds = self.config.weights == "int4" and source.scales != "BF16"
+        return "kept, scales rounded to bf16" if word == "kept" and rounds else word
 
     def _misfit(self, name: str, block: tuple[int, int] | None, part: int | None) -> str | None:
         spec, side = self.spec, _FP8_BLOCK
@@ -325,6 +333,8 @@ class CpuExperts(Operator):
         return None
 
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
+        if isinstance(stored, Codes):
+            return self._load_integers(name, stored, expert, part)
         if isinstance(stored, GgufRows):
             return self._load_rows(name, stored.rows, expert, part)
         assert isinstance(stored, Fp8Blocks), "only fp8 weights are taken"
@@ -356,6 +366,34 @@ class CpuExperts(Operator):
 
     def _pack_rows(self, projection: str, expert: int, rows: Tensor) -> None:
         self.native.load_blocks(projection, expert, rows)
+
+    def _load_integers(self, name: str, stored: Codes, expert: int | None, part: int | None) -> None:
+        if stored.group_of is not None:
+            raise OperatorError(
+                f"{self.name}: {name}: its g_idx puts the inputs of a group apart, and quantization_config says "
+                "desc_act: false. Correct config.json."
+            )
+        spec, groups = self.spec, stored.scales.shape[1]
+        # What belongs to groups is cut as a weight that has them for inputs.
+        if name == "down_proj":
+            grid = dataclasses.replace(spec, intermediate_size=groups)
+        else:
+            grid = dataclasses.replace(spec, hidden_size=groups)
+        zeros = stored.zeros
+        try:
+            codes = routed_experts.views(spec, name, stored.codes, expert, part)
+            scales = routed_experts.views(grid, name, stored.scales.float(), expert, part)
+            points = [] if zeros is None else routed_experts.views(grid, name, zeros, expert, part)
+            for place, (projection, e, values) in enumerate(codes):
+                mine = points[place][2].contiguous() if points else None
+                self._pack_integers(projection, e, values, scales[place][2].contiguous(), mine)
+        except (ValueError, OperatorError) as error:
+            raise OperatorError(f"{self.name}: {name}: {error}.") from None
+
+    def _pack_integers(
+        self, projection: str, expert: int, codes: Tensor, scales: Tensor, zeros: Tensor | None
+    ) -> None:
+        self.native.load_integers(projection, expert, codes, scales, zeros)
 
     def _pack_fp8(self, projection: str, expert: int, codes: Tensor, scales: Tensor) -> None:
         self.native.load_fp8(projection, expert, codes, scales)

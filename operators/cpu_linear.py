@@ -45,10 +45,10 @@ class CpuLinear(PackedLinear):
     """Runs a linear layer on the CPU. Takes every nn.Linear, and is an nn.Linear to others, such as PEFT.
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
-    int8 with a scale for each token. Sums are fp32. K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and
-    minima of a GGUF file; activations are int8 with a scale for 256 inputs beside them. Inputs on another device are
-    copied to the CPU, and the result is copied back. Gradients flow to the input as with the unpacked weight; weight
-    and bias are frozen.
+    int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
+    Sums are fp32. K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file; activations are
+    int8 with a scale for 256 inputs beside them. Inputs on another device are copied to the CPU, and the result is
+    copied back. Gradients flow to the input as with the unpacked weight; weight and bias are frozen.
     """
 
     Config = CpuLinearConfig
@@ -77,7 +77,7 @@ class CpuLinear(PackedLinear):
 
     @classmethod
     def use_checkpoint_format(cls, config: Any, source: Format) -> Any:
-        return replace(config, weights=source.name) if config.weights == "kept" else config
+        return replace(config, weights=source.encoding) if config.weights == "kept" else config
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -123,7 +123,7 @@ class CpuLinear(PackedLinear):
             ) from None
 
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
-        if name == "bias" or source.name == self.config.weights:
+        if name == "bias" or source.encoding == self.config.weights:
             return None
         return (
             f"weights {self.config.weights} are kept from a GGUF file that has them, and the weight is {source.name} "

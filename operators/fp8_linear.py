@@ -115,7 +115,7 @@ class Fp8Linear(GpuLinear):
     """
 
     Config = Fp8LinearConfig
-    native_formats = ("fp8_blocks",)
+    native_formats = ("fp8",)
 
     def __init__(self, module: nn.Linear, config: Fp8LinearConfig) -> None:
         super().__init__(module, config)
@@ -133,6 +133,9 @@ class Fp8Linear(GpuLinear):
         why = "inputs are no multiple of 128" if self.in_features % BLOCK else "no scaled product on this GPU"
         dtype = str(self.dtype).removeprefix("torch.")
         return {"weights": f"fp8 128 × 128, unpacked to {dtype}: {why}", "kernel": f"cuBLAS {dtype}"}
+
+    def keeping(self, source: Format) -> str:
+        return "kept" if source.is_taken(self.native_formats) else "quantised again"
 
     def _grid(self) -> tuple[int, int]:
         return -(-self.out_features // BLOCK), -(-self.in_features // BLOCK)

@@ -80,7 +80,7 @@ class HybridExpertsConfig(CpuExpertsConfig):
                 "profile says which experts go to the GPU, and gpu_experts is 0. "
                 "Write how many: auto, a number or a share."
             )
-        same = self.gpu_weights == self.weights or self.weights == "auto"
+        same = self.gpu_weights == self.weights or self.weights in ("auto", "kept")
         if self.dynamic and not (same and self.symmetric):
             zeros = "" if self.symmetric else " with zero points"
             raise ValueError(
@@ -234,9 +234,18 @@ class HybridExperts(CpuExperts):
             else:
                 self._for_gpu.load(projection, expert, view)
 
+    def _pack_integers(
+        self, projection: str, expert: int, codes: Tensor, scales: Tensor, zeros: Tensor | None
+    ) -> None:
+        super()._pack_integers(projection, expert, codes, scales, zeros)
+        self._pack_for_gpu(projection, expert, codes)
+
     def _pack_fp8(self, projection: str, expert: int, codes: Tensor, scales: Tensor) -> None:
         super()._pack_fp8(projection, expert, codes, scales)
-        if expert in self.resident:
+        self._pack_for_gpu(projection, expert, codes)
+
+    def _pack_for_gpu(self, projection: str, expert: int, codes: Tensor) -> None:
+        if self._for_gpu is not self.native and expert in self.resident:
             value = torch.empty(codes.shape, dtype=torch.float32)
             self.native.unpack(projection, expert, value)
             self._for_gpu.load(projection, expert, value)
@@ -315,7 +324,7 @@ class HybridExperts(CpuExperts):
         # The submit itself divides the routes between the GPU's experts and the CPU's.
         asked = None if here is None else here.ask(top_k_index)
         ticket = self.handoff.submit(hidden_states, top_k_index, top_k_weights, asked, ranks)
-        if here is None or asked is None:
+        if here is None or asked is None or asked.chosen is None:
             return Underway(ticket, None)
         return Underway(ticket, here.forward(hidden_states, asked.chosen, top_k_weights))
 
@@ -339,7 +348,7 @@ class HybridExperts(CpuExperts):
         weights = logits.new_empty(len(logits), top_k)
         asked = None if self.on_gpu is None else self.on_gpu.ask(ids)
         ticket = self.handoff.submit(hidden_states, ids, weights, asked, routing=Routing(logits, normed))
-        if self.on_gpu is None or asked is None:
+        if self.on_gpu is None or asked is None or asked.chosen is None:
             return Underway(ticket, None)
         return Underway(ticket, self.on_gpu.forward(hidden_states, asked.chosen, weights))
 
@@ -351,6 +360,10 @@ class HybridExperts(CpuExperts):
         # The CPU's part is submitted first: it would otherwise wait for the work that is queued on the GPU.
         ticket = self.handoff.submit(x, ids.masked_fill((ids >= 0) & (ids < count), -1), weights)
         return Underway(ticket, self.streamed.forward(x, ids, weights, count, torch.float32))
+
+    def streams(self, tokens: int, top_k: int) -> bool:
+        """Whether experts are streamed through the GPU for so many tokens; never in a graph."""
+        return self._streams(tokens, top_k) > 0
 
     def _streams(self, tokens: int, top_k: int) -> int:
         """How many experts to stream through the GPU, the first ones; 0 if the CPU computes this call."""

@@ -62,7 +62,7 @@ class Int4Linear(GpuLinear):
 
     Config = Int4LinearConfig
     changing = frozenset({"_turn"})
-    native_formats = ("gptq", "awq", "packed", "q4_0")
+    native_formats = ("int4",)
     sm80_only = False  # for tests: run the sm_80 kernels on Hopper, too
     # For compute-sanitizer's racecheck, which does not know that __syncwarp orders a warp's reads.
     every_lane = False
@@ -104,6 +104,9 @@ class Int4Linear(GpuLinear):
             "weights": f"int4 {group}{', zero points' if self.has_zeros else ''}{source}",
             "kernel": f"int4_linear_{self._arch}, cuBLAS beyond {self._many_tokens} tokens",
         }
+
+    def keeping(self, source: Format) -> str:
+        return "kept" if source.is_taken(self.native_formats) else "quantised again"
 
     def _sizes(self) -> tuple[int, int, int]:
         """The numbers of words, of scales, and of counters in one set."""

@@ -91,7 +91,7 @@ def experts(
     top_k_weights  [m, t]
     weights        as `weights_of` gives them
     activations    exact, or what kernels round input and intermediate to: bf16, or int8 with a scale per row
-                   or per 256 inputs (the intermediate by way of bf16)
+                   and outliers, or per 256 inputs (the intermediate by way of bf16)
     """
     x, top_k_weights = x.double(), top_k_weights.double()
     if activations != "exact":
@@ -141,7 +141,7 @@ def rounding(weights: str) -> str:
 def rounded(x: Tensor, activations: str) -> Tensor:
     """x rounded as `rounding` says, in fp64."""
     if activations == "int8_256":
-        return to_int8(x.unflatten(-1, (-1, 256))).flatten(-2)
+        return dequantise_rows(*quantise_int8_rows(x.unflatten(-1, (-1, 256)))).double().flatten(-2)
     return to_bf16(x) if activations == "bf16" else to_int8(x)
 
 
@@ -156,8 +156,26 @@ def to_bf16(x: Tensor) -> Tensor:
 
 
 def to_int8(x: Tensor) -> Tensor:
-    """Rounded to int8 with one scale per row, in fp64."""
-    return dequantise_rows(*quantise_int8_rows(x)).double()
+    """Rounded to int8 with one scale per row, in fp64; outliers, which have no part in the scale, are kept."""
+    apart = outliers(x)
+    return x.double().where(
+        apart, dequantise_rows(*quantise_int8_rows(x.float().masked_fill(apart, 0))).double()
+    )
+
+
+def outliers(x: Tensor) -> Tensor:
+    """The values of each row that are multiplied apart from its int8 values, as booleans.
+
+    Those above the row's largest magnitude / 2^i, for the largest i up to 10 for which they are at most 2^i, 16, and
+    one of 16 values.
+    """
+    magnitude = x.float().abs()
+    most = magnitude.amax(-1, keepdim=True)
+    chosen = torch.zeros_like(magnitude, dtype=torch.bool)
+    for i in range(1, 11):
+        above = magnitude > most / 2**i
+        chosen = above.where(above.sum(-1, keepdim=True) <= min(2**i, 16, x.shape[-1] // 16), chosen)
+    return chosen
 
 
 def quantise_int8_rows(w: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ greedy tokens identical for at least 18 of 20 prompts with bf16 weights; perplex
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from functools import cached_property
@@ -92,6 +93,18 @@ def test_quantised_experts_keep_the_perplexity(
 ) -> None:
     found = evaluate.perplexity(trained.swapped(**variables), trained.ids)
     assert abs(found / trained.perplexity - 1) <= limit
+
+
+@pytest.mark.parametrize("factor", [30.0, 100.0])
+def test_large_channels_cost_little_beyond_the_weights(factor: float) -> None:
+    """Of what experts and linear layers read, and of intermediates."""
+    path = Path(__file__).parents[1] / "benchmarks/large_channels.py"
+    spec = importlib.util.spec_from_file_location("large_channels", path)
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    alone, found = script.measure("tiny-qwen3-moe", factor, script.FORMATS["int8"], 512)
+    assert found.mean_nats <= 1.5 * alone
 
 
 def test_the_checkpoint_is_small_and_per_expert(trained: Trained) -> None:

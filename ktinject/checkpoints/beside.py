@@ -62,6 +62,28 @@ def check_config(path: Path) -> None:
     check_counts(values, str(path))
 
 
+def modelopt_config(folder: Path) -> dict[str, Any] | None:
+    """What hf_quant_config.json, which NVIDIA ModelOpt writes, says of the weights; None if there is none.
+
+    Returns   as a `quantization_config`
+    Raises    CheckpointError
+    """
+    path = folder / "hf_quant_config.json"
+    if not os.path.lexists(path):
+        return None
+    check_config(path)
+    try:
+        said = json.loads(read(path, MAX_CONFIG_BYTES))
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be used: {error}. Put the model's own file there.") from None
+    values = said.get("quantization") if isinstance(said, Mapping) else None
+    if not isinstance(values, Mapping):
+        raise CheckpointError(
+            f"{path} cannot be used: it has no quantization. Put the model's own file there."
+        )
+    return {"quant_method": "modelopt", **values}
+
+
 def check_counts(values: Any, where: str) -> None:
     """Refuse a config that asks for more layers, experts or heads than any model has. Raises CheckpointError."""
     wrong = [

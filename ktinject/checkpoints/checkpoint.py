@@ -71,15 +71,14 @@ class Checkpoint:
     path, tensors, names, complete, total_bytes, quantization, skipped, container, states_formats: as `Reader` says
 
     methods         values of quant_method in config.json that are read
-    companions_of   key → names of tensors that may accompany a weight's own, in any format that is read
     """
 
     methods = table.METHODS
-    companions_of = staticmethod(table.companions)
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         self._found: dict[str, tuple[SourceFormat, Format]] = {}
+        self._held: dict[str, tuple[SourceFormat, tuple[str, ...]]] = {}
         self.path, self.tensors, self.names = reader.path, reader.tensors, reader.names
         self.complete, self.total_bytes = reader.complete, reader.total_bytes
         self.container, self.states_formats = reader.container, reader.states_formats
@@ -121,7 +120,7 @@ class Checkpoint:
 
     @cached_property
     def weights(self) -> set[str]:
-        """All names, with the weight's in place of those of the tensors that hold it where none has its name."""
+        """All names, with the weight's in place of those of the tensors that hold it."""
         return table.weight_names(self._reader)
 
     @property
@@ -130,9 +129,9 @@ class Checkpoint:
         return sorted({info.dtype for info in self.tensors.values()} & {*self._reader.block_dtypes})
 
     def holds_integers(self, key: str) -> bool:
-        """Whether a tensor is integers, which are no weights; blocks of codes are."""
+        """Whether a tensor is integers, which are no weights; codes with scales are."""
         info = self.tensors.get(key)
-        return info is not None and info.dtype in INTEGERS
+        return info is not None and info.dtype in INTEGERS and self.tensors_of(key) == (key,)
 
     def format_of(self, key: str) -> Format:
         """How a weight is stored, from headers alone, or names alone if the checkpoint is not complete.
@@ -143,13 +142,18 @@ class Checkpoint:
 
     def _source(self, key: str) -> tuple[SourceFormat, Format]:
         if key not in self._found:
-            source, held = table.find(self._reader, key)
+            source, held = self._holder(key)
             self._found[key] = source, source.detect(self._reader, key, held)
         return self._found[key]
 
+    def _holder(self, key: str) -> tuple[SourceFormat, tuple[str, ...]]:
+        if key not in self._held:
+            self._held[key] = table.find(self._reader, key)
+        return self._held[key]
+
     def shape(self, key: str) -> tuple[int, ...]:
         """The shape of a weight as a model has it; of a complete checkpoint. Raises CheckpointError as `format_of`."""
-        if key in self.tensors:
+        if key in self.tensors and (self.tensors_of(key) == (key,) or self.format_of(key).shape is None):
             return self.tensors[key].shape
         found = self.format_of(key).shape
         assert found is not None, "a format in tensors of its own says the weight's shape"
@@ -157,7 +161,7 @@ class Checkpoint:
 
     def tensors_of(self, key: str) -> tuple[str, ...]:
         """The tensors that hold a weight's values: itself, or those of its format."""
-        return (key,) if key in self.names else table.find(self._reader, key)[1]
+        return self._holder(key)[1]
 
     def bytes_of(self, key: str) -> int:
         """Bytes of the tensors that hold a weight's values."""
@@ -170,11 +174,13 @@ class Checkpoint:
         Raises   CheckpointError as `format_of` and `read`, and if scales or codes make no sense
         """
         source, form = self._source(key)
+        self._reader.check_complete(key)
         return source.decode(self._reader, key, form, index)
 
     def stored(self, key: str) -> Stored:
         """Read one weight undecoded; of a format that can be. Raises CheckpointError as `decode`."""
         source, form = self._source(key)
+        self._reader.check_complete(key)
         return source.stored(self._reader, key, form)
 
     def __enter__(self) -> Self:

@@ -218,10 +218,7 @@ class Reader(ABC):
             raise CheckpointError(f"{self.path}: this checkpoint is closed. Open it again.")
         if name not in self._names:
             raise CheckpointError(f"{self.path}: there is no tensor {shown(name)}.")
-        if not self.complete:
-            raise CheckpointError(
-                f"{self.path}: tensor {shown(name)}: only the index is there. Download the shards to read it."
-            )
+        self.check_complete(name)
         info = self.tensors[name]
         shard = self._shards[info.shard]
         where = f"{shard.file.path}: tensor {shown(name)}"
@@ -238,6 +235,13 @@ class Reader(ABC):
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         shard.file.read_into(buffer.numpy().data, shard.entries[name].offset + skip, where)
         return buffer.view(dtype).view((*shape[:-1], -1) if in_blocks else shape)
+
+    def check_complete(self, name: str) -> None:
+        """Raise CheckpointError, which names a tensor, where there are no files to read."""
+        if not self.complete:
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)}: only the index is there. Download the shards to read it."
+            )
 
     def files(self) -> list[str]:
         """Paths of the files with the tensors, in reading order; none if not complete."""

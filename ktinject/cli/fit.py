@@ -30,6 +30,7 @@ def command(
     device: options.Device = None,
     budget: options.Budget = None,
     context: options.Context = None,
+    ignore: options.Ignore = None,
     machine: Machine = None,
     dtype: options.RestDtype = "auto",
     plugins: options.Plugins = None,
@@ -54,6 +55,7 @@ def command(
             "budget": options.parse_sizes(budget, "--budget"),
             "machine": options.parse_sizes(machine, "--machine"),
             "context": context,
+            "ignore": ignore or (),
         }
         found = fit.find(
             lambda values: ktinject.plan(built, rules, **arguments, variables=values),

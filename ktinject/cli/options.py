@@ -100,6 +100,15 @@ Context = Annotated[
         "--context", metavar="N", min=1, help="Have room for a request of N tokens, prompt and answer."
     ),
 ]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore",
+        metavar="PATTERN",
+        help="Do without tensors of the checkpoint that no weight of the model is made of: a pattern of whole names; "
+        "may be repeated.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Tp = Annotated[
     bool,

@@ -35,6 +35,7 @@ def command(
     device: options.Device = None,
     budget: options.Budget = None,
     context: options.Context = None,
+    ignore: options.Ignore = None,
     machine: Machine = None,
     dtype: options.RestDtype = "auto",
     explain: Explain = None,
@@ -62,6 +63,7 @@ def command(
                 devices=device,
                 budget=options.parse_sizes(budget, "--budget"),
                 context=context,
+                ignore=ignore or (),
                 machine=options.parse_sizes(machine, "--machine"),
             )
         except ktinject.KTInjectError as error:

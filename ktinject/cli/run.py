@@ -43,6 +43,7 @@ def command(
     device: options.Device = None,
     budget: options.Budget = None,
     context: options.Context = None,
+    ignore: options.Ignore = None,
     dtype: options.RestDtype = "auto",
     check_tensors: CheckTensors = False,
     tp: options.Tp = False,
@@ -63,6 +64,7 @@ def command(
         "devices": device,
         "budget": options.parse_sizes(budget, "--budget"),
         "context": context,
+        "ignore": ignore or (),
         "variables": parse_overrides(variables or []),
         "tp": tp,
     }

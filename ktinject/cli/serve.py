@@ -32,7 +32,13 @@ Most = Annotated[
 ]
 Queue = Annotated[
     int,
-    typer.Option("--queue", metavar="N", min=0, help="So many requests wait while one runs; others get 429."),
+    typer.Option("--queue", metavar="N", min=0, help="So many requests wait while others run; more get 429."),
+]
+Batch = Annotated[
+    int, typer.Option("--batch", metavar="N", min=1, help="Requests that are computed at once, at most.")
+]
+NoBatching = Annotated[
+    bool, typer.Option("--no-continuous-batching", help="Compute one request after the other.")
 ]
 Timeout = Annotated[
     float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="End a request after that.")
@@ -56,6 +62,8 @@ def command(
     context: Context = None,
     new_tokens: Most = None,
     queue: Queue = 32,
+    batch: Batch = 16,
+    no_batching: NoBatching = False,
     timeout: Timeout = 600.0,
     grace: Grace = 30,
     max_body_mib: MaxBody = 8,
@@ -79,12 +87,17 @@ def command(
         model, rules, device, budget, dtype, variables, plugins, context
     )
     limits = Limits(queue=queue, seconds=timeout, body=max_body_mib << 20, key=key)
-    settings = Settings(host, port, context, new_tokens, grace, limits)
+    at_once = 1 if no_batching else batch
+    settings = Settings(host, port, context, new_tokens, grace, at_once, limits)
     known_as = name or folder_name
     server = Server(swapped, tokenizer, known_as, settings)
     for note in server.notes:
         typer.echo(f"ktinject: {note}", err=True)
-    server.run(lambda address: typer.echo(f"{known_as} at {address}/v1, metrics at {address}/metrics"))
+    server.run(
+        lambda address: typer.echo(
+            f"{known_as} at {address}/v1, page at {address}, metrics at {address}/metrics"
+        )
+    )
 
 
 def _key(file: Path | None) -> str | None:

@@ -70,6 +70,9 @@ class Decoding:
         self._model = weakref.ref(model)
         self._watch: Watch | None = None  # of the model that is recorded
         self._recordable = SUPPORTED  # whether that model can be
+        self._batched: tuple[Watch, Support] | None = (
+            None  # whether requests can be batched, of a model as it was
+        )
         self._masks: masks.Masks | Support | None = None  # how it is given those of a captured step
         # What steps of that model are given beside tokens → whether recorded ones may leave it out.
         self._left_out: dict[frozenset[str], Support] = {}
@@ -80,6 +83,7 @@ class Decoding:
             group.add_check(self.check)
         self._turn = threading.Lock()
         self._owner: int | None = None
+        self._takes_turns = False  # those, too, whose steps are not recorded
         self._process = os.getpid()
         self._local = threading.local()
 
@@ -175,22 +179,49 @@ class Decoding:
     @contextmanager
     def turn(self) -> Iterator[Support]:
         """One request at a time uses the runners, other threads wait. Gives whether this request may."""
-        # A forked child has neither the thread that had the turn nor what that thread was doing.
-        if self._process != os.getpid():
-            self._turn, self._owner, self._process = threading.Lock(), None, os.getpid()
-            self.release()
+        self._mind_forks()
         model = self._model()
-        if not self.graphs and (model is None or model.device.type != "cpu" or self.group is not None):
+        is_recorded = self.graphs or (model is not None and model.device.type == "cpu" and self.group is None)
+        if not is_recorded and not self._takes_turns:
             yield self.graphs
         elif self._owner == threading.get_ident():
             yield Support.no("it is called from within another request of this model")
         else:
-            with self._turn:
-                self._owner = threading.get_ident()
-                try:
-                    yield SUPPORTED
-                finally:
-                    self._owner = None
+            with self.alone():
+                yield SUPPORTED if is_recorded else self.graphs
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within, no other thread has a turn, not even for requests whose steps are not recorded."""
+        self._mind_forks()
+        if self._owner == threading.get_ident():
+            yield
+            return
+        with self._turn:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    def batched(self, find: Callable[[], Support]) -> Support:
+        """Whether requests can be batched; found again where the model has changed."""
+        model = self._model()
+        assert model is not None
+        with self.alone():
+            if self._batched is None or self._batched[0].change():
+                self._batched = Watch(model), find()
+            return self._batched[1]
+
+    def take_turns(self) -> None:
+        """From now on, requests of other threads wait even where no steps are recorded."""
+        self._takes_turns = True
+
+    def _mind_forks(self) -> None:
+        # A forked child has neither the thread that had the turn nor what that thread was doing.
+        if self._process != os.getpid():
+            self._turn, self._owner, self._process = threading.Lock(), None, os.getpid()
+            self.release()
 
     def request_support(
         self, input_ids: Tensor, model_kwargs: Mapping[str, Any], config: GenerationConfig

@@ -29,7 +29,7 @@ from transformers import (
 from ktinject.generation import cache_layers, kept_cache, masks, sampling, step_inputs, trust
 from ktinject.generation.graph_runner import MAX_BATCH
 from ktinject.generation.sampling import Request, Sampling
-from ktinject.hf import compat
+from ktinject.hf import adapters, compat
 from ktinject.operators import Operator
 from ktinject.support import SUPPORTED, Support
 
@@ -74,18 +74,31 @@ def recording_support(model: PreTrainedModel) -> Support:
         return Support.no("there are hooks on all modules")
     for path, module in model.named_modules():
         where = path or "the model"
-        if type(module).__module__.startswith("peft."):
-            return Support.no("there are adapters on the model (PEFT)")
+        is_adapter = adapters.is_part(module)
+        if is_adapter and not (found := _adapter_support(model, module)):
+            return Support.no(f"{where} {found.reason}")
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if not all(map(_is_harmless, hooks)):
             return Support.no(f"{where} has forward hooks")
         if module.training:
             return Support.no("the model is in training mode")
-        if not (replay := trust.replay_support(module)):
+        # Of PEFT's code, what was just looked at; as of any other module, nothing that was put in place of it.
+        replay = trust.instance_support(module) if is_adapter else trust.replay_support(module)
+        if not replay:
             return Support.no(f"{where} {replay.reason}")
     if name := trust.replaced_method(model, _PREPARING):
         return Support.no(f"{name} of the model was replaced, which decides what each step is given")
     return SUPPORTED if model.device.type == "cpu" else attention_support(model)
+
+
+def _adapter_support(model: PreTrainedModel, module: nn.Module) -> Support:
+    """Whether a recorded step holds a module of PEFT's, or does not need it."""
+    support = adapters.replay_support(module)
+    if support and model.device.type == "cpu" and (names := adapters.acting(module)):
+        return Support.no(
+            f"has the adapter {names[0]!r} (PEFT), which native steps do not compute. Merge it, or let it be"
+        )
+    return support
 
 
 def _is_harmless(hook: Any) -> bool:

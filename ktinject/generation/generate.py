@@ -23,9 +23,9 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import beams, candidates, foreseen, kept_cache, loop, speculation, stateful
+from ktinject.generation import batching, beams, candidates, foreseen, kept_cache, loop, speculation, stateful
 from ktinject.generation import cache as caches
-from ktinject.generation.cpu import openmp
+from ktinject.generation.cpu import linear_prompts, openmp
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest, read_plain
 from ktinject.generation.graph_runner import GraphRunner
@@ -85,6 +85,9 @@ class _Swapped(Methods):
     """The methods that differ from the model's own class."""
 
     ktinject_decoding: Decoding
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        return batching.manager(self, *args, **kwargs)
 
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
         return self.ktinject_decoding.replay or own_class(self).get_compiled_call(self, compile_config)
@@ -253,7 +256,7 @@ def _request(model: Any, held: Any) -> Iterator[Support]:
     decoding: Decoding = model.ktinject_decoding
     outer, decoding.replay = decoding.replay, None
     try:
-        with kept_cache.restored(held), decoding.turn() as turn:
+        with kept_cache.restored(held), decoding.turn() as turn, linear_prompts.native(model):
             yield turn
     except OperatorError:
         decoding.drain()

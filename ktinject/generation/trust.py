@@ -30,9 +30,8 @@ def replay_support(module: nn.Module) -> Support:
     """Whether a replay misses nothing that the module's forward does."""
     if "capturable" in vars(module):
         return SUPPORTED
-    for name in ("forward", "__call__"):
-        if name in vars(module):
-            return Support.no(f"has a {name} of its own")
+    if not (own := instance_support(module)):
+        return own
     for base in type(module).__mro__:
         unknown = _unknown_code(base)
         if unknown and ("capturable" not in vars(base) or is_trusted(base.__module__)):
@@ -41,6 +40,14 @@ def replay_support(module: nn.Module) -> Support:
             )
         if "capturable" in vars(base):
             return SUPPORTED
+    return SUPPORTED
+
+
+def instance_support(module: nn.Module) -> Support:
+    """Whether a module's forward is its class's."""
+    for name in ("forward", "__call__"):
+        if name in vars(module):
+            return Support.no(f"has a {name} of its own")
     return SUPPORTED
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from ktinject import _native
 from ktinject.generation import step_inputs
 from ktinject.generation.trust import BASES, is_trusted
-from ktinject.hf import compat
+from ktinject.hf import adapters, compat
 from ktinject.operators import Operator
 
 # Kinds of entries, as native/bindings/watch.cpp knows them. Of the last kind, what data_ptr() gives is compared.
@@ -36,6 +36,7 @@ _ASIDE_OF_MODEL = frozenset(
         "_compiled_call",
         "_last_compile_config",
         "_previous_max_cache_length",
+        "_cached_continuous_batching_manager",
     }
 )
 # transformers changes it for the time of decoding, and back.
@@ -124,7 +125,7 @@ class Watch:
             aside |= module.changing
         if is_trusted(type(module).__module__):
             aside |= {step_inputs.REMEMBERED}  # of each request; a step that is recorded does not read it
-        if not is_trusted(type(module).__module__):  # what it remembers of its own work
+        elif not adapters.is_lora_linear(module):  # what it remembers of its own work
             aside |= {name for name in values if name.startswith("_")} - _BOOKKEEPING - _DECISIVE
         values = {name: value for name, value in values.items() if name not in aside}
         holder = None if module is model else module

@@ -10,6 +10,7 @@ What a version lacks costs the features that need it, and no others:
     candidates  for models with states, they are refused, as transformers does
     loading     checkpoints are refused, see `require`
     swapping    rules are refused, too
+    batching    continuous batching of a swapped model is refused
     from_pretrained  transformers' door with our config is refused; `ktinject.load` is not
     serving     `ktinject serve` is refused
     kimi_k2     transformers does not know Kimi-K2
@@ -79,6 +80,8 @@ _RENAME = "(source_key, weight_renamings, weight_converters, base_model_prefix=N
 _ADD = "(self, target_key, source_key, source_pattern, future)"
 _CONVERT = "(self, layer_name, *, model=None, config=None)"
 _LOAD_CONFIG = "(*, pretrained_model_name_or_path, device_map, dtype, dtype_plan, weight_mapping)"
+_BATCHING = "transformers.generation.continuous_batching"
+_MANAGER = f"{_BATCHING}.continuous_api:ContinuousBatchingManager"
 _SERVE = "transformers.cli.serve:Serve"
 _SERVING = "transformers.cli.serving"
 _REGISTER = "(model_type_or_class_name, mapping, overwrite=False)"
@@ -270,6 +273,93 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             "an adapter to load",
         ),
     ),
+    "batching": (
+        # A manager is made by transformers, and its class is then one of ours.
+        Private(
+            f"{_BATCHING}.continuous_api:ContinuousMixin",
+            "init_continuous_batching",
+            "(self, generation_config=None, continuous_batching_config=None, workload_hints=None)",
+            "makes a manager",
+        ),
+        *_each(_MANAGER, "warmup _create_batch_processor _generation_step", "(self)", "attention of a step"),
+        Private(_MANAGER, "switch_to_cb_friendly_attn", "(self, model)", "overridden: not for good"),
+        *_each(
+            f"{_MANAGER}._create_batch_processor",
+            "get_text_config _use_prefix_sharing",
+            SET,
+            "the widths of a cache",
+        ),
+        Private(
+            f"{_BATCHING}.continuous_api:ContinuousBatchProcessor",
+            "_generation_step",
+            "(self, model)",
+            "a step",
+        ),
+        Private(
+            f"{_BATCHING}.continuous_api:ContinuousBatchProcessor.__init__",
+            "model_runner",
+            SET,
+            "graphs or not",
+        ),
+        Private(
+            f"{_BATCHING}.model_runner:ModelRunner",
+            "compute_batch",
+            "(self, model, batch_data)",
+            "a step's tokens",
+        ),
+        Private(
+            f"{_BATCHING}.model_runner:ModelRunner",
+            "_get_forward_fn",
+            "(self, use_block_table)",
+            "graphs or not",
+        ),
+        Private(
+            f"{_BATCHING}.continuous_api:ContinuousMixin.destroy_cached_continuous_batching_manager",
+            "_cached_continuous_batching_manager",
+            SET,
+            "changes nothing",
+        ),
+        Private(
+            f"{_BATCHING}.model_runner:ModelRunner",
+            "_sample",
+            "(self, scores, output_ids)",
+            "each request's way",
+        ),
+        *_each(
+            f"{_BATCHING}.cb_logits_processors",
+            "ContinuousBatchingLogitsProcessor ContinuousBatchingLogitsProcessorList "
+            "ContinuousBatchingTemperatureLogitsWarper ContinuousBatchingTopKLogitsWarper "
+            "ContinuousBatchingTopPLogitsWarper",
+            THERE,
+            "how a request chooses",
+        ),
+        *_each(
+            f"{_BATCHING}.cb_logits_processors:ContinuousBatchingLogitsProcessorList.__init__",
+            "logits_processor tensors_required do_processing",
+            SET,
+            "how a request chooses",
+        ),
+        Private(_GENERATION, "_get_logits_processor", "(self, generation_config)", "what a request asks for"),
+        Private(_MANAGER, "_run_generation_loop", "(self)", "in a thread that ends with the process"),
+        *_each(
+            f"{_MANAGER}.__init__",
+            "logit_processor output_router background_thread_status _generation_thread",
+            SET,
+            "who gets the tokens",
+        ),
+        Private(f"{_BATCHING}.continuous_api", "OutputRouter", "()", "who gets the tokens"),
+        *_each(f"{_BATCHING}.continuous_api:OutputRouter", "deliver deliver_batch", THERE, "overridden"),
+        Private(f"{_BATCHING}.cache", "PagedAttentionCache", THERE, "what attention takes for one"),
+        Private(f"{_BATCHING}.cache:PagedAttentionCache", "update", THERE, "keys and values of all texts"),
+        Private(f"{_BATCHING}.input_outputs", "PagedAttentionArgs", THERE, "how a model is called"),
+        Private(f"{_BATCHING}.cache", "find_head_dim", "(config)", "whether a kernel has such heads"),
+        Private(
+            f"{_BATCHING}.input_outputs",
+            "attn_mask_is_needed",
+            "(config)",
+            "the name of attention with masks",
+        ),
+    ),
     "serving": (
         # `transformers serve` is built whole, with a model and a manager of ours in it.
         Private(_SERVE, "start_server", "(self)", "not started by itself"),
@@ -314,7 +404,9 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             "(self, model, processor, inputs, gen_config, request_id)",
             "overridden",
         ),
-        Private(f"{_SERVING}.utils:GenerateManager", "async_submit", THERE, "its thread"),
+        Private(
+            f"{_SERVING}.utils:GenerateManager", "submit", "(self, fn, *args, **kwargs)", "a thread for each"
+        ),
         Private(f"{_SERVING}.utils:BaseHandler", "_validate_request", "(self, body)", "checks first"),
         Private(
             f"{_SERVING}.utils:BaseHandler",

@@ -77,6 +77,7 @@ class KeyMap:
     parts        parameter → number of parts its pieces come in, where there is more than one
     conversions  parameter → the conversion that gives it; those are not in `targets`
     unexpected   keys that belong nowhere
+    skipped      keys that belong nowhere, and may be there
     missing      what the model needs and the checkpoint has not, by checkpoint name where that is known
     transforms   transformers' mapping, which knows by now what it was used for
     """
@@ -85,6 +86,7 @@ class KeyMap:
     parts: dict[str, int] = field(default_factory=dict)
     conversions: dict[str, Conversion] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     transforms: list[Any] = field(default_factory=list)
 
@@ -95,17 +97,13 @@ class KeyMap:
         return [piece.key for piece in self.targets.get(name, ())]
 
 
-def key_map(
-    model: PreTrainedModel, names: Iterable[str], companions: Callable[[str], Iterable[str]]
-) -> KeyMap:
+def key_map(model: PreTrainedModel, names: Iterable[str]) -> KeyMap:
     """Map every checkpoint key to the model's parameters, reading nothing.
 
-    model       on any device, not swapped
-    names       all tensor names of the checkpoint
-    companions  weight key → names that may come with it (scales); they follow their weight
+    model    on any device, not swapped
+    names    the names of all weights in the checkpoint, without those of scales and of parts of weights
     """
     names = set(names)
-    names -= {companion for key in names for companion in companions(key) if companion in names}
     mapping = KeyMap(transforms=compat.get_model_conversion_mapping(model))
     renamer = _Renamer(model, mapping.transforms)
 

@@ -279,9 +279,12 @@ def _config_in(folder: str | os.PathLike[str]) -> PreTrainedConfig:
     if os.path.lexists(file):
         beside.check_config(file)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' own code on somebody's file
         raise CheckpointError(f"{folder}: its config.json cannot be used: {error}") from error
+    if (aside := beside.modelopt_config(Path(folder))) and _quantization_config(found) is None:
+        found.quantization_config = aside
+    return found
 
 
 def meta_model(

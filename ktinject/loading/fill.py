@@ -78,11 +78,11 @@ class WeightReader:
     def stored(self, key: str, takes: Collection[str]) -> Stored | None:
         """Read a weight without decoding it, or its part from `cuts`.
 
-        takes    names of the formats that the operator loads without decoding
-        Returns  None if the weight is stored in another format
+        takes    the encodings that the operator loads without decoding
+        Returns  None if the weight is stored in another one
         Raises   CheckpointError
         """
-        if not takes or self._checkpoint.format_of(key).name not in takes:
+        if not takes or not self._checkpoint.format_of(key).is_taken(takes):
             return None
         value = self._checkpoint.stored(key)
         self._advance(self._checkpoint.bytes_of(key))

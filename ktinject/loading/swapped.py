@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ktinject.errors import OperatorError
+from ktinject.hf import adapters
 from ktinject.model_class import Methods, put_before
 from ktinject.operators import Operator
 
@@ -40,6 +41,7 @@ class _Swapped(_Methods):
     def train(self, mode: bool = True) -> Any:
         """`nn.Module.train`. Warns once if full training is about to begin: weights in operators are not trained."""
         super().train(mode)
+        _refuse_lost(self)
         if mode and not self._said_frozen and _trains_all(self):
             self._said_frozen = True
             plan = self.ktinject
@@ -65,6 +67,35 @@ class _Swapped(_Methods):
                 len(left),
             )
         return self
+
+    @property
+    def peft_config(self) -> Any:
+        """What PEFT notes of its adapters when it has put them in. Raises AttributeError if it has not."""
+        try:
+            return vars(self)["peft_config"]
+        except KeyError:
+            raise AttributeError("peft_config: there is no adapter on this model") from None
+
+    @peft_config.setter
+    def peft_config(self: Any, configs: Any) -> None:
+        """Raises OperatorError, without any adapter, if a part of one found its parameter in an operator."""
+        vars(self)["peft_config"] = configs
+        try:
+            _refuse_lost(self)
+        except OperatorError:
+            if len(configs) == 1:  # else another one was there before
+                adapters.take_off(self)
+                del vars(self)["peft_config"]
+            raise
+
+    @peft_config.deleter
+    def peft_config(self: Any) -> None:
+        del vars(self)["peft_config"]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers. Raises OperatorError if a part of an adapter of PEFT would be missed."""
+        _refuse_lost(self)
+        return super().generate(*args, **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """As in transformers, and the weights in operators count, too. None of them is trainable."""
@@ -98,6 +129,27 @@ class _Swapped(_Methods):
         return super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 
 
+def _refuse_lost(model: Any) -> None:
+    """Raises OperatorError if a part of an adapter found no parameter, since an operator holds it."""
+    if not getattr(model, "peft_config", None):
+        return
+    holders = {
+        f"{replacement.path}.{name}": replacement.operator
+        for replacement in model.ktinject.replacements
+        for name in replacement.parameter_shapes
+    }
+    found = next(adapters.lost(model, holders), None)
+    if found is None:
+        return
+    adapter, name = found
+    raise OperatorError(
+        f"adapter {adapter!r} of PEFT: it adapts {name}, which {holders[name]} holds, and would be left out. Name "
+        "target modules without it (linear layers may be adapted, swapped or not), keep that module by a rule with "
+        "`replace: keep`, or merge the adapter into the checkpoint and swap that. If the adapter is on the model "
+        f"already, take it off: delete_adapter({adapter!r})."
+    )
+
+
 def _held(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Full parameter name → shape, for the weights that operators hold. Copies of tied parameters do not count."""
     shapes = {
@@ -112,5 +164,5 @@ def _trains_all(model: nn.Module) -> bool:
     """Whether a parameter outside of PEFT's adapters requires a gradient."""
     if any(parameter.requires_grad for parameter in model._parameters.values() if parameter is not None):
         return True
-    children = (child for child in model.children() if not type(child).__module__.startswith("peft."))
+    children = (child for child in model.children() if not adapters.is_part(child))
     return any(map(_trains_all, children))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,19 +12,29 @@ from transformers import PreTrainedModel
 
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.errors import LISTED, CheckpointError, few, listed
+from ktinject.hf import extras
 from ktinject.hf.key_map import Conversion, KeyMap
 
+_LINES = 20  # of a report
 _NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
 
 
-def check(checkpoint: Checkpoint, model: PreTrainedModel, mapping: KeyMap) -> None:
+def check(
+    checkpoint: Checkpoint, model: PreTrainedModel, mapping: KeyMap, ignore: Sequence[str] = ()
+) -> None:
     """Refuse a checkpoint unless its tensors are exactly those of the model, in the right shapes and a known format.
+
+    What may be there beside them goes from `mapping.unexpected` to `mapping.skipped`.
 
     model    not swapped
     mapping  of the checkpoint's keys to the model's parameters
+    ignore   patterns of names that need no place in the model
     Raises   CheckpointError that lists all tensors that are missing, unexpected, misshapen or unreadable
     """
     state = model.state_dict()
+    mapping.skipped = [*extras.of(mapping.unexpected, model, checkpoint, ignore)]
+    needless = {*mapping.skipped}
+    mapping.unexpected = [key for key in mapping.unexpected if key not in needless]
     shapes, unreadable = [], []
     seen: set[str] = set()
     for name, pieces in mapping.targets.items():
@@ -36,34 +46,39 @@ def check(checkpoint: Checkpoint, model: PreTrainedModel, mapping: KeyMap) -> No
             unreadable += fault
             expected = _shape(state[name], piece.expert is not None, mapping.parts.get(name, 1))
             if checkpoint.complete and not fault:
-                found = checkpoint.shape(piece.key)
-                if found != expected:
-                    shapes.append(f"{piece.key}: found {list(found)}, expected {list(expected)}")
+                shape = checkpoint.shape(piece.key)
+                if shape != expected:
+                    shapes.append(f"{piece.key}: found {list(shape)}, expected {list(expected)}")
     for conversion in {id(found): found for found in mapping.conversions.values()}.values():
         faults = [_unreadable(checkpoint, key, state[conversion.name]) for key in conversion.keys]
         unreadable += [line for fault in faults for line in fault]
         if checkpoint.complete and not any(faults):
             shapes += _misconverted(checkpoint, conversion, model, state)
 
-    sections = [
-        _section("missing", mapping.missing),
-        _section("not expected by the model", mapping.unexpected),
-        _section("of the wrong shape", shapes),
-        _section("in a format that is not read", unreadable),
-    ]
-    if any(sections):
+    found = {
+        "missing": mapping.missing,
+        "not expected by the model": mapping.unexpected,
+        "of the wrong shape": shapes,
+        "in a format that is not read": unreadable,
+    }
+    found = {title: lines for title, lines in found.items() if lines}
+    if found:
+        # Twenty lines in all: one before and one behind, and of each section a title and "and so many more".
+        most = (_LINES - 2) // len(found) - 2
+        sections = [f"\n{title}:{listed(grouped(lines), most=most)}" for title, lines in found.items()]
         raise CheckpointError(
             f"{checkpoint.path}: this does not fit {type(model).__name__} with the given config; tensors are"
-            f"{''.join(sections)}\nUse the config.json that came with the weights, and a complete download."
+            f"{''.join(sections)}\nUse the config.json that came with the weights, and a complete download"
+            f"{', or do without some by ignore=[patterns] (--ignore)' if mapping.unexpected else ''}."
         )
 
 
-def grouped(names: list[str]) -> list[str]:
+def grouped(names: list[str], at_once: int = LISTED) -> list[str]:
     """Shorten a long list of names: names that differ only in numbers share a line.
 
-    `model.layers.{3-60}.mlp.gate.weight (58 tensors)`; a list of up to `LISTED` names stays as it is.
+    `model.layers.{3-60}.mlp.gate.weight (58 tensors)`; a list of up to `at_once` names stays as it is.
     """
-    if len(names) <= LISTED:
+    if len(names) <= at_once:
         return names
     alike: dict[str, list[tuple[int, ...]]] = {}
     for name in names:
@@ -92,10 +107,6 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "}"
-
-
-def _section(title: str, lines: list[str]) -> str:
-    return f"\n{title}:{listed(grouped(lines))}" if lines else ""
 
 
 def _shape(parameter: Tensor, is_slice: bool, parts: int) -> tuple[int, ...]:

@@ -19,11 +19,13 @@ from ktinject.distributed.process_group import ProcessGroup
 from ktinject.distributed.tensor_parallel import Cut, Style
 from ktinject.errors import PlanError
 from ktinject.hf import compat, models
+from ktinject.hf.extras import check_patterns
 from ktinject.hf.key_map import KeyMap, key_map
 from ktinject.hf.layers import Layers, has_routed_experts
 from ktinject.machine import Machine
 from ktinject.planning import match, memory
 from ktinject.planning.devices import Budget, Devices
+from ktinject.planning.match import grouped
 from ktinject.planning.modules import (
     MatchedModule,
     find_modules,
@@ -48,6 +50,7 @@ def make(
     budget: Budget | None = None,
     group: ProcessGroup | None = None,
     context: int | None = None,
+    ignore: Sequence[str] = (),
 ) -> Plan:
     """Decide everything, change nothing.
 
@@ -58,6 +61,7 @@ def make(
     budget      device → bytes, or text like "24GiB"
     group       the tensor-parallel process group; the plan is that of this rank
     context     tokens of a request that the cache must have room for, prompt and answer; None: a short one
+    ignore      patterns of tensors that the checkpoint may have beside those of the model
     Raises      RuleError, PlanError, CheckpointError or OperatorError for everything but lack of memory
     """
     compat.require("swapping")
@@ -69,7 +73,7 @@ def make(
     modules, matched = find_modules(model, ruleset)
     mapping = None
     if checkpoint is not None:
-        mapping = _check_checkpoint(model, checkpoint)
+        mapping = _check_checkpoint(model, checkpoint, check_patterns(ignore))
         modules = [with_checkpoint_format(module, checkpoint, mapping) for module in modules]
     has_weights = checkpoint is None and not next(model.parameters()).is_meta
     styles = {} if group is None else _cut(model, modules, has_weights, group)
@@ -107,7 +111,7 @@ def make(
     may_spread = devices is None and not has_weights and group is None
     plan.notes += _notes_on_devices(plan, candidates[0], where.allowed if may_spread else ())
     plan.notes += _notes_on_model(model, styles, group)
-    plan.notes += _notes_on_checkpoint(checkpoint)
+    plan.notes += _notes_on_checkpoint(checkpoint, mapping)
     return plan
 
 
@@ -151,12 +155,12 @@ def _notes_on_model(
         )
 
 
-def _notes_on_checkpoint(checkpoint: Checkpoint | None) -> Iterator[str]:
-    if checkpoint is None:
+def _notes_on_checkpoint(checkpoint: Checkpoint | None, mapping: KeyMap | None) -> Iterator[str]:
+    if checkpoint is None or mapping is None:
         return
     if checkpoint.quantization:
         method = checkpoint.quantization["quant_method"]
-        yield f"the checkpoint is quantised ({method}); it is decoded while it is read"
+        yield f"the checkpoint is quantised ({method}); what is not kept is decoded while it is read"
     if blocks := checkpoint.block_dtypes:
         yield (
             f"the checkpoint is {checkpoint.container} with {' and '.join(blocks)}; weights that do not run as "
@@ -164,6 +168,9 @@ def _notes_on_checkpoint(checkpoint: Checkpoint | None) -> Iterator[str]:
         )
     if checkpoint.skipped:
         yield f"the checkpoint has {some(checkpoint.skipped)}, which the model does not need; skipped"
+    if mapping.skipped:
+        names = grouped(mapping.skipped, at_once=1)
+        yield f"the checkpoint has {some(names)}, which the model does not need; skipped"
     if not checkpoint.complete:
         yield "only the checkpoint's index is there: shapes and formats could not be checked"
 
@@ -232,7 +239,7 @@ def _check_model(model: PreTrainedModel, ruleset: RuleSet) -> None:
         raise PlanError("the model has no parameters; there is nothing to plan.")
 
 
-def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
+def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint, ignore: Sequence[str]) -> KeyMap:
     quantization = {} if checkpoint.states_formats else models.quantization(model.config) or {}
     assert checkpoint.quantization == quantization, "the checkpoint was opened for another model"
     method = quantization.get("quant_method")
@@ -242,8 +249,8 @@ def _check_checkpoint(model: PreTrainedModel, checkpoint: Checkpoint) -> KeyMap:
             f"fp16, fp32 and {', '.join(checkpoint.methods)}. Use one of these, such as the original that it was "
             "made from."
         )
-    mapping = key_map(model, checkpoint.weights, checkpoint.companions_of)
-    match.check(checkpoint, model, mapping)
+    mapping = key_map(model, checkpoint.weights)
+    match.check(checkpoint, model, mapping, ignore)
     return mapping
 
 

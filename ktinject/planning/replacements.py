@@ -197,6 +197,8 @@ class Replacer:
             if placement is not None:
                 made.place(placement)
             runs, sizes = made.describe(), made.footprint()
+            if values := _values(made, matched):
+                runs = {**runs, "values": values}
             _check_answers(runs, sizes, self._where.allowed)
             return Replacement(
                 path=matched.path,
@@ -261,9 +263,19 @@ def _misfit(made: Operator, matched: MatchedModule) -> str | None:
     reasons = (
         made.misfit_of(*source)
         for source in sources
-        if made.takes_stored_only or source[1].name in made.native_formats
+        if made.takes_stored_only or source[1].is_taken(made.native_formats)
     )
     return next((reason for reason in reasons if reason), None)
+
+
+def _values(made: Operator, matched: MatchedModule) -> str:
+    """What becomes of the quantised weights that the checkpoint has for a module; "" if it has none."""
+    shapes = made.parameter_shapes()
+    found: dict[str, dict[str, None]] = {}
+    for name, form, _ in matched.sources():
+        if name in shapes and form.name != "float" and not form.is_plain:
+            found.setdefault(made.keeping(form), {})[form.name] = None
+    return "; ".join(f"{word} ({', '.join(names)})" for word, names in found.items())
 
 
 def _broken(text: str) -> OperatorError:

@@ -12,10 +12,11 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ktinject.serving import page
 from ktinject.serving.metrics import Metrics
 
 logger = logging.getLogger("ktinject")
@@ -24,6 +25,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
+View = Callable[[], Awaitable[Any]]
+Headers = Sequence[tuple[bytes, bytes]]
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _OTHERS = {"/v1/models": "GET", "/health": "GET", "/metrics": "GET"}
@@ -35,7 +38,8 @@ _CLIENT_GONE, _UPLOADS, _UPLOAD_SECONDS = 499, 64, 60.0
 class Limits:
     """What a server takes.
 
-    queue    requests that wait while one runs
+    queue    requests that wait while others run
+    running  requests that run at once
     seconds  until a request is ended
     body     bytes of a request
     key      that every request but /health must bring; None: no key
@@ -43,6 +47,7 @@ class Limits:
     """
 
     queue: int = 32
+    running: int = 1
     seconds: float = 600.0
     body: int = 8 << 20
     key: str | None = None
@@ -63,6 +68,8 @@ class Gate:
     app       transformers' application
     state     what /health says beside "ok"
     closing   whether the server is about to end
+    views     path → what a GET of it answers, as JSON
+    files     path → content type and content, which everybody may have: the page, whose data needs the key
     """
 
     def __init__(
@@ -72,9 +79,13 @@ class Gate:
         limits: Limits,
         state: dict[str, Any] | None = None,
         closing: Callable[[], bool] = lambda: False,
+        views: Mapping[str, View] | None = None,
+        files: Mapping[str, tuple[bytes, bytes]] | None = None,
     ) -> None:
         self._app, self._metrics, self._limits = app, metrics, limits
         self._state, self._closing = state or {}, closing
+        self._views, self._files = views or {}, files or {}
+        self._known = {**dict.fromkeys(GENERATING, "POST"), **_OTHERS, **dict.fromkeys(self._views, "GET")}
         self._uploads = 0
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -90,12 +101,17 @@ class Gate:
                 await answer.json(200, {"status": "ok", **self._state})
             elif path == "/metrics":
                 await answer.whole(200, self._metrics.text().encode(), b"text/plain; version=0.0.4")
+            elif path in self._views:
+                await answer.json(200, await self._views[path]())
+            elif path in self._files:
+                kind, content = self._files[path]
+                await answer.whole(200, content, kind, page.HEADERS)
             else:
                 await self._pass(scope, receive, answer)
         except Refusal as refusal:
             await answer.refuse(refusal)
         finally:
-            known = path if path in (*GENERATING, *_OTHERS) else "other"
+            known = path if path in self._known else "other"
             self._metrics.answered(known, answer.status or _CLIENT_GONE)
 
     def _check(self, scope: Any) -> None:
@@ -108,16 +124,16 @@ class Gate:
                 raise Refusal(403, f"host {name!r} is not this server; it is called by localhost.")
         if self._closing():
             raise Refusal(503, "the server is about to end.", "server_error")
-        if path == "/health":
+        if path == "/health" or (path in self._files and scope["method"] == "GET"):
             return
         if self._limits.key is not None:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             same = hmac.compare_digest(given.strip(), self._limits.key.encode())
             if scheme.lower() != b"bearer" or not same:
                 raise Refusal(401, "no key, or a wrong one: send `Authorization: Bearer <key>`.")
-        wanted = "POST" if path in GENERATING else _OTHERS.get(path)
+        wanted = "GET" if path in self._files else self._known.get(path)
         if wanted is None:
-            raise Refusal(404, f"{path}: there are {', '.join((*GENERATING, *_OTHERS))}.")
+            raise Refusal(404, f"{path}: there are {', '.join(self._known)}.")
         if scope["method"] != wanted:
             raise Refusal(405, f"{path} takes {wanted}.")
         if int(headers.get(b"content-length") or 0) > self._limits.body:
@@ -131,7 +147,7 @@ class Gate:
         body = await self._body(receive)
         if body is None:
             return
-        if self._metrics.inflight > self._limits.queue:
+        if self._metrics.inflight >= self._limits.queue + self._limits.running:
             raise Refusal(
                 429, f"{self._limits.queue} requests wait already. Try again later.", "rate_limit_error"
             )
@@ -255,9 +271,9 @@ class _Answer:
     async def json(self, status: int, value: Any) -> None:
         await self.whole(status, json.dumps(value).encode(), b"application/json")
 
-    async def whole(self, status: int, body: bytes, kind: bytes) -> None:
+    async def whole(self, status: int, body: bytes, kind: bytes, more: Headers = ()) -> None:
         self.status, self.started = status, True
-        headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
+        headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *more]
         if status == 429:
             headers.append((b"retry-after", b"1"))
         if status == 401:

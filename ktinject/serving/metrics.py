@@ -30,7 +30,7 @@ class Histogram:
         return [*found, f"{name}_sum {self.sum:.6f}", f"{name}_count {total}"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """One request to the model.
 
@@ -56,13 +56,13 @@ class Metrics:
     """Counters of a server. Safe from several threads.
 
     context   tokens that a request may have, prompt and answer
-    inflight  requests that were let in and are not answered: one of them runs, the others wait
+    inflight  requests that were let in and are not answered: some of them run, the others wait
     """
 
     def __init__(self, context: int) -> None:
         self.context, self.inflight = context, 0
         self._lock = threading.Lock()
-        self._running: Job | None = None
+        self._running: set[Job] = set()
         self._requests: Counter[tuple[str, int]] = Counter()
         self._tokens: Counter[str] = Counter()
         self._decode_seconds = 0.0
@@ -74,11 +74,11 @@ class Metrics:
 
     def started(self, job: Job) -> None:
         with self._lock:
-            self._running = job
+            self._running.add(job)
 
     def ended(self, job: Job) -> None:
         with self._lock:
-            self._running = None
+            self._running.discard(job)
             self._tokens["prompt"] += job.prompt
             self._tokens["generated"] += job.written
             if job.first is None:
@@ -88,12 +88,23 @@ class Metrics:
             if job.written > 1 and job.last > job.first:
                 self._rate.add((job.written - 1) / (job.last - job.first))
 
+    def now(self) -> dict[str, float]:
+        """Seconds of a clock, tokens that were generated so far, and requests that run and that wait."""
+        with self._lock:
+            job = self._running
+            return {
+                "clock": time.perf_counter(),
+                "generated": self._tokens["generated"] + (job.written if job else 0),
+                "running": int(job is not None),
+                "waiting": max(0, self.inflight - int(job is not None)),
+                "held": job.prompt + job.written if job else 0,
+            }
+
     def text(self) -> str:
         """The answer to GET /metrics."""
         with self._lock:
-            job = self._running
-            held = 0 if job is None else job.prompt + job.written
-            running = int(job is not None)
+            held = sum(job.prompt + job.written for job in self._running)
+            running = len(self._running)
             found = [
                 *_titled("requests_total", "counter", "Requests that were answered, by path and status."),
                 *(
@@ -115,7 +126,7 @@ class Metrics:
                 f"ktinject_requests_running {running}",
                 *_titled("requests_waiting", "gauge", "Requests in the queue."),
                 f"ktinject_requests_waiting {max(0, self.inflight - running)}",
-                *_titled("cache_tokens", "gauge", "Tokens in the cache of the request that runs."),
+                *_titled("cache_tokens", "gauge", "Tokens of the requests that run."),
                 f"ktinject_cache_tokens {held}",
                 *_titled("cache_tokens_limit", "gauge", "Tokens that a request may have."),
                 f"ktinject_cache_tokens_limit {self.context}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 from dataclasses import dataclass, field
@@ -10,15 +11,22 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ktinject.errors import PlanError
+from ktinject.generation import batching
 from ktinject.planning.plan import Plan
-from ktinject.serving import stock
+from ktinject.serving import page, picture, stock
+from ktinject.serving.activity import Activity
+from ktinject.serving.batches import PAGE, Batches
 from ktinject.serving.gate import Gate, Limits
 from ktinject.serving.metrics import Metrics
+from ktinject.support import Support
 from ktinject.tools import evaluate
 
 logger = logging.getLogger("ktinject")
 
 LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_USUAL_TOKENS = (
+    4096  # of a request, prompt and answer, for which the paged cache is made; others may have more
+)
 _LEAST = 16  # tokens without which a server is of no use
 
 
@@ -30,6 +38,7 @@ class Settings:
     context      tokens of a request, prompt and answer; None: what the model was made for, or what memory holds
     most         tokens of an answer; None: of the context
     grace        seconds that running requests get when the server ends
+    batch        requests that are computed at once; 1: no continuous batching
     """
 
     host: str = "127.0.0.1"
@@ -37,6 +46,7 @@ class Settings:
     context: int | None = None
     most: int | None = None
     grace: int = 30
+    batch: int = 16
     limits: Limits = field(default_factory=Limits)
 
 
@@ -74,6 +84,26 @@ def context_of(plan: Plan, model: PreTrainedModel, asked: int | None) -> tuple[i
     ]
 
 
+def batches_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: int, most: int
+) -> tuple[Batches, list[str]]:
+    """What computes requests of up to `context` tokens, `most` at once if the model can; and remarks on that."""
+    if most < 2:
+        return Batches(model, tokenizer, 1, context, 0), []
+    room = [found.longest_request for found in model.ktinject.runtime_memory.values()]
+    left = min((fits for fits in room if fits is not None), default=sys.maxsize) - context
+    # Room for a text of the whole context, or for shorter ones of all.
+    tokens = min(left, max(context, most * min(context, _USUAL_TOKENS))) // PAGE * PAGE
+    found = batching.support(model)
+    if found and tokens < 2 * PAGE:
+        found = Support.no(f"beside a request of {context} tokens there is no room for a batch (--context)")
+    if not found:
+        return Batches(model, tokenizer, 1, context, 0), [
+            f"requests are computed one after the other, not in batches: {found.reason}"
+        ]
+    return Batches(model, tokenizer, most, context, tokens), []
+
+
 class Server:
     """A server that is ready to run.
 
@@ -94,15 +124,26 @@ class Server:
         context, self.notes = context_of(model.ktinject, model, settings.context)
         metrics = Metrics(context)
         most = min(settings.most or context, context)
-        app = stock.application(model, tokenizer, name, metrics, most)
+        self._batches, notes = batches_of(model, tokenizer, context, settings.batch)
+        self.notes += notes
+        app = stock.application(model, tokenizer, name, metrics, most, self._batches)
         is_local = settings.host in LOCAL
-        limits = Limits(**{**vars(settings.limits), "hosts": LOCAL if is_local else None})
+        limits = dataclasses.replace(
+            settings.limits, hosts=LOCAL if is_local else None, running=self._batches.most
+        )
         if not is_local and limits.key is None:
             self.notes.append(
                 "whoever reaches this machine can use the model: there is no key (--api-key-file)"
             )
         state = {"model": name, "context": context}
-        gate = Gate(app, metrics, limits, state, lambda: self._server.should_exit)
+        self.activity = Activity(model, metrics.now)
+        about = {**state, "chat": bool(tokenizer.chat_template), "most": most}
+
+        async def plan() -> dict[str, Any]:
+            return picture.of_model(model, about)
+
+        views = {"/plan": plan, "/activity": self.activity.answer}
+        gate = Gate(app, metrics, limits, state, lambda: self._server.should_exit, views, page.files())
         self._server = uvicorn.Server(
             uvicorn.Config(
                 gate,
@@ -143,7 +184,11 @@ class Server:
                 ready(self.address)
 
         self._server.startup = startup
-        self._server.run()
+        try:
+            self._server.run()
+        finally:
+            self._batches.close()
+            self.activity.end()
 
     def stop(self) -> None:
         """Let `run` return; safe from another thread."""

@@ -1,9 +1,9 @@
 """The application of `transformers serve`, around a model that is loaded already.
 
-    gate.py ──► transformers' app: routes, templates, tools, streams ──► the manager here ──► model.generate, one thread
+    gate.py ──► transformers' app: routes, templates, tools, streams ──► the manager here ──► batches.py
 
 It is built as transformers builds it. What is put in: the model, checks of a request, and a manager that measures, ends
-work for which nobody waits, and keeps a request within the context.
+work for which nobody waits, and keeps a request within the context. A thread waits for each request.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextvars
 import importlib.util
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from ktinject.errors import PlanError
 from ktinject.hf import compat
 from ktinject.serving import requests
+from ktinject.serving.batches import Batches
 from ktinject.serving.metrics import Job, Metrics
 
 PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic")
+_MOST_THREADS = 4096  # more than a queue is long
 _DEFAULT_TOKENS = 1024  # of an answer whose request names no number; as transformers has it
 
 _seed: contextvars.ContextVar[int | None] = contextvars.ContextVar("seed", default=None)
@@ -45,12 +48,14 @@ def application(
     name: str,
     metrics: Metrics,
     most: int,
+    batches: Batches,
 ) -> Any:
     """An ASGI application that serves a model.
 
     name     of the model, in requests and answers
     metrics  also says how many tokens a request may have
     most     tokens that an answer may have at most
+    batches  compute the requests
     """
     require_packages()
     _keep_prompts_out(tokenizer, model)
@@ -61,7 +66,7 @@ def application(
     manager.process_model_name = lambda model_id: model_id
     listed = [{"id": name, "object": "model", "created": int(time.time()), "owned_by": "ktinject"}]
     manager.get_gen_models = lambda: listed
-    ours = _manager(metrics)
+    ours = _manager(metrics, batches)
     serve._generation_state.get_manager = lambda model_id, use_cb=False: ours
     for path, handler in (
         ("/v1/chat/completions", serve._chat_handler),
@@ -189,13 +194,16 @@ class _Watch:
     streamer  transformers' own, which takes the tokens; None if nobody looks before the end
     """
 
-    def __init__(self, job: Job, streamer: Any) -> None:
+    def __init__(self, job: Job, streamer: Any, metrics: Metrics) -> None:
         self._job, self._streamer, self._is_prompt = job, streamer, True
+        self._metrics = metrics
 
     def put(self, value: torch.Tensor) -> None:
         if self._job.cancelled.is_set():
             raise _Cancelled
-        if not self._is_prompt:
+        if self._is_prompt:
+            self._metrics.started(self._job)
+        else:
             self._job.count(value.numel())
         self._is_prompt = False
         if self._streamer is not None:
@@ -209,41 +217,55 @@ class _Watch:
 class _Generator:
     """Stands for the model where transformers' manager calls `generate`."""
 
-    def __init__(self, model: PreTrainedModel, job: Job, metrics: Metrics) -> None:
-        self._model, self._job, self._metrics = model, job, metrics
+    def __init__(self, model: PreTrainedModel, job: Job, metrics: Metrics, batches: Batches) -> None:
+        self._model, self._job, self._metrics, self._batches = model, job, metrics, batches
         self._seed = _seed.get()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def generate(self, streamer: Any = None, **arguments: Any) -> Any:
-        self._metrics.started(self._job)
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        generation_config: GenerationConfig,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        attention_mask: Any = None,  # all ones, of one text
+        **arguments: Any,
+    ) -> torch.Tensor:
+        sink = _Watch(self._job, streamer, self._metrics)
         try:
-            if self._seed is not None:
-                torch.manual_seed(self._seed)
-            return self._model.generate(streamer=_Watch(self._job, streamer), **arguments)
+            return self._batches.generate(
+                input_ids[0].tolist(), generation_config, sink, self._seed, **arguments
+            )
         finally:
             self._metrics.ended(self._job)
 
 
-def _manager(metrics: Metrics) -> Any:
+def _manager(metrics: Metrics, batches: Batches) -> Any:
     class Manager(compat.GenerateManager):
-        """One request after the other, in one thread, as recorded steps want it."""
+        """A thread waits for each request; those that compute are of `batches`."""
+
+        def __init__(self) -> None:
+            self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="ktinject request")
+
+        def submit(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._threads.submit(function, *args, **kwargs)
 
         def generate_streaming(
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, *args: Any, **kwargs: Any
         ) -> Any:
             job = _job(inputs, gen_config, metrics)
-            generator = _Generator(model, job, metrics)
+            generator = _Generator(model, job, metrics, batches)
             return super().generate_streaming(generator, processor, inputs, gen_config, *args, **kwargs)
 
         async def generate_non_streaming(
             self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
         ) -> tuple[str, int, torch.Tensor]:
             job = _job(inputs, gen_config, metrics)
-            generator = _Generator(model, job, metrics)
-            work = self.async_submit(
-                generator.generate, **inputs, generation_config=gen_config, tokenizer=processor
+            generator = _Generator(model, job, metrics, batches)
+            work = asyncio.wrap_future(
+                self.submit(generator.generate, **inputs, generation_config=gen_config)
             )
             work.add_done_callback(lambda done: done.cancelled() or done.exception())  # somebody has looked
             try:

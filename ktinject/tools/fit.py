@@ -14,6 +14,7 @@ import regex
 from ktinject import rules
 from ktinject.errors import PlanError
 from ktinject.planning.plan import Plan
+from ktinject.planning.replacements import Replacement
 
 EXPERTS, GROUP_SIZE, ON_GPU = "experts", "group_size", "gpu_experts"
 _GROUPS = (32, 64, 128)
@@ -83,6 +84,9 @@ def _settled(plan: Plan, chosen: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield values
         return
     declared = plan.ruleset.variables
+    if any(_has_zeros_of_the_checkpoint(replacement) for replacement in plan.replacements):
+        yield {**values, EXPERTS: "kept"}
+        return
     formats = {
         (replacement.config.weights, replacement.config.group_size)
         for replacement in plan.replacements
@@ -95,6 +99,12 @@ def _settled(plan: Plan, chosen: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for size in _GROUPS:
             if size >= group_size and (GROUP_SIZE not in chosen or size == chosen[GROUP_SIZE]):
                 yield {**values, EXPERTS: weights, GROUP_SIZE: size}
+
+
+def _has_zeros_of_the_checkpoint(replacement: Replacement) -> bool:
+    """Whether auto has come to codes with zero points, which are there only where the checkpoint has them."""
+    chosen = replacement.arguments.get("weights") == "auto" and replacement.arguments.get("symmetric", True)
+    return bool(chosen) and not getattr(replacement.config, "symmetric", True)
 
 
 def _accuracy(weights: str) -> int:

@@ -12,15 +12,20 @@
 namespace ktinject::attention {
 namespace {
 
-// Heads of a task: their queries and sums share the widened keys, and stay in L1 with them.
-constexpr int kMostHeads = 16;
-constexpr int kTasksPerThread = 2;
+// Heads of a task; more, where the level wants it, over a cache that has enough stretches for all threads.
+constexpr int kMostHeads = 32;
+constexpr int kLongCache = 4096;
+// Long caches are cut into so many stretches, and further where these would be longer than this. By the number of
+// positions alone: so the order of sums does not depend on the number of threads.
+constexpr int kStretches = 16;
+constexpr int kMostStretch = 1024;
 
 // Attention over the cache for `batch` rows of `groups` groups of `heads` heads. What `of` gives for (row, group) has
 // all but heads, positions and memory filled in. out [batch, groups, heads, dv], rounded.
 struct Over {
   int batch = 1, groups = 1, heads = 1, positions = 0;
   int d = 0, dv = 0;
+  float scale = 1;
   const float* sinks = nullptr;  // [groups, heads]
 };
 
@@ -32,22 +37,27 @@ void attend_all(const gemm::StepOps& ops, const Over& over, DType dtype, float* 
   const auto all = static_cast<size_t>(over.batch * over.groups * over.heads);
   const size_t products = all * static_cast<size_t>(over.positions) * static_cast<size_t>(over.d + over.dv);
   const bool serial = products < kSerialProducts || workers.threads() == 1;
-  const int blocks = (over.heads + kMostHeads - 1) / kMostHeads, most = (over.heads + blocks - 1) / blocks;
+  const int wanted = over.positions < kLongCache ? kMostHeads : ops.attend_heads;
+  const int blocks = (over.heads + wanted - 1) / wanted, most = (over.heads + blocks - 1) / blocks;
   const int units = over.batch * over.groups * blocks;
-  const int spans = (over.positions + gemm::kAttendPositions - 1) / gemm::kAttendPositions;
-  const int wanted = serial ? 1 : std::clamp(workers.threads() * kTasksPerThread / units, 1, spans);
-  const int length = (spans + wanted - 1) / wanted * gemm::kAttendPositions;
+  const int length = std::min(
+      gemm::round_up((over.positions + kStretches - 1) / kStretches, 4 * gemm::kAttendPositions), kMostStretch);
   const int splits = (over.positions + length - 1) / length;
 
   const size_t part = 2 + static_cast<size_t>(over.dv);
-  const auto wide = static_cast<size_t>(std::max(over.d, over.dv) + most) * gemm::kAttendPositions;
+  gemm::Attend shape;
+  shape.heads = most;
+  shape.d1 = over.d;
+  shape.dv = over.dv;
+  const size_t wide = (ops.attend_scratch(shape) + 15) / 16 * 16;
   const size_t parts_count = (all * static_cast<size_t>(splits) * part + 15) / 16 * 16;
   const runtime::Scratch parts(parts_count + wide * static_cast<size_t>(serial ? 1 : workers.threads()));
   float* own = parts + parts_count;
-  // Parts of a split lie together: [splits, batch, groups, heads].
+  // Parts of a split lie together: [splits, batch, groups, heads]. Neighbouring tasks read the same stretch.
   each(workers, serial, units * splits, [&](int index, int worker) {
-    const int split = index % splits, unit = index / splits, block = unit % blocks, pair = unit / blocks;
+    const int split = index / units, unit = index % units, block = unit % blocks, pair = unit / blocks;
     gemm::Attend task = of(pair / over.groups, pair % over.groups);
+    task.scale = over.scale;
     const int first = block * most;
     task.heads = std::min(most, over.heads - first);
     task.q += static_cast<size_t>(first) * static_cast<size_t>(over.d);
@@ -174,7 +184,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
       // Queries come to lie side by side, over heads that are done with.
       if (config_.gated) std::copy(one + size, one + 2 * size, gate + product(row * heads + h, size));
       float* query = q + product(row * heads + h, size);
-      for (int i = 0; i < size; ++i) query[i] = head[size + i] * config_.scale;
+      std::copy(head + size, head + 2 * size, query);
     }
     for (int g = 0; g < groups; ++g) {
       float* one = k + product(row * groups + g, size);
@@ -195,7 +205,7 @@ void GroupedAttention::forward(const float* x, const Step& step, const LayerCach
         mask_of_ring(step.mask_of(row), step.position_of(row), places.count,
                      masks + product(row - first, places.count));
     }
-    const Over over{step.together(), groups, shared, places.count, size, size, config_.sinks};
+    const Over over{step.together(), groups, shared, places.count, size, size, config_.scale, config_.sinks};
     attend_all(ops, over, step.dtype, sum + product(first, heads, size), [&](int index, int group) {
       const int row = first + index;
       const size_t begin = product(step.cache_row(row) * groups + group, places.capacity, size);
@@ -295,7 +305,7 @@ void LatentAttention::forward(const float* x, const Step& step, const LayerCache
   for (int first = 0; first < batch; first += step.together()) {
     const Places places = places_of(cache, step, first, 1, rank, rope, 0);
     for (int row = first; row < first + step.together(); ++row) write(row, kv, step, places, memory + latent_at, cache);
-    const Over over{step.together(), 1, heads, places.count, wide, rank, nullptr};
+    const Over over{step.together(), 1, heads, places.count, wide, rank, config_.scale, nullptr};
     attend_all(ops, over, step.dtype, sum + product(first, heads, rank), [&](int index, int) {
       const int row = first + index, held = step.cache_row(row);
       gemm::Attend task;
@@ -363,7 +373,6 @@ void LatentAttention::absorb(const float* q, const Step& step, float* query) con
       float* to = query + product(row * heads + h, wide);
       ops.times_rows(from, w, nope, rank, step.dtype, to);
       rotate(from + nope, step, row, to + rank);
-      for (int i = 0; i < wide; ++i) to[i] *= config_.scale;
     }
   });
 }

@@ -141,7 +141,7 @@ class LatentAttention final : public DecoderAttention {
   // The latent and rotary key of a row of kv, to the cache. latent: scratch for [rank + rope]
   void write(int row, const float* kv, const Step& step, const Places& places, float* latent,
              const LayerCache& cache) const;
-  // query [batch, heads, rank + rope], scaled, to compare with what is cached: q with the keys' up-projection absorbed.
+  // query [batch, heads, rank + rope], to compare with what is cached: q with the keys' up-projection absorbed.
   void absorb(const float* q, const Step& step, float* query) const;
   // head [batch, heads, value] of the attended latents [batch, heads, rank]: the values' up-projection.
   void expand(const float* sum, const Step& step, float* head) const;

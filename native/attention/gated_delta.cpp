@@ -38,13 +38,17 @@ float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 // to [n] = x [n] of length `scale`.
 void with_length(const float* x, int n, float scale, float* to) {
-  float sum = 0.0f;
-  for (int i = 0; i < n; ++i) sum += x[i] * x[i];
-  const float factor = scale / std::sqrt(sum + kLengthEpsilon);
+  const float factor = length_factor(x, n, scale);
   for (int i = 0; i < n; ++i) to[i] = x[i] * factor;
 }
 
 }  // namespace
+
+float length_factor(const float* x, int n, float length) {
+  float sum = 0.0f;
+  for (int i = 0; i < n; ++i) sum += x[i] * x[i];
+  return length / std::sqrt(sum + kLengthEpsilon);
+}
 
 // Of all rows: inputs of the convolution [batch, channels], z [batch, values], b and a [batch, value_heads]; and what
 // the projections give before it is sorted, if they give it interleaved.
@@ -126,7 +130,7 @@ void GatedDelta::head(int h, int row, const Projected& from, const Step& step, f
   ops.round(&rule.beta, 1, step.dtype);
   rule.state = state;
   rule.keys = keys;
-  rule.values = values;
+  rule.values = rule.stride = values;
   rule.out = out;
   ops.delta_rule(rule);
   ops.round(out, values, step.dtype);

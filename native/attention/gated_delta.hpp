@@ -54,4 +54,7 @@ class GatedDelta final : public DecoderAttention {
   GatedDeltaConfig config_;
 };
 
+// What x [n] is multiplied with to have a length, as in transformers' l2norm.
+float length_factor(const float* x, int n, float length);
+
 }  // namespace ktinject::attention

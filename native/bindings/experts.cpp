@@ -1,8 +1,10 @@
 // The routed experts of one layer.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <tuple>
 
 #include "bindings/arrays.hpp"
@@ -14,6 +16,8 @@ namespace ktinject {
 namespace {
 
 using Codes = Array<const uint8_t, nb::ndim<2>>;
+template <class T>
+using Rows = Array<const T, nb::ndim<2>>;
 using Scales = Array<const float, nb::ndim<2>, nb::c_contig>;
 using RoutingWeights = Array<const float, nb::ndim<2>, nb::c_contig>;
 
@@ -55,6 +59,25 @@ moe::ExpertsConfig make_config(int experts, int hidden_size, int intermediate_si
 
 void load(moe::Experts& self, const std::string& projection, int expert, const Weight& weight) {
   self.load(projection_of(projection), expert, source_of(weight));
+}
+
+void load_integers(moe::Experts& self, const std::string& projection, int expert, const Codes& codes,
+                   const Rows<float>& scales, const std::optional<Rows<uint8_t>>& zeros) {
+  const gemm::IntegerSource source{codes.data(),
+                                   size_of(codes.shape(0), "codes"),
+                                   size_of(codes.shape(1), "codes"),
+                                   codes.stride(0),
+                                   codes.stride(1),
+                                   scales.data(),
+                                   zeros ? zeros->data() : nullptr,
+                                   size_of(scales.shape(1), "scales"),
+                                   scales.stride(0)};
+  if (scales.shape(0) != codes.shape(0)) throw std::invalid_argument("scales: found another number of rows than codes");
+  if (scales.stride(1) != 1 && scales.shape(1) > 1) throw std::invalid_argument("scales: rows must be contiguous");
+  if (zeros && (zeros->shape(0) != scales.shape(0) || zeros->shape(1) != scales.shape(1) ||
+                zeros->stride(0) != scales.stride(0) || (zeros->stride(1) != 1 && zeros->shape(1) > 1)))
+    throw std::invalid_argument("zeros: found another layout than that of scales");
+  self.load_integers(projection_of(projection), expert, source);
 }
 
 void load_fp8(moe::Experts& self, const std::string& projection, int expert, const Codes& codes, const Scales& scales) {
@@ -139,6 +162,8 @@ void init_experts(nb::module_& m) {
       .def_prop_ro(
           "hidden_size", [](const moe::Experts& self) { return self.config().hidden_size; }, "Inputs and outputs.")
       .def_prop_ro(
+          "count", [](const moe::Experts& self) { return self.config().experts; }, "How many experts.")
+      .def_prop_ro(
           "id", [](const moe::Experts& self) { return reinterpret_cast<uintptr_t>(&self); },
           "Tells these experts from others in what trace_stop() gives.")
       .def_prop_ro("bytes", &moe::Experts::bytes, "Bytes of packed weights and biases, known before allocation.")
@@ -174,6 +199,10 @@ void init_experts(nb::module_& m) {
            "Reserve the packed weights, zeroed; once. Raises MemoryError.")
       .def("load", &load, nb::arg("projection"), nb::arg("expert"), nb::arg("weight"), nb::call_guard<WithoutGil>(),
            "Pack weight [n, k], any strides, of projection 'gate', 'up' or 'down'.")
+      .def("load_integers", &load_integers, nb::arg("projection"), nb::arg("expert"), nb::arg("codes"),
+           nb::arg("scales"), nb::arg("zeros").none() = nb::none(), nb::call_guard<WithoutGil>(),
+           "Keep codes uint8 [n, k], any strides, with scales fp32 [n, groups] and zero points uint8 of the same "
+           "strides; for int4, whose scales are rounded to bf16, and for int8 weights, whose codes are 128 above.")
       .def("load_fp8", &load_fp8, nb::arg("projection"), nb::arg("expert"), nb::arg("codes"), nb::arg("scales"),
            nb::call_guard<WithoutGil>(),
            "Keep e4m3 codes uint8 [n, k], any strides, with scales fp32 [ceil(n / 128), ceil(k / 128)]; for fp8 "

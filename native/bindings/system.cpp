@@ -11,6 +11,7 @@
 #include "runtime/cpu_features.hpp"
 #include "runtime/thread_pool.hpp"
 #include "runtime/trace.hpp"
+#include "runtime/uses.hpp"
 
 namespace nb = nanobind;
 
@@ -104,6 +105,17 @@ void def_measurements(nb::module_& m) {
         return spans;
       },
       "Stop, and give (begin, end, Experts.id, tokens) of each span; nanoseconds of the system clock.");
+  m.def("uses_start", &runtime::uses_start, "Forget what was counted, and count from now on which experts compute.");
+  m.def("uses_stop", &runtime::uses_stop, "Count no more.");
+  m.def(
+      "uses",
+      [] {
+        nb::list found;
+        for (const auto& [owner, counts] : runtime::uses())
+          found.append(nb::make_tuple(reinterpret_cast<uintptr_t>(owner), counts));
+        return found;
+      },
+      "(Experts.id, how often each of its experts was chosen since uses_start()) of each that computed since then.");
 }
 
 void def_cuda_devices(nb::module_& m) {

@@ -38,7 +38,7 @@ constexpr Backend kBackends[] = {
      true,
      true,
      &kAvx512VectorOps,
-     &kAvx512StepOps,
+     &kAmxStepOps,
      {{kAmxBf16, kTileRows, amx_bf16},
       {kAmxInt8, kTileRows, amx_int8},
       {kAmxInt8, kInt4TileRows, amx_int4},
@@ -109,7 +109,7 @@ constexpr Backend kBackends[] = {
      false,
      true,
      &kAvx512VectorOps,
-     &kAvx512StepOps,
+     &kModelledAmxStepOps,
      {{0, 0, modelled_amx_bf16},
       {0, 0, modelled_amx_int8},
       {0, 0, modelled_amx_int4},
@@ -160,23 +160,26 @@ std::span<const Kernel> kernel_table() {
 }
 
 const VectorOps& vector_ops() { return *backend().vector_ops; }
-const StepOps& step_ops() { return *backend().step_ops; }
+const StepOps& step_ops() {
+  const StepOps& ops = *backend().step_ops;
+  return &ops == &kAmxStepOps && (cpu_features() & kAmxBf16) == 0 ? kAvx512StepOps : ops;
+}
 
 void pack_row(const VectorOps& ops, const Matrix& matrix, const void* x, DType dtype, std::byte* out, float* scale,
-              int32_t* group_sum) {
+              int32_t* group_sum, Outliers* outliers) {
   if (!has_int8_rows(matrix.format))
     return ops.round_row(x, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(out));
   auto* codes = reinterpret_cast<uint8_t*>(out);
   if (!is_k_quant(matrix.format)) {
     *scale = ops.quantise_row(x, dtype, matrix.k, matrix.padded_k(), matrix.format == Format::int8 ? 128 : 0,
-                              matrix.group_size, codes, group_sum);
+                              matrix.group_size, codes, group_sum, outliers);
     return;
   }
   for (int block = 0; block < matrix.blocks(); ++block)
     scale[block] = ops.quantise_row(
         static_cast<const std::byte*>(x) + static_cast<size_t>(block * kSuperblock) * dtype_bytes(dtype), dtype,
         kSuperblock, kSuperblock, 0, matrix.group_size, codes + block * kSuperblock,
-        group_sum + block * (kSuperblock / matrix.group_size));
+        group_sum + block * (kSuperblock / matrix.group_size), nullptr);
 }
 
 size_t scratch_bytes(const Matrix& matrix) {

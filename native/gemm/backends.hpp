@@ -13,9 +13,9 @@
 namespace ktinject::gemm {
 
 // What is done with results as they leave a kernel: c [count, 32] = rows `row` ... of panel `panel`, counted from the
-// first of the call.
+// first of the call; it may be written to.
 struct Epilogue {
-  void (*take)(void* context, int panel, int row, int count, const float* c);
+  void (*take)(void* context, int panel, int row, int count, float* c);
   void* context;
 };
 
@@ -61,7 +61,7 @@ size_t scratch_bytes(const Matrix& matrix);
 // Rounds or quantises a row x [matrix.k] to `out`, contiguous, with matrix.row_scales() scales and the sums of its
 // groups where the format has them (see PackedActivations).
 void pack_row(const VectorOps& ops, const Matrix& matrix, const void* x, DType dtype, std::byte* out, float* scale,
-              int32_t* group_sum);
+              int32_t* group_sum, Outliers* outliers);
 
 // The two kernels a layer runs with: `many` for experts with at least many->min_rows rows, `few` for the rest.
 struct Kernels {

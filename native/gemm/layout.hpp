@@ -62,6 +62,8 @@ KTINJECT_HOST_DEVICE constexpr bool has_int8_rows(Format format) {
 }
 // Whether kernels want the sums of the activations over each group of inputs.
 constexpr bool has_group_sums(Format format) { return format == Format::int4 || is_k_quant(format); }
+// Whether a scale is for a whole row, of which outliers are taken out.
+constexpr bool has_outliers(Format format) { return format == Format::int8 || format == Format::int4; }
 
 inline constexpr int kTile = 16;
 inline constexpr int kPanel = 2 * kTile;
@@ -188,6 +190,28 @@ struct Matrix {
   size_t row_bytes() const { return static_cast<size_t>(padded_k()) * (has_int8_rows(format) ? 1 : 2); }
 };
 
+// The values of a row that are multiplied apart from its int8 values, in fp32, where they count as zero. One scale a
+// row gives a row with a few large values steps as large as these need, and published models have such channels. So n
+// values are taken out of a row if its scale becomes at least n times smaller without them; see `quantise_row`.
+// Source: the decomposition of Dettmers et al., LLM.int8() (arXiv 2208.07339), with a threshold of the row's own.
+struct Outliers {
+  static constexpr int kMost = 16;
+  static constexpr int kLeastInputs = 16;  // of a row, for each outlier
+
+  int32_t count = 0;
+  uint16_t at[kMost];  // ascending
+  float value[kMost];
+};
+
+// Columns of a panel, dequantised: the rows of a prompt mostly have outliers in the same channels.
+struct OutlierColumns {
+  static constexpr int kPlaces = 32;
+
+  const std::byte* panel = nullptr;
+  int channel[kPlaces];
+  alignas(64) float weight[kPlaces][kPanel];
+};
+
 // Activations as a kernel takes them, padded with zeros to padded_k(). Rows come in groups of 16 (the last may be
 // smaller), one group after the other; a group is cut along k like the weights: for each block of 64 bytes, that block
 // of each of its rows. So the A operand of an AMX instruction is one contiguous run of at most 1 KiB, and a single row
@@ -204,11 +228,30 @@ struct PackedActivations {
   const std::byte* data = nullptr;
   size_t row_bytes = 0;
   int m = 0;
-  const float* scale = nullptr;        // [m, row_scales], int8, int4 and K-quants
+  const float* scale = nullptr;        // [m, scales], int8, int4 and K-quants
   const int32_t* group_sum = nullptr;  // [m, groups], int4 and K-quants: sums of q over each group
+  const Outliers* outliers = nullptr;  // [m], int8 and int4: whoever calls the kernel adds them to its results
+  int scales = 1;                      // of a row
 
   const std::byte* group(int first) const { return data + static_cast<size_t>(first) * row_bytes; }
   int group_rows(int first) const { return m - first < kTile ? m - first : kTile; }
+  bool has_outliers() const {
+    if (outliers == nullptr) return false;
+    for (int row = 0; row < m; ++row)
+      if (outliers[row].count > 0) return true;
+    return false;
+  }
+  // `count` rows from a multiple of 16 on: they are laid out like rows of their own.
+  PackedActivations part(int first, int count, int groups) const {
+    const auto at = static_cast<size_t>(first);
+    return {group(first),
+            row_bytes,
+            count,
+            scale == nullptr ? nullptr : scale + at * static_cast<size_t>(scales),
+            group_sum == nullptr ? nullptr : group_sum + at * static_cast<size_t>(groups),
+            outliers == nullptr ? nullptr : outliers + at,
+            scales};
+  }
 };
 
 // Writes one row, contiguous, to its place among m grouped rows.

@@ -12,7 +12,7 @@ namespace ktinject::gemm {
 namespace {
 
 // Slots of the pool's buffers; 0 belongs to packing. A layer has them to itself while it runs, as the experts have.
-enum Slot : size_t { kInput = 1, kInputScale, kInputSums, kThread };
+enum Slot : size_t { kInput = 1, kInputScale, kInputSums, kInputOutliers, kThread };
 
 // Long inputs are cut so that the rounded rows stay below this.
 constexpr size_t kMostWorkspaceBytes = size_t{256} << 20;
@@ -172,6 +172,9 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
   std::byte* input = workers.buffer(kInput, m * matrix.row_bytes());
   auto* scale = quantised ? reinterpret_cast<float*>(workers.buffer(kInputScale, m * scales * sizeof(float))) : nullptr;
   auto* sums = summed ? reinterpret_cast<int32_t*>(workers.buffer(kInputSums, m * groups * sizeof(int32_t))) : nullptr;
+  Outliers* outliers = has_outliers(matrix.format)
+                           ? reinterpret_cast<Outliers*>(workers.buffer(kInputOutliers, m * sizeof(Outliers)))
+                           : nullptr;
   // Memory a worker has to itself: a block of results, a row, the kernel's scratch.
   constexpr size_t kResultBytes = size_t{kMostResults} * kPanel * sizeof(float);
   const size_t thread_bytes = kResultBytes + matrix.row_bytes() + scratch;
@@ -181,8 +184,9 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
   const size_t x_bytes = static_cast<size_t>(matrix.k) * dtype_bytes(dtype);
   auto convert = [&](int row, std::byte* to) {
     const void* from = static_cast<const std::byte*>(x) + static_cast<size_t>(row) * x_bytes;
-    pack_row(ops, matrix, from, dtype, to, quantised ? scale + static_cast<size_t>(row) * scales : nullptr,
-             summed ? sums + static_cast<size_t>(row) * groups : nullptr);
+    const auto at = static_cast<size_t>(row);
+    pack_row(ops, matrix, from, dtype, to, quantised ? scale + at * scales : nullptr,
+             summed ? sums + at * groups : nullptr, outliers == nullptr ? nullptr : outliers + row);
   };
   if (rows == 1) {
     convert(0, input);
@@ -196,6 +200,7 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
 
   // 2: the product. Fewer rows a task only where the panels are too few to go round.
   const Kernel& kernel = front.kernels_(rows);
+  const PackedActivations all{input, matrix.row_bytes(), rows, scale, sums, outliers, matrix.row_scales()};
   const int row_blocks = (rows + kMostRows - 1) / kMostRows;
   const int per_block = std::max(1, workers.threads() * kTasksPerThread / row_blocks);
   const int run_length = std::clamp(panels / per_block, 1, kMostResults / std::min(kMostRows, round_up(rows, kTile)));
@@ -209,13 +214,10 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
     while (run >= starts[i + 1]) ++i;
     const Linear& linear = *products[i].linear;
     const int first_panel = (run - starts[i]) * run_length, count = std::min(kMostRows, rows - first);
-    // A run of whole groups of 16 rows is laid out like rows of its own.
-    const PackedActivations taken{input + static_cast<size_t>(first) * matrix.row_bytes(), matrix.row_bytes(), count,
-                                  quantised ? scale + static_cast<size_t>(first) * scales : nullptr,
-                                  summed ? sums + static_cast<size_t>(first) * groups : nullptr};
     std::byte* mine = own + static_cast<size_t>(worker) * thread_bytes;
     const size_t y_bytes = static_cast<size_t>(linear.config_.out_features) * dtype_bytes(dtype);
-    linear.multiply(taken, kernel, first_panel, std::min(run_length, linear.matrix_.panels - first_panel), dtype,
+    linear.multiply(all.part(first, count, static_cast<int>(groups)), kernel, first_panel,
+                    std::min(run_length, linear.matrix_.panels - first_panel), dtype,
                     static_cast<std::byte*>(products[i].y) + static_cast<size_t>(first) * y_bytes, mine,
                     mine + kResultBytes + matrix.row_bytes());
   });
@@ -227,10 +229,15 @@ void Linear::multiply(const PackedActivations& rows, const Kernel& kernel, int f
   kernel.multiply(matrix_, data_.data() + static_cast<size_t>(first_panel) * matrix_.panel_bytes(), panels, rows, c,
                   scratch, nullptr);
   const auto* bias = reinterpret_cast<const float*>(bias_.data());
+  const bool has_outliers = rows.has_outliers();
+  OutlierColumns columns;
   for (int p = first_panel; p < first_panel + panels; ++p) {
     const int column = p * kPanel, width = std::min(kPanel, config_.out_features - column);
     const float* column_bias = bias == nullptr ? nullptr : bias + column;
     constexpr float one = 1.0f;
+    if (has_outliers)
+      vector_ops_->add_outliers(matrix_, data_.data() + static_cast<size_t>(p) * matrix_.panel_bytes(), rows.outliers,
+                                rows.m, columns, c);
     for (int row = 0; row < rows.m; ++row, c += kPanel) {
       std::byte* to =
           y + (static_cast<size_t>(row) * static_cast<size_t>(config_.out_features) + static_cast<size_t>(column)) *

@@ -37,6 +37,20 @@ struct Fp8Source {
   int scale_columns = 0;
 };
 
+// A weight in integers as it is stored: codes [n, k] of 4 or 8 bits, of which the middle, 8 or 128, is zero where there
+// are no zero points; a scale, and perhaps a zero point, [n, groups] contiguous. groups = ceil(k / inputs a group).
+struct IntegerSource {
+  const uint8_t* codes = nullptr;
+  int n = 0;
+  int k = 0;
+  ptrdiff_t n_stride = 0;
+  ptrdiff_t k_stride = 0;
+  const float* scales = nullptr;
+  const uint8_t* zeros = nullptr;  // int4 alone
+  int groups = 0;
+  ptrdiff_t row_stride = 0;  // of scales and zeros
+};
+
 // std::invalid_argument unless 1 <= value <= most.
 void check_size(const char* name, int value, int most);
 // The longest row: 255 * 127 * 65536 is the longest int32 sum that cannot overflow.
@@ -80,6 +94,11 @@ inline void pack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, cons
 // of range, too.
 void pack_fp8(runtime::ThreadPool& workers, const Matrix& matrix, const Fp8Source& source, TileMap place,
               std::span<const PanelRun> runs, const std::string& what);
+
+// The same from integers, for an int4 matrix of as many groups or an int8 matrix: codes and zero points are kept,
+// scales rounded to what the format has, bf16 in int4. std::domain_error for a scale that is not finite, too.
+void pack_integers(runtime::ThreadPool& workers, const Matrix& matrix, const IntegerSource& source, TileMap place,
+                   std::span<const PanelRun> runs, const std::string& what);
 
 // out [n, matrix.k] fp32 = the dequantised outputs 0..n-1, in parallel.
 void unpack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, std::span<const PanelRun> runs, TileMap place,

@@ -15,7 +15,8 @@ namespace ktinject::gemm {
 // Attention of some heads to some positions of the cache. A key may lie in two parts: of latent attention, latent and
 // rotary key; the latent is the value, too.
 struct Attend {
-  const float* q = nullptr;  // [heads, d1 + d2], scaled
+  const float* q = nullptr;  // [heads, d1 + d2]
+  float scale = 1;           // of scores
   int heads = 0;
   const void* k1 = nullptr;  // [positions, d1] of `dtype`
   const void* k2 = nullptr;  // [positions, d2]
@@ -24,7 +25,7 @@ struct Attend {
   DType dtype = DType::bf16;
   const uint8_t* mask = nullptr;  // [positions], 0: not attended to; null: all are
   int first = 0, last = 0;        // of the positions
-  float* scratch = nullptr;       // kAttendPositions * (max(d1 + d2, dv) + heads)
+  float* scratch = nullptr;       // StepOps::attend_scratch, 64-byte aligned
   float* out = nullptr;           // [heads, 2 + dv]: greatest score, sum of weights, weighted values
 };
 
@@ -43,9 +44,22 @@ struct DeltaRule {
   const float* k = nullptr;  // [keys]
   const float* v = nullptr;  // [values]
   float decay = 1, beta = 1;
-  float* state = nullptr;  // [keys, values]
-  int keys = 0, values = 0;
+  float* state = nullptr;  // [keys, values], its rows `stride` apart
+  int keys = 0, values = 0, stride = 0;
   float* out = nullptr;  // [values]
+};
+
+// A token of a short convolution: out [channels] = the sum over i < taps of weight [-i] · newest [-i], and bias, rounded;
+// then silu of it, rounded.
+struct Convolution {
+  const void* newest = nullptr;  // [channels] of dtype; the token before it lies `stride` values before
+  ptrdiff_t stride = 0;
+  const float* weight = nullptr;  // [channels] of the newest; those before lie `channels` before
+  const float* bias = nullptr;    // [channels], or none
+  bool has_silu = false;
+  int channels = 0, taps = 0;
+  DType dtype = DType::f32;
+  void* out = nullptr;  // [channels] of dtype
 };
 
 // Positions that are widened at once.
@@ -58,6 +72,8 @@ struct StepOps {
   void (*round)(float* x, int n, DType dtype);
   // x [n] += y [n], rounded.
   void (*add)(float* x, const float* y, int n, DType dtype);
+  // out [n] = x [n] of dtype.
+  void (*widen)(const void* x, int n, DType dtype, float* out);
   // out [n] of dtype = x [n].
   void (*store)(const float* x, int n, DType dtype, void* out);
   // out = weight * x / sqrt(mean(x²) + epsilon), rounded; of as many values as the norm is of.
@@ -66,6 +82,9 @@ struct StepOps {
   // `neighbours` (2i, 2i + 1), and come out as (i, i + n/2).
   void (*rotate)(const float* x, const void* cos, const void* sin, int n, bool neighbours, DType dtype, float* out);
   void (*attend)(const Attend& task);
+  // Floats that a task needs for itself; of its memory and positions nothing need be known.
+  size_t (*attend_scratch)(const Attend& task);
+  int attend_heads;  // that a task over a long cache should have, at most
   // out [n] = the splits of one head put together, rounded; parts [splits, stride], each as Attend::out has it. `sink`:
   // the score of a place without a value, or null.
   void (*merge)(const float* parts, int splits, size_t stride, int n, const float* sink, DType dtype, float* out);
@@ -78,6 +97,7 @@ struct StepOps {
   // x [channels] = silu of each channel's last inputs times its taps, both rounded; state and weight [channels, taps]
   // of dtype. The inputs in the state move on by one, and x is the last one.
   void (*convolve)(float* x, void* state, const void* weight, int channels, int taps, DType dtype);
+  void (*convolve_token)(const Convolution& token);
   void (*delta_rule)(const DeltaRule& rule);
   // x [n] = exp(x - max(x)) / sum
   void (*softmax)(float* x, int n);
@@ -99,5 +119,7 @@ struct StepOps {
 extern const StepOps kBaselineStepOps;
 extern const StepOps kAvx2StepOps;
 extern const StepOps kAvx512StepOps;
+extern const StepOps kAmxStepOps;          // attention on tiles
+extern const StepOps kModelledAmxStepOps;  // on a software model of them
 
 }  // namespace ktinject::gemm

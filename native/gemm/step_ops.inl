@@ -51,6 +51,8 @@ static void widen_any(const void* x, DType dtype, size_t at, int n, float* out) 
   of_dtype(dtype, [&](auto* kind, auto) { widen_row(static_cast<decltype(kind)>(x) + at, n, out); });
 }
 
+static void widen_all(const void* x, int n, DType dtype, float* out) { widen_any(x, dtype, 0, n, out); }
+
 static void round_all(float* x, int n, DType dtype) {
   of_dtype(dtype, [&](auto*, auto to) {
     for (int i = 0; i < n; ++i) x[i] = to.round(x[i]);
@@ -111,88 +113,7 @@ static float greatest(const float* x, int n) {
   return most;
 }
 
-// score [count] = q [d] times each of k [count, d].
-static void dots(const float* q, const float* k, int count, int d, float* score) {
-  constexpr int kTogether = 4;
-  int j = 0;
-  for (; j + kTogether <= count; j += kTogether) {
-    const float* row = k + static_cast<size_t>(j) * static_cast<size_t>(d);
-    Lanes sums[kTogether] = {};
-    int i = 0;
-    for (; i + kLanes <= d; i += kLanes) {
-      const Lanes part = lanes_of(q + i);
-      for (int t = 0; t < kTogether; ++t) sums[t] += part * lanes_of(row + t * d + i);
-    }
-    for (int t = 0; t < kTogether; ++t) {
-      float sum = sum_of(sums[t]);
-      for (int rest = i; rest < d; ++rest) sum += q[rest] * row[t * d + rest];
-      score[j + t] = sum;
-    }
-  }
-  for (; j < count; ++j) score[j] = dot(q, k + static_cast<size_t>(j) * static_cast<size_t>(d), d);
-}
-
-// out [n] = factor * out + weight [count] times v [count, n], rows `stride` apart.
-static void add_rows(const float* weight, const float* v, int stride, int count, int n, float factor, float* out) {
-  constexpr int kTogether = 4 * kLanes;
-  int i = 0;
-  for (; i + kTogether <= n; i += kTogether) {
-    Lanes sums[4];
-    for (int t = 0; t < 4; ++t) sums[t] = lanes_of(out + i + t * kLanes) * factor;
-    for (int j = 0; j < count; ++j) {
-      const float* row = v + j * stride + i;
-      for (int t = 0; t < 4; ++t) sums[t] += lanes_of(row + t * kLanes) * weight[j];
-    }
-    for (int t = 0; t < 4; ++t) put_lanes(out + i + t * kLanes, sums[t]);
-  }
-  if (i == n) return;
-  for (int rest = i; rest < n; ++rest) out[rest] *= factor;
-  for (int j = 0; j < count; ++j)
-    for (int rest = i; rest < n; ++rest) out[rest] += weight[j] * v[j * stride + rest];
-}
-
-static void attend(const Attend& task) {
-  const int d = task.d1 + task.d2, wide = d > task.dv ? d : task.dv;
-  float *rows = task.scratch, *scores = rows + kAttendPositions * wide;
-  const float never = -__builtin_inff();
-  for (int h = 0; h < task.heads; ++h) {
-    float* out = task.out + h * (2 + task.dv);
-    out[0] = never;
-    for (int i = 1; i < 2 + task.dv; ++i) out[i] = 0.0f;
-  }
-  for (int first = task.first; first < task.last; first += kAttendPositions) {
-    const int count = task.last - first < kAttendPositions ? task.last - first : kAttendPositions;
-    for (int j = 0; j < count; ++j) {
-      const auto position = static_cast<size_t>(first + j);
-      widen_any(task.k1, task.dtype, position * static_cast<size_t>(task.d1), task.d1, rows + j * d);
-      if (task.d2 > 0)
-        widen_any(task.k2, task.dtype, position * static_cast<size_t>(task.d2), task.d2, rows + j * d + task.d1);
-    }
-    for (int h = 0; h < task.heads; ++h) {
-      float* score = scores + h * kAttendPositions;
-      dots(task.q + h * d, rows, count, d, score);
-      if (task.mask != nullptr)
-        for (int j = 0; j < count; ++j) score[j] = task.mask[first + j] != 0 ? score[j] : never;
-    }
-    // The latent is the first part of the key and the value, too.
-    const bool same = task.v == task.k1 && task.dv == task.d1;
-    for (int j = 0; j < count && !same; ++j)
-      widen_any(task.v, task.dtype, static_cast<size_t>(first + j) * static_cast<size_t>(task.dv), task.dv,
-                rows + j * task.dv);
-    for (int h = 0; h < task.heads; ++h) {
-      float *out = task.out + h * (2 + task.dv), *score = scores + h * kAttendPositions;
-      const float most = greatest(score, count), before = out[0];
-      if (most == never) continue;
-      const float top = most > before ? most : before, factor = before == never ? 0.0f : exp_of(before - top);
-      float sum = 0.0f;
-      for (int j = 0; j < count; ++j) score[j] = score[j] == never ? 0.0f : exp_of(score[j] - top);
-      for (int j = 0; j < count; ++j) sum += score[j];
-      out[0] = top;
-      out[1] = out[1] * factor + sum;
-      add_rows(score, rows, same ? d : task.dv, count, task.dv, factor, out + 2);
-    }
-  }
-}
+#include "gemm/attend.inl"
 
 static void merge(const float* parts, int splits, size_t stride, int n, const float* sink, DType dtype, float* out) {
   float most = parts[0], sum = 0.0f;
@@ -253,36 +174,78 @@ static void convolve(float* x, void* state, const void* weight, int channels, in
   else convolve_as(x, static_cast<F16*>(state), static_cast<const F16*>(weight), channels, taps, dtype, ToF16());
 }
 
-// Columns of the state are independent of each other: some are taken at a time, so that their sums stay in registers.
+// Channels of which sums are held at a time.
+constexpr int kChannelsTogether = 256;
+
+template <class T, class Rounding>
+static inline void convolve_token_as(const Convolution& token, const T* newest, Rounding to) {
+  float sum[kChannelsTogether];
+  for (int first = 0; first < token.channels; first += kChannelsTogether) {
+    const int count = token.channels - first < kChannelsTogether ? token.channels - first : kChannelsTogether;
+    for (int c = 0; c < count; ++c) sum[c] = token.bias == nullptr ? 0.0f : token.bias[first + c];
+    // The oldest first, as in `convolve`.
+    for (int i = token.taps - 1; i >= 0; --i) {
+      const T* x = newest + first - i * token.stride;
+      const float* weight = token.weight + first - static_cast<ptrdiff_t>(i) * token.channels;
+      for (int c = 0; c < count; ++c) sum[c] += weight[c] * load_value(x + c);
+    }
+    for (int c = 0; c < count; ++c) sum[c] = to.round(sum[c]);
+    if (token.has_silu)
+      for (int c = 0; c < count; ++c) sum[c] = to.round(sum[c] * sigmoid(sum[c]));
+    const size_t width = size_of(token.dtype);
+    store(sum, count, token.dtype, static_cast<char*>(token.out) + static_cast<size_t>(first) * width);
+  }
+}
+
+static void convolve_token(const Convolution& token) {
+  of_dtype(token.dtype, [&](auto* kind, auto to) {
+    convolve_token_as(token, static_cast<decltype(kind)>(token.newest), to);
+  });
+}
+
+// A register's columns of a state. They are independent of each other, so how many they are changes no sum. Multiplied
+// with one number, a vector wider than registers passes through memory.
+constexpr int kColumns = kVector;
+typedef float Columns __attribute__((vector_size(kColumns * sizeof(float))));
+
+static inline Columns columns_of(const float* x) {
+  Columns columns;
+  __builtin_memcpy(&columns, x, sizeof columns);
+  return columns;
+}
+static inline void put_columns(float* x, const Columns& columns) { __builtin_memcpy(x, &columns, sizeof columns); }
+
+// Some columns are taken at a time, so that their sums stay in registers.
 static void delta_rule(const DeltaRule& rule) {
-  constexpr int kVectors = 4, kTogether = kVectors * kLanes;
+  constexpr int kVectors = 4, kTogether = kVectors * kColumns;
   const int n = rule.values;
+  const size_t stride = static_cast<size_t>(rule.stride);
   int first = 0;
   for (; first + kTogether <= n; first += kTogether) {
     float* column = rule.state + first;
-    Lanes found[kVectors] = {}, sums[kVectors] = {};
+    Columns found[kVectors] = {}, sums[kVectors] = {};
     for (int i = 0; i < rule.keys; ++i)
       for (int t = 0; t < kVectors; ++t)
         found[t] +=
-            lanes_of(column + static_cast<size_t>(i) * static_cast<size_t>(n) + t * kLanes) * rule.decay * rule.k[i];
-    for (int t = 0; t < kVectors; ++t) found[t] = (lanes_of(rule.v + first + t * kLanes) - found[t]) * rule.beta;
+            columns_of(column + static_cast<size_t>(i) * stride + t * kColumns) * rule.decay * rule.k[i];
+    for (int t = 0; t < kVectors; ++t) found[t] = (columns_of(rule.v + first + t * kColumns) - found[t]) * rule.beta;
     for (int i = 0; i < rule.keys; ++i)
       for (int t = 0; t < kVectors; ++t) {
-        float* values = column + static_cast<size_t>(i) * static_cast<size_t>(n) + t * kLanes;
-        const Lanes state = lanes_of(values) * rule.decay + found[t] * rule.k[i];
-        put_lanes(values, state);
+        float* values = column + static_cast<size_t>(i) * stride + t * kColumns;
+        const Columns state = columns_of(values) * rule.decay + found[t] * rule.k[i];
+        put_columns(values, state);
         sums[t] += state * rule.q[i];
       }
-    for (int t = 0; t < kVectors; ++t) put_lanes(rule.out + first + t * kLanes, sums[t]);
+    for (int t = 0; t < kVectors; ++t) put_columns(rule.out + first + t * kColumns, sums[t]);
   }
   for (; first < n; ++first) {
     float found = 0.0f, sum = 0.0f;
     float* column = rule.state + first;
-    for (int i = 0; i < rule.keys; ++i) found += column[i * n] * rule.decay * rule.k[i];
+    for (int i = 0; i < rule.keys; ++i) found += column[static_cast<size_t>(i) * stride] * rule.decay * rule.k[i];
     found = (rule.v[first] - found) * rule.beta;
     for (int i = 0; i < rule.keys; ++i) {
-      column[i * n] = column[i * n] * rule.decay + found * rule.k[i];
-      sum += column[i * n] * rule.q[i];
+      column[static_cast<size_t>(i) * stride] = column[static_cast<size_t>(i) * stride] * rule.decay + found * rule.k[i];
+      sum += column[static_cast<size_t>(i) * stride] * rule.q[i];
     }
     rule.out[first] = sum;
   }
@@ -399,7 +362,7 @@ static float race(const float* scores, const uint32_t* words, int n, float most,
   return best;
 }
 
-constexpr StepOps kStepOps = {round_all,  add,         store,         rms_norm,        rotate,
-                              attend,     merge,       gate_up,       gate_by_sigmoid, gate_by_silu,
-                              convolve,   delta_rule,  softmax,       sigmoid_all,     times_rows,
-                              rows_times, greatest_of, mersenne_next, mersenne_temper, race};
+constexpr StepOps kStepOps = {
+    round_all,   add,         widen_all,     store,           rms_norm,     rotate,         attend,     attend_scratch,
+    kPlainHeads, merge,       gate_up,       gate_by_sigmoid, gate_by_silu, convolve,       convolve_token, delta_rule,
+    softmax,     sigmoid_all, times_rows,    rows_times,      greatest_of,  mersenne_next,  mersenne_temper, race};

@@ -5,6 +5,7 @@
 #pragma GCC target("avx2,fma")
 namespace ktinject::gemm {
 namespace avx2 {
+constexpr int kVector = 8;
 #include "gemm/step_ops.inl"
 }  // namespace avx2
 

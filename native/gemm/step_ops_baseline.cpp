@@ -3,6 +3,7 @@
 
 namespace ktinject::gemm {
 namespace baseline {
+constexpr int kVector = 4;
 #include "gemm/step_ops.inl"
 }  // namespace baseline
 

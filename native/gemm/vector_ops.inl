@@ -39,23 +39,82 @@ static u32 max_bits(const T* x, int k) {
 }
 
 template <class T>
-static float quantise_typed(const T* x, int k, int padded_k, int zero_point, uint8_t* out) {
-  const float most = as_float(max_bits(x, k));
-  const float scale = most / 127.0f, inverse = most > 0.0f ? 127.0f / most : 0.0f;
+static int count_above(const T* x, int k, u32 limit) {
+  int count = 0;
+  for (int i = 0; i < k; ++i) count += (as_bits(load_value(x + i)) & 0x7fffffffu) > limit;
+  return count;
+}
+
+// Takes the outliers out of a row; returns the bits of the largest magnitude that is left. The row is searched by runs
+// of 64 values, of which nearly all are done with once their maxima are known.
+template <class T>
+static u32 take_outliers(const T* x, int k, Outliers* outliers) {
+  constexpr int kRun = 64, kMostRuns = 1024, kHalvings = 10;
+  u32 runs[kMostRuns], most = 0;
+  const int count = (k + kRun - 1) / kRun;
+  auto length = [&](int run) { return k - run * kRun < kRun ? k - run * kRun : kRun; };
+  for (int run = 0; run < count; ++run) {
+    runs[run] = k - run * kRun < kRun ? max_bits(x + run * kRun, length(run)) : max_bits(x + run * kRun, kRun);
+    most = runs[run] > most ? runs[run] : most;
+  }
+  if (outliers == nullptr) return most;
+  outliers->count = 0;
+  if (most >= 0x7f800000u) return most;
+  u32 limit = most;
+  const int room = k / Outliers::kLeastInputs < Outliers::kMost ? k / Outliers::kLeastInputs : Outliers::kMost;
+  for (u32 i = 1; i <= kHalvings && most >> 23 > i; ++i) {
+    const u32 half = most - (i << 23);
+    int above = 0;
+    for (int run = 0; run < count; ++run) above += runs[run] > half;
+    if (above > room) break;
+    above = 0;
+    for (int run = 0; run < count; ++run)
+      if (runs[run] > half) above += count_above(x + run * kRun, length(run), half);
+    if (above > room) break;
+    if (above <= 1 << i) limit = half;
+  }
+  if (limit == most) return most;
+  u32 rest = 0;
+  for (int run = 0; run < count; ++run) {
+    if (runs[run] <= limit) {
+      rest = runs[run] > rest ? runs[run] : rest;
+      continue;
+    }
+    for (int i = run * kRun; i < run * kRun + length(run); ++i) {
+      const float value = load_value(x + i);
+      const u32 bits = as_bits(value) & 0x7fffffffu;
+      if (bits <= limit) {
+        rest = bits > rest ? bits : rest;
+      } else {
+        outliers->at[outliers->count] = static_cast<uint16_t>(i);
+        outliers->value[outliers->count++] = value;
+      }
+    }
+  }
+  return rest;
+}
+
+template <class T>
+static float quantise_typed(const T* x, int k, int padded_k, int zero_point, uint8_t* out, Outliers* outliers) {
+  const float most = as_float(take_outliers(x, k, outliers));
+  // So small that the quotient would be infinite counts as zero.
+  const float scale = most / 127.0f, inverse = most > 4e-37f ? 127.0f / most : 0.0f;
   for (int i = 0; i < k; ++i) {
     const float magic = load_value(x + i) * inverse + 12582912.0f;
     out[i] = static_cast<uint8_t>(static_cast<int32_t>(as_bits(magic)) - 0x4b400000 + zero_point);
   }
   for (int i = k; i < padded_k; ++i) out[i] = static_cast<uint8_t>(zero_point);
+  for (int i = 0; outliers != nullptr && i < outliers->count; ++i)
+    out[outliers->at[i]] = static_cast<uint8_t>(zero_point);
   return scale;
 }
 
 static float quantise_row(const void* x, DType dtype, int k, int padded_k, int zero_point, int group_size, uint8_t* out,
-                          int32_t* group_sum) {
-  float scale;
-  if (dtype == DType::bf16) scale = quantise_typed(static_cast<const Bf16*>(x), k, padded_k, zero_point, out);
-  else if (dtype == DType::f32) scale = quantise_typed(static_cast<const float*>(x), k, padded_k, zero_point, out);
-  else scale = quantise_typed(static_cast<const F16*>(x), k, padded_k, zero_point, out);
+                          int32_t* group_sum, Outliers* outliers) {
+  auto typed = [&](const auto* values) { return quantise_typed(values, k, padded_k, zero_point, out, outliers); };
+  const float scale = dtype == DType::bf16  ? typed(static_cast<const Bf16*>(x))
+                      : dtype == DType::f32 ? typed(static_cast<const float*>(x))
+                                            : typed(static_cast<const F16*>(x));
   if (group_sum != nullptr) {
     for (int start = 0, g = 0; start < padded_k; start += group_size, ++g) {
       const int end = start + group_size < padded_k ? start + group_size : padded_k;
@@ -65,6 +124,49 @@ static float quantise_row(const void* x, DType dtype, int k, int padded_k, int z
     }
   }
   return scale;
+}
+
+// out [32] = the weights of input k.
+static void outlier_column(const Matrix& matrix, const std::byte* panel, int k, float* out) {
+  const WeightAt at = weight_at(matrix.format, 0, k);
+  const int byte = static_cast<int>(at.byte % 4) * 8;
+  const std::byte* lanes = panel + matrix.head_bytes() + at.byte / 4 * 4;
+  for (size_t t = 0; t < 2; ++t, lanes += matrix.tile_bytes(), out += kTile) {
+    u32 bits[kTile];
+    __builtin_memcpy(bits, lanes, sizeof bits);
+    if (matrix.format == Format::int8) {
+      const float* scale = reinterpret_cast<const float*>(panel) + t * kTile;
+      for (int j = 0; j < kTile; ++j)
+        out[j] = static_cast<float>(static_cast<int32_t>(bits[j] << (24 - byte)) >> 24) * scale[j];
+    } else {
+      const int group = scale_at(matrix.format, k / matrix.group_size, static_cast<int>(t) * kTile);
+      const auto* scale = reinterpret_cast<const u16*>(panel + kInt4ScalesAt) + group;
+      const auto* zero = reinterpret_cast<const uint8_t*>(panel + int4_zeros_at(matrix.groups())) + group;
+      for (int j = 0; j < kTile; ++j) {
+        const int code = static_cast<int>(bits[j] >> (byte + at.shift) & 15u);
+        out[j] = static_cast<float>(code - (matrix.symmetric ? 8 : zero[j])) * from_bf16(scale[j]);
+      }
+    }
+  }
+}
+
+static void add_outliers(const Matrix& matrix, const std::byte* panel, const Outliers* outliers, int m,
+                         OutlierColumns& columns, float* c) {
+  if (columns.panel != panel) {
+    columns.panel = panel;
+    for (int& channel : columns.channel) channel = -1;
+  }
+  for (int row = 0; row < m; ++row, ++outliers, c += kPanel)
+    for (int i = 0; i < outliers->count; ++i) {
+      const int k = outliers->at[i], place = k % OutlierColumns::kPlaces;
+      float* weight = columns.weight[place];
+      if (columns.channel[place] != k) {
+        columns.channel[place] = k;
+        outlier_column(matrix, panel, k, weight);
+      }
+      const float value = outliers->value[i];
+      for (int j = 0; j < kPanel; ++j) c[j] += value * weight[j];
+    }
 }
 
 template <ActivationKind kind>

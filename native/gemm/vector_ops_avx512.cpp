@@ -60,9 +60,11 @@ static void activate_fast(const Activation& activation, const float* c, const fl
 }
 }  // namespace avx512
 
-const VectorOps kAvx512VectorOps = {avx512::round_row,     avx512::quantise_row,  avx512::activate_fast,
-                                    avx512::combine,       avx512::widen,         avx512::max_abs,
-                                    avx512::quantise_int8, avx512::quantise_int4, avx512::quantise_int4_zero,
+const VectorOps kAvx512VectorOps = {avx512::round_row,     avx512::quantise_row,
+                                    avx512::add_outliers,  avx512::activate_fast,
+                                    avx512::combine,       avx512::widen,
+                                    avx512::max_abs,       avx512::quantise_int8,
+                                    avx512::quantise_int4, avx512::quantise_int4_zero,
                                     avx512::quantise_fp8,  avx512::quantise_mxfp4};
 
 }  // namespace ktinject::gemm

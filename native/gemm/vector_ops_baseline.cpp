@@ -8,9 +8,11 @@ namespace baseline {
 #include "gemm/vector_ops.inl"
 }  // namespace baseline
 
-const VectorOps kBaselineVectorOps = {baseline::round_row,     baseline::quantise_row,  baseline::activate,
-                                      baseline::combine,       baseline::widen,         baseline::max_abs,
-                                      baseline::quantise_int8, baseline::quantise_int4, baseline::quantise_int4_zero,
+const VectorOps kBaselineVectorOps = {baseline::round_row,     baseline::quantise_row,
+                                      baseline::add_outliers,  baseline::activate,
+                                      baseline::combine,       baseline::widen,
+                                      baseline::max_abs,       baseline::quantise_int8,
+                                      baseline::quantise_int4, baseline::quantise_int4_zero,
                                       baseline::quantise_fp8,  baseline::quantise_mxfp4};
 
 }  // namespace ktinject::gemm

@@ -138,6 +138,7 @@ void Channel::submit(const std::shared_ptr<Slots>& slots, int index, const Devic
                         request.ids_are_64_bit,
                         static_cast<uint32_t>(request.weights_dtype),
                         request.live,
+                        request.skips_unknown,
                         request.routing};
   SlotView view = slot.view;
   view.status = layer_->status, view.layer = layer_;

@@ -36,7 +36,8 @@ struct DeviceRequest {
   int tokens = 0;
   int top_k = 0;
   // [experts]: the place of an expert on this GPU, or -1. The CPU skips the experts that are here. The table may change
-  // at any time, so the submit writes the places that it has read to `chosen` [tokens, top_k]. Null: no expert is here.
+  // at any time, so the submit writes the places that it has read to `chosen` [tokens, top_k], or nowhere. Null: no
+  // expert is here.
   const int32_t* places = nullptr;
   int32_t* chosen = nullptr;
   uint32_t* traffic = nullptr;  // [experts]: counts how often each expert is asked for; or null
@@ -46,7 +47,8 @@ struct DeviceRequest {
   int rank_to = 64;
   // [tokens]: 0 for rows whose result is not needed; all their ids count as -1. Null: all rows are needed.
   const uint8_t* live = nullptr;
-  Routing routing{};  // with logits, ids and weights are written, not read
+  bool skips_unknown = false;  // ids that are no expert count as -1; else the CPU refuses them
+  Routing routing{};           // with logits, ids and weights are written, not read
 };
 
 // Submits of one layer from one device. Calls for a slot alternate: submit, wait, submit, …

@@ -76,14 +76,14 @@ __device__ bool is_ranked(const Payload& from, size_t i) {
 
 // Sends route `i` of the request (an expert and its weight) to the CPU, or to `chosen` if the expert is on this GPU.
 __device__ void send(const SlotView& slot, const Payload& from, uint32_t count, size_t i, int64_t id, float weight) {
-  // An invalid id goes to the CPU, which refuses it.
+  // An invalid id goes to the CPU, which refuses it, unless the submit says that it means no expert.
   const bool known = id >= 0 && id < from.experts;
   const bool ranked = (from.live == nullptr || __ldcg(from.live + i / from.top_k) != 0) && is_ranked(from, i);
   const int32_t place = from.places != nullptr && known && ranked ? __ldcg(from.places + id) : -1;
   if (from.chosen != nullptr) from.chosen[i] = place;
   if (from.traffic != nullptr && known && ranked) atomicAdd(from.traffic + id, 1u);
-  const auto sent =
-      place >= 0 || !ranked ? -1 : static_cast<int32_t>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, id)));
+  const bool skipped = place >= 0 || !ranked || (from.skips_unknown && !known);
+  const auto sent = skipped ? -1 : static_cast<int32_t>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, id)));
   *static_cast<volatile Counted*>(slot.ids + i) = counted(count, static_cast<uint32_t>(sent));
   *static_cast<volatile Counted*>(slot.weights + i) = counted(count, __float_as_uint(weight));
 }

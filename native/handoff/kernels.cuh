@@ -26,6 +26,7 @@ struct Payload {
   bool ids_are_64_bit;
   uint32_t weights_dtype;
   const uint8_t* live;
+  bool skips_unknown;
   Routing routing;
 };
 

@@ -28,16 +28,10 @@ runtime::ThreadPool::Wake wake_for(const MoePlan& plan) {
 
 // Slots of the pool's buffers; 0 belongs to packing.
 enum MoeExecutor::Slot : size_t {
-  kInput = 1,
-  kInputScale,
-  kInputSums,
-  kGathered,
-  kGatheredScale,
-  kGatheredSums,
-  kHidden,
-  kHiddenQ,
-  kHiddenScale,
-  kHiddenSums,
+  kInput = 1,  // and scales, sums and outliers behind it; so the next two
+  kGathered = 5,
+  kHiddenQ = 9,
+  kHidden = 13,
   kThread,
   kOutput,  // the last: a layer with more shards than nodes takes more slots
 };
@@ -114,20 +108,20 @@ MoeExecutor::Fetch MoeExecutor::weights_of(const MoeTask& task) const {
   return {first, first + static_cast<size_t>(task.count) * down_.panel_bytes()};
 }
 
-MoeExecutor::Activations MoeExecutor::activations(const gemm::Matrix& matrix, const ActivationBytes& bytes, Slot data,
-                                                  Slot scale, Slot sums) {
+MoeExecutor::Activations MoeExecutor::activations(const gemm::Matrix& matrix, const ActivationBytes& bytes, Slot data) {
   return {workers_.buffer(data, bytes.data),
-          is_quantised_ ? reinterpret_cast<float*>(workers_.buffer(scale, bytes.scale)) : nullptr,
-          has_sums_ ? reinterpret_cast<int32_t*>(workers_.buffer(sums, bytes.sums)) : nullptr,
+          is_quantised_ ? reinterpret_cast<float*>(workers_.buffer(data + 1, bytes.scale)) : nullptr,
+          has_sums_ ? reinterpret_cast<int32_t*>(workers_.buffer(data + 2, bytes.sums)) : nullptr,
+          bytes.outliers > 0 ? reinterpret_cast<gemm::Outliers*>(workers_.buffer(data + 3, bytes.outliers)) : nullptr,
           matrix.row_bytes(),
-          static_cast<size_t>(matrix.row_scales()),
+          matrix.row_scales(),
           has_sums_ ? static_cast<size_t>(matrix.groups()) : 0};
 }
 
 void MoeExecutor::reserve() {
-  input_ = activations(gate_up_, plan_.input, kInput, kInputScale, kInputSums);
-  gathered_ = activations(gate_up_, plan_.gathered, kGathered, kGatheredScale, kGatheredSums);
-  inner_ = activations(down_, plan_.inner, kHiddenQ, kHiddenScale, kHiddenSums);
+  input_ = activations(gate_up_, plan_.input, kInput);
+  gathered_ = activations(gate_up_, plan_.gathered, kGathered);
+  inner_ = activations(down_, plan_.inner, kHiddenQ);
   if (is_quantised_) hidden_ = reinterpret_cast<uint16_t*>(workers_.buffer(kHidden, plan_.hidden));
   const size_t nodes = workers_.nodes().size();
   space_.results.resize(plan_.results.size());
@@ -148,11 +142,12 @@ size_t MoeExecutor::shard_of(Projection projection, int panel) const {
   return shard;
 }
 
-// Rounds or quantises `values` to the contiguous row `out`, and its scale and sums to those of row `at`.
+// Rounds or quantises `values` to the contiguous row `out`; its scale, sums and outliers become those of row `at`.
 void MoeExecutor::convert(const Activations& to, const gemm::Matrix& matrix, size_t at, const void* values, DType dtype,
                           std::byte* out) {
-  gemm::pack_row(vector_ops_, matrix, values, dtype, out, is_quantised_ ? to.scale + at * to.scales : nullptr,
-                 has_sums_ ? to.sums + at * to.groups : nullptr);
+  gemm::pack_row(vector_ops_, matrix, values, dtype, out,
+                 is_quantised_ ? to.scale + at * static_cast<size_t>(to.scales) : nullptr,
+                 has_sums_ ? to.sums + at * to.groups : nullptr, to.outliers == nullptr ? nullptr : to.outliers + at);
 }
 
 void MoeExecutor::convert_inputs(const MoeTask& task, int) {
@@ -174,9 +169,11 @@ void MoeExecutor::gather(const MoeTask& task, int) {
       std::memcpy(to, input_.data + static_cast<size_t>(token[row]) * input_.row_bytes + at, 64);
   for (int row = 0; row < task.count; ++row) {
     const size_t here = first + static_cast<size_t>(row), there = static_cast<size_t>(token[row]);
-    if (is_quantised_)
-      std::memcpy(gathered_.scale + here * gathered_.scales, input_.scale + there * input_.scales,
-                  input_.scales * sizeof(float));
+    if (is_quantised_) {
+      const auto scales = static_cast<size_t>(input_.scales);
+      std::memcpy(gathered_.scale + here * scales, input_.scale + there * scales, scales * sizeof(float));
+    }
+    if (input_.outliers != nullptr) gathered_.outliers[here] = input_.outliers[there];
     if (has_sums_)
       std::memcpy(gathered_.sums + here * gathered_.groups, input_.sums + there * input_.groups,
                   input_.groups * sizeof(int32_t));
@@ -189,28 +186,28 @@ void MoeExecutor::multiply(Projection projection, int expert, const MoeTask& tas
                            int worker, Use&& use) {
   const gemm::Matrix& matrix = layer_.matrix_of(projection);
   const gemm::Kernel& kernel = (projection == Projection::down ? layer_.down_kernels_ : layer_.kernels_)(all.m);
-  const auto scales = static_cast<size_t>(matrix.row_scales());
   float* c = results(worker);
   const int pieces = (all.m + kMostRows - 1) / kMostRows;
   const int size = gemm::round_up((all.m + pieces - 1) / pieces, 2 * gemm::kTile);
   const int most = std::max(1, MoePlan::kMostResults / size);
   for (int p = task.first; p < task.first + task.count; p += most)
     for (int first = 0; first < all.m; first += size) {
-      // A run of whole groups of 16 rows is laid out like rows of its own.
       const int m = std::min(size, all.m - first), panels = std::min(most, task.first + task.count - p);
-      const gemm::PackedActivations x{
-          all.group(first), all.row_bytes, m,
-          all.scale == nullptr ? nullptr : all.scale + static_cast<size_t>(first) * scales,
-          all.group_sum == nullptr ? nullptr
-                                   : all.group_sum + static_cast<size_t>(first) * static_cast<size_t>(matrix.groups())};
-      auto take = [&](int panel, int row, int count, const float* results) {
+      const gemm::PackedActivations x = all.part(first, m, has_sums_ ? matrix.groups() : 0);
+      const std::byte* const weights = layer_.panel(projection, expert, p);
+      const bool has_outliers = x.has_outliers();
+      gemm::OutlierColumns columns;
+      auto take = [&](int panel, int row, int count, float* results) {
+        if (has_outliers)
+          vector_ops_.add_outliers(matrix, weights + static_cast<size_t>(panel) * matrix.panel_bytes(),
+                                   x.outliers + row, count, columns, results);
         use(first + row, count, p + panel, results);
       };
-      const gemm::Epilogue epilogue{[](void* context, int panel, int row, int count, const float* results) {
+      const gemm::Epilogue epilogue{[](void* context, int panel, int row, int count, float* results) {
                                       (*static_cast<decltype(take)*>(context))(panel, row, count, results);
                                     },
                                     &take};
-      kernel.multiply(matrix, layer_.panel(projection, expert, p), panels, x, c, kernel_scratch(worker),
+      kernel.multiply(matrix, weights, panels, x, c, kernel_scratch(worker),
                       kernel.backend->has_epilogue ? &epilogue : nullptr);
       if (!kernel.backend->has_epilogue)
         for (int panel = 0; panel < panels; ++panel)

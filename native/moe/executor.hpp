@@ -78,15 +78,21 @@ class MoeExecutor {
   // Rounded or quantised activations, a row a token or a (token, expert) pair.
   struct Activations {
     std::byte* data;
-    float* scale;   // null where rows are bf16
-    int32_t* sums;  // null where the format has none
+    float* scale;              // null where rows are bf16
+    int32_t* sums;             // null where the format has none
+    gemm::Outliers* outliers;  // the same
     size_t row_bytes;
-    size_t scales;  // of a row
+    int scales;  // of a row
     size_t groups;
 
     gemm::PackedActivations rows(size_t first, int m) const {
-      return {data + first * row_bytes, row_bytes, m, scale == nullptr ? nullptr : scale + first * scales,
-              sums == nullptr ? nullptr : sums + first * groups};
+      return {data + first * row_bytes,
+              row_bytes,
+              m,
+              scale == nullptr ? nullptr : scale + first * static_cast<size_t>(scales),
+              sums == nullptr ? nullptr : sums + first * groups,
+              outliers == nullptr ? nullptr : outliers + first,
+              scales};
     }
   };
   enum Slot : size_t;
@@ -106,7 +112,8 @@ class MoeExecutor {
     }
   };
 
-  Activations activations(const gemm::Matrix& matrix, const ActivationBytes& bytes, Slot data, Slot scale, Slot sums);
+  // `data` is the first of four slots.
+  Activations activations(const gemm::Matrix& matrix, const ActivationBytes& bytes, Slot data);
   void run_round(int round);
   void reserve();
   void execute(int list, int index, int worker);

@@ -83,6 +83,8 @@ class Experts {
   void load_fp8(Projection projection, int expert, const gemm::Fp8Source& source);
   // The same from a GGUF file's blocks of the projection's format, for K-quants.
   void load_blocks(Projection projection, int expert, const gemm::KSource& source);
+  // The same from integers as they are stored, for int4 and int8 weights.
+  void load_integers(Projection projection, int expert, const gemm::IntegerSource& source);
   void load_bias(Projection projection, int expert, const gemm::Source& source);
   // Every expert becomes a copy of this one, for benchmarks: only the packing of one is paid for.
   void repeat(int expert);

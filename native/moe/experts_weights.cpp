@@ -64,6 +64,18 @@ void Experts::load(Projection projection, int expert, const gemm::Source& source
   mark(projection, expert, false) = 1;
 }
 
+void Experts::load_integers(Projection projection, int expert, const gemm::IntegerSource& source) {
+  gemm::Source shape;
+  shape.n = source.n;
+  shape.k = source.k;
+  const runtime::Session workers;
+  check(projection, expert, shape, false);
+  mark(projection, expert, false) = 0;
+  gemm::pack_integers(*workers, matrix_of(projection), source, tiles_of(config_, projection),
+                      runs_of(projection, expert), title(projection, expert));
+  mark(projection, expert, false) = 1;
+}
+
 void Experts::load_fp8(Projection projection, int expert, const gemm::Fp8Source& source) {
   gemm::Source shape;
   shape.n = source.n;

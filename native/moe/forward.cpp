@@ -7,6 +7,7 @@
 #include "moe/experts.hpp"
 #include "runtime/thread_pool.hpp"
 #include "runtime/trace.hpp"
+#include "runtime/uses.hpp"
 
 namespace ktinject::moe {
 namespace {
@@ -27,8 +28,10 @@ void allow_workspace(size_t bytes) {
 size_t Experts::workspace_bytes(size_t tokens, int top_k) const {
   const size_t rows = tokens * static_cast<size_t>(top_k);
   const size_t results = rows * static_cast<size_t>(down_.panels) * gemm::kPanel * sizeof(float);
+  // What belongs to a row besides its values.
+  const size_t apart = gemm::has_outliers(config_.format) ? sizeof(gemm::Outliers) : 0;
   // Rows of the input, and of each expert; the intermediate as it is computed, and as the next product takes it.
-  return (tokens + rows) * gate_up_.row_bytes() +
+  return (tokens + rows) * (gate_up_.row_bytes() + apart) + rows * apart +
          rows * (static_cast<size_t>(config_.intermediate_size) * sizeof(uint16_t) + down_.row_bytes()) +
          std::min(results, MoePlan::kMostRoundBytes);
 }
@@ -44,6 +47,8 @@ void Experts::forward(const void* x, DType dtype, const Id* ids, const float* we
       throw std::out_of_range("token " + std::to_string(i / static_cast<size_t>(top_k)) + " is routed to expert " +
                               std::to_string(ids[i]) + "; allowed: 0 to " + std::to_string(config_.experts - 1) +
                               ", or -1 or " + std::to_string(config_.experts) + " for none");
+
+  runtime::count_uses(this, config_.experts, ids, static_cast<size_t>(tokens) * static_cast<size_t>(top_k));
 
   const size_t room = most_workspace.load(std::memory_order_relaxed);
   size_t most = kLeastTokens;

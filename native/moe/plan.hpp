@@ -68,11 +68,13 @@ struct MoeShape {
   bool has_sums() const { return gemm::has_group_sums(gate_up.format); }
 };
 
-// Bytes of rounded or quantised rows, their scales, and the sums of their groups; 0 where the format has none.
+// Bytes of rounded or quantised rows, their scales, the sums of their groups, and their outliers; 0 where the format
+// has none.
 struct ActivationBytes {
   size_t data = 0;
   size_t scale = 0;
   size_t sums = 0;
+  size_t outliers = 0;
 };
 
 struct MoePlan {

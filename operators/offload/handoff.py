@@ -55,12 +55,17 @@ class Handoff:
     experts  the layer's experts, with weights; must not be closed while submits are under way
     mode     how a CUDA device signals the CPU: by flags in mapped memory, or by host functions of the stream; auto:
              flags where they work
+    foreign  submits come from another engine: ids that are no expert are skipped, the host never waits for a CUDA
+             device, whatever the number of tokens, and what lies on the CPU may be overwritten after `submit`
     """
 
-    def __init__(self, experts: _native.Experts, hidden_size: int, mode: Mode = "auto") -> None:
+    def __init__(
+        self, experts: _native.Experts, hidden_size: int, mode: Mode = "auto", foreign: bool = False
+    ) -> None:
         self._experts = experts
         self._hidden = hidden_size
         self._mode = mode
+        self._foreign = foreign
         self._channels: dict[torch.device, _native.Channel] = {}
         self._own: dict[torch.device, Slots] = {}  # slots of up to MOST_TOKENS tokens
         # Keeps alive the shared slots that were used, and own slots that wider ones have replaced.
@@ -120,7 +125,7 @@ class Handoff:
         ticket = Ticket(x)
         if x.shape[0] == 0:
             return ticket
-        if not x.is_cuda or (x.shape[0] > MOST_TOKENS and not capturing):
+        if not x.is_cuda or (x.shape[0] > MOST_TOKENS and not capturing and not self._foreign):
             self._submit_host(
                 ticket, x, ids if ranks is None else of_ranks(ids, weights, *ranks), weights, on_gpu
             )
@@ -153,6 +158,7 @@ class Handoff:
                 *((0, 0, 0) if on_gpu is None else on_gpu.addresses(ids)),
                 *(ranks or (0, ids.shape[1])),
                 address("live", live, x.device, torch.bool, ids.shape[:1]),
+                self._foreign,
                 address("logits", logits, x.device, weights.dtype),
                 routing is not None and routing.normed,
                 ticket.stream,
@@ -297,8 +303,8 @@ class Handoff:
                 slots, slot = take_from(self._others, x.device, x.nbytes, routes, own.mode)
         except (RuntimeError, MemoryError) as error:
             raise OperatorError(
-                f"handoff: no room for the pinned buffers of {x.shape[0]} tokens in a graph "
-                f"({2 * x.nbytes / 2**20:.0f} MiB): {str(error) or 'out of memory'}. Capture fewer tokens."
+                f"handoff: no room for the pinned buffers of {x.shape[0]} tokens "
+                f"({2 * x.nbytes / 2**20:.0f} MiB): {str(error) or 'out of memory'}. Submit or capture fewer tokens."
             ) from None
         self._others.add(slots)
         return slots, slot
@@ -351,6 +357,9 @@ class Handoff:
             ids = ids.masked_fill(~live[:, None], -1)
         if on_gpu is not None:
             ids = on_gpu.split(ids)
+        if self._foreign:
+            ids = ids.masked_fill((ids < 0) | (ids >= self._experts.count), -1)
+            x, weights = x.clone(), weights.clone()
         x, ids, weights = _on_host(x.detach(), ids, weights.detach().float())
         out = torch.empty(x.shape, dtype=x.dtype, pin_memory=ticket.device.type == "cuda")
         ticket.tensors = (x, ids, weights, out)

@@ -216,7 +216,10 @@ class StreamedExperts:
     """The experts of one layer, streamed through the ring of a device and computed there.
 
     native  the experts in RAM, with weights
+    uses    [num_experts] int64 on the GPU: how often each one was streamed for a token; None: nobody looks
     """
+
+    uses: Tensor | None = None
 
     def __init__(self, spec: ExpertsSpec, native: _native.Experts, device: torch.device) -> None:
         ring = _rings.get(device)
@@ -277,6 +280,10 @@ class StreamedExperts:
                     most = max(most // 2, FEWEST_TOKENS)
                     continue
                 done = part.stop
+                if self.uses is not None:
+                    known = (ids[part] >= 0) & (ids[part] < min(self.spec.num_experts, self.ring.passing))
+                    chosen = torch.where(known, ids[part], 0).reshape(-1).long()
+                    self.uses.scatter_add_(0, chosen, known.reshape(-1).long())
         return out
 
     def _part(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

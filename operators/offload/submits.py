@@ -60,13 +60,14 @@ class OnGpu:
     """The resident experts, as one submit needs to know them. All tensors are on the GPU.
 
     places   [num_experts] int32: expert → place in the GPU's memory, or -1 if it is not there
-    chosen   [m, t] int32, written by the submit: the place of each id at that moment, or -1. `places` may change later
+    chosen   [m, t] int32, written by the submit: the place of each id at that moment, or -1. `places` may change later.
+             None if nobody needs to know
     traffic  [num_experts] int32, or None: counts how often each expert is asked for
     """
 
     __slots__ = ("chosen", "places", "traffic")
 
-    def __init__(self, places: Tensor, chosen: Tensor, traffic: Tensor | None = None) -> None:
+    def __init__(self, places: Tensor, chosen: Tensor | None, traffic: Tensor | None = None) -> None:
         self.places, self.chosen, self.traffic = places, chosen, traffic
 
     def addresses(self, ids: Tensor) -> tuple[int, int, int]:
@@ -86,8 +87,10 @@ class OnGpu:
         """
         known = (ids >= 0) & (ids < self.places.shape[0])
         places = self.places[ids.clamp(0, self.places.shape[0] - 1).long()]
-        self.chosen.copy_(places.masked_fill(~known, -1))
-        return ids.masked_fill(self.chosen >= 0, -1)
+        places = places.masked_fill(~known, -1)
+        if self.chosen is not None:
+            self.chosen.copy_(places)
+        return ids.masked_fill(places >= 0, -1)
 
 
 class Routing(NamedTuple):

@@ -183,7 +183,10 @@ def test_fp8_checkpoints_are_decoded_in_swapped_and_dense_parts(fp8: tuple[Path,
     ktinject.optimize(model, [EXPERTS], progress=False)
     assert_same(model, reference, tolerance=0.0)
     assert hf.quantization(model.config) is None
-    assert "the checkpoint is quantised (fp8); it is decoded while it is read" in model.ktinject.notes
+    assert (
+        "the checkpoint is quantised (fp8); what is not kept is decoded while it is read"
+        in model.ktinject.notes
+    )
 
 
 def test_fp8_checkpoints_in_bf16(fp8: tuple[Path, PreTrainedModel]) -> None:

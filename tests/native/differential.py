@@ -2,8 +2,10 @@
 
     python tests/native/differential.py --cases 10000 --seed 0
 
-A case draws shape (odd sizes included), format, kernel, tokens, top-k, activation, routing (skewed, sentinels) and
-dtype. The reference rounds its activations as the kernels do, so a wrong index, scale or padding stands out far above
+A case draws shape (odd sizes included), format, kernel, tokens, top-k, activation, routing (skewed, sentinels), dtype
+and channels that are larger than all others, with columns of weights that are as much smaller.
+
+The reference rounds its activations as the kernels do, so a wrong index, scale or padding stands out far above
 the tolerance. Prints median and worst error of each kernel; exits 1 if any case is over its tolerance.
 """
 
@@ -46,6 +48,8 @@ class Case:
     tokens: int
     top_k: int
     dtype: torch.dtype
+    large: int = 0  # channels of the input and of the intermediate
+    factor: float = 1.0
 
 
 def draw(seed: int, kernels: list[dict[str, object]]) -> Case:
@@ -82,6 +86,8 @@ def draw(seed: int, kernels: list[dict[str, object]]) -> Case:
         tokens,
         choose.randint(1, experts),
         choose.choice([torch.float32, torch.bfloat16, torch.float16]),
+        choose.choice([0, 0, 1, 2, 5]),
+        choose.choice([3.0, 30.0, 100.0]),
     )
 
 
@@ -129,8 +135,12 @@ def run(case: Case) -> tuple[float, float]:
     if not spec.has_gate:
         del sizes["gate"]
     unpacked: dict[str, Tensor] = {}
+    large = {size: torch.randperm(size)[: case.large] for size in {h, i}}
     for projection, (n, k) in sizes.items():
         weight = torch.randn(spec.num_experts, n, k).to(case.dtype) / math.sqrt(k)
+        weight[:, :, large[k]] /= case.factor
+        if projection == "up":
+            weight[:, large[i]] *= case.factor
         bias = torch.randn(spec.num_experts, n) * 0.1 * spec.has_bias
         unpacked[projection] = torch.empty(spec.num_experts, n, k)
         unpacked[f"{projection}_bias"] = bias.double()
@@ -144,6 +154,7 @@ def run(case: Case) -> tuple[float, float]:
                 native.load_bias(projection, e, bias[e])
     assert not native.absent(1)
     x = torch.randn(case.tokens, h).to(case.dtype)
+    x[:, large[h]] *= case.factor
     popularity = torch.rand(spec.num_experts) ** 3 + 1e-6
     index = torch.multinomial(popularity.expand(case.tokens, -1), case.top_k)
     drop = torch.rand(index.shape) < 0.1

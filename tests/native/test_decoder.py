@@ -47,15 +47,15 @@ def linear(out_features: int, in_features: int) -> tuple[Any, Tensor]:
 class Layer:
     """One layer whose feed-forward part adds nothing, so that the output is x + attention(norm(x))."""
 
-    def __init__(self, attention: Any) -> None:
-        ones = torch.ones(HIDDEN)
+    def __init__(self, attention: Any, dtype: torch.dtype = torch.float32) -> None:
+        ones = torch.ones(HIDDEN, dtype=dtype)
         silent = _native.Linear(
             out_features=HIDDEN, in_features=32, weights="bf16", group_size=0, has_bias=False, kernel="auto"
         )
         silent.allocate()
         silent.load(torch.zeros(HIDDEN, 32))
         unit = _native.GatedUnit(linear(32, HIDDEN)[0], linear(32, HIDDEN)[0], silent)
-        self.decoder = _native.Decoder(HIDDEN, "float32")
+        self.decoder = _native.Decoder(HIDDEN, str(dtype).removeprefix("torch."))
         self.decoder.add(_native.Norm(ones, 1e-6), attention, _native.Norm(ones, 1e-6), unit)
 
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, position: int, **others: Any) -> Tensor:
@@ -182,6 +182,51 @@ def test_latent_attention_over_any_length(position: int, neighbours: bool) -> No
     found = layer(x, keys, values, position, mask=mask, cos=cos, sin=sin)
     assert relative_error(found, want) <= TOLERANCE
     assert relative_error(keys, want_keys) <= TOLERANCE and relative_error(values, want_values) <= TOLERANCE
+
+
+@pytest.mark.parametrize("heads", [40, 6])
+@pytest.mark.parametrize(
+    "row", [row for row in _native.kernels() if row["weights"] == "bf16"], ids=lambda r: r["name"]
+)
+def test_latent_attention_of_every_instruction_set(row: dict[str, Any], heads: int) -> None:
+    """In bf16, where AMX has its tiles, over stretches that end within a tile and have places that are masked."""
+    if not row["available"]:
+        pytest.skip(str(row["reason"]))
+    rank, nope, rope, value, dtype = 64, 24, 32, 12, torch.bfloat16
+
+    def steps(kernel: str) -> list[Tensor]:
+        _native.force_kernel(kernel)
+        torch.manual_seed(0)
+        q, kv, o = (
+            linear(heads * (nope + rope), HIDDEN),
+            linear(rank + rope, HIDDEN),
+            linear(HIDDEN, heads * value),
+        )
+        layer = Layer(
+            _native.LatentAttention(
+                q=q[0], q_a=None, q_norm=None, q_b=None, kv=kv[0],
+                kv_norm=_native.Norm(torch.ones(rank, dtype=dtype), 1e-6),
+                expansion=(torch.randn(heads * (nope + value), rank) * rank**-0.5).to(dtype), o=o[0], heads=heads,
+                rank=rank, nope=nope, rope=rope, value=value, neighbours=False, scale=0.2,
+            ),
+            dtype,
+        )  # fmt: skip
+        keys, values = torch.randn(1, 1, 5000, rank).to(dtype), torch.randn(1, 1, 5000, rope).to(dtype)
+        x, mask = torch.randn(1, HIDDEN).to(dtype) * 0.01, torch.rand(1, 5000) < 0.7
+        mask[0, 128:400] = False
+        found = []
+        for position in (0, 15, 46, 129, 700, 4998):
+            mask[0, position] = True
+            found.append(layer(x, keys, values, position, mask=mask).float())
+        return found
+
+    try:
+        for found, want in zip(steps(str(row["name"])), steps("reference_bf16"), strict=True):
+            assert (
+                relative_error(found, want) <= 1.2e-2
+            )  # what bf16 rounds the output to, and the weights on tiles
+    finally:
+        _native.force_kernel("auto")
 
 
 class TestChoice:

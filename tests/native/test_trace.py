@@ -1,4 +1,4 @@
-"""What `ktinject bench` needs of the native core: spans of expert work, and experts that are copies of one."""
+"""What looks into the native core: spans of expert work, which experts compute, and experts that are copies of one."""
 
 from __future__ import annotations
 
@@ -54,3 +54,30 @@ def test_spans_are_recorded_between_start_and_stop_only() -> None:
     assert all(begin < end for begin, end, *_ in spans) and spans[0][1] <= spans[1][0]
     _native.trace_start()
     assert _native.trace_stop() == []
+
+
+@pytest.mark.parametrize("ids_of", [torch.int32, torch.int64])
+def test_uses_are_counted_between_start_and_stop_only(ids_of: torch.dtype) -> None:
+    layer, other = experts(has_bias=False), experts(has_bias=False)
+    for each in (layer, other):
+        each.allocate()
+    ids = torch.tensor([[0, 3], [-1, 3], [4, 1]], dtype=ids_of)  # 4 is none of its experts
+
+    def route(layer: _native.Experts) -> None:
+        x = torch.ones(3, 200)
+        layer.forward(x, ids, torch.ones(3, 2), torch.empty_like(x))
+
+    route(layer)
+    _native.uses_start()
+    try:
+        assert _native.uses() == []
+        route(layer)
+        call(other, 5, 2)
+        route(layer)
+    finally:
+        _native.uses_stop()
+    route(layer)
+    assert _native.uses() == [(layer.id, [2, 2, 0, 4]), (other.id, [0, 0, 5, 0])]
+    _native.uses_start()
+    _native.uses_stop()
+    assert _native.uses() == []

@@ -142,7 +142,7 @@ DO_NOT = set(
     rms_norm set_answer_timeout answer_timeout fp8_quantise attention latent attention_scratch decode_linear
     force_kernel handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped
     add_from_host handoff_entries pinned_bytes gated_delta mamba2 short_convolution
-    allow_workspace Experts.workspace_bytes
+    allow_workspace Experts.workspace_bytes uses_start uses_stop uses
     Experts.hidden_size Experts.id Experts.bytes Experts.kernels Experts.kernel_for Experts.shards
     Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
     Slots.bytes Channel.submit Channel.wait Channel.exchange Channel.check

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,24 +14,25 @@ from ktinject.checkpoints.files import DOWNLOAD_AGAIN
 from ktinject.checkpoints.reader import Reader
 from ktinject.errors import CheckpointError, shown
 
-READ = (
-    "Read are bf16, fp16, fp32, FP8 (F8_E4M3) with block scales, MXFP4 as gpt-oss has it, int4 of GPTQ, AWQ and "
-    "compressed-tensors, and most types of GGUF; use a checkpoint in one of these."
-)
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}  # dtype → format
 _CHECK_ELEMENTS = 1 << 22
+_TITLES: list[str] = []  # of all formats that are read
 
 
 @dataclass(frozen=True)
 class Format:
     """How one weight is stored.
 
-    name        a row of the table in __init__.py; "float" if only an index is there, which does not tell the dtype
-    companions  further tensors that belong to the weight; for int4, made and mxfp4 all of its tensors
-    block       (n, k) of fp8_blocks, else None
-    shape       of the weight where it has no tensor of its own: int4, made, mxfp4; None if only an index is there
-    group_size  inputs that share a scale, in int4 and q4_0; else 0
-    has_zeros   int4 has zero points other than 8
+    name        for people; "float" if only an index is there, which does not tell the dtype
+    companions  the tensors that belong to the weight; without the weight's own where it has that name
+    block       outputs and inputs that share a scale in fp8, else None
+    shape       of the weight where no tensor has it; None if only an index is there, too
+    group_size  inputs that share a scale, in codes of integers; else 0; -1 if only an index is there
+    has_zeros   codes have zero points other than the middle
+    encoding    what `stored` gives, as operators' `native_formats` name it; "" for what is read decoded only
+    exact_in    weight formats of operators that hold all values that `decode` gives
+    is_ordered  a table says the group of each input, which may be any
+    scales      dtype of the scales of codes, as headers name it; "" where that says nothing
     """
 
     name: str
@@ -40,6 +41,17 @@ class Format:
     shape: tuple[int, ...] | None = None
     group_size: int = 0
     has_zeros: bool = False
+    encoding: str = ""
+    exact_in: tuple[str, ...] = ()
+    is_ordered: bool = False
+    scales: str = ""
+
+    def is_taken(self, native_formats: Collection[str]) -> bool:
+        """Whether this is one of these encodings; "int4" are all groups, "int4/64" and "int4/64 zeros" some."""
+        if not self.encoding or self.encoding in native_formats:
+            return bool(self.encoding)
+        zeros = " zeros" if self.has_zeros else ""
+        return not self.is_ordered and f"{self.encoding}/{self.group_size}{zeros}" in native_formats
 
     @property
     def is_plain(self) -> bool:
@@ -49,40 +61,44 @@ class Format:
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight [n, k] in int4.
+    """A weight [n, k] in integers of 4 or 8 bits.
 
-    codes       [n, k] uint8, 0 to 15
+    codes       [n, k] uint8, 0 to 15 or 255
     scales      [n, groups], float
-    zeros       [n, groups] uint8, 0 to 15; None: 8 everywhere
+    zeros       [n, groups] uint8, as codes; None: the middle everywhere, 8 or 128
     group_of    [k] int64, the group of each input; None: groups are equal and in order
+    bits        4 or 8
     """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
     group_of: Tensor | None = None
+    bits: int = 4
 
     def narrow(self, dim: int, start: int, length: int) -> Codes:
         """A copy of some of its outputs (0) or inputs (1). Raises ValueError if that would divide a group."""
         codes = self.codes.narrow(dim, start, length).clone()
         if dim == 1 and self.group_of is not None:
-            return Codes(codes, self.scales, self.zeros, self.group_of[start : start + length].clone())
+            return Codes(
+                codes, self.scales, self.zeros, self.group_of[start : start + length].clone(), self.bits
+            )
         if dim == 1:
             size = self.codes.shape[1] // self.scales.shape[1]
             start, length = _blocks(start, length, size, "inputs")
         scales = self.scales.narrow(dim, start, length).clone()
         zeros = None if self.zeros is None else self.zeros.narrow(dim, start, length).clone()
-        return Codes(codes, scales, zeros, self.group_of)
+        return Codes(codes, scales, zeros, self.group_of, self.bits)
 
     def values(self) -> Tensor:
-        """[n, k] fp32, each the fp32 product of scale and difference; exact for scales of 16 bits."""
+        """[n, k] fp32, each the fp32 product of scale and difference; exact for 4 bits and scales of 16 bits."""
         n, k = self.codes.shape
-        groups = self.scales.shape[1]
+        groups, middle = self.scales.shape[1], 1 << (self.bits - 1)
         if self.group_of is not None:
-            offset = 8 if self.zeros is None else self.zeros[:, self.group_of].float()
+            offset = middle if self.zeros is None else self.zeros[:, self.group_of].float()
             return (self.codes.float() - offset) * self.scales.float()[:, self.group_of]
         steps = self.codes.view(n, groups, k // groups).float()
-        steps -= 8 if self.zeros is None else self.zeros[:, :, None].float()
+        steps -= middle if self.zeros is None else self.zeros[:, :, None].float()
         return steps.mul_(self.scales.float()[:, :, None]).view(n, k)
 
 
@@ -137,7 +153,7 @@ Stored = Codes | Fp8Blocks | GgufRows
 
 @dataclass(frozen=True)
 class OwnTensors:
-    """The tensors that a format keeps a weight in, where none has the weight's own name.
+    """The tensors that a format keeps a weight in.
 
     needed    what stands in their names in place of `ending`
     optional  the same, of tensors that may be absent
@@ -150,36 +166,44 @@ class OwnTensors:
 
     def of(self, names: Collection[str], key: str) -> tuple[str, ...]:
         """The names of the tensors that hold the weight `key`; () if some are absent."""
+        if not key.endswith(self.ending):
+            return ()
         stem = key.removesuffix(self.ending)
         if not all(stem + suffix in names for suffix in self.needed):
             return ()
+        # A plain weight comes before tensors that would make one of its name.
+        if self.ending not in self.needed and key in names:
+            return ()
         return tuple(stem + s for s in (*self.needed, *self.optional) if stem + s in names)
 
-    def replace_in(self, names: set[str]) -> None:
-        """Put the names of weights in place of those of their tensors."""
-        for name in [name for name in names if name.endswith(self.needed[0])]:
-            stem = name.removesuffix(self.needed[0])
-            if all(stem + suffix in names for suffix in self.needed):
-                names -= {stem + suffix for suffix in (*self.needed, *self.optional)}
-                names.add(stem + self.ending)
+    def weights(self, names: Collection[str]) -> Iterator[str]:
+        """The weights that these tensors would hold, by what their names end with."""
+        tells = next(suffix for suffix in self.needed if suffix != self.ending)
+        for name in names:
+            if name.endswith(tells):
+                yield name.removesuffix(tells) + self.ending
 
 
 class SourceFormat(ABC):
-    """One way in which checkpoints store weights. An instance stands in the list of table.py.
+    """One way in which checkpoints store weights. An instance stands in the registry, table.py.
 
+    title       what people call it; said where a checkpoint in a format that is not read is refused
     methods     values of quant_method in config.json that stand for it
-    own         for a format that keeps weights in tensors of its own: which ones
-    companions  what the names of further tensors add to the weight's name
+    own         which tensors hold a weight where that is not one of the weight's name
+    tells       what a tensor's name has in place of ".weight" that no other format has: alone, it names the format
     """
 
+    title: ClassVar[str] = ""
     methods: ClassVar[tuple[str, ...]] = ()
     own: ClassVar[tuple[OwnTensors, ...]] = ()
-    companions: ClassVar[tuple[str, ...]] = ()
+    tells: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        if cls.title and cls.title not in _TITLES:
+            _TITLES.append(cls.title)
 
     def held(self, reader: Reader, key: str) -> tuple[str, ...]:
         """The tensors that hold a weight's values; () if it is not in this format. Names may be all there is."""
-        if key in reader.names:
-            return ()
         return next((held for own in self.own if (held := own.of(reader.names, key))), ())
 
     @abstractmethod
@@ -203,6 +227,24 @@ class SourceFormat(ABC):
         raise NotImplementedError(f"{form.name} is read decoded only")
 
 
+def no_expert_of_a_matrix(reader: Reader, key: str, index: int | None, shape: tuple[int, ...]) -> None:
+    """Raise CheckpointError where one of the slices of a matrix is asked for: only stacks of them are cut."""
+    if index is not None and len(shape) < 3:
+        raise refused(reader, key, f"there is no expert {index} in a matrix; it is read whole.")
+
+
+def check_scales(reader: Reader, name: str, scales: Tensor, most: float | None = None) -> None:
+    """Raise CheckpointError naming the position of the first scale that is not positive, finite, and at most that."""
+    wrong = ~(torch.isfinite(scales) & (scales > 0))
+    if most is not None:
+        wrong |= scales > most
+    if wrong.any():
+        position = place_of(scales, int(wrong.flatten().nonzero()[0]))
+        limit = "" if most is None else f" and at most {most:g}"
+        text = f"{scales[tuple(position)].item()} at {position}; scales must be positive and finite{limit}"
+        raise refused(reader, name, f"{text}. {DOWNLOAD_AGAIN}")
+
+
 def _blocks(start: int, length: int, size: int, what: str) -> tuple[int, int]:
     """The first of the blocks of this size, and how many they are."""
     if start % size or length % size:
@@ -213,8 +255,11 @@ def _blocks(start: int, length: int, size: int, what: str) -> tuple[int, int]:
     return start // size, length // size
 
 
-def check_finite(name: str, tensor: torch.Tensor) -> None:
-    """Raise CheckpointError naming the tensor and the position of its first NaN or infinity, if any."""
+def check_finite(name: str, tensor: torch.Tensor, reader: Reader | None = None) -> None:
+    """Raise CheckpointError naming the tensor and the position of its first NaN or infinity, if any.
+
+    reader   whose path the error names, too
+    """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return
     flat = tensor.reshape(-1)
@@ -225,8 +270,9 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
         finite = torch.isfinite(piece)
         if not finite.all():
             first = int((~finite).nonzero()[0])
+            where = "" if reader is None else f"{reader.path}: "
             raise CheckpointError(
-                f"tensor {shown(name)}: {piece[first].item()} at {place_of(tensor, start + first)}; "
+                f"{where}tensor {shown(name)}: {piece[first].item()} at {place_of(tensor, start + first)}; "
                 f"all values must be finite. The checkpoint is damaged. {DOWNLOAD_AGAIN}"
             )
 
@@ -239,3 +285,11 @@ def place_of(tensor: torch.Tensor, flat: int) -> list[int]:
 def refused(reader: Reader, key: str, found: str) -> CheckpointError:
     """The error that says where `found` was found."""
     return CheckpointError(f"{reader.path}: tensor {shown(key)}: {found}")
+
+
+def unread(reader: Reader, key: str, found: str) -> CheckpointError:
+    """The error for a weight in a format that is not read."""
+    titles = "; ".join(sorted(_TITLES, key=str.casefold))
+    return refused(
+        reader, key, f"{found}. Read are bf16, fp16, fp32; {titles}. Use a checkpoint in one of these."
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ktinject.checkpoints.formats.base import FLOATS, READ, Format, SourceFormat, refused
+from ktinject.checkpoints.formats.base import FLOATS, Format, SourceFormat, unread
 from ktinject.checkpoints.reader import Reader
 
 
@@ -17,8 +17,8 @@ class Floats(SourceFormat):
             return Format("float")
         dtype = reader.tensors[key].dtype
         if dtype not in FLOATS:
-            raise refused(reader, key, f"dtype {dtype} is not that of a weight. {READ}")
-        return Format(FLOATS[dtype])
+            raise unread(reader, key, f"dtype {dtype} is not that of a weight without scales")
+        return Format(FLOATS[dtype], exact_in=("bf16",) if dtype == "BF16" else ())
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         return reader.read(key, index)

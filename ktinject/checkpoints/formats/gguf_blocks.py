@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN
-from ktinject.checkpoints.formats import gguf_book_blocks, int4_packing
+from ktinject.checkpoints.formats import gguf_book_blocks, int_packing
 from ktinject.checkpoints.formats.base import (
     Format,
     GgufRows,
@@ -51,12 +51,15 @@ _LAYOUT: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "TQ2_0": (256, 66, (64,)), "TQ1_0": (256, 54, (52,)),
 }  # fmt: skip
 TYPES = tuple(_LAYOUT)
+_KEPT = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # operators take them as they are
 _Q4_0_GROUP = 32  # inputs in a block
 _MOST_EXPONENT = 252  # of MXFP4: 6 · 2^125 is the largest that bf16 and fp32 hold; 255 stands for NaN
 _AT_ONCE = 1 << 18  # values; their intermediates take some 8 MB, which the cache may hold
 
 
 class GgufBlocks(SourceFormat):
+    title = "most types of GGUF"
+
     def held(self, reader: Reader, key: str) -> tuple[str, ...]:
         info = reader.tensors.get(key)
         return (key,) if info is not None and info.dtype in TYPES else ()
@@ -64,8 +67,11 @@ class GgufBlocks(SourceFormat):
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
         dtype = reader.tensors[key].dtype
         # MXFP4 of gpt-oss's own checkpoints lies in other tensors, in another order.
-        name = "gguf_mxfp4" if dtype == "MXFP4" else dtype.lower()
-        return Format(name, group_size=_Q4_0_GROUP if dtype == "Q4_0" else 0)
+        if dtype == "MXFP4":
+            return Format("gguf_mxfp4", encoding="mxfp4", exact_in=("bf16", "mxfp4"))
+        if dtype == "Q4_0":
+            return Format("q4_0", group_size=_Q4_0_GROUP, encoding="int4", scales="F16")
+        return Format(dtype.lower(), encoding=dtype.lower() if dtype in _KEPT else "")
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         """fp32, as ggml dequantises them."""
@@ -76,7 +82,7 @@ class GgufBlocks(SourceFormat):
         if kind != "Q4_0":
             inputs, size, _ = _LAYOUT[kind]
             return GgufRows(form.name, _blocks(reader, key), inputs, size)
-        return int4_packing.from_q4_0(_blocks(reader, key), reader.tensors[key].shape[-1])
+        return int_packing.from_q4_0(_blocks(reader, key), reader.tensors[key].shape[-1])
 
 
 def _blocks(reader: Reader, key: str, index: int | None = None) -> Tensor:

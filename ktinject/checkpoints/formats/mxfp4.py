@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN
-from ktinject.checkpoints.formats.base import READ, Format, OwnTensors, SourceFormat, place_of, refused
+from ktinject.checkpoints.formats.base import Format, OwnTensors, SourceFormat, place_of, refused, unread
 from ktinject.checkpoints.reader import Reader
 
 GROUP = 32
+ENCODING, EXACT_IN = "mxfp4", ("bf16", "mxfp4")
 BYTES = GROUP // 2
 MOST_SCALE = 252  # 6 · 2^125 is the largest that bf16 holds; 255 stands for NaN
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
@@ -23,27 +24,34 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, 
 
 def values(blocks: Tensor, scales: Tensor) -> Tensor:
     """[..., n, 32 · groups] bf16, exact for scales from 2 on; blocks and scales as above, uint8."""
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
     steps = (scales.int() << 23).view(torch.float32)
-    return (_E2M1[codes.int()] * steps[..., None]).flatten(-2).bfloat16()
+    return (unpacked(blocks) * steps[..., None]).flatten(-2).bfloat16()
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """[..., bytes] uint8, an even input in the lower half of a byte → [..., 2 · bytes] fp32, without scales."""
+    return _E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()]
 
 
 class Mxfp4(SourceFormat):
+    title = "MXFP4 as gpt-oss has it"
     methods = ("mxfp4",)
+    tells = ("_blocks",)
     own = (OwnTensors(("_blocks", "_scales"), ending=""),)
 
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
         if not reader.complete:
-            return Format("mxfp4", held)
+            return Format("mxfp4", held, encoding=ENCODING, exact_in=EXACT_IN)
         blocks, scales = (reader.tensors[name] for name in held)
         if blocks.dtype != "U8" or len(blocks.shape) < 3 or blocks.shape[-1] != BYTES:
             text = f"{blocks.dtype} {list(blocks.shape)}; U8 [..., outputs, groups, {BYTES}] is needed"
-            raise refused(reader, held[0], f"{text}. {READ}")
+            raise unread(reader, held[0], text)
         *leading, n, groups, _ = blocks.shape
         if scales.dtype not in ("U8", "F8_E8M0") or scales.shape != (*leading, n, groups):
             text = f"{scales.dtype} {list(scales.shape)}; U8 {[*leading, n, groups]} is needed"
             raise refused(reader, held[1], f"{text}. {DOWNLOAD_AGAIN}")
-        return Format("mxfp4", held, shape=(*leading, groups * GROUP, n), group_size=GROUP)
+        shape = (*leading, groups * GROUP, n)
+        return Format("mxfp4", held, shape=shape, group_size=GROUP, encoding=ENCODING, exact_in=EXACT_IN)
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         """bf16 [..., k, n]."""

@@ -1,29 +1,35 @@
-"""The list of source formats, and which of them a weight is in."""
+"""The registry of source formats, and which of them a weight is in. A format is added here and in a file of its own."""
 
 from __future__ import annotations
 
+from ktinject.checkpoints.formats.awq import Awq
 from ktinject.checkpoints.formats.base import SourceFormat, refused
 from ktinject.checkpoints.formats.floats import Floats
-from ktinject.checkpoints.formats.fp8_blocks import BlockFp8
+from ktinject.checkpoints.formats.fp4 import Fp4
+from ktinject.checkpoints.formats.fp8 import Fp8
 from ktinject.checkpoints.formats.gguf_blocks import GgufBlocks
-from ktinject.checkpoints.formats.int4 import Int4
+from ktinject.checkpoints.formats.gptq import Gptq
+from ktinject.checkpoints.formats.int8 import Int8
 from ktinject.checkpoints.formats.made import MadeOfParts
 from ktinject.checkpoints.formats.mxfp4 import Mxfp4
+from ktinject.checkpoints.formats.packed import Packed
 from ktinject.checkpoints.formats.unsupported import Unsupported
 from ktinject.checkpoints.reader import Reader
 
-# The first one that holds a weight is its format.
-SOURCES: tuple[SourceFormat, ...] = (
+# The formats that are read. The first one that holds a weight is its format.
+READ: tuple[SourceFormat, ...] = (
     Mxfp4(),
-    Int4(),
-    MadeOfParts(),
-    Unsupported(),
-    BlockFp8(),
+    Fp4(),
+    Awq(),
+    Gptq(),
+    Packed(),
+    Int8(),
+    Fp8(),
     GgufBlocks(),
-    Floats(),
 )
+SOURCES: tuple[SourceFormat, ...] = (MadeOfParts((*READ, Floats())), *READ, Unsupported(READ), Floats())
 # Values of quant_method in config.json that are read.
-METHODS = tuple(method for source in SOURCES for method in source.methods)
+METHODS = tuple(dict.fromkeys(method for source in READ for method in source.methods))
 
 
 def find(reader: Reader, key: str) -> tuple[SourceFormat, tuple[str, ...]]:
@@ -35,15 +41,13 @@ def find(reader: Reader, key: str) -> tuple[SourceFormat, tuple[str, ...]]:
 
 
 def weight_names(reader: Reader) -> set[str]:
-    """The names of a checkpoint, with the weight's in place of the tensors that hold it where none has its name."""
+    """The names of a checkpoint, with the weight's in place of the tensors that hold it."""
     found = set(reader.names) - {part for made in reader.made.values() for part in made.parts}
     found |= reader.made.keys()
-    for source in SOURCES:
+    for source in READ:
         for own in source.own:
-            own.replace_in(found)
+            for key in [*own.weights(found)]:
+                if held := source.held(reader, key):
+                    found.difference_update(held)
+                    found.add(key)
     return found
-
-
-def companions(key: str) -> tuple[str, ...]:
-    """Names of tensors that may accompany a weight's own, in any format that is read."""
-    return tuple(key + suffix for source in SOURCES for suffix in source.companions)

@@ -1,37 +1,42 @@
-"""Formats that are not read, recognised by the tensors that come with them, and refused by name."""
+"""Weights in formats that are not read, or of which tensors are absent: recognised by those that are there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from ktinject.checkpoints.formats.base import READ, Format, SourceFormat, refused
+from ktinject.checkpoints.formats.base import Format, SourceFormat, unread
 from ktinject.checkpoints.reader import Reader
 from ktinject.errors import shown
 
-# What the name of a tensor that comes with a format has in place of ".weight"; the first one found names the format.
-UNSUPPORTED = {
-    ".weight_packed": "compressed-tensors packed",
-    ".g_idx": "GPTQ",
-    ".qweight": "AWQ or GPTQ",
-    "_blocks": "MXFP4",
+# What the name of a tensor that comes with a format has in place of ".weight".
+_NEVER_READ = {
     ".weight.absmax": "bitsandbytes 4-bit",
     ".absmax": "bitsandbytes 4-bit",
     ".SCB": "bitsandbytes int8",
-    ".weight_scale_2": "NVFP4",
-    ".weight_scale": "FP8 with a scale per tensor or channel",
 }
 
 
 class Unsupported(SourceFormat):
-    """`held` gives the tensor that tells the format."""
+    """`held` gives the tensor that tells the format.
+
+    read    the formats that are read: a weight gets here if none of them holds it
+    """
+
+    def __init__(self, read: Sequence[SourceFormat]) -> None:
+        self.found = _NEVER_READ | {suffix: source.title for source in read for suffix in source.tells}
 
     def held(self, reader: Reader, key: str) -> tuple[str, ...]:
         stem = key.removesuffix(".weight")
-        return next(((stem + suffix,) for suffix in UNSUPPORTED if stem + suffix in reader.names), ())
+        return next(((stem + suffix,) for suffix in self.found if stem + suffix in reader.names), ())
 
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
-        name = UNSUPPORTED[held[0].removeprefix(key.removesuffix(".weight"))]
-        raise refused(reader, key, f"{name} format, to which {shown(held[0])} belongs. {READ}")
+        stem = key.removesuffix(".weight")
+        title = self.found[held[0].removeprefix(stem)]
+        raise unread(
+            reader, key, f"{title}, to which {shown(held[0])} belongs, is not read or not whole here"
+        )
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         raise NotImplementedError("detect refuses")

@@ -23,6 +23,7 @@ from ktinject.generation.layer_spec import (
     NormSpec,
     OtherFeedForward,
 )
+from ktinject.hf import adapters
 from ktinject.hf.layers import Layers
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.cpu_experts import CpuExperts
@@ -182,8 +183,8 @@ def _known(found: Spec | Support) -> Spec:
 
 
 def _of(module: Any, name: str, kind: type, owner: str = "") -> Any:
-    """A child of some type, which must be there."""
-    found = getattr(module, name, None)
+    """A child of some type, which must be there; within adapters that add nothing, as they may be switched off."""
+    found = adapters.unadapted(getattr(module, name, None))
     if isinstance(found, kind):
         return found
     shown = "nothing" if found is None else f"a {type(found).__name__}"

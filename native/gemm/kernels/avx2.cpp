@@ -2,7 +2,8 @@
 // row.
 //
 // bf16 pairs are widened to two fp32 vectors (even inputs by a shift, odd ones by a mask) and multiplied with FMA. int8
-// goes through 16 bits, because vpmaddubsw saturates: 255 * 127 * 2 does not fit.
+// goes through 16 bits, because vpmaddubsw saturates: 255 * 127 * 2 does not fit. Products of int4 do, and some of their
+// sums.
 #include <immintrin.h>
 
 #include "gemm/kernels/dequantise.hpp"
@@ -18,6 +19,7 @@ namespace {
 constexpr int kPrefetchBytes = 4096;
 
 inline __m256i load(const std::byte* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
+inline __m256i broadcast(const std::byte* p) { return _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(p)); }
 
 // c [M, 32] = x times `blocks` blocks of weights; on top of what c holds, if `add`. `streamed`: they come from memory;
 // else they were decoded to where they are, in the L1 cache.
@@ -56,10 +58,8 @@ void bf16_rows(int blocks, const std::byte* w, const std::byte* x, size_t block_
 }
 
 // Four 16-bit inputs, repeated: the operand for 4 outputs x 4 inputs of widened weights.
-template <bool is_signed>
 inline __m256i widen_quad(const std::byte* p) {
-  const __m128i quad = _mm_cvtsi32_si128(*reinterpret_cast<const int32_t*>(p));
-  return _mm256_broadcastq_epi64(is_signed ? _mm_cvtepi8_epi16(quad) : _mm_cvtepu8_epi16(quad));
+  return _mm256_broadcastq_epi64(_mm_cvtepu8_epi16(_mm_cvtsi32_si128(*reinterpret_cast<const int32_t*>(p))));
 }
 
 // Adds the two partial sums of each output: 8 accumulators of (4 outputs x 2) become 32 sums in order.
@@ -80,7 +80,7 @@ void int8_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
     for (int r = 0; r < 16; ++r) {
       _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 64), _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 1024 + r * 64), _MM_HINT_T0);
-      const __m256i a = widen_quad<false>(x + r * 4);
+      const __m256i a = widen_quad(x + r * 4);
 #pragma GCC unroll 8
       for (int q = 0; q < 8; ++q) {
         const auto* quads = reinterpret_cast<const __m128i*>(w + (q / 4) * 1024 + r * 64 + (q % 4) * 16);
@@ -97,51 +97,81 @@ void int8_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
   }
 }
 
-void int4_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride,
-              const int32_t* group_sum, float scale, float* c) {
-  const uint16_t* scales = int4_scales(panel);
-  const uint8_t* zeros = int4_zeros(matrix, panel);
-  const std::byte* data = panel + matrix.head_bytes();
-  const __m128i low_nibbles = _mm_set1_epi8(15);
-  const int group_rows = matrix.group_size / 8, all_rows = matrix.blocks() * 8;
-  __m256 total[4];
-  for (auto& value : total) value = _mm256_setzero_ps();
-  for (int g = 0; g < matrix.groups(); ++g) {
-    __m256i sum[8];
-    for (auto& value : sum) value = _mm256_setzero_si256();
+// Rows of 8 inputs whose products fit 16 bits together: each adds at most 2 · 15 · 128 to a sum, twice.
+constexpr int kShortRows = 4;
+static_assert(kShortRows * 4 * 15 * 128 <= 32767);
+
+// Half a panel: c [M, 16], of rows that lie kPanel apart. Codes are unsigned and below 16, so vpmaddubsw does not
+// saturate; groups are multiples of kShortRows rows.
+template <int M>
+void int4_half(const Matrix& matrix, const std::byte* panel, int half, const std::byte* x, size_t block_stride,
+               const float* scale, const int32_t* group_sum, float* c) {
+  const int groups = matrix.groups(), group_rows = matrix.group_size / 8, all_rows = matrix.blocks() * 8;
+  const uint16_t* scales = int4_scales(panel) + half * 16;
+  const uint8_t* zeros = int4_zeros(matrix, panel) + half * 16;
+  const std::byte* data = panel + matrix.head_bytes() + half * 512;
+  const __m256i low_nibbles = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+  __m256 total[M][2];
+  for (auto& row : total)
+    for (auto& value : row) value = _mm256_setzero_ps();
+  for (int g = 0; g < groups; ++g) {
+    __m256i sum[M][2];
+    for (auto& row : sum)
+      for (auto& value : row) value = _mm256_setzero_si256();
     const int end = (g + 1) * group_rows < all_rows ? (g + 1) * group_rows : all_rows;
-    for (int at = g * group_rows; at < end; ++at) {
-      const std::byte* w = data + static_cast<size_t>(at / 8) * 1024 + static_cast<size_t>(at % 8) * 64;
-      const std::byte* quads = x + static_cast<size_t>(at / 8) * block_stride + static_cast<size_t>(at % 8) * 8;
-      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + 512), _MM_HINT_T0);
-      const __m256i a0 = widen_quad<true>(quads), a1 = widen_quad<true>(quads + 4);
-#pragma GCC unroll 8
-      for (int q = 0; q < 8; ++q) {
-        const __m128i pair = _mm_load_si128(reinterpret_cast<const __m128i*>(w + (q / 4) * 512 + (q % 4) * 16));
-        const __m256i low = _mm256_cvtepu8_epi16(_mm_and_si128(pair, low_nibbles));
-        const __m256i high = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(pair, 4), low_nibbles));
-        sum[q] = _mm256_add_epi32(sum[q], _mm256_add_epi32(_mm256_madd_epi16(low, a0), _mm256_madd_epi16(high, a1)));
+    for (int first = g * group_rows; first < end; first += kShortRows) {
+      const std::byte* w = data + static_cast<size_t>(first / 8) * 1024 + static_cast<size_t>(first % 8) * 64;
+      const std::byte* quads = x + static_cast<size_t>(first / 8) * block_stride + static_cast<size_t>(first % 8) * 8;
+      __m256i few[M][2];
+      for (auto& row : few)
+        for (auto& value : row) value = _mm256_setzero_si256();
+#pragma GCC unroll 4
+      for (int r = 0; r < kShortRows; ++r) {
+        _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 64), _MM_HINT_T0);
+#pragma GCC unroll 2
+        for (int q = 0; q < 2; ++q) {
+          const __m256i pair = load(w + r * 64 + q * 32);
+          const __m256i low = _mm256_and_si256(pair, low_nibbles);
+          const __m256i high = _mm256_and_si256(_mm256_srli_epi16(pair, 4), low_nibbles);
+          for (int row = 0; row < M; ++row) {
+            const std::byte* inputs = quads + row * 64 + r * 8;
+            few[row][q] = _mm256_add_epi16(few[row][q], _mm256_maddubs_epi16(low, broadcast(inputs)));
+            few[row][q] = _mm256_add_epi16(few[row][q], _mm256_maddubs_epi16(high, broadcast(inputs + 4)));
+          }
+        }
+      }
+      for (int row = 0; row < M; ++row)
+        for (int q = 0; q < 2; ++q)
+          sum[row][q] = _mm256_add_epi32(sum[row][q], _mm256_madd_epi16(few[row][q], ones));
+    }
+#pragma GCC unroll 2
+    for (int q = 0; q < 2; ++q) {
+      const int column = g * kPanel + q * 8;
+      const __m256i zero =
+          matrix.symmetric ? _mm256_set1_epi32(8)
+                           : _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros + column)));
+      const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + column));
+      const __m256 group_scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+      for (int row = 0; row < M; ++row) {
+        const __m256i inputs = _mm256_set1_epi32(group_sum[row * groups + g]);
+        const __m256i exact = _mm256_sub_epi32(sum[row][q], _mm256_mullo_epi32(zero, inputs));
+        total[row][q] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(exact), group_scale, total[row][q]);
       }
     }
-    __m256i folded[4];
-    fold(sum, folded);
-    const __m256i group = _mm256_set1_epi32(group_sum[g]);
-    for (int q = 0; q < 4; ++q) {
-      const __m256i zero =
-          matrix.symmetric
-              ? _mm256_set1_epi32(8)
-              : _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros + g * kPanel + q * 8)));
-      const __m256i exact = _mm256_sub_epi32(folded[q], _mm256_mullo_epi32(zero, group));
-      const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + g * kPanel + q * 8));
-      const __m256 group_scale = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-      total[q] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(exact), group_scale, total[q]);
-    }
   }
-  for (int q = 0; q < 4; ++q) _mm256_storeu_ps(c + q * 8, _mm256_mul_ps(total[q], _mm256_set1_ps(scale)));
+  for (int row = 0; row < M; ++row)
+    for (int q = 0; q < 2; ++q)
+      _mm256_storeu_ps(c + row * kPanel + q * 8, _mm256_mul_ps(total[row][q], _mm256_set1_ps(scale[row])));
 }
 
-// Calls run(panel, x, block_stride, row, take, c) for one row, or two of the same group where `Most` allows.
+template <int M>
+void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride,
+               const float* scale, const int32_t* group_sum, float* c) {
+  for (int half = 0; half < 2; ++half)
+    int4_half<M>(matrix, panel, half, x, block_stride, scale, group_sum, c + half * 16);
+}
+
+// Calls run(panel, x, block_stride, row, take, c) for up to `Most` rows of the same group.
 template <int Most, class Run>
 void for_runs(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
               Run&& run) {
@@ -205,10 +235,14 @@ void avx2_int8(const Matrix& matrix, const std::byte* panels, int count, const P
 void avx2_int4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                std::byte*, const Epilogue*) {
   const auto groups = static_cast<size_t>(matrix.groups());
-  for_runs<1>(matrix, panels, count, rows, c,
-              [&](const std::byte* panel, const std::byte* x, size_t block_stride, int row, int, float* out) {
-                int4_row(matrix, panel, x, block_stride, rows.group_sum + static_cast<size_t>(row) * groups,
-                         rows.scale[row], out);
+  for_runs<4>(matrix, panels, count, rows, c,
+              [&](const std::byte* panel, const std::byte* x, size_t block_stride, int row, int take, float* out) {
+                const int32_t* sums = rows.group_sum + static_cast<size_t>(row) * groups;
+                const auto run = take == 4   ? int4_rows<4>
+                                 : take == 3 ? int4_rows<3>
+                                 : take == 2 ? int4_rows<2>
+                                             : int4_rows<1>;
+                run(matrix, panel, x, block_stride, rows.scale + row, sums, out);
               });
 }
 

@@ -59,6 +59,11 @@ struct HardwareTiles {
   static void configure(const TileShapes& shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(shapes)); }
   static void release() { __asm__ volatile("tilerelease"); }
   // A passes by, B stays: with the T1 hint, A does not push B out of the L1 cache.
+  // `two` tiles of rows that lie `stride` bytes apart.
+  static void load_a(const void* p0, const void* p1, size_t stride, bool two) {
+    load<4>(p0, stride);
+    if (two) load<5>(p1, stride);
+  }
   static void load_a0(const void* p) { load_passing<4>(p); }
   static void load_a1(const void* p) { load_passing<5>(p); }
   static void load_b(const void* p0, const void* p1) {
@@ -143,6 +148,10 @@ struct ModelTiles {
     std::memset(s.data[tile], 0, sizeof s.data[tile]);
     for (int r = 0; r < s.rows[tile]; ++r)
       std::memcpy(s.data[tile][r], static_cast<const char*>(p) + static_cast<size_t>(r) * stride, s.bytes[tile]);
+  }
+  static void load_a(const void* p0, const void* p1, size_t stride, bool two) {
+    load(4, p0, stride);
+    if (two) load(5, p1, stride);
   }
   static void load_a0(const void* p) { load(4, p, 64); }
   static void load_a1(const void* p) { load(5, p, 64); }

@@ -15,7 +15,7 @@ from torch import Tensor
 import ktinject
 from ktinject import machine, rules
 from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.formats import int4_packing
+from ktinject.checkpoints.formats import int_packing
 from ktinject.checkpoints.formats.base import Codes
 from ktinject.errors import CheckpointError
 from ktinject.hf import models
@@ -146,7 +146,7 @@ def test_q4_0_blocks_of_gguf() -> None:
             block = want.codes[output, 32 * group : 32 * group + 32].tolist()
             rows.append(want.scales[output, group : group + 1].view(torch.uint8).tolist())
             rows[-1] += [block[i] | block[i + 16] << 4 for i in range(16)]
-    found = int4_packing.from_q4_0(torch.tensor(rows, dtype=torch.uint8).view(N, -1), K)
+    found = int_packing.from_q4_0(torch.tensor(rows, dtype=torch.uint8).view(N, -1), K)
     assert found.codes.equal(want.codes) and found.scales.equal(want.scales) and found.zeros is None
 
 
@@ -162,9 +162,11 @@ def test_without_a_method_gptq_and_awq_cannot_be_told_apart(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "name, change, words",
     [
-        ("gptq", {"bits": 8}, "gptq with 8 bits; 4 are read"),
-        ("awq", {"version": "gemv"}, "AWQ of version gemv; gemm is read"),
-        ("packed", {"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "int of 4 bits is read"),
+        ("gptq", {"bits": 3}, "GPTQ of 3 bits; 4 and 8 are read"),
+        ("gptq", {"bits": 8}, r"I32 \[4, 3\]; I32 \[groups, 6\] is needed for 8 bits"),
+        ("awq", {"bits": 8}, "AWQ of 8 bits; 4 are read"),
+        ("awq", {"version": "gemv"}, "AWQ of version 'gemv'; gemm is read"),
+        ("packed", {"config_groups": {"a": {"weights": {"num_bits": 3}}}}, "int of 4 and 8 bits is read"),
         ("packed", {"config_groups": {}}, "config_groups does not say how"),
     ],
 )
@@ -180,9 +182,9 @@ def test_other_ways_to_pack_are_refused(
     "name, part, tensor, words",
     [
         ("gptq", "qweight", torch.zeros(16, N), "F32"),
-        ("gptq", "scales", torch.zeros(3, N).half(), "groups that divides 128"),
+        ("gptq", "scales", torch.zeros(3, N).half(), "3 groups for 128 inputs; 4 is needed"),
         ("gptq", "scales", torch.zeros(4, N + 1).half(), r"F16 or BF16 or F32 \[4, 24\] is needed"),
-        ("gptq", "qzeros", torch.zeros(4, 4, dtype=torch.int32), r"I32 \[4, 3\] is needed"),
+        ("gptq", "qzeros", torch.zeros(4, 4, dtype=torch.int32), r"I32 \[groups, 3\] is needed"),
         ("gptq", "g_idx", torch.zeros(4, dtype=torch.int32), r"\[128\] is needed"),
         ("awq", "qzeros", torch.zeros(4, 3), "F32"),
         ("packed", "weight_zero_point", torch.zeros(4, 4, dtype=torch.int32), r"I32 \[3, 4\] is needed"),

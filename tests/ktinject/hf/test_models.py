@@ -27,7 +27,6 @@ from transformers.core_model_loading import dot_natural_key
 
 import ktinject
 from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.formats.table import companions
 from ktinject.errors import CheckpointError, KTInjectError, PlanError
 from ktinject.hf import models as hf
 from ktinject.hf.key_map import KeyMap, Piece, key_map
@@ -38,7 +37,7 @@ IDS = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
 
 
 def mapping_of(model: PreTrainedModel, names: list[str]) -> KeyMap:
-    return key_map(model, names, companions)
+    return key_map(model, names)
 
 
 def as_kimi(folder: Path) -> Path:
@@ -191,15 +190,6 @@ def test_names_that_the_model_class_ignores_are_ignored() -> None:
     ]
     mapping = mapping_of(model, names)
     assert not mapping.unexpected and not mapping.missing
-
-
-def test_scales_follow_their_weight() -> None:
-    model = models.tiny("deepseek_v3")
-    weight = "model.layers.1.mlp.experts.3.gate_proj.weight"
-    mapping = mapping_of(model, [*names_of(model), f"{weight}_scale_inv"])
-    assert not mapping.unexpected
-    mapping = mapping_of(model, [*names_of(model), "model.norm.bias_scale_inv"])
-    assert mapping.unexpected == ["model.norm.bias_scale_inv"]
 
 
 def test_a_checkpoint_of_the_base_model_fits(tmp_path: Path) -> None:

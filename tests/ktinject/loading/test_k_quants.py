@@ -102,7 +102,7 @@ def test_kept_experts_are_the_files_own(gate_up: str, down: str, folder: Path, t
     model = loaded(file, rules(weights="kept"))
     want = values(file)
     for layer, replacement in enumerate(model.ktinject.replacements):
-        words = f"{gate_up.lower()}, down {down.lower()}, kept"
+        words = f"{gate_up.lower()}, down {down.lower()}"
         assert replacement.runs["weights"] == words
         operator = model.get_submodule(replacement.path)
         parts = [want[f"blk.{layer}.ffn_{part}_exps.weight"] for part in ("gate", "up", "down")]
@@ -124,7 +124,7 @@ def test_kept_experts_are_the_files_own(gate_up: str, down: str, folder: Path, t
 def test_a_format_that_is_named_is_that_of_the_file(operator: str, folder: Path, tmp_path: Path) -> None:
     file = mixed(folder, tmp_path / "a.gguf", "Q4_K", "Q4_K")
     model = loaded(file, rules(operator, weights="q4_k"))
-    assert {replacement.runs["weights"] for replacement in model.ktinject.replacements} == {"q4_k, kept"}
+    assert {replacement.runs["weights"] for replacement in model.ktinject.replacements} == {"q4_k"}
     other = mixed(folder, tmp_path / "b.gguf", "Q4_K", "Q6_K")
     with pytest.raises(
         PlanError, match=r"weights q4_k are kept .* down_proj is q6_k .* kept takes what it has"
@@ -160,7 +160,7 @@ def test_linears_keep_k_quants(folder: Path, tmp_path: Path) -> None:
         assert checkpoint.shape("model.layers.0.self_attn.o_proj.weight")[1] % SIZE == 0
     model, want = loaded(file, found), values(file)
     runs = {r.path.rpartition(".")[2]: r.runs["weights"] for r in model.ktinject.replacements}
-    assert runs == {"o_proj": "q5_k, kept", "k_proj": "q6_k, kept", "v_proj": "bf16"}
+    assert runs == {"o_proj": "q5_k", "k_proj": "q6_k", "v_proj": "bf16"}
     operator = model.model.layers[1].self_attn.o_proj
     assert operator.unpack("weight").equal(want["blk.1.attn_output.weight"])
     with pytest.raises(PlanError, match="the weight is fp32 in the checkpoint"):

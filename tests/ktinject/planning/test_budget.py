@@ -126,14 +126,20 @@ def test_other_arguments_narrow_the_choice(model: PreTrainedModel) -> None:
     [
         ([], ("bf16", 128)),
         ([Format("float")], ("bf16", 128)),
-        ([Format("fp8_blocks", block=(128, 128))], ("fp8", 128)),
-        ([Format("fp8_blocks", block=(64, 128))], ("bf16", 128)),
-        ([Format("fp8_blocks", block=(128, 128)), Format("bf16")], ("bf16", 128)),
-        ([Format("mxfp4", group_size=32)], ("mxfp4", 128)),
-        ([Format("gptq", group_size=64)], ("int4", 64)),
-        ([Format("gptq", group_size=64, has_zeros=True)], ("bf16", 128)),
-        ([Format("gptq", group_size=64), Format("gptq", group_size=128)], ("bf16", 128)),
-        ([Format("q4_0", group_size=32)], ("int4", 32)),
+        ([Format("fp8_blocks", block=(128, 128), encoding="fp8")], ("fp8", 128)),
+        ([Format("fp8_blocks", block=(64, 128), encoding="fp8")], ("bf16", 128)),
+        ([Format("fp8_blocks", block=(128, 128), encoding="fp8"), Format("bf16")], ("bf16", 128)),
+        ([Format("mxfp4", group_size=32, encoding="mxfp4")], ("mxfp4", 128)),
+        ([Format("gptq", group_size=64, encoding="int4")], ("int4", 64)),
+        ([Format("gptq", group_size=64, has_zeros=True, encoding="int4")], ("int4", 64)),
+        ([Format("gptq", group_size=64, is_ordered=True, encoding="int4")], ("bf16", 128)),
+        ([Format("int8", group_size=64, encoding="int8")], ("int8", 128)),
+        ([Format("nvfp4", group_size=16, encoding="nvfp4")], ("bf16", 128)),
+        (
+            [Format("gptq", group_size=64, encoding="int4"), Format("gptq", group_size=128, encoding="int4")],
+            ("bf16", 128),
+        ),
+        ([Format("q4_0", group_size=32, encoding="int4")], ("int4", 32)),
     ],
 )
 def test_what_the_checkpoint_has_comes_first(stored: list[Format], first: tuple[str, int]) -> None:
@@ -142,10 +148,13 @@ def test_what_the_checkpoint_has_comes_first(stored: list[Format], first: tuple[
     assert (found[0][1].weights, found[0][1].group_size) == first
     assert [rank for rank, _ in found] == sorted({rank for rank, _ in found})
     assert not expert_formats.choices(REGISTRY["cpu_experts"].Config(weights="int8"), stored)
+    kept = expert_formats.choices(REGISTRY["cpu_experts"].Config(weights="kept"), stored)
+    assert (kept[0][1].weights, kept[0][1].group_size) == first and kept[-1][1].weights == "bf16"
+    assert kept[0][1].symmetric is not any(form.has_zeros and first[0] == "int4" for form in stored)
 
 
 def test_biases_and_routers_do_not_say_what_the_experts_are() -> None:
-    mxfp4 = Format("mxfp4", group_size=32)
+    mxfp4 = Format("mxfp4", group_size=32, encoding="mxfp4")
     stored = [("experts.gate_up_proj", mxfp4), ("experts.down_proj_bias", Format("bf16"))]
     for name, has in (("cpu_experts", stored), ("deferred_moe", [*stored, ("gate.weight", Format("fp32"))])):
         operator = REGISTRY[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from double import on_meta, saved
 from plan_cases import changed, planned, refusal, rule
 from transformers import PreTrainedModel
 
+import ktinject
 from ktinject.errors import CheckpointError, PlanError, few, listed
 from ktinject.planning.match import grouped
 
@@ -50,8 +52,69 @@ def test_everything_that_is_wrong_with_a_checkpoint_is_in_one_report(
         "in a format that is not read:\n"
         "  tensor 'model.layers.0.mlp.up_proj.weight': dtype F64\n"
         f"  tensor '{experts}.4.down_proj.weight': dtype I8\n"
-        "Use the config.json that came with the weights, and a complete download."
+        "Use the config.json that came with the weights, and a complete download, or do without some by "
+        "ignore=[patterns] (--ignore)."
     )
+
+
+# What a checkpoint may have beside the weights of a model, and names like these that no model is known to do without.
+HARMLESS = (
+    "model.layers.1.mlp.experts.2.up_proj.input_scale",
+    "model.layers.1.mlp.experts.gate_up_proj_input_scale",
+    "model.layers.0.self_attn.k_proj.k_scale",
+    "model.layers.0.self_attn.v_scale",
+    "model.layers.0.self_attn.masked_bias",
+    "rope_freqs.weight",
+    "model.layers.0.self_attn.rotary_emb.cos_cached",
+    "mtp.layers.0.mlp.gate.weight",
+    "model.visual.blocks.0.attn.qkv.weight",
+    "vision_tower.patch_embed.proj.weight",
+)
+HARMFUL = (
+    "model.layers.0.self_attn.bias_scale",
+    "model.layers.9.mlp.experts.0.up_proj.weight",
+    "model.layers.0.visual_gate.weight",
+    "model.layers.0.mlp.extra.weight",
+)
+
+
+def test_what_models_do_without_is_named_once_and_skipped(folder: Path, tmp_path: Path) -> None:
+    model = on_meta(models.tiny("deepseek_v3"))
+    announced = f"model.layers.{model.config.num_hidden_layers}.mlp.experts.0.up_proj.weight"
+    names = {name: torch.zeros(2) for name in (*HARMLESS, *HARMFUL, announced)}
+    path = changed(folder, tmp_path / "changed", lambda tensors: tensors.update(names))
+    model._keys_to_ignore_on_load_unexpected = None
+    model.config.num_nextn_predict_layers = 1
+    said = refusal(CheckpointError, model, rule(), path)
+    listed_there = said.partition("not expected by the model:\n")[2].partition("\nUse ")[0]
+    assert sorted(line.strip() for line in listed_there.splitlines()) == sorted(HARMFUL)
+    decided = ktinject.plan(model, rule(), checkpoint=path, devices="cpu", ignore=[r".*\.(bias_scale|extra\..*)",
+                            r"model\.layers\.9\..*", r".*visual_gate.*"])  # fmt: skip
+    notes = [note for note in decided.notes if note.endswith("which the model does not need; skipped")]
+    assert len(notes) == 1 and "more, which" in notes[0]
+
+
+@pytest.mark.parametrize("pattern", ["(", "a{2000}", 3])
+def test_ignore_takes_patterns_alone(pattern: Any, folder: Path) -> None:
+    model = on_meta(models.tiny("deepseek_v3"))
+    with pytest.raises(PlanError, match=r"ignore: .*names of tensors match as a whole"):
+        ktinject.plan(model, rule(), checkpoint=folder, devices="cpu", ignore=[pattern])
+
+
+def test_a_bias_that_autogptq_adds_is_skipped_if_it_is_zero(folder: Path, tmp_path: Path) -> None:
+    model = on_meta(models.tiny("deepseek_v3"))
+    stem = "model.layers.0.self_attn.o_proj"
+
+    def change(bias: float) -> Callable[[dict[str, torch.Tensor]], None]:
+        def apply(tensors: dict[str, torch.Tensor]) -> None:
+            tensors[f"{stem}.bias"] = torch.full((40,), bias)
+            tensors[f"{stem}.qweight"] = torch.zeros(1, dtype=torch.int32)
+
+        return apply
+
+    for bias in (0.0, 1.0):
+        said = refusal(CheckpointError, model, rule(), changed(folder, tmp_path / str(bias), change(bias)))
+        assert (f"{stem}.bias" in said) is bool(bias) and f"{stem}.qweight" in said
 
 
 def test_fused_experts_are_checked_too(tmp_path: Path) -> None:
@@ -96,7 +159,7 @@ def test_a_refusal_lists_twenty_lines_and_how_many_more() -> None:
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_what_is_wrong_with_a_large_checkpoint_fits_a_screen(ragged: bool, tmp_path: Path) -> None:
-    """FP8 with a scale per channel, at the number of tensors of Qwen3-30B-A3B."""
+    """A format that is not read, at the number of tensors of Qwen3-30B-A3B."""
     model = on_meta(models.tiny("qwen3_moe", num_hidden_layers=1))
     model.config.num_hidden_layers, model.config.num_experts = 48, 128
     model = on_meta(model)
@@ -108,13 +171,13 @@ def test_what_is_wrong_with_a_large_checkpoint_fits_a_screen(ragged: bool, tmp_p
     ]
     if ragged:  # no line covers exactly these
         names = [name for number, name in enumerate(names) if number % 7]
-    files = {name + end: "model-1.safetensors" for name in names for end in ("", "_scale")}
+    files = {name + end: "model-1.safetensors" for name in names for end in ("", ".absmax")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     said = refusal(CheckpointError, model, rule(), tmp_path)
-    assert "FP8 with a scale per tensor or channel" in said and len(said) < 20_000
-    assert len(said.splitlines()) <= 3 * 22 + 2
+    assert "bitsandbytes 4-bit, to which" in said and len(said) < 20_000
+    assert len(said.splitlines()) <= 20
     if not ragged:
-        assert "experts.{0-127}.gate_proj.weight_scale' belongs" in said and "(6144 tensors)" in said
+        assert "experts.{0-127}.gate_proj.weight.absmax' belongs" in said and "(6144 tensors)" in said
 
 
 @pytest.mark.parametrize("method", ["mxfp8", "bitsandbytes", "hqq", None, "plain text"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ktinject.serving import page
 from ktinject.serving.gate import Gate, Limits
 from ktinject.serving.metrics import Job, Metrics
 
@@ -224,3 +225,23 @@ def test_metrics_are_what_was_done() -> None:
     assert 'ktinject_tokens_total{kind="generated"} 2\n' in text
     assert "ktinject_time_to_first_token_seconds_count 1\n" in text
     assert 'ktinject_time_to_first_token_seconds_bucket{le="+Inf"} 1\n' in text
+
+
+def test_the_page_is_everybody_s_and_what_it_shows_needs_the_key() -> None:
+    async def view() -> dict[str, int]:
+        return {"layers": 3}
+
+    client = Client(OK, Limits(key="12345678"), views={"/plan": view}, files=page.files())
+
+    def ask(path: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+        found: tuple[int, bytes] = run(lambda: client.ask(path, method=method, **headers))
+        return found
+
+    status, body = ask("/")
+    assert status == 200 and b"<main>" in body and ask("/page/main.js")[0] == 200
+    paths = ("/page/gate.py", "/page/../gate.py", "/plan", "/activity", "/metrics")
+    assert {ask(path)[0] for path in paths} == {401} == {ask("/", "POST")[0]}
+    key = {"authorization": "Bearer 12345678"}
+    assert ask("/plan", **key) == (200, b'{"layers": 3}')
+    assert ask("/", "POST", **key)[0] == ask("/plan", "POST", **key)[0] == 405
+    assert ask("/activity", **key)[0] == 404

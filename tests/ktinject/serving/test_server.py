@@ -91,7 +91,7 @@ def server() -> Iterator[Running]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = TEMPLATE
     limits = Limits(queue=3, key="12345678", body=20_000)
-    with running(model, tokenizer, most=200, limits=limits) as found:
+    with running(model, tokenizer, most=200, batch=1, limits=limits) as found:
         yield found
 
 
@@ -253,7 +253,7 @@ def test_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 def test_on_a_gpu_requests_run_in_the_server_s_thread() -> None:
     model = ktinject.load(MODEL, devices="cuda:0", progress=False)
-    with running(model, AutoTokenizer.from_pretrained(MODEL)) as found:
+    with running(model, AutoTokenizer.from_pretrained(MODEL), batch=1) as found:
         want = [found.written(prompt, 8) for prompt in PROMPTS]
         asked: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "temperature": 0}
         with ThreadPoolExecutor(4) as clients:

@@ -403,7 +403,7 @@ def test_a_submit_that_gets_no_slot_ends_its_naps(cuda: str) -> None:
             stream = torch.cuda.Stream()
             channel.submit(
                 slots, 0, x.data_ptr(), CODES[x.dtype], ids.data_ptr(), True, weights.data_ptr(),
-                CODES[weights.dtype], 2, 2, 0, 0, 0, 0, 2, 0, 0, False, stream.cuda_stream,
+                CODES[weights.dtype], 2, 2, 0, 0, 0, 0, 2, 0, False, 0, False, stream.cuda_stream,
             )
         assert _native.handoff_naps()
         torch.cuda.synchronize()

@@ -1,0 +1,87 @@
+"""Adapters of PEFT on a model: what they are told by, and which of them recorded steps may hold.
+
+PEFT puts a module around each layer that it adapts. It is imported by whoever makes adapters, never here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from ktinject.support import SUPPORTED, Support
+
+_PACKAGE = "peft."
+# Around one linear layer: layer(x) + B(A(x)) · scaling for each adapter that acts, and nothing besides.
+_LORA = ("peft.tuners.lora.layer", "Linear")
+
+
+def is_part(module: nn.Module) -> bool:
+    """Whether a module is PEFT's."""
+    return type(module).__module__.startswith(_PACKAGE)
+
+
+def is_lora_linear(module: nn.Module) -> bool:
+    """Whether a module is PEFT's around a linear layer with LoRA adapters. A subclass is not."""
+    return (type(module).__module__, type(module).__qualname__) == _LORA
+
+
+def acting(module: Any) -> tuple[str, ...]:
+    """Names of the adapters that a LoRA module adds to what its layer gives.
+
+    None do where they are switched off, or merged into the weights.
+    """
+    if module.disable_adapters or module.merged:
+        return ()
+    return tuple(name for name in module.active_adapters if name in module.lora_A)
+
+
+def unadapted(module: Any) -> Any:
+    """The layer in a LoRA module to which no adapter adds anything; any other module as it is."""
+    while isinstance(module, nn.Module) and is_lora_linear(module) and not acting(module):
+        module = module.base_layer
+    return module
+
+
+def replay_support(module: Any) -> Support:
+    """Whether a captured step may hold a module of PEFT's."""
+    if not is_lora_linear(module):
+        return Support.no(
+            f"is PEFT's {type(module).__qualname__}; of adapters, captured steps hold LoRA of linear layers"
+        )
+    special = {
+        name: type(module.lora_variant[name]).__name__
+        for name in acting(module)
+        if name in module.lora_variant
+    }
+    if special:
+        name, variant = next(iter(special.items()))
+        return Support.no(
+            f"has the adapter {name!r} with {variant}; captured steps hold plain LoRA. Merge it"
+        )
+    return SUPPORTED
+
+
+def take_off(model: nn.Module) -> None:
+    """Put the layers back that PEFT has put modules around."""
+    for holder in [*model.modules()]:
+        for name, child in [*holder.named_children()]:
+            layer = getattr(child, "get_base_layer", None) if is_part(child) else None
+            if callable(layer):
+                setattr(holder, name, layer())
+
+
+def lost(model: Any, held: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Adapters of which a part has found no parameter, because an operator holds it: the adapter, the parameter.
+
+    PEFT leaves such a part out and warns, and the model would compute as if it did not exist.
+
+    held   full names of parameters that operators hold → what holds them
+    """
+    configs = getattr(model, "peft_config", None)
+    for adapter, config in (configs if isinstance(configs, dict) else {}).items():
+        for target in sorted(getattr(config, "target_parameters", None) or ()):
+            for name in held:
+                if name == target or name.endswith(f".{target}"):
+                    yield adapter, name

@@ -1,0 +1,334 @@
+"""Who computes a request of the server: `generate` while it is alone, continuous batching while there are several.
+
+    request ─► queue ─► alone?  generate, in its captured or native steps ─┐ another comes: it goes on in the batch,
+                   └──► several: one batch of transformers' ◄──────────────┘ from what it has written
+
+One request alone is fastest in `generate`; several are in a batch, whose steps read an expert once for all of them. A
+request that goes over to the batch has its text read again there, which costs what a prompt costs, and its tokens go
+on. What a batch cannot do for a request alone, such as a seed of its own or a repetition penalty, `generate` does: it
+waits until the batch is empty, and those behind it wait for it. So all requests are begun in the order in which they
+came.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, StopStringCriteria
+
+from ktinject.errors import KTInjectError, OperatorError
+from ktinject.hf import compat
+
+if TYPE_CHECKING:
+    from ktinject.generation.batching_sampling import Choice
+
+logger = logging.getLogger("ktinject")
+
+PAGE = 256  # tokens of a block of the paged cache, as transformers has it
+_CHUNK = 2048  # tokens of prompts in a step at most, so that others do not wait long for their next token
+
+
+@dataclass(eq=False)
+class Request:
+    """A request of one text.
+
+    ids      of the prompt
+    sink     a streamer: `put` gets the prompt and each token, and may raise to end the request; `end`
+    choice   how a batch chooses its tokens; None: a batch cannot
+    stopped  whether the text so far ends it
+    """
+
+    ids: list[int]
+    config: GenerationConfig
+    sink: Any
+    arguments: dict[str, Any]
+    choice: Choice | None
+    seed: int | None = None
+    stopped: Callable[[list[int]], bool] = lambda written: False
+    written: list[int] = field(default_factory=list)
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    has_begun: bool = False
+    moves: bool = False
+    seen: int = 0  # of the tokens that the batch has written, those that were taken
+
+    def begin(self) -> bool:
+        """Give the sink the prompt; False if nobody waits any more."""
+        if not self.has_begun:
+            self.has_begun = True
+            return self.put(torch.tensor([self.ids]))
+        return True
+
+    def put(self, value: Tensor) -> bool:
+        try:
+            self.sink.put(value)
+        except BaseException as error:  # whatever a streamer raises to end its request
+            self.error = error
+            return False
+        return True
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.error = self.error or error
+        if self.error is None:
+            try:
+                self.sink.end()
+            except Exception as found:  # of a client that is gone
+                self.error = found
+        self.done.set()
+
+
+class _Moved(Exception):
+    """The request goes on in the batch."""
+
+
+class _Relay:
+    """The streamer of `generate` for a request that may move."""
+
+    def __init__(self, request: Request) -> None:
+        self._request, self._is_prompt = request, True
+
+    def put(self, value: Tensor) -> None:
+        request = self._request
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        request.written.extend(value.tolist())
+        if not request.put(value):
+            raise _Moved
+        if request.moves:
+            raise _Moved
+
+    def end(self) -> None:
+        pass
+
+
+class Batches:
+    """Runs the requests of a server.
+
+    most     requests at once; 1: always `generate`
+    context  tokens that a request may have
+    tokens   that the paged cache holds
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, most: int, context: int, tokens: int) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self.most, self._context, self._tokens = most, context, tokens
+        self._changed = threading.Condition()
+        self._waiting: deque[Request] = deque()
+        self._batch: dict[str, Request] = {}
+        self._alone: Request | None = None
+        self._manager: Any = None
+        self._number, self._closed = 0, False
+        self._thread = threading.Thread(target=self._run, name="ktinject requests", daemon=True)
+        self._thread.start()
+
+    def generate(
+        self, ids: list[int], config: GenerationConfig, sink: Any, seed: int | None, **arguments: Any
+    ) -> Tensor:
+        """What `model.generate` gives for one text, [1, n]; returns when it is written.
+
+        arguments  others of `generate`
+        Raises     what went wrong, or what `sink` raised
+        """
+        config = copy.deepcopy(config)
+        choice = None
+        if self.most > 1 and seed is None and len(ids) + config.max_new_tokens < self._tokens:
+            from ktinject.generation.batching_sampling import Choice
+
+            choice = Choice.of(self._model, config)
+        stop = config.stop_strings
+        request = Request(ids, config, sink, arguments, choice, seed)
+        if stop and choice is not None:
+            criterion = StopStringCriteria(self._tokenizer, [stop] if isinstance(stop, str) else stop)
+            request.stopped = lambda written: bool(criterion(torch.tensor([ids + written]), None)[0])
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the server is about to end")
+            self._waiting.append(request)
+            if self._alone is not None and choice is not None and self._alone.choice is not None:
+                self._alone.moves = True
+            self._changed.notify_all()
+        request.done.wait()
+        if request.error is not None:
+            raise request.error
+        return torch.tensor([ids + request.written])
+
+    def close(self) -> None:
+        """End what runs."""
+        with self._changed:
+            self._closed = True
+            for request in (*self._waiting, *self._batch.values()):
+                request.end(RuntimeError("the server has ended"))
+            self._waiting.clear()
+            self._batch.clear()
+            self._changed.notify_all()
+            manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.stop(block=True, timeout=10, hard_stop=True)
+
+    # The thread.
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._may_begin())
+                if self._closed:
+                    return
+                request = self._waiting.popleft()
+                is_alone = not self._batch and (request.choice is None or not self._has_company())
+                if is_alone:
+                    self._alone = request
+                    request.moves = False
+            if is_alone:
+                self._run_alone(request)
+            else:
+                self._add(request)
+
+    def _may_begin(self) -> bool:
+        if not self._waiting or len(self._batch) >= self.most:
+            return False
+        return not self._batch or self._waiting[0].choice is not None
+
+    def _has_company(self) -> bool:
+        return bool(self._waiting) and self._waiting[0].choice is not None
+
+    def _run_alone(self, request: Request) -> None:
+        error: BaseException | None = None
+        try:
+            if request.begin():
+                self._generate(request)
+        except _Moved:
+            if request.error is None:  # else its sink has ended it
+                with self._changed:
+                    self._alone = None
+                    self._waiting.appendleft(request)
+                return
+        except Exception as found:
+            error = found
+        with self._changed:
+            self._alone = None
+        request.end(error)
+
+    def _generate(self, request: Request) -> None:
+        ids = torch.tensor([request.ids + request.written], device=self._model.device)
+        config = copy.deepcopy(request.config)
+        config.max_new_tokens -= len(request.written)
+        if request.seed is not None:
+            torch.manual_seed(request.seed)
+        self._model.generate(
+            input_ids=ids,
+            generation_config=config,
+            streamer=_Relay(request),
+            tokenizer=self._tokenizer,
+            **request.arguments,
+        )
+
+    def _add(self, request: Request) -> None:
+        assert request.choice is not None
+        try:
+            manager = self._manager or self._made()
+        except (KTInjectError, RuntimeError, ValueError, MemoryError) as error:
+            # From now on one after the other.
+            logger.warning("requests are not batched: %s", error)
+            self.most = 1
+            with self._changed:
+                for each in (request, *self._waiting):
+                    each.choice = None
+                self._waiting.appendleft(request)
+            return
+        if not request.begin():
+            request.end()
+            return
+        with self._changed:
+            self._number += 1
+            name = f"request {self._number}"
+            request.seen = 0
+            self._batch[name] = request
+        ends = request.config.eos_token_id
+        accepted = manager.add_request(
+            request.ids + request.written,
+            request_id=name,
+            max_new_tokens=request.config.max_new_tokens - len(request.written),
+            streaming=True,
+            eos_token_id=-1 if ends is None else ends,
+            **request.choice.arguments(self._model.config.get_text_config().vocab_size),
+        )
+        if accepted is None:  # it has failed since; the next one takes the request
+            with self._changed:
+                if self._batch.pop(name, None) is not None:
+                    self._waiting.appendleft(request)
+                self._manager = None
+
+    def _made(self) -> Any:
+        """A manager that runs."""
+        from ktinject.generation import batching_sampling  # with it comes all of continuous batching
+
+        model = self._model
+        config = GenerationConfig(do_sample=False, eos_token_id=-1)
+        manager = model.init_continuous_batching(
+            generation_config=config,
+            continuous_batching_config=ContinuousBatchingConfig(
+                num_blocks=-(-self._tokens // PAGE),
+                max_batch_tokens=_CHUNK,
+                max_requests_per_batch=self.most,
+                use_cuda_graph=model.device.type == "cuda",
+            ),
+        )
+        batching_sampling.install(manager, model.config.get_text_config().vocab_size)
+        manager.output_router = _router(self._take)
+        manager.batch_processor = manager._create_batch_processor()  # raises what the thread could not
+        manager.background_thread_status.clear()
+        # As `start` does it, but the thread does not keep the process from ending.
+        manager._generation_thread = threading.Thread(target=manager._run_generation_loop, daemon=True)
+        manager._generation_thread.start()
+        self._manager = manager
+        return manager
+
+    # The thread of the batch.
+
+    def _take(self, output: Any) -> None:
+        """Hand on what the batch has written of a request."""
+        request = self._batch.get(output.request_id)
+        if request is None:
+            return
+        new = output.generated_tokens[request.seen :]
+        request.seen += len(new)
+        is_done = bool(output.is_finished())
+        for token in new:
+            request.written.append(token)
+            if not request.put(torch.tensor([token])) or request.stopped(request.written):
+                if not is_done:
+                    self._manager.cancel_request(output.request_id)
+                is_done = True
+                break
+        error = OperatorError(f"the batch failed: {output.error}") if output.error is not None else None
+        if not is_done and error is None:
+            return
+        with self._changed:
+            self._batch.pop(output.request_id, None)
+            if error is not None and self._manager.background_thread_status.fatal_error is not None:
+                self._manager = None  # the next batch gets a new one
+            self._changed.notify_all()
+        request.end(error)
+
+
+def _router(take: Callable[[Any], None]) -> Any:
+    class Router(compat.OutputRouter):
+        """Hands what requests have written to `take`, in the thread of the batch."""
+
+        def deliver(self, output: Any) -> None:
+            take(output)
+
+        def deliver_batch(self, outputs: list[Any]) -> None:
+            for output in outputs:
+                take(output)
+
+    return Router()

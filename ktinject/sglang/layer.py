@@ -1,0 +1,296 @@
+"""A layer's experts on the CPU: packed weights, submits and waits, and what is deferred to the next layer.
+
+Deferral, token by token as in deferred_moe.py: of a token's k experts the n with the smallest |weight| come one layer
+later, whether they are on the CPU or the GPU; those on the GPU are SGLang's and come at once. Layers that follow each
+other find what was handed on in `_Chain`. The last layer of a process defers nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from ktinject import _native, env
+from ktinject.errors import OperatorError
+from ktinject.operators.cpu_experts import CpuExperts
+from ktinject.operators.offload.handoff import Handoff
+from ktinject.operators.offload.submits import OnGpu, Ticket
+from ktinject.sglang import failures, weights
+from ktinject.sglang.arguments import Arguments
+
+log = logging.getLogger("ktinject")
+
+_layers: WeakSet[Layer] = WeakSet()  # of this process
+
+
+class Deferred(NamedTuple):
+    """What a layer handed on: of which layer, and its submit."""
+
+    layer: Layer
+    ticket: Ticket
+
+
+class _Chain(threading.local):
+    """What the layers of a pass hand on to each other in one thread.
+
+    is_on  whether this pass defers; see `defers`
+    """
+
+    handed: Deferred | None = None
+    is_on: bool = True
+
+
+_chain = _Chain()
+
+
+def defers(is_on: bool) -> None:
+    """Whether the passes of this thread defer from now on. For who knows which of them decode: a prompt should not."""
+    _chain.is_on = is_on
+
+
+def check_layers() -> None:
+    """Keep the failures of all layers so far for `failures.take`. Cheap: reads two words of memory for each."""
+    for layer in [*_layers]:
+        layer.note_failures()
+
+
+class Layer:
+    """The experts of one layer that are on the CPU."""
+
+    def __init__(self, given: Arguments, numa_nodes: list[int] | None) -> None:
+        self.given = given
+        self._nodes = _use_machine(given.threads, given.nodes, numa_nodes)
+        self.mask = _Mask.of(given, self._put_places)
+        self._experts: CpuExperts | None = None
+        self._handoff: Handoff | None = None
+        self._old: list[Handoff] = []  # graphs may hold submits to the experts of an earlier load
+        self._lost: list[Ticket] = []  # nobody answered, and their buffers may still be written to
+        self._places: dict[torch.device, Tensor] = {}
+        self._started: tuple[Ticket | None, Deferred | None] | None = None
+        self._waits = bool(given.weight_path)
+        if self._waits:
+            with weights.on_cpu():
+                weights.OPENED.wait(given.weight_path)
+        self._device = _default_device()
+        if self._device is not None:
+            self._places_on(self._device)
+        _layers.add(self)
+
+    def load(self, physical_to_logical: Tensor | None) -> None:
+        given = self.given
+        with weights.on_cpu():
+            logical = weights.read_map(physical_to_logical, given.num_experts)
+            is_first, self._waits = self._waits, False
+            self._take(weights.load(given, logical, self._nodes, is_first))
+
+    def load_tensors(
+        self, gate: Tensor, up: Tensor, down: Tensor, physical_to_logical: Tensor | None
+    ) -> None:
+        with weights.on_cpu():
+            logical = weights.read_map(physical_to_logical, self.given.num_experts)
+            self._take(weights.pack(self.given, (gate, up, down), logical, self._nodes))
+
+    def _take(self, experts: CpuExperts) -> None:
+        if self._handoff is not None:
+            self._handoff.forget()
+            self._old.append(self._handoff)
+        self._experts = experts
+        self._handoff = Handoff(experts.native, self.given.hidden_size, foreign=True)
+        if self._device is not None:
+            self._handoff.prepare(self._device)
+
+    def submit(self, x: Tensor, ids: Tensor, routing: Tensor, stream: int | None) -> None:
+        """See `KTMoEWrapper.submit_forward`."""
+        handed, _chain.handed = _chain.handed, None
+        if handed is not None and not self._follows(handed, x):
+            handed = None  # of a pass that was aborted
+        self._started = None
+        self.note_failures(raises=not failures.are_kept())
+        try:
+            with _on(x, stream):
+                now = self._submit(x, ids, routing)
+        except OperatorError as error:
+            if not failures.are_kept() or _is_captured(x):
+                raise
+            failures.note(f"layer {self.given.layer_idx}: {error}")
+            now = None
+        self._started = now, handed
+
+    def _submit(self, x: Tensor, ids: Tensor, routing: Tensor) -> Ticket:
+        if self._handoff is None:
+            raise OperatorError("KTMoEWrapper: submit_forward before load_weights. Load the weights first.")
+        self._check(x, ids)
+        x, ids, routing = x.detach(), ids.detach(), routing.detach()
+        on_gpu = None
+        if self.given.num_gpu_experts:
+            on_gpu = OnGpu(self._places_on(x.device), None)
+        later = self._deferred(ids.shape[1])
+        if not later:
+            return self._handoff.submit(x, ids, routing, on_gpu)
+        few, everything = ids.shape[1] - later, ids.shape[1]
+        now = self._handoff.submit(x, ids, routing, on_gpu, (0, few))
+        _chain.handed = Deferred(self, self._handoff.submit(x, ids, routing, on_gpu, (few, everything)))
+        return now
+
+    def sync(self, x: Tensor, stream: int | None) -> Tensor:
+        """See `KTMoEWrapper.sync_forward`."""
+        if self._started is None:
+            raise OperatorError(
+                "KTMoEWrapper: sync_forward without a submit_forward before it. Submit first."
+            )
+        (now, handed), self._started = self._started, None
+        if now is None:
+            return torch.full_like(x, torch.nan)
+        assert self._handoff is not None
+        try:
+            with _on(x, stream):
+                # It was submitted before `now`, so its wait costs nothing.
+                earlier = None if handed is None else handed.layer.wait(handed.ticket)
+                return self._handoff.wait(now, residual=earlier)
+        except OperatorError as error:
+            if now.task is not None and not now.task.done:
+                self._lost.append(now)  # to delete it is to wait for it
+            if not failures.are_kept() or _is_captured(x):
+                raise
+            failures.note(f"layer {self.given.layer_idx}: {error}")
+            return torch.full_like(x, torch.nan)
+
+    def wait(self, ticket: Ticket) -> Tensor:
+        assert self._handoff is not None
+        return self._handoff.wait(ticket)
+
+    def note_failures(self, raises: bool = False) -> None:
+        """Keep the failures of submits so far, or raise the first."""
+        try:
+            if self._handoff is not None:
+                self._handoff.check()
+        except OperatorError as error:
+            if raises:
+                raise
+            failures.note(f"layer {self.given.layer_idx}: {error}")
+
+    def _follows(self, handed: Deferred, x: Tensor) -> bool:
+        same = handed.ticket.shape == x.shape and handed.ticket.device == x.device
+        return same and handed.layer.given.layer_idx < self.given.layer_idx
+
+    def _deferred(self, top_k: int) -> int:
+        if not _chain.is_on or self.given.deferred == 0:
+            return 0
+        is_last = all(layer.given.layer_idx <= self.given.layer_idx for layer in _layers)
+        return 0 if is_last else min(self.given.deferred, top_k)
+
+    def _check(self, x: Tensor, ids: Tensor) -> None:
+        most = self.given.most_tokens
+        if most is not None and x.shape[0] > most and not _is_captured(x):
+            raise OperatorError(
+                f"KTMoEWrapper: found {x.shape[0]} tokens; allowed: {most}, the chunked_prefill_size. Raise it."
+            )
+        if ids.dim() == 2 and ids.shape[1] > self.given.top_k:
+            raise OperatorError(
+                f"KTMoEWrapper: found {ids.shape[1]} experts a token; allowed: {self.given.top_k}, num_experts_per_tok."
+            )
+
+    def _places_on(self, device: torch.device) -> Tensor:
+        """[num_experts] int32: 0 for experts on the GPU, else -1."""
+        if device not in self._places:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise OperatorError(
+                    f"KTMoEWrapper: the first submit on {device} is captured, and the table of experts is not there. "
+                    "Run the layer once before, as SGLang does."
+                )
+            self._places[device] = self._table().to(device)
+        return self._places[device]
+
+    def _table(self) -> Tensor:
+        return self.mask.on_gpu().to(torch.int32) - 1
+
+    def _put_places(self) -> None:
+        """The mask has changed: also for graphs that are captured already."""
+        table = self._table()
+        for places in self._places.values():
+            places.copy_(table)
+
+
+class _Mask(Tensor):
+    """The mask of the experts on the GPU, which SGLang's fork writes to in place, and its reader elsewhere.
+
+    on_change  called after each write
+    """
+
+    on_change: Callable[[], None]
+
+    @classmethod
+    def of(cls, given: Arguments, on_change: Callable[[], None]) -> _Mask:
+        values = [given.is_on_gpu(expert) for expert in range(given.num_experts)]
+        made = torch.tensor(values, dtype=torch.bool, device="cpu").as_subclass(cls)
+        made.on_change = on_change
+        return made
+
+    def on_gpu(self) -> Tensor:
+        """Its values, as an ordinary tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().clone().as_subclass(Tensor)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if writes and args and isinstance(args[0], cls):
+            args[0].on_change()
+        return out
+
+
+_threads: int | None = None  # that SGLang asked for; the pool belongs to the process
+
+
+def _use_machine(threads: int | None, nodes: int, numa_nodes: Sequence[int] | None) -> int:
+    """Give the process's pool its threads. Returns for how many NUMA nodes weights are cut; 0: all of them.
+
+    KTINJECT_THREADS stands over what SGLang asks for.
+    """
+    global _threads
+    settings = env.settings()
+    there = [node for node, _ in _native.nodes()]
+    if numa_nodes is not None and {*numa_nodes} != {*there}:
+        raise OperatorError(
+            f"--kt-numa-nodes: found {numa_nodes[:8]}; the nodes of this process are {there[:8]}, and all are used. "
+            "Leave it out, and start SGLang with `numactl --cpunodebind=… --membind=…` for some of them."
+        )
+    if threads is not None and threads != _threads and settings.threads is None:
+        _threads = threads
+        _native.set_threads(threads)
+        if _native.threads() < threads:
+            log.warning(
+                "--kt-cpuinfer %d: this process has %d CPUs, and uses these.", threads, _native.threads()
+            )
+    return 0 if nodes >= len(there) else nodes
+
+
+def _default_device() -> torch.device | None:
+    """The CUDA device that the model is being built on, if there is one."""
+    device = torch.get_default_device()
+    if device.type != "cuda" or not _native.cuda_built():
+        return None
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _on(x: Tensor, stream: int | None) -> AbstractContextManager[Any]:
+    """Makes the stream with this handle the current one, if it is not."""
+    if not x.is_cuda or not stream or torch.cuda.current_stream(x.device).cuda_stream == stream:
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=x.device))
+
+
+def _is_captured(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

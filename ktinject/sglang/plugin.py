@@ -1,0 +1,317 @@
+"""SGLang's plug-in: SGLang calls `register` in each of its processes, by the entry point group `sglang.srt.plugins`.
+
+It gives SGLang the module that it knows as kt_kernel, and mends what no module behind that name can. Nothing of SGLang
+is imported here: what is mended is replaced as soon as SGLang itself has imported it.
+
+    kt_ep_wrapper             the experts on the GPU are scaled once; none of them, or a CPU alone, needs no GPU kernel
+    model_runner              a draft model keeps its experts; only decode steps defer
+    runners of graphs         rows that only pad a batch ask for no expert
+    scheduler                 a failure on the CPU ends the requests that were computed, not the server
+    lora.layers               adapters on experts are refused
+
+Source: sglang 0.5.11 to 0.5.23, as published.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+from ktinject.errors import OperatorError, shown
+from ktinject.hf.on_import import when_imported
+from ktinject.sglang import arguments, failures, wrapper
+from ktinject.sglang.combine import Combine
+
+log = logging.getLogger("ktinject")
+
+OLDEST, NEWEST = (0, 5, 11), (0, 5, 23)
+_FORK = "sglang-kt"
+_SRT = "sglang.srt"
+_NAMES = ("KTMoEWrapper", "generate_gpu_experts_masks")
+
+
+class _State(threading.local):
+    """What this thread is about: building a draft model."""
+
+    is_draft: bool = False
+
+
+_state = _State()
+_is_used = False  # this process has layers with experts on the CPU
+_ending: list[str] = []  # failures whose requests may be in the next batch, too
+
+
+def register() -> None:
+    """What the entry point names. May be called again."""
+    version = _version()
+    known = version is None or OLDEST <= version <= NEWEST
+    _stand_in(wrapper.KTMoEWrapper if known else _refusing(version))
+    if not known or _version(_FORK) is not None:  # the fork has mended its own
+        return
+    for name, mend in _MENDS.items():
+        when_imported(f"{_SRT}.{name}", functools.partial(_mend, f"{_SRT}.{name}", mend))
+
+
+def _version(name: str = "sglang") -> tuple[int, ...] | None:
+    """The first three numbers of an installed version; None if it is not installed or says nothing."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)\.(\d+)", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return None
+    return tuple(map(int, found.groups())) if found else None
+
+
+def _refusing(version: Any) -> type:
+    """The class for a SGLang that is not known: SGLang without experts on the CPU works as ever."""
+    oldest, newest, found = (".".join(map(str, numbers)) for numbers in (OLDEST, NEWEST, version or ()))
+
+    class Refused(wrapper.KTMoEWrapper):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            raise OperatorError(
+                f"SGLang {found}: allowed are {oldest} to {newest}. Install one of these, or a ktinject that knows it."
+            )
+
+    return Refused
+
+
+def _stand_in(made: type) -> None:
+    """Answer to `import kt_kernel`, also where it was asked for already."""
+    module = ModuleType("kt_kernel", "ktinject's experts on the CPU, by the name that SGLang knows.")
+    values = {"KTMoEWrapper": made, "generate_gpu_experts_masks": wrapper.generate_gpu_experts_masks}
+    vars(module).update(values, __version__="ktinject", __cpu_variant__="ktinject")
+    other = sys.modules.get("kt_kernel")
+    if other is not None and getattr(other, "__version__", "") != "ktinject":
+        log.warning("kt_kernel was imported before ktinject's plug-in, which takes its place.")
+    sys.modules["kt_kernel"] = module
+    for name, holder in [*sys.modules.items()]:
+        if name.startswith(f"{_SRT}.") and "KTRANSFORMERS_AVAILABLE" in vars(holder):
+            vars(holder).update(
+                {key: values[key] for key in _NAMES if key == "KTMoEWrapper" or key in vars(holder)}
+            )
+            vars(holder)["KTRANSFORMERS_AVAILABLE"] = True
+
+
+def _mend(name: str, mend: Callable[[ModuleType], None]) -> None:
+    module = sys.modules[name]
+    if not hasattr(module, "ktinject_mended"):
+        mend(module)
+        module.ktinject_mended = True  # type: ignore[attr-defined]
+
+
+def around(holder: Any, name: str, hook: Callable[..., Any]) -> None:
+    """Put `hook(original, *args, **kwargs)` in place of a function; one that is not there stays absent."""
+    original = vars(holder).get(name)
+    if original is None or hasattr(original, "ktinject"):
+        return
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    replaced.ktinject = True  # type: ignore[attr-defined]
+    setattr(holder, name, replaced)
+
+
+# --- which models, which passes ---
+
+
+def _mend_wrapper(module: ModuleType) -> None:
+    around(module, "create_kt_config_from_server_args", _config)
+    method = module.KTEPWrapperMethod
+    combine = Combine(module)
+    around(method, "create_weights", _create_weights)
+    for name in ("process_weights_after_loading", "create_moe_runner", "apply"):
+        around(method, name, getattr(combine, name))
+
+
+def _mend_layer(module: ModuleType) -> None:
+    around(module, "create_kt_config_from_server_args", _config)
+
+
+def _config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A draft model has no experts in --kt-weight-path, and few layers: all of them stay on the GPU."""
+    global _is_used
+    config = None if _state.is_draft else original(*args, **kwargs)
+    _is_used = _is_used or config is not None
+    return config
+
+
+def _create_weights(original: Callable[..., Any], self: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    if (size := getattr(layer, "moe_ep_size", 1)) > 1:
+        raise OperatorError(
+            f"--ep-size {size}: experts on the CPU are asked for by the numbers of one process's experts. "
+            "Start SGLang with --ep-size 1."
+        )
+    given = self.kt_config.num_gpu_experts
+    arguments.placed(kwargs.get("num_experts", args[0] if args else 0), given, None)
+    # The schedulers of several processes must end the same requests in the same step, and only one of them would know.
+    if getattr(layer, "moe_tp_size", 1) == 1 and not _has_stages():
+        failures.keep()
+    return original(self, layer, *args, **kwargs)
+
+
+def _has_stages() -> bool:
+    """Whether there is pipeline parallelism."""
+    state = sys.modules.get(f"{_SRT}.distributed.parallel_state")
+    group = getattr(state, "_PP", None)
+    return group is not None and group.world_size > 1
+
+
+def _mend_model_runner(module: ModuleType) -> None:
+    around(module.ModelRunner, "load_model", _load_model)
+    around(module.ModelRunner, "forward", _forward)
+
+
+def _load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    before, _state.is_draft = _state.is_draft, bool(getattr(self, "is_draft_worker", False))
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _state.is_draft = before
+
+
+def _forward(original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    mode = getattr(forward_batch, "forward_mode", None)
+    with _deferring(mode is None or mode.is_decode()):
+        return original(self, forward_batch, *args, **kwargs)
+
+
+@contextmanager
+def _deferring(is_on: bool) -> Iterator[None]:
+    layer = sys.modules.get("ktinject.sglang.layer")
+    if layer is None:
+        yield
+        return
+    layer.defers(is_on)
+    try:
+        yield
+    finally:
+        layer.defers(True)  # as graphs of decode steps are captured
+
+
+# --- graphs ---
+
+
+def _mend_padding(module: ModuleType) -> None:
+    around(module, "enable_num_token_non_padded", _masks_padding)
+
+
+def _masks_padding(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Rows that pad a batch get ids of -1: else each of them asks the CPU for the experts of a token of before."""
+    import torch
+
+    return (_is_used and torch.cuda.is_available()) or original(*args, **kwargs)
+
+
+def _mend_prefill(module: ModuleType) -> None:
+    _mend_padding(module)
+    for runner, capture in (
+        ("PrefillCudaGraphRunner", "capture_one_shape"),
+        ("PiecewiseCudaGraphRunner", "capture_one_batch_size"),
+        ("BreakableCudaGraphRunner", "_capture_one"),
+    ):
+        if hasattr(module, runner):
+            around(getattr(module, runner), capture, _capture_prefill)
+
+
+def _capture_prefill(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _deferring(False):
+        return original(*args, **kwargs)
+
+
+# --- failures ---
+
+
+def _mend_scheduler(module: ModuleType) -> None:
+    around(module.Scheduler, "process_batch_result", _process)
+
+
+def _process(
+    original: Callable[..., Any], self: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """End the requests of a batch during which the CPU failed, and of the next one, which may have begun by then."""
+    layer = sys.modules.get("ktinject.sglang.layer")
+    if layer is None or not failures.are_kept():
+        return original(self, batch, result, *args, **kwargs)
+    _await(result)
+    layer.check_layers()
+    found = failures.take()
+    told, _ending[:] = found or [*_ending], found
+    if told:
+        log.error("experts on the CPU failed, and %d requests are ended: %s", len(batch.reqs or ()), told[0])
+        _end(batch, told[0])
+    out = original(self, batch, result, *args, **kwargs)
+    if told:
+        _forget_prefixes(self.tree_cache)
+    return out
+
+
+def _await(result: Any) -> None:
+    """Until what the batch has computed is here: before, nobody knows whether it failed."""
+    import torch
+
+    copied = getattr(result, "copy_done", None)
+    if copied is not None:
+        copied.synchronize()
+    elif torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
+def _end(batch: Any, text: str) -> None:
+    schedule = sys.modules[f"{_SRT}.managers.schedule_batch"]
+    for request in batch.reqs or ():
+        request.to_finish = schedule.FINISH_ABORT(
+            f"The experts on the CPU failed: {text}", status_code=500, err_type="InternalServerError"
+        )
+        request.skip_radix_cache_insert = True  # what it left in the cache is NaN
+
+
+def _forget_prefixes(cache: Any) -> None:
+    """Drop all prefixes that no request uses: a part of a prompt that was ended may be among them."""
+    common = sys.modules[f"{_SRT}.mem_cache.base_prefix_cache"]
+    try:
+        size = cache.evictable_size()
+        if isinstance(size, int) and size > 0:
+            cache.evict(common.EvictParams(num_tokens=size))
+    except NotImplementedError:
+        log.warning("prefixes of %s cannot be dropped; flush the cache (/flush_cache).", type(cache).__name__)
+
+
+# --- LoRA ---
+
+
+def _mend_lora(module: ModuleType) -> None:
+    if hasattr(module, "FusedMoEWithLoRA"):
+        around(module.FusedMoEWithLoRA, "__init__", _lora)
+
+
+def _lora(original: Callable[..., Any], self: Any, base_layer: Any, *args: Any, **kwargs: Any) -> Any:
+    if type(getattr(base_layer, "quant_method", None)).__name__ == "KTEPWrapperMethod":
+        raise OperatorError(
+            f"--lora-target-modules: {shown('experts')}: {arguments.NO_LORA} Adapters on other modules are served."
+        )
+    return original(self, base_layer, *args, **kwargs)
+
+
+_MENDS: dict[str, Callable[[ModuleType], None]] = {
+    "layers.moe.kt_ep_wrapper": _mend_wrapper,
+    "layers.moe.fused_moe_triton.layer": _mend_layer,
+    "model_executor.model_runner": _mend_model_runner,
+    "model_executor.forward_batch_info": _mend_padding,
+    "model_executor.cuda_graph_runner": _mend_padding,
+    "model_executor.runner.base_runner": _mend_padding,
+    "model_executor.runner.decode_cuda_graph_runner": _mend_padding,
+    "model_executor.runner.prefill_cuda_graph_runner": _mend_prefill,
+    "model_executor.piecewise_cuda_graph_runner": _mend_prefill,
+    "model_executor.breakable_cuda_graph_runner": _mend_prefill,
+    "managers.scheduler": _mend_scheduler,
+    "lora.layers": _mend_lora,
+}

@@ -1,0 +1,296 @@
+"""SGLang's plug-in, with modules that stand for SGLang's: what is mended, and for which versions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import sglang_cases
+import torch
+from sglang_cases import EXPERTS, arguments, expected, filled, inputs, is_near
+from torch import Tensor
+
+from ktinject.errors import OperatorError
+from ktinject.sglang import KTMoEWrapper, combine, failures, layer, plugin
+
+
+@dataclass
+class Config:
+    activation: str = "silu"
+    routed_scaling_factor: float | None = None
+
+
+class Topk(NamedTuple):
+    topk_weights: Tensor
+    topk_ids: Tensor
+    router_logits: Tensor | None = None
+
+
+class Dispatched(NamedTuple):
+    hidden_states: Tensor
+    topk_output: Topk
+
+
+class Combined(NamedTuple):
+    hidden_states: Tensor
+
+
+class OnGpu:
+    """What has SGLang's experts: it computes ours, in fp64, and refuses ids of -1 and two routes in a row."""
+
+    calls = 0
+
+    def apply(self, of: Any, dispatched: Dispatched) -> Combined:
+        self.calls += 1
+        x, topk = dispatched
+        assert topk.topk_ids.shape[1] == 1 and (topk.topk_ids >= 0).all()
+        return Combined(expected(x, topk.topk_ids, topk.topk_weights).to(x.dtype))
+
+    def create_moe_runner(self, of: Any, config: Config) -> None:
+        self.config = config
+
+    def create_weights(self, **_: Any) -> None:
+        self.created = True
+
+
+class Method:
+    """As SGLang's KTEPWrapperMethod, without what is replaced."""
+
+    def __init__(self, count: int, wrapper: KTMoEWrapper | None = None) -> None:
+        self.gpu_method, self.num_gpu_experts, self.wrapper, self.tp_rank = OnGpu(), count, wrapper, 0
+        self.kt_config = SimpleNamespace(num_gpu_experts=count, layer_idx=0)
+
+    def create_weights(self, of: Any, num_experts: int) -> None:
+        self.gpu_method.create_weights()
+
+    def process_weights_after_loading(self, of: Any) -> None:
+        raise AssertionError("it asks for CUDA")
+
+    def create_moe_runner(self, layer: Any, moe_runner_config: Config) -> None:
+        self.moe_runner_config = config = moe_runner_config
+        self.gpu_method.create_moe_runner(layer, config)
+
+    def apply(self, layer: Any, dispatch_output: Dispatched) -> Combined:
+        raise AssertionError("it asks for CUDA")
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """Modules of SGLang's that were imported before the plug-in is."""
+    made: dict[str, ModuleType] = {}
+
+    def module(name: str, **values: Any) -> None:
+        made[name] = ModuleType(f"sglang.srt.{name}")
+        vars(made[name]).update(values)
+        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", made[name])
+
+    def config(server: Any, layer_idx: int) -> Any:
+        return None if server is None else SimpleNamespace(layer_idx=layer_idx)
+
+    def abort(message: str, status_code: int, err_type: str) -> Any:
+        return SimpleNamespace(message=message, status_code=status_code)
+
+    class Cache:
+        size = 7
+
+        def evictable_size(self) -> int:
+            return self.size
+
+        def evict(self, params: Any) -> None:
+            self.size -= params.num_tokens
+
+    class Scheduler:
+        tree_cache = Cache()
+
+        def process_batch_result(self, batch: Any, result: Any) -> str:
+            return "processed"
+
+    class ModelRunner:
+        is_draft_worker = False
+
+        def load_model(self) -> Any:
+            return made["layers.moe.kt_ep_wrapper"].create_kt_config_from_server_args(object(), 0)
+
+        def forward(self, forward_batch: Any) -> bool:
+            return layer._chain.is_on
+
+    class FusedMoEWithLoRA:
+        def __init__(self, base_layer: Any) -> None:
+            self.base_layer = base_layer
+
+    kind = type("KTEPWrapperMethod", (Method,), dict(vars(Method)))
+    metadata_of = {"there": None}
+    module(
+        "layers.moe.kt_ep_wrapper",
+        KTEPWrapperMethod=kind,
+        create_kt_config_from_server_args=config,
+        KTRANSFORMERS_AVAILABLE=False,
+    )
+    module("eplb.expert_location_dispatch", get_global_expert_location_metadata=lambda: metadata_of["there"])
+    module("layers.moe.token_dispatcher", StandardCombineInput=Combined)
+    module("managers.schedule_batch", FINISH_ABORT=abort)
+    module(
+        "mem_cache.base_prefix_cache", EvictParams=lambda num_tokens: SimpleNamespace(num_tokens=num_tokens)
+    )
+    module("managers.scheduler", Scheduler=Scheduler)
+    module("model_executor.model_runner", ModelRunner=ModelRunner)
+    module("model_executor.forward_batch_info", enable_num_token_non_padded=lambda: False)
+    module("lora.layers", FusedMoEWithLoRA=FusedMoEWithLoRA)
+    monkeypatch.setitem(sys.modules, "kt_kernel", ModuleType("kt_kernel"))
+    monkeypatch.setattr(plugin, "_version", lambda name="sglang": (0, 5, 17) if name == "sglang" else None)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(plugin, "_is_used", False)
+    sglang_cases.drop_failures()
+    plugin._ending.clear()
+    plugin.register()
+    yield made
+    sglang_cases.drop_failures()
+
+
+def a_method(sglang: dict[str, ModuleType], count: int, factor: float | None = None) -> Any:
+    made = sglang["layers.moe.kt_ep_wrapper"].KTEPWrapperMethod(count, filled(num_gpu_experts=count))
+    made.create_moe_runner(layer=None, moe_runner_config=Config(routed_scaling_factor=factor))
+    return made
+
+
+def test_the_module_that_sglang_knows_is_there(sglang: dict[str, ModuleType]) -> None:
+    import kt_kernel  # type: ignore[import-not-found]
+
+    assert kt_kernel.KTMoEWrapper is KTMoEWrapper and callable(kt_kernel.generate_gpu_experts_masks)
+    assert sglang["layers.moe.kt_ep_wrapper"].KTMoEWrapper is KTMoEWrapper
+    assert sglang["layers.moe.kt_ep_wrapper"].KTRANSFORMERS_AVAILABLE
+    plugin.register()  # SGLang may call it again
+    assert is_near(a_method(sglang, 0).apply(None, call()).hidden_states, expected(*inputs(5)))
+
+
+def call(m: int = 5) -> Dispatched:
+    x, ids, weights = inputs(m, ids=torch.int64)
+    return Dispatched(x, Topk(weights, ids))
+
+
+@pytest.mark.parametrize("found", [(0, 5, 10), (0, 6, 0)])
+def test_another_version_is_refused_when_experts_are_asked_for(
+    found: tuple[int, ...], sglang: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin, "_version", lambda name="sglang": found if name == "sglang" else None)
+    plugin.register()
+    import kt_kernel
+
+    kt_kernel.KTMoEWrapper.set_capture_batch_sizes([1])
+    with pytest.raises(OperatorError, match=r"allowed are 0\.5\.11 to 0\.5\.23"):
+        kt_kernel.KTMoEWrapper(**arguments())
+
+
+def test_the_entry_point_is_the_function() -> None:
+    points = metadata.entry_points(group="sglang.srt.plugins", name="ktinject")
+    for point in points:  # none where the package was installed before there was one
+        assert point.load() is plugin.register
+
+
+@pytest.mark.parametrize("count", [0, 1, EXPERTS - 1])
+@pytest.mark.parametrize("factor", [None, 2.5])
+def test_both_parts_are_added_without_cuda(
+    sglang: dict[str, ModuleType], count: int, factor: float | None
+) -> None:
+    """On a CPU the model class scales, and SGLang's kernels must not."""
+    made = a_method(sglang, count, factor)
+    assert made.moe_runner_config.routed_scaling_factor is None
+    out = made.apply(layer=None, dispatch_output=call()).hidden_states  # by names, as SGLang
+    assert is_near(out, expected(*inputs(5, ids=torch.int64)))
+    assert made.gpu_method.calls == min(count, 1)
+
+
+def test_the_sum_is_scaled_once_on_a_gpu(
+    sglang: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the model class where it does so, else here."""
+
+    class Cuda(NamedTuple):
+        is_cuda: bool = True
+
+    ours = combine.Combine(sglang["layers.moe.kt_ep_wrapper"])
+    made = SimpleNamespace(num_gpu_experts=1, ktinject_factor=2.5)
+    dispatched = SimpleNamespace(hidden_states=Cuda())
+
+    def original(*_: Any) -> Combined:
+        return Combined(torch.ones(2))
+
+    assert torch.equal(ours.apply(original, made, None, dispatched).hidden_states, torch.full((2,), 2.5))
+
+    class DeepseekV2MoE:
+        def forward(self) -> Tensor:
+            return ours.apply(original, made, None, dispatched).hidden_states
+
+    module = SimpleNamespace(DeepseekV2MoE=DeepseekV2MoE)
+    monkeypatch.setitem(sys.modules, "sglang.srt.models.deepseek_v2", module)
+    combine._watch_models()
+    assert torch.equal(DeepseekV2MoE().forward(), torch.ones(2))
+
+
+def test_weights_are_loaded_without_a_table_and_without_cuda(sglang: dict[str, ModuleType]) -> None:
+    made = sglang["layers.moe.kt_ep_wrapper"].KTEPWrapperMethod(0, KTMoEWrapper(**arguments()))
+    made.process_weights_after_loading(None)
+    made.create_moe_runner(None, Config())
+    assert is_near(made.apply(None, call()).hidden_states, expected(*inputs(5)))
+
+
+def test_draft_models_keep_their_experts(sglang: dict[str, ModuleType]) -> None:
+    kind = sglang["model_executor.model_runner"].ModelRunner
+    assert kind().load_model() is not None
+    draft = kind()
+    draft.is_draft_worker = True
+    assert draft.load_model() is None
+    assert kind().load_model() is not None
+
+
+def test_only_decode_steps_defer(sglang: dict[str, ModuleType]) -> None:
+    runner = sglang["model_executor.model_runner"].ModelRunner()
+
+    def batch(decodes: bool) -> Any:
+        return SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: decodes))
+
+    assert runner.forward(batch(True)) and not runner.forward(batch(False)) and layer._chain.is_on
+
+
+def test_several_processes_of_experts_are_refused(sglang: dict[str, ModuleType]) -> None:
+    made = sglang["layers.moe.kt_ep_wrapper"].KTEPWrapperMethod(2)
+    with pytest.raises(OperatorError, match="--ep-size 2"):
+        made.create_weights(SimpleNamespace(moe_ep_size=2, moe_tp_size=1), num_experts=EXPERTS)
+    assert not failures.are_kept()
+    made.create_weights(SimpleNamespace(moe_ep_size=1, moe_tp_size=2), num_experts=EXPERTS)
+    assert not failures.are_kept()  # only one of two schedulers would end a request
+    made.create_weights(SimpleNamespace(moe_ep_size=1, moe_tp_size=1), num_experts=EXPERTS)
+    assert failures.are_kept()
+    made.kt_config.num_gpu_experts = None
+    with pytest.raises(OperatorError, match="--kt-num-gpu-experts: found None"):
+        made.create_weights(SimpleNamespace(moe_ep_size=1, moe_tp_size=1), num_experts=EXPERTS)
+
+
+def test_adapters_on_experts_are_refused(sglang: dict[str, ModuleType]) -> None:
+    kind = sglang["lora.layers"].FusedMoEWithLoRA
+    kind(SimpleNamespace(quant_method=object()))
+    with pytest.raises(OperatorError, match="LoRA on the experts of the CPU is not served"):
+        kind(SimpleNamespace(quant_method=a_method(sglang, 0)))
+
+
+def test_a_failure_ends_the_requests_that_may_have_seen_it(sglang: dict[str, ModuleType]) -> None:
+    scheduler = sglang["managers.scheduler"].Scheduler()
+    failures.keep()
+
+    def process() -> list[Any]:
+        batch = SimpleNamespace(reqs=[SimpleNamespace(to_finish=None) for _ in range(2)])
+        assert scheduler.process_batch_result(batch, SimpleNamespace(copy_done=None)) == "processed"
+        return [request.to_finish for request in batch.reqs]
+
+    assert process() == [None, None] and scheduler.tree_cache.size == 7
+    failures.note("layer 3: no answer")
+    told = [*process(), *process()]  # this batch, and the one that had begun
+    assert len(told) == 4 and all(
+        end.status_code == 500 and "layer 3: no answer" in end.message for end in told
+    )
+    assert process() == [None, None] and scheduler.tree_cache.size == 0
