@@ -368,25 +368,9 @@ class CpuExperts(Operator):
         self.native.load_blocks(projection, expert, rows)
 
     def _load_integers(self, name: str, stored: Codes, expert: int | None, part: int | None) -> None:
-        if stored.group_of is not None:
-            raise OperatorError(
-                f"{self.name}: {name}: its g_idx puts the inputs of a group apart, and quantization_config says "
-                "desc_act: false. Correct config.json."
-            )
-        spec, groups = self.spec, stored.scales.shape[1]
-        # What belongs to groups is cut as a weight that has them for inputs.
-        if name == "down_proj":
-            grid = dataclasses.replace(spec, intermediate_size=groups)
-        else:
-            grid = dataclasses.replace(spec, hidden_size=groups)
-        zeros = stored.zeros
         try:
-            codes = routed_experts.views(spec, name, stored.codes, expert, part)
-            scales = routed_experts.views(grid, name, stored.scales.float(), expert, part)
-            points = [] if zeros is None else routed_experts.views(grid, name, zeros, expert, part)
-            for place, (projection, e, values) in enumerate(codes):
-                mine = points[place][2].contiguous() if points else None
-                self._pack_integers(projection, e, values, scales[place][2].contiguous(), mine)
+            for piece in expert_formats.integers(self.spec, name, stored, expert, part):
+                self._pack_integers(*piece)
         except (ValueError, OperatorError) as error:
             raise OperatorError(f"{self.name}: {name}: {error}.") from None
 

@@ -1,4 +1,4 @@
-"""What `weights: auto` of routed experts stands for: the formats, the most accurate first.
+"""What `weights: auto` and `kept` of routed experts stand for: the formats, the most accurate first.
 
 The order is that of the mean KL divergence of the two trained models in examples/models (docs/explanation/numbers.md).
 mxfp4 is there only for a checkpoint that is stored in it: from other weights, int4 in groups of 64 is as small and more
@@ -11,8 +11,14 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from ktinject.errors import OperatorError
+from ktinject.operators.probes import experts as routed_experts
+
 if TYPE_CHECKING:
-    from ktinject.checkpoints.formats.base import Format
+    from ktinject.checkpoints.formats.base import Codes, Format
+    from ktinject.operators.probes.experts import ExpertsSpec
 
 GROUPS = (32, 64, 128)  # inputs that share a scale, in int4
 K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")  # kept from GGUF files, never made
@@ -86,3 +92,31 @@ def _as_stored(stored: Collection[Format], largest_group: int) -> dict[str, Any]
             symmetric = not any(form.has_zeros for form in stored)
             return {"weights": "int4", "group_size": group, "symmetric": symmetric}
     return {"weights": "bf16"}
+
+
+def integers(
+    spec: ExpertsSpec, name: str, stored: Codes, expert: int | None, part: int | None
+) -> Iterator[tuple[str, int, Tensor, Tensor, Tensor | None]]:
+    """Cut codes into projections, as `routed_experts.views` cuts weights.
+
+    Yields   projection, expert, codes [n, k] of any strides, scales fp32 [n, groups] and zero points or None
+    Raises   OperatorError for groups that are not in order, and as `views`
+    """
+    if stored.group_of is not None:
+        raise OperatorError(
+            "its g_idx puts the inputs of a group apart, and quantization_config says desc_act: false. "
+            "Correct config.json"
+        )
+    groups = stored.scales.shape[1]
+    # What belongs to groups is cut as a weight that has them for inputs.
+    if name == "down_proj":
+        grid = dataclasses.replace(spec, intermediate_size=groups)
+    else:
+        grid = dataclasses.replace(spec, hidden_size=groups)
+    scales = routed_experts.views(grid, name, stored.scales.float(), expert, part)
+    zeros = [] if stored.zeros is None else routed_experts.views(grid, name, stored.zeros, expert, part)
+    for place, (projection, e, codes) in enumerate(
+        routed_experts.views(spec, name, stored.codes, expert, part)
+    ):
+        points = zeros[place][2].contiguous() if zeros else None
+        yield projection, e, codes, scales[place][2].contiguous(), points

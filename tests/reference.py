@@ -166,15 +166,15 @@ def to_int8(x: Tensor) -> Tensor:
 def outliers(x: Tensor) -> Tensor:
     """The values of each row that are multiplied apart from its int8 values, as booleans.
 
-    Those above the row's largest magnitude / 2^i, for the largest i up to 10 for which they are at most 2^i, 16, and
-    one of 16 values.
+    Those above the row's largest magnitude / 2^i, for the largest i up to 10 for which they are fewer than 2^i, and at
+    most 16 and one of 16 values.
     """
     magnitude = x.float().abs()
     most = magnitude.amax(-1, keepdim=True)
     chosen = torch.zeros_like(magnitude, dtype=torch.bool)
     for i in range(1, 11):
         above = magnitude > most / 2**i
-        chosen = above.where(above.sum(-1, keepdim=True) <= min(2**i, 16, x.shape[-1] // 16), chosen)
+        chosen = above.where(above.sum(-1, keepdim=True) <= min(2**i - 1, 16, x.shape[-1] // 16), chosen)
     return chosen
 
 

@@ -37,6 +37,15 @@ Queue = Annotated[
 Batch = Annotated[
     int, typer.Option("--batch", metavar="N", min=1, help="Requests that are computed at once, at most.")
 ]
+Prefixes = Annotated[
+    float,
+    typer.Option(
+        "--prefix-cache-gib",
+        metavar="GIB",
+        min=0,
+        help="RAM for what was read of earlier texts, with which next turns begin; 0: none.",
+    ),
+]
 NoBatching = Annotated[
     bool, typer.Option("--no-continuous-batching", help="Compute one request after the other.")
 ]
@@ -64,6 +73,7 @@ def command(
     queue: Queue = 32,
     batch: Batch = 16,
     no_batching: NoBatching = False,
+    prefix_cache_gib: Prefixes = 2.0,
     timeout: Timeout = 600.0,
     grace: Grace = 30,
     max_body_mib: MaxBody = 8,
@@ -88,7 +98,9 @@ def command(
     )
     limits = Limits(queue=queue, seconds=timeout, body=max_body_mib << 20, key=key)
     at_once = 1 if no_batching else batch
-    settings = Settings(host, port, context, new_tokens, grace, at_once, limits)
+    settings = Settings(
+        host, port, context, new_tokens, grace, at_once, int(prefix_cache_gib * 2**30), limits
+    )
     known_as = name or folder_name
     server = Server(swapped, tokenizer, known_as, settings)
     for note in server.notes:

@@ -26,6 +26,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, StopStringC
 
 from ktinject.errors import KTInjectError, OperatorError
 from ktinject.hf import compat
+from ktinject.serving.prefixes import Prefixes
 
 if TYPE_CHECKING:
     from ktinject.generation.batching_sampling import Choice
@@ -41,7 +42,8 @@ class Request:
     """A request of one text.
 
     ids      of the prompt
-    sink     a streamer: `put` gets the prompt and each token, and may raise to end the request; `end`
+    sink     a streamer: `put` gets the prompt and each token, and may raise to end the request; `end`; `found` is
+             told how many tokens of the prompt need not be read
     choice   how a batch chooses its tokens; None: a batch cannot
     stopped  whether the text so far ends it
     """
@@ -113,14 +115,14 @@ class _Relay:
 class Batches:
     """Runs the requests of a server.
 
-    most     requests at once; 1: always `generate`
-    context  tokens that a request may have
-    tokens   that the paged cache holds
+    most      requests at once; 1: always `generate`
+    tokens    that the paged cache holds
+    prefixes  what was read of earlier texts, for requests that run alone
     """
 
-    def __init__(self, model: Any, tokenizer: Any, most: int, context: int, tokens: int) -> None:
+    def __init__(self, model: Any, tokenizer: Any, most: int, tokens: int, prefixes: Prefixes) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self.most, self._context, self._tokens = most, context, tokens
+        self.most, self._tokens, self._prefixes = most, tokens, prefixes
         self._changed = threading.Condition()
         self._waiting: deque[Request] = deque()
         self._batch: dict[str, Request] = {}
@@ -223,13 +225,24 @@ class Batches:
         config.max_new_tokens -= len(request.written)
         if request.seed is not None:
             torch.manual_seed(request.seed)
-        self._model.generate(
-            input_ids=ids,
-            generation_config=config,
-            streamer=_Relay(request),
-            tokenizer=self._tokenizer,
-            **request.arguments,
-        )
+        text = ids[0].tolist()
+        cache, count = self._prefixes.take(text)
+        request.sink.found(count)
+        kept = text[:count]
+        try:
+            written = self._model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=config,
+                streamer=_Relay(request),
+                tokenizer=self._tokenizer,
+                past_key_values=cache,
+                **request.arguments,
+            )
+            if cache is not None:
+                kept = written[0, : cache.get_seq_length()].tolist()
+        finally:  # whatever is raised leaves the cache as it was
+            self._prefixes.keep(kept, cache)
 
     def _add(self, request: Request) -> None:
         assert request.choice is not None

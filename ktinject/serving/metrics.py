@@ -35,12 +35,14 @@ class Job:
     """One request to the model.
 
     prompt, written    tokens
+    cached             of the prompt's, those that were read before
     asked, first, last   when it came, and when its first and its last token did
     cancelled          nobody waits for it any more
     """
 
     prompt: int = 0
     written: int = 0
+    cached: int = 0
     asked: float = field(default_factory=time.perf_counter)
     first: float | None = None
     last: float = 0.0
@@ -81,6 +83,7 @@ class Metrics:
             self._running.discard(job)
             self._tokens["prompt"] += job.prompt
             self._tokens["generated"] += job.written
+            self._tokens["cached"] += job.cached
             if job.first is None:
                 return
             self._first.add(job.first - job.asked)
@@ -91,13 +94,13 @@ class Metrics:
     def now(self) -> dict[str, float]:
         """Seconds of a clock, tokens that were generated so far, and requests that run and that wait."""
         with self._lock:
-            job = self._running
+            running = len(self._running)
             return {
                 "clock": time.perf_counter(),
-                "generated": self._tokens["generated"] + (job.written if job else 0),
-                "running": int(job is not None),
-                "waiting": max(0, self.inflight - int(job is not None)),
-                "held": job.prompt + job.written if job else 0,
+                "generated": self._tokens["generated"] + sum(job.written for job in self._running),
+                "running": running,
+                "waiting": max(0, self.inflight - running),
+                "held": sum(job.prompt + job.written for job in self._running),
             }
 
     def text(self) -> str:
@@ -111,10 +114,12 @@ class Metrics:
                     f'ktinject_requests_total{{path="{path}",status="{status}"}} {count}'
                     for (path, status), count in sorted(self._requests.items())
                 ),
-                *_titled("tokens_total", "counter", "Tokens of prompts, and tokens generated."),
+                *_titled(
+                    "tokens_total", "counter", "Tokens of prompts, of them those read before, and generated."
+                ),
                 *(
                     f'ktinject_tokens_total{{kind="{kind}"}} {self._tokens[kind]}'
-                    for kind in ("prompt", "generated")
+                    for kind in ("prompt", "cached", "generated")
                 ),
                 *_titled("decode_seconds_total", "counter", "Seconds from first to last tokens."),
                 f"ktinject_decode_seconds_total {self._decode_seconds:.6f}",

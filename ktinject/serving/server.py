@@ -18,6 +18,7 @@ from ktinject.serving.activity import Activity
 from ktinject.serving.batches import PAGE, Batches
 from ktinject.serving.gate import Gate, Limits
 from ktinject.serving.metrics import Metrics
+from ktinject.serving.prefixes import Prefixes
 from ktinject.support import Support
 from ktinject.tools import evaluate
 
@@ -39,6 +40,7 @@ class Settings:
     most         tokens of an answer; None: of the context
     grace        seconds that running requests get when the server ends
     batch        requests that are computed at once; 1: no continuous batching
+    prefixes     bytes of RAM for what was read of earlier texts; 0: nothing is kept
     """
 
     host: str = "127.0.0.1"
@@ -47,6 +49,7 @@ class Settings:
     most: int | None = None
     grace: int = 30
     batch: int = 16
+    prefixes: int = 2 << 30
     limits: Limits = field(default_factory=Limits)
 
 
@@ -85,23 +88,29 @@ def context_of(plan: Plan, model: PreTrainedModel, asked: int | None) -> tuple[i
 
 
 def batches_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: int, most: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, context: int, settings: Settings
 ) -> tuple[Batches, list[str]]:
-    """What computes requests of up to `context` tokens, `most` at once if the model can; and remarks on that."""
-    if most < 2:
-        return Batches(model, tokenizer, 1, context, 0), []
+    """What computes requests of up to `context` tokens, several at once if the model can; and remarks on that."""
     room = [found.longest_request for found in model.ktinject.runtime_memory.values()]
     left = min((fits for fits in room if fits is not None), default=sys.maxsize) - context
-    # Room for a text of the whole context, or for shorter ones of all.
-    tokens = min(left, max(context, most * min(context, _USUAL_TOKENS))) // PAGE * PAGE
-    found = batching.support(model)
-    if found and tokens < 2 * PAGE:
-        found = Support.no(f"beside a request of {context} tokens there is no room for a batch (--context)")
-    if not found:
-        return Batches(model, tokenizer, 1, context, 0), [
-            f"requests are computed one after the other, not in batches: {found.reason}"
-        ]
-    return Batches(model, tokenizer, most, context, tokens), []
+    most, tokens, notes = settings.batch, 0, []
+    if most > 1:
+        # Room for a text of the whole context, or for shorter ones of all.
+        tokens = min(left, max(context, most * min(context, _USUAL_TOKENS))) // PAGE * PAGE
+        found = batching.support(model)
+        if found and tokens < 2 * PAGE:
+            found = Support.no(
+                f"beside a request of {context} tokens there is no room for a batch (--context)"
+            )
+        if not found:
+            most, tokens = 1, 0
+            notes.append(f"requests are computed one after the other, not in batches: {found.reason}")
+    here, ram = max(0, min(left - tokens, context)), settings.prefixes
+    if model.device.type == "cpu":
+        each = max((found.kv_bytes_per_token for found in model.ktinject.runtime_memory.values()), default=0)
+        here, ram = 0, min(ram, max(0, left - tokens) * each) if each else ram
+    prefixes = Prefixes(model, here if ram else 0, ram)
+    return Batches(model, tokenizer, most, tokens, prefixes), notes
 
 
 class Server:
@@ -124,7 +133,7 @@ class Server:
         context, self.notes = context_of(model.ktinject, model, settings.context)
         metrics = Metrics(context)
         most = min(settings.most or context, context)
-        self._batches, notes = batches_of(model, tokenizer, context, settings.batch)
+        self._batches, notes = batches_of(model, tokenizer, context, settings)
         self.notes += notes
         app = stock.application(model, tokenizer, name, metrics, most, self._batches)
         is_local = settings.host in LOCAL

@@ -209,6 +209,10 @@ class _Watch:
         if self._streamer is not None:
             self._streamer.put(value)
 
+    def found(self, tokens: int) -> None:
+        """So many of the prompt's were read before."""
+        self._job.cached = tokens
+
     def end(self) -> None:
         if self._streamer is not None:
             self._streamer.end()

@@ -83,7 +83,6 @@ class Arguments:
     threads             of the CPU pool; None: ktinject decides
     nodes               NUMA nodes that the weights are cut for, at most
     weight_path         folder or file of the checkpoint
-    most_tokens         of a submit outside of graphs; None: not known
     method              how the weights are packed
     method_name         its name as it was given
     deferred            of a token's experts, so many come one layer later
@@ -101,7 +100,6 @@ class Arguments:
     threads: int | None
     nodes: int
     weight_path: str
-    most_tokens: int | None
     method: Method
     method_name: str
     deferred: int

@@ -6,6 +6,7 @@
 - With no expert on the GPU its kernels, which may refuse empty weights, are not called.
 - Without a CUDA device nothing is asked of CUDA, and kernels of the CPU see only routes that are theirs.
 - A table of the experts' places is needed only where SGLang moves experts.
+- Rows that pad the batch of a graph have the ids of tokens of before, and the CPU would compute them.
 
 Source: sglang 0.5.11 to 0.5.23, `layers/moe/kt_ep_wrapper.py`.
 """
@@ -17,6 +18,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +35,12 @@ _SCALING = (
 
 class _Within(threading.local):
     scaling: bool = False  # a block that scales the sum itself
+    tokens: Tensor | None = (
+        None  # a forward pass: how many of its rows are tokens, on the device; None: all are
+    )
+    live: tuple[int, Tensor] | None = (
+        None  # the same as a row of bool of that length, made by the pass's first layer
+    )
 
 
 _within = _Within()
@@ -76,7 +84,8 @@ class Combine:
     def apply(self, original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
         x, dispatched = dispatch_output.hidden_states, dispatch_output
         if x.is_cuda and method.num_gpu_experts:
-            combined = original(method, layer, dispatched)
+            with _without_padding(x):
+                combined = original(method, layer, dispatched)
         else:
             combined = self._alone(method, layer, dispatched)
         factor = getattr(method, "ktinject_factor", None)
@@ -95,7 +104,8 @@ class Combine:
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
         is_ours = method.tp_rank == 0 and method.wrapper is not None
         if is_ours:
-            method.wrapper.submit_forward(x, topk.topk_ids, topk.topk_weights, stream)
+            with _without_padding(x):
+                method.wrapper.submit_forward(x, topk.topk_ids, topk.topk_weights, stream)
         out = self._few(method, layer, dispatched) if method.num_gpu_experts else None
         if is_ours:
             part = method.wrapper.sync_forward(x, stream)
@@ -115,6 +125,37 @@ class Combine:
             answer = method.gpu_method.apply(layer, rows)
             out.index_add_(0, token, answer.hidden_states.float())
         return out.to(x.dtype)
+
+
+def watch_batches(model: Any) -> None:
+    """Know how many rows of a pass are tokens, from the batch that SGLang gives the model."""
+    original = model.forward
+    if hasattr(original, "ktinject"):
+        return
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        batch = kwargs.get("forward_batch", args[2] if len(args) > 2 else None)
+        _within.tokens, _within.live = getattr(batch, "num_token_non_padded", None), None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _within.tokens = _within.live = None
+
+    forward.ktinject = True  # type: ignore[attr-defined]
+    model.forward = forward
+
+
+def _without_padding(x: Tensor) -> AbstractContextManager[None]:
+    """Within, submits compute only the rows that are tokens. In a graph: of each replay."""
+    tokens = _within.tokens
+    if tokens is None or not x.is_cuda or tokens.device != x.device or tokens.numel() != 1:
+        return nullcontext()
+    from ktinject.operators.offload.submits import only
+
+    if _within.live is None or _within.live[0] != len(x):
+        _within.live = len(x), torch.arange(len(x), dtype=torch.int32, device=x.device) < tokens
+    return only(_within.live[1])
 
 
 def _standard(dispatched: Any) -> Any:

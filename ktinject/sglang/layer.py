@@ -126,7 +126,7 @@ class Layer:
     def _submit(self, x: Tensor, ids: Tensor, routing: Tensor) -> Ticket:
         if self._handoff is None:
             raise OperatorError("KTMoEWrapper: submit_forward before load_weights. Load the weights first.")
-        self._check(x, ids)
+        self._check(ids)
         x, ids, routing = x.detach(), ids.detach(), routing.detach()
         on_gpu = None
         if self.given.num_gpu_experts:
@@ -186,12 +186,7 @@ class Layer:
         is_last = all(layer.given.layer_idx <= self.given.layer_idx for layer in _layers)
         return 0 if is_last else min(self.given.deferred, top_k)
 
-    def _check(self, x: Tensor, ids: Tensor) -> None:
-        most = self.given.most_tokens
-        if most is not None and x.shape[0] > most and not _is_captured(x):
-            raise OperatorError(
-                f"KTMoEWrapper: found {x.shape[0]} tokens; allowed: {most}, the chunked_prefill_size. Raise it."
-            )
+    def _check(self, ids: Tensor) -> None:
         if ids.dim() == 2 and ids.shape[1] > self.given.top_k:
             raise OperatorError(
                 f"KTMoEWrapper: found {ids.shape[1]} experts a token; allowed: {self.given.top_k}, num_experts_per_tok."

@@ -28,7 +28,7 @@ from typing import Any
 from ktinject.errors import OperatorError, shown
 from ktinject.hf.on_import import when_imported
 from ktinject.sglang import arguments, failures, wrapper
-from ktinject.sglang.combine import Combine
+from ktinject.sglang.combine import Combine, watch_batches
 
 log = logging.getLogger("ktinject")
 
@@ -173,7 +173,10 @@ def _mend_model_runner(module: ModuleType) -> None:
 def _load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     before, _state.is_draft = _state.is_draft, bool(getattr(self, "is_draft_worker", False))
     try:
-        return original(self, *args, **kwargs)
+        out = original(self, *args, **kwargs)
+        if _is_used and not _state.is_draft:
+            watch_batches(self.model)
+        return out
     finally:
         _state.is_draft = before
 
@@ -205,7 +208,7 @@ def _mend_padding(module: ModuleType) -> None:
 
 
 def _masks_padding(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Rows that pad a batch get ids of -1: else each of them asks the CPU for the experts of a token of before."""
+    """SGLang then says how many rows of a graph are tokens, which `combine.py` asks for."""
     import torch
 
     return (_is_used and torch.cuda.is_available()) or original(*args, **kwargs)

@@ -26,7 +26,7 @@ from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.checkpoints.formats.base import Format, Fp8Blocks
 from ktinject.errors import CheckpointError, OperatorError
 from ktinject.operators import expert_formats
-from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, weights_in_words
+from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.sglang.arguments import Arguments
 
@@ -167,12 +167,9 @@ def load(given: Arguments, logical: list[int], nodes: int, is_first: bool) -> Cp
         for place, expert in experts.items():
             for name, key, index, part in expert.pieces:
                 _load_piece(made, checkpoint, kept, place, name, key, index, part)
+    said = made.describe()
     log.info(
-        "layer %d: %d experts as %s, by %s",
-        given.layer_idx,
-        len(places),
-        weights_in_words(config),
-        made.native.kernels,
+        "layer %d: %d experts as %s, by %s", given.layer_idx, len(places), said["weights"], said["kernel"]
     )
     return made
 

@@ -53,6 +53,8 @@ class KTMoEWrapper:
     ) -> None:
         """All by the names that SGLang and its fork give them; arguments.py says what they mean.
 
+        chunked_prefill_size is not needed: a submit may have any number of tokens.
+
         Reads and allocates nothing yet, but for the buffers of a CUDA device that is torch's default device.
         Raises  OperatorError for arguments that are not known or make no sense, and for LoRA; CheckpointError for a
                 weight_path that cannot be read
@@ -62,7 +64,6 @@ class KTMoEWrapper:
         whole = arguments.whole
         limit, alpha = arguments.swiglu(swiglu_limit, swiglu_alpha, method)
         deferred = 0 if max_deferred_experts_per_token is None else max_deferred_experts_per_token
-        limited = chunked_prefill_size is not None and chunked_prefill_size > 0
         self.arguments = Arguments(
             layer_idx=whole("layer_idx", layer_idx, 0, _MOST_LAYERS),
             num_experts=whole("num_experts", num_experts, 1, _MOST_EXPERTS),
@@ -76,7 +77,6 @@ class KTMoEWrapper:
             else whole("cpuinfer_threads", cpuinfer_threads, 1, 4096),
             nodes=whole("threadpool_count", 64 if threadpool_count is None else threadpool_count, 1, 64),
             weight_path=str(weight_path or ""),
-            most_tokens=chunked_prefill_size if limited else None,
             method=arguments.method_of(method),
             method_name=str(method),
             deferred=whole("max_deferred_experts_per_token", deferred, 0, num_experts_per_tok),

@@ -1,3 +1,4 @@
+#include <dlfcn.h>
 #include <nanobind/eval.h>
 #include <nanobind/nanobind.h>
 
@@ -10,6 +11,13 @@
 namespace ktinject {
 namespace {
 
+#ifdef Py_LIMITED_API
+// The stable ABI has no call for it, and all interpreters have this one. Where one has not, nothing is checked.
+bool holds_gil() {
+  static const auto check = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+  return check != nullptr && check() != 0;
+}
+#else
 bool holds_gil() {
   const PyThreadState* const mine = PyGILState_GetThisThreadState();
 #if PY_VERSION_HEX >= 0x030d0000
@@ -18,6 +26,7 @@ bool holds_gil() {
   return mine != nullptr && mine == _PyThreadState_UncheckedGet();
 #endif
 }
+#endif
 
 void refuse_with_gil() {
   if (holds_gil())
@@ -54,7 +63,7 @@ nb::object exported(nb::handle source) noexcept {
   }
   if (tensor == nullptr || !PyObject_TypeCheck(source.ptr(), reinterpret_cast<PyTypeObject*>(tensor)))
     return nb::borrow(source);
-  auto capsule = nb::steal(PyObject_CallOneArg(to_dlpack, source.ptr()));
+  auto capsule = nb::steal(PyObject_CallFunctionObjArgs(to_dlpack, source.ptr(), nullptr));
   if (!capsule.is_valid()) PyErr_Clear();
   return capsule;
 }

@@ -1,5 +1,7 @@
 // Whether Python objects still hold what was written down of them (ktinject/generation/watch.py). In C++, since it is
 // asked before every decode step: a model of 48 layers has some 20,000 attributes.
+#include <cstddef>
+#include <cstring>
 #include <vector>
 
 #include "bindings/subjects.hpp"
@@ -9,27 +11,50 @@ namespace {
 
 namespace nb = nanobind;
 
+// In place of macros that the stable ABI does not have. What they are given is a tuple or a list, and is long enough.
+#ifdef Py_LIMITED_API
+#define PyTuple_GET_SIZE PyTuple_Size
+#define PyTuple_GET_ITEM PyTuple_GetItem
+#define PyList_GET_SIZE PyList_Size
+#define PyList_GET_ITEM PyList_GetItem
+#endif
+
 // What an entry says; the numbers are those of ktinject/generation/watch.py.
 enum Kind : long { kAttributes, kItems, kElements, kLookups, kClass, kTensor };
 
 // Python gives a dict and a class a number that no other state of it, nor of another one, ever has. Where the number is
 // the one that was seen when all was found to be the same, it still is. 0: there is none, so it has to be looked at.
-uint64_t number_of_dict(PyObject* dict) {
+//
+// The stable ABI does not name them. In the versions of Python that had been released when this was written they stand
+// here, which builds for each of these check; of newer ones nothing is read.
+constexpr size_t kNumberOfDict = 24, kNumberOfClass = 384;
+
+#ifdef Py_LIMITED_API
+const unsigned long python = Py_Version >> 16;  // that runs
+const bool dicts_have = python < 0x030D, classes_have = python < 0x030E;
+#else
+constexpr bool dicts_have = PY_VERSION_HEX < 0x030D0000, classes_have = true;
+static_assert(offsetof(PyTypeObject, tp_version_tag) == kNumberOfClass);
 #if PY_VERSION_HEX < 0x030D0000
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+static_assert(offsetof(PyDictObject, ma_version_tag) == kNumberOfDict);
 #pragma GCC diagnostic pop
-#else
-  (void)dict;
-  return 0;
 #endif
+#endif
+
+template <class Number>
+uint64_t number_at(PyObject* object, size_t offset) {
+  Number found;
+  std::memcpy(&found, reinterpret_cast<const char*>(object) + offset, sizeof(found));
+  return found;
 }
 
+uint64_t number_of_dict(PyObject* dict) { return dicts_have ? number_at<uint64_t>(dict, kNumberOfDict) : 0; }
+
 uint64_t number_of_class(PyObject* type) {
-  const auto* found = reinterpret_cast<PyTypeObject*>(type);
-  return PyType_HasFeature(reinterpret_cast<PyTypeObject*>(type), Py_TPFLAGS_VALID_VERSION_TAG) ? found->tp_version_tag
-                                                                                                : 0;
+  const bool has = (PyType_GetFlags(reinterpret_cast<PyTypeObject*>(type)) & Py_TPFLAGS_VALID_VERSION_TAG) != 0;
+  return has && classes_have ? number_at<unsigned int>(type, kNumberOfClass) : 0;
 }
 
 bool is_ignored(PyObject* ignored, PyObject* key) {
@@ -95,7 +120,7 @@ bool same_class(PyObject* type, PyObject* pairs) {
 
 bool same_tensor(PyObject* tensor, PyObject* address) {
   static PyObject* const name = PyUnicode_InternFromString("data_ptr");
-  nb::object found = nb::steal(PyObject_CallMethodNoArgs(tensor, name));
+  nb::object found = nb::steal(PyObject_CallMethodObjArgs(tensor, name, nullptr));
   if (!found.is_valid()) throw nb::python_error();
   const int same = PyObject_RichCompareBool(found.ptr(), address, Py_EQ);
   if (same < 0) throw nb::python_error();

@@ -192,7 +192,7 @@ struct Matrix {
 
 // The values of a row that are multiplied apart from its int8 values, in fp32, where they count as zero. One scale a
 // row gives a row with a few large values steps as large as these need, and published models have such channels. So n
-// values are taken out of a row if its scale becomes at least n times smaller without them; see `quantise_row`.
+// values are taken out of a row if its scale becomes more than n times smaller without them; see `quantise_row`.
 // Source: the decomposition of Dettmers et al., LLM.int8() (arXiv 2208.07339), with a threshold of the row's own.
 struct Outliers {
   static constexpr int kMost = 16;

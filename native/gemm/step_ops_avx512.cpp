@@ -8,8 +8,9 @@
 namespace ktinject::gemm {
 namespace avx512 {
 constexpr int kVector = 16;
-#include "gemm/attend_tiles.inl"
 #include "gemm/step_ops.inl"
+// Needs what the one before has.
+#include "gemm/attend_tiles.inl"
 
 template <class Tiles>
 constexpr StepOps on_tiles() {

@@ -71,7 +71,7 @@ static u32 take_outliers(const T* x, int k, Outliers* outliers) {
     for (int run = 0; run < count; ++run)
       if (runs[run] > half) above += count_above(x + run * kRun, length(run), half);
     if (above > room) break;
-    if (above <= 1 << i) limit = half;
+    if (above < 1 << i) limit = half;
   }
   if (limit == most) return most;
   u32 rest = 0;
@@ -126,27 +126,76 @@ static float quantise_row(const void* x, DType dtype, int k, int padded_k, int z
   return scale;
 }
 
+// What of a panel an input's weights are found by.
+struct PanelOf {
+  const std::byte* data;
+  const float* scale;         // int8 [32]
+  const u16* group_scale;     // int4 [groups, 32]
+  const uint8_t* group_zero;  // the same; null where all are 8
+  int group_shift;            // groups are of 2^group_shift inputs
+};
+
 // out [32] = the weights of input k.
-static void outlier_column(const Matrix& matrix, const std::byte* panel, int k, float* out) {
-  const WeightAt at = weight_at(matrix.format, 0, k);
-  const int byte = static_cast<int>(at.byte % 4) * 8;
-  const std::byte* lanes = panel + matrix.head_bytes() + at.byte / 4 * 4;
-  for (size_t t = 0; t < 2; ++t, lanes += matrix.tile_bytes(), out += kTile) {
-    u32 bits[kTile];
-    __builtin_memcpy(bits, lanes, sizeof bits);
-    if (matrix.format == Format::int8) {
-      const float* scale = reinterpret_cast<const float*>(panel) + t * kTile;
-      for (int j = 0; j < kTile; ++j)
-        out[j] = static_cast<float>(static_cast<int32_t>(bits[j] << (24 - byte)) >> 24) * scale[j];
-    } else {
-      const int group = scale_at(matrix.format, k / matrix.group_size, static_cast<int>(t) * kTile);
-      const auto* scale = reinterpret_cast<const u16*>(panel + kInt4ScalesAt) + group;
-      const auto* zero = reinterpret_cast<const uint8_t*>(panel + int4_zeros_at(matrix.groups())) + group;
-      for (int j = 0; j < kTile; ++j) {
-        const int code = static_cast<int>(bits[j] >> (byte + at.shift) & 15u);
-        out[j] = static_cast<float>(code - (matrix.symmetric ? 8 : zero[j])) * from_bf16(scale[j]);
+template <Format format>
+static inline void outlier_column(const PanelOf& panel, int k, float* out) {
+  const WeightAt at = weight_at(format, 0, k);
+  const u32 shift = static_cast<u32>(at.byte % 4 * 8) + static_cast<u32>(at.shift);
+  const std::byte* lanes = panel.data + at.byte / 4 * 4;
+  u32 bits[kPanel];
+  for (int t = 0; t < 2; ++t)
+    __builtin_memcpy(bits + t * kTile, lanes + static_cast<size_t>(t) * tile_bytes(format), kTile * sizeof(u32));
+  if constexpr (format == Format::int8) {
+    for (int j = 0; j < kPanel; ++j)
+      out[j] = static_cast<float>(static_cast<int32_t>(bits[j] << (24 - shift)) >> 24) * panel.scale[j];
+  } else {
+    const int group = (k >> panel.group_shift) * kPanel;
+    const u16* scale = panel.group_scale + group;
+    if (panel.group_zero == nullptr)
+      for (int j = 0; j < kPanel; ++j)
+        out[j] = static_cast<float>(static_cast<int32_t>(bits[j] >> shift & 15u) - 8) * from_bf16(scale[j]);
+    else
+      for (int j = 0; j < kPanel; ++j) {
+        const int zero = panel.group_zero[group + j];
+        out[j] = static_cast<float>(static_cast<int32_t>(bits[j] >> shift & 15u) - zero) * from_bf16(scale[j]);
       }
+  }
+}
+
+// Sums of a row stay in registers: as wide as AVX2 has them, for wider ones would go through memory there.
+typedef float Eight __attribute__((vector_size(32)));
+
+template <Format format>
+static void add_outliers_of(const PanelOf& panel, const Outliers* outliers, int m, OutlierColumns& columns, float* c) {
+  for (int row = 0; row < m; ++row, ++outliers, c += kPanel) {
+    const int count = outliers->count;
+    if (count == 0) continue;
+    Eight sum0, sum1, sum2, sum3;
+    __builtin_memcpy(&sum0, c, 32);
+    __builtin_memcpy(&sum1, c + 8, 32);
+    __builtin_memcpy(&sum2, c + 16, 32);
+    __builtin_memcpy(&sum3, c + 24, 32);
+    for (int i = 0; i < count; ++i) {
+      const int k = outliers->at[i], place = k % OutlierColumns::kPlaces;
+      float* weight = columns.weight[place];
+      if (columns.channel[place] != k) {
+        columns.channel[place] = k;
+        outlier_column<format>(panel, k, weight);
+      }
+      const float value = outliers->value[i];
+      Eight w0, w1, w2, w3;
+      __builtin_memcpy(&w0, weight, 32);
+      __builtin_memcpy(&w1, weight + 8, 32);
+      __builtin_memcpy(&w2, weight + 16, 32);
+      __builtin_memcpy(&w3, weight + 24, 32);
+      sum0 += w0 * value;
+      sum1 += w1 * value;
+      sum2 += w2 * value;
+      sum3 += w3 * value;
     }
+    __builtin_memcpy(c, &sum0, 32);
+    __builtin_memcpy(c + 8, &sum1, 32);
+    __builtin_memcpy(c + 16, &sum2, 32);
+    __builtin_memcpy(c + 24, &sum3, 32);
   }
 }
 
@@ -156,17 +205,12 @@ static void add_outliers(const Matrix& matrix, const std::byte* panel, const Out
     columns.panel = panel;
     for (int& channel : columns.channel) channel = -1;
   }
-  for (int row = 0; row < m; ++row, ++outliers, c += kPanel)
-    for (int i = 0; i < outliers->count; ++i) {
-      const int k = outliers->at[i], place = k % OutlierColumns::kPlaces;
-      float* weight = columns.weight[place];
-      if (columns.channel[place] != k) {
-        columns.channel[place] = k;
-        outlier_column(matrix, panel, k, weight);
-      }
-      const float value = outliers->value[i];
-      for (int j = 0; j < kPanel; ++j) c[j] += value * weight[j];
-    }
+  PanelOf of{panel + matrix.head_bytes(), reinterpret_cast<const float*>(panel), nullptr, nullptr, 0};
+  if (matrix.format == Format::int8) return add_outliers_of<Format::int8>(of, outliers, m, columns, c);
+  of.group_scale = reinterpret_cast<const u16*>(panel + kInt4ScalesAt);
+  if (!matrix.symmetric) of.group_zero = reinterpret_cast<const uint8_t*>(panel + int4_zeros_at(matrix.groups()));
+  of.group_shift = __builtin_ctz(static_cast<u32>(matrix.group_size));
+  add_outliers_of<Format::int4>(of, outliers, m, columns, c);
 }
 
 template <ActivationKind kind>

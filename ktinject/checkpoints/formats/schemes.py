@@ -29,9 +29,8 @@ def scheme_of(reader: Reader, key: str) -> Mapping[str, Any] | None:
         return None
     if all(group["weights"] == groups[0]["weights"] for group in groups):
         return groups[0]["weights"]
-    stem = key.removesuffix(".weight")
     # A target is a pattern or a name of modules, or the name of a class, which says less.
-    found = [group for group in groups if any(_is_named(reader, stem, t) for t in _targets(group))]
+    found = [group for group in groups if any(_is_named(reader, key, t) for t in _targets(group))]
     found = found or [group for group in groups if any("." not in t for t in _targets(group))]
     if not found or any(group["weights"] != found[0]["weights"] for group in found):
         text = f"{len(groups)} config_groups, and their targets do not say which of them it is in"
@@ -46,7 +45,8 @@ def _targets(group: Mapping[str, Any]) -> list[str]:
     return [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
 
 
-def _is_named(reader: Reader, stem: str, target: str) -> bool:
+def _is_named(reader: Reader, key: str, target: str) -> bool:
+    stem = key.removesuffix(".weight")
     if not target.startswith(_REGEX):
         return stem == target
     pattern = target.removeprefix(_REGEX)
@@ -54,4 +54,4 @@ def _is_named(reader: Reader, stem: str, target: str) -> bool:
         return fullmatch(f"(?:{pattern}).*", stem)
     except (ValueError, TimeoutError) as error:
         text = f"quantization_config has a target that cannot be matched: {shown(target)}: {error}"
-        raise refused(reader, stem, f"{text}. Correct config.json.") from None
+        raise refused(reader, key, f"{text}. Correct config.json.") from None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.errors import CheckpointError
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = sorted(path.stem for path in GOLDEN.glob("*.safetensors"))
@@ -40,7 +43,7 @@ SAYS = {
 }
 
 
-def golden(name: str) -> tuple[dict[str, Tensor], Tensor, dict[str, object]]:
+def golden(name: str) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
     """The tensors of a weight `x.weight`, its values, and the config.json that comes with it."""
     path = GOLDEN / f"{name}.safetensors"
     tensors = load_file(path)
@@ -68,3 +71,146 @@ def test_values_are_those_of_the_library(name: str, tmp_path: Path) -> None:
 
 def test_every_file_is_looked_at() -> None:
     assert {*NAMES} == {*SAYS}
+
+
+# What is wrong with a folder
+
+
+def gone(tensor: Tensor) -> None:
+    return None
+
+
+def cut(tensor: Tensor) -> Tensor:
+    """One column less."""
+    return tensor[..., :-1].contiguous()
+
+
+def twice(tensor: Tensor) -> Tensor:
+    """Twice the columns."""
+    return torch.cat([tensor, tensor], -1)
+
+
+def filled(value: float) -> Callable[[Tensor], Tensor]:
+    """The last value is that one."""
+
+    def change(tensor: Tensor) -> Tensor:
+        flat = tensor.clone().reshape(-1)
+        flat[-1] = torch.tensor(value).to(tensor.dtype)
+        return flat.reshape(tensor.shape)
+
+    return change
+
+
+def to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.float().to(dtype)
+
+
+NAN, INFINITE = filled(float("nan")), filled(float("inf"))
+F64, I16 = torch.float64, torch.int16
+# Golden file, part, what happens to it, what the refusal says.
+DAMAGE: list[tuple[str, str, Callable[[Tensor], Tensor | None], str]] = [
+    ("fp8_channel", "weight_scale", twice, r"a scale grid of \[32, 2\]"),
+    ("fp8_channel", "weight_scale", filled(-1), "scales must be positive"),
+    ("fp8_channel", "weight_scale", NAN, "scales must be positive"),
+    ("fp8_channel", "weight_scale", to(F64), "scales of dtype F64"),
+    ("fp8_channel", "weight_scale", gone, "not that of a weight without scales"),
+    ("fp8_channel", "weight", to(torch.float8_e5m2), "is not read or not whole"),
+    ("fp8_tensor", "weight_scale", filled(0), "scales must be positive"),
+    ("fp8_tensor", "weight_scale", INFINITE, "scales must be positive"),
+    ("fp8_block", "weight_scale", cut, "a scale grid of"),
+    ("fp8_block", "weight", lambda tensor: tensor[:16], "a scale grid of"),
+    ("mxfp8", "weight_scale", cut, "a scale grid of"),
+    ("mxfp8", "weight_scale", filled(255), "scales must be positive"),
+    ("mxfp8", "weight_scale", to(I16), "scales of dtype I16"),
+    ("mxfp4", "weight_scale", filled(253), "must be at most 252"),
+    ("mxfp4", "weight_scale", cut, "32 inputs, in 16 bytes, share a scale"),
+    ("mxfp4", "weight_scale", gone, "is not read or not whole"),
+    ("mxfp4", "weight_packed", cut, "share a scale"),
+    ("nvfp4", "weight_scale", cut, "16 inputs, in 8 bytes, share a scale"),
+    ("nvfp4", "weight_scale", NAN, "must be finite"),
+    ("nvfp4", "weight_scale", filled(-1), "must not be negative"),
+    ("nvfp4", "weight_scale", to(torch.float16), "int of 4 and 8 bits is read"),
+    ("nvfp4", "weight_global_scale", filled(0), "scales must be positive"),
+    ("nvfp4", "weight_global_scale", INFINITE, "scales must be positive"),
+    ("nvfp4", "weight_global_scale", twice, r"F32 \[2\]"),
+    ("nvfp4", "weight_global_scale", to(F64), "F32 .* is needed"),
+    ("nvfp4", "weight_global_scale", filled(1e-45), "must be finite|must be positive"),
+    ("nvfp4", "weight_packed", gone, "not in the checkpoint|not whole"),
+    ("modelopt_nvfp4", "weight_scale_2", gone, "scales of mxfp4"),
+    ("modelopt_nvfp4", "weight_scale", gone, "is not read or not whole"),
+    ("gptq4", "qweight", cut, "is needed"),
+    ("gptq4", "qweight", to(I16), "I32 as a matrix"),
+    ("gptq4", "qzeros", cut, "is needed for 4 bits"),
+    ("gptq4", "qzeros", twice, "is needed for 4 bits"),
+    ("gptq4", "qzeros", filled(0), "zero points other than 8"),
+    ("gptq4", "qzeros", gone, "is not read or not whole"),
+    ("gptq4", "scales", cut, r"\[4, 32\] is needed"),
+    ("gptq4", "scales", INFINITE, "must be finite"),
+    ("gptq4", "g_idx", cut, r"\[128\] is needed"),
+    ("gptq4", "g_idx", filled(4), "a group that is not there"),
+    ("gptq4", "g_idx", filled(-1), "a group that is not there"),
+    ("gptq8", "qzeros", filled(0), "zero points other than 128"),
+    ("awq", "qzeros", cut, "is needed"),
+    ("awq", "scales", to(torch.int32), "is needed"),
+    ("awq", "qweight", gone, "not in the checkpoint|not whole"),
+    ("packed4", "weight_shape", filled(64), "weight_shape says"),
+    ("packed4", "weight_shape", cut, r"\[2\] is needed"),
+    ("packed4", "weight_scale", twice, "8 groups for 128 inputs; 4 is needed"),
+    ("packed4", "weight_scale", NAN, "must be finite"),
+    ("packed4", "weight_scale", gone, "is not read or not whole"),
+    ("packed4_zeros", "weight_zero_point", cut, "is needed"),
+    ("packed4_zeros", "weight_zero_point", to(torch.int8), "is needed"),
+    ("packed8", "weight_packed", cut, "weight_shape says"),
+    ("int8_group", "weight_scale", cut, "3 groups for 128 inputs; 4 is needed"),
+    ("int8_channel", "weight_scale", to(torch.int8), "is needed"),
+    ("int8_channel", "weight", lambda tensor: tensor[None], "is not read|as a matrix"),
+    ("int8_zeros", "weight_zero_point", twice, r"\[32, 1\] is needed"),
+]
+# Golden file, what config.json says instead, what the refusal says.
+CONFIGS: list[tuple[str, dict[str, Any], str]] = [
+    ("gptq4", {"bits": 3}, "GPTQ of 3 bits"),
+    ("gptq4", {"bits": 8}, "is needed for 8 bits"),
+    ("gptq4", {"group_size": 64}, "4 groups for 128 inputs; 2 is needed"),
+    ("gptq4", {"group_size": 48}, "4 groups for 128 inputs; 3 is needed"),
+    ("gptq4", {"quant_method": "other"}, "GPTQ or AWQ"),
+    ("gptq4_zeros", {"sym": True}, "zero points other than 8"),
+    ("awq", {"bits": 8}, "AWQ of 8 bits"),
+    ("awq", {"version": "gemv"}, "AWQ of version 'gemv'"),
+    ("awq", {"zero_point": False}, "zero points other than 8"),
+    ("packed4", {"config_groups": {}}, "config_groups does not say how"),
+    ("packed4", {"config_groups": {"a": {"weights": {"num_bits": 2}}}}, "int of 4 and 8 bits is read"),
+    ("packed4", {"config_groups": {"a": {"weights": {"num_bits": 8, "group_size": 32}}}}, "4 groups for 64 inputs"),
+    ("packed4", {"config_groups": {c: {"weights": {"num_bits": b}, "targets": ["Linear"]} for c, b in (("a", 4),
+     ("b", 8))}}, "do not say which of them"),
+    ("packed4", {"config_groups": {c: {"weights": {"num_bits": b}, "targets": ["re:("]} for c, b in (("a", 4),
+     ("b", 8))}}, "a target that cannot be matched"),
+    ("fp8_block", {"config_groups": {"a": {"weights": {"block_structure": [32, 32]}}}}, "a scale grid of"),
+]  # fmt: skip
+
+
+def refused(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], said: str) -> None:
+    save_file(tensors, folder / "model.safetensors")
+    with Checkpoint.open(folder, config) as checkpoint:
+        with pytest.raises(CheckpointError, match=said) as caught:
+            checkpoint.format_of("x.weight")
+            checkpoint.decode("x.weight")
+    message = str(caught.value)
+    assert str(folder) in message and "'x." in message and message.count("\n") < 20
+
+
+@pytest.mark.parametrize(("name", "part", "change", "said"), DAMAGE)
+def test_damaged_parts_are_refused(name: str, part: str, change: Any, said: str, tmp_path: Path) -> None:
+    tensors, _, config = golden(name)
+    if (changed := change(tensors.pop(f"x.{part}"))) is not None:
+        tensors[f"x.{part}"] = changed.contiguous()
+    refused(tmp_path, tensors, config, said)
+
+
+@pytest.mark.parametrize(("name", "change", "said"), CONFIGS)
+def test_configs_of_other_weights_are_refused(name: str, change: Any, said: str, tmp_path: Path) -> None:
+    tensors, _, config = golden(name)
+    refused(tmp_path, tensors, config | change, said)
+
+
+def test_there_is_enough_that_is_wrong() -> None:
+    assert len(DAMAGE) + len(CONFIGS) >= 60

@@ -245,3 +245,19 @@ def test_the_page_is_everybody_s_and_what_it_shows_needs_the_key() -> None:
     assert ask("/plan", **key) == (200, b'{"layers": 3}')
     assert ask("/", "POST", **key)[0] == ask("/plan", "POST", **key)[0] == 405
     assert ask("/activity", **key)[0] == 404
+
+
+def test_what_is_said_at_present() -> None:
+    metrics, jobs = Metrics(100), [Job(prompt=3), Job(prompt=5)]
+    for number, job in enumerate(jobs, 1):
+        metrics.started(job)
+        job.count(number)
+    metrics.inflight = 3
+    now = metrics.now()
+    assert now.pop("clock") > 0
+    assert now == {"generated": 3, "running": 2, "waiting": 1, "held": 11}
+    for job in jobs:
+        metrics.ended(job)
+    metrics.inflight = 0
+    now = metrics.now()
+    assert (now["generated"], now["running"], now["held"]) == (3, 0, 0)

@@ -3,6 +3,7 @@
 model      folder
 options    of sglang.Engine
 prompts    lists of ids
+rounds     how often all of them are asked
 new        tokens of each answer
 """
 
@@ -12,24 +13,40 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
     given = json.loads(sys.argv[1])
-    import sglang
+    import sglang  # type: ignore[import-not-found]
 
     engine = sglang.Engine(model_path=given["model"], log_level="info", random_seed=0, **given["options"])
     sampling = {"temperature": 0, "max_new_tokens": given["new"], "ignore_eos": True}
-    answers = engine.generate(
-        input_ids=given["prompts"], sampling_params=sampling, return_logprob=True, top_logprobs_num=2
-    )
-    found = []
-    for answer in answers:
-        tops = answer["meta_info"]["output_top_logprobs"]
-        margins = [abs(top[0][0] - top[1][0]) for top in tops]
-        found.append({"ids": answer["output_ids"], "margins": margins})
-    Path(sys.argv[2]).write_text(json.dumps(found))
+    rounds = [
+        [
+            said(answer)
+            for answer in engine.generate(
+                input_ids=given["prompts"],
+                sampling_params=sampling,
+                return_logprob=True,
+                top_logprobs_num=2,
+            )
+        ]
+        for _ in range(given["rounds"])
+    ]
+    Path(sys.argv[2]).write_text(json.dumps(rounds))
     engine.shutdown()
+
+
+def said(answer: Any) -> dict[str, Any]:
+    """Tokens, how much likelier each was than the next best one, and how the answer ended."""
+    meta = answer["meta_info"]
+    tops = meta.get("output_top_logprobs") or []
+    return {
+        "ids": answer["output_ids"],
+        "margins": [abs(top[0][0] - top[1][0]) for top in tops],
+        "end": meta["finish_reason"],
+    }
 
 
 if __name__ == "__main__":

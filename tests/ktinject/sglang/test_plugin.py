@@ -110,8 +110,13 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
         def process_batch_result(self, batch: Any, result: Any) -> str:
             return "processed"
 
+    class Model:
+        def forward(self, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
+            return combine._within.tokens
+
     class ModelRunner:
         is_draft_worker = False
+        model = Model()
 
         def load_model(self) -> Any:
             return made["layers.moe.kt_ep_wrapper"].create_kt_config_from_server_args(object(), 0)
@@ -255,6 +260,41 @@ def test_only_decode_steps_defer(sglang: dict[str, ModuleType]) -> None:
         return SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: decodes))
 
     assert runner.forward(batch(True)) and not runner.forward(batch(False)) and layer._chain.is_on
+
+
+def test_the_rows_that_are_tokens_are_known_within_a_pass(sglang: dict[str, ModuleType]) -> None:
+    runner = sglang["model_executor.model_runner"].ModelRunner()
+    runner.load_model()
+    batch = SimpleNamespace(num_token_non_padded=3)
+    assert runner.model.forward(0, 0, batch) == 3 and runner.model.forward(0, 0, forward_batch=batch) == 3
+    assert combine._within.tokens is None
+
+
+@pytest.mark.gpu
+def test_rows_that_pad_a_graph_are_not_computed() -> None:
+    made, (x, ids, weights) = filled(), inputs(8, device="cuda:0")
+    tokens = torch.full((1,), 8, dtype=torch.int32, device="cuda:0")
+
+    def run() -> Tensor:
+        combine._within.tokens = tokens
+        try:
+            with combine._without_padding(x):
+                made.submit_forward(x, ids, weights)
+            return made.sync_forward(x)
+        finally:
+            combine._within.tokens = combine._within.live = None
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for count in (8, 5, 1, 7):
+        tokens.fill_(count)
+        graph.replay()
+        want = expected(x, ids, weights)
+        want[count:] = 0
+        assert is_near(out, want)
 
 
 def test_several_processes_of_experts_are_refused(sglang: dict[str, ModuleType]) -> None:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf_by_hand
 import pytest
+import reference
 import sglang_cases
 import torch
 from sglang_cases import EXPERTS, HIDDEN, INNER, LAYERS, arguments, expected, filled, forward, inputs, is_near
@@ -15,6 +17,7 @@ from torch import Tensor
 from ktinject.errors import CheckpointError, KTInjectError
 from ktinject.sglang import KTMoEWrapper
 
+TRAINED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3-moe"
 NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -218,3 +221,25 @@ def test_clamped_gates_are_those_of_the_fork() -> None:
     gate, up, down = (stack[0] for stack in sglang_cases.stacks().values())
     g, u = (x.double() @ gate.T).clamp(max=0.5), (x.double() @ up.T).clamp(-0.5, 0.5)
     assert is_near(forward(made, one), (g * torch.sigmoid(1.7 * g) * (u + 1)) @ down.T)
+
+
+@pytest.mark.parametrize(("kind", "weights"), [("Q4_0", "int4 group 32"), ("Q8_0", "int8")])
+def test_a_gguf_file_is_read_as_what_is_nearest(kind: str, weights: str, tmp_path: Path) -> None:
+    """The trained model: GGUF's names are its own, and ours what the model has in safetensors."""
+    file = gguf_by_hand.converted(TRAINED, tmp_path / "model.gguf", kind)
+    of = {"num_experts": 32, "num_experts_per_tok": 8, "hidden_size": 128, "moe_intermediate_size": 64}
+    made, stored = (
+        KTMoEWrapper(**arguments(1, **of, weight_path=str(path), method=method))
+        for path, method in ((file, "LLAMAFILE"), (TRAINED, "BF16"))
+    )
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 128, generator=random).bfloat16()
+    call = (
+        x,
+        torch.rand(9, 32, generator=random).argsort(-1)[:, :8].int().contiguous(),
+        torch.full((9, 8), 0.125),
+    )
+    for one in (made, stored):
+        one.load_weights(None)
+    assert made._layer._experts.describe()["weights"] == weights
+    assert reference.relative_error(forward(made, call), forward(stored, call)) < 0.2

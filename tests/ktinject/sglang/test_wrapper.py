@@ -241,20 +241,22 @@ def test_where_failures_are_kept_the_result_is_nan_and_the_server_lives(device: 
 
 
 def test_misuse_is_refused() -> None:
-    made = KTMoEWrapper(**arguments(chunked_prefill_size=4))
+    made = KTMoEWrapper(**arguments())
     with pytest.raises(OperatorError, match="before load_weights"):
         made.submit_forward(*inputs(1))
     made.load_weights(None)
     with pytest.raises(OperatorError, match="without a submit_forward"):
         made.sync_forward(inputs(1)[0])
-    with pytest.raises(OperatorError, match="found 5 tokens; allowed: 4"):
-        made.submit_forward(*inputs(5))
+    x, ids, weights = inputs(3)
+    with pytest.raises(OperatorError, match="allowed: 4, num_experts_per_tok"):
+        made.submit_forward(x, ids.repeat(1, 2), weights.repeat(1, 2))
     with pytest.raises(OperatorError, match="expected 8 numbers"):
         made.load_weights(torch.arange(3))
     with pytest.raises(OperatorError, match="kt-gpu-prefill-token-threshold"):
         made.submit_write_weight_scale_to_buffer(1, 0, [0], [0], [0], [0])
-    unlimited = filled(chunked_prefill_size=-1)
-    assert is_near(forward(unlimited, inputs(5)), expected(*inputs(5)))
+    for size in (-1, None, 4):  # a hint
+        unlimited = filled(chunked_prefill_size=size)
+        assert is_near(forward(unlimited, inputs(5)), expected(*inputs(5)))
 
 
 def test_a_signal_ends_a_process_with_work_under_way() -> None:

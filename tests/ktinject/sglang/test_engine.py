@@ -1,0 +1,112 @@
+"""SGLang itself on a CPU, with some of its experts, and all others ktinject's: the answers stay the same.
+
+It needs an environment with SGLang, which docs/how-to/sglang.md describes, and takes some minutes:
+
+    SGLANG_PYTHON=that/environment/bin/python pytest -m sglang tests/ktinject/sglang
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_ins
+from safetensors.torch import load_file, save_file
+
+TRAINED = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3-moe"
+EXPERTS = 32
+PYTHON = os.environ.get("SGLANG_PYTHON", "")
+PROMPTS = [[5, 17, 300, 41, 99], [700, 3, 12, 88, 45, 19, 7], [1, 2, 3], [*range(40, 100)]]
+# Logits are bf16: of two that are closer than a step of theirs, another order of sums may make the other the greater.
+TIE = 0.13
+
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON, reason="SGLANG_PYTHON names no environment with SGLang"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained model with a head of its own, since SGLang's class has no tied one."""
+    folder = tmp_path_factory.mktemp("model")
+    tensors = load_file(TRAINED / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((TRAINED / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    return folder
+
+
+def answers(model: Path, folder: Path, on_gpu: int | None, fails: bool = False, **others: Any) -> Any:
+    """What SGLang says, by rounds and prompts. on_gpu: SGLang's own experts; None: all of them."""
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "mem_fraction_static": 0.2,
+        "max_total_tokens": 4096,
+        "chunked_prefill_size": 32,
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+    }
+    if on_gpu is not None:
+        options |= {"kt_weight_path": str(model), "kt_method": "BF16", "kt_num_gpu_experts": on_gpu}
+    given = {
+        "model": str(model),
+        "options": options | others,
+        "prompts": PROMPTS,
+        "rounds": 1 + fails,
+        "new": 12,
+    }
+    site = stand_ins.write(folder / "site", fails)
+    environ = {**os.environ, "PYTHONPATH": str(site), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    out = folder / "answers.json"
+    with (folder / "log").open("w") as log:
+        subprocess.run(
+            [PYTHON, Path(__file__).with_name("engine.py"), json.dumps(given), out],
+            env=environ,
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+            timeout=600,
+        )
+    told = (folder / "log").read_text(errors="replace")
+    assert out.exists(), told[-4000:]
+    assert (f"layer 0: {EXPERTS - (on_gpu or 0)} experts as bf16" in told) == (on_gpu is not None)
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """SGLang alone."""
+    return answers(model, tmp_path_factory.mktemp("stock"), None)[0]
+
+
+def agree(found: Any, want: Any) -> bool:
+    """The same tokens, until two are as likely."""
+    for index, (ours, theirs) in enumerate(zip(found["ids"], want["ids"])):
+        if ours != theirs:
+            return want["margins"][index] < TIE
+    return len(found["ids"]) == len(want["ids"])
+
+
+@pytest.mark.parametrize("on_gpu", [0, 8, EXPERTS - 1])
+def test_the_answers_are_those_of_sglang_alone(model: Path, stock: Any, on_gpu: int, tmp_path: Path) -> None:
+    found = answers(model, tmp_path, on_gpu)[0]
+    assert all(agree(ours, theirs) for ours, theirs in zip(found, stock))
+    assert sum(ours["ids"] == theirs["ids"] for ours, theirs in zip(found, stock)) >= 2
+
+
+def test_a_failure_ends_its_requests_and_not_the_server(model: Path, stock: Any, tmp_path: Path) -> None:
+    first, second = answers(model, tmp_path, 8, fails=True)
+    ended = [answer for answer in first if answer["end"]["type"] == "abort"]
+    assert ended and all("experts on the CPU failed" in answer["end"]["message"] for answer in ended)
+    assert all(answer["end"]["type"] == "length" for answer in second)
+    assert all(agree(ours, theirs) for ours, theirs in zip(second, stock))
