@@ -23,21 +23,46 @@ struct Block {
 
 uint16_t half_at(const uint8_t* p) { return static_cast<uint16_t>(p[0] | p[1] << 8); }
 
-// Two bits each of inputs 32 apart, for 128 inputs a time.
-int two_bits(const uint8_t* p, int k) { return p[k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3; }
+// The loops below run along bytes of the file and of the codes, so that the compiler makes vectors of them.
+
+// codes |= two bits each of inputs 32 apart, for 128 inputs a time, moved to bit `to`.
+void add_two_bits(const uint8_t* p, int to, uint8_t* codes) {
+  for (int half = 0; half < 2; ++half)
+    for (int run = 0; run < 4; ++run)
+      for (int i = 0; i < 32; ++i)
+        codes[half * 128 + run * 32 + i] |= static_cast<uint8_t>((p[half * 32 + i] >> 2 * run & 3) << to);
+}
+
+// codes |= bit r of byte i for input i of run r of 32, moved to bit `to`.
+void add_one_bit(const uint8_t* p, int to, uint8_t* codes) {
+  for (int run = 0; run < 8; ++run)
+    for (int i = 0; i < 32; ++i) codes[run * 32 + i] |= static_cast<uint8_t>((p[i] >> run & 1) << to);
+}
+
+// codes = nibbles of inputs kRun apart, for 2 kRun inputs a time.
+template <int kRun>
+void set_nibbles(const uint8_t* p, uint8_t* codes) {
+  for (int first = 0; first < kSuperblock; first += 2 * kRun, p += kRun)
+    for (int i = 0; i < kRun; ++i) {
+      codes[first + i] = p[i] & 15;
+      codes[first + kRun + i] = p[i] >> 4;
+    }
+}
 
 void read_q2(const uint8_t* p, Block& block) {
   for (int run = 0; run < 16; ++run) {
     block.s[run] = static_cast<int8_t>(p[run] & 15);
     block.t[run] = p[run] >> 4;
   }
-  for (int k = 0; k < kSuperblock; ++k) block.codes[k] = static_cast<uint8_t>(two_bits(p + 16, k));
+  std::memset(block.codes, 0, sizeof block.codes);
+  add_two_bits(p + 16, 0, block.codes);
   block.d = half_at(p + 80), block.m = half_at(p + 82);
 }
 
 void read_q3(const uint8_t* p, Block& block) {
-  for (int k = 0; k < kSuperblock; ++k)
-    block.codes[k] = static_cast<uint8_t>(two_bits(p + 32, k) | (p[k % 32] >> k / 32 & 1) << 2);
+  std::memset(block.codes, 0, sizeof block.codes);
+  add_two_bits(p + 32, 0, block.codes);
+  add_one_bit(p, 2, block.codes);
   for (int run = 0; run < 16; ++run) {
     const int low = p[96 + run % 8] >> run / 8 * 4 & 15, high = p[104 + run % 4] >> run / 4 * 2 & 3;
     block.s[run] = static_cast<int8_t>((low | high << 4) - 32);
@@ -55,27 +80,22 @@ void read_runs(const uint8_t* p, Block& block) {
   }
 }
 
-// Nibbles of inputs 32 apart, for 64 inputs a time.
-int nibble(const uint8_t* p, int k) { return p[k / 64 * 32 + k % 32] >> (k % 64 / 32 * 4) & 15; }
-
 void read_q4(const uint8_t* p, Block& block) {
   block.d = half_at(p), block.m = half_at(p + 2);
   read_runs(p + 4, block);
-  for (int k = 0; k < kSuperblock; ++k) block.codes[k] = static_cast<uint8_t>(nibble(p + 16, k));
+  set_nibbles<32>(p + 16, block.codes);
 }
 
 void read_q5(const uint8_t* p, Block& block) {
   block.d = half_at(p), block.m = half_at(p + 2);
   read_runs(p + 4, block);
-  for (int k = 0; k < kSuperblock; ++k)
-    block.codes[k] = static_cast<uint8_t>(nibble(p + 48, k) | (p[16 + k % 32] >> k / 32 & 1) << 4);
+  set_nibbles<32>(p + 48, block.codes);
+  add_one_bit(p + 16, 4, block.codes);
 }
 
 void read_q6(const uint8_t* p, Block& block) {
-  for (int k = 0; k < kSuperblock; ++k) {
-    const int low = p[k / 128 * 64 + k % 64] >> (k % 128 / 64 * 4) & 15;
-    block.codes[k] = static_cast<uint8_t>(low | two_bits(p + 128, k) << 4);
-  }
+  set_nibbles<64>(p, block.codes);
+  add_two_bits(p + 128, 4, block.codes);
   std::memcpy(block.s, p + 192, sizeof block.s);
   block.d = half_at(p + 208);
 }
@@ -86,12 +106,8 @@ void read_iq4(const uint8_t* p, Block& block) {
   for (int run = 0; run < 8; ++run) {
     const int low = p[4 + run / 2] >> run % 2 * 4 & 15;
     block.s[run] = static_cast<int8_t>((low | (high >> 2 * run & 3) << 4) - 32);
-    for (int i = 0; i < 16; ++i) {
-      const uint8_t pair = p[8 + run * 16 + i];
-      block.codes[run * 32 + i] = pair & 15;
-      block.codes[run * 32 + 16 + i] = pair >> 4;
-    }
   }
+  set_nibbles<16>(p + 8, block.codes);
 }
 
 void read(Format format, const uint8_t* p, Block& block) {
@@ -121,32 +137,47 @@ BitsAt bits_at(int bits, int first_row, int quad) {
   return {first_row + quad / quads, quad % quads * bits};
 }
 
-void write(Format format, const Block& from, std::byte* to, int column) {
-  const KQuant kind = k_quant(format);
-  auto byte = [&](int row, int at) -> uint8_t& { return reinterpret_cast<uint8_t*>(to)[row * 64 + at]; };
-  std::memcpy(to + column * 2, &from.d, 2);
-  if (kind.has_min) std::memcpy(to + 64 + column * 2, &from.m, 2);
-  const int scales = k_factor_rows(format), minima = scales + k_scale_rows(format);
-  for (int run = 0; run < kSuperblock / kind.run; ++run) {
-    const int at = column * 2 + run % 2;
-    const auto s = static_cast<uint8_t>(from.s[run]);
-    byte(scales + run / 2, at) = format == Format::q2_k ? static_cast<uint8_t>(s | from.t[run] << 4) : s;
-    if (kind.has_min && format != Format::q2_k) byte(minima + run / 2, at) = from.t[run];
-  }
-  const int codes = k_head_rows(format) + column / kTile * kChunks * k_code_rows(format);
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    const int first = codes + chunk * k_code_rows(format);
-    for (int row = 0; row < k_code_rows(format); ++row)
-      for (int i = 0; i < 4; ++i) byte(first + row, column % kTile * 4 + i) = 0;
-    for (int k = 0; k < 32; ++k) {
-      const int code = from.codes[chunk * 32 + k], at = column % kTile * 4 + k % 4;
-      auto put = [&](BitsAt where, int bits) {
-        uint8_t& target = byte(where.row, at);
-        target = static_cast<uint8_t>(target | bits << where.shift);
-      };
-      put(bits_at(kind.low, first, k / 4), code & ((1 << kind.low) - 1));
-      if (kind.high > 0) put(bits_at(kind.high, first + kind.low, k / 4), code >> kind.low);
+// kBits bits from bit kFrom on of the codes of 32 inputs: a row of 64 bytes has 8 / kBits quads of 16 outputs.
+template <int kBits, int kFrom>
+void write_plane(const Block* outputs, int first, std::byte* to) {
+  constexpr int kQuads = 8 / kBits;
+  constexpr uint32_t kMask = ((1u << kBits) - 1) * 0x01010101u;
+  for (int quad = 0; quad < 8; quad += kQuads, to += 64)
+    for (int j = 0; j < kTile; ++j) {
+      uint32_t word = 0;
+      for (int i = 0; i < kQuads; ++i) {
+        uint32_t four;
+        std::memcpy(&four, outputs[j].codes + first + (quad + i) * 4, 4);
+        word |= (four >> kFrom & kMask) << i * kBits;
+      }
+      std::memcpy(to + j * 4, &word, 4);
     }
+}
+
+// A block of a tile's 16 outputs.
+void write_tile(Format format, const Block* outputs, std::byte* to, int tile) {
+  const KQuant kind = k_quant(format);
+  const int scales = k_factor_rows(format), minima = scales + k_scale_rows(format);
+  for (int j = 0; j < kTile; ++j) {
+    const Block& from = outputs[j];
+    const int column = tile * kTile + j;
+    std::memcpy(to + column * 2, &from.d, 2);
+    if (kind.has_min) std::memcpy(to + 64 + column * 2, &from.m, 2);
+    for (int run = 0; run < kSuperblock / kind.run; ++run) {
+      const int at = run / 2 * 64 + column * 2 + run % 2;
+      const auto s = static_cast<uint8_t>(from.s[run]);
+      to[scales * 64 + at] = std::byte{format == Format::q2_k ? static_cast<uint8_t>(s | from.t[run] << 4) : s};
+      if (kind.has_min && format != Format::q2_k) to[minima * 64 + at] = std::byte{from.t[run]};
+    }
+  }
+  std::byte* codes = to + (k_head_rows(format) + tile * kChunks * k_code_rows(format)) * 64;
+  for (int first = 0; first < kSuperblock; first += 32, codes += k_code_rows(format) * 64) {
+    if (kind.low == 4) write_plane<4, 0>(outputs, first, codes);
+    else write_plane<2, 0>(outputs, first, codes);
+    std::byte* high = codes + kind.low * 64;
+    if (kind.high == 2) write_plane<2, 4>(outputs, first, high);
+    else if (kind.high == 1 && kind.low == 4) write_plane<1, 4>(outputs, first, high);
+    else if (kind.high == 1) write_plane<1, 2>(outputs, first, high);
   }
 }
 
@@ -210,14 +241,14 @@ void pack_k_quants(runtime::ThreadPool& workers, const Matrix& matrix, const KSo
   each_tile(workers, runs, place, [&](int t, int) {
     const TileAt at = place(t);
     std::byte* panel = panel_of(matrix, runs, at.panel);
-    for (int j = 0; j < kTile; ++j) {
-      const int output = t * kTile + j;
-      Block block;
-      for (int b = 0; b < matrix.blocks(); ++b) {
+    Block outputs[kTile];
+    for (int b = 0; b < matrix.blocks(); ++b) {
+      for (int j = 0; j < kTile; ++j) {
+        const int output = t * kTile + j;
         if (output < source.n)
-          read(matrix.format, source.data + output * source.stride + static_cast<size_t>(b) * file_bytes, block);
-        write(matrix.format, block, panel + static_cast<size_t>(b) * 2 * matrix.tile_bytes(), at.second * kTile + j);
+          read(matrix.format, source.data + output * source.stride + static_cast<size_t>(b) * file_bytes, outputs[j]);
       }
+      write_tile(matrix.format, outputs, panel + static_cast<size_t>(b) * 2 * matrix.tile_bytes(), at.second);
     }
   });
 }
