@@ -23,6 +23,7 @@ from rows import commit
 from transformers import ContinuousBatchingConfig
 
 import ktinject
+from ktinject import rules
 from ktinject.tools import random_models
 
 _random = torch.Generator().manual_seed(0)
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--graphs", choices=["auto", "on", "off"], default="auto")
     args = parser.parse_args()
-    variables = dict(item.split("=", 1) for item in args.set) or {"experts": "int4"}
+    variables = rules.parse_overrides(args.set) or {"experts": "int4"}
     if args.model is not None:
         model = ktinject.load(args.model, variables=variables, devices=[args.device], progress=False)
     else:

@@ -58,6 +58,11 @@ def settings() -> Settings:
     return found
 
 
+def loads_in_one_thread() -> bool:
+    """Whether HF_DEACTIVATE_ASYNC_LOAD, which is transformers', asks for loads without threads that read."""
+    return os.environ.get("HF_DEACTIVATE_ASYNC_LOAD", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def launched() -> tuple[int, int] | None:
     """This process's rank and the number of processes, as torchrun says; None if it did not start this one."""
     try:

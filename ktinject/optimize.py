@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -22,11 +22,14 @@ from ktinject import rules as language
 from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.distributed import layer_split, tensor_parallel
 from ktinject.distributed.process_group import ProcessGroup
-from ktinject.errors import CheckpointError, PlanError
+from ktinject.errors import CheckpointError, PlanError, shown
 from ktinject.generation import generate
 from ktinject.hf import hub, models
 from ktinject.hf.layers import Layers
-from ktinject.loading import fill, inject, swapped
+from ktinject.hf.plugin import KTInjectConfig
+from ktinject.loading import fill, inject, save_packed, swapped
+from ktinject.loading import progress as loading
+from ktinject.loading.packed_cache import PackedCache
 from ktinject.machine import Machine
 from ktinject.planning.devices import Budget, one_budget, suppose
 from ktinject.planning.plan import Plan
@@ -89,6 +92,7 @@ def optimize(
     context: int | None = None,
     max_memory: Budget | None = None,
     ignore: Sequence[str] = (),
+    cache: Literal["auto"] | None = None,
 ) -> PreTrainedModel:
     """Replace modules of a model by operators, as rules say, and load all its weights. Works in place.
 
@@ -112,17 +116,50 @@ def optimize(
     tp             share the model among the processes that torchrun started, one for each GPU: linear layers by
                    transformers' tp_plan, experts in process 0. All processes make the same calls; `devices` then names
                    one device for each process
+    cache          "auto": read packed weights from the cache (KTINJECT_CACHE) where they are there for this checkpoint
+                   and plan, else write them there; see docs/how-to/packed-weights.md
     Returns        the same model, in evaluation mode if it was on meta; `model.ktinject` is the plan
     Raises         RuleError, PlanError, CheckpointError or OperatorError; the model is then as it was. With tp, all
                    processes raise what one of them raises
     """
+    _check_cache(cache, tp)
     ruleset = read_rules(model, rules, variables)
     found = _machine()
     group = ProcessGroup.join(found, devices) if tp else None
     limit = one_budget(budget, max_memory)
     with _sharing_errors(group):
-        return _optimize(
-            model, ruleset, checkpoint, found, devices, limit, progress, check_tensors, group, context, ignore
+        model = _optimize(
+            model,
+            ruleset,
+            checkpoint,
+            found,
+            devices,
+            limit,
+            progress,
+            check_tensors,
+            group,
+            context,
+            ignore,
+            cache,
+        )
+    model.ktinject.asked = _asked(rules, variables)
+    return model
+
+
+def _asked(rules: Rules, variables: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Rules and variables as config.json can say them."""
+    if isinstance(rules, RuleSet):
+        return None
+    found = KTInjectConfig(rules=rules, variables=variables).whole().to_dict()
+    return {name: found[name] for name in ("rules", "variables") if name in found}
+
+
+def _check_cache(cache: object, tp: bool) -> None:
+    if cache not in (None, "auto"):
+        raise PlanError(f"cache: found {shown(cache)}; allowed are 'auto' and None. Write one of these.")
+    if cache is not None and tp:
+        raise PlanError(
+            "cache: with tp each process has a part of the model, which is not kept. Leave one out."
         )
 
 
@@ -147,6 +184,7 @@ def _optimize(
     group: ProcessGroup | None,
     context: int | None,
     ignore: Sequence[str],
+    cache: Literal["auto"] | None,
 ) -> PreTrainedModel:
     ending.install()
     operators: dict[str, Any] = {}
@@ -156,14 +194,20 @@ def _optimize(
         with _open(model, checkpoint) or nullcontext() as source:
             decided = make(model, ruleset, source, found, devices, budget, group, context, ignore)
             _check_ready(model, decided, source)
+            if source is None and cache is not None:
+                raise PlanError(
+                    "cache: the model has its weights, and no checkpoint that packed ones could be kept for. "
+                    "Give checkpoint=<folder>, or leave cache out."
+                )
             if group is not None:
                 tensor_parallel.apply(model, decided.styles, group.size)
             operators |= inject.build(decided, model)
+            fill.allocate(decided, operators)
             if source is None:
                 _fill_from_model(model, decided, operators, progress, check_tensors)
             else:
-                shown = progress and (group is None or group.rank == 0)
-                _fill_from_checkpoint(model, decided, operators, source, shown, check_tensors, group)
+                bar = progress and (group is None or group.rank == 0)
+                _fill_from_checkpoint(model, decided, operators, source, bar, check_tensors, group, cache)
         if group is not None:
             tensor_parallel.install(model, decided.styles, group)
         layer_split.install(model, Layers(model).paths, decided.device_map)
@@ -195,6 +239,7 @@ def load(
     context: int | None = None,
     max_memory: Budget | None = None,
     ignore: Sequence[str] = (),
+    cache: Literal["auto"] | None = None,
 ) -> PreTrainedModel:
     """Build the model of a folder on the meta device, then `optimize` it.
 
@@ -234,6 +279,7 @@ def load(
         context=context,
         max_memory=max_memory,
         ignore=ignore,
+        cache=cache,
     )
 
 
@@ -289,7 +335,7 @@ def _fill_from_model(
     check_tensors: bool,
 ) -> None:
     total = sum(model.get_parameter_or_buffer(name).nbytes for name in decided.swapped)
-    with fill.progress(total, progress) as advance:
+    with loading.progress(total, progress) as advance:
         fill.from_model(decided, operators, model, advance, check_tensors)
     inject.apply(model, decided, operators)
 
@@ -302,20 +348,36 @@ def _fill_from_checkpoint(
     progress: bool,
     check_tensors: bool,
     group: ProcessGroup | None,
+    cache: Literal["auto"] | None,
 ) -> None:
     assert decided.mapping is not None
     folder = source.path if source.path.is_dir() else source.path.parent
     generation = models.generation_config(model, folder)
-    names = model.state_dict().keys() - decided.elsewhere
+    kept = None
+    if cache is not None and source.packed is None:  # else it is packed already
+        kept = PackedCache.of(decided, operators, source)
+    # Weights that are to be checked are read from the checkpoint.
+    read_back = None if kept is None or check_tensors else kept.restore(operators, progress)
+    filled = {*kept.held} if kept is not None and read_back is not None else set()
+    if (packed := save_packed.restore(source, decided, operators, progress)) is not None:
+        read_back, filled = packed
+    taken = {
+        f"{r.path}.{name}" for r in decided.replacements if r.path in filled for name in r.parameter_shapes
+    }
+    names = model.state_dict().keys() - decided.elsewhere - taken
     keys = {key for name in names for key in decided.mapping.keys(name)}
-    with fill.progress(sum(source.bytes_of(key) for key in keys), progress) as advance:
+    with loading.progress(sum(source.bytes_of(key) for key in keys), progress) as advance:
         read = fill.WeightReader(source, advance, check_tensors, decided.cuts)
-        fill.from_checkpoint(decided, operators, model, source, read)
+        pace = fill.from_checkpoint(decided, operators, model, source, read, filled)
+        if kept is not None and read_back is None:
+            kept.save(operators, progress)
         inject.apply(model, decided, operators, group)
         models.load_rest(model, decided.mapping, read, decided.device_map, str(source.path))
         models.drop_quantization(model.config)
         if generation is not None:
             model.generation_config = generation
+        if operators:
+            advance.say(str(read_back or pace))
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -31,6 +31,7 @@ from ktinject.errors import OperatorError
 
 if TYPE_CHECKING:
     from ktinject.checkpoints.formats.base import Format, Stored
+    from ktinject.checkpoints.packed import PackedWeights
     from ktinject.machine import Machine
 
 
@@ -204,6 +205,21 @@ class Operator(nn.Module, ABC):
         part     as `load_stored` would get it
         """
         return None
+
+    def packed_weights(self) -> PackedWeights | None:
+        """Where all that the operator holds of its weights lies, for files of packed weights; None: it is not kept.
+
+        Called after `allocate`. Such a file is then read there, in place of all calls of `load`, and `restored` is
+        called; or it is written from there after the last `load`.
+        """
+        return None
+
+    def restored(self, state: Mapping[str, str]) -> None:
+        """Called when the memory that `packed_weights` named was filled from a file.
+
+        state   what `PackedWeights.state` was when the file was written
+        """
+        raise NotImplementedError
 
     def keeping(self, source: Format) -> str:
         """What becomes of the values of a quantised weight, for the plan: "kept", "exact" or "quantised again".

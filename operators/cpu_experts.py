@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ktinject import _native
 from ktinject.checkpoints.formats.base import Codes, Fp8Blocks, GgufRows
+from ktinject.checkpoints.packed import PackedWeights
 from ktinject.errors import OperatorError
 from ktinject.operators import expert_formats
 from ktinject.operators.base import Config, Operator, register_operator
@@ -271,6 +272,7 @@ class CpuExperts(Operator):
             ) from None
         if self.native.not_placed:
             _warn_not_placed(self.native.not_placed)
+            self.native.touch()
 
     def repeat(self, expert: int) -> None:
         """Copy one expert to all others, for models of random weights."""
@@ -387,6 +389,16 @@ class CpuExperts(Operator):
             self.native.load_bias(projection.removesuffix("_bias"), expert, view)
         else:
             self.native.load(projection, expert, view)
+
+    def packed_weights(self) -> PackedWeights | None:
+        gate = "" if self.spec.has_gate else " without gate"
+        form = f"experts {weights_in_words(self.config)}{gate}"
+        found = PackedWeights.of_native(form, self.native.packed())
+        return dataclasses.replace(found, state={"dtype": str(self._loaded_dtype).removeprefix("torch.")})
+
+    def restored(self, state: Mapping[str, str]) -> None:
+        self._loaded_dtype = getattr(torch, state["dtype"], None)
+        self.native.mark_loaded()
 
     def finish(self) -> None:
         limit = 20

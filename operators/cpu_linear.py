@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 from ktinject import _native
 from ktinject.checkpoints.formats.base import GgufRows
+from ktinject.checkpoints.packed import PackedWeights
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.cpu_experts import check_kernel, weights_in_words
@@ -148,6 +151,14 @@ class CpuLinear(PackedLinear):
                 self.native.load(tensor)
         except ValueError as error:
             raise OperatorError(f"cpu_linear: {error}.") from None
+
+    def packed_weights(self) -> PackedWeights | None:
+        found = PackedWeights.of_native(f"linear {weights_in_words(self.config)}", self.native.packed())
+        return dataclasses.replace(found, state={"dtype": str(self._loaded_dtype).removeprefix("torch.")})
+
+    def restored(self, state: Mapping[str, str]) -> None:
+        self._loaded_dtype = getattr(torch, state["dtype"], None)
+        self.native.mark_loaded()
 
     def finish(self) -> None:
         absent = [] if self.native.has_weight else ["weight"]

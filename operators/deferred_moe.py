@@ -49,6 +49,7 @@ from ktinject.support import Support
 
 if TYPE_CHECKING:
     from ktinject.checkpoints.formats.base import Format, Stored
+    from ktinject.checkpoints.packed import PackedWeights
     from ktinject.machine import Machine
 
 
@@ -322,8 +323,17 @@ class DeferredMoe(Operator):
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
         return self._experts.misfit_of(self._inner(name), source, part)
 
+    def keeping(self, source: Format) -> str:
+        return self._experts.keeping(source)
+
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
         self._experts.load_stored(self._inner(name), stored, expert, part)
+
+    def packed_weights(self) -> PackedWeights | None:
+        return self._experts.packed_weights()
+
+    def restored(self, state: Mapping[str, str]) -> None:
+        self._experts.restored(state)
 
     def finish(self) -> None:
         self._experts.finish()

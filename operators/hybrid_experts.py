@@ -31,6 +31,7 @@ from ktinject.operators.offload.streaming import StreamedExperts
 from ktinject.operators.offload.submits import MOST_TOKENS, Routing, Ticket, of_ranks
 
 if TYPE_CHECKING:
+    from ktinject.checkpoints.packed import PackedWeights
     from ktinject.machine import Machine
     from ktinject.operators.probes.experts import ExpertsSpec
 
@@ -258,6 +259,10 @@ class HybridExperts(CpuExperts):
             value = torch.empty(shape if projection == "down" else shape[::-1], dtype=torch.float32)
             self.native.unpack(projection, expert, value)
             self._for_gpu.load(projection, expert, value)
+
+    def packed_weights(self) -> PackedWeights | None:
+        # Experts that the GPU has in another format are packed from the checkpoint, not from rounded weights.
+        return super().packed_weights() if self._for_gpu is self.native else None
 
     def finish(self) -> None:
         super().finish()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = {
@@ -35,3 +38,23 @@ def test_bundled_rules_are_package_data() -> None:
         "auto.yaml",
         "gpt-oss.yaml",
     }
+
+
+def test_what_is_not_python_is_package_data() -> None:
+    text = (ROOT / "setup.py").read_text()
+    assert '"ktinject.serving": ["page/*"]' in text and (ROOT / "ktinject/serving/page/index.html").exists()
+
+
+@pytest.mark.parametrize("name", ["build_wheels", "try_wheel"])
+def test_scripts_for_wheels(name: str) -> None:
+    script = ROOT / "packaging" / name
+    assert script.stat().st_mode & 0o111
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_a_container_and_a_release_build_what_the_script_builds() -> None:
+    """Its architectures stand in one place."""
+    assert "120" in (ROOT / "packaging/build_wheels").read_text()
+    for user in ("Dockerfile", ".github/workflows/release.yml"):
+        text = (ROOT / user).read_text()
+        assert "packaging/build_wheels" in text and "CUDAARCHS" not in text and "py-limited-api" not in text

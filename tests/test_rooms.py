@@ -76,8 +76,9 @@ def test_no_import_leads_to_a_room_above() -> None:
 
 
 def test_one_face_of_checkpoints_is_seen() -> None:
-    """Containers and source formats are known within their room; others see Checkpoint and what it hands on."""
-    seen = {"checkpoint", "formats.base", "beside", "json_text"}
+    """Containers and source formats are known within their room; others see Checkpoint and what it hands on,
+    and files of packed weights, which are no checkpoints."""
+    seen = {"checkpoint", "formats.base", "beside", "json_text", "packed"}
     known = {
         f"{module} → {target}"
         for module, targets in arrows().items()

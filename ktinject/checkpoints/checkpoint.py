@@ -21,6 +21,8 @@ from ktinject.checkpoints.files import CONVERT, PICKLES, check_inside, names_in
 from ktinject.checkpoints.formats import table
 from ktinject.checkpoints.formats.base import Format, SourceFormat, Stored
 from ktinject.checkpoints.gguf import GgufReader
+from ktinject.checkpoints.json_text import parse_json
+from ktinject.checkpoints.packed import PackedFile
 from ktinject.checkpoints.reader import INTEGERS, Reader, Vocabulary
 from ktinject.checkpoints.safetensors import INDEX, SINGLE, SafetensorsReader
 from ktinject.errors import CheckpointError, listed, shown
@@ -65,11 +67,17 @@ def _reader_of_file(path: Path) -> type[Reader]:
     )
 
 
+# Beside the files of a container: weights that are there packed alone, see packed.py.
+PACKED = "packed.safetensors"
+_PARAMETERS = "parameters of "
+
+
 class Checkpoint:
     """The weights of a checkpoint, and the tensors that hold them, by name. Use `Checkpoint.open`; close it.
 
     path, tensors, names, complete, total_bytes, quantization, skipped, container, states_formats: as `Reader` says
 
+    packed          the open file of weights that are there packed alone; None if all can be read
     methods         values of quant_method in config.json that are read
     """
 
@@ -77,6 +85,7 @@ class Checkpoint:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
+        self.packed: PackedFile | None = None
         self._found: dict[str, tuple[SourceFormat, Format]] = {}
         self._held: dict[str, tuple[SourceFormat, tuple[str, ...]]] = {}
         self.path, self.tensors, self.names = reader.path, reader.tensors, reader.names
@@ -92,7 +101,28 @@ class Checkpoint:
         quantization  the model config's `quantization_config`
         Raises        CheckpointError with all faults of the same kind in one report
         """
-        return cls(open_reader(Path(path), quantization or {}))
+        reader = open_reader(Path(path), quantization or {})
+        beside = reader.path if reader.path.is_dir() else reader.path.parent
+        try:
+            found = cls(reader)
+            if (beside / PACKED).is_file():
+                check_inside(beside, PACKED)
+                found._add(PackedFile(beside / PACKED))
+        except BaseException:
+            reader.close()
+            raise
+        return found
+
+    def _add(self, packed: PackedFile) -> None:
+        """Take the parameters that a file of packed weights stands for among the tensors. Raises CheckpointError."""
+        self.packed = packed
+        for title, text in packed.metadata.items():
+            if not title.startswith(_PARAMETERS):
+                continue
+            table = parse_json(text.encode(), f"{packed.path}: {title}", "Convert the checkpoint again.")
+            form = packed.metadata.get(f"form of {title.removeprefix(_PARAMETERS)}", "")
+            for name, said in table.items():
+                self._reader.add_packed(name, said, f"{packed.path.name}, as {form}")
 
     def read(self, name: str, index: int | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """Read one tensor as it lies in the file, one slice of its first dimension, or some of its rows.
@@ -106,6 +136,10 @@ class Checkpoint:
         """Paths of the files with the tensors, in reading order; none if not complete."""
         return self._reader.files()
 
+    def fingerprints(self) -> list[dict[str, Any]]:
+        """As `Reader.fingerprints`. Raises CheckpointError."""
+        return self._reader.fingerprints()
+
     def config_values(self) -> dict[str, Any] | None:
         """What config.json would say, as far as the files state it; None if they never do. Raises CheckpointError."""
         return self._reader.config_values()
@@ -116,6 +150,8 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files. Tensors read before stay valid. Closing twice is allowed."""
+        if self.packed is not None:
+            self.packed.close()
         self._reader.close()
 
     @cached_property

@@ -7,10 +7,12 @@ the kernel gives it up when memory is short.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from ktinject.errors import CheckpointError
 
@@ -24,6 +26,8 @@ CONVERT = (
 
 # What a Ctrl-C waits for at most: one read.
 _READ_BYTES = 64 << 20
+_HASHED_BYTES = 1 << 20
+_SAMPLES, _SAMPLE_BYTES = 8, 4096
 
 
 def open_file(path: str | os.PathLike[str]) -> io.FileIO:
@@ -76,8 +80,41 @@ class DataFile:
                 f"{where}: the file changed while it was in use. Wait until nothing writes to it and load again."
             )
 
+    def fingerprint(self, header_bytes: int) -> dict[str, Any]:
+        """What tells this file from others without reading all of it, ready for JSON.
+
+        header_bytes   the part before the data
+        Returns        name, bytes, mtime_ns; sha256 of the header, and of a few samples of the data
+        Raises         CheckpointError
+        """
+        _, _, size, changed = self._identity
+        digests = []
+        for places in ([(0, header_bytes)], _samples(header_bytes, size)):
+            digest = hashlib.sha256()
+            for start, length in places:
+                for offset in range(start, start + length, _HASHED_BYTES):
+                    part = bytearray(min(_HASHED_BYTES, start + length - offset))
+                    self.read_into(memoryview(part), offset, f"{self.path}")
+                    digest.update(part)
+            digests.append(digest.hexdigest())
+        header, samples = digests
+        return {
+            "name": self.path.name,
+            "bytes": size,
+            "mtime_ns": changed,
+            "header": header,
+            "samples": samples,
+        }
+
     def close(self) -> None:
         self._file.close()
+
+
+def _samples(start: int, end: int) -> list[tuple[int, int]]:
+    """Offset and bytes of a few places in the data, the last bytes among them."""
+    length = min(_SAMPLE_BYTES, end - start)
+    last = end - length
+    return [(start + (last - start) * i // (_SAMPLES - 1), length) for i in range(_SAMPLES)]
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:

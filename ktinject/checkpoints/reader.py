@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
@@ -201,6 +202,27 @@ class Reader(ABC):
         """The tokenizer that the files hold, if any. Raises CheckpointError."""
         return None
 
+    def add_packed(self, name: str, said: Any, where: str) -> None:
+        """Let a tensor count as there that only a file of packed weights holds: it can be planned with, not read.
+
+        said     dtype and extents, as the file says
+        where    for refusals
+        Raises   CheckpointError for one that is there, or makes no sense
+        """
+        fits = isinstance(said, list) and len(said) > 1 and said[0] in ("BF16", "F16", "F32")
+        if not fits or not all(type(extent) is int and 0 < extent < 1 << 31 for extent in said[1:]):
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)} of {where}: found {shown(said)}. Convert again."
+            )
+        if name in self._names:
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)} is there, and in {where}. Delete one of them."
+            )
+        dtype, *shape = said
+        size = prod(shape) * TORCH_DTYPES[dtype].itemsize
+        self.tensors[name] = TensorInfo(name, dtype, tuple(shape), where, size)
+        self._names[name] = None
+
     @property
     def names(self) -> KeysView[str]:
         return self._names.keys()
@@ -220,6 +242,11 @@ class Reader(ABC):
             raise CheckpointError(f"{self.path}: there is no tensor {shown(name)}.")
         self.check_complete(name)
         info = self.tensors[name]
+        if info.shard not in self._shards:
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)} is only there in {info.shard}; it cannot be read by itself. Load "
+                "it with the rules in config.json, or use the original checkpoint."
+            )
         shard = self._shards[info.shard]
         where = f"{shard.file.path}: tensor {shown(name)}"
         in_blocks = info.dtype in self.block_dtypes
@@ -246,6 +273,16 @@ class Reader(ABC):
     def files(self) -> list[str]:
         """Paths of the files with the tensors, in reading order; none if not complete."""
         return [str(shard.file.path) for shard in self._shards.values()]
+
+    def fingerprints(self) -> list[dict[str, Any]]:
+        """Of each file what tells it from others without reading all of it; see `DataFile.fingerprint`.
+
+        Raises   CheckpointError
+        """
+        return [
+            shard.file.fingerprint(min((entry.offset for entry in shard.entries.values()), default=0))
+            for shard in self._shards.values()
+        ]
 
     def close(self) -> None:
         """Close the files. Tensors read before stay valid. Closing twice is allowed."""

@@ -11,7 +11,22 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from ktinject.cli import bench, chat, doctor, eval, fit, modules, operators, plan, profile, rules, run, serve
+from ktinject.cli import (
+    bench,
+    cache,
+    chat,
+    convert,
+    doctor,
+    eval,
+    fit,
+    modules,
+    operators,
+    plan,
+    profile,
+    rules,
+    run,
+    serve,
+)
 from ktinject.errors import KTInjectError
 
 FAILED, REFUSED = 1, 2
@@ -69,6 +84,7 @@ def _options(
 app.command("plan")(plan.command)
 app.command("fit")(fit.command)
 app.command("run")(run.command)
+app.command("convert")(convert.command)
 app.command("chat")(chat.command)
 app.command("serve")(serve.command)
 app.command("eval")(eval.command)
@@ -78,6 +94,7 @@ app.command("doctor")(doctor.command)
 app.command("modules")(modules.command)
 app.command("operators")(operators.command)
 app.add_typer(rules.app, name="rules")
+app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:

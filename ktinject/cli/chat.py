@@ -34,13 +34,16 @@ def command(
     device: options.Device = None,
     budget: options.Budget = None,
     dtype: options.RestDtype = "auto",
+    cache: options.Cache = "off",
     plugins: options.Plugins = None,
 ) -> None:
     """Talk with a model: streamed Markdown, history, files. Lines of stdin are questions where it is no terminal."""
     from ktinject.serving.conversation import Conversation
     from ktinject.serving.terminal import Session
 
-    name, swapped, tokenizer = loaded.load(model, rules, device, budget, dtype, variables, plugins)
+    name, swapped, tokenizer = loaded.load(
+        model, rules, device, budget, dtype, variables, plugins, cache=cache
+    )
     sampling: dict[str, Any] = options.sampling(temperature, top_p, seed)
     session = Session(Conversation(swapped, tokenizer, system, new_tokens, **sampling), name, not plain)
     for path in file or []:

@@ -33,6 +33,7 @@ def load(
     variables: list[str] | None,
     plugins: list[str] | None,
     context: int | None = None,
+    cache: str = "off",
 ) -> tuple[str, PreTrainedModel, PreTrainedTokenizerBase]:
     """What the options ask for: how the model is called, the model, its tokenizer. Raises as `ktinject.load`."""
     import ktinject
@@ -48,6 +49,7 @@ def load(
         dtype=dtype,
         variables=parse_overrides(variables or []),
         context=context,
+        cache="auto" if cache == "auto" else None,
     )
     return name, loaded, tokenizer
 

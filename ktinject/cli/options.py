@@ -100,6 +100,14 @@ Context = Annotated[
         "--context", metavar="N", min=1, help="Have room for a request of N tokens, prompt and answer."
     ),
 ]
+Cache = Annotated[
+    Literal["off", "auto"],
+    typer.Option(
+        "--cache",
+        metavar="off|auto",
+        help="auto: read packed weights from the cache if they are there, else write them; see `ktinject cache`.",
+    ),
+]
 Ignore = Annotated[
     list[str] | None,
     typer.Option(

@@ -47,6 +47,7 @@ def command(
     dtype: options.RestDtype = "auto",
     check_tensors: CheckTensors = False,
     tp: options.Tp = False,
+    cache: options.Cache = "off",
     plugins: options.Plugins = None,
 ) -> None:
     """Show the plan, load the model, write greedily, and compare with the unswapped model."""
@@ -74,7 +75,8 @@ def command(
         evaluate.check_prompt(swapped, torch.tensor(ids), new_tokens)
         plan = ktinject.plan(swapped, rules, **arguments)
         options.show(plan)
-        ktinject.optimize(swapped, rules, **arguments, check_tensors=check_tensors)
+        kept: Any = {"cache": None if cache == "off" else cache, "check_tensors": check_tensors}
+        ktinject.optimize(swapped, rules, **arguments, **kept)
 
         typer.echo(f"\n{prompt}", nl=text != prompt)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

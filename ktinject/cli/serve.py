@@ -82,6 +82,7 @@ def command(
     device: options.Device = None,
     budget: options.Budget = None,
     dtype: options.RestDtype = "auto",
+    cache: options.Cache = "off",
     plugins: options.Plugins = None,
 ) -> None:
     """Serve a model: chat completions, completions, responses, models, health and metrics over HTTP."""
@@ -94,7 +95,7 @@ def command(
     from ktinject.serving.server import Server, Settings
 
     folder_name, swapped, tokenizer = loaded.load(
-        model, rules, device, budget, dtype, variables, plugins, context
+        model, rules, device, budget, dtype, variables, plugins, context, cache
     )
     limits = Limits(queue=queue, seconds=timeout, body=max_body_mib << 20, key=key)
     at_once = 1 if no_batching else batch

@@ -18,7 +18,7 @@ from ktinject.rules import document
 from ktinject.rules.wording import did_you_mean
 
 METHOD = "ktinject"
-_ARGUMENTS = ("rules", "devices", "budget", "variables", "check_tensors", "tp", "context", "stored")
+_ARGUMENTS = ("rules", "devices", "budget", "variables", "check_tensors", "tp", "context", "cache", "stored")
 
 
 class KTInjectConfig(QuantizationConfigMixin):
@@ -29,7 +29,8 @@ class KTInjectConfig(QuantizationConfigMixin):
     without an argument.
 
     rules          a path, the name of bundled rules, "auto", a rule document as a dict, or a list of rules
-    devices, budget, variables, check_tensors, tp, context   as `ktinject.optimize` takes them
+    devices, budget, variables, check_tensors, tp, context, cache   as `ktinject.optimize` takes them; `cache` is not
+                   saved: it is a matter of the machine
     stored         what config.json says of quantised weights, where "ktinject" has taken its place there: the
                    `quantization_config` that the checkpoint came with
     Raises         PlanError for an argument that is unknown, or whose value no config.json can hold
@@ -44,6 +45,7 @@ class KTInjectConfig(QuantizationConfigMixin):
         check_tensors: bool = False,
         tp: bool = False,
         context: int | None = None,
+        cache: str | None = None,
         stored: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
@@ -68,6 +70,7 @@ class KTInjectConfig(QuantizationConfigMixin):
         self.check_tensors = _of("check_tensors", check_tensors, bool, "true or false")
         self.tp = _of("tp", tp, bool, "true or false")
         self.context = _of("context", context, int | None, "a number of tokens")
+        self.cache = _of("cache", cache, str | None, "auto")
         self.stored = _of("stored", stored, Mapping | None, "a quantization_config of a config.json")
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,7 +85,7 @@ class KTInjectConfig(QuantizationConfigMixin):
 
         Raises  RuleError as reading the file does
         """
-        values = {**self.to_dict(), "stored": None}
+        values = {**self.to_dict(), "stored": None, "cache": None}
         if isinstance(self.rules, str | Path) and not is_name(self.rules):
             values["rules"] = document.from_file(*language.locate(self.rules)).plain()
         return KTInjectConfig(**values)
@@ -93,7 +96,7 @@ class KTInjectConfig(QuantizationConfigMixin):
 
         Raises  PlanError
         """
-        found = cls(**values)
+        found = cls(**{name: value for name, value in values.items() if name != "cache"})
         if isinstance(found.rules, str) and not is_name(found.rules):
             raise PlanError(
                 f"config.json: quantization_config: found rules {shown(found.rules)}; allowed are auto, a bundled "

@@ -2,13 +2,15 @@
 
     checkpoint ── read, decode ──► one tensor or one expert of it ──► operator.load ──► packed; the tensor is freed
 
-So memory never holds more than the weights that are packed already, one tensor as stored, and its decoded copy.
+Threads read and decode the next tensors while one is packed on all cores (read_ahead.py). So memory never holds more
+than the weights that are packed already, and what was read ahead, which is bounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch import Tensor
@@ -18,10 +20,30 @@ from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.checkpoints.formats.base import Stored, check_finite
 from ktinject.distributed.tensor_parallel import Cut
 from ktinject.errors import CheckpointError
+from ktinject.loading.read_ahead import Pace, ReadAhead
 from ktinject.operators import Operator
 from ktinject.planning.plan import Plan
 
 Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What is read of a checkpoint, and loaded into an operator, in one go.
+
+    path, name     of the operator, and of its parameter
+    key, index     the weight, and the slice of its first dimension to read; None: all of it
+    is_stored      it is loaded without decoding
+    expert, part   what of the parameter it is, as `Operator.load` takes them
+    """
+
+    path: str
+    name: str
+    key: str
+    index: int | None
+    is_stored: bool
+    expert: int | None
+    part: int | None
 
 
 class WeightReader:
@@ -75,15 +97,29 @@ class WeightReader:
         """The shape of a whole weight after decoding. Raises CheckpointError."""
         return self._checkpoint.shape(key)
 
-    def stored(self, key: str, takes: Collection[str]) -> Stored | None:
-        """Read a weight without decoding it, or its part from `cuts`.
+    def portion(self, portion: Portion) -> Any:
+        """Read a portion as its operator takes it. Raises CheckpointError."""
+        return self.stored(portion.key) if portion.is_stored else self(portion.key, portion.index)
 
-        takes    the encodings that the operator loads without decoding
-        Returns  None if the weight is stored in another one
-        Raises   CheckpointError
-        """
-        if not takes or not self._checkpoint.format_of(key).is_taken(takes):
-            return None
+    def bytes_of(self, portion: Portion) -> int:
+        """Bytes that reading a portion takes, about: as stored and, where it is decoded, as floats."""
+        key = portion.key
+        if self._checkpoint.holds_integers(key) or self._checkpoint.format_of(key).is_plain:
+            return self.stored_bytes_of(portion)
+        slices = 1 if portion.index is None else self.shape(key)[0]
+        return self.stored_bytes_of(portion) + 4 * prod(self.shape(key)) // slices
+
+    def stored_bytes_of(self, portion: Portion) -> int:
+        """Bytes of a portion in the file."""
+        whole = self._checkpoint.bytes_of(portion.key)
+        return whole if portion.index is None else whole // self.shape(portion.key)[0]
+
+    def is_in(self, key: str, takes: Collection[str]) -> bool:
+        """Whether a weight is in a format that an operator loads without decoding. Raises CheckpointError."""
+        return bool(takes) and self._checkpoint.format_of(key).is_taken(takes)
+
+    def stored(self, key: str) -> Stored:
+        """Read a weight that `is_in` such a format, or its part from `cuts`. Raises CheckpointError."""
         value = self._checkpoint.stored(key)
         self._advance(self._checkpoint.bytes_of(key))
         cut = self._cuts.get(key)
@@ -99,39 +135,32 @@ def from_checkpoint(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
     read: WeightReader,
-) -> None:
-    """Fill the operators from a checkpoint, shard by shard.
+    filled: Collection[str] = (),
+) -> Pace:
+    """Fill the operators, which are allocated, from a checkpoint, shard by shard; and finish them.
 
     model    not swapped; only its shapes are used
     read     reads `checkpoint`
+    filled   paths of operators that have their weights already
+    Returns  how fast it went, and what was waited for
     Raises   CheckpointError, or OperatorError that names rule, module and operator if an operator refuses its weights
     """
     assert plan.mapping is not None
-    targets, conversions = plan.mapping.targets, plan.mapping.conversions
+    conversions = plan.mapping.conversions
     wanted = [
         (replacement.path, name)
         for replacement in plan.replacements
-        if not replacement.elsewhere
+        if not replacement.elsewhere and replacement.path not in filled
         for name in replacement.parameter_shapes
     ]
-    pieces = [(path, name, piece) for path, name in wanted for piece in targets.get(f"{path}.{name}", ())]
-    positions = {key: position for position, key in enumerate(checkpoint.tensors)}
-    pieces.sort(key=lambda item: positions[checkpoint.tensors_of(item[2].key)[0]])
-
-    def load(path: str, call: Callable[..., None], *arguments: Any) -> None:
-        with plan.blaming(path):
-            call(*arguments)
-
-    _allocate(plan, operators)
-    for path, name, piece in pieces:
-        operator = operators[path]
-        if (stored := read.stored(piece.key, operator.native_formats)) is not None:
-            load(path, operator.load_stored, name, stored, piece.expert, piece.part)
-        elif piece.expert is None and operator.per_expert:
-            for expert in range(read.shape(piece.key)[0]):
-                load(path, operator.load, name, read(piece.key, expert), expert, piece.part)
-        else:
-            load(path, operator.load, name, read(piece.key), piece.expert, piece.part)
+    portions = _portions(plan, wanted, operators, checkpoint, read)
+    with ReadAhead(portions, read.portion, read.bytes_of) as ahead:
+        for portion, value in ahead:
+            operator = operators[portion.path]
+            with plan.blaming(portion.path):
+                load = operator.load_stored if portion.is_stored else operator.load
+                load(portion.name, value, portion.expert, portion.part)
+            del value
     taken = {f"{path}.{name}" for path, name in wanted}
     for first in dict.fromkeys(conversions[name].name for name in taken & conversions.keys()):
         converted = conversions[first].run(read, model)
@@ -139,6 +168,33 @@ def from_checkpoint(
             if (tensor := converted.pop(f"{path}.{name}", None)) is not None:
                 _load_whole(plan, path, operators[path], name, tensor)
     _finish(plan, operators)
+    return ahead.pace(sum(map(read.stored_bytes_of, portions)))
+
+
+def _portions(
+    plan: Plan,
+    wanted: Sequence[tuple[str, str]],
+    operators: Mapping[str, Operator],
+    checkpoint: Checkpoint,
+    read: WeightReader,
+) -> list[Portion]:
+    """What is read and loaded in one go, in the order in which it lies on disk."""
+    assert plan.mapping is not None
+    found = []
+    for path, name in wanted:
+        operator = operators[path]
+        for source in plan.mapping.targets.get(f"{path}.{name}", ()):
+            key, expert, part = source.key, source.expert, source.part
+            if read.is_in(key, operator.native_formats):
+                found.append(Portion(path, name, key, None, True, expert, part))
+            elif expert is None and operator.per_expert:
+                experts = range(read.shape(key)[0])
+                found += [Portion(path, name, key, index, False, index, part) for index in experts]
+            else:
+                found.append(Portion(path, name, key, None, False, expert, part))
+    positions = {key: position for position, key in enumerate(checkpoint.tensors)}
+    found.sort(key=lambda portion: positions[checkpoint.tensors_of(portion.key)[0]])
+    return found
 
 
 def from_model(
@@ -148,14 +204,13 @@ def from_model(
     advance: Advance,
     check: bool = False,
 ) -> None:
-    """Fill the operators from the weights that the model already has.
+    """Fill the operators, which are allocated, from the weights that the model already has; and finish them.
 
     advance  called with the number of bytes of each tensor after it was loaded
     check    refuse values that are not finite
     Raises   CheckpointError for a value that is not finite; OperatorError that names rule, module and operator if an
              operator refuses its weights
     """
-    _allocate(plan, operators)
     for replacement in plan.replacements:
         for name in replacement.parameter_shapes:
             tensor = model.get_parameter_or_buffer(f"{replacement.path}.{name}").detach()
@@ -166,7 +221,8 @@ def from_model(
     _finish(plan, operators)
 
 
-def _allocate(plan: Plan, operators: Mapping[str, Operator]) -> None:
+def allocate(plan: Plan, operators: Mapping[str, Operator]) -> None:
+    """Take the memory of all operators. Raises OperatorError that names rule, module and operator."""
     for path, operator in operators.items():
         with plan.blaming(path):
             operator.allocate()
@@ -185,36 +241,3 @@ def _finish(plan: Plan, operators: Mapping[str, Operator]) -> None:
     for path, operator in operators.items():
         with plan.blaming(path):
             operator.finish()
-
-
-@contextmanager
-def progress(total: int, shown: bool) -> Iterator[Advance]:
-    """Show a progress bar on stderr with bytes, rate and time left.
-
-    total    bytes to read
-    shown    False: show nothing
-    Yields   the function to call with the number of bytes of each read
-    """
-    if not shown:
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("loading"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("loading", total=total)
-        yield lambda count: bar.advance(task, count)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
 from ktinject.hf import models
 from ktinject.hf.layers import Layers
+from ktinject.loading import save_packed
 from ktinject.operators import REGISTRY, Operator
 from ktinject.operators.cpu_experts import PASSES
 from ktinject.planning.devices import show_bytes
@@ -123,7 +126,8 @@ def _save_pretrained(
     """`save_pretrained` of a swapped model: writes a checkpoint with the same weights.
 
     transformers' own method would leave out the weights that operators hold. So these are unpacked first, which
-    temporarily takes their size in the model's dtype in RAM.
+    temporarily takes their size in the model's dtype in RAM. Rounded weights are written as they are packed, see
+    save_packed.py.
 
     Raises  OperatorError if a weight cannot be restored exactly, or memory is short
     """
@@ -131,9 +135,58 @@ def _save_pretrained(
     assert model is not None, "the call comes through the model"
     # With PEFT, transformers saves nothing but the adapters.
     only_adapters = getattr(model, "_hf_peft_config_loaded", False)
-    if kwargs.get("state_dict") is None and not only_adapters:
-        kwargs["state_dict"] = {**model.state_dict(), **_unpacked(model)}
-    type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    save = functools.partial(type(model).save_pretrained, model, save_directory, *args, **kwargs)
+    if kwargs.get("state_dict") is not None or only_adapters:
+        save()
+    elif packed := _rounded_and_packed(model):
+        write_packed(model, save_directory, packed, save)
+    else:
+        save(state_dict={**model.state_dict(), **_unpacked(model)})
+
+
+def write_packed(
+    model: PreTrainedModel,
+    folder: str | os.PathLike[str],
+    operators: Mapping[str, Operator] | None = None,
+    save: Callable[..., None] | None = None,
+    shown: bool = False,
+) -> None:
+    """Write a swapped model with its packed weights; `ktinject.load` and `from_pretrained` read the folder.
+
+    operators  those whose weights are written packed; None: all that can be
+    save       transformers' own `save_pretrained` of the model, which takes a state dict
+    shown      show a progress bar on stderr
+    Raises     OperatorError as `save_packed.save`, or if another operator holds rounded weights; OSError
+    """
+    if operators is None:
+        operators = _packed_operators(model)
+    save = save or functools.partial(type(model).save_pretrained, model, folder)
+    save_packed.save(model, operators, Path(folder), _unpacked(model, operators.keys()), save, shown)
+
+
+def _packed_operators(model: PreTrainedModel) -> dict[str, Operator]:
+    plan: Plan = model.ktinject
+    if plan.styles:
+        return {}
+    found = _operators(model, plan)
+    return {path: operator for path, operator in found.items() if operator.packed_weights() is not None}
+
+
+def _rounded_and_packed(model: PreTrainedModel) -> dict[str, Operator]:
+    """The operators whose weights can be kept packed, if some of them hold rounded ones: no checkpoint has those.
+
+    A rounded copy of a tied parameter does not count: the original is saved.
+    """
+    plan: Plan = model.ktinject
+    found = _packed_operators(model)
+    state = model.state_dict()
+    copies = {name for name, source in plan.tied.items() if source in state}
+    rounded = any(
+        not found[r.path].is_lossless() and not copies.issuperset(f"{r.path}.{n}" for n in r.parameter_shapes)
+        for r in plan.replacements
+        if r.path in found
+    )
+    return found if rounded else {}
 
 
 def _operators(model: PreTrainedModel, plan: Plan) -> dict[str, Operator]:
@@ -161,15 +214,18 @@ def _with_weights(operator: Operator) -> str:
     return operator.name + (f" ({weights})" if weights else "")
 
 
-def _unpacked(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameter name → value in the model's dtype, for all weights that operators hold. Raises OperatorError."""
+def _unpacked(model: PreTrainedModel, but: Collection[str] = ()) -> dict[str, Tensor]:
+    """Parameter name → value in the model's dtype, for all weights that operators hold, but for those of some paths.
+
+    Raises  OperatorError
+    """
     plan: Plan = model.ktinject
     if plan.styles:
         raise OperatorError(
             "this model cannot be saved: each process has a part of it. Copy the original checkpoint folder"
             f"{f' ({plan.checkpoint})' if plan.checkpoint else ''} instead."
         )
-    operators = _operators(model, plan)
+    operators = {path: operator for path, operator in _operators(model, plan).items() if path not in but}
     # A rounded copy of a tied parameter may be left out, since the original is in the model. An exact copy is saved
     # if the original has changed since it was copied.
     state = model.state_dict()

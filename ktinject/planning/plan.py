@@ -50,6 +50,7 @@ class Plan:
     mapping         of the checkpoint's keys to parameters; None if the model has its weights already
     styles          path of a linear layer → how tensor parallelism cuts it
     cuts            checkpoint key → the part of the tensor that this rank holds
+    asked           rules and variables as they were given, for config.json; None if they were a RuleSet
     tied            parameter that an operator takes → the parameter that it is tied to; the operator holds a copy
     """
 
@@ -71,6 +72,7 @@ class Plan:
     styles: dict[str, Style] = field(default_factory=dict, repr=False)
     cuts: dict[str, Cut] = field(default_factory=dict, repr=False)
     tied: dict[str, str] = field(default_factory=dict, repr=False)
+    asked: dict[str, Any] | None = field(default=None, repr=False)
 
     def blaming(self, *paths: str) -> AbstractContextManager[None]:
         """Inside the `with` block, errors of the operator of these modules name the rule, the modules and itself."""

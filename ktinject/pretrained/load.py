@@ -63,6 +63,7 @@ def from_pretrained(
             check_tensors=asked.check_tensors,
             tp=asked.tp,
             context=asked.context,
+            cache=asked.cache,
         )
     if read.generation_config is not None:
         model.generation_config = model.generation_config.from_dict(read.generation_config.to_dict())
@@ -123,7 +124,9 @@ def _config(
 
 def _say_what_is_stored(config: PreTrainedConfig, asked: KTInjectConfig, checkpoint: Checkpoint) -> None:
     """Leave in a config what it says of the weights on disk, and nothing of ours. Raises PlanError."""
-    there, given = models.quantization(config), None if asked.stored is None else dict(asked.stored)
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    there = models.quantization(config) or beside.modelopt_config(folder)
+    given = None if asked.stored is None else dict(asked.stored)
     if there is not None and given is not None and there != given:
         raise PlanError(
             f"KTInjectConfig: stored={shown(given)}, and config.json says {shown(there)} of the weights. Leave "

@@ -15,48 +15,46 @@ from torch import Tensor
 
 from ktinject.errors import OperatorError, few, shown
 
-# SGLang's names of methods, and what they are here: the format of packed weights, and the formats that the checkpoint
-# must have. Without these, weights are packed anew from any checkpoint.
-_INT4 = frozenset({"gptq", "awq", "packed"})
-
 
 @dataclass(frozen=True)
 class Method:
     """What a name of --kt-method means.
 
-    weights   as the operators name formats; auto: as the checkpoint has them; near: no larger than it has them
-    stored    formats that the checkpoint may have; none: any
-    instead   what to do with another checkpoint
+    weights   as the operators name formats; near: as the checkpoint has them, or the most accurate format that is not
+              much larger
+    stored    what the names or encodings of the checkpoint's formats begin with; none: any
     """
 
     weights: str
-    stored: frozenset[str] = frozenset()
-    instead: str = ""
+    stored: tuple[str, ...] = ()
+
+    def reads(self, form: Any) -> bool:
+        """Whether weights in this format of a checkpoint are meant."""
+        names = (form.name, form.encoding)
+        return not self.stored or any(name.startswith(self.stored) for name in names if name)
 
 
-_ANEW = "Name AMXINT4 or AMXINT8, by which any checkpoint is packed anew, or BF16"
+ANEW = (
+    "Name AMXINT4 or AMXINT8, by which any checkpoint is packed anew, BF16, or AUTO, which keeps it as it is"
+)
 METHODS: Mapping[str, Method] = {
     "AMXINT4": Method("int4"),
     "AMXINT8": Method("int8"),
     "MOE_INT4": Method("int4"),
     "MOE_INT8": Method("int8"),
     "BF16": Method("bf16"),
-    "FP8": Method("auto", frozenset({"fp8_blocks"}), _ANEW),
-    "RAWINT4": Method("auto", _INT4, _ANEW),
-    "GPTQ_INT4": Method("auto", _INT4, _ANEW),
-    "MXFP4": Method("auto", frozenset({"mxfp4", "gguf_mxfp4"}), _ANEW),
+    "FP8": Method("near", ("fp8",)),
+    "FP8_PERCHANNEL": Method("near", ("fp8",)),
+    "MXFP8": Method("near", ("mxfp8",)),
+    "RAWINT4": Method("near", ("int4",)),
+    "GPTQ_INT4": Method("near", ("int4",)),
+    "MXFP4": Method("near", ("mxfp4",)),
+    "NVFP4": Method("near", ("nvfp4",)),
     "LLAMAFILE": Method("near"),
     # The operators' own names.
     "INT4": Method("int4"),
     "INT8": Method("int8"),
-    "AUTO": Method("auto"),
-}
-# Methods of kt-kernel for checkpoints that are not read.
-_UNREAD = {
-    "FP8_PERCHANNEL": "FP8 with a scale for each output",
-    "NVFP4": "NVFP4",
-    "MXFP8": "MXFP8",
-    "SYCL_GPTQ_INT4": "GPTQ on Intel's GPUs",
+    "AUTO": Method("kept"),
 }
 # kt-kernel's arguments for training, which mean nothing in inference; at these values they are no wish.
 _TRAINING = {
@@ -114,11 +112,6 @@ def method_of(name: Any) -> Method:
     """What a name means, in any case. Raises OperatorError for one that means nothing here."""
     allowed = ", ".join(METHODS)
     known = str(name).upper()
-    if known in _UNREAD:
-        raise OperatorError(
-            f"--kt-method {name}: checkpoints in {_UNREAD[known]} are not read; allowed: {allowed}. Use another "
-            "checkpoint of the model for --kt-weight-path."
-        )
     if known.endswith("_SFT"):
         raise OperatorError(f"--kt-method {name}: {NO_LORA}")
     if known not in METHODS:

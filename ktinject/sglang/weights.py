@@ -28,7 +28,7 @@ from ktinject.errors import CheckpointError, OperatorError
 from ktinject.operators import expert_formats
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.probes.experts import ExpertsSpec
-from ktinject.sglang.arguments import Arguments
+from ktinject.sglang.arguments import ANEW, Arguments
 
 log = logging.getLogger("ktinject")
 
@@ -213,7 +213,8 @@ def _load_piece(
     index: int | None,
     part: int | None,
 ) -> None:
-    if checkpoint.format_of(key).name not in made.native_formats:
+    form = checkpoint.format_of(key)
+    if not form.is_taken(made.native_formats) or made.misfit_of(name, form, part):
         made.load(name, checkpoint.decode(key, index), place, part)
         return
     if index is None:
@@ -221,7 +222,8 @@ def _load_piece(
         return
     if key not in kept:  # of all experts, and the next one is asked for next
         kept[key] = checkpoint.stored(key)
-    stacked: Fp8Blocks = kept[key]
+    stacked = kept[key]
+    assert isinstance(stacked, Fp8Blocks), "integers are stored expert by expert"
     made.load_stored(
         name, Fp8Blocks(stacked.values[index], stacked.scales[index], stacked.block), place, part
     )
@@ -231,25 +233,28 @@ def _config(
     given: Arguments, checkpoint: Checkpoint, formats: list[tuple[str, Format]], nodes: int
 ) -> CpuExpertsConfig:
     """How the weights are packed."""
-    method, numa = given.method, nodes or "auto"
-    found = {form.name for _, form in formats}
-    if method.stored and not found <= method.stored:
+    method, forms = given.method, [form for _, form in formats]
+    if wrong := sorted({form.name for form in forms if not method.reads(form)}):
         raise OperatorError(
-            f"--kt-method {given.method_name}: {checkpoint.path} has its experts as {', '.join(sorted(found))}; "
-            f"allowed: {', '.join(sorted(method.stored))}. {method.instead}."
+            f"--kt-method {given.method_name}: {checkpoint.path} has its experts as {', '.join(wrong)}; "
+            f"allowed: {', '.join(method.stored)}. {ANEW}."
         )
-    if method.weights == "near":
-        return CpuExpertsConfig(numa=numa, **_near(checkpoint, formats, given))  # type: ignore[arg-type]
     config = plain_config(given, nodes)
-    if method.weights == "auto":
-        config = expert_formats.choices(config, [form for _, form in formats])[0][1] if formats else config
-        return config if config.weights != "auto" else dataclasses.replace(config, weights="bf16")
-    return config
+    if method.weights not in ("kept", "near"):
+        return config
+    kept = (
+        expert_formats.choices(dataclasses.replace(config, weights="kept"), forms)[0][1] if forms else config
+    )
+    if method.weights == "near" and kept.weights == "bf16":
+        return dataclasses.replace(config, **_near(checkpoint, formats, given))
+    return kept
 
 
 def plain_config(given: Arguments, nodes: int) -> CpuExpertsConfig:
-    group = _group(given) if given.method.weights == "int4" else 128
-    return CpuExpertsConfig(weights=given.method.weights, group_size=group, numa=nodes or "auto")  # type: ignore[arg-type]
+    """Without regard to how the checkpoint has the weights."""
+    weights = given.method.weights if given.method.weights in ("bf16", "int8", "int4") else "bf16"
+    group = _group(given) if weights == "int4" else 128
+    return CpuExpertsConfig(weights=weights, group_size=group, numa=nodes or "auto")  # type: ignore[arg-type]
 
 
 def _group(given: Arguments) -> int:
@@ -259,14 +264,12 @@ def _group(given: Arguments) -> int:
 
 
 def _near(checkpoint: Checkpoint, formats: list[tuple[str, Format]], given: Arguments) -> dict[str, Any]:
-    """As the checkpoint has the weights, or else the most accurate format that is not much larger."""
-    for _, config in expert_formats.choices(CpuExpertsConfig(weights="auto"), [form for _, form in formats])[
-        :1
-    ]:
-        if config.weights != "bf16":
-            return {"weights": config.weights, "group_size": config.group_size}
-    stored = sum(checkpoint.bytes_of(key) for key, _ in formats) * 8
-    bits = stored / max(1, 3 * given.hidden_size * given.intermediate_size)
+    """The most accurate format that is not much larger than what the checkpoint has."""
+    stored = 8 * sum(
+        checkpoint.bytes_of(key) // (shape[0] if len(shape := checkpoint.shape(key)) > 2 else 1)
+        for key, _ in formats
+    )
+    bits = stored / (3 * given.hidden_size * given.intermediate_size)
     if bits <= _INT4_BITS:
         return {"weights": "int4", "group_size": 32}
     return {"weights": "int8" if bits <= _INT8_BITS else "bf16"}

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "bindings/arrays.hpp"
+#include "bindings/packed.hpp"
 #include "bindings/subjects.hpp"
 #include "bindings/waiting.hpp"
 #include "moe/experts.hpp"
@@ -138,9 +139,44 @@ void unpack_bias(const moe::Experts& self, const std::string& projection, int ex
   self.unpack_bias(projection_of(projection), expert, out.data());
 }
 
+// In the file all panels of an expert follow each other; in memory, those of a shard.
+nb::list packed(const moe::Experts& self) {
+  const auto experts = static_cast<size_t>(self.config().experts);
+  const std::vector<moe::PackedRun> runs = self.packed();
+  nb::list tensors;
+  for (const bool down : {false, true}) {
+    std::vector<PackedBytes> parts;
+    int64_t shape[] = {static_cast<int64_t>(experts), 0, 0};
+    for (const moe::PackedRun& run : runs) {
+      if (run.is_down != down) continue;
+      if (run.data == nullptr) throw std::invalid_argument("packed: allocate() was not called");
+      const size_t panel = run.matrix.panel_bytes(), own = static_cast<size_t>(run.panels) * panel;
+      shape[1] = run.matrix.panels;
+      shape[2] = static_cast<int64_t>(panel);
+      if (run.panels == run.matrix.panels) {
+        parts.push_back({0, experts * own, run.data});
+        continue;
+      }
+      for (size_t e = 0; e < experts && own > 0; ++e)
+        parts.push_back(
+            {e * run.matrix.bytes() + static_cast<size_t>(run.first_panel) * panel, own, run.data + e * own});
+    }
+    tensors.append(packed_tensor(down ? "down" : "gate_up", false, shape, parts));
+    if (!self.config().has_bias) continue;
+    const int64_t biases[] = {shape[0], shape[1] * gemm::kPanel};
+    const PackedBytes whole[] = {{0, static_cast<size_t>(biases[0] * biases[1]) * sizeof(float),
+                                  reinterpret_cast<const std::byte*>(self.packed_bias(down))}};
+    tensors.append(packed_tensor(down ? "down_bias" : "gate_up_bias", true, biases, whole));
+  }
+  return tensors;
+}
+
 }  // namespace
 
 void init_experts(nb::module_& m) {
+  m.def(
+      "packed_version", [] { return gemm::kPackedVersion; },
+      "Of packed bytes: another number where the same weights are packed to other bytes.");
   m.def("allow_workspace", &moe::allow_workspace, nb::arg("bytes"),
         "Long prompts may take so much working memory, if that is more than before; 512 MiB at first.");
   nb::class_<moe::Experts>(m, "Experts", "Packed routed experts of one layer.")
@@ -212,6 +248,13 @@ void init_experts(nb::module_& m) {
            "Keep rows of a GGUF file's blocks, uint8 [n, bytes], bytes of a row contiguous; for K-quants.")
       .def("load_bias", &load_bias, nb::arg("projection"), nb::arg("expert"), nb::arg("bias"),
            nb::call_guard<WithoutGil>(), "Take bias [n].")
+      .def("packed", &packed,
+           "After allocate(), where the packed weights and biases lie: (name, whether it is fp32, shape in a file,\n"
+           "[(start in it, bytes, address)]). The file is the same for any number of nodes.")
+      .def("touch", &moe::Experts::touch, nb::call_guard<WithoutGil>(),
+           "Before anything is written to packed(): puts the memory on its nodes where the system would not.")
+      .def("mark_loaded", &moe::Experts::mark_loaded, nb::call_guard<WithoutGil>(),
+           "What was written to packed() is all of the weights.")
       .def("repeat", &moe::Experts::repeat, nb::arg("expert"), nb::call_guard<WithoutGil>(),
            "Make every expert a copy of this one, for benchmarks.")
       .def("absent", &moe::Experts::absent, nb::arg("limit"), nb::call_guard<WithoutGil>(),

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "bindings/arrays.hpp"
+#include "bindings/packed.hpp"
 #include "bindings/subjects.hpp"
 #include "bindings/waiting.hpp"
 
@@ -23,6 +24,20 @@ void forward(const gemm::Linear& self, const Input& x, const Output& out) {
     refuse("output: must be [" + std::to_string(x.shape(0)) + ", " + std::to_string(n) + "] of the input's dtype");
   const int rows = size_of(x.shape(0), "rows");
   self.forward(x.data(), dtype, rows, out.data());
+}
+
+nb::list packed(const gemm::Linear& self) {
+  const gemm::Matrix& matrix = self.matrix();
+  if (self.packed() == nullptr) throw std::invalid_argument("packed: allocate() was not called");
+  nb::list tensors;
+  const int64_t shape[] = {matrix.panels, static_cast<int64_t>(matrix.panel_bytes())};
+  const PackedBytes weight[] = {{0, matrix.bytes(), self.packed()}};
+  tensors.append(packed_tensor("weight", false, shape, weight));
+  if (self.packed_bias() == nullptr) return tensors;
+  const int64_t outputs[] = {static_cast<int64_t>(matrix.panels) * gemm::kPanel};
+  const PackedBytes bias[] = {{0, static_cast<size_t>(outputs[0]) * sizeof(float), self.packed_bias()}};
+  tensors.append(packed_tensor("bias", true, outputs, bias));
+  return tensors;
 }
 
 }  // namespace
@@ -50,6 +65,9 @@ void init_linear(nb::module_& m) {
       .def_prop_ro("has_bias", &gemm::Linear::has_bias, nb::call_guard<WithoutGil>(), "Whether load_bias() was called.")
       .def("allocate", &gemm::Linear::allocate, nb::call_guard<WithoutGil>(),
            "Reserve the packed weight, zeroed; once. Raises MemoryError.")
+      .def("packed", &packed, "As Experts.packed().")
+      .def("mark_loaded", &gemm::Linear::mark_loaded, nb::call_guard<WithoutGil>(),
+           "What was written to packed() is the weight and the bias.")
       .def(
           "load", [](gemm::Linear& self, const Weight& weight) { self.load(source_of(weight)); }, nb::arg("weight"),
           nb::call_guard<WithoutGil>(), "Pack weight [out, in], any strides.")

@@ -88,6 +88,13 @@ void Linear::load_bias(const Source& bias) {
   has_bias_ = true;
 }
 
+void Linear::mark_loaded() {
+  const runtime::Session session;
+  if (data_.data() == nullptr) throw std::invalid_argument("mark_loaded: allocate() was not called");
+  has_weight_ = true;
+  has_bias_ = config_.has_bias;
+}
+
 bool Linear::has_weight() const {
   const runtime::Session session;
   return has_weight_;

@@ -43,6 +43,13 @@ class Linear {
   bool has_weight() const;
   bool has_bias() const;
 
+  // Where the packed panels and the bias [panels * 32] lie, after allocate(); null without a bias.
+  const Matrix& matrix() const { return matrix_; }
+  const std::byte* packed() const { return data_.data(); }
+  const std::byte* packed_bias() const { return config_.has_bias ? bias_.data() : nullptr; }
+  // What has been written there is the weight and the bias, as load() would have packed them.
+  void mark_loaded();
+
   // out [out, in] fp32 = the dequantised weight; bias [out].
   void unpack(float* out) const;
   void unpack_bias(float* out) const;

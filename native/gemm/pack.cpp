@@ -17,33 +17,57 @@ namespace {
 // Of a matrix alone, the last panel may have only its first tile: the second is packed as zeros.
 int tiles_of(const Matrix& matrix, TileMap place) { return place == paired_tiles ? 2 * matrix.panels : matrix.panels; }
 
+// Writes the words of one output, each 32 bits of consecutive inputs: along k they lie in the rows of 64 bytes that the
+// blocks are made of, word i in row i.
+template <class WordAt>
+void place_column(const Matrix& matrix, std::byte* panel, int column, int words, WordAt&& word_at) {
+  const int rows = static_cast<int>(matrix.tile_bytes() / 64);
+  const size_t block_bytes = 2 * matrix.tile_bytes();
+  std::byte* block = panel + matrix.head_bytes() + static_cast<size_t>(column / kTile) * matrix.tile_bytes() +
+                     static_cast<size_t>(column % kTile) * sizeof(uint32_t);
+  for (int first = 0; first < words; first += rows, block += block_bytes)
+    for (int row = 0; row < rows; ++row) {
+      const uint32_t word = word_at(first + row);
+      std::memcpy(block + row * 64, &word, sizeof word);
+    }
+}
+
+template <class T>
+uint32_t word_of(const T* values) {
+  uint32_t word;
+  std::memcpy(&word, values, sizeof word);
+  return word;
+}
+
 // codes [padded_k] of one output, one a byte, as checkpoints have them.
 void pack_codes(const Matrix& matrix, std::byte* panel, int column, const uint8_t* codes) {
-  const int rows = matrix.format == Format::fp8 ? 2 : 4;
-  for (int first = 0; first < matrix.padded_k(); first += 2 * rows)
-    for (int odd = 0; odd < 2; ++odd) {
-      uint32_t lane = 0;
-      for (int row = 0; row < rows; ++row) {
-        const uint8_t code = codes[first + 2 * row + odd];
-        lane |= static_cast<uint32_t>(matrix.format == Format::fp8 ? Fp8::pack(code) : code) << 16 / rows * row;
-      }
-      const auto bits = static_cast<uint16_t>(lane);
-      std::memcpy(panel + matrix.head_bytes() + weight_at(matrix.format, column, first + odd).byte, &bits, sizeof bits);
-    }
+  if (matrix.format == Format::fp8) {
+    place_column(matrix, panel, column, matrix.padded_k() / 4, [&](int i) {
+      const uint8_t* c = codes + 4 * i;
+      const auto pack = [](uint8_t code) { return static_cast<uint32_t>(Fp8::pack(code)); };
+      return pack(c[0]) | pack(c[2]) << 8 | pack(c[1]) << 16 | pack(c[3]) << 24;
+    });
+    return;
+  }
+  place_column(matrix, panel, column, matrix.padded_k() / 8, [&](int i) {
+    const uint8_t* c = codes + 8 * i;
+    uint32_t word = 0;
+    for (int j = 0; j < 4; ++j)
+      word |= static_cast<uint32_t>(c[2 * j]) << (4 * j) | static_cast<uint32_t>(c[2 * j + 1]) << (16 + 4 * j);
+    return word;
+  });
 }
 
 // One tile's 16 outputs x padded_k inputs, fp32, zero padded. fp8: the tile's scales are there already.
 void pack_tile(const Matrix& matrix, const VectorOps& ops, const float* values, std::byte* panel, int second,
                int8_t* quantised) {
   const int padded_k = matrix.padded_k();
-  std::byte* data = panel + matrix.head_bytes();
   if (matrix.format == Format::bf16) {
     std::vector<uint16_t> row(static_cast<size_t>(padded_k));
     for (int j = 0; j < kTile; ++j) {
       ops.round_row(values + static_cast<size_t>(j) * static_cast<size_t>(padded_k), DType::f32, padded_k, padded_k,
                     row.data());
-      for (int k = 0; k < padded_k; k += 2)
-        std::memcpy(data + weight_at(matrix.format, second * kTile + j, k).byte, row.data() + k, 4);
+      place_column(matrix, panel, second * kTile + j, padded_k / 2, [&](int i) { return word_of(row.data() + 2 * i); });
     }
     return;
   }
@@ -58,8 +82,7 @@ void pack_tile(const Matrix& matrix, const VectorOps& ops, const float* values, 
       for (int k = 0; k < padded_k; ++k) sum += quantised[k];
       head.scale[column] = scale;
       head.offset[column] = 128 * sum;
-      for (int k = 0; k < padded_k; k += 4)
-        std::memcpy(data + weight_at(matrix.format, column, k).byte, quantised + k, 4);
+      place_column(matrix, panel, column, padded_k / 4, [&](int i) { return word_of(quantised + 4 * i); });
     } else if (matrix.format == Format::int4) {
       auto* levels = reinterpret_cast<float*>(panel);
       auto* scales = reinterpret_cast<uint16_t*>(panel + kInt4ScalesAt);
@@ -81,10 +104,8 @@ void pack_tile(const Matrix& matrix, const VectorOps& ops, const float* values, 
         most = std::max(most, std::abs(bf16_to_float(scale)) * static_cast<float>(std::max<int>(zero, 15 - zero)));
       }
       levels[column] = most / 127.0f;
-      for (int k = 0; k < padded_k; k += 8)
-        for (int i = 0; i < 4; ++i)
-          data[weight_at(matrix.format, column, k + i).byte] =
-              static_cast<std::byte>(quantised[k + i] | quantised[k + 4 + i] << 4);
+      place_column(matrix, panel, column, padded_k / 8,
+                   [&](int i) { return word_of(quantised + 8 * i) | word_of(quantised + 8 * i + 4) << 4; });
     } else {
       auto* codes = reinterpret_cast<uint8_t*>(quantised);
       for (int g = 0; g < matrix.groups(); ++g) {

@@ -51,6 +51,10 @@ struct IntegerSource {
   ptrdiff_t row_stride = 0;  // of scales and zeros
 };
 
+// Of the packed bytes: raised whenever the same weights are packed to other bytes than before, be it that layout.hpp or
+// that a quantiser has changed. Packed caches of another version are not read.
+inline constexpr int kPackedVersion = 1;
+
 // std::invalid_argument unless 1 <= value <= most.
 void check_size(const char* name, int value, int most);
 // The longest row: 255 * 127 * 65536 is the longest int32 sum that cannot overflow.

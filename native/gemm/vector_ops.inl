@@ -1,6 +1,11 @@
 // Included by vector_ops_<level>.cpp inside its target region and namespace. Nothing here may call an inline function
 // of the standard library: it would be compiled for that target and could be the copy the linker keeps for everybody.
 
+//
+// `Vector` is what a register of the level holds; `lesser` and `greater` are its minimum and maximum. The loops that
+// choose the scales of int4 groups are written with it: their sums must come out the same at every level, and compilers
+// leave such loops scalar.
+
 #include "gemm/values.inl"
 
 template <ActivationKind kind>
@@ -303,113 +308,130 @@ static void quantise_int8(const float* x, int k, float scale, int8_t* q) {
   for (int i = 0; i < k; ++i) q[i] = static_cast<int8_t>(clamp_to(nearest(x[i] * inverse), -127.0f, 127.0f));
 }
 
-static uint16_t quantise_int4(const float* x, int k, int8_t* q) {
-  float low = 0.0f, high = 0.0f;
-  for (int i = 0; i < k; ++i) {
-    low = x[i] < low ? x[i] : low;
-    high = x[i] > high ? x[i] : high;
+static inline Vector nearest(Vector x) { return (x + 12582912.0f) - 12582912.0f; }
+
+static inline Vector clamp_to(Vector x, float low, float high) {
+  return lesser(greater(x, Vector{} + low), Vector{} + high);
+}
+
+// A group of weights, continued with zeros to a multiple of 16.
+struct Group {
+  static constexpr int kSums = 16, kMost = 128, kWide = sizeof(Vector) / sizeof(float), kVectors = kSums / kWide;
+
+  Group(const float* x, int k) {
+    for (int i = 0; i < k; ++i) values[i] = x[i];
+    for (; k % kSums != 0; ++k) values[k] = 0.0f;
+    size = k;
   }
-  // -8 has no positive twin: the sign of the scale is chosen so that the larger extreme can use it.
-  const float extreme = -low > high ? low : high;
-  if (extreme == 0.0f) {
-    for (int i = 0; i < k; ++i) q[i] = 0;
-    return 0;
+
+  // term(values, sums) over all of them, with 16 independent sums at every level.
+  template <class Term>
+  float sum(Term term) const {
+    Vector sums[kVectors] = {};
+    for (int start = 0; start < size; start += kSums)
+      for (int v = 0; v < kVectors; ++v) term(*reinterpret_cast<const Vector*>(values + start + v * kWide), sums[v]);
+    alignas(64) float total[kSums];
+    for (int v = 0; v < kVectors; ++v) *reinterpret_cast<Vector*>(total + v * kWide) = sums[v];
+    for (int i = 0; i < 8; ++i) total[i] += total[i + 8];
+    for (int i = 0; i < 4; ++i) total[i] += total[i + 4];
+    return (total[0] + total[2]) + (total[1] + total[3]);
   }
-  float best_error = __builtin_inff(), best_scale = 0.0f;
-  auto consider = [&](float candidate) {
-    const float scale = from_bf16(to_bf16(candidate));
+
+  // The extremes, and 0 where all lie on one side of it.
+  void extremes(float* low, float* high) const {
+    Vector least{}, most{};
+    for (int start = 0; start < size; start += kWide) {
+      const auto& x = *reinterpret_cast<const Vector*>(values + start);
+      least = lesser(x, least);
+      most = greater(x, most);
+    }
+    *low = *high = 0.0f;
+    for (int i = 0; i < kWide; ++i) {
+      *low = least[i] < *low ? least[i] : *low;
+      *high = most[i] > *high ? most[i] : *high;
+    }
+  }
+
+  alignas(64) float values[kMost];
+  int size;
+};
+
+// Of candidate scales the one with the least squared error.
+struct BestScale {
+  float error = __builtin_inff(), scale = 0.0f, zero = 0.0f;
+
+  // The steps are clamped to [low, high] and `zero` stands for 0.
+  void consider(const Group& group, float candidate, float zero_point, float low, float high) {
+    const float rounded = from_bf16(to_bf16(candidate));
+    if (rounded == 0.0f) return;
+    const float inverse = 1.0f / rounded;
+    const float total = group.sum([&](const Vector& x, Vector& sums) {
+      const Vector difference = x - rounded * clamp_to(nearest(x * inverse), low, high);
+      sums += difference * difference;
+    });
+    if (total < error) error = total, scale = rounded, zero = zero_point;
+  }
+
+  // Given the steps, the scale of least squared error has a closed form.
+  void refine(const Group& group, float low, float high) {
     if (scale == 0.0f) return;
     const float inverse = 1.0f / scale;
-    float error[16] = {};  // independent sums, so that the loop vectorises without reordering
-    for (int start = 0; start < k; start += 16) {
-      const int width = k - start < 16 ? k - start : 16;
-      for (int i = 0; i < width; ++i) {
-        const float value = x[start + i];
-        const float difference = value - scale * clamp_to(nearest(value * inverse), -8.0f, 7.0f);
-        error[i] += difference * difference;
-      }
-    }
-    float total = 0.0f;
-    for (int i = 0; i < 16; ++i) total += error[i];
-    if (total < best_error) {
-      best_error = total;
-      best_scale = scale;
-    }
-  };
+    const auto step_of = [&](const Vector& x) { return clamp_to(nearest(x * inverse), low, high); };
+    const float product = group.sum([&](const Vector& x, Vector& sums) { sums += step_of(x) * x; });
+    const float square = group.sum([&](const Vector& x, Vector& sums) {
+      const Vector step = step_of(x);
+      sums += step * step;
+    });
+    if (square > 0.0f) consider(group, product / square, zero, low, high);
+  }
+
+  // q [k]: the steps, plus `zero`, at least `least`.
+  void quantise(const Group& group, int k, float low, float high, int8_t* q) const {
+    const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
+    alignas(64) float steps[Group::kMost];
+    for (int start = 0; start < group.size; start += Group::kWide)
+      *reinterpret_cast<Vector*>(steps + start) =
+          clamp_to(nearest(*reinterpret_cast<const Vector*>(group.values + start) * inverse), low, high) + zero;
+    for (int i = 0; i < k; ++i) q[i] = static_cast<int8_t>(steps[i]);
+  }
+};
+
+static uint16_t quantise_int4(const float* x, int k, int8_t* q) {
+  const Group group(x, k);
+  float low, high;
+  group.extremes(&low, &high);
+  // -8 has no positive twin: the sign of the scale is chosen so that the larger extreme can use it.
+  const float extreme = -low > high ? low : high;
+  BestScale best;
   // The extreme maps to about -8.8 ... -5.8: clipping it a little often costs less than a coarser grid for everything
   // else.
-  for (int step = 0; step < 16; ++step) consider(extreme / (-8.8f + 0.2f * static_cast<float>(step)));
-  // Given the steps, the scale of least squared error has a closed form.
-  if (best_scale != 0.0f) {
-    const float inverse = 1.0f / best_scale;
-    float product = 0.0f, square = 0.0f;
-    for (int i = 0; i < k; ++i) {
-      const float step = clamp_to(nearest(x[i] * inverse), -8.0f, 7.0f);
-      product += step * x[i];
-      square += step * step;
-    }
-    if (square > 0.0f) consider(product / square);
+  if (extreme != 0.0f) {
+    for (int step = 0; step < 16; ++step)
+      best.consider(group, extreme / (-8.8f + 0.2f * static_cast<float>(step)), 0.0f, -8.0f, 7.0f);
+    best.refine(group, -8.0f, 7.0f);
   }
-  const float inverse = best_scale != 0.0f ? 1.0f / best_scale : 0.0f;
-  for (int i = 0; i < k; ++i) q[i] = static_cast<int8_t>(clamp_to(nearest(x[i] * inverse), -8.0f, 7.0f));
-  return to_bf16(best_scale);
+  best.quantise(group, k, -8.0f, 7.0f, q);
+  return to_bf16(best.scale);
 }
 
 static uint16_t quantise_int4_zero(const float* x, int k, int8_t* q, uint8_t* zero) {
-  float low = 0.0f, high = 0.0f;  // zero itself always has a code
-  for (int i = 0; i < k; ++i) {
-    low = x[i] < low ? x[i] : low;
-    high = x[i] > high ? x[i] : high;
-  }
-  *zero = 8;
-  if (low == 0.0f && high == 0.0f) {
-    for (int i = 0; i < k; ++i) q[i] = 8;
-    return 0;
-  }
-  float best_error = __builtin_inff(), best_scale = 0.0f, best_zero = 8.0f;
-  auto consider = [&](float candidate, float shift) {
-    const float scale = from_bf16(to_bf16(candidate));
-    if (!(scale > 0.0f)) return;
-    const float inverse = 1.0f / scale;
-    float error[16] = {};
-    for (int start = 0; start < k; start += 16) {
-      const int width = k - start < 16 ? k - start : 16;
-      for (int i = 0; i < width; ++i) {
-        const float value = x[start + i];
-        const float difference = value - scale * (clamp_to(nearest(value * inverse) + shift, 0.0f, 15.0f) - shift);
-        error[i] += difference * difference;
-      }
-    }
-    float total = 0.0f;
-    for (int i = 0; i < 16; ++i) total += error[i];
-    if (total < best_error) {
-      best_error = total;
-      best_scale = scale;
-      best_zero = shift;
-    }
-  };
+  const Group group(x, k);
+  float low, high;  // zero itself always has a code
+  group.extremes(&low, &high);
+  BestScale best;
+  best.zero = 8.0f;
   // The range is narrowed about its middle by up to a third: clipping a little often costs less than a coarser grid.
   for (int step = 0; step < 12; ++step) {
     const float part = 1.0f - 0.03f * static_cast<float>(step), scale = (high - low) * part / 15.0f;
     if (!(scale > 0.0f)) break;
     const float middle = 0.5f * (low + high) / scale;
-    consider(scale, clamp_to(nearest(7.5f - middle), 0.0f, 15.0f));
+    const float shift = clamp_to(nearest(7.5f - middle), 0.0f, 15.0f);
+    best.consider(group, scale, shift, -shift, 15.0f - shift);
   }
-  // Given zero point and steps, the scale of least squared error has a closed form.
-  if (best_scale > 0.0f) {
-    const float inverse = 1.0f / best_scale;
-    float product = 0.0f, square = 0.0f;
-    for (int i = 0; i < k; ++i) {
-      const float step = clamp_to(nearest(x[i] * inverse) + best_zero, 0.0f, 15.0f) - best_zero;
-      product += step * x[i];
-      square += step * step;
-    }
-    if (square > 0.0f) consider(product / square, best_zero);
-  }
-  const float inverse = best_scale > 0.0f ? 1.0f / best_scale : 0.0f;
-  for (int i = 0; i < k; ++i) q[i] = static_cast<int8_t>(clamp_to(nearest(x[i] * inverse) + best_zero, 0.0f, 15.0f));
-  *zero = static_cast<uint8_t>(best_zero);
-  return to_bf16(best_scale);
+  best.refine(group, -best.zero, 15.0f - best.zero);
+  best.quantise(group, k, -best.zero, 15.0f - best.zero, q);
+  *zero = static_cast<uint8_t>(best.zero);
+  return to_bf16(best.scale);
 }
 
 static void quantise_fp8(const float* x, int k, float scale, uint8_t* codes) {

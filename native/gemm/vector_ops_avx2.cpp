@@ -1,12 +1,17 @@
 // The loops of gemm/vector_ops.inl for the avx2 level.
 #include "gemm/vector_ops.hpp"
 
+#include <immintrin.h>
+
 #include "gemm/layout.hpp"
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 namespace ktinject::gemm {
 namespace avx2 {
+using Vector = __m256;
+static inline Vector lesser(Vector a, Vector b) { return _mm256_min_ps(a, b); }
+static inline Vector greater(Vector a, Vector b) { return _mm256_max_ps(a, b); }
 #include "gemm/vector_ops.inl"
 }  // namespace avx2
 

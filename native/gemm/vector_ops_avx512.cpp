@@ -3,12 +3,17 @@
 
 #include <immintrin.h>
 
+#include <immintrin.h>
+
 #include "gemm/layout.hpp"
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
 namespace ktinject::gemm {
 namespace avx512 {
+using Vector = __m512;
+static inline Vector lesser(Vector a, Vector b) { return _mm512_min_ps(a, b); }
+static inline Vector greater(Vector a, Vector b) { return _mm512_max_ps(a, b); }
 #include "gemm/vector_ops.inl"
 
 // The activation of nearly all models, which the compiler computes twice a value for the clamps in exp_of: once for

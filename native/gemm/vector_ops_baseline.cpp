@@ -1,10 +1,15 @@
 // The loops of gemm/vector_ops.inl for the baseline level.
 #include "gemm/vector_ops.hpp"
 
+#include <immintrin.h>
+
 #include "gemm/layout.hpp"
 
 namespace ktinject::gemm {
 namespace baseline {
+using Vector = __m128;
+static inline Vector lesser(Vector a, Vector b) { return _mm_min_ps(a, b); }
+static inline Vector greater(Vector a, Vector b) { return _mm_max_ps(a, b); }
 #include "gemm/vector_ops.inl"
 }  // namespace baseline
 

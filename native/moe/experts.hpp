@@ -95,6 +95,12 @@ class Experts {
   void unpack(Projection projection, int expert, float* out) const;
   void unpack_bias(Projection projection, int expert, float* out) const;
 
+  // Before anything is written to packed(): where not_placed() says why, the workers of each node touch its shard,
+  // which puts it there.
+  void touch();
+  // What has been written to packed() and packed_bias() is all of the weights, as load() would have packed them.
+  void mark_loaded();
+
   // Where all packed panels lie, after allocate().
   std::vector<PackedRun> packed() const;
   // [experts, panels * 32] in panel order; null without biases.

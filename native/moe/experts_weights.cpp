@@ -1,4 +1,5 @@
 // The weights of experts: checked, packed, and given back.
+#include <algorithm>
 #include <stdexcept>
 
 #include "moe/experts.hpp"
@@ -155,6 +156,31 @@ void Experts::unpack_bias(Projection projection, int expert, float* out) const {
     const gemm::TileAt at = place(n / gemm::kTile);
     out[n] = bias[at.panel * gemm::kPanel + at.second * gemm::kTile + n % gemm::kTile];
   }
+}
+
+void Experts::touch() {
+  constexpr size_t kStep = size_t{2} << 20, kPage = 4096;
+  const runtime::Session workers;
+  if (not_placed_.empty()) return;
+  for (const Projection projection : {Projection::up, Projection::down}) {
+    std::vector<int> lists;
+    for (const Shard& shard : shards_)
+      lists.push_back(static_cast<int>((part_of(shard, projection).data.size() + kStep - 1) / kStep));
+    if (lists.size() > workers->nodes().size()) return;
+    auto task = [&](int list, int index, int) {
+      const runtime::Block& block = part_of(shards_[static_cast<size_t>(list)], projection).data;
+      const size_t start = static_cast<size_t>(index) * kStep, end = std::min(block.size(), start + kStep);
+      for (size_t at = start; at < end; at += kPage) block.data()[at] = std::byte{0};
+    };
+    workers->parallel_lists(lists, task,
+                            lists.size() > 1 ? runtime::ThreadPool::Steal::no : runtime::ThreadPool::Steal::yes);
+  }
+}
+
+void Experts::mark_loaded() {
+  const runtime::Session session;
+  if (!allocated_) throw std::invalid_argument("mark_loaded: allocate() was not called");
+  std::fill(loaded_.begin(), loaded_.end(), uint8_t{1});
 }
 
 std::vector<PackedRun> Experts::packed() const {

@@ -31,6 +31,7 @@ from ktinject.checkpoints.formats.base import (
     unread,
 )
 from ktinject.checkpoints.formats.mxfp4 import EXACT_IN, MOST_SCALE, unpacked
+from ktinject.checkpoints.formats.schemes import check_transforms
 from ktinject.checkpoints.reader import Reader
 
 NV_GROUP, MX_GROUP = 16, 32
@@ -63,6 +64,7 @@ class Fp4(SourceFormat):
         return held if codes.dtype in _CODES and scales.dtype in (*_EXPONENTS, "F8_E4M3") else ()
 
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
+        check_transforms(reader, key)
         name = "nvfp4" if len(held) == 3 else "mxfp4"
         exact = EXACT_IN if name == "mxfp4" else ()
         if not reader.complete:

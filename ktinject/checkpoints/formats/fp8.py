@@ -33,7 +33,7 @@ from ktinject.checkpoints.formats.base import (
     refused,
     unread,
 )
-from ktinject.checkpoints.formats.schemes import scheme_of
+from ktinject.checkpoints.formats.schemes import check_transforms, scheme_of
 from ktinject.checkpoints.reader import Reader
 from ktinject.errors import shown
 
@@ -67,6 +67,7 @@ class Fp8(SourceFormat):
 
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
         scale = held[1]
+        check_transforms(reader, key)
         if not reader.complete:
             block = _block_size(reader, key) if _has_blocks(reader, scale) else None
             return Format("fp8_blocks" if block else "fp8", (scale,), block, encoding="fp8" if block else "")

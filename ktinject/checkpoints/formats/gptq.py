@@ -25,19 +25,38 @@ from ktinject.errors import shown
 
 BITS = (4, 8)
 AUTO_ROUND = ("auto-round", "intel/auto-round")
+_VERSIONS = {"gptq": 1, "gptq_v2": 2}
+_CLASSIC = "auto_round:auto_gptq"
 # Settings of single layers, by the names of modules.
 OVERRIDES = ("dynamic", "extra_config", "dynamic_config")
 
 
 def packs_as(reader: Reader) -> str:
-    """ "gptq" or "awq" if config.json says which; "" otherwise."""
+    """What config.json says: gptq, awq, or nothing."""
     method = reader.quantization.get("quant_method")
     if method in AUTO_ROUND:
-        said = str(
-            reader.quantization.get("packing_format", reader.quantization.get("backend", "gptq"))
-        ).lower()
-        return "awq" if "awq" in said else "gptq"
+        return "awq" if "awq" in _packing(reader) else "gptq"
     return method if method in ("gptq", "awq") else ""
+
+
+def _packing(reader: Reader) -> str:
+    """What auto-round says of how it packs."""
+    return str(
+        reader.quantization.get("packing_format", reader.quantization.get("backend", _CLASSIC))
+    ).lower()
+
+
+def _version(reader: Reader, key: str) -> int:
+    """1: zero points are stored less one; 2: as they are. Raises CheckpointError."""
+    if reader.quantization.get("quant_method") in AUTO_ROUND:
+        packing = _packing(reader)
+        return 1 if "gptq" in packing and "gptqmodel" not in packing else 2
+    said = reader.quantization.get("checkpoint_format") or "gptq"
+    if not isinstance(said, str) or said not in _VERSIONS:
+        raise unread(
+            reader, key, f"GPTQ with checkpoint_format {shown(said)}; {' and '.join(_VERSIONS)} are read"
+        )
+    return _VERSIONS[said]
 
 
 class Gptq(SourceFormat):
@@ -51,6 +70,7 @@ class Gptq(SourceFormat):
         if not packs_as(reader):
             text = f"GPTQ or AWQ; quantization_config.quant_method is {shown(method)} and does not say which"
             raise refused(reader, key, f"{text}. Correct config.json.")
+        _version(reader, key)
         said, zeros = quantization.get("bits", 4), not quantization.get("sym", True)
         if not reader.complete:
             size = quantization.get("group_size")
@@ -80,13 +100,15 @@ class Gptq(SourceFormat):
         g_idx = reader.read(form.companions[3]) if len(form.companions) > 3 else None
         group_of = group_table(reader, key, form.shape[1], form.group_size, g_idx)
         bits = 32 * len(qweight) // form.shape[1]
-        version = 2 if reader.quantization.get("checkpoint_format") == "gptq_v2" else 1
+        version = _version(reader, key)
         found = int_packing.from_gptq(qweight, qzeros, scales, group_of, bits, version)
         if found.zeros is None or form.has_zeros:
             return found
-        # auto-round does not say which of the two it writes; of symmetric codes the zero points themselves tell.
-        middle = 1 << (bits - 1)
-        if reader.quantization.get("quant_method") in AUTO_ROUND and bool((found.zeros == middle + 1).all()):
+        # Older releases of auto-round say something else; of symmetric codes the zero points themselves tell.
+        middle, other = 1 << (bits - 1), 1 if version == 1 else -1
+        if reader.quantization.get("quant_method") in AUTO_ROUND and bool(
+            (found.zeros == middle + other).all()
+        ):
             return Codes(found.codes, found.scales, None, found.group_of, bits)
         text = f"zero points other than {middle}, and config.json says symmetric"
         raise refused(reader, key, f"{text}. Correct quantization_config.sym.")

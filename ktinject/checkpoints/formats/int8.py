@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ktinject.checkpoints.formats.base import Codes, Format, OwnTensors, SourceFormat, check_finite, refused
 from ktinject.checkpoints.formats.int_groups import check_part, group_size_of, group_table, integer_format
-from ktinject.checkpoints.formats.schemes import scheme_of
+from ktinject.checkpoints.formats.schemes import check_transforms, scheme_of
 from ktinject.checkpoints.reader import Reader
 
 _FLOATS = ("F16", "BF16", "F32")
@@ -32,6 +32,7 @@ class Int8(SourceFormat):
         return held if reader.tensors[key].dtype == "I8" else ()
 
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
+        check_transforms(reader, key)
         check_part(reader, held[0], ("I8",), None)
         (n, k), scales = reader.tensors[held[0]].shape, reader.tensors[held[1]]
         size = k

@@ -19,11 +19,19 @@ def schemes(reader: Reader) -> list[Mapping[str, Any]]:
     return [g for g in groups.values() if isinstance(g, Mapping)] if isinstance(groups, Mapping) else []
 
 
+def check_transforms(reader: Reader, key: str) -> None:
+    """Raise CheckpointError for weights that stand for others with activations that are transformed, too."""
+    if reader.quantization.get("transform_config"):
+        text = "its weights are rotated (transform_config), and activations would have to be, too"
+        raise refused(reader, key, f"{text}. Use a checkpoint without.")
+
+
 def scheme_of(reader: Reader, key: str) -> Mapping[str, Any] | None:
     """The `weights` of the group that a weight is in; None if config.json has no groups.
 
     Raises   CheckpointError if groups differ and their targets do not tell them apart
     """
+    check_transforms(reader, key)
     groups = [group for group in schemes(reader) if isinstance(group.get("weights"), Mapping)]
     if not groups:
         return None

@@ -69,6 +69,23 @@ def test_values_are_those_of_the_library(name: str, tmp_path: Path) -> None:
     assert decoded.to(values.dtype).equal(values)
 
 
+@pytest.mark.parametrize(
+    ("packing", "version"),
+    [("auto_round:auto_gptq", 1), ("auto_round", 2), ("auto_round:gptqmodel", 2), (None, 1)],
+)
+def test_auto_round_says_how_zero_points_are_stored(
+    packing: str | None, version: int, tmp_path: Path
+) -> None:
+    """Less one where it packs as AutoGPTQ, and as they are elsewhere."""
+    tensors, values, config = golden("gptq4_zeros")
+    config |= {"quant_method": "auto-round"} | ({} if packing is None else {"packing_format": packing})
+    if version == 2:
+        tensors["x.qzeros"] = tensors["x.qzeros"] + 0x11111111  # the drawn ones leave room for it
+    save_file(tensors, tmp_path / "model.safetensors")
+    with Checkpoint.open(tmp_path, config) as checkpoint:
+        assert checkpoint.decode("x.weight").to(values.dtype).equal(values)
+
+
 def test_every_file_is_looked_at() -> None:
     assert {*NAMES} == {*SAYS}
 
@@ -173,6 +190,11 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("gptq4", {"group_size": 64}, "4 groups for 128 inputs; 2 is needed"),
     ("gptq4", {"group_size": 48}, "4 groups for 128 inputs; 3 is needed"),
     ("gptq4", {"quant_method": "other"}, "GPTQ or AWQ"),
+    ("gptq4", {"checkpoint_format": "marlin"}, "gptq and gptq_v2 are read"),
+    ("fp8_channel", {"transform_config": {"a": 1}}, "its weights are rotated"),
+    ("nvfp4", {"transform_config": {"a": 1}}, "its weights are rotated"),
+    ("packed4", {"transform_config": {"a": 1}}, "its weights are rotated"),
+    ("int8_channel", {"transform_config": {"a": 1}}, "its weights are rotated"),
     ("gptq4_zeros", {"sym": True}, "zero points other than 8"),
     ("awq", {"bits": 8}, "AWQ of 8 bits"),
     ("awq", {"version": "gemv"}, "AWQ of version 'gemv'"),

@@ -285,3 +285,22 @@ def test_a_table_of_groups_that_desc_act_denies_is_refused(tiny_qwen3_moe: Path,
     model = ktinject.load(tmp_path, devices="cpu", progress=False)
     (found,) = {one.runs["values"] for one in model.ktinject.replacements if "values" in one.runs}
     assert found == "rounded to bf16 (gptq)"
+
+
+def test_other_doors_keep_it_too(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    """Experts within `deferred_moe`, and transformers' own from_pretrained, with what ModelOpt says in its own file."""
+    stored("fp8 tensor", tiny_qwen3_moe, tmp_path)
+    rule = {
+        "name": "a",
+        "match": {"path": r".*\.mlp"},
+        "replace": {"operator": "deferred_moe", "weights": "kept"},
+    }
+    found = ktinject.load(tmp_path, [rule], devices="cpu", progress=False)
+    ours = Qwen3MoeForCausalLM.from_pretrained(
+        tmp_path, quantization_config=ktinject.KTInjectConfig("auto", devices="cpu")
+    )
+    for model in (found, ours):
+        (said,) = {
+            (r.runs["values"], r.runs["weights"]) for r in model.ktinject.replacements if "values" in r.runs
+        }
+        assert said == ("kept (fp8_tensor)", "fp8")

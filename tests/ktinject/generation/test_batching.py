@@ -38,12 +38,16 @@ def swapped(family: str, device: str = "cpu", **config: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             parameter.mul_(4)  # a rounding error must not decide the next token
     if device == "cuda":
-        model = model.to(device, torch.bfloat16)
         rules = [
-            {"name": "experts", "match": {"path": r".*\.experts"}, "replace": {"operator": "hybrid_experts"}}
+            {"name": "experts", "match": {"path": r".*\.experts"}, "replace": {"operator": "hybrid_experts"}},
+            {
+                "name": "latent",
+                "match": {"role": "latent_attention"},
+                "replace": {"operator": "absorbed_mla"},
+                "optional": True,
+            },
         ]
-        rules[0]["replace"] |= {"device": "cuda:0"}  # type: ignore[operator]
-        return ktinject.optimize(model, rules, progress=False)
+        return ktinject.optimize(model.to(device, torch.bfloat16), rules, progress=False)
     return ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
 
 

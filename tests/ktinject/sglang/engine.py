@@ -22,30 +22,26 @@ def main() -> None:
 
     engine = sglang.Engine(model_path=given["model"], log_level="info", random_seed=0, **given["options"])
     sampling = {"temperature": 0, "max_new_tokens": given["new"], "ignore_eos": True}
-    rounds = [
-        [
-            said(answer)
-            for answer in engine.generate(
-                input_ids=given["prompts"],
-                sampling_params=sampling,
-                return_logprob=True,
-                top_logprobs_num=2,
+    rounds = []
+    for _ in range(given["rounds"]):
+        try:
+            answers = engine.generate(
+                input_ids=given["prompts"], sampling_params=sampling, return_logprob=True, top_logprobs_num=2
             )
-        ]
-        for _ in range(given["rounds"])
-    ]
+            rounds.append([said(answer) for answer in answers])
+        except Exception as error:  # fastapi's, that a client gets
+            rounds.append([{"error": f"{type(error).__name__}: {error}"}])
     Path(sys.argv[2]).write_text(json.dumps(rounds))
     engine.shutdown()
 
 
 def said(answer: Any) -> dict[str, Any]:
-    """Tokens, how much likelier each was than the next best one, and how the answer ended."""
+    """Tokens, and how much likelier each was than the next best one."""
     meta = answer["meta_info"]
     tops = meta.get("output_top_logprobs") or []
     return {
         "ids": answer["output_ids"],
         "margins": [abs(top[0][0] - top[1][0]) for top in tops],
-        "end": meta["finish_reason"],
     }
 
 

@@ -188,7 +188,7 @@ def broken(kind: str, folder: Path) -> dict[str, Any]:
         ("nothing", "usually that of --model-path"),
         ("layer", "layer 3 has no experts"),
         ("fused", "--disable-shared-experts-fusion"),
-        ("method", "has its experts as bf16; allowed: fp8_blocks"),
+        ("method", "has its experts as bf16; allowed: fp8"),
         ("shape", "expected shape"),
         ("stacked", "gate above up"),
         ("bias", "has biases"),

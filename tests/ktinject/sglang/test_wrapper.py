@@ -83,7 +83,7 @@ def test_both_engines_arguments_are_taken_where_a_model_is_built(device: str) ->
         ({"lora_rank": 8}, "LoRA on the experts"),
         ({"mode": "train"}, "allowed: 'inference'"),
         ({"method": "AMXINT2"}, "allowed: AMXINT4"),
-        ({"method": "NVFP4"}, "checkpoints in NVFP4 are not read"),
+        ({"method": "SYCL_GPTQ_INT4"}, "allowed: AMXINT4"),
         ({"method": "AMXINT4_SFT"}, "LoRA"),
         ({"num_gpu_experts": None}, "--kt-num-gpu-experts: found None"),
         ({"num_gpu_experts": EXPERTS + 1}, "allowed: 0 to 8"),

@@ -1,0 +1,185 @@
+"""Reads what is loaded next while the last of it is packed, by several threads, in bounded memory.
+
+    threads: read, decode ──► values, in the order of the items, at most `room` bytes of them ──► the caller packs
+
+Items are admitted in their order, so the one that is waited for is always under way and nobody waits for ever. The
+page cache is read, not O_DIRECT: a file that was just downloaded or loaded lies in it, a cold one is read as fast
+either way (benchmarks/bench_load.py measures both).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ktinject import env
+from ktinject.generation.cpu import openmp
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+# As many as keep a fast disk busy; on a machine with fewer cores they would only take those from packing.
+MOST_THREADS = 8
+ROOM = 512 << 20
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How a load went.
+
+    bytes     in files
+    seconds   it took
+    waited    seconds in which nothing was there to pack
+    stalled   seconds in which the threads that read had no room, on average of them
+    """
+
+    bytes: int
+    seconds: float
+    waited: float
+    stalled: float
+
+    def __str__(self) -> str:
+        """One line for people: the rate, and which of reading and packing held the other up."""
+        slow, fast, idle = ("reading", "packing", self.waited)
+        if self.waited < self.stalled:
+            slow, fast, idle = ("packing", "reading", self.stalled)
+        share = min(1.0, idle / max(self.seconds, 1e-9))
+        return (
+            f"loaded in {self.seconds:.1f} s, {self.bytes / max(self.seconds, 1e-9) / 2**30:.1f} GiB/s; "
+            f"{slow} was the bottleneck: {fast} waited {share:.0%} of the time"
+        )
+
+
+def usual_threads() -> int:
+    """0: the caller's own thread reads."""
+    return 0 if env.loads_in_one_thread() else min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+class ReadAhead(Generic[Item, Value]):
+    """Reads items by threads, and gives their values in order. Use it in a `with` block, which ends the threads.
+
+    read      item → its value; called from several threads, each of which computes on itself alone
+    size      item → bytes that reading it takes
+    threads   how many; None: `usual_threads()`
+    room      bytes that may be read and not yet packed; one item that is larger is read alone
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        read: Callable[[Item], Value],
+        size: Callable[[Item], int],
+        threads: int | None = None,
+        room: int = ROOM,
+    ) -> None:
+        self._items, self._read, self._size, self._room = items, read, size, room
+        self._count = min(usual_threads() if threads is None else threads, len(items))
+        self._threads: list[threading.Thread] = []
+        lock = threading.Lock()
+        self._ready, self._freed = threading.Condition(lock), threading.Condition(lock)
+        self._values: dict[int, Value | BaseException] = {}
+        self._next = 0
+        self._held = 0
+        self._ended = False
+        self._start = time.perf_counter()
+        self._waited = self._stalled = self._seconds = 0.0
+
+    def __enter__(self) -> ReadAhead[Item, Value]:
+        try:
+            for _ in range(self._count):
+                # Where memory is short a thread may be refused: those that there are do the work, or the caller.
+                thread = threading.Thread(target=self._work, name="ktinject-read", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    break
+                self._threads.append(thread)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end()
+
+    def __iter__(self) -> Iterator[tuple[Item, Value]]:
+        """Item and value, in order. The value is to be dropped before the next is asked for.
+
+        Raises   what reading an item raised, in its turn
+        """
+        for index, item in enumerate(self._items):
+            if not self._threads:
+                start = time.perf_counter()
+                value = self._read(item)
+                self._waited += time.perf_counter() - start
+                yield item, value
+                del value
+                continue
+            with self._ready:
+                start = time.perf_counter()
+                while index not in self._values:
+                    self._ready.wait()
+                self._waited += time.perf_counter() - start
+                found = self._values.pop(index)
+            if isinstance(found, BaseException):
+                raise found
+            yield item, found
+            del found
+            with self._freed:
+                self._held -= self._size(item)
+                self._freed.notify_all()
+        self._seconds = time.perf_counter() - self._start
+
+    def pace(self, size: int) -> Pace:
+        """How it went, after the last value.
+
+        size   bytes that the items are in files
+        """
+        return Pace(size, self._seconds, self._waited, self._stalled)
+
+    def _work(self) -> None:
+        with openmp.one_thread():
+            while (index := self._admitted()) is not None:
+                found: Value | BaseException
+                try:
+                    found = self._read(self._items[index])
+                except BaseException as error:  # raised again where the value is asked for
+                    found = error
+                with self._ready:
+                    self._values[index] = found
+                    self._ready.notify()
+                del found
+
+    def _admitted(self) -> int | None:
+        """The next item to read, when there is room for it; None: there is none any more."""
+        start = time.perf_counter()
+        with self._freed:
+            while not self._ended and self._next < len(self._items):
+                size = self._size(self._items[self._next])
+                if self._held == 0 or self._held + size <= self._room:
+                    self._stalled += (time.perf_counter() - start) / self._count
+                    self._held += size
+                    self._next += 1
+                    return self._next - 1
+                self._freed.wait()
+        return None
+
+    def _end(self) -> None:
+        """Let the threads end, and wait for them: who closes the files next closes none that is being read."""
+        with self._freed:
+            self._ended = True
+            self._freed.notify_all()
+        interrupted: BaseException | None = None
+        for thread in self._threads:
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except KeyboardInterrupt as error:  # a read takes less than a second
+                    interrupted = error
+        self._values.clear()
+        if interrupted is not None:
+            raise interrupted
