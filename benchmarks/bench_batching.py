@@ -42,7 +42,8 @@ class Clients:
         self._new = new
         self._shape = model, count, prompt
         page = 256
-        blocks = count * -(-(prompt + new + 1) // page) + 1
+        # transformers lets no further request begin while a fifth of the cache or less is free.
+        blocks = 3 * count * -(-(prompt + new + 1) // page) // 2 + 2
         self._manager = model.init_continuous_batching(
             greedy(model),
             ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=2048, use_cuda_graph=graphs),

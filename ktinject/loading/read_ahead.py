@@ -93,11 +93,12 @@ class ReadAhead(Generic[Item, Value]):
             for _ in range(self._count):
                 # Where memory is short a thread may be refused: those that there are do the work, or the caller.
                 thread = threading.Thread(target=self._work, name="ktinject-read", daemon=True)
+                self._threads.append(thread)  # before it starts: a Ctrl-C may come while it does
                 try:
                     thread.start()
                 except RuntimeError:
+                    self._threads.remove(thread)
                     break
-                self._threads.append(thread)
         except BaseException:
             self._end()
             raise
@@ -170,16 +171,18 @@ class ReadAhead(Generic[Item, Value]):
 
     def _end(self) -> None:
         """Let the threads end, and wait for them: who closes the files next closes none that is being read."""
-        with self._freed:
-            self._ended = True
-            self._freed.notify_all()
         interrupted: BaseException | None = None
-        for thread in self._threads:
-            while thread.is_alive():
-                try:
-                    thread.join()
-                except KeyboardInterrupt as error:  # a read takes less than a second
-                    interrupted = error
+        while True:
+            try:
+                with self._freed:
+                    self._ended = True
+                    self._freed.notify_all()
+                for thread in self._threads:
+                    if thread.ident is not None:
+                        thread.join()
+                break
+            except KeyboardInterrupt as error:  # a read takes less than a second
+                interrupted = error
         self._values.clear()
         if interrupted is not None:
             raise interrupted

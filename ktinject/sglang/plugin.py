@@ -53,7 +53,11 @@ def register() -> None:
     """What the entry point names. May be called again."""
     version = _version()
     known = version is None or OLDEST <= version <= NEWEST
-    _stand_in(wrapper.KTMoEWrapper if known else _refusing(version))
+    _stand_in(wrapper.KTMoEWrapper)
+    wrapper.REFUSED.clear()
+    if not known:  # SGLang without experts on the CPU works as ever
+        oldest, newest, found = (".".join(map(str, numbers)) for numbers in (OLDEST, NEWEST, version or ()))
+        wrapper.REFUSED.append(f"SGLang {found}: allowed are {oldest} to {newest}")
     if not known or _version(_FORK) is not None:  # the fork has mended its own
         return
     for name, mend in _MENDS.items():
@@ -67,19 +71,6 @@ def _version(name: str = "sglang") -> tuple[int, ...] | None:
     except metadata.PackageNotFoundError:
         return None
     return tuple(map(int, found.groups())) if found else None
-
-
-def _refusing(version: Any) -> type:
-    """The class for a SGLang that is not known: SGLang without experts on the CPU works as ever."""
-    oldest, newest, found = (".".join(map(str, numbers)) for numbers in (OLDEST, NEWEST, version or ()))
-
-    class Refused(wrapper.KTMoEWrapper):
-        def __init__(self, *_: Any, **__: Any) -> None:
-            raise OperatorError(
-                f"SGLang {found}: allowed are {oldest} to {newest}. Install one of these, or a ktinject that knows it."
-            )
-
-    return Refused
 
 
 def _stand_in(made: type) -> None:
@@ -107,9 +98,12 @@ def _mend(name: str, mend: Callable[[ModuleType], None]) -> None:
 
 
 def around(holder: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Put `hook(original, *args, **kwargs)` in place of a function; one that is not there stays absent."""
+    """Put `hook(original, *args, **kwargs)` in place of a function. Where there is none, no experts are served."""
     original = vars(holder).get(name)
-    if original is None or hasattr(original, "ktinject"):
+    if original is None:
+        wrapper.REFUSED.append(f"this SGLang has no {holder.__name__}.{name}, which would have to be mended")
+        return
+    if hasattr(original, "ktinject"):
         return
 
     @functools.wraps(original)
@@ -204,7 +198,8 @@ def _deferring(is_on: bool) -> Iterator[None]:
 
 
 def _mend_padding(module: ModuleType) -> None:
-    around(module, "enable_num_token_non_padded", _masks_padding)
+    if hasattr(module, "enable_num_token_non_padded"):  # without it, rows that pad are computed, too
+        around(module, "enable_num_token_non_padded", _masks_padding)
 
 
 def _masks_padding(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _MOST_EXPERTS, _MOST_WIDTH, _MOST_LAYERS = 4096, 1 << 20, 1_000
 _capture_sizes: list[int] = []
+REFUSED: list[str] = []  # why this SGLang is not served, as the plug-in has found out
 
 
 class KTMoEWrapper:
@@ -59,6 +60,10 @@ class KTMoEWrapper:
         Raises  OperatorError for arguments that are not known or make no sense, and for LoRA; CheckpointError for a
                 weight_path that cannot be read
         """
+        if REFUSED:
+            raise OperatorError(
+                f"{REFUSED[0]}. Install a SGLang that is known, or a ktinject that knows yours."
+            )
         arguments.check_others(others)
         count, mask = arguments.placed(num_experts, num_gpu_experts, gpu_experts_mask)
         whole = arguments.whole

@@ -235,12 +235,6 @@ struct PackedActivations {
 
   const std::byte* group(int first) const { return data + static_cast<size_t>(first) * row_bytes; }
   int group_rows(int first) const { return m - first < kTile ? m - first : kTile; }
-  bool has_outliers() const {
-    if (outliers == nullptr) return false;
-    for (int row = 0; row < m; ++row)
-      if (outliers[row].count > 0) return true;
-    return false;
-  }
   // `count` rows from a multiple of 16 on: they are laid out like rows of their own.
   PackedActivations part(int first, int count, int groups) const {
     const auto at = static_cast<size_t>(first);

@@ -6,6 +6,7 @@
 #include <array>
 #include <stdexcept>
 
+#include "gemm/outlier_rows.hpp"
 #include "runtime/thread_pool.hpp"
 
 namespace ktinject::gemm {
@@ -18,6 +19,7 @@ enum Slot : size_t { kInput = 1, kInputScale, kInputSums, kInputOutliers, kThrea
 constexpr size_t kMostWorkspaceBytes = size_t{256} << 20;
 // Rows that a kernel is given at once, and rows times panels: 512 KiB of results, a part of an L2 cache.
 constexpr int kMostRows = 256;
+static_assert(kMostRows <= OutlierRows::kMost);
 constexpr int kMostResults = 4096;
 // Less than this is left to the caller: waking workers would cost more.
 constexpr size_t kSerialBytes = size_t{128} << 10;
@@ -236,15 +238,12 @@ void Linear::multiply(const PackedActivations& rows, const Kernel& kernel, int f
   kernel.multiply(matrix_, data_.data() + static_cast<size_t>(first_panel) * matrix_.panel_bytes(), panels, rows, c,
                   scratch, nullptr);
   const auto* bias = reinterpret_cast<const float*>(bias_.data());
-  const bool has_outliers = rows.has_outliers();
-  OutlierColumns columns;
+  OutlierRows outliers(rows);
   for (int p = first_panel; p < first_panel + panels; ++p) {
     const int column = p * kPanel, width = std::min(kPanel, config_.out_features - column);
     const float* column_bias = bias == nullptr ? nullptr : bias + column;
     constexpr float one = 1.0f;
-    if (has_outliers)
-      vector_ops_->add_outliers(matrix_, data_.data() + static_cast<size_t>(p) * matrix_.panel_bytes(), rows.outliers,
-                                rows.m, columns, c);
+    outliers.add(*vector_ops_, matrix_, data_.data() + static_cast<size_t>(p) * matrix_.panel_bytes(), 0, rows.m, c);
     for (int row = 0; row < rows.m; ++row, c += kPanel) {
       std::byte* to =
           y + (static_cast<size_t>(row) * static_cast<size_t>(config_.out_features) + static_cast<size_t>(column)) *

@@ -49,8 +49,8 @@ struct DeltaRule {
   float* out = nullptr;  // [values]
 };
 
-// A token of a short convolution: out [channels] = the sum over i < taps of weight [-i] · newest [-i], and bias, rounded;
-// then silu of it, rounded.
+// A token of a short convolution: out [channels] = the sum over i < taps of weight [-i] · newest [-i], and bias,
+// rounded; then silu of it, rounded.
 struct Convolution {
   const void* newest = nullptr;  // [channels] of dtype; the token before it lies `stride` values before
   ptrdiff_t stride = 0;

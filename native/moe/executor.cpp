@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "gemm/outlier_rows.hpp"
+
 namespace ktinject::moe {
 namespace {
 
@@ -12,6 +14,7 @@ namespace {
 // Not a round number: prompts of a power of two give experts about that many rows, some a few more, and for those few
 // the weights would pass once again.
 constexpr int kMostRows = 320;
+static_assert(kMostRows <= gemm::OutlierRows::kMost);
 
 // Past the caches; before others may read it, _mm_sfence().
 void stream_row(float* to, const float* from) {
@@ -195,12 +198,10 @@ void MoeExecutor::multiply(Projection projection, int expert, const MoeTask& tas
       const int m = std::min(size, all.m - first), panels = std::min(most, task.first + task.count - p);
       const gemm::PackedActivations x = all.part(first, m, has_sums_ ? matrix.groups() : 0);
       const std::byte* const weights = layer_.panel(projection, expert, p);
-      const bool has_outliers = x.has_outliers();
-      gemm::OutlierColumns columns;
+      gemm::OutlierRows outliers(x);
       auto take = [&](int panel, int row, int count, float* results) {
-        if (has_outliers)
-          vector_ops_.add_outliers(matrix, weights + static_cast<size_t>(panel) * matrix.panel_bytes(),
-                                   x.outliers + row, count, columns, results);
+        outliers.add(vector_ops_, matrix, weights + static_cast<size_t>(panel) * matrix.panel_bytes(), row, count,
+                     results);
         use(first + row, count, p + panel, results);
       };
       const gemm::Epilogue epilogue{[](void* context, int panel, int row, int count, float* results) {

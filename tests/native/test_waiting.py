@@ -120,6 +120,8 @@ TAKE: dict[str, Callable[[], Any]] = {
     "Experts.load_bias": lambda: LAYER.load_bias("up", 2, torch.ones(48)),
     "Experts.repeat": lambda: LAYER.repeat(0),
     "Experts.absent": lambda: LAYER.absent(1),
+    "Experts.touch": lambda: LAYER.touch(),
+    "Experts.mark_loaded": lambda: LAYER.mark_loaded(),
     "Experts.unpack": lambda: LAYER.unpack("down", 0, torch.empty(SHAPE["down"])),
     "Experts.unpack_bias": lambda: LAYER.unpack_bias("down", 0, torch.empty(64)),
     "Experts.forward": lambda: forward(LAYER),
@@ -128,6 +130,7 @@ TAKE: dict[str, Callable[[], Any]] = {
     "Linear.allocate": lambda: linear(64, 48).allocate(),
     "Linear.load": lambda: DENSE.load(torch.ones(64, 48)),
     "Linear.load_bias": lambda: DENSE.load_bias(torch.ones(64)),
+    "Linear.mark_loaded": lambda: DENSE.mark_loaded(),
     "Linear.unpack": lambda: DENSE.unpack(torch.empty(64, 48)),
     "Linear.unpack_bias": lambda: DENSE.unpack_bias(torch.empty(64)),
     "Linear.forward": lambda: DENSE.forward(torch.ones(2, 48), torch.empty(2, 64)),
@@ -143,6 +146,7 @@ DO_NOT = set(
     force_kernel handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped
     add_from_host handoff_entries pinned_bytes gated_delta mamba2 short_convolution
     allow_workspace Experts.workspace_bytes uses_start uses_stop uses
+    packed_version Experts.packed Linear.packed
     Experts.hidden_size Experts.id Experts.bytes Experts.kernels Experts.kernel_for Experts.shards
     Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
     Slots.bytes Channel.submit Channel.wait Channel.exchange Channel.check

@@ -16,7 +16,7 @@ from sglang_cases import EXPERTS, arguments, expected, filled, inputs, is_near
 from torch import Tensor
 
 from ktinject.errors import OperatorError
-from ktinject.sglang import KTMoEWrapper, combine, failures, layer, plugin
+from ktinject.sglang import KTMoEWrapper, combine, failures, layer, plugin, wrapper
 
 
 @dataclass
@@ -154,6 +154,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     plugin._ending.clear()
     plugin.register()
     yield made
+    wrapper.REFUSED.clear()
     sglang_cases.drop_failures()
 
 
@@ -189,6 +190,12 @@ def test_another_version_is_refused_when_experts_are_asked_for(
     kt_kernel.KTMoEWrapper.set_capture_batch_sizes([1])
     with pytest.raises(OperatorError, match=r"allowed are 0\.5\.11 to 0\.5\.23"):
         kt_kernel.KTMoEWrapper(**arguments())
+
+
+def test_a_method_that_is_gone_is_seen(sglang: dict[str, ModuleType]) -> None:
+    plugin.around(sglang["managers.scheduler"].Scheduler, "process_results", lambda original: None)
+    with pytest.raises(OperatorError, match=r"this SGLang has no Scheduler\.process_results"):
+        KTMoEWrapper(**arguments())
 
 
 def test_the_entry_point_is_the_function() -> None:
