@@ -358,8 +358,11 @@ class CpuExperts(Operator):
 
     def _load_rows(self, name: str, rows: Tensor, expert: int | None, part: int | None) -> None:
         """rows [..., n, bytes]: what they are of a projection is checked in terms of their bytes."""
-        inputs = "intermediate_size" if name.startswith("down_proj") else "hidden_size"
-        grid = dataclasses.replace(self.spec, **{inputs: rows.shape[-1]})
+        size = rows.shape[-1]
+        if name.startswith("down_proj"):
+            grid = dataclasses.replace(self.spec, intermediate_size=size)
+        else:
+            grid = dataclasses.replace(self.spec, hidden_size=size)
         try:
             for projection, e, view in routed_experts.views(grid, name, rows, expert, part):
                 self._pack_rows(projection, e, view)

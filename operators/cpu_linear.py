@@ -56,7 +56,7 @@ class CpuLinear(PackedLinear):
 
     Config = CpuLinearConfig
     changing = frozenset({"_loaded_dtype"})
-    native_formats = K_QUANTS
+    native_formats: tuple[str, ...] = K_QUANTS
 
     def __init__(self, module: nn.Linear, config: CpuLinearConfig) -> None:
         if config.weights == "kept":  # what is no K-quant in the checkpoint
