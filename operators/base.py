@@ -75,6 +75,8 @@ class Operator(nn.Module, ABC):
     per_expert: ClassVar[bool] = False
     # What `load_stored` takes as a checkpoint has it: `Format.encoding` of ktinject/checkpoints/formats/.
     native_formats: tuple[str, ...] = ()
+    # Weights come through `load_stored` alone, so `misfit_of` is asked about those in other formats, too.
+    takes_stored_only: bool = False
     keeps: ClassVar[tuple[str, ...]] = ()  # direct children it keeps; rules may replace what is inside these
     # Of a tensor-parallel process group: each rank has one; the first has it and sends the others what it computes; or
     # none can have it.

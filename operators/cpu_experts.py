@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.checkpoints.formats.base import Codes, Fp8Blocks
+from ktinject.checkpoints.formats.base import Codes, Fp8Blocks, GgufRows
 from ktinject.checkpoints.packed import PackedWeights
 from ktinject.errors import OperatorError
 from ktinject.operators import expert_formats
 from ktinject.operators.base import Config, Operator, register_operator
+from ktinject.operators.expert_formats import K_QUANTS
 from ktinject.operators.probes import experts as routed_experts
 from ktinject.operators.probes.experts import ExpertsSpec
 from ktinject.operators.torch_ops.experts import experts_op, handle_of
@@ -34,7 +35,23 @@ class CpuExpertsConfig(Config):
 
     # The format in memory; kept: the checkpoint's own, bf16 where none of these is; auto: the most accurate one that
     # fits, with int4 in groups of group_size or smaller ones
-    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4", "kept", "auto"] = "bf16"
+    weights: Literal[
+        "bf16",
+        "int8",
+        "int4",
+        "fp8",
+        "mxfp4",
+        "q2_k",
+        "q3_k",
+        "q4_k",
+        "q5_k",
+        "q6_k",
+        "iq4_xs",
+        "kept",
+        "auto",
+    ] = "bf16"
+    # The format of the down projection, where a GGUF file has another K-quant for it
+    down_weights: Literal["same", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"] = "same"
     group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
     symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
     kernel: str = "auto"  # a row of the kernel table, as `ktinject doctor` lists them; auto: the best
@@ -70,6 +87,7 @@ def native_experts(
     kernel: str,
     symmetric: bool = True,
     numa: int | Literal["auto"] = "auto",
+    down_weights: str = "same",
 ) -> _native.Experts:
     """The native experts of a layer, empty. Raises OperatorError for what the core does not serve."""
     try:
@@ -78,6 +96,7 @@ def native_experts(
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
             weights=weights,
+            down_weights="" if down_weights == "same" else down_weights,
             group_size=group_size if weights == "int4" else 0,
             symmetric=symmetric,
             has_gate=spec.has_gate,
@@ -96,6 +115,9 @@ def native_experts(
 
 def weights_in_words(config: Any) -> str:
     """The weight format of a config with `weights`, `group_size` and `symmetric`, for the plan."""
+    if config.weights in K_QUANTS:
+        down = getattr(config, "down_weights", "same")
+        return str(config.weights) if down == "same" else f"{config.weights}, down {down}"
     if config.weights != "int4":
         return str(config.weights)
     return f"int4 group {config.group_size}" + ("" if config.symmetric else " with zero points")
@@ -146,7 +168,8 @@ class CpuExperts(Operator):
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
     int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
     Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights; mxfp4 is e2m1 with a power of two for 32 inputs.
-    Inputs on another device are copied to the CPU, and the result is copied back.
+    K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file; activations are int8 with a
+    scale for 256 inputs beside them. Inputs on another device are copied to the CPU, and the result is copied back.
     """
 
     Config = CpuExpertsConfig
@@ -164,6 +187,9 @@ class CpuExperts(Operator):
         elif config.weights == "int4":
             groups = f"int4/{config.group_size}"
             self.native_formats = (groups,) if config.symmetric else (groups, f"{groups} zeros")
+        elif config.weights in K_QUANTS:
+            self.native_formats = (config.weights, self._down_weights)
+            self.takes_stored_only = True
         self._loaded_dtype: torch.dtype | None = None
         self._handle = handle_of(self)
 
@@ -171,12 +197,24 @@ class CpuExperts(Operator):
     def native_of(cls, spec: ExpertsSpec, config: Any) -> _native.Experts:
         """The native experts, empty. Raises OperatorError for what the operator does not serve."""
         return native_experts(
-            spec, config.weights, config.group_size, config.kernel, config.symmetric, config.numa
+            spec,
+            config.weights,
+            config.group_size,
+            config.kernel,
+            config.symmetric,
+            config.numa,
+            config.down_weights,
         )
+
+    @property
+    def _down_weights(self) -> str:
+        same = self.config.down_weights == "same"
+        return str(self.config.weights if same else self.config.down_weights)
 
     @classmethod
     def weight_formats(cls, config: Any, stored: Collection[tuple[str, Format]]) -> Sequence[tuple[int, Any]]:
-        return expert_formats.choices(config, [form for name, form in stored if not name.endswith("_bias")])
+        weights = [found for found in stored if not found[0].endswith("_bias")]
+        return expert_formats.choices(config, [form for _, form in weights], expert_formats.k_quants(weights))
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -206,11 +244,12 @@ class CpuExperts(Operator):
         return kind(spec, config)
 
     def describe(self) -> dict[str, Any]:
+        kernels = {*self.native.kernels, *self.native.down_kernels}
         many, few = self.native.kernels
         shards = len(self.native.shards)
         return {
             "weights": weights_in_words(self.config),
-            "kernel": many if many == few else f"{many}, {few} for few rows",
+            "kernel": f"{many}, {few} for few rows" if many != few else ", ".join(sorted(kernels)),
         } | ({"numa": f"cut for {shards} nodes"} if shards > 1 else {})
 
     def footprint(self) -> dict[str, int]:
@@ -260,7 +299,23 @@ class CpuExperts(Operator):
                 raise OperatorError(f"{self.name}: {name}: {error}.") from None
 
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
+        if self.takes_stored_only:
+            return self._misfit_of_k_quant(name, source)
         return self._misfit(name, source.block, part) if source.encoding == "fp8" else None
+
+    def _misfit_of_k_quant(self, name: str, source: Format) -> str | None:
+        if name.endswith("_bias"):
+            return None
+        wanted = self._down_weights if name.startswith("down_proj") else self.config.weights
+        argument = "down_weights" if wanted != self.config.weights else "weights"
+        if source.encoding != wanted:
+            return (
+                f"{argument} {wanted} are kept from a GGUF file that has them, and {name} is {source.name} in the "
+                "checkpoint; kept takes what it has"
+            )
+        if self.spec.is_transposed:
+            return f"{argument} {wanted} are rows of outputs, and {name} is transposed; choose other weights"
+        return None
 
     def keeping(self, source: Format) -> str:
         word = super().keeping(source)
@@ -282,6 +337,8 @@ class CpuExperts(Operator):
     def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
         if isinstance(stored, Codes):
             return self._load_integers(name, stored, expert, part)
+        if isinstance(stored, GgufRows):
+            return self._load_rows(name, stored.rows, expert, part)
         assert isinstance(stored, Fp8Blocks), "only fp8 weights are taken"
         spec, side = self.spec, _FP8_BLOCK
         if misfit := self._misfit(name, stored.block, part):
@@ -298,6 +355,22 @@ class CpuExperts(Operator):
                 self._pack_fp8(projection, e, values, factors.contiguous())
             except ValueError as error:
                 raise OperatorError(f"{self.name}: {name}: {error}.") from None
+
+    def _load_rows(self, name: str, rows: Tensor, expert: int | None, part: int | None) -> None:
+        """rows [..., n, bytes]: what they are of a projection is checked in terms of their bytes."""
+        size = rows.shape[-1]
+        if name.startswith("down_proj"):
+            grid = dataclasses.replace(self.spec, intermediate_size=size)
+        else:
+            grid = dataclasses.replace(self.spec, hidden_size=size)
+        try:
+            for projection, e, view in routed_experts.views(grid, name, rows, expert, part):
+                self._pack_rows(projection, e, view)
+        except (ValueError, OperatorError) as error:
+            raise OperatorError(f"{self.name}: {name}: {error}.") from None
+
+    def _pack_rows(self, projection: str, expert: int, rows: Tensor) -> None:
+        self.native.load_blocks(projection, expert, rows)
 
     def _load_integers(self, name: str, stored: Codes, expert: int | None, part: int | None) -> None:
         try:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from ktinject import _native
+from ktinject.checkpoints.formats.base import GgufRows
 from ktinject.checkpoints.packed import PackedWeights
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Config, register_operator
 from ktinject.operators.cpu_experts import check_kernel, weights_in_words
+from ktinject.operators.expert_formats import K_QUANTS
 from ktinject.operators.linears.packed_linear import PackedLinear
 
 if TYPE_CHECKING:
+    from ktinject.checkpoints.formats.base import Format, Stored
     from ktinject.machine import Machine
 
 
@@ -25,7 +28,10 @@ if TYPE_CHECKING:
 class CpuLinearConfig(Config):
     """Arguments of `cpu_linear` in a rule."""
 
-    weights: Literal["bf16", "int8", "int4", "fp8", "mxfp4"] = "bf16"  # the format in memory
+    # The format in memory. kept: the K-quant of a GGUF file, from q2_k on, and bf16 for weights in another format.
+    weights: Literal[
+        "bf16", "int8", "int4", "fp8", "mxfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "kept"
+    ] = "bf16"
     group_size: Literal[128, 64, 32] = 128  # int4 only: how many inputs share a scale
     symmetric: bool = True  # int4 only; false adds a zero point to each group's scale
     kernel: str = "auto"  # a row of the kernel table, as `ktinject doctor` lists them; auto: the best
@@ -43,15 +49,21 @@ class CpuLinear(PackedLinear):
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
     int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
-    Sums are fp32. Inputs on another device are copied to the CPU, and the result is copied back. Gradients flow to the
-    input as with the unpacked weight; weight and bias are frozen.
+    Sums are fp32. K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file; activations are
+    int8 with a scale for 256 inputs beside them. Inputs on another device are copied to the CPU, and the result is
+    copied back. Gradients flow to the input as with the unpacked weight; weight and bias are frozen.
     """
 
     Config = CpuLinearConfig
     changing = frozenset({"_loaded_dtype"})
+    native_formats: tuple[str, ...] = K_QUANTS
 
     def __init__(self, module: nn.Linear, config: CpuLinearConfig) -> None:
+        if config.weights == "kept":  # what is no K-quant in the checkpoint
+            config = replace(config, weights="bf16")
         super().__init__(module, config)
+        self.takes_stored_only = config.weights in K_QUANTS
+        self.native_formats = (config.weights,) if self.takes_stored_only else ()
         self._loaded_dtype: torch.dtype | None = None
         try:
             self.native = _native.Linear(
@@ -65,6 +77,10 @@ class CpuLinear(PackedLinear):
             )
         except ValueError as error:
             raise OperatorError(f"cpu_linear: {error}") from None
+
+    @classmethod
+    def use_checkpoint_format(cls, config: Any, source: Format) -> Any:
+        return replace(config, weights=source.encoding) if config.weights == "kept" else config
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:
@@ -108,6 +124,21 @@ class CpuLinear(PackedLinear):
                 f"cpu_linear: no room for {self.native.bytes / 2**20:.1f} MiB of packed weights. "
                 "Choose smaller weights (int8, int4, mxfp4) or a machine with more memory."
             ) from None
+
+    def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
+        if name == "bias" or source.encoding == self.config.weights:
+            return None
+        return (
+            f"weights {self.config.weights} are kept from a GGUF file that has them, and the weight is {source.name} "
+            "in the checkpoint; kept takes what it has"
+        )
+
+    def load_stored(self, name: str, stored: Stored, expert: int | None, part: int | None) -> None:
+        assert isinstance(stored, GgufRows), "only K-quants are taken"
+        try:
+            self.native.load_blocks(stored.rows)
+        except ValueError as error:
+            raise OperatorError(f"cpu_linear: {error}.") from None
 
     def accept(self, name: str, tensor: Tensor) -> None:
         if tensor.dtype == torch.float64:

@@ -8,7 +8,7 @@ accurate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -21,22 +21,28 @@ if TYPE_CHECKING:
     from ktinject.operators.probes.experts import ExpertsSpec
 
 GROUPS = (32, 64, 128)  # inputs that share a scale, in int4
+K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")  # kept from GGUF files, never made
 _FP8_SIDE = 128  # of fp8's blocks, as the native core keeps them
 
 
-def choices(config: Any, stored: Collection[Format]) -> list[tuple[int, Any]]:
+def choices(
+    config: Any, stored: Collection[Format], kept: Mapping[str, Any] | None = None
+) -> list[tuple[int, Any]]:
     """Rank and config of each format that the config leaves open; empty unless its `weights` are auto or kept.
 
     Of kept, the first one for which the operator takes the weights as they are is meant.
 
     config   a dataclass with `weights` and `group_size`, which is the largest group that int4 may have
     stored   formats of the weights in the checkpoint
+    kept     as `k_quants` gives it
     """
     if config.weights not in ("kept", "auto"):
         return []
-    ways: list[tuple[int, dict[str, Any]]] = [*enumerate(_formats(config.group_size, stored))]
+    ways: list[tuple[int, dict[str, Any]]] = [*enumerate(_formats(config.group_size, stored, kept))]
     if config.weights == "kept":
         ways = [(0, _as_stored(stored, max(GROUPS))), (0, {"weights": "bf16"})]
+        if kept:
+            ways.insert(0, (0, {**kept}))
     found = []
     for rank, values in ways:
         try:
@@ -48,14 +54,26 @@ def choices(config: Any, stored: Collection[Format]) -> list[tuple[int, Any]]:
     return found
 
 
-def _formats(largest_group: int, stored: Collection[Format]) -> Iterator[dict[str, Any]]:
+def _formats(
+    largest_group: int, stored: Collection[Format], kept: Mapping[str, Any] | None
+) -> Iterator[dict[str, Any]]:
     """The same places for all: what the checkpoint has, bf16, int8, fp8, and int4 in groups of 32, 64 and 128."""
-    yield _as_stored(stored, largest_group)
+    yield {**kept} if kept else _as_stored(stored, largest_group)
     for weights in ("bf16", "int8", "fp8"):
         yield {"weights": weights, "symmetric": True}
     for group in GROUPS:
         if group <= largest_group:
             yield {"weights": "int4", "group_size": group}
+
+
+def k_quants(stored: Collection[tuple[str, Format]]) -> dict[str, Any]:
+    """The arguments for one K-quant of gate and up, and one of down, as GGUF files mix them; {} for anything else."""
+    down = {form.encoding for name, form in stored if name.startswith("down_proj")}
+    others = {form.encoding for name, form in stored if not name.startswith("down_proj")}
+    if len(down) != 1 or len(others) != 1 or not down | others <= {*K_QUANTS}:
+        return {}
+    (weights,), (down_weights,) = others, down
+    return {"weights": weights, "down_weights": "same" if down_weights == weights else down_weights}
 
 
 def _as_stored(stored: Collection[Format], largest_group: int) -> dict[str, Any]:

@@ -251,6 +251,15 @@ class HybridExperts(CpuExperts):
             self.native.unpack(projection, expert, value)
             self._for_gpu.load(projection, expert, value)
 
+    def _pack_rows(self, projection: str, expert: int, rows: Tensor) -> None:
+        super()._pack_rows(projection, expert, rows)
+        if expert in self.resident:
+            spec = self.spec
+            shape = [spec.hidden_size, spec.intermediate_size]
+            value = torch.empty(shape if projection == "down" else shape[::-1], dtype=torch.float32)
+            self.native.unpack(projection, expert, value)
+            self._for_gpu.load(projection, expert, value)
+
     def packed_weights(self) -> PackedWeights | None:
         # Experts that the GPU has in another format are packed from the checkpoint, not from rounded weights.
         return super().packed_weights() if self._for_gpu is self.native else None

@@ -50,6 +50,9 @@ INT4_LINEAR_TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 3e-4}
 FP8_LINEAR_TOLERANCE = 8e-3
 
 
+K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
+
+
 def relative_error(found: Tensor, want: Tensor) -> float:
     """‖found - want‖ / ‖want‖ in fp64; 0 for two zeros."""
     found, want = found.double(), want.double()
@@ -88,11 +91,11 @@ def experts(
     top_k_weights  [m, t]
     weights        as `weights_of` gives them
     activations    exact, or what kernels round input and intermediate to: bf16, or int8 with a scale per row
-                   and outliers (the intermediate by way of bf16)
+                   and outliers, or per 256 inputs (the intermediate by way of bf16)
     """
     x, top_k_weights = x.double(), top_k_weights.double()
     if activations != "exact":
-        x = to_bf16(x) if activations == "bf16" else to_int8(x)
+        x = rounded(x, activations)
 
     def project(projection: str, e: int, rows: Tensor) -> Tensor:
         out = rows @ weights[projection][e].T
@@ -107,7 +110,7 @@ def experts(
         gate = project("gate", e, x[token]) if spec.has_gate else None
         h = intermediate(gate, up, spec)
         if activations != "exact":
-            h = to_bf16(h) if activations == "bf16" else to_int8(to_bf16(h))
+            h = to_bf16(h) if activations == "bf16" else rounded(to_bf16(h), activations)
         out = out.index_add(0, token, top_k_weights[token, slot, None] * project("down", e, h))
     return out
 
@@ -129,8 +132,17 @@ def intermediate(gate: Tensor | None, up: Tensor, spec: ExpertsSpec) -> Tensor:
 
 
 def rounding(weights: str) -> str:
-    """What kernels for a weight format round activations to: bf16 or int8."""
+    """What kernels for a weight format round activations to: bf16, int8 with a scale a row, or one for 256 inputs."""
+    if weights in K_QUANTS:
+        return "int8_256"
     return "int8" if weights.startswith("int") else "bf16"
+
+
+def rounded(x: Tensor, activations: str) -> Tensor:
+    """x rounded as `rounding` says, in fp64."""
+    if activations == "int8_256":
+        return dequantise_rows(*quantise_int8_rows(x.unflatten(-1, (-1, 256)))).double().flatten(-2)
+    return to_bf16(x) if activations == "bf16" else to_int8(x)
 
 
 def multiplied(w: Tensor, weights: str) -> Tensor:

@@ -55,7 +55,8 @@ def levels(modules: Sequence[MatchedModule]) -> Iterator[Level]:
 def in_words(config: Any) -> str:
     """`int4 in groups of 32`, `int8`."""
     groups = f" in groups of {config.group_size}" if config.weights == "int4" else ""
-    return f"{config.weights}{groups}"
+    down = getattr(config, "down_weights", "same")
+    return f"{config.weights}{groups}" + ("" if down == "same" else f", down {down}")
 
 
 def smaller_experts(module: MatchedModule) -> list[tuple[int, Any]]:
@@ -64,7 +65,8 @@ def smaller_experts(module: MatchedModule) -> list[tuple[int, Any]]:
     if not {"weights", "group_size"} <= names:
         return []
     try:
-        opened = dataclasses.replace(module.config, weights="auto", group_size=_LARGEST_GROUP)
+        same = {"down_weights": "same"} if "down_weights" in names else {}
+        opened = dataclasses.replace(module.config, weights="auto", group_size=_LARGEST_GROUP, **same)
     except ValueError:
         return []
     found = module.weight_formats(opened)

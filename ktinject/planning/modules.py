@@ -19,6 +19,7 @@ from ktinject.errors import KTInjectError, OperatorError, RuleError
 from ktinject.hf.key_map import KeyMap
 from ktinject.hf.layers import Layers, class_names, has_routed_experts
 from ktinject.operators import REGISTRY, Operator, plugins
+from ktinject.operators.expert_formats import K_QUANTS
 from ktinject.operators.probes.roles import Roles
 from ktinject.rules import Rule, RuleSet
 
@@ -53,13 +54,13 @@ class MatchedModule:
         stored = [(name, form) for name, form, _ in self.sources()] if _leaves_open(config) else []
         with blaming(self.rule, self.path, self.operator.name):
             found = self.operator.weight_formats(config, stored)
-            if getattr(config, "weights", None) != "kept":
+            if not found or getattr(config, "weights", None) != "kept":
                 return found
             return [next((choice for choice in found if self._can_keep(choice[1])), found[-1])]
 
     def _can_keep(self, config: Any) -> bool:
         """Whether an operator of this config would take the checkpoint's weights as they are, where they are such."""
-        if config.weights != "fp8":
+        if config.weights not in ("fp8", *K_QUANTS):
             return True
         made = self.operator.build(self.module, dataclasses.replace(config, device="cpu"))
         sources = [source for source in self.sources() if source[1].is_taken(made.native_formats)]

@@ -258,7 +258,13 @@ def _inside(paths: Sequence[str]) -> dict[str, list[str]]:
 def _misfit(made: Operator, matched: MatchedModule) -> str | None:
     """Why an operator cannot load a weight that the checkpoint stores in one of its native formats; None if it can."""
     sources = matched.sources() if made.native_formats else ()
-    reasons = (made.misfit_of(*source) for source in sources if source[1].is_taken(made.native_formats))
+    if made.takes_stored_only and not sources:
+        return "weights of this format are kept from a checkpoint, and none is loaded; choose other weights"
+    reasons = (
+        made.misfit_of(*source)
+        for source in sources
+        if made.takes_stored_only or source[1].is_taken(made.native_formats)
+    )
     return next((reason for reason in reasons if reason), None)
 
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "gemm/k_quants.hpp"
 #include "gemm/layout.hpp"
 #include "gemm/pack.hpp"
 #include "gemm/vector_ops.hpp"
@@ -36,6 +37,7 @@ nb::object exported(nb::handle source) noexcept;
 
 using Weight = Array<nb::ro, nb::ndim<2>>;
 using Bias = Array<nb::ro, nb::ndim<1>>;
+using Blocks = Array<const uint8_t, nb::ndim<2>>;
 using Input = Array<nb::ro, nb::ndim<2>, nb::c_contig>;
 using Output = Array<nb::ndim<2>, nb::c_contig>;
 using Float2d = Array<float, nb::ndim<2>, nb::c_contig>;
@@ -87,6 +89,12 @@ inline gemm::Source source_of(const Weight& weight) {
           size_of(weight.shape(1), "weight"),
           weight.stride(0),
           weight.stride(1)};
+}
+
+inline gemm::KSource source_of(const Blocks& rows) {
+  if (rows.shape(1) > 1 && rows.stride(1) != 1)
+    throw std::invalid_argument("rows: the bytes of a row must be contiguous");
+  return {rows.data(), size_of(rows.shape(0), "rows"), rows.shape(1), rows.stride(0)};
 }
 
 inline gemm::Source source_of(const Bias& bias) {

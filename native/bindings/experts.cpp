@@ -29,14 +29,15 @@ moe::Projection projection_of(const std::string& name) {
 }
 
 moe::ExpertsConfig make_config(int experts, int hidden_size, int intermediate_size, const std::string& weights,
-                               int group_size, bool symmetric, bool has_gate, bool has_bias,
-                               const std::string& activation, float alpha, float gate_max, float up_limit,
-                               float up_offset, const std::string& kernel, int nodes) {
+                               const std::string& down_weights, int group_size, bool symmetric, bool has_gate,
+                               bool has_bias, const std::string& activation, float alpha, float gate_max,
+                               float up_limit, float up_offset, const std::string& kernel, int nodes) {
   moe::ExpertsConfig config;
   config.experts = experts;
   config.hidden_size = hidden_size;
   config.intermediate_size = intermediate_size;
   config.format = format_of(weights);
+  config.down_format = down_weights.empty() ? config.format : format_of(down_weights);
   config.group_size = group_size;
   config.symmetric = symmetric;
   config.has_bias = has_bias;
@@ -90,6 +91,10 @@ void load_fp8(moe::Experts& self, const std::string& projection, int expert, con
                                size_of(scales.shape(0), "scales"),
                                size_of(scales.shape(1), "scales")};
   self.load_fp8(projection_of(projection), expert, source);
+}
+
+void load_blocks(moe::Experts& self, const std::string& projection, int expert, const Blocks& rows) {
+  self.load_blocks(projection_of(projection), expert, source_of(rows));
 }
 
 void load_bias(moe::Experts& self, const std::string& projection, int expert, const Bias& bias) {
@@ -178,16 +183,18 @@ void init_experts(nb::module_& m) {
       .def(
           "__init__",
           [](moe::Experts* self, int experts, int hidden_size, int intermediate_size, const std::string& weights,
-             int group_size, bool symmetric, bool has_gate, bool has_bias, const std::string& activation, float alpha,
-             float gate_max, float up_limit, float up_offset, const std::string& kernel, int nodes) {
-            new (self) moe::Experts(make_config(experts, hidden_size, intermediate_size, weights, group_size, symmetric,
-                                                has_gate, has_bias, activation, alpha, gate_max, up_limit, up_offset,
-                                                kernel, nodes));
+             const std::string& down_weights, int group_size, bool symmetric, bool has_gate, bool has_bias,
+             const std::string& activation, float alpha, float gate_max, float up_limit, float up_offset,
+             const std::string& kernel, int nodes) {
+            new (self) moe::Experts(make_config(experts, hidden_size, intermediate_size, weights, down_weights,
+                                                group_size, symmetric, has_gate, has_bias, activation, alpha, gate_max,
+                                                up_limit, up_offset, kernel, nodes));
           },
           nb::kw_only(), nb::arg("experts"), nb::arg("hidden_size"), nb::arg("intermediate_size"), nb::arg("weights"),
-          nb::arg("group_size"), nb::arg("symmetric") = true, nb::arg("has_gate"), nb::arg("has_bias"),
-          nb::arg("activation"), nb::arg("alpha"), nb::arg("gate_max"), nb::arg("up_limit"), nb::arg("up_offset"),
-          nb::arg("kernel"), nb::arg("nodes") = 0, "Nothing is allocated before allocate().")
+          nb::arg("down_weights") = "", nb::arg("group_size"), nb::arg("symmetric") = true, nb::arg("has_gate"),
+          nb::arg("has_bias"), nb::arg("activation"), nb::arg("alpha"), nb::arg("gate_max"), nb::arg("up_limit"),
+          nb::arg("up_offset"), nb::arg("kernel"), nb::arg("nodes") = 0,
+          "Nothing is allocated before allocate(). down_weights: of the down projection, where it has another K-quant.")
       .def_prop_ro(
           "hidden_size", [](const moe::Experts& self) { return self.config().hidden_size; }, "Inputs and outputs.")
       .def_prop_ro(
@@ -204,6 +211,13 @@ void init_experts(nb::module_& m) {
             return std::make_tuple(std::string(self.kernels().many->name), std::string(self.kernels().few->name));
           },
           "(kernel for experts with many rows, kernel for few).")
+      .def_prop_ro(
+          "down_kernels",
+          [](const moe::Experts& self) {
+            return std::make_tuple(std::string(self.down_kernels().many->name),
+                                   std::string(self.down_kernels().few->name));
+          },
+          "The same for the down projection.")
       .def(
           "kernel_for", [](const moe::Experts& self, int rows) { return std::string(self.kernels()(rows).name); },
           nb::arg("rows"), "The kernel for an expert with so many rows.")
@@ -229,6 +243,9 @@ void init_experts(nb::module_& m) {
            nb::call_guard<WithoutGil>(),
            "Keep e4m3 codes uint8 [n, k], any strides, with scales fp32 [ceil(n / 128), ceil(k / 128)]; for fp8 "
            "weights.")
+      .def("load_blocks", &load_blocks, nb::arg("projection"), nb::arg("expert"), nb::arg("rows"),
+           nb::call_guard<WithoutGil>(),
+           "Keep rows of a GGUF file's blocks, uint8 [n, bytes], bytes of a row contiguous; for K-quants.")
       .def("load_bias", &load_bias, nb::arg("projection"), nb::arg("expert"), nb::arg("bias"),
            nb::call_guard<WithoutGil>(), "Take bias [n].")
       .def("packed", &packed,

@@ -72,6 +72,10 @@ void init_linear(nb::module_& m) {
           "load", [](gemm::Linear& self, const Weight& weight) { self.load(source_of(weight)); }, nb::arg("weight"),
           nb::call_guard<WithoutGil>(), "Pack weight [out, in], any strides.")
       .def(
+          "load_blocks", [](gemm::Linear& self, const Blocks& rows) { self.load_blocks(source_of(rows)); },
+          nb::arg("rows"), nb::call_guard<WithoutGil>(),
+          "Keep rows of a GGUF file's blocks, uint8 [out, bytes], bytes of a row contiguous; for K-quants.")
+      .def(
           "load_bias", [](gemm::Linear& self, const Bias& bias) { self.load_bias(source_of(bias)); }, nb::arg("bias"),
           nb::call_guard<WithoutGil>(), "Take bias [out].")
       .def(

@@ -116,16 +116,67 @@ struct Words<gemm::Format::mxfp4> {
   }
 };
 
+// gemm::kIq4Values, where kernels find them.
+__constant__ int8_t kIq4ValuesOnGpu[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+// The bits of input `i` of quad `quad` of 32 inputs, from the rows of one plane; see gemm/k_quants.hpp.
+template <int kBits>
+__device__ int code_bits(const uint32_t* row, int quad, int i) {
+  constexpr int kQuads = 8 / kBits;  // in a byte
+  return static_cast<int>(row[quad / kQuads * 16] >> (8 * i + quad % kQuads * kBits) & ((1u << kBits) - 1));
+}
+
+// 32 inputs of an output of a K-quant, by one thread, in ggml's order of products.
 template <gemm::Format kFormat>
-__global__ void __launch_bounds__(kThreads) unpack_kernel(const std::byte* packed, Shape shape, Target target) {
+__device__ void put_k_quant(Tile& tile, const std::byte* block, int column, int chunk, int input) {
+  constexpr gemm::KQuant kKind = gemm::k_quant(kFormat);
+  constexpr int kScales = gemm::k_factor_rows(kFormat), kMinima = kScales + gemm::k_scale_rows(kFormat);
+  const auto* factors = reinterpret_cast<const __half*>(block);
+  const float d = __half2float(factors[column]);
+  const float m = kKind.has_min ? __half2float(factors[gemm::kPanel + column]) : 0.0f;
+  const int row = gemm::k_head_rows(kFormat) + (column / gemm::kTile * 8 + chunk) * gemm::k_code_rows(kFormat);
+  const auto* codes = reinterpret_cast<const uint32_t*>(block + row * 64) + column % gemm::kTile;
+  float scale = 0, least = 0;
+#pragma unroll
+  for (int at = 0; at < 32; ++at) {
+    if (at % kKind.run == 0) {
+      const int run = (chunk * 32 + at) / kKind.run, place = run / 2 * 64 + column * 2 + run % 2;
+      int s = static_cast<int8_t>(block[kScales * 64 + place]), t = 0;
+      if constexpr (kFormat == gemm::Format::q2_k) {
+        t = s >> 4 & 15;
+        s &= 15;
+      } else if constexpr (kKind.has_min) {
+        t = static_cast<int>(block[kMinima * 64 + place]);
+      }
+      scale = d * static_cast<float>(s), least = m * static_cast<float>(t);
+    }
+    int code = code_bits<kKind.low>(codes, at / 4, at % 4);
+    if constexpr (kKind.high > 0) code |= code_bits<kKind.high>(codes + kKind.low * 16, at / 4, at % 4) << kKind.low;
+    if constexpr (kFormat == gemm::Format::iq4_xs) code = kIq4ValuesOnGpu[code];
+    else code -= kKind.zero;
+    const float product = __fmul_rn(scale, static_cast<float>(code));
+    tile[column][input + at] = __float2bfloat16_rn(kKind.has_min ? __fsub_rn(product, least) : product);
+  }
+}
+
+// Fills the tile with the values of kInputs inputs of a K-quant from `first` on.
+template <gemm::Format kFormat>
+__device__ void fill_tile(Tile& tile, const std::byte* panel, int first) {
+  static_assert(gemm::kSuperblock % kInputs == 0);
+  const std::byte* block = panel + static_cast<size_t>(first / gemm::kSuperblock) * 2 * gemm::tile_bytes(kFormat);
+  for (int i = static_cast<int>(threadIdx.x); i < gemm::kPanel * kInputs / 32; i += kThreads) {
+    const int column = i % gemm::kPanel, input = i / gemm::kPanel * 32;
+    put_k_quant<kFormat>(tile, block, column, (first % gemm::kSuperblock + input) / 32, input);
+  }
+}
+
+// The same of a format whose words tell their values with the panel's head.
+template <gemm::Format kFormat>
+__device__ void fill_tile_by_words(Tile& tile, const std::byte* panel, const Shape& shape, int first) {
   using W = Words<kFormat>;
   constexpr int kBlock = gemm::block_inputs(kFormat), kTileWords = gemm::tile_bytes(kFormat) / sizeof(uint32_t);
   constexpr int kBlocks = kInputs / kBlock;
-  __shared__ __align__(16) Tile tile;
-  const int panel_index = static_cast<int>(blockIdx.y), expert = static_cast<int>(blockIdx.z);
-  const int first = static_cast<int>(blockIdx.x) * kInputs;
-  const std::byte* panel = packed + (static_cast<size_t>(expert) * gridDim.y + panel_index) * shape.panel_bytes;
-  const int first_block = static_cast<int>(blockIdx.x) * kBlocks;
+  const int first_block = first / kBlock;
   const int blocks = min(kBlocks, shape.blocks - first_block);
   const auto* words =
       reinterpret_cast<const uint32_t*>(panel + shape.head_bytes) + static_cast<size_t>(first_block) * 2 * kTileWords;
@@ -134,6 +185,16 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(const std::byte* packe
     const int column = in_block / kTileWords * gemm::kTile + in_tile % gemm::kTile;
     W::put(tile, shape, panel, words[w], column, w / (2 * kTileWords) * kBlock, in_tile / gemm::kTile, first);
   }
+}
+
+template <gemm::Format kFormat>
+__global__ void __launch_bounds__(kThreads) unpack_kernel(const std::byte* packed, Shape shape, Target target) {
+  __shared__ __align__(16) Tile tile;
+  const int panel_index = static_cast<int>(blockIdx.y), expert = static_cast<int>(blockIdx.z);
+  const int first = static_cast<int>(blockIdx.x) * kInputs;
+  const std::byte* panel = packed + (static_cast<size_t>(expert) * gridDim.y + panel_index) * shape.panel_bytes;
+  if constexpr (gemm::is_k_quant(kFormat)) fill_tile<kFormat>(tile, panel, first);
+  else fill_tile_by_words<kFormat>(tile, panel, shape, first);
   __syncthreads();
   const int width = min(kInputs, target.k - first);
   for (int i = static_cast<int>(threadIdx.x); i < gemm::kPanel * kInputs / 8; i += kThreads) {
@@ -279,6 +340,24 @@ void Streamed::unpack(const void* slot, int count, void* gate_up, void* down, St
         break;
       case gemm::Format::mxfp4:
         launch(unpack_kernel<gemm::Format::mxfp4>);
+        break;
+      case gemm::Format::q2_k:
+        launch(unpack_kernel<gemm::Format::q2_k>);
+        break;
+      case gemm::Format::q3_k:
+        launch(unpack_kernel<gemm::Format::q3_k>);
+        break;
+      case gemm::Format::q4_k:
+        launch(unpack_kernel<gemm::Format::q4_k>);
+        break;
+      case gemm::Format::q5_k:
+        launch(unpack_kernel<gemm::Format::q5_k>);
+        break;
+      case gemm::Format::q6_k:
+        launch(unpack_kernel<gemm::Format::q6_k>);
+        break;
+      case gemm::Format::iq4_xs:
+        launch(unpack_kernel<gemm::Format::iq4_xs>);
         break;
     }
     check_cuda(cudaGetLastError(), "unpacking experts on the GPU");

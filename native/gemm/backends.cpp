@@ -10,9 +10,12 @@ namespace ktinject::gemm {
 
 // The products of kernels/, one line a file.
 Multiply reference_bf16, reference_int8, reference_int4, reference_fp8, reference_mxfp4;
+Multiply reference_k_quant;
 Multiply avx2_bf16, avx2_int8, avx2_int4, avx2_fp8, avx2_mxfp4;
+Multiply avx2_q2_k, avx2_q3_k, avx2_q4_k, avx2_q5_k, avx2_q6_k, avx2_iq4_xs;
 Multiply avxvnni_int8, avxvnni_int4;
 Multiply avx512_bf16, avx512_int8, avx512_int4, avx512_fp8, avx512_mxfp4;
+Multiply avx512_q2_k, avx512_q3_k, avx512_q4_k, avx512_q5_k, avx512_q6_k, avx512_iq4_xs;
 Multiply amx_bf16, amx_int8, amx_int4, amx_fp8, amx_mxfp4;
 Multiply modelled_amx_bf16, modelled_amx_int8, modelled_amx_int4, modelled_amx_fp8, modelled_amx_mxfp4;
 
@@ -21,6 +24,7 @@ namespace {
 using namespace runtime;  // the bits of instruction sets
 
 constexpr uint32_t kAvx2Set = kAvx2 | kFma;
+constexpr uint32_t kAvx512K = kAvx512Vnni | kF16c;
 constexpr uint32_t kAvx512Set = kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2Set;
 
 // Below about five rows an expert, loading tiles costs more than the dot products they save; expanding int4 to tiles
@@ -50,7 +54,13 @@ constexpr Backend kBackends[] = {
       {kAvx512Vnni, 0, avx512_int8},
       {kAvx512Vnni, 0, avx512_int4},
       {kAvx512Bf16, 0, avx512_fp8},
-      {kAvx512Bf16, 0, avx512_mxfp4}}},
+      {kAvx512Bf16, 0, avx512_mxfp4},
+      {kAvx512K, 0, avx512_q2_k},
+      {kAvx512K, 0, avx512_q3_k},
+      {kAvx512K, 0, avx512_q4_k},
+      {kAvx512K, 0, avx512_q5_k},
+      {kAvx512K, 0, avx512_q6_k},
+      {kAvx512K, 0, avx512_iq4_xs}}},
     {"avxvnni",
      kAvx2Set | kAvxVnni,
      true,
@@ -64,7 +74,17 @@ constexpr Backend kBackends[] = {
      false,
      &kAvx2VectorOps,
      &kAvx2StepOps,
-     {{0, 0, avx2_bf16}, {0, 0, avx2_int8}, {0, 0, avx2_int4}, {0, 0, avx2_fp8}, {0, 0, avx2_mxfp4}}},
+     {{0, 0, avx2_bf16},
+      {0, 0, avx2_int8},
+      {0, 0, avx2_int4},
+      {0, 0, avx2_fp8},
+      {0, 0, avx2_mxfp4},
+      {kF16c, 0, avx2_q2_k},
+      {kF16c, 0, avx2_q3_k},
+      {kF16c, 0, avx2_q4_k},
+      {kF16c, 0, avx2_q5_k},
+      {kF16c, 0, avx2_q6_k},
+      {kF16c, 0, avx2_iq4_xs}}},
     {"reference",
      0,
      true,
@@ -75,7 +95,13 @@ constexpr Backend kBackends[] = {
       {0, 0, reference_int8},
       {0, 0, reference_int4},
       {0, 0, reference_fp8},
-      {0, 0, reference_mxfp4}}},
+      {0, 0, reference_mxfp4},
+      {0, 0, reference_k_quant},
+      {0, 0, reference_k_quant},
+      {0, 0, reference_k_quant},
+      {0, 0, reference_k_quant},
+      {0, 0, reference_k_quant},
+      {0, 0, reference_k_quant}}},
     // The AMX kernels over a software model of the tile unit: slow, for machines without AMX, where tests must reach
     // them too.
     {"modelled_amx",
@@ -137,6 +163,23 @@ const VectorOps& vector_ops() { return *backend().vector_ops; }
 const StepOps& step_ops() {
   const StepOps& ops = *backend().step_ops;
   return &ops == &kAmxStepOps && (cpu_features() & kAmxBf16) == 0 ? kAvx512StepOps : ops;
+}
+
+void pack_row(const VectorOps& ops, const Matrix& matrix, const void* x, DType dtype, std::byte* out, float* scale,
+              int32_t* group_sum, Outliers* outliers) {
+  if (!has_int8_rows(matrix.format))
+    return ops.round_row(x, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(out));
+  auto* codes = reinterpret_cast<uint8_t*>(out);
+  if (!is_k_quant(matrix.format)) {
+    *scale = ops.quantise_row(x, dtype, matrix.k, matrix.padded_k(), matrix.format == Format::int8 ? 128 : 0,
+                              matrix.group_size, codes, group_sum, outliers);
+    return;
+  }
+  for (int block = 0; block < matrix.blocks(); ++block)
+    scale[block] = ops.quantise_row(
+        static_cast<const std::byte*>(x) + static_cast<size_t>(block * kSuperblock) * dtype_bytes(dtype), dtype,
+        kSuperblock, kSuperblock, 0, matrix.group_size, codes + block * kSuperblock,
+        group_sum + block * (kSuperblock / matrix.group_size), nullptr);
 }
 
 size_t scratch_bytes(const Matrix& matrix) {

@@ -58,6 +58,11 @@ std::span<const Kernel> kernel_table();
 // Bytes of scratch any kernel may use for this matrix.
 size_t scratch_bytes(const Matrix& matrix);
 
+// Rounds or quantises a row x [matrix.k] to `out`, contiguous, with matrix.row_scales() scales and the sums of its
+// groups where the format has them (see PackedActivations).
+void pack_row(const VectorOps& ops, const Matrix& matrix, const void* x, DType dtype, std::byte* out, float* scale,
+              int32_t* group_sum, Outliers* outliers);
+
 // The two kernels a layer runs with: `many` for experts with at least many->min_rows rows, `few` for the rest.
 struct Kernels {
   const Kernel* many;

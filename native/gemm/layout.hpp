@@ -15,8 +15,10 @@
 //   mxfp4 block of 32 inputs   4 rows x 64 bytes: nibble i of the 16-bit lanes of row r is row 4r+i of the bf16 block;
 //                              a nibble is e2m1
 //
+//   K-quants  block of 256 inputs, both tiles together: codes, scales and minima of a GGUF file, see gemm/k_quants.hpp
+//
 //   panel = [head][block 0: tile 0, tile 1][block 1: tile 0, tile 1]...
-//   head    bf16: none
+//   head    bf16, K-quants: none
 //           int8: float scale[32], int32 offset[32]; offset = 128 * sum of the column, see `PackedActivations`
 //           int4: float level[32], bf16 scale[groups][32], and if not symmetric uint8 zero[groups][32];
 //                 groups = ceil(k / group_size)
@@ -38,24 +40,30 @@
 
 namespace ktinject::gemm {
 
-enum class Format { bf16, int8, int4, fp8, mxfp4 };
+enum class Format { bf16, int8, int4, fp8, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs };
 
 struct FormatName {
   Format format;
   const char* name;
 };
-inline constexpr FormatName kFormatNames[] = {{Format::bf16, "bf16"},
-                                              {Format::int8, "int8"},
-                                              {Format::int4, "int4"},
-                                              {Format::fp8, "fp8"},
-                                              {Format::mxfp4, "mxfp4"}};
+inline constexpr FormatName kFormatNames[] = {{Format::bf16, "bf16"}, {Format::int8, "int8"},    {Format::int4, "int4"},
+                                              {Format::fp8, "fp8"},   {Format::mxfp4, "mxfp4"},  {Format::q2_k, "q2_k"},
+                                              {Format::q3_k, "q3_k"}, {Format::q4_k, "q4_k"},    {Format::q5_k, "q5_k"},
+                                              {Format::q6_k, "q6_k"}, {Format::iq4_xs, "iq4_xs"}};
 inline constexpr int kFormats = std::size(kFormatNames);
 inline const char* format_name(Format format) { return kFormatNames[static_cast<int>(format)].name; }
 
-// Whether activations are int8 with a scale a row, and outliers; for the other formats they are bf16.
+// The K-quants, and IQ4_XS, which is built like them.
+KTINJECT_HOST_DEVICE constexpr bool is_k_quant(Format format) { return format >= Format::q2_k; }
+
+// Whether activations are int8 with scales; for the other formats they are bf16.
 KTINJECT_HOST_DEVICE constexpr bool has_int8_rows(Format format) {
-  return format == Format::int8 || format == Format::int4;
+  return format == Format::int8 || format == Format::int4 || is_k_quant(format);
 }
+// Whether kernels want the sums of the activations over each group of inputs.
+constexpr bool has_group_sums(Format format) { return format == Format::int4 || is_k_quant(format); }
+// Whether a scale is for a whole row, of which outliers are taken out.
+constexpr bool has_outliers(Format format) { return format == Format::int8 || format == Format::int4; }
 
 inline constexpr int kTile = 16;
 inline constexpr int kPanel = 2 * kTile;
@@ -67,14 +75,60 @@ inline constexpr int kFp8Block = 128;
 // Inputs that share a scale in mxfp4.
 inline constexpr int kMxfp4Group = 32;
 
+// Inputs of a block of a K-quant, and of an activation's scale beside them.
+inline constexpr int kSuperblock = 256;
+
+// A K-quant: bits of its codes that lie together, those above them (0: none), inputs of a run, which share s and t;
+// whether there are m and t; what is taken off a code.
+struct KQuant {
+  int low;
+  int high;
+  int run;
+  bool has_min;
+  int zero;
+};
+KTINJECT_HOST_DEVICE constexpr KQuant k_quant(Format format) {
+  switch (format) {
+    case Format::q2_k:
+      return {2, 0, 16, true, 0};
+    case Format::q3_k:
+      return {2, 1, 16, false, 4};
+    case Format::q4_k:
+      return {4, 0, 32, true, 0};
+    case Format::q5_k:
+      return {4, 1, 32, true, 0};
+    case Format::q6_k:
+      return {4, 2, 16, false, 32};
+    default:  // iq4_xs
+      return {4, 0, 32, false, 0};
+  }
+}
+// Rows of 64 bytes of a block of both tiles: d and m; s, or s and t; 32 inputs of a tile; all.
+KTINJECT_HOST_DEVICE constexpr int k_factor_rows(Format format) { return k_quant(format).has_min ? 2 : 1; }
+KTINJECT_HOST_DEVICE constexpr int k_scale_rows(Format format) { return kSuperblock / k_quant(format).run / 2; }
+KTINJECT_HOST_DEVICE constexpr int k_head_rows(Format format) {
+  const bool apart = k_quant(format).has_min && format != Format::q2_k;
+  return k_factor_rows(format) + k_scale_rows(format) * (apart ? 2 : 1);
+}
+KTINJECT_HOST_DEVICE constexpr int k_code_rows(Format format) { return k_quant(format).low + k_quant(format).high; }
+KTINJECT_HOST_DEVICE constexpr int k_block_rows(Format format) {
+  return k_head_rows(format) + 2 * (kSuperblock / 32) * k_code_rows(format);
+}
+
 // Inputs that share a scale: int4 has the choice.
 inline constexpr int scale_group(Format format, int group_size) {
-  return format == Format::fp8 ? kFp8Block : format == Format::mxfp4 ? kMxfp4Group : group_size;
+  return format == Format::fp8     ? kFp8Block
+         : format == Format::mxfp4 ? kMxfp4Group
+         : is_k_quant(format)      ? k_quant(format).run
+                                   : group_size;
 }
 
 // Inputs of a block, and bytes of one tile of it.
-KTINJECT_HOST_DEVICE constexpr int block_inputs(Format format) { return has_int8_rows(format) ? 64 : 32; }
+KTINJECT_HOST_DEVICE constexpr int block_inputs(Format format) {
+  return is_k_quant(format) ? kSuperblock : has_int8_rows(format) ? 64 : 32;
+}
 KTINJECT_HOST_DEVICE constexpr size_t tile_bytes(Format format) {
+  if (is_k_quant(format)) return static_cast<size_t>(k_block_rows(format)) * 32;
   return format == Format::mxfp4 ? 256 : format == Format::int4 || format == Format::fp8 ? 512 : 1024;
 }
 
@@ -111,7 +165,7 @@ struct Matrix {
   Format format = Format::bf16;
   int n = 0;           // outputs: columns of all tiles, padding left out
   int k = 0;           // inputs
-  int group_size = 0;  // inputs a scale: int4, fp8, mxfp4
+  int group_size = 0;  // inputs a scale: int4, fp8, mxfp4, K-quants
   int panels = 0;
   bool symmetric = true;  // int4: no zero points
 
@@ -121,7 +175,7 @@ struct Matrix {
   int groups() const { return (padded_k() + group_size - 1) / group_size; }
   size_t tile_bytes() const { return gemm::tile_bytes(format); }
   size_t head_bytes() const {
-    if (format == Format::bf16) return 0;
+    if (format == Format::bf16 || is_k_quant(format)) return 0;
     if (format == Format::int8) return kPanel * (sizeof(float) + sizeof(int32_t));
     const auto g = static_cast<size_t>(groups());
     const size_t bytes = format == Format::fp8     ? g * 2 * sizeof(float)
@@ -131,6 +185,8 @@ struct Matrix {
   }
   size_t panel_bytes() const { return head_bytes() + static_cast<size_t>(blocks()) * 2 * tile_bytes(); }
   size_t bytes() const { return static_cast<size_t>(panels) * panel_bytes(); }
+  // Scales of a row of activations; int8 and int4 have one.
+  int row_scales() const { return is_k_quant(format) ? blocks() : 1; }
   size_t row_bytes() const { return static_cast<size_t>(padded_k()) * (has_int8_rows(format) ? 1 : 2); }
 };
 
@@ -167,13 +223,15 @@ struct OutlierColumns {
 //         every product is 128 * sum of the weight column, folded into the panel's offset when packing
 //   int4  int8 = q; the weights are the unsigned operand there (nibble = q + zero), and zero * sum of the row's group
 //   is taken off
+//   K-quants  int8 = q, with a scale for each 256 inputs, as ggml has it
 struct PackedActivations {
   const std::byte* data = nullptr;
   size_t row_bytes = 0;
   int m = 0;
-  const float* scale = nullptr;        // [m], int8 and int4
-  const int32_t* group_sum = nullptr;  // [m, groups], int4: sums of q over each group
+  const float* scale = nullptr;        // [m, scales], int8, int4 and K-quants
+  const int32_t* group_sum = nullptr;  // [m, groups], int4 and K-quants: sums of q over each group
   const Outliers* outliers = nullptr;  // [m], int8 and int4: whoever calls the kernel adds them to its results
+  int scales = 1;                      // of a row
 
   const std::byte* group(int first) const { return data + static_cast<size_t>(first) * row_bytes; }
   int group_rows(int first) const { return m - first < kTile ? m - first : kTile; }
@@ -183,9 +241,10 @@ struct PackedActivations {
     return {group(first),
             row_bytes,
             count,
-            scale == nullptr ? nullptr : scale + at,
+            scale == nullptr ? nullptr : scale + at * static_cast<size_t>(scales),
             group_sum == nullptr ? nullptr : group_sum + at * static_cast<size_t>(groups),
-            outliers == nullptr ? nullptr : outliers + at};
+            outliers == nullptr ? nullptr : outliers + at,
+            scales};
   }
 };
 

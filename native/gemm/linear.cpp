@@ -34,7 +34,7 @@ Linear::Linear(LinearConfig config)
       kernels_(choose_kernel(config_.format, config_.kernel)),
       vector_ops_(&kernels_.vector_ops()) {
   check_size("out_features", config_.out_features, 1 << 24);
-  check_size("in_features", config_.in_features, kMostInputs);
+  check_inputs("in_features", config_.format, config_.in_features);
   check_format(config_.format, config_.group_size, config_.symmetric);
   matrix_ = {config_.format,
              config_.out_features,
@@ -70,6 +70,15 @@ void Linear::load(const Source& weight) {
   check(weight, config_.in_features, "weight");
   has_weight_ = false;  // what an error leaves is no weight
   pack_matrix(*workers, matrix_, *vector_ops_, weight, paired_tiles, data_.data(), "weight");
+  has_weight_ = true;
+}
+
+void Linear::load_blocks(const KSource& weight) {
+  const runtime::Session workers;
+  check({nullptr, DType::f32, weight.n, config_.in_features, 0, 0}, config_.in_features, "weight");
+  has_weight_ = false;
+  const PanelRun whole[] = {{0, matrix_.panels, data_.data()}};
+  pack_k_quants(*workers, matrix_, weight, paired_tiles, whole, "weight");
   has_weight_ = true;
 }
 
@@ -151,7 +160,7 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
   const Linear& front = *products.front().linear;
   const Matrix& matrix = front.matrix_;
   const VectorOps& ops = *front.vector_ops_;
-  const bool quantised = has_int8_rows(matrix.format), summed = matrix.format == Format::int4;
+  const bool quantised = has_int8_rows(matrix.format), summed = has_group_sums(matrix.format);
   size_t bytes = 0, scratch = 0;
   int panels = 0;
   for (const Product& product : products) {
@@ -167,12 +176,14 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
   };
 
   const auto m = static_cast<size_t>(rows);
+  const auto scales = static_cast<size_t>(matrix.row_scales());
   const size_t groups = summed ? static_cast<size_t>(matrix.groups()) : 0;
   std::byte* input = workers.buffer(kInput, m * matrix.row_bytes());
-  auto* scale = quantised ? reinterpret_cast<float*>(workers.buffer(kInputScale, m * sizeof(float))) : nullptr;
+  auto* scale = quantised ? reinterpret_cast<float*>(workers.buffer(kInputScale, m * scales * sizeof(float))) : nullptr;
   auto* sums = summed ? reinterpret_cast<int32_t*>(workers.buffer(kInputSums, m * groups * sizeof(int32_t))) : nullptr;
-  Outliers* outliers =
-      quantised ? reinterpret_cast<Outliers*>(workers.buffer(kInputOutliers, m * sizeof(Outliers))) : nullptr;
+  Outliers* outliers = has_outliers(matrix.format)
+                           ? reinterpret_cast<Outliers*>(workers.buffer(kInputOutliers, m * sizeof(Outliers)))
+                           : nullptr;
   // Memory a worker has to itself: a block of results, a row, the kernel's scratch.
   constexpr size_t kResultBytes = size_t{kMostResults} * kPanel * sizeof(float);
   const size_t thread_bytes = kResultBytes + matrix.row_bytes() + scratch;
@@ -182,10 +193,9 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
   const size_t x_bytes = static_cast<size_t>(matrix.k) * dtype_bytes(dtype);
   auto convert = [&](int row, std::byte* to) {
     const void* from = static_cast<const std::byte*>(x) + static_cast<size_t>(row) * x_bytes;
-    if (!quantised) return ops.round_row(from, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(to));
-    scale[row] = ops.quantise_row(from, dtype, matrix.k, matrix.padded_k(), matrix.format == Format::int8 ? 128 : 0,
-                                  matrix.group_size, reinterpret_cast<uint8_t*>(to),
-                                  summed ? sums + static_cast<size_t>(row) * groups : nullptr, outliers + row);
+    const auto at = static_cast<size_t>(row);
+    pack_row(ops, matrix, from, dtype, to, quantised ? scale + at * scales : nullptr,
+             summed ? sums + at * groups : nullptr, outliers == nullptr ? nullptr : outliers + row);
   };
   if (rows == 1) {
     convert(0, input);
@@ -199,7 +209,7 @@ void Linear::run(std::span<const Product> products, const void* x, DType dtype, 
 
   // 2: the product. Fewer rows a task only where the panels are too few to go round.
   const Kernel& kernel = front.kernels_(rows);
-  const PackedActivations all{input, matrix.row_bytes(), rows, scale, sums, outliers};
+  const PackedActivations all{input, matrix.row_bytes(), rows, scale, sums, outliers, matrix.row_scales()};
   const int row_blocks = (rows + kMostRows - 1) / kMostRows;
   const int per_block = std::max(1, workers.threads() * kTasksPerThread / row_blocks);
   const int run_length = std::clamp(panels / per_block, 1, kMostResults / std::min(kMostRows, round_up(rows, kTile)));

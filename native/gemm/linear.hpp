@@ -5,6 +5,7 @@
 #include <string>
 
 #include "gemm/backends.hpp"
+#include "gemm/k_quants.hpp"
 #include "gemm/layout.hpp"
 #include "gemm/pack.hpp"
 #include "gemm/vector_ops.hpp"
@@ -36,6 +37,8 @@ class Linear {
   void allocate();
   // weight [out, in]. Throws std::domain_error when a row holds a NaN or an infinity and the format has scales.
   void load(const Source& weight);
+  // The same from a GGUF file's blocks of the layer's format, for K-quants.
+  void load_blocks(const KSource& weight);
   void load_bias(const Source& bias);
   bool has_weight() const;
   bool has_bias() const;

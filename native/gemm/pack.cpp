@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "gemm/k_quants.hpp"
 #include "gemm/kernels/head.hpp"
 #include "gemm/packed_tiles.hpp"
 #include "runtime/thread_pool.hpp"
@@ -121,6 +122,10 @@ void pack_tile(const Matrix& matrix, const VectorOps& ops, const float* values, 
 }
 
 void unpack_column(const Matrix& matrix, const std::byte* panel, int column, float* out) {
+  if (is_k_quant(matrix.format)) {
+    for (int k = 0; k < matrix.k; ++k) out[k] = KBlock(matrix, panel, k / kSuperblock).value(column, k % kSuperblock);
+    return;
+  }
   const std::byte* data = panel + matrix.head_bytes();
   for (int k = 0; k < matrix.k; ++k) {
     const WeightAt at = weight_at(matrix.format, column, k);
@@ -158,8 +163,18 @@ void check_format(Format format, int group_size, bool symmetric) {
     throw std::invalid_argument("symmetric: found false; only int4 weights have zero points");
 }
 
+void check_inputs(const char* name, Format format, int inputs) {
+  check_size(name, inputs, kMostInputs);
+  if (is_k_quant(format) && inputs % kSuperblock != 0)
+    throw std::invalid_argument(std::string(name) + ": found " + std::to_string(inputs) + "; " + format_name(format) +
+                                " comes in blocks of " + std::to_string(kSuperblock));
+}
+
 void pack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, const VectorOps& ops, const Source& source,
                  TileMap place, std::span<const PanelRun> runs, const std::string& what) {
+  if (is_k_quant(matrix.format))
+    throw std::domain_error(what + ": weights: " + format_name(matrix.format) +
+                            " are kept from a GGUF file that has them, and never made from other values");
   const auto padded_k = static_cast<size_t>(matrix.padded_k());
   const size_t element = dtype_bytes(source.dtype);
   const size_t values_bytes = kTile * padded_k * sizeof(float), worker_bytes = values_bytes + padded_k + 64;

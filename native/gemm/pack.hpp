@@ -61,6 +61,8 @@ void check_size(const char* name, int value, int most);
 inline constexpr int kMostInputs = 65536;
 // std::invalid_argument for a group size that int4 has not, and for zero points of another format.
 void check_format(Format format, int group_size, bool symmetric);
+// The same for a number of inputs that the format cannot have.
+void check_inputs(const char* name, Format format, int inputs);
 
 // Where 16 outputs lie: tile `second` (0 or 1) of panel `panel`.
 struct TileAt {

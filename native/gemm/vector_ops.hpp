@@ -33,7 +33,7 @@ struct VectorOps {
   // out.
   // Outliers are left out of all that, as zeros: the values above max|x| / 2^i, for the largest i up to 10 for which
   // they are fewer than 2^i, and at most kMost and one of kLeastInputs inputs. There are none in a row with a NaN or an
-  // infinity.
+  // infinity, and where `outliers` is null.
   float (*quantise_row)(const void* x, DType dtype, int k, int padded_k, int zero_point, int group_size, uint8_t* out,
                         int32_t* group_sum, Outliers* outliers);
 

@@ -62,6 +62,7 @@ static u32 take_outliers(const T* x, int k, Outliers* outliers) {
     runs[run] = k - run * kRun < kRun ? max_bits(x + run * kRun, length(run)) : max_bits(x + run * kRun, kRun);
     most = runs[run] > most ? runs[run] : most;
   }
+  if (outliers == nullptr) return most;
   outliers->count = 0;
   if (most >= 0x7f800000u) return most;
   u32 limit = most;
@@ -108,7 +109,8 @@ static float quantise_typed(const T* x, int k, int padded_k, int zero_point, uin
     out[i] = static_cast<uint8_t>(static_cast<int32_t>(as_bits(magic)) - 0x4b400000 + zero_point);
   }
   for (int i = k; i < padded_k; ++i) out[i] = static_cast<uint8_t>(zero_point);
-  for (int i = 0; i < outliers->count; ++i) out[outliers->at[i]] = static_cast<uint8_t>(zero_point);
+  for (int i = 0; outliers != nullptr && i < outliers->count; ++i)
+    out[outliers->at[i]] = static_cast<uint8_t>(zero_point);
   return scale;
 }
 

@@ -61,7 +61,7 @@ MoeExecutor::MoeExecutor(const Experts& layer, Workspace& space, runtime::Thread
       workers_(workers),
       tokens_(tokens),
       is_quantised_(gemm::has_int8_rows(config_.format)),
-      has_sums_(config_.format == gemm::Format::int4) {}
+      has_sums_(gemm::has_group_sums(config_.format)) {}
 
 void MoeExecutor::run() {
   const size_t nodes = workers_.nodes().size();
@@ -115,8 +115,9 @@ MoeExecutor::Activations MoeExecutor::activations(const gemm::Matrix& matrix, co
   return {workers_.buffer(data, bytes.data),
           is_quantised_ ? reinterpret_cast<float*>(workers_.buffer(data + 1, bytes.scale)) : nullptr,
           has_sums_ ? reinterpret_cast<int32_t*>(workers_.buffer(data + 2, bytes.sums)) : nullptr,
-          is_quantised_ ? reinterpret_cast<gemm::Outliers*>(workers_.buffer(data + 3, bytes.outliers)) : nullptr,
+          bytes.outliers > 0 ? reinterpret_cast<gemm::Outliers*>(workers_.buffer(data + 3, bytes.outliers)) : nullptr,
           matrix.row_bytes(),
+          matrix.row_scales(),
           has_sums_ ? static_cast<size_t>(matrix.groups()) : 0};
 }
 
@@ -147,12 +148,9 @@ size_t MoeExecutor::shard_of(Projection projection, int panel) const {
 // Rounds or quantises `values` to the contiguous row `out`; its scale, sums and outliers become those of row `at`.
 void MoeExecutor::convert(const Activations& to, const gemm::Matrix& matrix, size_t at, const void* values, DType dtype,
                           std::byte* out) {
-  if (!is_quantised_)
-    return vector_ops_.round_row(values, dtype, matrix.k, matrix.padded_k(), reinterpret_cast<uint16_t*>(out));
-  const int zero_point = config_.format == gemm::Format::int8 ? 128 : 0;
-  to.scale[at] = vector_ops_.quantise_row(values, dtype, matrix.k, matrix.padded_k(), zero_point, matrix.group_size,
-                                          reinterpret_cast<uint8_t*>(out),
-                                          has_sums_ ? to.sums + at * to.groups : nullptr, to.outliers + at);
+  gemm::pack_row(vector_ops_, matrix, values, dtype, out,
+                 is_quantised_ ? to.scale + at * static_cast<size_t>(to.scales) : nullptr,
+                 has_sums_ ? to.sums + at * to.groups : nullptr, to.outliers == nullptr ? nullptr : to.outliers + at);
 }
 
 void MoeExecutor::convert_inputs(const MoeTask& task, int) {
@@ -175,9 +173,10 @@ void MoeExecutor::gather(const MoeTask& task, int) {
   for (int row = 0; row < task.count; ++row) {
     const size_t here = first + static_cast<size_t>(row), there = static_cast<size_t>(token[row]);
     if (is_quantised_) {
-      gathered_.scale[here] = input_.scale[there];
-      gathered_.outliers[here] = input_.outliers[there];
+      const auto scales = static_cast<size_t>(input_.scales);
+      std::memcpy(gathered_.scale + here * scales, input_.scale + there * scales, scales * sizeof(float));
     }
+    if (input_.outliers != nullptr) gathered_.outliers[here] = input_.outliers[there];
     if (has_sums_)
       std::memcpy(gathered_.sums + here * gathered_.groups, input_.sums + there * input_.groups,
                   input_.groups * sizeof(int32_t));
@@ -189,7 +188,7 @@ template <class Use>
 void MoeExecutor::multiply(Projection projection, int expert, const MoeTask& task, const gemm::PackedActivations& all,
                            int worker, Use&& use) {
   const gemm::Matrix& matrix = layer_.matrix_of(projection);
-  const gemm::Kernel& kernel = layer_.kernels_(all.m);
+  const gemm::Kernel& kernel = (projection == Projection::down ? layer_.down_kernels_ : layer_.kernels_)(all.m);
   float* c = results(worker);
   const int pieces = (all.m + kMostRows - 1) / kMostRows;
   const int size = gemm::round_up((all.m + pieces - 1) / pieces, 2 * gemm::kTile);

@@ -79,18 +79,20 @@ class MoeExecutor {
   struct Activations {
     std::byte* data;
     float* scale;              // null where rows are bf16
-    int32_t* sums;             // null unless int4
-    gemm::Outliers* outliers;  // null where rows are bf16
+    int32_t* sums;             // null where the format has none
+    gemm::Outliers* outliers;  // the same
     size_t row_bytes;
+    int scales;  // of a row
     size_t groups;
 
     gemm::PackedActivations rows(size_t first, int m) const {
       return {data + first * row_bytes,
               row_bytes,
               m,
-              scale == nullptr ? nullptr : scale + first,
+              scale == nullptr ? nullptr : scale + first * static_cast<size_t>(scales),
               sums == nullptr ? nullptr : sums + first * groups,
-              outliers == nullptr ? nullptr : outliers + first};
+              outliers == nullptr ? nullptr : outliers + first,
+              scales};
     }
   };
   enum Slot : size_t;

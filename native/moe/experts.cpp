@@ -14,10 +14,17 @@ namespace ktinject::moe {
 Experts::Experts(ExpertsConfig config)
     : config_(std::move(config)),
       kernels_(gemm::choose_kernel(config_.format, config_.kernel)),
+      down_kernels_(config_.down_format == config_.format ? kernels_
+                                                          : gemm::choose_kernel(config_.down_format, config_.kernel)),
       vector_ops_(&kernels_.vector_ops()) {
   gemm::check_size("experts", config_.experts, 1 << 16);
-  gemm::check_size("hidden_size", config_.hidden_size, gemm::kMostInputs);
-  gemm::check_size("intermediate_size", config_.intermediate_size, gemm::kMostInputs);
+  gemm::check_inputs("hidden_size", config_.format, config_.hidden_size);
+  gemm::check_inputs("intermediate_size", config_.down_format, config_.intermediate_size);
+  if (config_.down_format != config_.format &&
+      !(gemm::is_k_quant(config_.format) && gemm::is_k_quant(config_.down_format)))
+    throw std::invalid_argument(std::string("down_weights: found ") + gemm::format_name(config_.down_format) +
+                                " beside weights of " + gemm::format_name(config_.format) +
+                                "; only K-quants may differ");
   gemm::check_format(config_.format, config_.group_size, config_.symmetric);
   const bool gate = config_.activation.has_gate;
   const int inner = config_.intermediate_size;
@@ -28,9 +35,12 @@ Experts::Experts(ExpertsConfig config)
               group_size,
               gate ? (inner + gemm::kTile - 1) / gemm::kTile : (inner + gemm::kPanel - 1) / gemm::kPanel,
               config_.symmetric};
-  down_ = {
-      config_.format,   config_.hidden_size, inner, group_size, (config_.hidden_size + gemm::kPanel - 1) / gemm::kPanel,
-      config_.symmetric};
+  down_ = {config_.down_format,
+           config_.hidden_size,
+           inner,
+           gemm::scale_group(config_.down_format, config_.group_size),
+           (config_.hidden_size + gemm::kPanel - 1) / gemm::kPanel,
+           config_.symmetric};
   loaded_.assign(static_cast<size_t>(config_.experts) * 3 * 2, 0);
 
   const std::vector<runtime::Node> there = runtime::nodes();

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "gemm/backends.hpp"
+#include "gemm/k_quants.hpp"
 #include "gemm/layout.hpp"
 #include "gemm/pack.hpp"
 #include "gemm/vector_ops.hpp"
@@ -16,9 +17,10 @@ struct ExpertsConfig {
   int experts = 0;
   int hidden_size = 0;
   int intermediate_size = 0;
-  gemm::Format format = gemm::Format::bf16;
-  int group_size = 0;     // int4
-  bool symmetric = true;  // int4: no zero points
+  gemm::Format format = gemm::Format::bf16;       // of gate and up
+  gemm::Format down_format = gemm::Format::bf16;  // another one only among K-quants
+  int group_size = 0;                             // int4
+  bool symmetric = true;                          // int4: no zero points
   bool has_bias = false;
   gemm::Activation activation;
   std::string kernel = "auto";
@@ -61,7 +63,9 @@ class Experts {
   explicit Experts(ExpertsConfig config);
 
   const ExpertsConfig& config() const { return config_; }
+  // Of gate and up, and of down, whose format may be another one.
   const gemm::Kernels& kernels() const { return kernels_; }
+  const gemm::Kernels& down_kernels() const { return down_kernels_; }
   const std::vector<Shard>& shards() const { return shards_; }
   // After allocate(): why the weights could not be asked for on their nodes; then the pinned workers' first touch
   // places them. Empty where all is well or nothing is to be placed.
@@ -77,6 +81,8 @@ class Experts {
   // The same from fp8 codes, for fp8 weights: they are kept bit by bit. Throws std::domain_error for NaN and for scales
   // out of range.
   void load_fp8(Projection projection, int expert, const gemm::Fp8Source& source);
+  // The same from a GGUF file's blocks of the projection's format, for K-quants.
+  void load_blocks(Projection projection, int expert, const gemm::KSource& source);
   // The same from integers as they are stored, for int4 and int8 weights.
   void load_integers(Projection projection, int expert, const gemm::IntegerSource& source);
   void load_bias(Projection projection, int expert, const gemm::Source& source);
@@ -134,6 +140,7 @@ class Experts {
 
   ExpertsConfig config_;
   gemm::Kernels kernels_;
+  gemm::Kernels down_kernels_;
   const gemm::VectorOps* vector_ops_;
   gemm::Matrix gate_up_;
   gemm::Matrix down_;

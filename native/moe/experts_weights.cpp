@@ -89,6 +89,18 @@ void Experts::load_fp8(Projection projection, int expert, const gemm::Fp8Source&
   mark(projection, expert, false) = 1;
 }
 
+void Experts::load_blocks(Projection projection, int expert, const gemm::KSource& source) {
+  gemm::Source shape;
+  shape.n = source.n;
+  shape.k = inputs_of(projection);  // the length of the rows tells; it is checked where they are packed
+  const runtime::Session workers;
+  check(projection, expert, shape, false);
+  mark(projection, expert, false) = 0;
+  gemm::pack_k_quants(*workers, matrix_of(projection), source, tiles_of(config_, projection),
+                      runs_of(projection, expert), title(projection, expert));
+  mark(projection, expert, false) = 1;
+}
+
 void Experts::load_bias(Projection projection, int expert, const gemm::Source& source) {
   const runtime::Session session;
   check(projection, expert, source, true);

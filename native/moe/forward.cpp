@@ -29,7 +29,7 @@ size_t Experts::workspace_bytes(size_t tokens, int top_k) const {
   const size_t rows = tokens * static_cast<size_t>(top_k);
   const size_t results = rows * static_cast<size_t>(down_.panels) * gemm::kPanel * sizeof(float);
   // What belongs to a row besides its values.
-  const size_t apart = gemm::has_int8_rows(config_.format) ? sizeof(gemm::Outliers) : 0;
+  const size_t apart = gemm::has_outliers(config_.format) ? sizeof(gemm::Outliers) : 0;
   // Rows of the input, and of each expert; the intermediate as it is computed, and as the next product takes it.
   return (tokens + rows) * (gate_up_.row_bytes() + apart) + rows * apart +
          rows * (static_cast<size_t>(config_.intermediate_size) * sizeof(uint16_t) + down_.row_bytes()) +

@@ -61,9 +61,10 @@ void cut_panels(const Routing& routing, const Cut& cut, Add&& add) {
 }
 
 ActivationBytes bytes_of(const gemm::Matrix& matrix, size_t rows, const MoeShape& shape) {
-  return {rows * matrix.row_bytes(), shape.is_quantised() ? rows * sizeof(float) : 0,
+  return {rows * matrix.row_bytes(),
+          shape.is_quantised() ? rows * static_cast<size_t>(matrix.row_scales()) * sizeof(float) : 0,
           shape.has_sums() ? rows * static_cast<size_t>(matrix.groups()) * sizeof(int32_t) : 0,
-          shape.is_quantised() ? rows * sizeof(gemm::Outliers) : 0};
+          gemm::has_outliers(matrix.format) ? rows * sizeof(gemm::Outliers) : 0};
 }
 
 }  // namespace

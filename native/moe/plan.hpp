@@ -65,7 +65,7 @@ struct MoeShape {
   int threads;
 
   bool is_quantised() const { return gemm::has_int8_rows(gate_up.format); }
-  bool has_sums() const { return gate_up.format == gemm::Format::int4; }
+  bool has_sums() const { return gemm::has_group_sums(gate_up.format); }
 };
 
 // Bytes of rounded or quantised rows, their scales, the sums of their groups, and their outliers; 0 where the format

@@ -95,12 +95,15 @@ def _counts_on_gpu(
     if isinstance(share, int):
         return dict.fromkeys(specs, share)
 
-    def packed(spec: ExpertsSpec, weights: str, symmetric: bool = True) -> int:
-        return native_experts(spec, weights, config.group_size, "auto", symmetric).bytes
+    def packed(spec: ExpertsSpec, weights: str, symmetric: bool = True, down: str = "same") -> int:
+        return native_experts(spec, weights, config.group_size, "auto", symmetric, down_weights=down).bytes
 
     shapes = {*specs.values()}
     expert_bytes = {spec: packed(spec, config.gpu_weights) // spec.num_experts for spec in shapes}
-    rings = (ring_bytes(config, spec, packed(spec, config.weights, config.symmetric))[1] for spec in shapes)
+    rings = (
+        ring_bytes(config, spec, packed(spec, config.weights, config.symmetric, config.down_weights))[1]
+        for spec in shapes
+    )
     room = spare - int(spare * gpu_experts.RESERVE_SHARE) - gpu_experts.RESERVE_BYTES
     room -= sum(GpuExperts.table_bytes(spec.num_experts) for spec in specs.values()) + max(rings, default=0)
     sizes = {path: expert_bytes[spec] for path, spec in specs.items()}

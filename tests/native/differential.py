@@ -28,6 +28,7 @@ from ktinject.operators.probes.experts import ExpertsSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import k_quants
 import reference
 
 INNER_SIZES = [1, 8, 16, 17, 24, 32, 33, 48, 64, 96, 100, 128, 160, 200, 256, 300]
@@ -56,11 +57,13 @@ def draw(seed: int, kernels: list[dict[str, object]]) -> Case:
     row = choose.choice(kernels)
     has_gate = choose.random() < 0.85
     is_limited = has_gate and choose.random() < 0.2
-    experts = choose.choice([1, 2, 3, 8, 17])
+    wide = row["weights"] in k_quants.KINDS
+    experts = choose.choice([1, 2, 3] if wide else [1, 2, 3, 8, 17])
+    sizes = [256, 512] if wide else INNER_SIZES
     spec = ExpertsSpec(
         num_experts=experts,
-        hidden_size=choose.choice(INNER_SIZES),
-        intermediate_size=choose.choice(INNER_SIZES),
+        hidden_size=choose.choice(sizes),
+        intermediate_size=choose.choice(sizes),
         has_gate=has_gate,
         has_bias=choose.random() < 0.3,
         is_transposed=False,
@@ -92,14 +95,14 @@ def expected(
     spec: ExpertsSpec, w: dict[str, Tensor], x: Tensor, index: Tensor, scale: Tensor, rounding: str
 ) -> Tensor:
     """reference.experts, an expert at a time instead of a token at a time."""
-    x = reference.to_bf16(x) if rounding == "bf16" else reference.to_int8(x)
+    x = reference.rounded(x, rounding)
     out = torch.zeros(x.shape, dtype=torch.float64)
     for e in range(spec.num_experts):
         tokens, slots = torch.where(index == e)
         rows = x[tokens]
         gate = rows @ w["gate"][e].T + w["gate_bias"][e] if spec.has_gate else None
         h = reference.to_bf16(reference.intermediate(gate, rows @ w["up"][e].T + w["up_bias"][e], spec))
-        h = h if rounding == "bf16" else reference.to_int8(h)
+        h = h if rounding == "bf16" else reference.rounded(h, rounding)
         out.index_add_(
             0, tokens, (h @ w["down"][e].T + w["down_bias"][e]) * scale[tokens, slots, None].double()
         )
@@ -142,7 +145,10 @@ def run(case: Case) -> tuple[float, float]:
         unpacked[projection] = torch.empty(spec.num_experts, n, k)
         unpacked[f"{projection}_bias"] = bias.double()
         for e in range(spec.num_experts):
-            native.load(projection, e, weight[e])
+            if case.weights in k_quants.KINDS:
+                native.load_blocks(projection, e, k_quants.quantised(weight[e], case.weights))
+            else:
+                native.load(projection, e, weight[e])
             native.unpack(projection, e, unpacked[projection][e])
             if spec.has_bias:
                 native.load_bias(projection, e, bias[e])
@@ -199,7 +205,7 @@ def tolerance(case: Case) -> float:
     """
     name = reference.rounding(case.weights)
     output = {torch.float32: 0.0, torch.bfloat16: 4e-3, torch.float16: 1e-3}[case.dtype]
-    return reference.KERNEL_TOLERANCE[name] + output
+    return reference.KERNEL_TOLERANCE[name.removesuffix("_256")] + output
 
 
 def requantises(kernel: str) -> bool:

@@ -6,13 +6,20 @@ import dataclasses
 import math
 
 import differential
+import k_quants
 import pytest
 import torch
 
 from ktinject import _native
 
 TABLE = _native.kernels()
-FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4")
+FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4", *k_quants.KINDS)
+
+
+def _cases(row):
+    if row["weights"] in k_quants.KINDS:  # wide layers
+        return 2 if row["name"].startswith("reference") else 8
+    return 40 if row["name"].startswith(("reference", "modelled")) else 120
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])
@@ -20,10 +27,9 @@ def test_kernel_on_random_layers(row):
     if not row["available"]:
         pytest.skip(row["reason"])
     torch.set_num_threads(1)
-    slow = row["name"].startswith(("reference", "modelled"))
-    errors, failures = differential.sweep(40 if slow else 120, 1000, [row])
+    errors, failures = differential.sweep(_cases(row), 1000, [row])
     assert not failures, "\n".join(failures)
-    assert len(errors[row["name"]]) == (40 if slow else 120)
+    assert len(errors[row["name"]]) == _cases(row)
 
 
 def test_every_format_has_a_row_for_every_cpu():
@@ -32,7 +38,8 @@ def test_every_format_has_a_row_for_every_cpu():
     assert {row["weights"] for row in TABLE} == set(FORMATS)
     assert len({row["name"] for row in TABLE}) == len(TABLE)
     for weights in FORMATS:
-        isas = ["amx", *vector.get(weights, ["avx512", "avx2"]), "reference", "modelled_amx"]
+        tiles = ([], []) if weights in k_quants.KINDS else (["amx"], ["modelled_amx"])
+        isas = [*tiles[0], *vector.get(weights, ["avx512", "avx2"]), "reference", *tiles[1]]
         needed = [f"{isa}_{weights}" for isa in isas]
         assert [row["name"] for row in TABLE if row["name"] in needed] == needed
         *_, last = [row for row in TABLE if row["weights"] == weights and row["automatic"]]
@@ -41,7 +48,7 @@ def test_every_format_has_a_row_for_every_cpu():
 
 def test_modelled_kernels_are_never_chosen_by_themselves():
     assert {row["name"] for row in TABLE if not row["automatic"]} == {
-        f"modelled_amx_{weights}" for weights in FORMATS
+        f"modelled_amx_{weights}" for weights in FORMATS if weights not in k_quants.KINDS
     }
 
 
@@ -182,6 +189,6 @@ def test_the_activation_far_from_zero(kernel):
 
 @pytest.mark.parametrize("weights", FORMATS)
 def test_the_kernel_for_so_many_rows(weights):
-    experts = one_expert("auto", weights)
+    experts = one_expert("auto", weights, 256)
     many, few = experts.kernels
     assert (experts.kernel_for(1), experts.kernel_for(4096)) == (few, many)

@@ -122,8 +122,33 @@ class Fp8Blocks:
         return Fp8Blocks(values, self.scales.narrow(dim, first, count).clone(), self.block)
 
 
+@dataclass(frozen=True)
+class GgufRows:
+    """A weight [..., n, k] in the blocks of a GGUF file.
+
+    kind    the format's name: "q4_k"
+    rows    [..., n, bytes] uint8
+    inputs  values of a block
+    bytes   of a block
+    """
+
+    kind: str
+    rows: Tensor
+    inputs: int
+    bytes: int
+
+    def narrow(self, dim: int, start: int, length: int) -> GgufRows:
+        """A copy of some of its outputs (0) or inputs (1). Raises ValueError if that would divide a block."""
+        if dim == 0:
+            rows = self.rows.narrow(0, start, length)
+        else:
+            first, count = _blocks(start, length, self.inputs, "inputs")
+            rows = self.rows.narrow(-1, first * self.bytes, count * self.bytes)
+        return GgufRows(self.kind, rows.clone(), self.inputs, self.bytes)
+
+
 # A weight as an operator may take it without decoding.
-Stored = Codes | Fp8Blocks
+Stored = Codes | Fp8Blocks | GgufRows
 
 
 @dataclass(frozen=True)

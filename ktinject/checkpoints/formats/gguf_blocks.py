@@ -30,7 +30,15 @@ from torch import Tensor
 
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN
 from ktinject.checkpoints.formats import gguf_book_blocks, int_packing
-from ktinject.checkpoints.formats.base import Codes, Format, SourceFormat, check_finite, place_of, refused
+from ktinject.checkpoints.formats.base import (
+    Format,
+    GgufRows,
+    SourceFormat,
+    Stored,
+    check_finite,
+    place_of,
+    refused,
+)
 from ktinject.checkpoints.reader import Reader
 
 # Inputs and bytes of a block, and where its fp16 numbers begin. IQ1_M's lies in four parts, MXFP4 has none.
@@ -43,6 +51,7 @@ _LAYOUT: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "TQ2_0": (256, 66, (64,)), "TQ1_0": (256, 54, (52,)),
 }  # fmt: skip
 TYPES = tuple(_LAYOUT)
+_KEPT = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # operators take them as they are
 _Q4_0_GROUP = 32  # inputs in a block
 _MOST_EXPONENT = 252  # of MXFP4: 6 · 2^125 is the largest that bf16 and fp32 hold; 255 stands for NaN
 _AT_ONCE = 1 << 18  # values; their intermediates take some 8 MB, which the cache may hold
@@ -62,14 +71,17 @@ class GgufBlocks(SourceFormat):
             return Format("gguf_mxfp4", encoding="mxfp4", exact_in=("bf16", "mxfp4"))
         if dtype == "Q4_0":
             return Format("q4_0", group_size=_Q4_0_GROUP, encoding="int4", scales="F16")
-        return Format(dtype.lower())
+        return Format(dtype.lower(), encoding=dtype.lower() if dtype in _KEPT else "")
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         """fp32, as ggml dequantises them."""
         return values(reader.tensors[key].dtype, _blocks(reader, key, index))
 
-    def stored(self, reader: Reader, key: str, form: Format) -> Codes:
-        assert form.name == "q4_0", "the one type that operators take as it is"
+    def stored(self, reader: Reader, key: str, form: Format) -> Stored:
+        kind = reader.tensors[key].dtype
+        if kind != "Q4_0":
+            inputs, size, _ = _LAYOUT[kind]
+            return GgufRows(form.name, _blocks(reader, key), inputs, size)
         return int_packing.from_q4_0(_blocks(reader, key), reader.tensors[key].shape[-1])
 
 

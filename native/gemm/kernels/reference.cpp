@@ -1,4 +1,5 @@
 // Scalar kernels for any x86-64: slow, and short enough to be read as the definition of the packed layout.
+#include "gemm/k_quants.hpp"
 #include "gemm/kernels/head.hpp"
 #include "gemm/vector_ops.hpp"
 
@@ -113,6 +114,31 @@ void reference_mxfp4(const Matrix& matrix, const std::byte* panels, int count, c
   decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
     const uint8_t scale = mxfp4_scales(panel)[k / kMxfp4Group * kPanel + j];
     return Mxfp4::value(static_cast<int>(lane_of(matrix, panel, k, j) & 15)) * Mxfp4::scale(scale);
+  });
+}
+
+void reference_k_quant(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
+                       float* c, std::byte*, const Epilogue*) {
+  const KQuant kind = k_quant(matrix.format);
+  for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
+    float total = 0;
+    for (int b = 0; b < matrix.blocks(); ++b) {
+      const KBlock block(matrix, panel, b);
+      int32_t sum = 0, less = 0;
+      for (int run = 0; run < kSuperblock / kind.run; ++run) {
+        int32_t products = 0;
+        for (int k = run * kind.run; k < (run + 1) * kind.run; ++k)
+          products +=
+              (block.code(j, k) - kind.zero) * int32_t{static_cast<int8_t>(*of_row(rows, row, b * kSuperblock + k))};
+        sum += products * block.s(j, run);
+        if (kind.has_min)
+          less += block.t(j, run) * rows.group_sum[row * matrix.groups() + b * (kSuperblock / kind.run) + run];
+      }
+      const float value = block.d(j) * static_cast<float>(sum);
+      total += rows.scale[row * matrix.blocks() + b] *
+               (kind.has_min ? value - block.m(j) * static_cast<float>(less) : value);
+    }
+    return total;
   });
 }
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import k_quants
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -74,10 +75,19 @@ def image(
     return raw + bytes(-len(raw) % alignment) + data
 
 
-def converted(folder: Path, file: Path, kind: str, *, exact: bool = False, split_kv_b: bool = True) -> Path:
+def converted(
+    folder: Path,
+    file: Path,
+    kind: str,
+    *,
+    exact: bool = False,
+    split_kv_b: bool = True,
+    k_kinds: Mapping[str, str] | None = None,
+) -> Path:
     """A model's folder as GGUF.
 
     kind        of matrices whose rows divide into blocks; the others, norms and routers are F32
+    k_kinds     part of a name → K-quant of the matrices that have it, whose rows must divide into its blocks
     exact       only values that `kind` holds anyway come from `folder`; else they are quantised
     """
     import gguf
@@ -117,8 +127,12 @@ def converted(folder: Path, file: Path, kind: str, *, exact: bool = False, split
         target = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert target is not None, key
         plain = value.dim() == 1 or "ffn_gate_inp" in target or value.shape[-1] % 32
-        wanted = gguf.GGMLQuantizationType["F32" if plain else kind]
-        made = gguf.quants.quantize(value.float().numpy(), wanted)
+        k_kind = next((k for part, k in (k_kinds or {}).items() if part in target), None)
+        wanted = gguf.GGMLQuantizationType[k_kind or ("F32" if plain else kind)]
+        if k_kind is not None:
+            made = k_quants.quantised(value, k_kind.lower()).numpy()
+        else:
+            made = gguf.quants.quantize(value.float().numpy(), wanted)
         if exact:
             assert torch.equal(torch.from_numpy(gguf.quants.dequantize(made, wanted)), value.float()), key
         writer.add_tensor(target, made, raw_dtype=wanted)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import expert_cases
+import k_quants
 import models
 import pytest
 import reference
@@ -19,6 +20,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from ktinject import _native
+from ktinject.checkpoints.formats.base import GgufRows
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
@@ -58,6 +60,21 @@ def filled(
     for name, parameter in module.named_parameters():
         values = torch.randn(parameter.shape, generator=random) * parameter.shape[-1] ** -0.5
         made.load(name, values.bfloat16(), None, None)
+    made.finish()
+    return made
+
+
+def filled_from_blocks(hidden: int, inner: int, kind: str) -> CpuExperts:
+    """Experts of a K-quant, whose down projection is another one."""
+    down = "q6_k" if kind != "q6_k" else "q4_k"
+    config = CpuExpertsConfig(device="cpu", weights=kind, down_weights=down)  # type: ignore[arg-type]
+    made = CpuExperts.build(leaf(hidden, inner), config)
+    made.allocate()
+    random = torch.Generator().manual_seed(0)
+    for name, shape in made.parameter_shapes().items():
+        own = down if name == "down_proj" else kind
+        rows = k_quants.quantised(torch.randn(shape, generator=random) * 0.05, own)
+        made.load_stored(name, GgufRows(own, rows, 256, rows.shape[-1] * 256 // shape[-1]), None, None)
     made.finish()
     return made
 
@@ -317,6 +334,21 @@ def test_unpacked_on_the_gpu_as_on_the_cpu(kind: str, hidden: int, inner: int) -
             want = operator.unpack("gate_up_proj", first + expert).bfloat16()
             assert torch.equal(gate_up[expert].cpu(), want)
             assert torch.equal(down[expert].cpu(), operator.unpack("down_proj", first + expert).bfloat16())
+            seen += 1
+    assert seen == EXPERTS
+
+
+@gpu
+@pytest.mark.parametrize("kind", k_quants.KINDS)
+def test_k_quants_are_unpacked_to_their_values(kind: str) -> None:
+    operator = filled_from_blocks(512, 256, kind)
+    layer = streamed(operator)
+    layer.ring.reserve()
+    seen = 0
+    for first, count, gate_up, down in layer.ring.unpacked(layer):
+        for expert in range(count):
+            assert gate_up[expert].cpu().equal(operator.unpack("gate_up_proj", first + expert).bfloat16())
+            assert down[expert].cpu().equal(operator.unpack("down_proj", first + expert).bfloat16())
             seen += 1
     assert seen == EXPERTS
 
