@@ -66,7 +66,7 @@ class ReadAhead(Generic[Item, Value]):
     read      item → its value; called from several threads, each of which computes on itself alone
     size      item → bytes that reading it takes
     threads   how many; None: `usual_threads()`
-    room      bytes that may be read and not yet packed; one item that is larger is read alone
+    room      bytes that may be read and not yet packed, `ROOM` if None; one item that is larger is read alone
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class ReadAhead(Generic[Item, Value]):
         read: Callable[[Item], Value],
         size: Callable[[Item], int],
         threads: int | None = None,
-        room: int = ROOM,
+        room: int | None = None,
     ) -> None:
-        self._items, self._read, self._size, self._room = items, read, size, room
+        self._items, self._read, self._size = items, read, size
+        self._room = ROOM if room is None else room
         self._count = min(usual_threads() if threads is None else threads, len(items))
         self._threads: list[threading.Thread] = []
         # The caller may be interrupted anywhere, and Python's conditions lose their lock then: it only gets and puts.

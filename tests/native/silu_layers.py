@@ -14,6 +14,7 @@ def silu_experts(
     weights: str = "bf16",
     group_size: int = 0,
     has_bias: bool = False,
+    symmetric: bool = True,
 ) -> _native.Experts:
     return _native.Experts(
         experts=experts,
@@ -21,6 +22,7 @@ def silu_experts(
         intermediate_size=intermediate_size,
         weights=weights,
         group_size=group_size,
+        symmetric=symmetric,
         has_gate=True,
         has_bias=has_bias,
         activation="silu",

@@ -64,6 +64,12 @@ def arrays() -> Iterator[Wanted]:
 ARRAYS = [*arrays()]
 
 
+def empty(weights: str, group_size: int = 0, symmetric: bool = True) -> Any:
+    made = silu_experts(2, 256, 256, weights, group_size, symmetric=symmetric)
+    made.allocate()
+    return made
+
+
 def experts(weights: str = "bf16", hidden: int = 64) -> Any:
     made = silu_experts(2, hidden, 32, weights, has_bias=True)
     made.allocate()
@@ -81,6 +87,14 @@ def linear(out_features: int, in_features: int) -> Any:
     made.allocate()
     made.load(torch.randn(out_features, in_features))
     made.load_bias(torch.randn(out_features))
+    return made
+
+
+def superblocks() -> Any:
+    made = _native.Linear(
+        out_features=64, in_features=256, weights="q4_k", group_size=0, has_bias=False, kernel="auto"
+    )
+    made.allocate()
     return made
 
 
@@ -161,6 +175,20 @@ CASES: dict[str, Case] = {
             "scales": torch.ones(1, 2),
         },
     ),
+    "Experts.load_integers": lambda: (
+        empty("int4", 128, symmetric=False).load_integers,
+        {
+            "projection": "up",
+            "expert": 0,
+            "codes": torch.ones(256, 256, dtype=torch.uint8),
+            "scales": torch.ones(256, 2),
+            "zeros": torch.ones(256, 2, dtype=torch.uint8),
+        },
+    ),
+    "Experts.load_blocks": lambda: (
+        empty("q4_k").load_blocks,
+        {"projection": "up", "expert": 0, "rows": torch.zeros(256, 144, dtype=torch.uint8)},
+    ),
     "Experts.load_bias": lambda: (
         experts().load_bias,
         {"projection": "up", "expert": 0, "bias": torch.randn(32)},
@@ -183,6 +211,10 @@ CASES: dict[str, Case] = {
         },
     ),
     "Linear.load": lambda: (linear(32, 64).load, {"weight": torch.randn(32, 64)}),
+    "Linear.load_blocks": lambda: (
+        superblocks().load_blocks,
+        {"rows": torch.zeros(64, 144, dtype=torch.uint8)},
+    ),
     "Linear.load_bias": lambda: (linear(32, 64).load_bias, {"bias": torch.randn(32)}),
     "Linear.unpack": lambda: (linear(32, 64).unpack, {"out": torch.zeros(32, 64)}),
     "Linear.unpack_bias": lambda: (linear(32, 64).unpack_bias, {"out": torch.zeros(32)}),
@@ -197,6 +229,27 @@ CASES: dict[str, Case] = {
             "scores": torch.randn(2, 9),
             "generator": generator(),
             "tokens": torch.zeros(2, dtype=torch.int64),
+        },
+    ),
+    "convolve_prompt": lambda: (
+        _native.convolve_prompt,
+        {
+            "x": torch.ones(2, 5, 8),
+            "weight": torch.ones(4, 8),
+            "bias": torch.ones(8),
+            "silu": True,
+            "out": torch.zeros(2, 5, 8),
+        },
+    ),
+    "delta_prompt": lambda: (
+        _native.delta_prompt,
+        {
+            **{name: torch.rand(2, 5, 2, 8) for name in "qkv"},
+            **{name: torch.rand(2, 5, 2) for name in ("g", "beta")},
+            "unit_length": True,
+            "scale": 1.0,
+            "states": torch.zeros(2, 2, 8, 8),
+            "out": torch.zeros(2, 5, 2, 8),
         },
     ),
     "Norm.__init__": lambda: (_native.Norm, {"weight": torch.ones(8), "epsilon": 1e-6}),

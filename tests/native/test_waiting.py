@@ -26,16 +26,16 @@ SHAPE = {"gate": (48, 64), "up": (48, 64), "down": (64, 48)}
 
 
 def experts(
-    weights: str = "bf16", has_bias: bool = True, hidden: int = 64, inner: int = 48
+    weights: str = "bf16", has_bias: bool = True, hidden: int = 64, inner: int = 48, group_size: int = 0
 ) -> _native.Experts:
-    return silu_experts(3, hidden, inner, weights, has_bias=has_bias)
+    return silu_experts(3, hidden, inner, weights, group_size, has_bias)
 
 
-def linear(out_features: int, in_features: int) -> _native.Linear:
+def linear(out_features: int, in_features: int, weights: str = "bf16") -> _native.Linear:
     return _native.Linear(
         out_features=out_features,
         in_features=in_features,
-        weights="bf16",
+        weights=weights,
         group_size=0,
         has_bias=True,
         kernel="auto",
@@ -97,6 +97,8 @@ def taken_back() -> Callable[[], None]:
 
 
 LAYER, BLOCKS, DENSE = allocated(experts()), allocated(experts("fp8")), allocated(linear(64, 48))
+INTEGERS = allocated(experts("int4", inner=64, group_size=32))
+SUPERBLOCKS = allocated(experts("q4_k", hidden=256, inner=256)), allocated(linear(64, 256, "q4_k"))
 STATE = torch.Generator().manual_seed(0).get_state()
 
 # Each takes a turn at the pool.
@@ -117,6 +119,12 @@ TAKE: dict[str, Callable[[], Any]] = {
     "Experts.load_fp8": lambda: BLOCKS.load_fp8(
         "up", 1, torch.ones(SHAPE["up"], dtype=torch.uint8), torch.ones(1, 1)
     ),
+    "Experts.load_integers": lambda: INTEGERS.load_integers(
+        "up", 1, torch.ones(64, 64, dtype=torch.uint8), torch.ones(64, 2)
+    ),
+    "Experts.load_blocks": lambda: SUPERBLOCKS[0].load_blocks(
+        "up", 1, torch.zeros(256, 144, dtype=torch.uint8)
+    ),
     "Experts.load_bias": lambda: LAYER.load_bias("up", 2, torch.ones(48)),
     "Experts.repeat": lambda: LAYER.repeat(0),
     "Experts.absent": lambda: LAYER.absent(1),
@@ -129,11 +137,23 @@ TAKE: dict[str, Callable[[], Any]] = {
     "Linear.has_bias": lambda: DENSE.has_bias,
     "Linear.allocate": lambda: linear(64, 48).allocate(),
     "Linear.load": lambda: DENSE.load(torch.ones(64, 48)),
+    "Linear.load_blocks": lambda: SUPERBLOCKS[1].load_blocks(torch.zeros(64, 144, dtype=torch.uint8)),
     "Linear.load_bias": lambda: DENSE.load_bias(torch.ones(64)),
     "Linear.mark_loaded": lambda: DENSE.mark_loaded(),
     "Linear.unpack": lambda: DENSE.unpack(torch.empty(64, 48)),
     "Linear.unpack_bias": lambda: DENSE.unpack_bias(torch.empty(64)),
     "Linear.forward": lambda: DENSE.forward(torch.ones(2, 48), torch.empty(2, 64)),
+    "convolve_prompt": lambda: _native.convolve_prompt(
+        x=torch.ones(1, 3, 8), weight=torch.ones(4, 8), bias=None, silu=True, out=torch.empty(1, 3, 8)
+    ),
+    "delta_prompt": lambda: _native.delta_prompt(
+        **dict.fromkeys("qkv", torch.ones(1, 3, 2, 8)),
+        **dict.fromkeys(("g", "beta"), torch.zeros(1, 3, 2)),
+        unit_length=True,
+        scale=1.0,
+        states=torch.zeros(1, 2, 8, 8),
+        out=torch.empty(1, 3, 2, 8),
+    ),
     "Decoder.forward": lambda: decoder()(),
     "Decoder.keep": taken_back(),
 }
@@ -147,7 +167,7 @@ DO_NOT = set(
     add_from_host handoff_entries pinned_bytes gated_delta mamba2 short_convolution
     allow_workspace Experts.workspace_bytes uses_start uses_stop uses
     packed_version Experts.packed Linear.packed
-    Experts.hidden_size Experts.id Experts.bytes Experts.kernels Experts.kernel_for Experts.shards
+    Experts.hidden_size Experts.count Experts.down_kernels Experts.id Experts.bytes Experts.kernels Experts.kernel_for Experts.shards
     Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
     Slots.bytes Channel.submit Channel.wait Channel.exchange Channel.check
     Resident.bytes Resident.inner_width Resident.copy Resident.forward

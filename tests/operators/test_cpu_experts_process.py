@@ -284,7 +284,9 @@ def test_memory_that_cannot_be_placed_is_said_once(caplog):
     cpu_experts._warn_not_placed.cache_clear()
     for _ in range(2):
         operator = build(module)
-        operator.native = SimpleNamespace(allocate=lambda: None, not_placed="Operation not permitted")
+        operator.native = SimpleNamespace(
+            allocate=lambda: None, touch=lambda: None, not_placed="Operation not permitted"
+        )
         operator.allocate()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "mbind: Operation not permitted" in caplog.text

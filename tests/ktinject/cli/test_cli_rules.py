@@ -55,7 +55,7 @@ def test_cli_check(tmp_path: Path) -> None:
     assert code == 0 and "weights=int4" in out and "9 rules for deepseek_v3, kimi_k2" in out
     code, out, _ = cli("check", "deepseek-v3", "--json")
     assert code == 0 and json.loads(out)["rules"][1]["arguments"] == {
-        "weights": "bf16",
+        "weights": "kept",
         "group_size": 128,
         "gpu_experts": 0,
     }

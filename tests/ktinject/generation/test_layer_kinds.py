@@ -129,7 +129,8 @@ def test_steps_on_a_graph_s_tensors(family: str, changes: dict[str, Any]) -> Non
         assert torch.equal(found, wanted) and decoding.reason == "cpu has no CUDA graphs"
         for ours, theirs in zip(*(cache.layers for cache in caches)):
             for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=True):
-                assert a.shape == b.shape and (a - b).norm() <= 1e-4 * b.norm()
+                # Other sums of a prompt may round bf16 inputs of experts the other way.
+                assert a.shape == b.shape and (a - b).norm() <= 1e-3 * b.norm()
         ids = torch.cat([found, ids[:, :5]], dim=1)
     runner = decoding.runners[2]
     view = runner.cache.bucket(runner.cache.capacity)

@@ -235,7 +235,7 @@ def check_states(family: str, config: dict[str, Any], device: str, monkeypatch: 
     plain = model.generate(**arguments)
     with pytest.raises(ValueError, match=SAID):
         stock(model, **arguments, prompt_lookup_num_tokens=4)
-    most = 5e-3 if device == "cuda" else 1e-4
+    most = 5e-3 if device == "cuda" else 2e-3  # bf16 inputs of experts may be rounded the other way
     kept, keep = [], SeveralTokens.keep
     monkeypatch.setattr(SeveralTokens, "keep", lambda self, n: kept.append(n) or keep(self, n))
     how = decoding.explain(**arguments, prompt_lookup_num_tokens=4)

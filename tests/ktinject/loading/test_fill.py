@@ -276,6 +276,8 @@ def measured(code: str, folder: Path) -> dict[str, float]:
 def test_memory_while_filling_stays_close_to_what_is_packed(weights: str, large: Path) -> None:
     code = f"""
 import json
+from ktinject.loading import read_ahead
+read_ahead.ROOM = 64 << 20
 before = status("VmRSS")
 model = ktinject.load(folder, variables={{"experts": "{weights}"}}, progress=False)
 gc.collect()
@@ -329,4 +331,5 @@ print(json.dumps(dict(delays=delays, left=left, before=before, rss=status("VmRSS
     seen: Any = measured(code, large)
     print(f"interrupted after {seen['delays']} s of computing, {[x / 2**20 for x in seen['left']]} MiB left")
     assert seen["delays"] and max(seen["delays"]) < LATE_SECONDS
-    assert max(seen["left"]) < 0.01 * seen["rss"] + 2**24
+    # Of each thread that reads, the allocator keeps some.
+    assert max(seen["left"]) < 0.01 * seen["rss"] + 3 * 2**24
