@@ -292,7 +292,8 @@ print(json.dumps(dict(before=before, peak=peak, after=after, bytes=model.ktinjec
     )
     largest_group = 3 * 512 * 768 * 2 / 2**20
     assert over < largest_group + 256
-    assert left < 64, "the bf16 copy is gone"
+    # Of each thread that reads, the allocator keeps some.
+    assert left < 96, "the bf16 copy is gone"
 
 
 @pytest.mark.slow
