@@ -167,7 +167,8 @@ DO_NOT = set(
     add_from_host handoff_entries pinned_bytes gated_delta mamba2 short_convolution
     allow_workspace Experts.workspace_bytes uses_start uses_stop uses
     packed_version Experts.packed Linear.packed
-    Experts.hidden_size Experts.count Experts.down_kernels Experts.id Experts.bytes Experts.kernels Experts.kernel_for Experts.shards
+    Experts.hidden_size Experts.count Experts.down_kernels Experts.id Experts.bytes Experts.kernels
+    Experts.kernel_for Experts.shards
     Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
     Slots.bytes Channel.submit Channel.wait Channel.exchange Channel.check
     Resident.bytes Resident.inner_width Resident.copy Resident.forward

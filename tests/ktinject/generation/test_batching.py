@@ -10,6 +10,7 @@ import models
 import pytest
 import torch
 from test_layer_kinds import WINDOW
+from test_native_decoder import assert_same_but_for_roundings
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import ContinuousBatchingConfig, PreTrainedModel
