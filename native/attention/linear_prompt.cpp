@@ -66,7 +66,8 @@ void delta_prompt(const PromptDelta& prompt) {
       float* to = wide + static_cast<size_t>(index) * width;
       for (const auto& [from, scale] : {std::pair{&prompt.q, prompt.scale}, std::pair{&prompt.k, 1.0f}}) {
         for (int h = 0; h < prompt.key_heads; ++h, to += keys) {
-          const ptrdiff_t begin = row * from->batch_stride + (first + token) * from->token_stride + h * from->head_stride;
+          const ptrdiff_t begin =
+              row * from->batch_stride + (first + token) * from->token_stride + h * from->head_stride;
           ops.widen(at(from->data, begin, prompt.dtype), keys, prompt.dtype, to);
           const float factor = prompt.has_unit_length ? length_factor(to, keys, scale) : scale;
           for (int i = 0; i < keys; ++i) to[i] *= factor;

@@ -10,8 +10,8 @@
 
 namespace ktinject::attention {
 
-// out [batch, tokens, channels] = the sum over t of weight [t, channel] · x [batch, token - taps + 1 + t, channel], and bias,
-// rounded; then silu of it, rounded. What lies before the first token is 0.
+// out [batch, tokens, channels] = the sum over t of weight [t, channel] · x [batch, token - taps + 1 + t, channel], and
+// bias, rounded; then silu of it, rounded. What lies before the first token is 0.
 struct PromptConvolution {
   const void* x = nullptr;  // [batch, tokens, channels] of dtype; channels lie together
   ptrdiff_t batch_stride = 0, token_stride = 0;
@@ -34,8 +34,8 @@ struct Heads {
 // The rule of gated_delta.hpp for all tokens, with exp(g) for the decay. States move on in place.
 struct PromptDelta {
   Heads q, k, v;
-  const float* g = nullptr;     // [batch, tokens, value_heads]
-  const float* beta = nullptr;  // [batch, tokens, value_heads]
+  const float* g = nullptr;      // [batch, tokens, value_heads]
+  const float* beta = nullptr;   // [batch, tokens, value_heads]
   bool has_unit_length = false;  // q and k of length 1 first
   float scale = 1;               // of q
   int batch = 0, tokens = 0, key_heads = 0, value_heads = 0, key_size = 0, value_size = 0;

@@ -34,8 +34,7 @@ void expect_shape(const Found& found, std::vector<size_t> shape, const char* nam
     expected += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
     seen += (i == 0 ? "" : ", ") + std::to_string(found.shape(i));
   }
-  if (!is_same)
-    throw std::invalid_argument(std::string(name) + ": found [" + seen + "]; expected [" + expected + "]");
+  if (!is_same) throw std::invalid_argument(std::string(name) + ": found [" + seen + "]; expected [" + expected + "]");
 }
 
 void convolve(const Tokens& x, const Taps& weight, const std::optional<Bias32>& bias, bool silu,
@@ -102,9 +101,10 @@ void delta(const OfHeads& q, const OfHeads& k, const OfHeads& v, const Gates& g,
 }  // namespace
 
 void init_linear_prompt(nb::module_& m) {
-  m.def("convolve_prompt", &convolve, nb::kw_only(), nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(),
-        nb::arg("silu"), nb::arg("out"), nb::call_guard<WithoutGil>(),
-        "out [batch, tokens, channels] = the causal convolution of x with weight [taps, channels] and bias, then silu.");
+  m.def(
+      "convolve_prompt", &convolve, nb::kw_only(), nb::arg("x"), nb::arg("weight"), nb::arg("bias").none(),
+      nb::arg("silu"), nb::arg("out"), nb::call_guard<WithoutGil>(),
+      "out [batch, tokens, channels] = the causal convolution of x with weight [taps, channels] and bias, then silu.");
   m.def("delta_prompt", &delta, nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("g"), nb::arg("beta"),
         nb::arg("unit_length"), nb::arg("scale"), nb::arg("states"), nb::arg("out"), nb::call_guard<WithoutGil>(),
         "out [batch, tokens, heads, values] of the gated delta rule; states [batch, heads, keys, values] move on in "

@@ -198,9 +198,8 @@ static inline void convolve_token_as(const Convolution& token, const T* newest, 
 }
 
 static void convolve_token(const Convolution& token) {
-  of_dtype(token.dtype, [&](auto* kind, auto to) {
-    convolve_token_as(token, static_cast<decltype(kind)>(token.newest), to);
-  });
+  of_dtype(token.dtype,
+           [&](auto* kind, auto to) { convolve_token_as(token, static_cast<decltype(kind)>(token.newest), to); });
 }
 
 // A register's columns of a state. They are independent of each other, so how many they are changes no sum. Multiplied
@@ -226,8 +225,7 @@ static void delta_rule(const DeltaRule& rule) {
     Columns found[kVectors] = {}, sums[kVectors] = {};
     for (int i = 0; i < rule.keys; ++i)
       for (int t = 0; t < kVectors; ++t)
-        found[t] +=
-            columns_of(column + static_cast<size_t>(i) * stride + t * kColumns) * rule.decay * rule.k[i];
+        found[t] += columns_of(column + static_cast<size_t>(i) * stride + t * kColumns) * rule.decay * rule.k[i];
     for (int t = 0; t < kVectors; ++t) found[t] = (columns_of(rule.v + first + t * kColumns) - found[t]) * rule.beta;
     for (int i = 0; i < rule.keys; ++i)
       for (int t = 0; t < kVectors; ++t) {
@@ -244,7 +242,8 @@ static void delta_rule(const DeltaRule& rule) {
     for (int i = 0; i < rule.keys; ++i) found += column[static_cast<size_t>(i) * stride] * rule.decay * rule.k[i];
     found = (rule.v[first] - found) * rule.beta;
     for (int i = 0; i < rule.keys; ++i) {
-      column[static_cast<size_t>(i) * stride] = column[static_cast<size_t>(i) * stride] * rule.decay + found * rule.k[i];
+      column[static_cast<size_t>(i) * stride] =
+          column[static_cast<size_t>(i) * stride] * rule.decay + found * rule.k[i];
       sum += column[static_cast<size_t>(i) * stride] * rule.q[i];
     }
     rule.out[first] = sum;
@@ -363,6 +362,6 @@ static float race(const float* scores, const uint32_t* words, int n, float most,
 }
 
 constexpr StepOps kStepOps = {
-    round_all,   add,         widen_all,     store,           rms_norm,     rotate,         attend,     attend_scratch,
-    kPlainHeads, merge,       gate_up,       gate_by_sigmoid, gate_by_silu, convolve,       convolve_token, delta_rule,
-    softmax,     sigmoid_all, times_rows,    rows_times,      greatest_of,  mersenne_next,  mersenne_temper, race};
+    round_all,   add,         widen_all,  store,           rms_norm,     rotate,        attend,          attend_scratch,
+    kPlainHeads, merge,       gate_up,    gate_by_sigmoid, gate_by_silu, convolve,      convolve_token,  delta_rule,
+    softmax,     sigmoid_all, times_rows, rows_times,      greatest_of,  mersenne_next, mersenne_temper, race};

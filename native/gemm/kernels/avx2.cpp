@@ -2,8 +2,8 @@
 // row.
 //
 // bf16 pairs are widened to two fp32 vectors (even inputs by a shift, odd ones by a mask) and multiplied with FMA. int8
-// goes through 16 bits, because vpmaddubsw saturates: 255 * 127 * 2 does not fit. Products of int4 do, and some of their
-// sums.
+// goes through 16 bits, because vpmaddubsw saturates: 255 * 127 * 2 does not fit. Products of int4 do, and some of
+// their sums.
 #include <immintrin.h>
 
 #include "gemm/kernels/dequantise.hpp"
@@ -141,8 +141,7 @@ void int4_half(const Matrix& matrix, const std::byte* panel, int half, const std
         }
       }
       for (int row = 0; row < M; ++row)
-        for (int q = 0; q < 2; ++q)
-          sum[row][q] = _mm256_add_epi32(sum[row][q], _mm256_madd_epi16(few[row][q], ones));
+        for (int q = 0; q < 2; ++q) sum[row][q] = _mm256_add_epi32(sum[row][q], _mm256_madd_epi16(few[row][q], ones));
     }
 #pragma GCC unroll 2
     for (int q = 0; q < 2; ++q) {
@@ -235,15 +234,13 @@ void avx2_int8(const Matrix& matrix, const std::byte* panels, int count, const P
 void avx2_int4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                std::byte*, const Epilogue*) {
   const auto groups = static_cast<size_t>(matrix.groups());
-  for_runs<4>(matrix, panels, count, rows, c,
-              [&](const std::byte* panel, const std::byte* x, size_t block_stride, int row, int take, float* out) {
-                const int32_t* sums = rows.group_sum + static_cast<size_t>(row) * groups;
-                const auto run = take == 4   ? int4_rows<4>
-                                 : take == 3 ? int4_rows<3>
-                                 : take == 2 ? int4_rows<2>
-                                             : int4_rows<1>;
-                run(matrix, panel, x, block_stride, rows.scale + row, sums, out);
-              });
+  for_runs<4>(
+      matrix, panels, count, rows, c,
+      [&](const std::byte* panel, const std::byte* x, size_t block_stride, int row, int take, float* out) {
+        const int32_t* sums = rows.group_sum + static_cast<size_t>(row) * groups;
+        const auto run = take == 4 ? int4_rows<4> : take == 3 ? int4_rows<3> : take == 2 ? int4_rows<2> : int4_rows<1>;
+        run(matrix, panel, x, block_stride, rows.scale + row, sums, out);
+      });
 }
 
 }  // namespace ktinject::gemm
