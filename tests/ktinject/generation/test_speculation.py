@@ -254,7 +254,7 @@ def check_states(family: str, config: dict[str, Any], device: str, monkeypatch: 
             for ours, theirs in zip(tensors_of(mine), tensors_of(other), strict=True):
                 assert ours.shape == theirs.shape
                 assert (ours - theirs).norm() <= most * theirs.norm()
-    assert decoding.runners[1].several.support and max(kept) == 4
+    assert decoding.runners[1].several.support and max(kept) >= 4
 
 
 @pytest.mark.parametrize("family, config", STATEFUL[:2], ids=[family for family, _ in STATEFUL[:2]])
