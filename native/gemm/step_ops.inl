@@ -202,39 +202,28 @@ static void convolve_token(const Convolution& token) {
            [&](auto* kind, auto to) { convolve_token_as(token, static_cast<decltype(kind)>(token.newest), to); });
 }
 
-// A register's columns of a state. They are independent of each other, so how many they are changes no sum. Multiplied
-// with one number, a vector wider than registers passes through memory.
-constexpr int kColumns = kVector;
-typedef float Columns __attribute__((vector_size(kColumns * sizeof(float))));
-
-static inline Columns columns_of(const float* x) {
-  Columns columns;
-  __builtin_memcpy(&columns, x, sizeof columns);
-  return columns;
-}
-static inline void put_columns(float* x, const Columns& columns) { __builtin_memcpy(x, &columns, sizeof columns); }
-
-// Some columns are taken at a time, so that their sums stay in registers.
+// Columns of a state are independent of each other, so how many are taken at a time changes no sum. They are as many as
+// stay in registers; a vector wider than a register, multiplied with one number, passes through memory.
 static void delta_rule(const DeltaRule& rule) {
-  constexpr int kVectors = 4, kTogether = kVectors * kColumns;
+  constexpr int kVectors = 4, kTogether = kVectors * kVector;
   const int n = rule.values;
   const size_t stride = static_cast<size_t>(rule.stride);
   int first = 0;
   for (; first + kTogether <= n; first += kTogether) {
     float* column = rule.state + first;
-    Columns found[kVectors] = {}, sums[kVectors] = {};
+    Vector found[kVectors] = {}, sums[kVectors] = {};
     for (int i = 0; i < rule.keys; ++i)
       for (int t = 0; t < kVectors; ++t)
-        found[t] += columns_of(column + static_cast<size_t>(i) * stride + t * kColumns) * rule.decay * rule.k[i];
-    for (int t = 0; t < kVectors; ++t) found[t] = (columns_of(rule.v + first + t * kColumns) - found[t]) * rule.beta;
+        found[t] += vector_of(column + static_cast<size_t>(i) * stride + t * kVector) * rule.decay * rule.k[i];
+    for (int t = 0; t < kVectors; ++t) found[t] = (vector_of(rule.v + first + t * kVector) - found[t]) * rule.beta;
     for (int i = 0; i < rule.keys; ++i)
       for (int t = 0; t < kVectors; ++t) {
-        float* values = column + static_cast<size_t>(i) * stride + t * kColumns;
-        const Columns state = columns_of(values) * rule.decay + found[t] * rule.k[i];
-        put_columns(values, state);
+        float* values = column + static_cast<size_t>(i) * stride + t * kVector;
+        const Vector state = vector_of(values) * rule.decay + found[t] * rule.k[i];
+        put_vector(values, state);
         sums[t] += state * rule.q[i];
       }
-    for (int t = 0; t < kVectors; ++t) put_columns(rule.out + first + t * kColumns, sums[t]);
+    for (int t = 0; t < kVectors; ++t) put_vector(rule.out + first + t * kVector, sums[t]);
   }
   for (; first < n; ++first) {
     float found = 0.0f, sum = 0.0f;

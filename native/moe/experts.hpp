@@ -127,7 +127,10 @@ class Experts {
   }
   int rows_of(Projection projection) const;
   int inputs_of(Projection projection) const;
-  void check(Projection projection, int expert, const gemm::Source& source, bool bias) const;
+  void check(Projection projection, int expert, int n, int k, bool bias) const;
+  // pack(workers, tiles, runs, title) of a weight [n, k].
+  template <class Pack>
+  void load_as(Projection projection, int expert, int n, int k, const Pack& pack);
   const gemm::Matrix& matrix_of(Projection projection) const {
     return projection == Projection::down ? down_ : gate_up_;
   }

@@ -31,7 +31,7 @@ int Experts::inputs_of(Projection projection) const {
   return projection == Projection::down ? config_.intermediate_size : config_.hidden_size;
 }
 
-void Experts::check(Projection projection, int expert, const gemm::Source& source, bool bias) const {
+void Experts::check(Projection projection, int expert, int n, int k, bool bias) const {
   auto refuse = [&](const std::string& why) {
     throw std::invalid_argument(title(projection, expert) + (bias ? " bias" : "") + ": " + why);
   };
@@ -40,10 +40,10 @@ void Experts::check(Projection projection, int expert, const gemm::Source& sourc
     refuse("there is no such expert; allowed: 0 to " + std::to_string(config_.experts - 1));
   if (projection == Projection::gate && !config_.activation.has_gate) refuse("these experts have no gate; use up");
   if (bias && !config_.has_bias) refuse("these experts were built without biases");
-  const int n = rows_of(projection), k = bias ? 1 : inputs_of(projection);
-  if (source.n != n || source.k != k)
-    refuse("found shape [" + std::to_string(source.n) + ", " + std::to_string(source.k) + "]; expected [" +
-           std::to_string(n) + ", " + std::to_string(k) + "]");
+  const int rows = rows_of(projection), inputs = bias ? 1 : inputs_of(projection);
+  if (n != rows || k != inputs)
+    refuse("found shape [" + std::to_string(n) + ", " + std::to_string(k) + "]; expected [" + std::to_string(rows) +
+           ", " + std::to_string(inputs) + "]");
 }
 
 std::vector<gemm::PanelRun> Experts::runs_of(Projection projection, int expert) const {
@@ -56,54 +56,42 @@ std::vector<gemm::PanelRun> Experts::runs_of(Projection projection, int expert) 
   return runs;
 }
 
-void Experts::load(Projection projection, int expert, const gemm::Source& source) {
+template <class Pack>
+void Experts::load_as(Projection projection, int expert, int n, int k, const Pack& pack) {
   const runtime::Session workers;
-  check(projection, expert, source, false);
+  check(projection, expert, n, k, false);
   mark(projection, expert, false) = 0;  // what an error leaves is no weight
-  gemm::pack_matrix(*workers, matrix_of(projection), *vector_ops_, source, tiles_of(config_, projection),
-                    runs_of(projection, expert), title(projection, expert));
+  pack(*workers, tiles_of(config_, projection), runs_of(projection, expert), title(projection, expert));
   mark(projection, expert, false) = 1;
+}
+
+void Experts::load(Projection projection, int expert, const gemm::Source& source) {
+  load_as(projection, expert, source.n, source.k, [&](auto& workers, const auto&... to) {
+    gemm::pack_matrix(workers, matrix_of(projection), *vector_ops_, source, to...);
+  });
 }
 
 void Experts::load_integers(Projection projection, int expert, const gemm::IntegerSource& source) {
-  gemm::Source shape;
-  shape.n = source.n;
-  shape.k = source.k;
-  const runtime::Session workers;
-  check(projection, expert, shape, false);
-  mark(projection, expert, false) = 0;
-  gemm::pack_integers(*workers, matrix_of(projection), source, tiles_of(config_, projection),
-                      runs_of(projection, expert), title(projection, expert));
-  mark(projection, expert, false) = 1;
+  load_as(projection, expert, source.n, source.k, [&](auto& workers, const auto&... to) {
+    gemm::pack_integers(workers, matrix_of(projection), source, to...);
+  });
 }
 
 void Experts::load_fp8(Projection projection, int expert, const gemm::Fp8Source& source) {
-  gemm::Source shape;
-  shape.n = source.n;
-  shape.k = source.k;
-  const runtime::Session workers;
-  check(projection, expert, shape, false);
-  mark(projection, expert, false) = 0;
-  gemm::pack_fp8(*workers, matrix_of(projection), source, tiles_of(config_, projection), runs_of(projection, expert),
-                 title(projection, expert));
-  mark(projection, expert, false) = 1;
+  load_as(projection, expert, source.n, source.k,
+          [&](auto& workers, const auto&... to) { gemm::pack_fp8(workers, matrix_of(projection), source, to...); });
 }
 
 void Experts::load_blocks(Projection projection, int expert, const gemm::KSource& source) {
-  gemm::Source shape;
-  shape.n = source.n;
-  shape.k = inputs_of(projection);  // the length of the rows tells; it is checked where they are packed
-  const runtime::Session workers;
-  check(projection, expert, shape, false);
-  mark(projection, expert, false) = 0;
-  gemm::pack_k_quants(*workers, matrix_of(projection), source, tiles_of(config_, projection),
-                      runs_of(projection, expert), title(projection, expert));
-  mark(projection, expert, false) = 1;
+  // The length of the rows tells how many inputs there are; it is checked where they are packed.
+  load_as(projection, expert, source.n, inputs_of(projection), [&](auto& workers, const auto&... to) {
+    gemm::pack_k_quants(workers, matrix_of(projection), source, to...);
+  });
 }
 
 void Experts::load_bias(Projection projection, int expert, const gemm::Source& source) {
   const runtime::Session session;
-  check(projection, expert, source, true);
+  check(projection, expert, source.n, source.k, true);
   const gemm::Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
   auto* bias = reinterpret_cast<float*>((projection == Projection::down ? down_bias_ : gate_up_bias_).data()) +
                static_cast<size_t>(expert) * static_cast<size_t>(matrix.panels) * gemm::kPanel;

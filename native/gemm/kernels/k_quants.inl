@@ -1,4 +1,5 @@
-// What the kernels of K-quants share: where the parts of a block lie, and the loop around them.
+// What the kernels of K-quants share: where the parts of a block lie, and the loops around them. An instruction set
+// adds `unpack_chunk`, and a class Rows<kFormat, M, kReady> whose run() computes M rows of a tile.
 //
 // A few rows take codes apart as they pass. For more rows, the codes of a tile of 256 inputs are first written as bytes
 // to scratch, which stays in the L1 cache while all rows pass by.
@@ -7,6 +8,9 @@
 
 // Sums stay in registers only if all that is done with them is in one function.
 #define KTINJECT_INLINE __attribute__((always_inline)) inline
+
+// How far ahead of the loads weights are asked for: see avx512.cpp.
+constexpr int kPrefetchBytes = 4096;
 
 // Of one block of 256 inputs and one of its tiles.
 template <Format kFormat>
@@ -28,6 +32,10 @@ struct KTile {
   // Of 32 inputs.
   const std::byte* codes(int chunk) const {
     return block + (k_head_rows(kFormat) + (tile * 8 + chunk) * kCodeRows) * 64;
+  }
+  KTINJECT_INLINE void prefetch(int chunk) const {
+    for (int row = 0; row < kCodeRows; ++row)
+      _mm_prefetch(reinterpret_cast<const char*>(codes(chunk) + row * 64 + kPrefetchBytes), _MM_HINT_T0);
   }
 };
 
@@ -85,3 +93,48 @@ void for_k_rows(const Matrix& matrix, const std::byte* panels, int count, const 
         }
       }
 }
+
+// to [8 quads][64 bytes]: the codes of 32 inputs.
+template <Format kFormat, int... kQuad>
+inline void unpack_chunk(const std::byte* rows, std::byte* to, std::integer_sequence<int, kQuad...>);
+
+// to [64 quads][64 bytes]
+template <Format kFormat>
+void unpack(const KTile<kFormat>& tile, std::byte* to) {
+  for (int chunk = 0; chunk < 8; ++chunk, to += 512) {
+    tile.prefetch(chunk);
+    unpack_chunk<kFormat>(tile.codes(chunk), to, std::make_integer_sequence<int, 8>());
+  }
+}
+
+template <Format kFormat, template <Format, int, bool> class Rows, int kTake, bool kReady>
+inline void run(const KTile<kFormat>& tile, const KRows& rows, int take, const std::byte* bytes) {
+  if constexpr (kTake == 1) Rows<kFormat, 1, kReady>(tile, rows, bytes).run();
+  else if (take == kTake) Rows<kFormat, kTake, kReady>(tile, rows, bytes).run();
+  else run<kFormat, Rows, kTake / 2, kReady>(tile, rows, take, bytes);
+}
+
+template <Format kFormat, template <Format, int, bool> class Rows, int kMost>
+void multiply(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+              std::byte* scratch) {
+  for_k_rows<kFormat, kMost>(
+      matrix, panels, count, rows, c, [&](const KTile<kFormat>& tile) { unpack(tile, scratch); },
+      [&](const KTile<kFormat>& tile, const KRows& some, int take, bool is_ready) {
+        if (is_ready) run<kFormat, Rows, kMost, true>(tile, some, take, scratch);
+        else run<kFormat, Rows, kMost, false>(tile, some, take, scratch);
+      });
+}
+
+#define KTINJECT_K_QUANT(ISA, FORMAT, MOST)                                                                    \
+  void ISA##_##FORMAT(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, \
+                      float* c, std::byte* scratch, const Epilogue*) {                                         \
+    multiply<Format::FORMAT, Rows, MOST>(matrix, panels, count, rows, c, scratch);                             \
+  }
+// The kernels of an instruction set, for at most so many rows at once; outside of the unnamed namespace.
+#define KTINJECT_K_QUANTS(ISA, MOST) \
+  KTINJECT_K_QUANT(ISA, q2_k, MOST)  \
+  KTINJECT_K_QUANT(ISA, q3_k, MOST)  \
+  KTINJECT_K_QUANT(ISA, q4_k, MOST)  \
+  KTINJECT_K_QUANT(ISA, q5_k, MOST)  \
+  KTINJECT_K_QUANT(ISA, q6_k, MOST)  \
+  KTINJECT_K_QUANT(ISA, iq4_xs, MOST)

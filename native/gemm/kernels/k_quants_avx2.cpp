@@ -15,8 +15,6 @@ namespace {
 
 #include "gemm/kernels/k_quants.inl"
 
-// How far ahead of the loads weights are asked for: see avx512.cpp.
-constexpr int kPrefetchBytes = 4096;
 // Rows at once: of more, accumulators would not fit the registers.
 constexpr int kMostRows = 4;
 
@@ -57,17 +55,6 @@ inline void unpack_chunk(const std::byte* rows, std::byte* to, std::integer_sequ
      ...);
 }
 
-// to [64 quads][64 bytes]
-template <Format kFormat>
-void unpack(const KTile<kFormat>& tile, std::byte* to) {
-  for (int chunk = 0; chunk < 8; ++chunk, to += 512) {
-    const std::byte* rows = tile.codes(chunk);
-    for (int row = 0; row < KTile<kFormat>::kCodeRows; ++row)
-      _mm_prefetch(reinterpret_cast<const char*>(rows + row * 64 + kPrefetchBytes), _MM_HINT_T0);
-    unpack_chunk<kFormat>(rows, to, std::make_integer_sequence<int, 8>());
-  }
-}
-
 // Quads whose products fit 16 bits together.
 template <Format kFormat>
 constexpr int kTogether = [] {
@@ -95,11 +82,11 @@ class Rows {
       __m256i both[2];
       for (int h = 0; h < 2; ++h) both[h] = scales(pair, h);
       if constexpr (kKind.run == 32) {
-        if constexpr (!kReady) prefetch(2 * pair), prefetch(2 * pair + 1);
+        if constexpr (!kReady) tile_.prefetch(2 * pair), tile_.prefetch(2 * pair + 1);
         one_run<0>(2 * pair, both, first_of_pair());
         one_run<0>(2 * pair + 1, both, second_of_pair());
       } else {
-        if constexpr (!kReady) prefetch(pair);
+        if constexpr (!kReady) tile_.prefetch(pair);
         one_run<0>(pair, both, first_of_pair());
         one_run<4>(pair, both, second_of_pair());
       }
@@ -114,11 +101,6 @@ class Rows {
   static __m256i spread(__m256i both, __m256i which) {
     const __m256i lanes = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
     return _mm256_shuffle_epi8(both, _mm256_or_si256(lanes, which));
-  }
-
-  KTINJECT_INLINE void prefetch(int chunk) const {
-    for (int row = 0; row < Tile::kCodeRows; ++row)
-      _mm_prefetch(reinterpret_cast<const char*>(tile_.codes(chunk) + row * 64 + kPrefetchBytes), _MM_HINT_T0);
   }
 
   __m256i scales(int pair, int h) const {
@@ -209,38 +191,9 @@ class Rows {
   __m256i sum_[M][2], less_[M][2];
 };
 
-template <Format kFormat, bool kReady>
-inline void run(const KTile<kFormat>& tile, const KRows& rows, int take, const std::byte* bytes) {
-  if (take == 4) Rows<kFormat, 4, kReady>(tile, rows, bytes).run();
-  else if (take == 2) Rows<kFormat, 2, kReady>(tile, rows, bytes).run();
-  else Rows<kFormat, 1, kReady>(tile, rows, bytes).run();
-}
-
-template <Format kFormat>
-void multiply(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
-              std::byte* scratch) {
-  for_k_rows<kFormat, kMostRows>(
-      matrix, panels, count, rows, c, [&](const KTile<kFormat>& tile) { unpack(tile, scratch); },
-      [&](const KTile<kFormat>& tile, const KRows& some, int take, bool is_ready) {
-        if (is_ready) run<kFormat, true>(tile, some, take, scratch);
-        else run<kFormat, false>(tile, some, take, scratch);
-      });
-}
-
 }  // namespace
 
-#define KTINJECT_K_QUANT(FORMAT)                                                                              \
-  void avx2_##FORMAT(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, \
-                     float* c, std::byte* scratch, const Epilogue*) {                                         \
-    multiply<Format::FORMAT>(matrix, panels, count, rows, c, scratch);                                        \
-  }
-KTINJECT_K_QUANT(q2_k)
-KTINJECT_K_QUANT(q3_k)
-KTINJECT_K_QUANT(q4_k)
-KTINJECT_K_QUANT(q5_k)
-KTINJECT_K_QUANT(q6_k)
-KTINJECT_K_QUANT(iq4_xs)
-#undef KTINJECT_K_QUANT
+KTINJECT_K_QUANTS(avx2, kMostRows)
 
 }  // namespace ktinject::gemm
 

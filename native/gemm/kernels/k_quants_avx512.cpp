@@ -14,8 +14,6 @@ namespace {
 
 #include "gemm/kernels/k_quants.inl"
 
-// How far ahead of the loads weights are asked for: see avx512.cpp.
-constexpr int kPrefetchBytes = 4096;
 constexpr int kMostRows = 8;
 
 inline __m512i load(const std::byte* p) { return _mm512_load_si512(p); }
@@ -54,17 +52,6 @@ inline void unpack_chunk(const std::byte* rows, std::byte* to, std::integer_sequ
   (_mm512_store_si512(to + kQuad * 64, codes_of<kFormat, kQuad>(rows)), ...);
 }
 
-// to [64 quads][64 bytes]
-template <Format kFormat>
-void unpack(const KTile<kFormat>& tile, std::byte* to) {
-  for (int chunk = 0; chunk < 8; ++chunk, to += 512) {
-    const std::byte* rows = tile.codes(chunk);
-    for (int row = 0; row < KTile<kFormat>::kCodeRows; ++row)
-      _mm_prefetch(reinterpret_cast<const char*>(rows + row * 64 + kPrefetchBytes), _MM_HINT_T0);
-    unpack_chunk<kFormat>(rows, to, std::make_integer_sequence<int, 8>());
-  }
-}
-
 template <Format kFormat, int M, bool kReady>
 class Rows {
   using Tile = KTile<kFormat>;
@@ -89,11 +76,11 @@ class Rows {
       const __m512 first = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 16), 16));
       const __m512 second = _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 16));
       if constexpr (kKind.run == 32) {
-        if constexpr (!kReady) prefetch(2 * pair), prefetch(2 * pair + 1);
+        if constexpr (!kReady) tile_.prefetch(2 * pair), tile_.prefetch(2 * pair + 1);
         one_run<0>(2 * pair, first, std::make_integer_sequence<int, 8>());
         one_run<0>(2 * pair + 1, second, std::make_integer_sequence<int, 8>());
       } else {
-        if constexpr (!kReady) prefetch(pair);
+        if constexpr (!kReady) tile_.prefetch(pair);
         one_run<0>(pair, first, std::make_integer_sequence<int, 4>());
         one_run<4>(pair, second, std::make_integer_sequence<int, 4>());
       }
@@ -102,11 +89,6 @@ class Rows {
   }
 
  private:
-  KTINJECT_INLINE void prefetch(int chunk) const {
-    for (int row = 0; row < Tile::kCodeRows; ++row)
-      _mm_prefetch(reinterpret_cast<const char*>(tile_.codes(chunk) + row * 64 + kPrefetchBytes), _MM_HINT_T0);
-  }
-
   __m512i scales(int pair) const {
     const __m256i bytes = load_half(tile_.s(pair));
     if constexpr (kFormat == Format::q2_k) return _mm512_and_si512(_mm512_cvtepu8_epi16(bytes), _mm512_set1_epi16(15));
@@ -158,39 +140,9 @@ class Rows {
   __m512i less_[M];
 };
 
-template <Format kFormat, bool kReady>
-inline void run(const KTile<kFormat>& tile, const KRows& rows, int take, const std::byte* bytes) {
-  if (take == 8) Rows<kFormat, 8, kReady>(tile, rows, bytes).run();
-  else if (take == 4) Rows<kFormat, 4, kReady>(tile, rows, bytes).run();
-  else if (take == 2) Rows<kFormat, 2, kReady>(tile, rows, bytes).run();
-  else Rows<kFormat, 1, kReady>(tile, rows, bytes).run();
-}
-
-template <Format kFormat>
-void multiply(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
-              std::byte* scratch) {
-  for_k_rows<kFormat, kMostRows>(
-      matrix, panels, count, rows, c, [&](const KTile<kFormat>& tile) { unpack(tile, scratch); },
-      [&](const KTile<kFormat>& tile, const KRows& some, int take, bool is_ready) {
-        if (is_ready) run<kFormat, true>(tile, some, take, scratch);
-        else run<kFormat, false>(tile, some, take, scratch);
-      });
-}
-
 }  // namespace
 
-#define KTINJECT_K_QUANT(FORMAT)                                                                                \
-  void avx512_##FORMAT(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, \
-                       float* c, std::byte* scratch, const Epilogue*) {                                         \
-    multiply<Format::FORMAT>(matrix, panels, count, rows, c, scratch);                                          \
-  }
-KTINJECT_K_QUANT(q2_k)
-KTINJECT_K_QUANT(q3_k)
-KTINJECT_K_QUANT(q4_k)
-KTINJECT_K_QUANT(q5_k)
-KTINJECT_K_QUANT(q6_k)
-KTINJECT_K_QUANT(iq4_xs)
-#undef KTINJECT_K_QUANT
+KTINJECT_K_QUANTS(avx512, kMostRows)
 
 }  // namespace ktinject::gemm
 
