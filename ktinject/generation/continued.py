@@ -181,7 +181,6 @@ def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int, groups: i
     except RuntimeError as error:
         logger.warning("texts that go on are attended as transformers does: %s", error)
         return False
-    wide = (part.float().repeat_interleave(groups, 1) for part in (k, v))
-    seen = causal_mask(3, 17, device)
-    want = functional.scaled_dot_product_attention(q.float(), *wide, seen, scale=0.1)
+    q, k, v = q.float(), k.float().repeat_interleave(groups, 1), v.float().repeat_interleave(groups, 1)
+    want = functional.scaled_dot_product_attention(q, k, v, causal_mask(3, 17, device), scale=0.1)
     return bool((found - want).abs().max() <= _TOLERANCE * want.abs().max())
