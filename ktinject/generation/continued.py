@@ -9,6 +9,9 @@ is new. Here a mask is recognised, when it is made, as one that hides nothing bu
 
 Layers are given the same mask as before. So one that computes attention by itself, and one whose mask is another,
 compute what they did.
+
+On recent GPUs, torch prefers cuDNN's attention. It is the fastest for long prompts, but has a plan made for each length
+that it meets: of a prompt of some hundred tokens, that is most of its attention. So short prompts do without.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,18 +40,48 @@ _STOCK = "sdpa"
 _OTHERS = ("cache", "position_bias", "s_aux", "softcap")
 # An attribute of a mask that was recognised: its version, by which a change shows.
 _MARK = "ktinject_is_causal"
+# Scores of a head, new tokens by all tokens, from which on torch may choose cuDNN's attention. It plans each length anew,
+# for 40 to 60 ms, and for up to a second where it has to compile.
+_WORTH_A_PLAN = 1 << 24
 # Elements of a mask whose rows are repeated for heads; beyond, torch shares keys among heads by itself.
 _MOST_REPEATED = 1 << 26
 _TOLERANCE = 2e-2  # of bf16's roundings, relative to the largest output
 
 
 @contextmanager
-def attention(model: Any, cache: Any, config: GenerationConfig) -> Iterator[None]:
-    """Within, a prompt of a model is read, behind what the cache holds, maybe in chunks."""
-    held = 0 if cache is None else cache.get_seq_length()
-    if not (held or config.prefill_chunk_size) or not support(model):
+def attention(model: Any, ids: Tensor, cache: Any, config: GenerationConfig) -> Iterator[None]:
+    """Within, a prompt of a model is read, behind what the cache holds, maybe in chunks.
+
+    ids  [b, n], with those that the cache holds
+    """
+    held = 0 if cache is None else int(cache.get_seq_length())
+    goes_on = bool(held or config.prefill_chunk_size)
+    new, tokens = max(1, ids.shape[1] - held), ids.shape[1]
+    with _unplanned(model, new * tokens), _recognised(model) if goes_on and support(model) else nullcontext():
+        yield
+
+
+@contextmanager
+def _unplanned(model: Any, scores: int) -> Iterator[None]:
+    """Within, attention of so many scores a head is not computed by cuDNN, if planning would take longer than it."""
+    cuda = torch.backends.cuda
+    is_planned = model.device.type == "cuda" and cuda.cudnn_sdp_enabled()
+    # Keys and values of other widths, which flash attention is not for.
+    is_latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+    if not is_planned or is_latent or scores >= _WORTH_A_PLAN:
         yield
         return
+    with model.ktinject_decoding.alone():
+        cuda.enable_cudnn_sdp(False)
+        try:
+            yield
+        finally:
+            cuda.enable_cudnn_sdp(True)
+
+
+@contextmanager
+def _recognised(model: Any) -> Iterator[None]:
+    """Within, attention is that of this file."""
     text = model.config.get_text_config()
     with model.ktinject_decoding.alone():
         before, text._attn_implementation = text._attn_implementation, NAME

@@ -112,7 +112,7 @@ class _Swapped(Methods):
         stateful.validate(self, generation_mode, generation_config, generation_mode_kwargs)
 
     def _prefill(self: Any, input_ids: Any, generation_config: Any, model_kwargs: Any, **first: Any) -> Any:
-        with continued.attention(self, model_kwargs.get("past_key_values"), generation_config):
+        with continued.attention(self, input_ids, model_kwargs.get("past_key_values"), generation_config):
             return own_class(self)._prefill(self, input_ids, generation_config, model_kwargs, **first)
 
     def _beam_search(

@@ -13,6 +13,7 @@ came.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import threading
 from collections import deque
@@ -62,11 +63,16 @@ class Request:
     moves: bool = False
     seen: int = 0  # of the tokens that the batch has written, those that were taken
 
+    @functools.cached_property
+    def prompt(self) -> Tensor:
+        """[1, n]; made once, for of a long list that takes milliseconds."""
+        return torch.tensor([self.ids])
+
     def begin(self) -> bool:
         """Give the sink the prompt; False if nobody waits any more."""
         if not self.has_begun:
             self.has_begun = True
-            return self.put(torch.tensor([self.ids]))
+            return self.put(self.prompt)
         return True
 
     def put(self, value: Tensor) -> bool:
@@ -161,7 +167,7 @@ class Batches:
         request.done.wait()
         if request.error is not None:
             raise request.error
-        return torch.tensor([ids + request.written])
+        return torch.cat([request.prompt, torch.tensor([request.written], dtype=torch.int64)], dim=1)
 
     def close(self) -> None:
         """End what runs."""
@@ -220,17 +226,18 @@ class Batches:
         request.end(error)
 
     def _generate(self, request: Request) -> None:
-        ids = torch.tensor([request.ids + request.written], device=self._model.device)
+        written = torch.tensor([request.written], dtype=torch.int64)
+        ids = torch.cat([request.prompt, written], dim=1).to(self._model.device)
         config = copy.deepcopy(request.config)
         config.max_new_tokens -= len(request.written)
         if request.seed is not None:
             torch.manual_seed(request.seed)
-        text = ids[0].tolist()
+        text = request.ids + request.written
         cache, count = self._prefixes.take(text)
         request.sink.found(count)
         kept = text[:count]
         try:
-            written = self._model.generate(
+            found = self._model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=config,
@@ -240,7 +247,7 @@ class Batches:
                 **request.arguments,
             )
             if cache is not None:
-                kept = written[0, : cache.get_seq_length()].tolist()
+                kept = text + found[0, len(text) : cache.get_seq_length()].tolist()
         finally:  # whatever is raised leaves the cache as it was
             self._prefixes.keep(kept, cache)
 
