@@ -40,8 +40,8 @@ _STOCK = "sdpa"
 _OTHERS = ("cache", "position_bias", "s_aux", "softcap")
 # An attribute of a mask that was recognised: its version, by which a change shows.
 _MARK = "ktinject_is_causal"
-# Scores of a head, new tokens by all tokens, from which on torch may choose cuDNN's attention. It plans each length anew,
-# for 40 to 60 ms, and for up to a second where it has to compile.
+# Scores of a head, new tokens by all tokens, from which on torch may choose cuDNN's attention. It plans each length
+# anew, for 40 to 60 ms, and for up to a second where it has to compile.
 _WORTH_A_PLAN = 1 << 24
 # Elements of a mask whose rows are repeated for heads; beyond, torch shares keys among heads by itself.
 _MOST_REPEATED = 1 << 26
