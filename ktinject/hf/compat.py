@@ -373,6 +373,12 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         *_each(f"{_BATCHING}.continuous_api:OutputRouter", "deliver deliver_batch", THERE, "overridden"),
         Private(f"{_BATCHING}.cache", "PagedAttentionCache", THERE, "what attention takes for one"),
         Private(f"{_BATCHING}.cache:PagedAttentionCache", "update", THERE, "keys and values of all texts"),
+        Private(
+            f"{_BATCHING}.cache:PagedAttentionCache",
+            "search_prefix_match",
+            "(self, request_id, prompt_ids)",
+            "how much of a request's text was read before",
+        ),
         Private(f"{_BATCHING}.input_outputs", "PagedAttentionArgs", THERE, "how a model is called"),
         Private(f"{_BATCHING}.cache", "find_head_dim", "(config)", "whether a kernel has such heads"),
         Private(

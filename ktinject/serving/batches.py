@@ -305,6 +305,7 @@ class Batches:
         batching_sampling.install(manager, model.config.get_text_config().vocab_size)
         manager.output_router = _router(self._take)
         manager.batch_processor = manager._create_batch_processor()  # raises what the thread could not
+        _tell_of_prefixes(manager.batch_processor.cache, self._found)
         manager.background_thread_status.clear()
         # As `start` does it, but the thread does not keep the process from ending.
         manager._generation_thread = threading.Thread(target=manager._run_generation_loop, daemon=True)
@@ -313,6 +314,12 @@ class Batches:
         return manager
 
     # The thread of the batch.
+
+    def _found(self, name: str, tokens: int) -> None:
+        """So many tokens of a request are in the paged cache."""
+        request = self._batch.get(name)
+        if request is not None and not request.written:
+            request.sink.found(min(tokens, len(request.ids) - 1))
 
     def _take(self, output: Any) -> None:
         """Hand on what the batch has written of a request."""
@@ -338,6 +345,18 @@ class Batches:
                 self._manager = None  # the next batch gets a new one
             self._changed.notify_all()
         request.end(error)
+
+
+def _tell_of_prefixes(cache: Any, found: Callable[[str, int], None]) -> None:
+    """Have what a paged cache finds of a request's beginning told to `found` (request, tokens)."""
+    own = cache.search_prefix_match
+
+    def search(request_id: str, prompt_ids: list[int]) -> int:
+        tokens: int = own(request_id, prompt_ids)
+        found(request_id, tokens)
+        return tokens
+
+    cache.search_prefix_match = search
 
 
 def _router(take: Callable[[Any], None]) -> Any:
