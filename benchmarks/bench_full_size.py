@@ -4,8 +4,8 @@
     python benchmarks/bench_full_size.py qwen3-235b-a22b int4 --set gpu_experts=auto
     python benchmarks/bench_full_size.py qwen3-30b-a3b q4_k --layers 2 --prompt 512 --device cpu
 
-Resident: in RAM the process's memory beyond that before the model was made, on GPUs what torch has handed out. The bound
-of decode is as in bench_families.py.
+Resident: in RAM the process's memory beyond that before the model was made, on GPUs what torch has handed out. The
+bound of decode is as in bench_families.py.
 """
 
 from __future__ import annotations
