@@ -171,9 +171,11 @@ def test_plot_or_how_to_get_it(
         plot_moe.draw(rows, tmp_path / "out.png")
 
 
-@pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize(
+    "kind, hidden, inner", [("bf16", 64, 96), ("q8_0", 64, 96), ("q4_0", 64, 96), ("q4_k", 256, 256)]
+)
 def test_gguf_files_hold_a_model_whose_tokens_differ(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, hidden: int, inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With rows that repeat, or weights with a mean, all tokens would choose the same experts: nothing to measure."""
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -186,20 +188,21 @@ def test_gguf_files_hold_a_model_whose_tokens_differ(
     config = ktinject.tools.random_models.config(
         "qwen3-30b-a3b",
         2,
-        hidden_size=64,
-        moe_intermediate_size=96,
+        hidden_size=hidden,
+        moe_intermediate_size=inner,
         num_experts=16,
         head_dim=32,
         vocab_size=600,
     )
     metadata, tensors = gguf_file.qwen3_moe(config, kind)
+    metadata |= gguf_file.tokenizer(600)
     path = tmp_path / "a.gguf"
     pieces = gguf_file.data(tensors, numpy.random.default_rng(0))
     path.write_bytes(gguf_file.header(metadata, tensors) + b"".join(pieces))
     with Checkpoint.open(path) as checkpoint:
         expert = checkpoint.decode("model.layers.1.mlp.experts.15.down_proj.weight").float()
         embeddings = checkpoint.decode("model.embed_tokens.weight").float()
-    assert expert.shape == (64, 96) and abs(expert.mean()) < 0.002 and 0.017 < expert.std() < 0.023
+    assert expert.shape == (hidden, inner) and abs(expert.mean()) < 0.002 and 0.017 < expert.std() < 0.023
     assert len(embeddings.unique(dim=0)) == 600 and 0.9 < embeddings.std() < 1.1
     model = ktinject.load(path, devices="cpu", progress=False)
     chosen: list[torch.Tensor] = []

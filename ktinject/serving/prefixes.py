@@ -25,7 +25,7 @@ from ktinject.generation.cache_layers import ALL_TOKENS, kind_of, kind_support
 _FEWEST = 16  # tokens in common for which a beginning is copied
 
 
-@dataclass
+@dataclass(eq=False)
 class _Kept:
     """ids: the tokens that the cache holds; is_here: on the model's device."""
 
@@ -83,11 +83,12 @@ class Prefixes:
         if self._is_cut:
             longest, other = max(found, key=lambda pair: pair[0], default=(0, None))
             if other is not None and longest >= max(same + 1, _FEWEST):
-                self._kept.append(self._kept.pop(_index(self._kept, other)))  # used just now
+                self._kept.remove(other)
+                self._kept.append(other)  # used just now
                 return self._beginning(other, longest), longest
         if kept is None:
             return DynamicCache(config=self._config), 0
-        self._kept.pop(_index(self._kept, kept))
+        self._kept.remove(kept)
         self._move(kept, self._model.device)
         return kept.cache, same
 
@@ -104,8 +105,7 @@ class Prefixes:
                 if kept.is_here:
                     self._move(kept, torch.device("cpu"))
         while self._kept and self.in_ram > self._ram:
-            gone = next(index for index, kept in enumerate(self._kept) if self._counts(kept))
-            self._kept.pop(gone)
+            self._kept.remove(next(kept for kept in self._kept if self._counts(kept)))
 
     def _counts(self, kept: _Kept) -> bool:
         """Whether it takes RAM."""
@@ -163,7 +163,3 @@ def _common(some: list[int], others: list[int]) -> int:
     if some[:count] == others[:count]:
         return count
     return next(at for at in range(count) if some[at] != others[at])
-
-
-def _index(kept: list[_Kept], one: _Kept) -> int:
-    return next(index for index, each in enumerate(kept) if each is one)

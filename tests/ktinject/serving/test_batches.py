@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_server import MODEL, TEMPLATE, Running, openai, running
+from test_server import MODEL, TEMPLATE, Running, openai, running, slowed
 from transformers import AutoTokenizer, GenerationConfig
 
 import ktinject
@@ -136,17 +136,7 @@ def test_stop_ends_a_request_of_a_batch(server: Running, together: threading.Bar
 def test_a_client_that_vanishes_leaves_the_batch(
     server: Running, want: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put, ended = stock._Watch.put, []
-
-    def slow(watch: Any, value: torch.Tensor) -> None:
-        try:
-            put(watch, value)
-        except Exception as error:
-            ended.append(type(error).__name__)
-            raise
-        time.sleep(0.02)
-
-    monkeypatch.setattr(stock._Watch, "put", slow)
+    ended = slowed(monkeypatch)
     asked: dict[str, Any] = {"model": "tiny", "prompt": "def f(", "max_tokens": 200}
     with ThreadPoolExecutor(2) as clients:
         other = clients.submit(ask, server, PROMPTS[1])
