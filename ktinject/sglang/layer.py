@@ -28,6 +28,9 @@ from ktinject.sglang.prompts import Prompts
 
 log = logging.getLogger("ktinject")
 
+# Of a prompt, so many tokens go through a layer in one pass, where SGLang does not say that its parts are shorter.
+_PASS_TOKENS = 8192
+
 _layers: WeakSet[Layer] = WeakSet()  # of this process
 
 
@@ -104,6 +107,8 @@ class Layer:
             self._handoff.forget()
             self._old.append(self._handoff)
         self._experts, self._prompts = experts, None
+        most = min(self.given.most_tokens or _PASS_TOKENS, _PASS_TOKENS)
+        _native.allow_workspace(experts.native.workspace_bytes(most, self.given.top_k))
         self._handoff = Handoff(experts.native, self.given.hidden_size, foreign=True)
         if self._device is not None:
             self._handoff.prepare(self._device)
