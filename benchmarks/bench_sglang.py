@@ -4,8 +4,8 @@ A captured graph of some layers, each a submit and a sync, as SGLang captures de
 The weights are random, and all experts of a layer alike, each with memory of its own. Where kt-kernel is installed, its
 own submit and sync are measured in turns with ours, in the same process; moe_peers.py says how it gets there.
 
-`alone` is the same layers called on the CPU, without a GPU and without a thread that waits for one. `through the GPU` is
-without a graph, as prompts are whose experts pass through the GPU.
+`alone` is the same layers called on the CPU, without a GPU and without a thread that waits for one. `through the GPU`
+is without a graph, as prompts are whose experts pass through the GPU.
 
     python benchmarks/bench_sglang.py [--methods AMXINT4 BF16] [--tokens 1 8 64 2048] [--layers 4] [--block]
 

@@ -305,6 +305,15 @@ class _Mask(Tensor):
 _threads: int | None = None  # that SGLang asked for; the pool belongs to the process
 
 
+_beside = 0  # other processes of SGLang's on this machine
+
+
+def beside(processes: int) -> None:
+    """How many other processes serve the same model here: each has a thread that spins while the CPU computes."""
+    global _beside
+    _beside = processes
+
+
 def _use_machine(threads: int | None, nodes: int, numa_nodes: Sequence[int] | None) -> int:
     """Give the process's pool its threads. Returns for how many NUMA nodes weights are cut; 0: all of them.
 
@@ -312,6 +321,8 @@ def _use_machine(threads: int | None, nodes: int, numa_nodes: Sequence[int] | No
     """
     global _threads
     settings = env.settings()
+    if threads is None and _threads is None and _beside and settings.threads is None:
+        threads = max(1, _native.threads() // 2, _native.threads() - _beside)
     there = [node for node, _ in _native.nodes()]
     if numa_nodes is not None and {*numa_nodes} != {*there}:
         raise OperatorError(

@@ -146,10 +146,21 @@ def _create_weights(original: Callable[..., Any], self: Any, layer: Any, *args: 
         )
     given = self.kt_config.num_gpu_experts
     arguments.placed(kwargs.get("num_experts", args[0] if args else 0), given, None)
+    if (processes := getattr(layer, "moe_tp_size", 1)) > 1:
+        _share_cpus(processes)
     # The schedulers of several processes must end the same requests in the same step, and only one of them would know.
     if getattr(layer, "moe_tp_size", 1) == 1 and not _has_stages():
         failures.keep()
     return original(self, layer, *args, **kwargs)
+
+
+def _share_cpus(processes: int) -> None:
+    """The processes of other ranks wait for this one, and spin: each on a CPU that is left to it."""
+    import torch
+
+    from ktinject.sglang import layer
+
+    layer.beside(min(processes, max(1, torch.cuda.device_count())) - 1)
 
 
 def _has_stages() -> bool:
