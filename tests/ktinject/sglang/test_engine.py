@@ -84,6 +84,8 @@ def answers(
     }
     site = stand_ins.write(folder / "site", fails)
     environ = {**os.environ, "PYTHONPATH": str(site), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    if others.get("tp_size") == 2:
+        environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"  # by its rule, else, a NUMA node for each process
     out = folder / "answers.json"
     with (folder / "log").open("w") as log:
         running = subprocess.Popen(
