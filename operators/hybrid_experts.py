@@ -11,8 +11,10 @@ The CPU holds every expert. Without a GPU, or if gradients are needed, it comput
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -107,6 +109,18 @@ class Underway(NamedTuple):
 
 
 Started = Tensor | Underway  # what `start` returns; a Tensor is the finished result
+
+
+@contextmanager
+def _resident(
+    here: GpuExperts, seat: expert_cache.Seat | None, stream: torch.cuda.Stream
+) -> Iterator[streaming.Resident]:
+    """The experts on the GPU, which stay where they are until what the stream has queued by the end is done."""
+    if seat is None:
+        yield streaming.Resident(here.native, here.memory, here.fixed_places)
+        return
+    with seat.held(stream) as places:
+        yield streaming.Resident(here.native, here.memory, places)
 
 
 @register_operator("hybrid_experts")
@@ -298,7 +312,7 @@ class HybridExperts(CpuExperts):
                 )
             except (RuntimeError, ValueError) as error:
                 raise OperatorError(f"hybrid_experts: {error}") from None
-        self._for_gpu = self.native
+        is_same, self._for_gpu = self._for_gpu is self.native, self.native
         if self.config.prefill != "cpu" and StreamedExperts.support(self.spec):
             try:
                 self.streamed = StreamedExperts(self.spec, self.native, device)
@@ -308,6 +322,8 @@ class HybridExperts(CpuExperts):
                 log.warning("prompts stay on the CPU: %s", error)
         if self.on_gpu is not None and self.on_gpu.spares:
             self._join_cache(self.on_gpu, device)
+        if self.streamed is not None and self.on_gpu is not None and is_same:
+            self.streamed.resident = partial(_resident, self.on_gpu, self.seat)
 
     def _join_cache(self, here: GpuExperts, device: torch.device) -> None:
         try:
@@ -353,19 +369,22 @@ class HybridExperts(CpuExperts):
                 return self._stream(streamed, hidden_states, top_k_index, top_k_weights)
             except torch.OutOfMemoryError:
                 self._keep_on_cpu()
-        here = self.on_gpu
         if self.seat is not None and not captured:
-            if len(hidden_states) > MOST_TOKENS:
-                # An exchange waits only for submits with a slot, and this one takes none. So the CPU computes all.
-                here = None
-            elif self.seat.begins() and (ranks is None or ranks[0] == 0):
+            if len(hidden_states) > MOST_TOKENS:  # an exchange waits only for submits with a slot
+                with self.seat.held(torch.cuda.current_stream(hidden_states.device)):
+                    return self._submit(hidden_states, top_k_index, top_k_weights, ranks)
+            if self.seat.begins() and (ranks is None or ranks[0] == 0):
                 self.seat.cache.step()
-        # The submit itself divides the routes between the GPU's experts and the CPU's.
-        asked = None if here is None else here.ask(top_k_index)
-        ticket = self.handoff.submit(hidden_states, top_k_index, top_k_weights, asked, ranks)
+        return self._submit(hidden_states, top_k_index, top_k_weights, ranks)
+
+    def _submit(self, x: Tensor, ids: Tensor, weights: Tensor, ranks: tuple[int, int] | None) -> Underway:
+        """Submit to the CPU what the GPU does not have; the submit itself divides the routes. Start the GPU's part."""
+        here = self.on_gpu
+        asked = None if here is None else here.ask(ids)
+        ticket = self.handoff.submit(x, ids, weights, asked, ranks)
         if here is None or asked is None or asked.chosen is None:
             return Underway(ticket, None)
-        return Underway(ticket, here.forward(hidden_states, asked.chosen, top_k_weights))
+        return Underway(ticket, here.forward(x, asked.chosen, weights))
 
     def routes(self, experts: int, top_k: int) -> bool:
         """Whether `start_routed` can choose top_k of so many experts."""
@@ -416,7 +435,10 @@ class HybridExperts(CpuExperts):
             return 0
         if self._rates is None:
             self._rates = prefill_rates.measure(self.streamed, weights_in_words(self.config), top_k)
-        return self._rates.passing(tokens, self.num_experts)
+        absent = self._rates
+        if self.streamed.resident is not None:
+            absent = absent.beside(len(self.resident) / self.num_experts)
+        return absent.passing(tokens, self.num_experts)
 
     def _keep_on_cpu(self) -> None:
         text = "no room to stream experts through the GPU"

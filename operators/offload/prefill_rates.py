@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +32,10 @@ class Rates:
     bus_s: float  # all its experts over the bus
     cpu_s: tuple[tuple[int, float], ...]  # (tokens, seconds) on the CPU, ascending
     token_s: float = 0.0  # a token's hidden state over the bus, there and back
+
+    def beside(self, share: float) -> Rates:
+        """The same where such a share of the experts is on the GPU already."""
+        return replace(self, bus_s=self.bus_s * (1 - share))
 
     @property
     def streamed_s(self) -> float:
