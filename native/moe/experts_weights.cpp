@@ -123,8 +123,8 @@ void Experts::unpack(Projection projection, int expert, float* out) const {
   const int rows = rows_of(projection);
   const runtime::Session workers;
   check(projection, expert, rows, inputs_of(projection), false);
-  gemm::unpack_matrix(*workers, matrix_of(projection), runs_of(projection, expert), tiles_of(config_, projection),
-                      rows, out);
+  gemm::unpack_matrix(*workers, matrix_of(projection), runs_of(projection, expert), tiles_of(config_, projection), rows,
+                      out);
 }
 
 void Experts::unpack_bias(Projection projection, int expert, float* out) const {

@@ -17,6 +17,7 @@ import functools
 import inspect
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,13 +32,17 @@ from ktinject.generation.cpu import openmp
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SILU = ("silu", "swish")
 _in_request: ContextVar[bool] = ContextVar("in_request", default=False)
+# Models whose modeling files have their replacements. To ask every module at each request costs some 2 µs a module.
+_looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @contextmanager
 def native(model: nn.Module) -> Iterator[None]:
     """Have prompts of a model computed natively, where they are on the CPU, by what this thread runs inside."""
-    for name in {type(module).__module__ for module in model.modules()}:
-        _replace_in(name)
+    if model not in _looked_at:
+        for name in {type(module).__module__ for module in model.modules()}:
+            _replace_in(name)
+        _looked_at.add(model)
     token = _in_request.set(True)
     try:
         yield
