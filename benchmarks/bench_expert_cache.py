@@ -189,8 +189,6 @@ def whole_models(arguments: argparse.Namespace) -> None:
     made = {kind: built(arguments, kind) for kind in arguments.kinds}
     feeders = {kind: Feeder(model) for kind, model in made.items()}
     lines: list[dict[str, Any]] = []
-    for tokens in arguments.prompts:
-        prompts(arguments, made, tokens)
     for name in arguments.routing:
         layers = [
             TRACES[name](arguments.write * 2, feeders[arguments.kinds[0]].experts, seed=layer)
@@ -232,6 +230,8 @@ def whole_models(arguments: argparse.Namespace) -> None:
                     ratio=round(rate / base, 2),
                 )
             )
+    for tokens in arguments.prompts:
+        prompts(arguments, made, tokens)
     if arguments.csv:
         record(lines, arguments.csv)
 
