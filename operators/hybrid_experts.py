@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +22,13 @@ from torch import Tensor, nn
 from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Placement, register_operator
-from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts, weights_in_words
+from ktinject.operators.cpu_experts import CpuExperts, native_experts, weights_in_words
 from ktinject.operators.offload import expert_cache, expert_placement, prefill_rates, streaming
 from ktinject.operators.offload.expert_cache import Hits
 from ktinject.operators.offload.expert_placement import ExpertPlacement
 from ktinject.operators.offload.gpu_experts import GpuExperts
 from ktinject.operators.offload.handoff import Handoff
+from ktinject.operators.offload.hybrid_config import HybridExpertsConfig
 from ktinject.operators.offload.streaming import StreamedExperts
 from ktinject.operators.offload.submits import MOST_TOKENS, Routing, Ticket, of_ranks
 
@@ -41,64 +41,6 @@ log = logging.getLogger("ktinject")
 
 # A submit can route among so many experts, and choose so many of them for a token (native/cuda/route.cuh).
 MOST_ROUTED, MOST_CHOSEN = 256, 32
-
-
-@dataclass(frozen=True)
-class HybridExpertsConfig(CpuExpertsConfig):
-    """Arguments of `hybrid_experts` in a rule, beside those of `cpu_experts`."""
-
-    # Experts of each layer on the GPU: a number, a share below 1, auto (as many as fit), or a profile.
-    gpu_experts: int | float | str = 0
-    # The format of the experts on the GPU; int4 in groups of group_size
-    gpu_weights: Literal["bf16", "int4"] = "bf16"
-    profile: str | None = None  # a file of `ktinject profile`: its most used experts go to the GPU
-    dynamic: bool = False  # exchange experts on the GPU for those in use, while the model runs
-    # gpu: long prompts stream the experts through the GPU; a number: from so many tokens on; auto: the fastest.
-    prefill: int | Literal["auto", "cpu", "gpu"] = "auto"
-    # How the GPU signals the CPU; auto: flags where they work
-    handoff: Literal["auto", "flags", "host_func"] = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        wanted = self.gpu_experts
-        if isinstance(wanted, str) and wanted != "auto" and not wanted.endswith(".json"):
-            raise ValueError(
-                f"gpu_experts is {wanted!r}; allowed are a number, a share below 1, auto, and a profile (….json)."
-            )
-        if isinstance(wanted, float) and not 0 <= wanted <= 1:
-            raise ValueError(
-                f"gpu_experts is {wanted}; a share is between 0 and 1. Write a whole number, or a share."
-            )
-        if isinstance(wanted, int) and wanted < 0:
-            raise ValueError(f"gpu_experts is {wanted}; allowed is 0 or more.")
-        if isinstance(self.prefill, int) and self.prefill < 1:
-            raise ValueError(
-                f"prefill is {self.prefill}; allowed are auto, cpu, gpu, and the tokens, 1 or more, from which on "
-                "prompts are streamed."
-            )
-        if self.profile is not None and isinstance(wanted, str) and wanted != "auto":
-            raise ValueError("gpu_experts names a profile, and profile another one. Write one of them.")
-        if self.profile is not None and wanted == 0:
-            raise ValueError(
-                "profile says which experts go to the GPU, and gpu_experts is 0. "
-                "Write how many: auto, a number or a share."
-            )
-        same = self.gpu_weights == self.weights or self.weights in ("auto", "kept")
-        if self.dynamic and not (same and self.symmetric):
-            zeros = "" if self.symmetric else " with zero points"
-            raise ValueError(
-                f"dynamic copies experts as they are, but weights is {self.weights}{zeros} and gpu_weights "
-                f"{self.gpu_weights}. Let both be bf16, or int4 without zero points (symmetric: true)."
-            )
-
-    @property
-    def auto_sized(self) -> bool:
-        return isinstance(self.gpu_experts, str) and self.device != "cpu"
-
-    @property
-    def streams_from(self) -> int | None:
-        """Prompts of at least so many tokens are always streamed; None: streamed if that is faster, or never."""
-        return self.prefill if isinstance(self.prefill, int) else {"gpu": 1}.get(self.prefill)
 
 
 class Underway(NamedTuple):
@@ -161,11 +103,9 @@ class HybridExperts(CpuExperts):
     def place(self, placement: Placement) -> None:
         assert isinstance(placement, ExpertPlacement), placement
         config, self.resident = self.config, placement.resident
-        # The GPU's kernels do not support zero points, so experts with them are packed again.
-        same = config.gpu_weights == config.weights and config.symmetric
         self._for_gpu = self.native
-        if self.resident and not same:
-            self._for_gpu = native_experts(self.spec, config.gpu_weights, config.group_size, "auto")
+        if self.resident and not config.copies_as_is:
+            self._for_gpu = native_experts(self.spec, config.gpu_format, config.group_size, "auto")
 
     @classmethod
     def native_of(cls, spec: ExpertsSpec, config: Any) -> _native.Experts:
@@ -193,11 +133,17 @@ class HybridExperts(CpuExperts):
         runs["handoff"] = self.handoff.describe(torch.device(self.config.device))
         runs["prefill"] = self._prefill()
         if self.resident:
-            runs["on the GPU"] = (
-                f"{len(self.resident)} of {self.num_experts} experts as {self.config.gpu_weights}"
-                + (", following the traffic" if self.config.dynamic else "")
-            )
+            runs["on the GPU"] = self._on_gpu()
         return runs
+
+    def _on_gpu(self) -> str:
+        config = self.config
+        text = f"{len(self.resident)} of {self.num_experts} experts as {config.gpu_format}"
+        if config.gpu_weights == "same" and config.gpu_format != config.weights:
+            text += f" ({config.weights} has no kernel there, so they do not move)"
+        if self._spares():
+            text += ", a cache of those in use"
+        return text
 
     def _idle_arguments(self) -> list[str]:
         """The rule's arguments that have no effect without a GPU, as `name=value`."""
@@ -218,7 +164,7 @@ class HybridExperts(CpuExperts):
 
     def _spares(self) -> int:
         """Places on the GPU beside those of the resident experts; 0 where these stay where they are."""
-        moves = self.config.dynamic and 0 < len(self.resident) < self.num_experts
+        moves = self.config.moves and 0 < len(self.resident) < self.num_experts
         return expert_cache.spares(len(self.resident)) if moves else 0
 
     def experts_on_gpu(self) -> list[int]:
@@ -331,7 +277,9 @@ class HybridExperts(CpuExperts):
             locked = self.streamed.source if self.streamed is not None else _native.Streamed(self.native)
             self.seat = expert_cache.of(device).join(self.native, here, self.handoff.channel(device), locked)
         except RuntimeError as error:
-            raise OperatorError(f"hybrid_experts: {error}. Use dynamic: false.") from None
+            if self.config.dynamic is True:
+                raise OperatorError(f"hybrid_experts: {error}. Use dynamic: false.") from None
+            log.warning("the experts on the GPU stay where they are: %s", error)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum of the experts' outputs.
