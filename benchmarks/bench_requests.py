@@ -91,7 +91,7 @@ class Chain:
         reuse  share of the length of an embedding that is the block's, squared
         """
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        random, size = torch.Generator().manual_seed(1), embedding.weight.shape[1]
+        random, size = torch.Generator().manual_seed(len(self.tokens)), embedding.weight.shape[1]
         own = torch.randn(len(self.tokens), size, generator=random)
         blocks = torch.randn(-(-len(own) // BLOCK), size, generator=random).repeat_interleave(BLOCK, dim=0)
         found = (1 - reuse) ** 0.5 * own + reuse**0.5 * blocks[: len(own)]

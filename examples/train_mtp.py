@@ -35,7 +35,8 @@ def new_head(model: Any) -> MtpModel:
             text.num_mtp_layers = before
         else:
             del text.num_mtp_layers
-    head = head.to(dtype=model.dtype, device=model.device).eval()
+    head.layers.to(dtype=model.dtype, device=model.device)
+    head.eval()
     head.tie_with_main_model(model)
     return head
 
@@ -56,16 +57,16 @@ def losses(model: Any, head: MtpModel, ids: Tensor) -> tuple[Tensor, Tensor]:
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         own = model.lm_head(hidden[:, 1:-1]).argmax(-1)
     positions = torch.arange(1, ids.shape[1] - 1, device=ids.device)[None]
-    embedded = head.embed_tokens(ids[:, 1:-1])
+    embedded = head.embed_tokens(ids[:, 1:-1]).float()
     made = head.layers[0](
         embedded,
-        hidden[:, :-2],
+        hidden[:, :-2].float(),
         position_embeddings=head.rotary_emb(embedded, position_ids=positions),
         position_ids=positions,
         past_key_values=None,
         **head.create_masks_for_mtp_layer(0, embedded, None, positions),
     )
-    logits = head.shared_head(made).float()
+    logits = F.linear(made, head.shared_head.weight.float())
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 2:].flatten())
     return loss, (logits.argmax(-1) == own).float().mean()
 
@@ -76,7 +77,7 @@ def begin(model: Any, head: MtpModel) -> None:
     layer, size = head.layers[0], model.config.hidden_size
     layer.mtp_block.load_state_dict(model.model.layers[-1].state_dict())
     layer.eh_proj.weight[:, :size] = 0  # the embedding comes first
-    layer.eh_proj.weight[:, size:] = torch.eye(size)
+    layer.eh_proj.weight[:, size:] = torch.eye(size, device=model.device)
     for norm in (layer.enorm, layer.hnorm, layer.post_norm):
         norm.weight.fill_(1.0)
 
@@ -84,6 +85,8 @@ def begin(model: Any, head: MtpModel) -> None:
 def train(model: Any, ids: Tensor, heldout: Tensor, args: argparse.Namespace) -> MtpModel:
     """ids, heldout  [n] int64"""
     head = new_head(model).train()
+    head.layers.float()
+    head.set_experts_implementation("eager")  # in fp32
     begin(model, head)
     weights = list(head.layers.parameters())
     for p in model.parameters():
@@ -95,7 +98,7 @@ def train(model: Any, ids: Tensor, heldout: Tensor, args: argparse.Namespace) ->
     while (progress := (time.perf_counter() - started) / (60 * args.minutes)) < 1:
         starts = torch.randint(len(ids) - args.seq, (args.batch, 1), generator=generator)
         optimizer.param_groups[0]["lr"] = args.lr * min(1.0, (step + 1) / 50) * (1 - progress)
-        loss, right = losses(model, head, ids[starts + span])
+        loss, right = losses(model, head, ids[starts + span].to(model.device))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
@@ -107,7 +110,8 @@ def train(model: Any, ids: Tensor, heldout: Tensor, args: argparse.Namespace) ->
     head.eval()
     with torch.no_grad():
         found = [
-            losses(model, head, window[None]) for window in heldout[: 32 * args.seq].split(args.seq)[:-1]
+            losses(model, head, window[None].to(model.device))
+            for window in heldout[: 32 * args.seq].split(args.seq)[:-1]
         ]
     loss, right = (torch.stack(each).mean().item() for each in zip(*found))
     print(f"{step * args.batch * args.seq:,} tokens; held out: loss {loss:.3f}, as the model {right:.3f}")
@@ -124,6 +128,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="windows a step")
     parser.add_argument("--seq", type=int, default=256, help="tokens a window")
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -131,11 +136,16 @@ def main() -> None:
     training, heldout = split(stdlib_files())
     ids = encode(tokenizer, [text for _, text in training], end=True)
     heldout_ids = encode(tokenizer, ["".join(text for _, text in heldout)], end=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=torch.float32, experts_implementation="grouped_mm"
-    ).eval()
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, experts_implementation="grouped_mm")
+    model = model.to(args.device).eval()
+    torch.set_float32_matmul_precision("high")
     head = train(model, ids, heldout_ids, args)
-    kept = {name: p.to(torch.bfloat16) for name, p in head.state_dict().items() if name.startswith("layers.")}
+    kept = {
+        name: p.to("cpu", torch.bfloat16)
+        for name, p in head.state_dict().items()
+        if name.startswith("layers.")
+    }
     save_file(kept, args.out or args.model / "mtp.safetensors")
 
 

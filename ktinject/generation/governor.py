@@ -25,7 +25,8 @@ _GUESS = 0.6
 # The least that a token more may turn out to cost: what a trial must promise at that price.
 _CHEAP = 0.25
 # How often the first candidate is right, before one was seen; the others are expected to be as good as those before.
-_FIRST = 0.6
+# Where the text shows it soon, nothing is tried before it has.
+_FIRST, _FIRST_OF_SHADOWED = 0.6, 0.2
 # An outcome counts so much less with each that follows.
 _DECAY = 0.85
 # Candidates must promise so much more than steps of one token: both costs are measured.
@@ -199,7 +200,8 @@ class Governor:
 
     def _expected(self, most: int) -> list[float]:
         """Tokens of a step that tries one candidate, two, …"""
-        found, total, chance, share = [], 1.0, 1.0, _FIRST
+        found, total, chance = [], 1.0, 1.0
+        share = _FIRST_OF_SHADOWED if self.is_shadowed else _FIRST
         for tried, right, unknown in zip(self._tried[:most], self._right, self._unknown):
             share = (unknown * share + right) / (unknown + tried)
             chance *= share
