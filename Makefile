@@ -167,9 +167,9 @@ $(VENV)/build-requirements: $(VENV)/torch pyproject.toml
 	$(PIP) -r $@.txt
 	touch $@
 
-# Without isolation: a second set of build requirements would be installed for every build.
+# Without isolation: a second set of build requirements would be installed for every build. With what `ktinject serve` needs.
 $(VENV)/installed: $(VENV)/build-requirements pyproject.toml setup.py CMakeLists.txt $(NATIVE)
-	$(PIP) --no-build-isolation --constraint $(VENV)/torch --editable .
+	$(PIP) --no-build-isolation --constraint $(VENV)/torch --editable '.[serve]'
 	touch $@
 
 $(VENV)/dev: $(VENV)/installed pyproject.toml

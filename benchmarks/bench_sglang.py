@@ -1,17 +1,28 @@
 """What a layer of experts on the CPU costs within SGLang's graphs, by the object that SGLang hands them to.
 
 A captured graph of some layers, each a submit and a sync, as SGLang captures decode steps, and prompts from 0.5.17 on.
-The weights are random, and all experts of a layer alike, each with memory of its own.
+The weights are random, and all experts of a layer alike, each with memory of its own. Where kt-kernel is installed, its
+own submit and sync are measured in turns with ours, in the same process; moe_peers.py says how it gets there.
 
-    python benchmarks/bench_sglang.py [--methods AMXINT4 BF16] [--tokens 1 8 64 2048] [--layers 4]
+`alone` is the same layers called on the CPU, without a GPU and without a thread that waits for one. `through the GPU`
+is without a graph, as prompts are whose experts pass through the GPU.
+
+    python benchmarks/bench_sglang.py [--methods AMXINT4 BF16] [--tokens 1 8 64 2048] [--layers 4] [--block]
+
+Without a GPU: the layers alone, and by the calls that SGLang makes for a model on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from sglang_peer import FORMATS, KtContract, weights
+from torch import Tensor
 
 from ktinject import _native
 from ktinject.operators.cpu_experts import CpuExperts
@@ -20,9 +31,10 @@ from ktinject.sglang.layer import Layer
 from ktinject.sglang.weights import on_cpu, plain_config, spec_of
 
 EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768  # Qwen3-30B-A3B
+ROUNDS = 2
 
 
-def made(method: str, layer: int) -> KTMoEWrapper:
+def made(method: str, layer: int, weights: tuple[Tensor, Tensor]) -> KTMoEWrapper:
     one = KTMoEWrapper(
         layer_idx=layer,
         num_experts=EXPERTS,
@@ -32,61 +44,165 @@ def made(method: str, layer: int) -> KTMoEWrapper:
         num_gpu_experts=0,
         method=method,
     )
-    fill(one._layer)
+    fill(one._layer, *weights)
     return one
 
 
-def fill(layer: Layer) -> None:
-    """Pack one random expert, and copy it."""
-
+def fill(layer: Layer, gate_up: Tensor, down: Tensor) -> None:
+    """Pack the first expert, and copy it."""
     with on_cpu():
         experts = CpuExperts(spec_of(layer.given), plain_config(layer.given, 0))
         experts.allocate()
-        for name, part, shape in (
-            ("gate_up_proj", 0, (INNER, HIDDEN)),
-            ("gate_up_proj", 1, (INNER, HIDDEN)),
-            ("down_proj", None, (HIDDEN, INNER)),
-        ):
-            experts.load(name, torch.randn(shape) * shape[1] ** -0.5, 0, part)
+        experts.load("gate_up_proj", gate_up[0, :INNER], 0, 0)
+        experts.load("gate_up_proj", gate_up[0, INNER:], 0, 1)
+        experts.load("down_proj", down[0], 0, None)
         experts.repeat(0)
         layer._take(experts)
 
 
-def microseconds(layers: list[KTMoEWrapper], m: int, repeats: int) -> float:
-    """The median over replays, a layer; other experts for each layer."""
-    device = torch.device("cuda:0")
-    x = torch.randn(m, HIDDEN, device=device, dtype=torch.bfloat16)
-    calls = [
+def routes(m: int, layers: int, device: str) -> list[tuple[Tensor, Tensor]]:
+    """Ids and weights, others for each layer."""
+    return [
         (
-            torch.rand(m, EXPERTS, device=device).argsort(-1)[:, :TOP_K].int().contiguous(),
+            torch.rand(m, EXPERTS).argsort(-1)[:, :TOP_K].int().contiguous().to(device),
             torch.full((m, TOP_K), 1 / TOP_K, device=device),
         )
-        for _ in layers
+        for _ in range(layers)
     ]
 
-    def step() -> torch.Tensor:
+
+def step_of(layers: list[Any], x: Tensor, calls: list[tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
+    """A pass through the layers, by SGLang's calls."""
+
+    def step() -> Tensor:
         hidden = x
-        for layer, (ids, weights) in zip(layers, calls):
-            stream = torch.cuda.current_stream().cuda_stream
-            layer.submit_forward(hidden, ids, weights, stream)
+        for layer, (ids, scale) in zip(layers, calls):
+            stream = torch.cuda.current_stream().cuda_stream if x.is_cuda else 0
+            layer.submit_forward(hidden, ids, scale, stream)
             hidden = layer.sync_forward(hidden, stream)
         return hidden
 
+    return step
+
+
+def replays_of(step: Callable[[], Tensor], block: bool) -> Callable[[], float]:
+    """A function that replays the step's graph once, and says how many µs it took."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
-    times = []
-    for _ in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def replay() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True, blocking=block) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(layers))
-    assert torch.isfinite(out).all()
-    return statistics.median(times[3:])
+        assert torch.isfinite(out[-1]).all()
+        return start.elapsed_time(end) * 1e3
+
+    return replay
+
+
+def passes_of(step: Callable[[], Tensor]) -> Callable[[], float]:
+    """The same for a step without a graph."""
+
+    def run() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    return run
+
+
+def timed(step: Callable[[], Any]) -> Callable[[], float]:
+    """The same for what returns when it is done."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        step()
+        return (time.perf_counter() - start) * 1e6
+
+    return run
+
+
+def alone(layers: list[KTMoEWrapper], x: Tensor, calls: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    """The layers without handoff, from this thread."""
+    x, out = x.cpu(), torch.empty(x.shape, dtype=x.dtype)
+    given = [(ids.cpu().long(), scale.cpu()) for ids, scale in calls]
+    natives = [layer._layer._experts.native for layer in layers]  # type: ignore[union-attr]
+
+    def step() -> None:
+        for native, (ids, scale) in zip(natives, given):
+            native.forward(x, ids, scale, out)
+
+    return step
+
+
+def medians(runs: dict[str, Callable[[], float]], seconds: float) -> dict[str, float]:
+    """The median of each, taken in turns; between turns workers fall asleep."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            time.sleep(0.1)
+            run(), run()
+            begun, before = time.perf_counter(), len(times[name])
+            while (taken := len(times[name]) - before) < 3 or time.perf_counter() - begun < seconds / ROUNDS:
+                times[name].append(run())
+                if taken > 300:
+                    break
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def rival(given: argparse.Namespace) -> KtContract | None:
+    """kt-kernel, if it is there and wanted."""
+    if not given.peers or not torch.cuda.is_available():
+        return None
+    try:
+        return KtContract(given.kt_threads or _native.threads(), given.tokens)
+    except (ImportError, StopIteration) as error:
+        print(f"# kt-kernel is left out: {error}")
+        return None
+
+
+def bench(given: argparse.Namespace) -> None:
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    kt = rival(given)
+    print(f"# {_native.threads()} threads, {given.layers} layers of {EXPERTS} experts, µs a layer")
+    if kt is not None:
+        print(f"# kt-kernel {kt.kernel.version}, {kt.kernel.workers} workers and a dispatcher")
+    for method in given.methods:
+        random = weights(EXPERTS, HIDDEN, INNER)
+        with torch.device(device):
+            layers = [made(method, index, random) for index in range(given.layers)]
+        theirs = (
+            [kt.layer(index, method, *random, TOP_K) for index in range(given.layers)]
+            if kt is not None and method in FORMATS
+            else []
+        )
+        said = layers[0]._layer._experts.describe()  # type: ignore[union-attr]
+        print(f"{method}: {said['weights']}, {said['kernel']}", flush=True)
+        for m in given.tokens:
+            x = torch.randn(m, HIDDEN, dtype=torch.bfloat16).to(device)
+            calls = routes(m, given.layers, device)
+            runs = {"alone": timed(alone(layers, x, calls))}
+            for name, mine in (("contract", layers), ("kt-kernel", theirs)):
+                if mine:
+                    step = step_of(mine, x, calls)
+                    runs[name] = replays_of(step, given.block) if x.is_cuda else timed(step)
+            streams = layers[0]._layer._prompts
+            if streams is not None and streams.passing(m):
+                runs[f"through the GPU ({streams.passing(m)})"] = passes_of(step_of(layers, x, calls))
+            found = {name: us / given.layers for name, us in medians(runs, given.seconds).items()}
+            line = "  ".join(f"{name} {us:9.1f}" for name, us in found.items())
+            if "kt-kernel" in found:
+                line += f"  {found['kt-kernel'] / found['contract']:.2f} times ours"
+            print(f"  {m:5} tokens: {line}", flush=True)
+        del layers, theirs
 
 
 def main() -> None:
@@ -96,15 +212,18 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["AMXINT4", "BF16"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 64, 2048])
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each figure")
+    parser.add_argument("--threads", type=int, default=0, help="0: all the process may use")
+    parser.add_argument("--kt-threads", type=int, default=0, help="of kt-kernel; one less than CPUs at most")
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave kt-kernel out")
+    parser.add_argument(
+        "--block", action="store_true", help="the thread that waits for a replay sleeps, and does not spin"
+    )
     given = parser.parse_args()
-    print(f"{_native.threads()} threads, {given.layers} layers of {EXPERTS} experts, µs a layer in a graph")
-    for method in given.methods:
-        layers = [made(method, index) for index in range(given.layers)]
-        weights = layers[0]._layer._experts.describe()  # type: ignore[union-attr]
-        for m in given.tokens:
-            print(f"{method} ({weights['weights']}, {weights['kernel']}), {m} tokens: ", end="", flush=True)
-            print(f"{microseconds(layers, m, 200 if m <= 64 else 20):.1f}", flush=True)
-        del layers
+    if given.threads:
+        _native.set_threads(given.threads)
+    torch.manual_seed(0)
+    bench(given)
 
 
 if __name__ == "__main__":

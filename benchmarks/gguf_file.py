@@ -3,6 +3,7 @@
     python benchmarks/gguf_file.py /dev/shm/a.gguf --layers 8 --type q4_0          # Qwen3-30B-A3B
     python benchmarks/gguf_file.py /dev/shm/b.gguf --shape qwen3.5-35b-a3b --layers 40       # or gpt-oss-20b
     python benchmarks/bench_generate.py --vocab 32768 --llama-bench ./llama-bench --gguf int4=/dev/shm/a.gguf
+    python benchmarks/gguf_file.py /dev/shm/c.gguf --layers 48 --tokenizer           # for llama.cpp's server
 
 Time depends on shapes, and on which experts tokens choose: as many different ones as with ktinject's own random
 weights. One MiB of these is written again and again.
@@ -22,7 +23,14 @@ import numpy as np
 from ktinject.tools import random_models
 
 # Name → number of the type, values in a block, bytes of a block.
-TYPES = {"f32": (0, 1, 4), "f16": (1, 1, 2), "bf16": (30, 1, 2), "q8_0": (8, 32, 34), "q4_0": (2, 32, 18)}
+TYPES = {
+    "f32": (0, 1, 4),
+    "f16": (1, 1, 2),
+    "bf16": (30, 1, 2),
+    "q8_0": (8, 32, 34),
+    "q4_0": (2, 32, 18),
+    "q4_k": (12, 256, 144),
+}
 ALIGNMENT = 32
 
 Tensor = tuple[str, str, Sequence[int]]  # name, type, shape with the outermost extent first
@@ -48,7 +56,7 @@ def value(found: Any) -> bytes:
         return struct.pack("<If", 6, found)
     if isinstance(found, str):
         return struct.pack("<I", 8) + text(found)
-    if found and isinstance(found[0], int):
+    if len(found) > 0 and isinstance(found[0], int):
         return struct.pack(f"<IIQ{len(found)}i", 9, 5, len(found), *found)
     return struct.pack("<IIQ", 9, 8, len(found)) + b"".join(map(text, found))
 
@@ -100,6 +108,21 @@ def _metadata(config: Any, architecture: str, **more: Any) -> dict[str, Any]:
         "general.name": "random",
         **named,
         "tokenizer.ggml.model": "none",
+    }
+
+
+def tokenizer(vocab: int) -> dict[str, Any]:
+    """A byte-level one of so many tokens without merges: a server does not start without any."""
+    # The 256 characters that stand for bytes: printable ones for themselves, others from 256 on.
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = [chr(byte) for byte in plain] + [chr(256 + n) for n in range(256 - len(plain))]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": letters + [f"t{number}" for number in range(256, vocab)],
+        "tokenizer.ggml.token_type": [1] * vocab,
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.eos_token_id": vocab - 1,
     }
 
 
@@ -236,7 +259,11 @@ def some(kind: str, std: float, rng: np.random.Generator) -> bytes:
     if kind == "q4_0":
         low, high = rng.integers(1, 16, (2, len(blocks), 16), dtype=np.uint8)  # -7 to 7
         blocks[:, 2:] = low | high << 4
-    step = std / (74 if kind == "q8_0" else 4.3)  # deviation of the codes
+    # Deviation of the codes; those of q4_k are 0 to 15 in steps of its scale, less 7.5 of them.
+    step = std / {"q8_0": 74, "q4_0": 4.3, "q4_k": 32 * 4.61}[kind]
+    if kind == "q4_k":
+        blocks[:, 2:4] = np.array([7.5 * step], dtype=np.float16).view(np.uint8)
+        blocks[:, 4:16] = [160] * 8 + [0] * 4  # eight scales and eight minima of six bits, each 32
     blocks[:, :2] = np.array([step], dtype=np.float16).view(np.uint8)
     return blocks.tobytes()
 
@@ -263,10 +290,18 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=WRITERS)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--type", default="q4_0", choices=["bf16", "q8_0", "q4_0"])
+    parser.add_argument("--type", default="q4_0", choices=["bf16", "q8_0", "q4_0", "q4_k"])
+    parser.add_argument("--tokenizer", action="store_true", help="write one, which llama.cpp's server needs")
     arguments = parser.parse_args()
     config = random_models.config(arguments.shape, arguments.layers, vocab_size=arguments.vocab)
     metadata, tensors = WRITERS[arguments.shape](config, arguments.type)
+    rows = TYPES[arguments.type][1]
+    if cut := next(
+        (name for name, kind, shape in tensors if kind == arguments.type and shape[-1] % rows), None
+    ):
+        parser.error(f"{arguments.type} has blocks of {rows} values, which do not divide the rows of {cut}.")
+    if arguments.tokenizer:
+        metadata |= tokenizer(arguments.vocab)
     with arguments.file.open("wb") as file:
         file.write(header(metadata, tensors))
         for piece in data(tensors, np.random.default_rng(0)):

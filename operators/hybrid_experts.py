@@ -22,11 +22,11 @@ from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Placement, register_operator
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts, weights_in_words
-from ktinject.operators.offload import expert_placement, prefill_rates, streaming
+from ktinject.operators.offload import expert_cache, expert_placement, prefill_rates, streaming
+from ktinject.operators.offload.expert_cache import Hits
 from ktinject.operators.offload.expert_placement import ExpertPlacement
 from ktinject.operators.offload.gpu_experts import GpuExperts
 from ktinject.operators.offload.handoff import Handoff
-from ktinject.operators.offload.hot_experts import Follower
 from ktinject.operators.offload.streaming import StreamedExperts
 from ktinject.operators.offload.submits import MOST_TOKENS, Routing, Ticket, of_ranks
 
@@ -124,6 +124,7 @@ class HybridExperts(CpuExperts):
         self.resident: tuple[int, ...] = ()
         self.handoff = Handoff(self.native, spec.hidden_size, config.handoff)
         self.on_gpu: GpuExperts | None = None
+        self.seat: expert_cache.Seat | None = None  # where the experts on the GPU are a cache
         self.streamed: StreamedExperts | None = None
         self._rates: prefill_rates.Rates | None = None
         # The experts in the GPU's format; the same object as the CPU's if the formats are equal.
@@ -201,10 +202,30 @@ class HybridExperts(CpuExperts):
             return f"experts streamed to the GPU{least}"
         return "long prompts with experts streamed to the GPU, all or a part of them, where that is faster"
 
+    def _spares(self) -> int:
+        """Places on the GPU beside those of the resident experts; 0 where these stay where they are."""
+        moves = self.config.dynamic and 0 < len(self.resident) < self.num_experts
+        return expert_cache.spares(len(self.resident)) if moves else 0
+
+    def experts_on_gpu(self) -> list[int]:
+        """Ids of the experts that are on the GPU now, in ascending order."""
+        if self.seat is None:
+            return sorted(self.on_gpu.resident) if self.on_gpu is not None else []
+        return [expert for expert, place in enumerate(self.seat.places()) if place >= 0]
+
+    def hits(self) -> Hits:
+        """What the experts on the GPU were good for, in decode steps so far. May wait for the GPU."""
+        if self.seat is not None:
+            return self.seat.hits()
+        if self.on_gpu is None:
+            return Hits()
+        counts = self.on_gpu.traffic.long() & 0xFFFFFFFF
+        return Hits(int(counts.sum()), int(counts[list(self.resident)].sum()))
+
     def footprint(self) -> dict[str, int]:
         sizes = super().footprint()
         if self.resident:
-            experts = len(self.resident) * (self._for_gpu.bytes // self.num_experts)
+            experts = (len(self.resident) + self._spares()) * (self._for_gpu.bytes // self.num_experts)
             sizes[self.config.device] = experts + GpuExperts.table_bytes(self.num_experts)
         return sizes
 
@@ -272,7 +293,9 @@ class HybridExperts(CpuExperts):
         self.handoff.prepare(device)
         if self.resident:
             try:
-                self.on_gpu = GpuExperts(self._for_gpu, self.num_experts, self.resident, device)
+                self.on_gpu = GpuExperts(
+                    self._for_gpu, self.num_experts, self.resident, device, self._spares()
+                )
             except (RuntimeError, ValueError) as error:
                 raise OperatorError(f"hybrid_experts: {error}") from None
         self._for_gpu = self.native
@@ -283,8 +306,16 @@ class HybridExperts(CpuExperts):
                 if self.config.streams_from is not None:
                     raise OperatorError(f"hybrid_experts: {error}. Use prefill: cpu.") from None
                 log.warning("prompts stay on the CPU: %s", error)
-        if self.config.dynamic and 0 < len(self.resident) < self.num_experts:
-            Follower(self)
+        if self.on_gpu is not None and self.on_gpu.spares:
+            self._join_cache(self.on_gpu, device)
+
+    def _join_cache(self, here: GpuExperts, device: torch.device) -> None:
+        try:
+            # Experts that are streamed are page-locked already.
+            locked = self.streamed.source if self.streamed is not None else _native.Streamed(self.native)
+            self.seat = expert_cache.of(device).join(self.native, here, self.handoff.channel(device), locked)
+        except RuntimeError as error:
+            raise OperatorError(f"hybrid_experts: {error}. Use dynamic: false.") from None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum of the experts' outputs.
@@ -323,9 +354,12 @@ class HybridExperts(CpuExperts):
             except torch.OutOfMemoryError:
                 self._keep_on_cpu()
         here = self.on_gpu
-        if self.config.dynamic and len(hidden_states) > MOST_TOKENS and not captured:
-            # An exchange waits only for submits with a slot, and this one takes none. So the CPU computes all.
-            here = None
+        if self.seat is not None and not captured:
+            if len(hidden_states) > MOST_TOKENS:
+                # An exchange waits only for submits with a slot, and this one takes none. So the CPU computes all.
+                here = None
+            elif self.seat.begins() and (ranks is None or ranks[0] == 0):
+                self.seat.cache.step()
         # The submit itself divides the routes between the GPU's experts and the CPU's.
         asked = None if here is None else here.ask(top_k_index)
         ticket = self.handoff.submit(hidden_states, top_k_index, top_k_weights, asked, ranks)
@@ -349,6 +383,8 @@ class HybridExperts(CpuExperts):
         normed         divide the weights of the top_k experts by their sum; then they are rounded to the logits' dtype
         Raises         OperatorError, as `forward`
         """
+        if self.seat is not None and self.seat.begins() and not torch.cuda.is_current_stream_capturing():
+            self.seat.cache.step()
         ids = torch.empty(len(logits), top_k, dtype=torch.int64, device=logits.device)
         weights = logits.new_empty(len(logits), top_k)
         asked = None if self.on_gpu is None else self.on_gpu.ask(ids)

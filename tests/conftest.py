@@ -102,6 +102,17 @@ def save(folder: Path, model_class: type[PreTrainedModel], config: PreTrainedCon
     return folder
 
 
+@pytest.fixture()
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where packed caches are kept, for this test alone."""
+    from ktinject import env
+
+    monkeypatch.setenv("KTINJECT_CACHE", str(tmp_path / "cache"))
+    env.settings.cache_clear()
+    yield tmp_path / "cache" / "packed"
+    env.settings.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def spinning() -> Iterator[prepared.Server]:
     """Prepared processes in which OpenMP's threads wait as they do unless somebody says otherwise."""

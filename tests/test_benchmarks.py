@@ -171,9 +171,11 @@ def test_plot_or_how_to_get_it(
         plot_moe.draw(rows, tmp_path / "out.png")
 
 
-@pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_0"])
+@pytest.mark.parametrize(
+    "kind, hidden, inner", [("bf16", 64, 96), ("q8_0", 64, 96), ("q4_0", 64, 96), ("q4_k", 256, 256)]
+)
 def test_gguf_files_hold_a_model_whose_tokens_differ(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, hidden: int, inner: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With rows that repeat, or weights with a mean, all tokens would choose the same experts: nothing to measure."""
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -186,20 +188,21 @@ def test_gguf_files_hold_a_model_whose_tokens_differ(
     config = ktinject.tools.random_models.config(
         "qwen3-30b-a3b",
         2,
-        hidden_size=64,
-        moe_intermediate_size=96,
+        hidden_size=hidden,
+        moe_intermediate_size=inner,
         num_experts=16,
         head_dim=32,
         vocab_size=600,
     )
     metadata, tensors = gguf_file.qwen3_moe(config, kind)
+    metadata |= gguf_file.tokenizer(600)
     path = tmp_path / "a.gguf"
     pieces = gguf_file.data(tensors, numpy.random.default_rng(0))
     path.write_bytes(gguf_file.header(metadata, tensors) + b"".join(pieces))
     with Checkpoint.open(path) as checkpoint:
         expert = checkpoint.decode("model.layers.1.mlp.experts.15.down_proj.weight").float()
         embeddings = checkpoint.decode("model.embed_tokens.weight").float()
-    assert expert.shape == (64, 96) and abs(expert.mean()) < 0.002 and 0.017 < expert.std() < 0.023
+    assert expert.shape == (hidden, inner) and abs(expert.mean()) < 0.002 and 0.017 < expert.std() < 0.023
     assert len(embeddings.unique(dim=0)) == 600 and 0.9 < embeddings.std() < 1.1
     model = ktinject.load(path, devices="cpu", progress=False)
     chosen: list[torch.Tensor] = []
@@ -223,3 +226,47 @@ def test_gguf_files_have_all_weights_of_their_model(monkeypatch: pytest.MonkeyPa
         _, tensors = writer(config, "q4_0")
         weights = sum(math.prod(extents) for _, _, extents in tensors)
         assert weights == sum(p.numel() for p in models.meta_model(config, torch.bfloat16).parameters())
+
+
+LLAMA_SERVER = """#!{python}
+import http.server, json, sys
+assert sys.argv[sys.argv.index("--parallel") + 1] == "3" and sys.argv[sys.argv.index("-c") + 1] == "48"
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_): pass
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert len(asked["prompt"]) == 5 and asked["ignore_eos"]
+        self.send_response(200); self.end_headers()
+        for stop in (False, True):
+            answer = {{"stop": stop, "tokens_predicted": asked["n_predict"] - {short}}}
+            self.wfile.write(b"data: " + json.dumps(answer).encode() + b"\\n\\n")
+
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_clients_of_llama_cpps_server(
+    short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each text counts with what was asked for, and one that is shorter is no result."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import llama_clients
+
+    program = tmp_path / "llama-server"
+    program.write_text(LLAMA_SERVER.format(python=sys.executable, short=short))
+    program.chmod(0o755)
+    monkeypatch.setattr(
+        sys, "argv", f"x {program} a.gguf --clients 1 3 --prompt 5 --write 3 --repeats 1".split()
+    )
+    if short:
+        with pytest.raises(SystemExit, match=r"not all 1 clients got 3 tokens: \[2\]"):
+            llama_clients.main()
+        return
+    llama_clients.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" clients: ")[0].split()[-1] for line in lines] == ["1", "3"]
+    assert all(float(line.partition(" clients: ")[2].split()[0]) > 0 for line in lines)

@@ -45,6 +45,7 @@ version = "1.0"
 dependencies = ["torch>=2.11"]
 
 [project.optional-dependencies]
+serve = []
 dev = ["fake-linter"]
 """
 

@@ -15,8 +15,9 @@ namespace ktinject {
 void init_streamed(nb::module_& m) {
   using HeldStreamed = EndsWithoutGil<cuda::Streamed>;
   nb::class_<HeldStreamed>(m, "Streamed", "A layer's packed experts, page-locked, to be copied to GPUs.")
-      .def(nb::init<const moe::Experts&>(), nb::arg("experts"), nb::keep_alive<1, 2>(),
-           nb::call_guard<nb::gil_scoped_release>(), "Raises RuntimeError where memory cannot be page-locked.")
+      .def(nb::init<const moe::Experts&, int>(), nb::arg("experts"), nb::arg("first") = 0, nb::keep_alive<1, 2>(),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Of the experts from `first` on. Raises RuntimeError where memory cannot be page-locked.")
       .def("packed_bytes", &cuda::Streamed::packed_bytes, nb::arg("count"), "What copy() moves for `count` experts.")
       .def(
           "copy",

@@ -268,10 +268,14 @@ void add_from_host(const void* host, const float* addend, void* out, size_t coun
   check_cuda(cudaGetLastError(), "adding what the CPU computed");
 }
 
-Streamed::Streamed(const moe::Experts& experts) : experts_(experts), runs_(experts.packed()) {
+Streamed::Streamed(const moe::Experts& experts, int first) : experts_(experts), first_(first), runs_(experts.packed()) {
+  if (first < 0 || first >= experts.config().experts)
+    throw std::invalid_argument("streamed experts begin at " + std::to_string(first) + ", and there are " +
+                                std::to_string(experts.config().experts));
   for (const moe::PackedRun& run : runs_) {
-    const auto error = cudaHostRegister(const_cast<std::byte*>(run.data), run.bytes(experts.config().experts),
-                                        cudaHostRegisterPortable);
+    std::byte* const from = locked_from(run);
+    const auto bytes = static_cast<size_t>(run.data + run.bytes(experts.config().experts) - from);
+    const auto error = cudaHostRegister(from, bytes, cudaHostRegisterPortable);
     if (error != cudaSuccess) {
       unlock();
       check_cuda(error, "page-locking the packed experts");
@@ -285,8 +289,14 @@ Streamed::~Streamed() { unlock(); }
 void Streamed::unlock() noexcept {
   if (locked_ == 0) return;
   cudaDeviceSynchronize();  // a copy out of this memory may be under way
-  while (locked_ > 0) cudaHostUnregister(const_cast<std::byte*>(runs_[--locked_].data));
+  while (locked_ > 0) cudaHostUnregister(locked_from(runs_[--locked_]));
   cudaGetLastError();
+}
+
+// Whole pages are locked.
+std::byte* Streamed::locked_from(const moe::PackedRun& run) const {
+  constexpr size_t kPage = 4096;
+  return const_cast<std::byte*>(run.data) + run.bytes(first_) / kPage * kPage;
 }
 
 size_t Streamed::packed_bytes(int count) const {

@@ -12,9 +12,9 @@ namespace ktinject::cuda {
 
 class Streamed {
  public:
-  // Page-locks the packed weights of `experts`, which must be allocated and outlive this. Throws std::runtime_error
-  // where the system refuses, or the build has no CUDA.
-  explicit Streamed(const moe::Experts& experts);
+  // Page-locks the packed weights of `experts`, which must be allocated and outlive this, from expert `first` on: only
+  // these can be copied. Throws std::runtime_error where the system refuses, or the build has no CUDA.
+  explicit Streamed(const moe::Experts& experts, int first = 0);
   ~Streamed();
   Streamed(const Streamed&) = delete;
   Streamed& operator=(const Streamed&) = delete;
@@ -32,7 +32,9 @@ class Streamed {
 
  private:
   void unlock() noexcept;
+  std::byte* locked_from(const moe::PackedRun& run) const;
   const moe::Experts& experts_;
+  const int first_;
   std::vector<moe::PackedRun> runs_;
   size_t locked_ = 0;  // runs that are page-locked
 };

@@ -17,7 +17,10 @@ Multiply avxvnni_int8, avxvnni_int4;
 Multiply avx512_bf16, avx512_int8, avx512_int4, avx512_fp8, avx512_mxfp4;
 Multiply avx512_q2_k, avx512_q3_k, avx512_q4_k, avx512_q5_k, avx512_q6_k, avx512_iq4_xs;
 Multiply amx_bf16, amx_int8, amx_int4, amx_fp8, amx_mxfp4;
+Multiply amx_q2_k, amx_q3_k, amx_q4_k, amx_q5_k, amx_q6_k, amx_iq4_xs;
 Multiply modelled_amx_bf16, modelled_amx_int8, modelled_amx_int4, modelled_amx_fp8, modelled_amx_mxfp4;
+Multiply modelled_amx_q2_k, modelled_amx_q3_k, modelled_amx_q4_k, modelled_amx_q5_k, modelled_amx_q6_k;
+Multiply modelled_amx_iq4_xs;
 
 namespace {
 
@@ -28,9 +31,9 @@ constexpr uint32_t kAvx512K = kAvx512Vnni | kF16c;
 constexpr uint32_t kAvx512Set = kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2Set;
 
 // Below about five rows an expert, loading tiles costs more than the dot products they save; expanding int4 to tiles
-// costs a little more. fp8 and mxfp4 go through a copy in the L1 cache either way, and then tiles are ahead from the
-// first row on.
-constexpr int kTileRows = 5, kInt4TileRows = 7;
+// costs a little more, and K-quants, two bytes for a code, more than that. fp8 and mxfp4 go through a copy in the L1
+// cache either way, and then tiles are ahead from the first row on.
+constexpr int kTileRows = 5, kInt4TileRows = 7, kKTileRows = 9;
 
 constexpr Backend kBackends[] = {
     {"amx",
@@ -43,7 +46,13 @@ constexpr Backend kBackends[] = {
       {kAmxInt8, kTileRows, amx_int8},
       {kAmxInt8, kInt4TileRows, amx_int4},
       {kAmxBf16 | kAvx512Bf16, 0, amx_fp8},
-      {kAmxBf16 | kAvx512Bf16, 0, amx_mxfp4}}},
+      {kAmxBf16 | kAvx512Bf16, 0, amx_mxfp4},
+      {kAmxInt8 | kAvx512K, kKTileRows, amx_q2_k},
+      {kAmxInt8 | kAvx512K, kKTileRows, amx_q3_k},
+      {kAmxInt8 | kAvx512K, kKTileRows, amx_q4_k},
+      {kAmxInt8 | kAvx512K, kKTileRows, amx_q5_k},
+      {kAmxInt8 | kAvx512K, kKTileRows, amx_q6_k},
+      {kAmxInt8 | kAvx512K, kKTileRows, amx_iq4_xs}}},
     {"avx512",
      kAvx512Set,
      true,
@@ -114,7 +123,13 @@ constexpr Backend kBackends[] = {
       {0, 0, modelled_amx_int8},
       {0, 0, modelled_amx_int4},
       {kAvx512Bf16, 0, modelled_amx_fp8},
-      {kAvx512Bf16, 0, modelled_amx_mxfp4}}},
+      {kAvx512Bf16, 0, modelled_amx_mxfp4},
+      {kAvx512K, 0, modelled_amx_q2_k},
+      {kAvx512K, 0, modelled_amx_q3_k},
+      {kAvx512K, 0, modelled_amx_q4_k},
+      {kAvx512K, 0, modelled_amx_q5_k},
+      {kAvx512K, 0, modelled_amx_q6_k},
+      {kAvx512K, 0, modelled_amx_iq4_xs}}},
 };
 
 const Kernel* kernel_named(const std::string& name) {

@@ -174,7 +174,6 @@ void Dispatcher::loop() {
   pthread_setname_np(pthread_self(), "kt-dispatcher");
   prctl(PR_SET_TIMERSLACK, 1000);  // a nap of 50 us would else take twice as long
   runtime::set_patience(kPatienceMicroseconds);
-  runtime::leave_room(true);
   uint32_t woken = wake_.load();
   auto active = Clock::now();
   for (int spins = 0;;) {
@@ -228,6 +227,8 @@ void Task::submit() {
 }
 
 void Task::run() noexcept {
+  // Who waits for it gives its CPU away, see wait().
+  runtime::leave_room(runtime::Room::some);
   try {
     request_.compute(experts_);
   } catch (...) {

@@ -14,6 +14,7 @@
 
 #include "cuda/on_device.cuh"
 #include "handoff/kernels.cuh"
+#include "runtime/thread_pool.hpp"
 
 namespace ktinject::handoff {
 namespace {
@@ -238,6 +239,8 @@ void Slot::run() noexcept {
   const Head& head = *view.head;
   // A host function is called even if its submit did not get the slot. The head is then that of an earlier submit.
   const uint32_t count = mode == Mode::flags ? entry : head.count;
+  // Who waits for the stream spins, as CUDA does where it is not told otherwise.
+  runtime::leave_room(runtime::Room::always);
   try {
     compute(count);
   } catch (...) {

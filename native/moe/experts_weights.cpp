@@ -120,27 +120,23 @@ std::vector<std::string> Experts::absent(size_t limit) const {
 }
 
 void Experts::unpack(Projection projection, int expert, float* out) const {
-  gemm::Source shape;
-  shape.n = rows_of(projection);
-  shape.k = inputs_of(projection);
+  const int rows = rows_of(projection);
   const runtime::Session workers;
-  check(projection, expert, shape, false);
-  gemm::unpack_matrix(*workers, matrix_of(projection), runs_of(projection, expert), tiles_of(config_, projection),
-                      shape.n, out);
+  check(projection, expert, rows, inputs_of(projection), false);
+  gemm::unpack_matrix(*workers, matrix_of(projection), runs_of(projection, expert), tiles_of(config_, projection), rows,
+                      out);
 }
 
 void Experts::unpack_bias(Projection projection, int expert, float* out) const {
-  gemm::Source shape;
-  shape.n = rows_of(projection);
-  shape.k = 1;
+  const int rows = rows_of(projection);
   const runtime::Session session;
-  check(projection, expert, shape, true);
+  check(projection, expert, rows, 1, true);
   const gemm::Matrix& matrix = projection == Projection::down ? down_ : gate_up_;
   const auto* bias =
       reinterpret_cast<const float*>((projection == Projection::down ? down_bias_ : gate_up_bias_).data()) +
       static_cast<size_t>(expert) * static_cast<size_t>(matrix.panels) * gemm::kPanel;
   const gemm::TileMap place = tiles_of(config_, projection);
-  for (int n = 0; n < shape.n; ++n) {
+  for (int n = 0; n < rows; ++n) {
     const gemm::TileAt at = place(n / gemm::kTile);
     out[n] = bias[at.panel * gemm::kPanel + at.second * gemm::kTile + n % gemm::kTile];
   }

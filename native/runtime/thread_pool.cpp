@@ -23,13 +23,11 @@ namespace {
 // Long enough to bridge what a model does between two layers' experts on one token (40 to 60 µs on a GPU, more with a
 // long cache; woken workers are 13 µs late), short enough that idle ones do not steal cores from whoever has work.
 constexpr double kPatienceMicroseconds = 100;
-// Workers for each spare one, and how many of these there are at most: both threads of a core. Of 16, 14 read one
-// token's experts as fast as all, and steps that the host prepares took half as long (4 beams, prompt lookup).
+// Workers for each spare one.
 constexpr int kWorkersForSpare = 8;
-constexpr int kMostSpare = 2;
 
 thread_local double patience_us = kPatienceMicroseconds;
-thread_local bool leaves_room = false;
+thread_local Room left_room = Room::none;
 // A waiting thread gives its core away now and then, for a worker that holds the last task on the same core.
 constexpr double kYieldMicroseconds = 10;
 constexpr int kPausesBetweenClocks = 64;
@@ -208,10 +206,12 @@ ThreadPool::~ThreadPool() { join_all(); }
 
 void ThreadPool::join_all() {
   stop_ = true;
-  for (News* news : {&news_, &spare_news_}) {
-    news->generation.fetch_add(1);
-    futex(news->generation, FUTEX_WAKE_PRIVATE, INT_MAX);
-  }
+  const auto wake_all = [](News& news) {
+    news.generation.fetch_add(1);
+    futex(news.generation, FUTEX_WAKE_PRIVATE, INT_MAX);
+  };
+  wake_all(news_);
+  for (News& news : spare_news_) wake_all(news);
   for (auto& thread : workers_) thread.join();
 }
 
@@ -380,8 +380,10 @@ void ThreadPool::run(std::span<const int> tasks, Function function, void* contex
     patience_.store(static_cast<uint64_t>(patience_us * pace().ticks_per_us), std::memory_order_relaxed);
     publish(news_, generation);
     // Without stealing, a spare worker may be the only one that has the tasks of its node.
-    const bool spares = wake == Wake::most && leaves_room && steal == Steal::yes;
-    if (spare_ > 0 && !spares) publish(spare_news_, generation);
+    int spared = 0;
+    if (steal == Steal::yes && wake == Wake::most && left_room != Room::none) spared = spare_;
+    if (steal == Steal::yes && wake == Wake::all && left_room == Room::always) spared = 1;
+    for (int i = spared; i < spare_; ++i) publish(spare_news_[static_cast<size_t>(i)], generation);
   }
   drain(generation, 0);
   for (int turn = 0; finished() != all && forks() == forks_; ++turn) {
@@ -410,7 +412,7 @@ std::byte* ThreadPool::buffer(size_t slot, size_t bytes, size_t node) {
 
 void set_patience(double microseconds) { patience_us = microseconds; }
 
-void leave_room(bool leaves) { leaves_room = leaves; }
+void leave_room(Room room) { left_room = room; }
 
 int default_threads() {
   const auto cpus = static_cast<int>(allowed_cpus().size());

@@ -14,6 +14,7 @@
 // one call: stages follow each other in the list, and nobody waits where a barrier would have been.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -70,7 +71,7 @@ class ThreadPool {
   // The same for task(list, index, worker) with tasks[i] tasks in list i. One list is for all workers; of several, at
   // most nodes().size(), list i is for node i. With Steal::no the workers of another node leave it alone as long as the
   // node has workers of its own. With Wake::none the caller does everything; with Wake::most a few workers are left out
-  // where the caller leaves room, see leave_room().
+  // where the caller leaves room, and with Wake::all one where it always does, see leave_room().
   template <class Task>
   void parallel_lists(std::span<const int> tasks, Task&& task, Steal steal = Steal::yes, Wake wake = Wake::all) {
     run(
@@ -125,7 +126,9 @@ class ThreadPool {
   void work(int worker);
   bool spin(const News& news, uint32_t seen) const;
   void publish(News& news, uint32_t generation);
-  News& news_of(int worker) { return worker < threads_ - spare_ ? news_ : spare_news_; }
+  News& news_of(int worker) {
+    return worker < threads_ - spare_ ? news_ : spare_news_[static_cast<size_t>(threads_ - 1 - worker)];
+  }
   void drain(uint32_t generation, int worker);
   void execute(Queue& queue, uint32_t left, int worker);
   bool help(std::span<const int> limits, int worker);
@@ -140,6 +143,10 @@ class ThreadPool {
   static void wake_some(News& news);
   void join_all();
   bool stopped() const { return failed_.load(std::memory_order_relaxed) || cancelled_.load(std::memory_order_relaxed); }
+
+  // Workers that are left out at most: both threads of a core. Of 16, 14 read one token's experts as fast as all, and
+  // steps that the host prepares took half as long (4 beams, prompt lookup).
+  static constexpr int kMostSpare = 2;
 
   const int threads_;
   const int spare_;  // of these, the last ones: left out where a caller leaves room
@@ -156,7 +163,8 @@ class ThreadPool {
 
   uint32_t generation_ = 0;  // of the latest call
   News news_;
-  News spare_news_;                    // the last generation that the spare workers have a part in
+  // The last generation that a spare worker has a part in; of the last worker first.
+  std::array<News, kMostSpare> spare_news_;
   std::atomic<uint64_t> patience_{0};  // ticks that idle workers watch before they sleep
   std::atomic<bool> stop_{false};
   std::atomic<bool> failed_{false};
@@ -173,9 +181,15 @@ class ThreadPool {
 // said.
 void set_patience(double microseconds);
 
-// Whether calls of this thread with Wake::most leave a few CPUs to other threads: a core of a machine with many, for
-// the thread that prepares the next step on a GPU. If none were left, the system would have it and a worker take turns.
-void leave_room(bool leaves);
+// The CPUs of a machine with many that calls of this thread leave to the one that prepares the next step on a GPU, or
+// spins until the GPU has ended this one. If none were left, the system would have it and a worker take turns, some
+// milliseconds each, and all others would wait for what the worker began.
+enum class Room {
+  none,
+  some,    // a core, by calls with Wake::most
+  always,  // and one CPU by those with Wake::all
+};
+void leave_room(Room room);
 
 // min(affinity, cgroup quota).
 int default_threads();

@@ -122,7 +122,7 @@ class Ring:
     def chunks(self, layer: StreamedExperts) -> list[tuple[int, int]]:
         """(first expert, count) of each chunk of a layer."""
         most, experts = layer.most_experts(self._chunk_bytes), min(self.passing, layer.spec.num_experts)
-        return [(first, min(most, experts - first)) for first in range(0, experts, most)]
+        return [(first, min(most, experts - first)) for first in range(layer.first, experts, most)]
 
     def unpacked(self, layer: StreamedExperts) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """(first, count, gate_up [count, n, hidden], down [count, hidden, intermediate]) for every chunk of a layer.
@@ -216,19 +216,23 @@ class StreamedExperts:
     """The experts of one layer, streamed through the ring of a device and computed there.
 
     native  the experts in RAM, with weights
+    first   the experts before this one have no weights in RAM, and are skipped
     uses    [num_experts] int64 on the GPU: how often each one was streamed for a token; None: nobody looks
     """
 
     uses: Tensor | None = None
 
-    def __init__(self, spec: ExpertsSpec, native: _native.Experts, device: torch.device) -> None:
+    def __init__(
+        self, spec: ExpertsSpec, native: _native.Experts, device: torch.device, first: int = 0
+    ) -> None:
         ring = _rings.get(device)
         if ring is None:
             ring = _rings[device] = Ring(device)
         self.ring = ring
         self.spec = spec
         self.native = native
-        self.source = _native.Streamed(native)
+        self.first = first
+        self.source = _native.Streamed(native, first)
         self.expert_bytes = expert_bytes(spec)
         self._biases = self._take_biases(device) if spec.has_bias else None
         ring.join(self)
@@ -244,7 +248,7 @@ class StreamedExperts:
         return SUPPORTED
 
     def most_experts(self, chunk_bytes: int) -> int:
-        return max(1, min(self.spec.num_experts, chunk_bytes // self.expert_bytes))
+        return max(1, min(self.spec.num_experts - self.first, chunk_bytes // self.expert_bytes))
 
     def forward(
         self,
@@ -281,7 +285,9 @@ class StreamedExperts:
                     continue
                 done = part.stop
                 if self.uses is not None:
-                    known = (ids[part] >= 0) & (ids[part] < min(self.spec.num_experts, self.ring.passing))
+                    known = (ids[part] >= self.first) & (
+                        ids[part] < min(self.spec.num_experts, self.ring.passing)
+                    )
                     chosen = torch.where(known, ids[part], 0).reshape(-1).long()
                     self.uses.scatter_add_(0, chosen, known.reshape(-1).long())
         return out
@@ -291,7 +297,8 @@ class StreamedExperts:
         m, t = ids.shape
         expert = ids.reshape(-1).long()
         strangers = (expert < -1) | (expert > experts)
-        expert = torch.where((expert < 0) | (expert >= min(experts, self.ring.passing)), experts, expert)
+        passes = (expert >= self.first) & (expert < min(experts, self.ring.passing))
+        expert = torch.where(passes, expert, experts)
         order = expert.argsort(stable=True)
         ends = torch.bincount(expert, minlength=experts + 1).cumsum(0)
         rows = x.to(torch.bfloat16)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ def try_profile(path: Path) -> str:
     return "profile accepted"
 
 
-def fuzz(runs: int, seed: int, first: int = 0) -> Counter[str]:
+def fuzz(runs: int, seed: int, first: int = 0) -> fuzzer.Outcomes:
     """Count the outcomes of `runs` runs from `first` on. Raises AssertionError, or whatever else came out."""
     fd = os.memfd_create("fuzz")
     path = Path(f"/proc/self/fd/{fd}")

@@ -10,12 +10,12 @@ decoded: each has its shape, and of blocks no NaN.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import random
 import struct
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -225,9 +225,12 @@ def mutate_bytes(rng: random.Random, data: bytearray) -> None:
         data[at] = data[at] ^ 1 << rng.randrange(8) if action == 2 else rng.choice((0, 1, 127, 128, 255))
 
 
-def image(rng: random.Random) -> bytes:
-    """A file: mutated header, anything for data."""
-    pieces, alignment, size = header(rng)
+def image(rng: random.Random, base: tuple[list[Piece], int, int]) -> bytes:
+    """A file: mutated header, anything for data.
+
+    base   as `header` gives it
+    """
+    pieces, alignment, size = [*base[0]], *base[1:]
     is_whole = rng.random() < 0.3  # what is odd then are values of the config, shapes and data
     for _ in range(0 if is_whole else rng.choice((0, 1, 1, 1, 2, 4))):
         if pieces:
@@ -320,14 +323,17 @@ def check_config(config: dict[str, Any]) -> None:
     assert config["num_hidden_layers"] <= 1000 and isinstance(config["rope_parameters"], dict)
 
 
-def fuzz(runs: int, seed: int, first: int = 0) -> Counter[str]:
+def fuzz(runs: int, seed: int, first: int = 0) -> fuzzer.Outcomes:
     """Count the outcomes of `runs` runs from `first` on. Raises AssertionError, or whatever else came out."""
+    base = functools.lru_cache(maxsize=1)(
+        lambda number: header(fuzzer.base_of(number * fuzzer.RUNS_A_FILE, seed))
+    )
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         path = Path(folder) / "fuzz.gguf"
         return fuzzer.count(
             range(first, first + runs),
             seed,
-            lambda _, rng: image(rng),
+            lambda run, rng: image(rng, base(run // fuzzer.RUNS_A_FILE)),
             lambda _, content: attempt(content, path),
         )
 

@@ -65,10 +65,7 @@ class Ground:
         env.settings.cache_clear()
         self.restore()
         self.load()
-        start = time.perf_counter()
-        model = self.load()
-        self.seconds = time.perf_counter() - start
-        self.wanted = self.logits(model)
+        self.wanted = self.logits(self.timed())
 
     def restore(self) -> None:
         """All files as they were, with the same times."""
@@ -88,6 +85,13 @@ class Ground:
             self.model, variables={"experts": "int4"}, devices="cpu", progress=False, cache="auto"
         )
 
+    def timed(self) -> Any:
+        """Load, and keep how long it takes now: faults are to come at any moment of it."""
+        start = time.perf_counter()
+        model = self.load()
+        self.seconds = time.perf_counter() - start
+        return model
+
     @staticmethod
     def logits(model: Any) -> torch.Tensor:
         with torch.no_grad():
@@ -95,14 +99,19 @@ class Ground:
 
 
 @contextmanager
-def interrupt(ground: Ground, chance: random.Random) -> Iterator[None]:
-    timer = threading.Timer(chance.random() * ground.seconds * 1.2, os.kill, (os.getpid(), signal.SIGINT))
+def later(seconds: float, act: Callable[..., None], *arguments: Any) -> Iterator[None]:
+    """Have something done meanwhile, if it takes as long."""
+    timer = threading.Timer(seconds, act, arguments)
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
         timer.join()
+
+
+def interrupt(ground: Ground, chance: random.Random) -> Any:
+    return later(chance.random() * ground.seconds * 1.2, os.kill, os.getpid(), signal.SIGINT)
 
 
 @contextmanager
@@ -131,8 +140,7 @@ def memory(ground: Ground, chance: random.Random) -> Iterator[None]:
         del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
 
 
-@contextmanager
-def vanish(ground: Ground, chance: random.Random) -> Iterator[None]:
+def vanish(ground: Ground, chance: random.Random) -> Any:
     """A file of the checkpoint or of the cache is deleted or cut off."""
     shards = [*ground.model.glob("*.safetensors"), *ground.kept()]
     path, cut = chance.choice(shards), chance.random() < 0.5
@@ -146,13 +154,7 @@ def vanish(ground: Ground, chance: random.Random) -> Iterator[None]:
         except FileNotFoundError:
             pass
 
-    timer = threading.Timer(chance.random() * ground.seconds * 1.5, act)
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
+    return later(chance.random() * ground.seconds * 1.5, act)
 
 
 FAULTS: dict[str, Callable[[Ground, random.Random], Any]] = {
@@ -240,10 +242,15 @@ def main() -> None:
                 seen: Counter[str] = Counter()
                 for turn in range(given.times):
                     ground.restore()
-                    if way.startswith("packing"):
+                    is_packing = way.startswith("packing")
+                    if is_packing:
                         shutil.rmtree(ground.cache, ignore_errors=True)
                     elif not ground.kept():
                         ground.load()
+                    if turn % 25 == 0:
+                        ground.timed()
+                        if is_packing:
+                            shutil.rmtree(ground.cache, ignore_errors=True)
                     seen[outcome(fault, ground, chance)] += 1
                     ground.restore()
                     check(ground)

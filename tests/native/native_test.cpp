@@ -149,6 +149,7 @@ std::unique_ptr<Experts> layer(const Problem& problem) {
   config.hidden_size = problem.hidden;
   config.intermediate_size = problem.inner;
   config.format = problem.format;
+  config.down_format = problem.format;
   config.group_size = problem.group_size;
   config.symmetric = problem.symmetric;
   config.has_bias = problem.has_bias;

@@ -23,15 +23,16 @@ thread_local bool holds_something = false;
 
 }  // namespace
 
-// Of 16 workers, the last two have no part in a call that leaves room, and have one again in the next.
+// Of 16 workers, the last two have no part in a call that leaves room, the last one none in any call where room is
+// always left, and all have one again in the next.
 void test_room() {
   using Wake = ThreadPool::Wake;
   set_threads(16, true);
-  for (const bool leaves : {true, false, true}) {
-    leave_room(leaves);
+  for (const Room room : {Room::some, Room::none, Room::always, Room::some}) {
+    leave_room(room);
     for (const Wake wake : {Wake::most, Wake::all}) {
       const Session workers;
-      const bool all = wake == Wake::all || !leaves;
+      const int left_out = wake == Wake::most ? (room == Room::none ? 0 : 2) : (room == Room::always ? 1 : 0);
       for (int turn = 0; turn < 20; ++turn) {
         std::array<std::atomic<bool>, 16> seen{};
         const int lists[] = {64};
@@ -41,15 +42,17 @@ void test_room() {
             lists,
             [&](int, int, int worker) {
               if (!seen[static_cast<size_t>(worker)].exchange(true)) ++came;
-              // Every worker that is woken has the time to come; where all are, the last two are waited for.
-              while (all && came < 16 && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+              // Every worker that is woken has the time to come.
+              while (came < 16 - left_out && std::chrono::steady_clock::now() < end) std::this_thread::yield();
             },
             ThreadPool::Steal::yes, wake);
-        check(all ? came == 16 : !seen[14] && !seen[15], all ? "all workers come" : "spare workers are left out");
+        check(came == 16 - left_out, "the workers that are told come");
+        for (int worker = 16 - left_out; worker < 16; ++worker)
+          check(!seen[static_cast<size_t>(worker)], "spare workers are left out");
       }
     }
   }
-  leave_room(false);
+  leave_room(Room::none);
 }
 
 void test_turns(bool forks) {

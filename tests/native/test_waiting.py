@@ -170,7 +170,11 @@ DO_NOT = set(
     Experts.hidden_size Experts.count Experts.down_kernels Experts.id Experts.bytes Experts.kernels
     Experts.kernel_for Experts.shards
     Linear.bytes Linear.kernels Task.submit Task.wait Task.done Decoder.add
-    Slots.bytes Channel.submit Channel.wait Channel.exchange Channel.check
+    Slots.bytes Channel.submit Channel.wait Channel.check
+    ExpertCache.join ExpertCache.leave ExpertCache.step ExpertCache.places ExpertCache.hold ExpertCache.release
+    ExpertCache.counts CacheCounts.uses CacheCounts.hits CacheCounts.fetches CacheCounts.bytes CacheCounts.gain
+    CacheCounts.moves ReusePolicy.count ReusePolicy.exchange ReusePolicy.exchanges ReusePolicy.pays ReusePolicy.gain
+    ReusePolicy.uses ReusePolicy.hits
     Resident.bytes Resident.inner_width Resident.copy Resident.forward
     Int4Linear.scratch Int4Linear.forward Int4Linear.dequantise
     Streamed.packed_bytes Streamed.copy Streamed.unpack Streamed.activate

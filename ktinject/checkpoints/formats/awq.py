@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ktinject.checkpoints.formats import int_packing
 from ktinject.checkpoints.formats.base import (
     Codes,
     Format,
     OwnTensors,
-    SourceFormat,
     check_finite,
     refused,
     unread,
 )
 from ktinject.checkpoints.formats.gptq import OVERRIDES, packs_as
-from ktinject.checkpoints.formats.int_groups import check_part, group_size_of, group_table, integer_format
+from ktinject.checkpoints.formats.int_groups import (
+    IntegerFormat,
+    check_part,
+    group_size_of,
+    group_table,
+    integer_format,
+)
 from ktinject.checkpoints.reader import Reader
 from ktinject.errors import shown
 
 
-class Awq(SourceFormat):
+class Awq(IntegerFormat):
     title = "AWQ of 4 bits"
     methods = ("awq",)
     own = (OwnTensors((".qweight", ".qzeros", ".scales")),)
@@ -51,11 +54,6 @@ class Awq(SourceFormat):
         check_part(reader, held[2], ("F16", "BF16", "F32"), (groups, n))
         check_part(reader, held[1], ("I32",), (groups, n // 8))
         return integer_format("awq", held, (n, k), 4, group, zeros, scales.dtype)
-
-    def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
-        if index is not None:
-            raise refused(reader, key, f"there is no expert {index} in a matrix; it is read whole.")
-        return self.stored(reader, key, form).values()
 
     def stored(self, reader: Reader, key: str, form: Format) -> Codes:
         assert form.shape is not None, "of a complete checkpoint"

@@ -6,20 +6,23 @@ are taken from the tensors, and what config.json says of all layers has to agree
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN
 from ktinject.checkpoints.formats import int_packing
 from ktinject.checkpoints.formats.base import (
     Codes,
     Format,
     OwnTensors,
-    SourceFormat,
     check_finite,
     refused,
     unread,
 )
-from ktinject.checkpoints.formats.int_groups import check_part, group_size_of, group_table, integer_format
+from ktinject.checkpoints.formats.int_groups import (
+    IntegerFormat,
+    check_part,
+    group_size_of,
+    group_table,
+    integer_format,
+)
 from ktinject.checkpoints.reader import Reader
 from ktinject.errors import shown
 
@@ -59,7 +62,7 @@ def _version(reader: Reader, key: str) -> int:
     return _VERSIONS[said]
 
 
-class Gptq(SourceFormat):
+class Gptq(IntegerFormat):
     title = "GPTQ of 4 and 8 bits"
     methods = ("gptq", *AUTO_ROUND)
     own = (OwnTensors((".qweight", ".qzeros", ".scales"), (".g_idx",)),)
@@ -87,11 +90,6 @@ class Gptq(SourceFormat):
         ordered = held[-1].endswith(".g_idx") and quantization.get("desc_act", True) is not False
         scales = reader.tensors[held[2]].dtype
         return integer_format("gptq", held, shape, bits, size, zeros, scales, ordered)
-
-    def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
-        if index is not None:
-            raise refused(reader, key, f"there is no expert {index} in a matrix; it is read whole.")
-        return self.stored(reader, key, form).values()
 
     def stored(self, reader: Reader, key: str, form: Format) -> Codes:
         assert form.shape is not None, "of a complete checkpoint"

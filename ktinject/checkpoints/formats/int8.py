@@ -12,15 +12,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktinject.checkpoints.formats.base import Codes, Format, OwnTensors, SourceFormat, check_finite, refused
-from ktinject.checkpoints.formats.int_groups import check_part, group_size_of, group_table, integer_format
+from ktinject.checkpoints.formats.base import Codes, Format, OwnTensors, check_finite
+from ktinject.checkpoints.formats.int_groups import (
+    IntegerFormat,
+    check_part,
+    group_size_of,
+    group_table,
+    integer_format,
+)
 from ktinject.checkpoints.formats.schemes import check_transforms, scheme_of
 from ktinject.checkpoints.reader import Reader
 
 _FLOATS = ("F16", "BF16", "F32")
 
 
-class Int8(SourceFormat):
+class Int8(IntegerFormat):
     title = "compressed-tensors' integers of 8 bits"
     methods = ("compressed-tensors",)
     own = (OwnTensors((".weight", ".weight_scale"), (".weight_zero_point",)),)
@@ -46,11 +52,6 @@ class Int8(SourceFormat):
         if len(held) > 2:
             check_part(reader, held[2], ("I8",), scales.shape)
         return integer_format("int8", held, (n, k), 8, size, len(held) > 2, scales.dtype)
-
-    def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
-        if index is not None:
-            raise refused(reader, key, f"there is no expert {index} in a matrix; it is read whole.")
-        return self.stored(reader, key, form).values()
 
     def stored(self, reader: Reader, key: str, form: Format) -> Codes:
         assert form.shape is not None, "of a complete checkpoint"

@@ -1,13 +1,28 @@
-"""What the formats of integers have in common: whether tensors fit, and how many inputs share a scale."""
+"""What the formats of integers have in common: decoding, whether tensors fit, and how many inputs share a scale."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN
-from ktinject.checkpoints.formats.base import Format, refused
+from ktinject.checkpoints.formats.base import Codes, Format, SourceFormat, no_expert_of_a_matrix, refused
 from ktinject.checkpoints.reader import Reader
+
+
+class IntegerFormat(SourceFormat):
+    """A format of integers in matrices, which are read whole."""
+
+    def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
+        assert form.shape is not None, "of a complete checkpoint"
+        no_expert_of_a_matrix(reader, key, index, form.shape)
+        return self.stored(reader, key, form).values()
+
+    @abstractmethod
+    def stored(self, reader: Reader, key: str, form: Format) -> Codes:
+        """Read the weight as codes."""
 
 
 def check_part(reader: Reader, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...] | None) -> None:

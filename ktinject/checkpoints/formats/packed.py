@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN
 from ktinject.checkpoints.formats import int_packing
 from ktinject.checkpoints.formats.base import (
     Codes,
     Format,
     OwnTensors,
-    SourceFormat,
     check_finite,
     refused,
     unread,
 )
 from ktinject.checkpoints.formats.gptq import BITS
-from ktinject.checkpoints.formats.int_groups import check_part, group_size_of, group_table, integer_format
+from ktinject.checkpoints.formats.int_groups import (
+    IntegerFormat,
+    check_part,
+    group_size_of,
+    group_table,
+    integer_format,
+)
 from ktinject.checkpoints.formats.schemes import scheme_of
 from ktinject.checkpoints.reader import Reader
 from ktinject.errors import shown
@@ -24,7 +27,7 @@ from ktinject.errors import shown
 _PARTS = (".weight_packed", ".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
 
 
-class Packed(SourceFormat):
+class Packed(IntegerFormat):
     title = "compressed-tensors' packed integers of 4 and 8 bits"
     methods = ("compressed-tensors",)
     own = (OwnTensors(_PARTS[:2], _PARTS[2:]),)
@@ -66,11 +69,6 @@ class Packed(SourceFormat):
                 check_part(reader, parts[part], dtypes, shape)
         scales, ordered = reader.tensors[held[1]].dtype, ".weight_g_idx" in parts
         return integer_format("packed", held, (n, k), bits, group, zeros, scales, ordered)
-
-    def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
-        if index is not None:
-            raise refused(reader, key, f"there is no expert {index} in a matrix; it is read whole.")
-        return self.stored(reader, key, form).values()
 
     def stored(self, reader: Reader, key: str, form: Format) -> Codes:
         assert form.shape is not None, "of a complete checkpoint"

@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import ktinject as package
-from ktinject import env
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("KTINJECT_CACHE", str(tmp_path / "cache"))
-    env.settings.cache_clear()
-    yield tmp_path / "cache" / "packed"
-    env.settings.cache_clear()
 
 
 def test_nothing_is_kept(ktinject, as_json):
@@ -26,7 +14,7 @@ def test_nothing_is_kept(ktinject, as_json):
     assert "0 files are as they were written" in ktinject("cache", "verify").stdout
 
 
-def test_list_verify_clear(ktinject, as_json, folder: Path, tmp_path: Path, tiny_qwen3_moe: Path):
+def test_list_verify_clear(ktinject, as_json, cache_folder: Path, tmp_path: Path, tiny_qwen3_moe: Path):
     model = tmp_path / "model"
     model.mkdir()
     for file in tiny_qwen3_moe.iterdir():
@@ -49,10 +37,10 @@ def test_list_verify_clear(ktinject, as_json, folder: Path, tmp_path: Path, tiny
     assert "the checkpoint has changed" in ktinject("cache", "list").stdout
     (model / "model.safetensors").unlink()
     assert "the checkpoint is not there any more" in ktinject("cache", "list").stdout
-    (folder / "broken.packed.safetensors").write_bytes(b"nothing")
+    (cache_folder / "broken.packed.safetensors").write_bytes(b"nothing")
     assert "cannot be used" in ktinject("cache", "list").stdout
     assert "2 files deleted" in ktinject("cache", "clear", "--stale").stdout
-    assert not list(folder.iterdir())
+    assert not list(cache_folder.iterdir())
     ktinject("cache", "verify", path, exit_code=2)
 
 

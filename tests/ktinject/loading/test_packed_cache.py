@@ -6,7 +6,6 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,16 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 import ktinject
-from ktinject import _native, env
+from ktinject import _native
 from ktinject.checkpoints import packed
 from ktinject.checkpoints.packed import PackedFile
 from ktinject.checkpoints.reader import Reader
 from ktinject.errors import CheckpointError, PlanError
 from ktinject.loading import packed_cache
 
+pytestmark = pytest.mark.usefixtures("cache_folder")
 torch.set_num_threads(1)
 IDS = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where caches are kept."""
-    monkeypatch.setenv("KTINJECT_CACHE", str(tmp_path / "cache"))
-    env.settings.cache_clear()
-    yield tmp_path / "cache" / "packed"
-    env.settings.cache_clear()
 
 
 @pytest.fixture()
@@ -73,18 +64,18 @@ def experts_read(reads: list[str]) -> int:
 
 @pytest.mark.parametrize("experts", ["bf16", "int8", "int4", "fp8", "mxfp4"])
 def test_the_second_load_reads_the_cache_and_computes_the_same(
-    source: Path, folder: Path, reads: list[str], experts: str
+    source: Path, cache_folder: Path, reads: list[str], experts: str
 ) -> None:
     first = logits(load(source, experts))
-    assert experts_read(reads) > 0 and len(list(folder.iterdir())) == 1
+    assert experts_read(reads) > 0 and len(list(cache_folder.iterdir())) == 1
     reads.clear()
     second = load(source, experts)
     assert experts_read(reads) == 0
     assert torch.equal(logits(second), first)
-    assert len(list(folder.iterdir())) == 1
+    assert len(list(cache_folder.iterdir())) == 1
 
 
-def test_linear_layers_are_kept_too(source: Path, folder: Path, reads: list[str]) -> None:
+def test_linear_layers_are_kept_too(source: Path, cache_folder: Path, reads: list[str]) -> None:
     linear = {"operator": "cpu_linear", "weights": "int8"}
     rules = [{"name": "attention", "match": {"path": r".*\.[qkvo]_proj"}, "replace": linear}]
     first = logits(load(source, rules=rules, variables=None))
@@ -94,7 +85,7 @@ def test_linear_layers_are_kept_too(source: Path, folder: Path, reads: list[str]
 
 
 def test_a_file_serves_any_number_of_nodes(
-    source: Path, folder: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+    source: Path, cache_folder: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = logits(load(source))
     try:
@@ -102,7 +93,7 @@ def test_a_file_serves_any_number_of_nodes(
         reads.clear()
         two = load(source)
         assert experts_read(reads) == 0 and torch.equal(logits(two), first)
-        next(folder.iterdir()).unlink()
+        next(cache_folder.iterdir()).unlink()
         load(source)  # written from two nodes' memory
         reads.clear()
     finally:
@@ -111,9 +102,9 @@ def test_a_file_serves_any_number_of_nodes(
     assert experts_read(reads) == 0 and torch.equal(logits(one), first)
 
 
-def test_other_readers_show_what_is_in_it(source: Path, folder: Path) -> None:
+def test_other_readers_show_what_is_in_it(source: Path, cache_folder: Path) -> None:
     load(source)
-    with safe_open(next(folder.iterdir()), "pt") as file:
+    with safe_open(next(cache_folder.iterdir()), "pt") as file:
         metadata = file.metadata()
         name = "model.layers.0.mlp.experts.gate_up"
         assert file.get_tensor(name).dtype == torch.uint8 and file.get_slice(name).get_shape()[0] == 6
@@ -141,13 +132,13 @@ def change_data(source: Path) -> None:
 
 @pytest.mark.parametrize("change", [change_time, change_data])
 def test_a_changed_checkpoint_has_another_file(
-    source: Path, folder: Path, reads: list[str], change: Any
+    source: Path, cache_folder: Path, reads: list[str], change: Any
 ) -> None:
     load(source)
     change(source)
     reads.clear()
     load(source)
-    assert experts_read(reads) > 0 and len(list(folder.iterdir())) == 2
+    assert experts_read(reads) > 0 and len(list(cache_folder.iterdir())) == 2
 
 
 def cut_off(path: Path) -> None:
@@ -176,10 +167,10 @@ def a_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [cut_off, of_other_version, of_something_else, no_safetensors])
 def test_what_cannot_be_used_is_built_anew(
-    source: Path, folder: Path, reads: list[str], spoil: Any, caplog: pytest.LogCaptureFixture
+    source: Path, cache_folder: Path, reads: list[str], spoil: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = logits(load(source))
-    (path,) = folder.iterdir()
+    (path,) = cache_folder.iterdir()
     spoil(path)
     reads.clear()
     with caplog.at_level(logging.WARNING, "ktinject"):
@@ -191,38 +182,40 @@ def test_what_cannot_be_used_is_built_anew(
 
 
 def test_a_file_that_cannot_be_replaced_costs_a_warning(
-    source: Path, folder: Path, caplog: pytest.LogCaptureFixture
+    source: Path, cache_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     load(source)
-    (path,) = folder.iterdir()
+    (path,) = cache_folder.iterdir()
     a_folder(path)
     load(source)
     assert "no packed cache was written" in caplog.text
-    assert list(folder.iterdir()) == [path]
+    assert list(cache_folder.iterdir()) == [path]
 
 
 def test_a_full_disk_costs_a_warning(
-    source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    source: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def pwrite(fd: int, data: Any, offset: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(packed.os, "pwrite", pwrite)
     assert logits(load(source)).isfinite().all()
-    assert "No space left on device" in caplog.text and not list(folder.iterdir())
+    assert "No space left on device" in caplog.text and not list(cache_folder.iterdir())
 
 
-def test_an_interrupt_leaves_no_file(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_no_file(
+    source: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fsync(fd: int) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(packed.os, "fsync", fsync)
     with pytest.raises(KeyboardInterrupt):
         load(source)
-    assert not list(folder.iterdir())
+    assert not list(cache_folder.iterdir())
 
 
-def test_the_plan_is_part_of_the_key(source: Path, folder: Path) -> None:
+def test_the_plan_is_part_of_the_key(source: Path, cache_folder: Path) -> None:
     load(source, "int4")
     load(source, "int8")
     load(
@@ -232,12 +225,12 @@ def test_the_plan_is_part_of_the_key(source: Path, folder: Path) -> None:
         ],
         variables=None,
     )
-    assert len(list(folder.iterdir())) == 3
+    assert len(list(cache_folder.iterdir())) == 3
 
 
-def test_verify_finds_a_changed_byte(source: Path, folder: Path) -> None:
+def test_verify_finds_a_changed_byte(source: Path, cache_folder: Path) -> None:
     load(source)
-    (path,) = folder.iterdir()
+    (path,) = cache_folder.iterdir()
     with PackedFile(path) as file:
         assert file.wrong(lambda count: None) == []
         offset = file.entries["model.layers.1.mlp.experts.down"].offset
@@ -276,9 +269,9 @@ def test_checked_weights_are_read_from_the_checkpoint(source: Path, reads: list[
     assert experts_read(reads) > 0
 
 
-def test_a_file_in_use_that_changes_is_not_believed(source: Path, folder: Path) -> None:
+def test_a_file_in_use_that_changes_is_not_believed(source: Path, cache_folder: Path) -> None:
     load(source)
-    (path,) = folder.iterdir()
+    (path,) = cache_folder.iterdir()
     with PackedFile(path) as file:
         os.utime(path, (1, 1))
         with pytest.raises(CheckpointError, match="changed while it was in use"):

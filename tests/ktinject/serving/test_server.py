@@ -84,6 +84,22 @@ def running(model: Any, tokenizer: Any, **settings: Any) -> Iterator[Running]:
     assert not thread.is_alive()
 
 
+def slowed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have tokens given slowly; here will be the names of what ends requests early."""
+    put, ended = stock._Watch.put, []
+
+    def slow(watch: Any, value: torch.Tensor) -> None:
+        try:
+            put(watch, value)
+        except Exception as error:
+            ended.append(type(error).__name__)
+            raise
+        time.sleep(0.02)
+
+    monkeypatch.setattr(stock._Watch, "put", slow)
+    return ended
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
     torch.set_num_threads(1)
@@ -169,17 +185,7 @@ def test_refusals_and_the_next_request_works(server: Running) -> None:
 
 
 def test_a_client_that_vanishes_ends_its_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    put, ended = stock._Watch.put, []
-
-    def slow(watch: Any, value: torch.Tensor) -> None:
-        try:
-            put(watch, value)
-        except Exception as error:
-            ended.append(type(error).__name__)
-            raise
-        time.sleep(0.05)
-
-    monkeypatch.setattr(stock._Watch, "put", slow)
+    ended = slowed(monkeypatch)
     asked: dict[str, Any] = {"model": "tiny", "prompt": "def f(", "max_tokens": 200}
     with server.client.completions.create(stream=True, **asked) as stream:
         next(iter(stream))
