@@ -2,6 +2,9 @@
 
     threads: read, decode ──► values, in the order of the items, at most `room` bytes of them ──► the caller packs
 
+Or the threads pack small pieces, too, each its own: nothing waits for a slower thread, and values are in the caches of
+the core that packs them. Then there are as many threads as pack otherwise.
+
 Items are admitted in their order, so the one that is waited for is always under way and nobody waits for ever. The
 page cache is read, not O_DIRECT: a file that was just downloaded or loaded lies in it, a cold one is read as fast
 either way (benchmarks/bench_load.py measures both).
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
-from ktinject import env
+from ktinject import _native, env
 from ktinject.generation.cpu import openmp
 
 Item = TypeVar("Item")
@@ -26,6 +29,8 @@ Value = TypeVar("Value")
 # As many as keep a fast disk busy; on a machine with fewer cores they would only take those from packing.
 MOST_THREADS = 8
 ROOM = 512 << 20
+# Threads that pack, too; with more, they would wait for Python's lock.
+MOST_PACKING_THREADS = 64
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,11 @@ class Pace:
 def usual_threads() -> int:
     """0: the caller's own thread reads."""
     return 0 if env.loads_in_one_thread() else min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def packing_threads() -> int:
+    """The same where the threads pack, too."""
+    return 0 if env.loads_in_one_thread() else min(MOST_PACKING_THREADS, _native.threads())
 
 
 class ReadAhead(Generic[Item, Value]):
@@ -145,6 +155,7 @@ class ReadAhead(Generic[Item, Value]):
         return Pace(size, self._seconds, self._waited, self._stalled)
 
     def _work(self) -> None:
+        _native.compute_alone(True)
         with openmp.one_thread():
             while (index := self._admitted()) is not None:
                 found: Value | BaseException
