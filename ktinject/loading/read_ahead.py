@@ -29,6 +29,7 @@ Value = TypeVar("Value")
 # As many as keep a fast disk busy; on a machine with fewer cores they would only take those from packing.
 MOST_THREADS = 8
 ROOM = 512 << 20
+_LATEST_START = 5.0  # seconds, on a machine with much else to do
 # Threads that pack, too; with more, they would wait for Python's lock.
 MOST_PACKING_THREADS = 64
 
@@ -190,6 +191,7 @@ class ReadAhead(Generic[Item, Value]):
                 self._ended = True
                 self._freed.put(0)
                 for thread in self._threads:
+                    _await_start(thread)
                     if thread.ident is not None:
                         thread.join()
                 break
@@ -199,3 +201,10 @@ class ReadAhead(Generic[Item, Value]):
             self._done.get()
         if interrupted is not None:
             raise interrupted
+
+
+def _await_start(thread: threading.Thread) -> None:
+    """Of a thread whose start was interrupted: whether the system made it is known once it runs."""
+    late = time.monotonic() + _LATEST_START
+    while thread.ident is None and thread in threading.enumerate() and time.monotonic() < late:
+        time.sleep(0.001)
