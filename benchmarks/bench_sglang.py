@@ -4,7 +4,8 @@ A captured graph of some layers, each a submit and a sync, as SGLang captures de
 The weights are random, and all experts of a layer alike, each with memory of its own. Where kt-kernel is installed, its
 own submit and sync are measured in turns with ours, in the same process; moe_peers.py says how it gets there.
 
-`alone` is the same layers called on the CPU, without a GPU and without a thread that waits for one.
+`alone` is the same layers called on the CPU, without a GPU and without a thread that waits for one. `through the GPU`
+is without a graph, as prompts are whose experts pass through the GPU.
 
     python benchmarks/bench_sglang.py [--methods AMXINT4 BF16] [--tokens 1 8 64 2048] [--layers 4] [--block]
 
@@ -104,6 +105,20 @@ def replays_of(step: Callable[[], Tensor], block: bool) -> Callable[[], float]:
     return replay
 
 
+def passes_of(step: Callable[[], Tensor]) -> Callable[[], float]:
+    """The same for a step without a graph."""
+
+    def run() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3
+
+    return run
+
+
 def timed(step: Callable[[], Any]) -> Callable[[], float]:
     """The same for what returns when it is done."""
 
@@ -162,7 +177,8 @@ def bench(given: argparse.Namespace) -> None:
         print(f"# kt-kernel {kt.kernel.version}, {kt.kernel.workers} workers and a dispatcher")
     for method in given.methods:
         random = weights(EXPERTS, HIDDEN, INNER)
-        layers = [made(method, index, random) for index in range(given.layers)]
+        with torch.device(device):
+            layers = [made(method, index, random) for index in range(given.layers)]
         theirs = (
             [kt.layer(index, method, *random, TOP_K) for index in range(given.layers)]
             if kt is not None and method in FORMATS
@@ -178,6 +194,9 @@ def bench(given: argparse.Namespace) -> None:
                 if mine:
                     step = step_of(mine, x, calls)
                     runs[name] = replays_of(step, given.block) if x.is_cuda else timed(step)
+            streams = layers[0]._layer._prompts
+            if streams is not None and streams.passing(m):
+                runs[f"through the GPU ({streams.passing(m)})"] = passes_of(step_of(layers, x, calls))
             found = {name: us / given.layers for name, us in medians(runs, given.seconds).items()}
             line = "  ".join(f"{name} {us:9.1f}" for name, us in found.items())
             if "kt-kernel" in found:

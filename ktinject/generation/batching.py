@@ -33,7 +33,7 @@ from ktinject.hf import compat
 from ktinject.model_class import own_class
 from ktinject.operators.absorbed_mla import AbsorbedMla
 from ktinject.operators.hybrid_experts import HybridExperts
-from ktinject.operators.offload import handoff, submits
+from ktinject.operators.offload import expert_cache, handoff, submits
 from ktinject.operators.torch_ops import packed_attention
 from ktinject.support import SUPPORTED, Support
 
@@ -266,6 +266,7 @@ def _manager_class(stock: Any) -> Any:
         def _generation_step(self) -> None:
             decoding: Decoding = self.model.ktinject_decoding
             with _packed(self.model):
+                expert_cache.step()
                 handoff.wake()
                 self.batch_processor._generation_step(_Step(self.model))
             decoding.check()

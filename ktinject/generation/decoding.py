@@ -28,6 +28,9 @@ from ktinject.generation.cuda.fused import Fused
 from ktinject.generation.graph_runner import Forward, GraphRunner, size_of
 from ktinject.generation.watch import Watch
 from ktinject.hf import compat
+from ktinject.operators.hybrid_experts import HybridExperts
+from ktinject.operators.offload import expert_cache
+from ktinject.operators.offload.expert_cache import Hits
 from ktinject.operators.offload.handoff import Handoff, wake
 from ktinject.support import SUPPORTED, Support
 
@@ -95,6 +98,12 @@ class Decoding:
     @replay.setter
     def replay(self, replay: Callable[..., Any] | None) -> None:
         self._local.replay = replay
+
+    def expert_hits(self) -> Hits:
+        """What the experts on GPUs were good for so far, all layers together."""
+        model: Any = self._model()
+        found = [o.hits() for o in model.modules() if isinstance(o, HybridExperts)]
+        return sum(found, start=Hits())
 
     @property
     def explains(self) -> bool:
@@ -329,7 +338,7 @@ class Decoding:
         assert isinstance(how, masks.Masks), "a request that was not refused"
         return GraphRunner(
             self.native or functools.partial(run_model, self._model, self._fused, how),
-            wake if self._handoffs else lambda: None,
+            _between_steps if self._handoffs else lambda: None,
             cache,
             tokens,
             logits,
@@ -338,6 +347,12 @@ class Decoding:
             kinds=kinds_of(model.config),
             room=0 if self.native is not None else several.SIZES[-1],
         )
+
+
+def _between_steps() -> None:
+    """Before the replay of a step: exchange experts on the GPU, and wake who computes the others."""
+    expert_cache.step()
+    wake()
 
 
 def run_model(

@@ -23,7 +23,17 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import batching, beams, candidates, foreseen, kept_cache, loop, speculation, stateful
+from ktinject.generation import (
+    batching,
+    beams,
+    candidates,
+    continued,
+    foreseen,
+    kept_cache,
+    loop,
+    speculation,
+    stateful,
+)
 from ktinject.generation import cache as caches
 from ktinject.generation.cpu import linear_prompts, openmp
 from ktinject.generation.decoding import Decoding
@@ -100,6 +110,10 @@ class _Swapped(Methods):
         self: Any, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: Any
     ) -> None:
         stateful.validate(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    def _prefill(self: Any, input_ids: Any, generation_config: Any, model_kwargs: Any, **first: Any) -> Any:
+        with continued.attention(self, input_ids, model_kwargs.get("past_key_values"), generation_config):
+            return own_class(self)._prefill(self, input_ids, generation_config, model_kwargs, **first)
 
     def _beam_search(
         self: Any,

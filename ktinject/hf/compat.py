@@ -8,6 +8,7 @@ What a version lacks costs the features that need it, and no others:
     generation  a swapped model generates by transformers' own loop; the reason is in its plan, in `doctor` and in
                 `model.ktinject_decoding.reason`
     candidates  for models with states, they are refused, as transformers does
+    continued   a next turn's attention, and that of a prompt's next chunk, is transformers' own
     loading     checkpoints are refused, see `require`
     swapping    rules are refused, too
     batching    continuous batching of a swapped model is refused
@@ -223,6 +224,27 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         ),
         Private("torch.nn:Module", "_call_impl", THERE, "may be replaced"),
     ),
+    "continued": (
+        Private(
+            "transformers.masking_utils",
+            "sdpa_mask",
+            "(*, batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, local_size=None, "
+            "use_vmap=False)",
+            "by what it is asked for, its masks are recognised",
+        ),
+        Private(
+            "transformers.integrations.sdpa_attention",
+            "sdpa_attention_forward",
+            "(module, query, key, value, attention_mask, dropout=0.0, scaling=None)",
+            "for all other masks",
+        ),
+        Private(
+            "transformers.masking_utils",
+            "causal_mask_function",
+            "(batch_idx, head_idx, q_idx, kv_idx)",
+            "of a mask that hides nothing but later tokens",
+        ),
+    ),
     "candidates": (
         Private(_GENERATION, "_validate_generation_mode", _VALIDATE, "all but its refusal of states"),
         Private(f"{_GENERATION}._validate_generation_mode", "_is_stateful", SET, "what it refuses"),
@@ -351,6 +373,12 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
         *_each(f"{_BATCHING}.continuous_api:OutputRouter", "deliver deliver_batch", THERE, "overridden"),
         Private(f"{_BATCHING}.cache", "PagedAttentionCache", THERE, "what attention takes for one"),
         Private(f"{_BATCHING}.cache:PagedAttentionCache", "update", THERE, "keys and values of all texts"),
+        Private(
+            f"{_BATCHING}.cache:PagedAttentionCache",
+            "search_prefix_match",
+            "(self, request_id, prompt_ids)",
+            "how much of a request's text was read before",
+        ),
         Private(f"{_BATCHING}.input_outputs", "PagedAttentionArgs", THERE, "how a model is called"),
         Private(f"{_BATCHING}.cache", "find_head_dim", "(config)", "whether a kernel has such heads"),
         Private(

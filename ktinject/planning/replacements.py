@@ -258,7 +258,7 @@ def _inside(paths: Sequence[str]) -> dict[str, list[str]]:
 def _misfit(made: Operator, matched: MatchedModule) -> str | None:
     """Why an operator cannot load a weight that the checkpoint stores in one of its native formats; None if it can."""
     sources = matched.sources() if made.native_formats else ()
-    if made.takes_stored_only and not sources:
+    if made.takes_stored_only and not sources and not next(matched.module.parameters()).is_meta:
         return "weights of this format are kept from a checkpoint, and none is loaded; choose other weights"
     reasons = (
         made.misfit_of(*source)

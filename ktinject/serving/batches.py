@@ -13,6 +13,7 @@ came.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import threading
 from collections import deque
@@ -62,11 +63,16 @@ class Request:
     moves: bool = False
     seen: int = 0  # of the tokens that the batch has written, those that were taken
 
+    @functools.cached_property
+    def prompt(self) -> Tensor:
+        """[1, n]; made once, for of a long list that takes milliseconds."""
+        return torch.tensor([self.ids])
+
     def begin(self) -> bool:
         """Give the sink the prompt; False if nobody waits any more."""
         if not self.has_begun:
             self.has_begun = True
-            return self.put(torch.tensor([self.ids]))
+            return self.put(self.prompt)
         return True
 
     def put(self, value: Tensor) -> bool:
@@ -161,7 +167,7 @@ class Batches:
         request.done.wait()
         if request.error is not None:
             raise request.error
-        return torch.tensor([ids + request.written])
+        return torch.cat([request.prompt, torch.tensor([request.written], dtype=torch.int64)], dim=1)
 
     def close(self) -> None:
         """End what runs."""
@@ -220,17 +226,18 @@ class Batches:
         request.end(error)
 
     def _generate(self, request: Request) -> None:
-        ids = torch.tensor([request.ids + request.written], device=self._model.device)
+        written = torch.tensor([request.written], dtype=torch.int64)
+        ids = torch.cat([request.prompt, written], dim=1).to(self._model.device)
         config = copy.deepcopy(request.config)
         config.max_new_tokens -= len(request.written)
         if request.seed is not None:
             torch.manual_seed(request.seed)
-        text = ids[0].tolist()
+        text = request.ids + request.written
         cache, count = self._prefixes.take(text)
         request.sink.found(count)
         kept = text[:count]
         try:
-            written = self._model.generate(
+            found = self._model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=config,
@@ -240,7 +247,7 @@ class Batches:
                 **request.arguments,
             )
             if cache is not None:
-                kept = written[0, : cache.get_seq_length()].tolist()
+                kept = text + found[0, len(text) : cache.get_seq_length()].tolist()
         finally:  # whatever is raised leaves the cache as it was
             self._prefixes.keep(kept, cache)
 
@@ -298,6 +305,7 @@ class Batches:
         batching_sampling.install(manager, model.config.get_text_config().vocab_size)
         manager.output_router = _router(self._take)
         manager.batch_processor = manager._create_batch_processor()  # raises what the thread could not
+        _tell_of_prefixes(manager.batch_processor.cache, self._found)
         manager.background_thread_status.clear()
         # As `start` does it, but the thread does not keep the process from ending.
         manager._generation_thread = threading.Thread(target=manager._run_generation_loop, daemon=True)
@@ -306,6 +314,12 @@ class Batches:
         return manager
 
     # The thread of the batch.
+
+    def _found(self, name: str, tokens: int) -> None:
+        """So many tokens of a request are in the paged cache."""
+        request = self._batch.get(name)
+        if request is not None and not request.written:
+            request.sink.found(min(tokens, len(request.ids) - 1))
 
     def _take(self, output: Any) -> None:
         """Hand on what the batch has written of a request."""
@@ -331,6 +345,18 @@ class Batches:
                 self._manager = None  # the next batch gets a new one
             self._changed.notify_all()
         request.end(error)
+
+
+def _tell_of_prefixes(cache: Any, found: Callable[[str, int], None]) -> None:
+    """Have what a paged cache finds of a request's beginning told to `found` (request, tokens)."""
+    own = cache.search_prefix_match
+
+    def search(request_id: str, prompt_ids: list[int]) -> int:
+        tokens: int = own(request_id, prompt_ids)
+        found(request_id, tokens)
+        return tokens
+
+    cache.search_prefix_match = search
 
 
 def _router(take: Callable[[Any], None]) -> Any:

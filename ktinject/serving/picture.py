@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ktinject.hf.layers import Layers
 from ktinject.operators.cpu_experts import CpuExperts
+from ktinject.operators.hybrid_experts import HybridExperts
 from ktinject.planning.plan import Plan
 
 
@@ -35,8 +36,7 @@ def experts_of(layer: nn.Module) -> CpuExperts | None:
 
 def on_gpu(operator: CpuExperts) -> list[int]:
     """Ids of the experts that are on a GPU now."""
-    held = getattr(operator, "on_gpu", None)
-    return sorted(held.resident) if held is not None else []
+    return operator.experts_on_gpu() if isinstance(operator, HybridExperts) else []
 
 
 def _device(plan: Plan, device: str) -> dict[str, Any]:

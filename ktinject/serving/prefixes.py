@@ -13,6 +13,8 @@ What the paged cache of a batch holds is its own, see batches.py.
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +24,106 @@ from transformers import DynamicCache
 
 from ktinject.generation.cache_layers import ALL_TOKENS, kind_of, kind_support
 
+logger = logging.getLogger("ktinject")
+
 _FEWEST = 16  # tokens in common for which a beginning is copied
+BLOCK = 8 << 20  # bytes of RAM that are page-locked at a time
+
+
+class InRam:
+    """Tensors of a text in page-locked blocks, one behind the other, by copies that no host waits for.
+
+    Blocks are all of one size, so torch's allocator gives those of a text that is gone to the next one.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+        self._devices = [tensor.device for tensor in tensors]
+        total = sum(tensor.nbytes for tensor in tensors)
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        self._blocks = [_block(on_gpu) for _ in range(-(-total // BLOCK))]
+        self._copy(tensors, back=False)
+
+    @property
+    def bytes(self) -> int:
+        return len(self._blocks) * BLOCK
+
+    def back(self) -> list[Tensor]:
+        """The tensors, where they were."""
+        found = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            for tensor, device in zip(self._tensors, self._devices)
+        ]
+        self._copy(found, back=True)
+        return found
+
+    def _copy(self, tensors: Sequence[Tensor], back: bool) -> None:
+        place = 0
+        for tensor in tensors:
+            rest = tensor.contiguous().view(-1).view(torch.uint8)
+            while len(rest):
+                block = self._blocks[place // BLOCK][place % BLOCK :][: len(rest)]
+                here, rest = rest[: len(block)], rest[len(block) :]
+                to, of = (here, block) if back else (block, here)
+                to.copy_(of, non_blocking=True)
+                place += len(block)
+
+
+def _block(is_pinned: bool) -> Tensor:
+    if is_pinned:
+        try:
+            return torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            logger.warning("texts go to RAM that is not page-locked, which is slower: %s", error)
+    return torch.empty(BLOCK, dtype=torch.uint8)
 
 
 @dataclass(eq=False)
 class _Kept:
-    """ids: the tokens that the cache holds; is_here: on the model's device."""
+    """ids: the tokens that the cache holds; in_ram: its tensors, which it has none of then."""
 
     ids: list[int]
     cache: DynamicCache
-    is_here: bool = True
+    in_ram: InRam | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """On the model's device."""
+        return self.in_ram is None
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for layer in self.cache.layers for tensor in _tensors(layer).values())
+        if self.in_ram is not None:
+            return self.in_ram.bytes
+        return sum(part.nbytes for part in self._held())
+
+    def leave(self) -> None:
+        """Go to RAM. Others may hold the cache, and see no change."""
+        self.cache = copy.copy(self.cache)
+        self.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        self.in_ram = InRam(self._held())
+        self._put([torch.empty_like(part, device="meta") for part in self._held()])
+
+    def come_back(self) -> None:
+        if self.in_ram is not None:
+            self._put(self.in_ram.back())
+            self.in_ram = None
+
+    def _held(self) -> list[Tensor]:
+        return [part for layer in self.cache.layers for part in _tensors(layer)]
+
+    def _put(self, tensors: Sequence[Tensor]) -> None:
+        """As `_held` has them."""
+        rest = iter(tensors)
+        for layer in self.cache.layers:
+            vars(layer).update(
+                {
+                    name: {key: _replaced(part, rest) for key, part in value.items()}
+                    if isinstance(value, dict)
+                    else _replaced(value, rest)
+                    for name, value in vars(layer).items()
+                }
+            )
 
 
 class Prefixes:
@@ -89,7 +177,7 @@ class Prefixes:
         if kept is None:
             return DynamicCache(config=self._config), 0
         self._kept.remove(kept)
-        self._move(kept, self._model.device)
+        kept.come_back()
         return kept.cache, same
 
     def keep(self, ids: list[int], cache: DynamicCache | None) -> None:
@@ -99,12 +187,25 @@ class Prefixes:
         self._kept = [kept for kept in self._kept if _common(kept.ids, ids) < len(kept.ids)]
         self._kept.append(_Kept(ids, cache))
         if self._model.device.type != "cpu":
-            for kept in self._kept:
+            for kept in [*self._kept]:
                 if self.on_device <= self._here:
                     break
                 if kept.is_here:
-                    self._move(kept, torch.device("cpu"))
-        while self._kept and self.in_ram > self._ram:
+                    self._leave(kept)
+        else:
+            self._make_room(0)
+
+    def _leave(self, kept: _Kept) -> None:
+        """From the device to RAM, or out."""
+        if kept.bytes > self._ram:
+            self._kept.remove(kept)
+        else:
+            self._make_room(kept.bytes)
+            kept.leave()
+
+    def _make_room(self, bytes: int) -> None:
+        """Let the least recently used texts go until so many more may be in RAM."""
+        while self._kept and self.in_ram + bytes > self._ram:
             self._kept.remove(next(kept for kept in self._kept if self._counts(kept)))
 
     def _counts(self, kept: _Kept) -> bool:
@@ -113,47 +214,24 @@ class Prefixes:
 
     def _beginning(self, kept: _Kept, tokens: int) -> DynamicCache:
         """A copy of the first tokens' keys and values."""
+        whole = _Kept(kept.ids, copy.copy(kept.cache), kept.in_ram)  # from RAM: the other one stays there
+        whole.cache.layers = [copy.copy(layer) for layer in kept.cache.layers]
+        whole.come_back()
         cache = DynamicCache(config=self._config)
-        for layer, other in zip(cache.layers, kept.cache.layers):
-            keys, values = (
-                part[:, :, :tokens].to(self._model.device, copy=True) for part in (other.keys, other.values)
-            )
-            layer.update(keys, values)
+        for layer, other in zip(cache.layers, whole.cache.layers):
+            layer.update(*(part[:, :, :tokens].clone() for part in (other.keys, other.values)))
         return cache
 
-    def _move(self, kept: _Kept, device: torch.device) -> None:
-        is_here = device == self._model.device
-        if is_here == kept.is_here:
-            return
-        moved = copy.copy(kept.cache)
-        moved.layers = [copy.copy(layer) for layer in kept.cache.layers]
-        for layer in moved.layers:
-            vars(layer).update(
-                {
-                    name: {key: _to(part, device) for key, part in value.items()}
-                    if isinstance(value, dict)
-                    else _to(value, device)
-                    for name, value in vars(layer).items()
-                }
-            )
-        kept.cache, kept.is_here = moved, is_here
+
+def _replaced(value: Any, tensors: Iterator[Tensor]) -> Any:
+    return next(tensors) if isinstance(value, Tensor) else value
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    return (
-        value.to(device)
-        if isinstance(value, Tensor)
-        else device
-        if isinstance(value, torch.device)
-        else value
-    )
-
-
-def _tensors(layer: Any) -> dict[str, Tensor]:
-    found = {}
-    for name, value in vars(layer).items():
-        parts = value.items() if isinstance(value, dict) else [("", value)]
-        found.update({f"{name}.{key}": part for key, part in parts if isinstance(part, Tensor)})
+def _tensors(layer: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in vars(layer).values():
+        parts = value.values() if isinstance(value, dict) else [value]
+        found.extend(part for part in parts if isinstance(part, Tensor))
     return found
 
 

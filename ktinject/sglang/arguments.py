@@ -86,6 +86,7 @@ class Arguments:
     deferred            of a token's experts, so many come one layer later
     swiglu_limit        h = silu(min(gate, limit)) · clamp(up, ±limit); 0: none
     swiglu_alpha        h = gate · sigmoid(alpha · gate) · (up + 1); 0: silu
+    most_tokens         of a prompt's part, chunked_prefill_size; 0: not known
     """
 
     layer_idx: int
@@ -103,6 +104,7 @@ class Arguments:
     deferred: int
     swiglu_limit: float
     swiglu_alpha: float
+    most_tokens: int = 0
 
     def is_on_gpu(self, expert: int) -> bool:
         return bool(self.mask[expert]) if self.mask is not None else expert < self.num_gpu_experts

@@ -21,11 +21,15 @@ from ktinject import _native, env
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.operators.offload.handoff import Handoff
-from ktinject.operators.offload.submits import OnGpu, Ticket
-from ktinject.sglang import failures, weights
+from ktinject.operators.offload.submits import OnGpu, Ticket, live_rows, only
+from ktinject.sglang import failures, graphs, weights
 from ktinject.sglang.arguments import Arguments
+from ktinject.sglang.prompts import Prompts
 
 log = logging.getLogger("ktinject")
+
+# Of a prompt, so many tokens go through a layer in one pass, where SGLang does not say that its parts are shorter.
+_PASS_TOKENS = 8192
 
 _layers: WeakSet[Layer] = WeakSet()  # of this process
 
@@ -73,7 +77,8 @@ class Layer:
         self._old: list[Handoff] = []  # graphs may hold submits to the experts of an earlier load
         self._lost: list[Ticket] = []  # nobody answered, and their buffers may still be written to
         self._places: dict[torch.device, Tensor] = {}
-        self._started: tuple[Ticket | None, Deferred | None] | None = None
+        self._started: tuple[Ticket | Tensor | None, Deferred | None] | None = None
+        self._prompts: Prompts | None = None
         self._waits = bool(given.weight_path)
         if self._waits:
             with weights.on_cpu():
@@ -101,10 +106,13 @@ class Layer:
         if self._handoff is not None:
             self._handoff.forget()
             self._old.append(self._handoff)
-        self._experts = experts
+        self._experts, self._prompts = experts, None
+        most = min(self.given.most_tokens or _PASS_TOKENS, _PASS_TOKENS)
+        _native.allow_workspace(experts.native.workspace_bytes(most, self.given.top_k))
         self._handoff = Handoff(experts.native, self.given.hidden_size, foreign=True)
         if self._device is not None:
             self._handoff.prepare(self._device)
+            self._prompts = Prompts.of(self.given, experts, self._device)
 
     def submit(self, x: Tensor, ids: Tensor, routing: Tensor, stream: int | None) -> None:
         """See `KTMoEWrapper.submit_forward`."""
@@ -123,7 +131,7 @@ class Layer:
             now = None
         self._started = now, handed
 
-    def _submit(self, x: Tensor, ids: Tensor, routing: Tensor) -> Ticket:
+    def _submit(self, x: Tensor, ids: Tensor, routing: Tensor) -> Ticket | Tensor:
         if self._handoff is None:
             raise OperatorError("KTMoEWrapper: submit_forward before load_weights. Load the weights first.")
         self._check(ids)
@@ -133,11 +141,57 @@ class Layer:
             on_gpu = OnGpu(self._places_on(x.device), None)
         later = self._deferred(ids.shape[1])
         if not later:
-            return self._handoff.submit(x, ids, routing, on_gpu)
+            passed = self._pass(x, ids, routing)
+            return self._handoff.submit(x, ids, routing, on_gpu) if passed is None else passed
         few, everything = ids.shape[1] - later, ids.shape[1]
         now = self._handoff.submit(x, ids, routing, on_gpu, (0, few))
         _chain.handed = Deferred(self, self._handoff.submit(x, ids, routing, on_gpu, (few, everything)))
         return now
+
+    def _pass(self, x: Tensor, ids: Tensor, routing: Tensor) -> Tensor | None:
+        """The result of a long prompt that passes through the GPU; None for others."""
+        if self._prompts is None or not x.is_cuda or not self._prompts.passing(len(x)):
+            return None
+        if not _is_captured(x):
+            return self._whole(x, ids, routing, live_rows(x))
+        # The host takes part, so it is outside of graphs that SGLang can cut, and of others by the CPU alone.
+        cut = graphs.cut(self._whole)
+        return None if cut is None else cut(x, ids, routing, live_rows(x))
+
+    def _whole(self, x: Tensor, ids: Tensor, routing: Tensor, live: Tensor | None) -> Tensor:
+        """Submit and wait, with experts that pass through the GPU. Also at each replay of a graph that is cut here."""
+        with torch.no_grad(), only(live):
+            try:
+                return self._streamed(x, ids, routing, live)
+            except OperatorError as error:
+                if not failures.are_kept():
+                    raise
+                failures.note(f"layer {self.given.layer_idx}: {error}")
+                return torch.full_like(x, torch.nan)
+
+    def _streamed(self, x: Tensor, ids: Tensor, routing: Tensor, live: Tensor | None) -> Tensor:
+        assert self._handoff is not None
+        prompts, count = self._prompts, 0 if self._prompts is None else self._prompts.passing(len(x))
+        on_gpu = OnGpu(self._places_on(x.device), None) if self.given.num_gpu_experts else None
+        if prompts is None:
+            return self._handoff.wait(self._handoff.submit(x, ids, routing, on_gpu))
+        ours = (ids >= 0) & (ids < self.given.num_experts)
+        if live is not None:
+            ours &= live[:, None]
+        mine = ids.masked_fill(~ours, -1)
+        if on_gpu is not None:
+            mine = on_gpu.split(mine)
+        try:
+            if count == prompts.count:
+                return prompts.forward(x, mine, routing, count, x.dtype)
+            # The CPU's part first: it would otherwise wait for the work that is queued on the GPU.
+            passes = (mine >= prompts.first) & (mine < prompts.first + count)
+            ticket = self._handoff.submit(x, mine.masked_fill(passes, -1), routing)
+            return self._handoff.wait(ticket, addend=prompts.forward(x, mine, routing, count, torch.float32))
+        except torch.OutOfMemoryError:
+            log.warning("no room to pass experts through the GPU: prompts stay on the CPU")
+            self._prompts = None
+            return self._handoff.wait(self._handoff.submit(x, ids, routing, on_gpu))
 
     def sync(self, x: Tensor, stream: int | None) -> Tensor:
         """See `KTMoEWrapper.sync_forward`."""
@@ -153,9 +207,11 @@ class Layer:
             with _on(x, stream):
                 # It was submitted before `now`, so its wait costs nothing.
                 earlier = None if handed is None else handed.layer.wait(handed.ticket)
+                if isinstance(now, Tensor):
+                    return now if earlier is None else now + earlier
                 return self._handoff.wait(now, residual=earlier)
         except OperatorError as error:
-            if now.task is not None and not now.task.done:
+            if isinstance(now, Ticket) and now.task is not None and not now.task.done:
                 self._lost.append(now)  # to delete it is to wait for it
             if not failures.are_kept() or _is_captured(x):
                 raise
@@ -249,6 +305,15 @@ class _Mask(Tensor):
 _threads: int | None = None  # that SGLang asked for; the pool belongs to the process
 
 
+_beside = 0  # other processes of SGLang's on this machine
+
+
+def beside(processes: int) -> None:
+    """How many other processes serve the same model here: each has a thread that spins while the CPU computes."""
+    global _beside
+    _beside = processes
+
+
 def _use_machine(threads: int | None, nodes: int, numa_nodes: Sequence[int] | None) -> int:
     """Give the process's pool its threads. Returns for how many NUMA nodes weights are cut; 0: all of them.
 
@@ -256,6 +321,8 @@ def _use_machine(threads: int | None, nodes: int, numa_nodes: Sequence[int] | No
     """
     global _threads
     settings = env.settings()
+    if threads is None and _threads is None and _beside and settings.threads is None:
+        threads = max(1, _native.threads() // 2, _native.threads() - _beside)
     there = [node for node, _ in _native.nodes()]
     if numa_nodes is not None and {*numa_nodes} != {*there}:
         raise OperatorError(

@@ -5,7 +5,7 @@ is imported here: what is mended is replaced as soon as SGLang itself has import
 
     kt_ep_wrapper             the experts on the GPU are scaled once; none of them, or a CPU alone, needs no GPU kernel
     model_runner              a draft model keeps its experts; only decode steps defer
-    runners of graphs         rows that only pad a batch ask for no expert
+    runners of graphs         rows that only pad a batch ask for no expert, and long prompts may pass through the GPU
     scheduler                 a failure on the CPU ends the requests that were computed, not the server
     lora.layers               adapters on experts are refused
 
@@ -27,7 +27,7 @@ from typing import Any
 
 from ktinject.errors import OperatorError, shown
 from ktinject.hf.on_import import when_imported
-from ktinject.sglang import arguments, failures, wrapper
+from ktinject.sglang import arguments, failures, graphs, wrapper
 from ktinject.sglang.combine import Combine, watch_batches
 
 log = logging.getLogger("ktinject")
@@ -45,6 +45,7 @@ class _State(threading.local):
 
 
 _state = _State()
+_has_ranks = False  # other processes have a part of each layer
 _is_used = False  # this process has layers with experts on the CPU
 _ending: list[str] = []  # failures whose requests may be in the next batch, too
 
@@ -146,10 +147,24 @@ def _create_weights(original: Callable[..., Any], self: Any, layer: Any, *args: 
         )
     given = self.kt_config.num_gpu_experts
     arguments.placed(kwargs.get("num_experts", args[0] if args else 0), given, None)
+    global _has_ranks
+    processes = getattr(layer, "moe_tp_size", 1)
+    _has_ranks = processes > 1
+    if _has_ranks:
+        _share_cpus(processes)
     # The schedulers of several processes must end the same requests in the same step, and only one of them would know.
     if getattr(layer, "moe_tp_size", 1) == 1 and not _has_stages():
         failures.keep()
     return original(self, layer, *args, **kwargs)
+
+
+def _share_cpus(processes: int) -> None:
+    """The processes of other ranks wait for this one, and spin: each on a CPU that is left to it."""
+    import torch
+
+    from ktinject.sglang import layer
+
+    layer.beside(min(processes, max(1, torch.cuda.device_count())) - 1)
 
 
 def _has_stages() -> bool:
@@ -299,6 +314,16 @@ def _lora(original: Callable[..., Any], self: Any, base_layer: Any, *args: Any, 
     return original(self, base_layer, *args, **kwargs)
 
 
+def _mend_breakable(module: ModuleType) -> None:
+    """Graphs of long prompts may be cut at experts, too. Where they cannot, the CPU computes these prompts.
+
+    At each cut the processes of all ranks wait for each other, and only the first one has experts on the CPU.
+    """
+    cut, current = getattr(module, "eager_on_graph", None), getattr(module, "_current_capture_var", None)
+    if cut is not None and current is not None:
+        graphs.cuts_by(cut(True), lambda: not _has_ranks and current.get() is not None)
+
+
 _MENDS: dict[str, Callable[[ModuleType], None]] = {
     "layers.moe.kt_ep_wrapper": _mend_wrapper,
     "layers.moe.fused_moe_triton.layer": _mend_layer,
@@ -310,6 +335,8 @@ _MENDS: dict[str, Callable[[ModuleType], None]] = {
     "model_executor.runner.prefill_cuda_graph_runner": _mend_prefill,
     "model_executor.piecewise_cuda_graph_runner": _mend_prefill,
     "model_executor.breakable_cuda_graph_runner": _mend_prefill,
+    "model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph": _mend_breakable,
+    "model_executor.breakable_cuda_graph.breakable_cuda_graph": _mend_breakable,
     "managers.scheduler": _mend_scheduler,
     "lora.layers": _mend_lora,
 }

@@ -54,7 +54,7 @@ class KTMoEWrapper:
     ) -> None:
         """All by the names that SGLang and its fork give them; arguments.py says what they mean.
 
-        chunked_prefill_size is not needed: a submit may have any number of tokens.
+        chunked_prefill_size is a hint: a submit may have any number of tokens.
 
         Reads and allocates nothing yet, but for the buffers of a CUDA device that is torch's default device.
         Raises  OperatorError for arguments that are not known or make no sense, and for LoRA; CheckpointError for a
@@ -87,6 +87,7 @@ class KTMoEWrapper:
             deferred=whole("max_deferred_experts_per_token", deferred, 0, num_experts_per_tok),
             swiglu_limit=limit,
             swiglu_alpha=alpha,
+            most_tokens=max(0, chunked_prefill_size or 0),
         )
         # Here, not above: it imports the operators.
         from ktinject.sglang.layer import Layer
@@ -130,6 +131,8 @@ class KTMoEWrapper:
         self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, cuda_stream: int | None = None
     ) -> None:
         """Hand work to the CPU, in the order of the stream; the host does not wait. `sync_forward` gives the result.
+
+        Long prompts outside of graphs may pass through the GPU (prompts.py); then the host waits for the stream.
 
         hidden_states  [m, hidden] bfloat16, float16 or float32; may be overwritten afterwards, as all three
         topk_ids       [m, k] int32 or int64; negative ones, those from num_experts on and those on the GPU are skipped

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktinject import machine, rules
+from ktinject.checkpoints.checkpoint import random_rows
 from ktinject.distributed import layer_split, tensor_parallel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import PlanError
@@ -94,12 +95,20 @@ def _fill(operator: Operator, parameter_shapes: Mapping[str, tuple[int, ...]]) -
     repeat = getattr(operator, "repeat", None) if operator.per_expert else None
     for name, shape in parameter_shapes.items():
         if not operator.per_expert:
-            operator.load(name, _random(shape), None, None)
+            _load(operator, name, shape, None)
             continue
         for expert in range(1 if repeat is not None else shape[0]):
-            operator.load(name, _random(shape[1:]), expert, None)
+            _load(operator, name, shape[1:], expert)
     if repeat is not None:
         repeat(0)
+
+
+def _load(operator: Operator, name: str, shape: Sequence[int], expert: int | None) -> None:
+    if not operator.takes_stored_only or name.endswith("bias"):
+        operator.load(name, _random(shape), expert, None)
+        return
+    kind = operator.native_formats[-1 if name.startswith("down_proj") else 0]
+    operator.load_stored(name, random_rows(kind, shape), expert, None)
 
 
 def _random(shape: Sequence[int]) -> torch.Tensor:

@@ -20,6 +20,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
         "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
     },
+    "qwen3-235b-a22b": {
+        "model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    },
     "qwen3.5-35b-a3b": {
         "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512, "num_hidden_layers": 40, "num_attention_heads": 16,

@@ -112,14 +112,6 @@ void def_channel(nb::module_& m) {
           nb::arg("slots"), nb::arg("slot"), nb::arg("tokens"), nb::arg("dtype"), nb::arg("out"), nb::arg("addend"),
           nb::arg("residual"), nb::arg("stream"), nb::arg("submitted_in"),
           "Put a wait into the stream; out 0: drop the answer, addend, residual 0: add nothing.")
-      .def(
-          "exchange",
-          [](HeldChannel& self, const cuda::Resident& shapes, const moe::Experts& from, int leaving, int coming,
-             int place, Address<int32_t> places, Address<> memory,
-             uintptr_t stream) { self.exchange(shapes, from, leaving, coming, place, places, memory, stream); },
-          nb::arg("shapes"), nb::arg("experts"), nb::arg("leaving"), nb::arg("coming"), nb::arg("place"),
-          nb::arg("places"), nb::arg("memory"), nb::arg("stream"), nb::call_guard<nb::gil_scoped_release>(),
-          "Put one expert to where another lies, while other streams go on; returns when it is there.")
       .def("check", &handoff::Channel::check, nb::call_guard<nb::gil_scoped_release>(),
            "Raise what went wrong since the last call.");
 }

@@ -78,6 +78,7 @@ NB_MODULE(_native, m) {
   ktinject::init_system(m);
   ktinject::init_experts(m);
   ktinject::init_handoff(m);
+  ktinject::init_expert_cache(m);
   ktinject::init_linear(m);
   ktinject::init_int4_linear(m);
   ktinject::init_decode_ops(m);

@@ -2,6 +2,9 @@
 #include "cuda/streamed.hpp"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <vector>
 
 #include "bindings/addresses.hpp"
 #include "bindings/stream.hpp"
@@ -15,8 +18,9 @@ namespace ktinject {
 void init_streamed(nb::module_& m) {
   using HeldStreamed = EndsWithoutGil<cuda::Streamed>;
   nb::class_<HeldStreamed>(m, "Streamed", "A layer's packed experts, page-locked, to be copied to GPUs.")
-      .def(nb::init<const moe::Experts&>(), nb::arg("experts"), nb::keep_alive<1, 2>(),
-           nb::call_guard<nb::gil_scoped_release>(), "Raises RuntimeError where memory cannot be page-locked.")
+      .def(nb::init<const moe::Experts&, int>(), nb::arg("experts"), nb::arg("first") = 0, nb::keep_alive<1, 2>(),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Of the experts from `first` on. Raises RuntimeError where memory cannot be page-locked.")
       .def("packed_bytes", &cuda::Streamed::packed_bytes, nb::arg("count"), "What copy() moves for `count` experts.")
       .def(
           "copy",
@@ -25,6 +29,15 @@ void init_streamed(nb::module_& m) {
           },
           nb::arg("first"), nb::arg("count"), nb::arg("slot"), nb::arg("stream"),
           "Put a copy of experts first..first+count-1 to device memory into the stream.")
+      .def(
+          "copy_absent",
+          [](const HeldStreamed& self, int first, int count, Address<> slot, cuda::Stream stream,
+             const cuda::Resident& shapes, Address<> memory, const std::vector<int>& places) {
+            self.copy(first, count, slot, stream, {&shapes, static_cast<const std::byte*>(memory.pointer), places});
+          },
+          nb::arg("first"), nb::arg("count"), nb::arg("slot"), nb::arg("stream"), nb::arg("shapes"), nb::arg("memory"),
+          nb::arg("places"),
+          "The same; experts with a place in `memory` on the device, expert → place, come from there.")
       .def(
           "unpack",
           [](const HeldStreamed& self, Address<> slot, int count, Address<> gate_up, Address<> down,

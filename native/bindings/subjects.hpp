@@ -8,6 +8,7 @@ namespace ktinject {
 void init_system(nanobind::module_& m);
 void init_experts(nanobind::module_& m);
 void init_handoff(nanobind::module_& m);
+void init_expert_cache(nanobind::module_& m);
 void init_linear(nanobind::module_& m);
 void init_int4_linear(nanobind::module_& m);
 void init_decode_ops(nanobind::module_& m);

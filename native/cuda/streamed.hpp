@@ -5,24 +5,33 @@
 #include <cstdint>
 #include <vector>
 
+#include "cuda/resident.hpp"
 #include "cuda/stream.hpp"
 #include "moe/experts.hpp"
 
 namespace ktinject::cuda {
 
+// Experts that are on the device already, in the same format.
+struct OnDevicePlaces {
+  const Resident* shapes = nullptr;  // null: none is
+  const std::byte* memory = nullptr;
+  std::vector<int> places;  // expert → place, or -1
+};
+
 class Streamed {
  public:
-  // Page-locks the packed weights of `experts`, which must be allocated and outlive this. Throws std::runtime_error
-  // where the system refuses, or the build has no CUDA.
-  explicit Streamed(const moe::Experts& experts);
+  // Page-locks the packed weights of `experts`, which must be allocated and outlive this, from expert `first` on: only
+  // these can be copied. Throws std::runtime_error where the system refuses, or the build has no CUDA.
+  explicit Streamed(const moe::Experts& experts, int first = 0);
   ~Streamed();
   Streamed(const Streamed&) = delete;
   Streamed& operator=(const Streamed&) = delete;
 
   // What copy() moves for `count` experts.
   size_t packed_bytes(int count) const;
-  // Experts first..first+count-1 → slot, packed_bytes(count) of device memory.
-  void copy(int first, int count, void* slot, Stream stream) const;
+  // Experts first..first+count-1 → slot, packed_bytes(count) of device memory. Those that `here` has are copied on the
+  // device, not over the bus.
+  void copy(int first, int count, void* slot, Stream stream, const OnDevicePlaces& here = {}) const;
   // What copy() left in slot → gate_up [count, n, hidden] and down [count, hidden, intermediate], dequantised and
   // rounded to bf16; n = 2 * intermediate with the gate above up, or intermediate where there is no gate. Widths must
   // be multiples of 8.
@@ -32,7 +41,9 @@ class Streamed {
 
  private:
   void unlock() noexcept;
+  std::byte* locked_from(const moe::PackedRun& run) const;
   const moe::Experts& experts_;
+  const int first_;
   std::vector<moe::PackedRun> runs_;
   size_t locked_ = 0;  // runs that are page-locked
 };

@@ -91,6 +91,12 @@ std::vector<std::shared_ptr<Slots>> Channel::used() const {
   return used_;
 }
 
+std::vector<SlotCounts> Channel::slot_counts() const {
+  std::vector<SlotCounts> counts;
+  for (const auto& slots : used()) counts.push_back({slots->counts, static_cast<int>(slots->all.size())});
+  return counts;
+}
+
 void Channel::check_request(const Slots& slots, const DeviceRequest& request) const {
   if (request.top_k < 1 || request.top_k > kMostExpertsPerToken)
     throw std::invalid_argument("experts a token: found " + std::to_string(request.top_k) + "; allowed: 1 to " +
@@ -170,22 +176,6 @@ void Channel::wait(const std::shared_ptr<Slots>& slots, int index, int tokens, D
   SlotView view = slot.view;
   view.status = layer_->status, view.layer = layer_;
   launch_wait(view, out, {addend, residual}, values, dtype, timeout_ns(), stream);
-}
-
-void Channel::exchange(const cuda::Resident& shapes, const moe::Experts& from, int leaving, int coming, int place,
-                       int32_t* places, void* memory, uintptr_t raw_stream) {
-  auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
-  OnDevice on(device_);
-  const AsideOfCaptures aside;
-  // Remove the expert from the table before looking at the slots: a submit launched later does not find it here.
-  launch_evict(places, leaving, nullptr, 0, timeout_ns(), stream);
-  check_cuda(cudaStreamSynchronize(stream), "taking an expert off the table");
-  for (const auto& slots : used())
-    launch_evict(places, leaving, slots->counts, static_cast<int>(slots->all.size()), timeout_ns(), stream);
-  shapes.copy(from, coming, static_cast<std::byte*>(memory) + static_cast<size_t>(place) * shapes.bytes(),
-              {device_, raw_stream});
-  launch_admit(places, coming, place, stream);
-  check_cuda(cudaStreamSynchronize(stream), "exchanging experts");
 }
 
 // Frees slots whose answer did not come. While the status is not kFine, all waiting kernels end at once, so no kernel

@@ -51,6 +51,12 @@ struct DeviceRequest {
   Routing routing{};           // with logits, ids and weights are written, not read
 };
 
+// The counters of some slots, in device memory.
+struct SlotCounts {
+  Counts* counts = nullptr;
+  int slots = 0;
+};
+
 // Submits of one layer from one device. Calls for a slot alternate: submit, wait, submit, …
 class Channel {
  public:
@@ -67,10 +73,8 @@ class Channel {
   // `submitted_in`: the stream of the submit, which this one then waits for.
   void wait(const std::shared_ptr<Slots>& slots, int slot, int tokens, DType dtype, void* out, const float* addend,
             const void* residual, uintptr_t stream, uintptr_t submitted_in);
-  // Replaces expert `leaving` by expert `coming` of `from` at `place` of `memory`, when no step that uses `leaving` is
-  // under way any more. `stream` is not one that submits: those go on meanwhile. Returns when the expert is there.
-  void exchange(const cuda::Resident& shapes, const moe::Experts& from, int leaving, int coming, int place,
-                int32_t* places, void* memory, uintptr_t stream);
+  // Of all slots that submits of this layer have used so far, by which kernels of theirs may be under way.
+  std::vector<SlotCounts> slot_counts() const;
   // Throws what went wrong since the last call: what the CPU threw, or that no answer came in time.
   void check();
 

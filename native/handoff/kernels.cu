@@ -129,8 +129,8 @@ __device__ Taken take(const SlotView& slot, bool has_places, uint64_t timeout_ns
   }
   slot.counts->lost = !taken.mine;
   if (taken.mine) taken.count = atomicAdd(&slot.counts->submitted, 1u) + 1;
-  // Pairs with evict_kernel's fence: either evict_kernel sees the slot taken, or we see that the expert is off the
-  // table.
+  // Either idle_kernel sees the slot taken, or we see that the expert is off the table: whoever launches idle_kernel
+  // has waited for the kernel that took it off.
   if (has_places) __threadfence();
   return taken;
 }
@@ -395,17 +395,24 @@ __global__ void free_kernel(Counts* counts) {
   if (counts->lost == 0) atomicExch(&counts->busy, 0u);
 }
 
-__global__ void evict_kernel(int32_t* places, int expert, Counts* counts, int slots, uint64_t timeout_ns) {
-  atomicExch(places + expert, -1);
-  __threadfence();
-  const uint64_t start = now_ns();
-  for (int slot = 0; slot < slots; ++slot)
-    while (atomicAdd(&counts[slot].busy, 0u) != 0 && now_ns() - start < timeout_ns) __nanosleep(1000);
+// The first block changes the tables, each other one sends the counts of a layer.
+__global__ void boundary_kernel(Boundary::Lists lists) {
+  if (blockIdx.x == 0) {
+    for (int i = static_cast<int>(threadIdx.x); i < lists.changes; i += static_cast<int>(blockDim.x))
+      atomicExch(lists.at[i], lists.value[i]);
+    return;
+  }
+  const int layer = static_cast<int>(blockIdx.x) - 1;
+  for (int i = static_cast<int>(threadIdx.x); i < lists.experts[layer]; i += static_cast<int>(blockDim.x))
+    lists.to[layer][i] = __ldcg(lists.traffic[layer] + i);
 }
 
-__global__ void admit_kernel(int32_t* places, int expert, int place) {
-  __threadfence();
-  atomicExch(places + expert, place);
+__global__ void idle_kernel(Idle::List list, uint64_t timeout_ns) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i >= list.length) return;
+  const uint64_t start = now_ns();
+  for (int slot = 0; slot < list.slots[i]; ++slot)
+    while (atomicAdd(&list.counts[i][slot].busy, 0u) != 0 && now_ns() - start < timeout_ns) __nanosleep(1000);
 }
 
 __global__ void echo_kernel(volatile uint32_t* ask, const uint32_t* answer, volatile uint32_t* heard) {
@@ -465,14 +472,37 @@ void launch_wait(const SlotView& slot, void* out, const Epilogue& epilogue, size
   else launch(__nv_bfloat16{});
 }
 
-void launch_evict(int32_t* places, int expert, Counts* counts, int slots, uint64_t timeout_ns, cudaStream_t stream) {
-  evict_kernel<<<1, 1, 0, stream>>>(places, expert, counts, slots, timeout_ns);
-  check_cuda(cudaGetLastError(), "launching the evict kernel");
+void Boundary::change(int32_t* at, int32_t value, cudaStream_t stream) {
+  if (lists_.changes == kMost) launch(stream);
+  lists_.at[lists_.changes] = at;
+  lists_.value[lists_.changes++] = value;
 }
 
-void launch_admit(int32_t* places, int expert, int place, cudaStream_t stream) {
-  admit_kernel<<<1, 1, 0, stream>>>(places, expert, place);
-  check_cuda(cudaGetLastError(), "launching the admit kernel");
+void Boundary::count(const uint32_t* traffic, uint32_t* to, int experts, cudaStream_t stream) {
+  if (lists_.layers == kMost) launch(stream);
+  lists_.traffic[lists_.layers] = traffic;
+  lists_.to[lists_.layers] = to;
+  lists_.experts[lists_.layers++] = experts;
+}
+
+void Boundary::launch(cudaStream_t stream) {
+  if (lists_.changes == 0 && lists_.layers == 0) return;
+  boundary_kernel<<<static_cast<unsigned>(1 + lists_.layers), 128, 0, stream>>>(lists_);
+  check_cuda(cudaGetLastError(), "launching the boundary kernel");
+  lists_.changes = lists_.layers = 0;
+}
+
+void Idle::await(const SlotCounts& slots, double timeout_s, cudaStream_t stream) {
+  if (list_.length == kMost) launch(timeout_s, stream);
+  list_.counts[list_.length] = slots.counts;
+  list_.slots[list_.length++] = slots.slots;
+}
+
+void Idle::launch(double timeout_s, cudaStream_t stream) {
+  if (list_.length == 0) return;
+  idle_kernel<<<1, kMost, 0, stream>>>(list_, static_cast<uint64_t>(timeout_s * 1e9));
+  check_cuda(cudaGetLastError(), "launching the kernel that awaits slots");
+  list_.length = 0;
 }
 
 cudaError_t launch_echo(uint32_t* ask, const uint32_t* answer, uint32_t* heard, cudaStream_t stream) {

@@ -42,10 +42,41 @@ void launch_submit(const SlotView& slot, const RingView& ring, const Payload& pa
 // `values`: of the answer, of `dtype`. A null `out`: the answer is dropped.
 void launch_wait(const SlotView& slot, void* out, const Epilogue& epilogue, size_t values, DType dtype,
                  uint64_t timeout_ns, cudaStream_t stream);
-// Takes an expert off the table of places. Ends when every step that may have seen it there has ended.
-void launch_evict(int32_t* places, int expert, Counts* counts, int slots, uint64_t timeout_ns, cudaStream_t stream);
-// Puts an expert on the table.
-void launch_admit(int32_t* places, int expert, int place, cudaStream_t stream);
+// What happens between two steps: changes of tables of places, and counts of uses on their way to the host. Both lists
+// are launched whenever they are full.
+class Boundary {
+ public:
+  static constexpr int kMost = 64;
+  struct Lists {
+    int32_t* at[kMost];
+    int32_t value[kMost];
+    const uint32_t* traffic[kMost];
+    uint32_t* to[kMost];
+    int experts[kMost];
+    int changes = 0, layers = 0;
+  };
+  void change(int32_t* at, int32_t value, cudaStream_t stream);
+  void count(const uint32_t* traffic, uint32_t* to, int experts, cudaStream_t stream);
+  void launch(cudaStream_t stream);
+
+ private:
+  Lists lists_{};
+};
+// Ends when each of these slots has been free once, or after so many seconds.
+class Idle {
+ public:
+  static constexpr int kMost = 128;
+  struct List {
+    Counts* counts[kMost];
+    int slots[kMost];
+    int length = 0;
+  };
+  void await(const SlotCounts& slots, double timeout_s, cudaStream_t stream);
+  void launch(double timeout_s, cudaStream_t stream);
+
+ private:
+  List list_{};
+};
 // Writes `ask`, then `heard` once it sees the host's answer: whether each side sees what the other writes while a
 // kernel runs. Returns the error of the launch.
 cudaError_t launch_echo(uint32_t* ask, const uint32_t* answer, uint32_t* heard, cudaStream_t stream);

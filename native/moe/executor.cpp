@@ -24,7 +24,7 @@ void stream_row(float* to, const float* from) {
 runtime::ThreadPool::Wake wake_for(const MoePlan& plan) {
   using Wake = runtime::ThreadPool::Wake;
   if (plan.caller_alone) return Wake::none;
-  return plan.reads_only ? Wake::most : Wake::all;
+  return plan.is_short ? Wake::most : Wake::all;
 }
 
 }  // namespace

@@ -9,6 +9,9 @@ namespace {
 
 // Layers with less than this to do are left to the caller: waking workers would cost more.
 constexpr size_t kSerialBytes = size_t{128} << 10;
+// Layers that read less than this, a millisecond or two, leave a whole core to the host; in longer ones it has the
+// time.
+constexpr size_t kShortBytes = size_t{256} << 20;
 // So many tokens are converted by the caller at once, which is faster than having others wait for others.
 constexpr int kTokensAlone = 2;
 // Tasks a thread, on average, so that a slow one does not hold up the rest; fewer where a task would read less than the
@@ -76,6 +79,7 @@ void MoePlan::make(const Routing& routing, const MoeShape& shape, int tokens, in
   const size_t active_bytes = active_ * (shape.gate_up.bytes() + shape.down.bytes());
   caller_alone = active_bytes * std::max<size_t>(1, rows / std::max<size_t>(1, active_) / kReadRows) < kSerialBytes;
   reads_only = rows <= active_ * kReadRows;
+  is_short = reads_only && active_bytes < kShortBytes;
   quantises_at_once = shape.is_quantised() && reads_only;
   cut_rounds(shape, rows, round);
   size_buffers(rows, shape, tokens);

@@ -96,9 +96,10 @@ struct MoePlan {
   int rounds = 1;
   std::vector<int> signals;  // [counters]: tasks that count it down; those that wait for it begin at zero
 
-  bool caller_converts = false;  // stages 1 and 2 have no tasks: the caller is faster alone
-  bool caller_alone = false;     // waking workers would cost more than they do
-  bool reads_only = false;       // few rows: reading the weights is what takes the time, so a few workers less will do
+  bool caller_converts = false;    // stages 1 and 2 have no tasks: the caller is faster alone
+  bool caller_alone = false;       // waking workers would cost more than they do
+  bool reads_only = false;         // few rows: reading the weights is what takes the time
+  bool is_short = false;           // and these are few bytes: a few workers less will do
   bool quantises_at_once = false;  // stage 4 has no tasks: who ends an expert's stage 3 does it
   bool bypasses_caches = false;    // results of down are written past the caches
 

@@ -21,9 +21,7 @@ void Channel::wait(const std::shared_ptr<Slots>&, int, int, DType, void*, const 
                    uintptr_t) {
   refuse();
 }
-void Channel::exchange(const cuda::Resident&, const moe::Experts&, int, int, int, int32_t*, void*, uintptr_t) {
-  refuse();
-}
+std::vector<SlotCounts> Channel::slot_counts() const { refuse(); }
 void Channel::check() { refuse(); }
 
 }  // namespace ktinject::handoff

@@ -80,17 +80,24 @@ class GpuExperts:
     experts      source of the copies, in the GPU's format; at least the resident ones are loaded. Not kept
     num_experts  of the layer
     resident     ids of the experts to place
+    spares       places more, where experts may come to lie later
     Raises       OperatorError if there is no room for them
     """
 
     def __init__(
-        self, experts: _native.Experts, num_experts: int, resident: Sequence[int], device: torch.device
+        self,
+        experts: _native.Experts,
+        num_experts: int,
+        resident: Sequence[int],
+        device: torch.device,
+        spares: int = 0,
     ) -> None:
         self.native = _native.Resident(experts)
         self.hidden = experts.hidden_size
+        self.spares = spares
         size = self.native.bytes
         try:
-            self.memory = torch.empty(len(resident) * size, dtype=torch.uint8, device=device)
+            self.memory = torch.empty((len(resident) + spares) * size, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
             raise OperatorError(
                 f"no room for {len(resident)} experts of {size / 2**20:.1f} MiB on {device}. Give fewer gpu_experts."
@@ -102,9 +109,10 @@ class GpuExperts:
                 address("memory", self.memory, self.memory.device) + place * size,
                 stream_of(device),
             )
-        self.resident = list(resident)  # by place
+        self.resident = list(resident)  # at first, by place
         places = torch.full((num_experts,), -1, dtype=torch.int32)
         places[self.resident] = torch.arange(len(resident), dtype=torch.int32)
+        self.fixed_places: list[int] = places.tolist()  # where experts do not move
         self.places = places.to(device)
         self.traffic = torch.zeros_like(self.places)
         torch.cuda.current_stream(device).synchronize()

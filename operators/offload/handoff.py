@@ -253,27 +253,9 @@ class Handoff:
         reason = _native.why_no_flags(device.index)
         return f"host_func, since mapped flags do not work here: {reason}" if reason else "flags"
 
-    def exchange(
-        self, shapes: _native.Resident, leaving: int, coming: int, place: int, places: Tensor, memory: Tensor
-    ) -> None:
-        """Replace resident expert `leaving` by expert `coming`. Returns when the new expert can be used.
-
-        place    index of the expert in `memory` to overwrite
-        places   [num_experts] int32 on the GPU: expert → place, or -1
-        memory   the resident experts, packed, on the GPU
-
-        Steps under way that may use `leaving` end first; later steps do not wait. The current stream must not submit.
-        """
-        self._channels[memory.device].exchange(
-            shapes,
-            self._experts,
-            leaving,
-            coming,
-            place,
-            address("places", places, memory.device, torch.int32),
-            address("memory", memory, memory.device),
-            torch.cuda.current_stream(memory.device).cuda_stream,
-        )
+    def channel(self, device: torch.device) -> _native.Channel:
+        """The native way from a CUDA device that has been prepared."""
+        return self._channels[device]
 
     def read(self, counts: Tensor) -> Tensor:
         """Copy a CUDA tensor to the CPU by the current stream. Allowed while another thread captures a graph."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +32,11 @@ class Rates:
     bus_s: float  # all its experts over the bus
     cpu_s: tuple[tuple[int, float], ...]  # (tokens, seconds) on the CPU, ascending
     token_s: float = 0.0  # a token's hidden state over the bus, there and back
+    host_s: float = _COMPUTED_S  # what the host makes the GPU wait for where the CPU computes
+
+    def beside(self, share: float) -> Rates:
+        """The same where such a share of the experts is on the GPU already."""
+        return replace(self, bus_s=self.bus_s * (1 - share))
 
     @property
     def streamed_s(self) -> float:
@@ -46,12 +51,12 @@ class Rates:
                 break
             below, above = above, sample
         slope = (above[1] - below[1]) / (above[0] - below[0])
-        return above[1] + (tokens - above[0]) * slope + tokens * self.token_s + _COMPUTED_S
+        return above[1] + (tokens - above[0]) * slope + tokens * self.token_s + self.host_s
 
     def passing(self, tokens: int, experts: int) -> int:
         """How many of a layer's experts should pass through the GPU: none, all, or as many as keep both sides busy."""
         computed_s, streamed_s = self.computed_s(tokens), self.streamed_s
-        cpu_s, bus_s = _SLOWED * (computed_s - _COMPUTED_S - tokens * self.token_s), _SLOWED * self.bus_s
+        cpu_s, bus_s = _SLOWED * (computed_s - self.host_s - tokens * self.token_s), _SLOWED * self.bus_s
         share = cpu_s / (cpu_s + bus_s)
         both_s = share * bus_s + tokens * self.token_s + _BOTH_S
         if both_s < min(_WORTH * computed_s, _WORTH_BESIDE_BUS * streamed_s):
@@ -64,9 +69,10 @@ _rates: dict[tuple[object, ...], Rates] = {}
 
 def measure(streamed: StreamedExperts, kind: str, top_k: int) -> Rates:
     """The rates of layers of this shape and kind of weights, measured once a process: tenths of a second."""
-    key = (streamed.ring.device, streamed.spec, kind, top_k, _native.threads())
+    key = (streamed.ring.device, streamed.spec, streamed.first, kind, top_k, _native.threads())
     if key not in _rates:
         spec, device, source = streamed.spec, streamed.ring.device, streamed.source
+        experts = spec.num_experts - streamed.first
         count = streamed.most_experts(streaming.CHUNK_BYTES)
         memory = torch.empty(source.packed_bytes(count), dtype=torch.uint8, device=device)
         stream = torch.cuda.current_stream(device)
@@ -74,16 +80,16 @@ def measure(streamed: StreamedExperts, kind: str, top_k: int) -> Rates:
         for _ in range(3):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record(stream)
-            source.copy(0, count, address("memory", memory, memory.device), stream_of(device))
+            source.copy(streamed.first, count, address("memory", memory, memory.device), stream_of(device))
             end.record(stream)
             end.synchronize()
             times.append(start.elapsed_time(end) / 1e3)
-        bus_s = min(times) / count * spec.num_experts
-        token_s = 2 * 2 * spec.hidden_size * bus_s / source.packed_bytes(spec.num_experts)
+        bus_s = min(times) / count * experts
+        token_s = 2 * 2 * spec.hidden_size * bus_s / source.packed_bytes(experts)
         _rates[key] = Rates(bus_s, _sample_cpu(streamed, top_k, bus_s + _STREAMED_S), token_s)
         log.info(
             "%s experts of %s on %s: %.1f ms a layer over the bus, on the CPU %s",
-            spec.num_experts,
+            experts,
             kind,
             device,
             bus_s * 1e3,
@@ -96,11 +102,14 @@ def _sample_cpu(streamed: StreamedExperts, top_k: int, until_s: float) -> tuple[
     """A layer on the CPU with more and more tokens, until it takes so long: reading the weights is most of the time of
     few tokens, and none of that of many, so one sample does not tell of another."""
     generator = torch.Generator().manual_seed(0)
-    experts = streamed.spec.num_experts
+    experts = streamed.spec.num_experts - streamed.first
 
     def seconds(tokens: int) -> float:
         x = torch.randn(tokens, streamed.spec.hidden_size, generator=generator).to(torch.bfloat16)
-        ids = torch.rand(tokens, experts, generator=generator).topk(min(top_k, experts)).indices
+        ids = (
+            torch.rand(tokens, experts, generator=generator).topk(min(top_k, experts)).indices
+            + streamed.first
+        )
         weights = torch.full(ids.shape, 1 / top_k)
         out = torch.empty_like(x)
         times = []

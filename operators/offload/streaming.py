@@ -1,9 +1,10 @@
 """Long prompts: the packed experts of each layer are streamed to the GPU, which computes them.
 
 The experts stay packed in page-locked RAM. A ring of slots on the GPU receives copies of them, a chunk of experts at a
-time. Copies run ahead of the computation, also into the next layers, so that the bus is busy during attention, too. The
-GPU unpacks each chunk to bf16 and multiplies it with the tokens of its experts. So the time of a layer is that of the
-bus, for any number of tokens.
+time; those that the GPU holds for decoding, in the same format, are copied from there and stay off the bus. Copies run
+ahead of the computation, also into the next layers, so that the bus is busy during attention, too. The GPU unpacks each
+chunk to bf16 and multiplies it with the tokens of its experts. So the time of a layer is that of the bus, for any
+number of tokens.
 
 If CPU and bus need about equally long, each gets a part of the experts, and both work at the same time. The CPU gets
 its part first. A kernel reads its result directly from page-locked RAM, since a copy would wait behind the experts that
@@ -19,8 +20,10 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,7 +125,7 @@ class Ring:
     def chunks(self, layer: StreamedExperts) -> list[tuple[int, int]]:
         """(first expert, count) of each chunk of a layer."""
         most, experts = layer.most_experts(self._chunk_bytes), min(self.passing, layer.spec.num_experts)
-        return [(first, min(most, experts - first)) for first in range(0, experts, most)]
+        return [(first, min(most, experts - first)) for first in range(layer.first, experts, most)]
 
     def unpacked(self, layer: StreamedExperts) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """(first, count, gate_up [count, n, hidden], down [count, hidden, intermediate]) for every chunk of a layer.
@@ -166,8 +169,7 @@ class Ring:
         first, count = self.chunks(layer)[index]
         slot = self._free.popleft()
         self._stream.wait_event(slot.usable)
-        on = self._stream.device_index, self._stream.cuda_stream
-        layer.source.copy(first, count, address("slot", slot.memory, slot.memory.device), on)
+        layer.copy(first, count, slot.memory, self._stream)
         slot.filled.record(self._stream)
         self._ahead.append(_Copy(weakref.ref(layer), index, (first, count), slot))
 
@@ -212,23 +214,37 @@ def ring_bytes(spec: ExpertsSpec, packed_bytes: int) -> tuple[int, int]:
 _rings: weakref.WeakValueDictionary[torch.device, Ring] = weakref.WeakValueDictionary()
 
 
+class Resident(NamedTuple):
+    """Experts of a layer that are on the GPU: shapes, memory, and expert → place or -1."""
+
+    shapes: _native.Resident
+    memory: Tensor
+    places: list[int]
+
+
 class StreamedExperts:
     """The experts of one layer, streamed through the ring of a device and computed there.
 
     native  the experts in RAM, with weights
+    first   the experts before this one have no weights in RAM, and are skipped
     uses    [num_experts] int64 on the GPU: how often each one was streamed for a token; None: nobody looks
     """
 
     uses: Tensor | None = None
+    # Experts that are on the GPU already, packed as those in RAM: their bytes, shapes and places.
+    resident: Callable[[torch.cuda.Stream], AbstractContextManager[Resident]] | None = None
 
-    def __init__(self, spec: ExpertsSpec, native: _native.Experts, device: torch.device) -> None:
+    def __init__(
+        self, spec: ExpertsSpec, native: _native.Experts, device: torch.device, first: int = 0
+    ) -> None:
         ring = _rings.get(device)
         if ring is None:
             ring = _rings[device] = Ring(device)
         self.ring = ring
         self.spec = spec
         self.native = native
-        self.source = _native.Streamed(native)
+        self.first = first
+        self.source = _native.Streamed(native, first)
         self.expert_bytes = expert_bytes(spec)
         self._biases = self._take_biases(device) if spec.has_bias else None
         ring.join(self)
@@ -243,8 +259,18 @@ class StreamedExperts:
             )
         return SUPPORTED
 
+    def copy(self, first: int, count: int, slot: Tensor, stream: torch.cuda.Stream) -> None:
+        """Put a copy of experts first … first + count - 1 to `slot` into the stream."""
+        to, on = address("slot", slot, self.ring.device), (stream.device_index, stream.cuda_stream)
+        if self.resident is None:
+            self.source.copy(first, count, to, on)
+            return
+        with self.resident(stream) as (shapes, memory, places):
+            memory_at = address("memory", memory, self.ring.device)
+            self.source.copy_absent(first, count, to, on, shapes, memory_at, places)
+
     def most_experts(self, chunk_bytes: int) -> int:
-        return max(1, min(self.spec.num_experts, chunk_bytes // self.expert_bytes))
+        return max(1, min(self.spec.num_experts - self.first, chunk_bytes // self.expert_bytes))
 
     def forward(
         self,
@@ -281,7 +307,9 @@ class StreamedExperts:
                     continue
                 done = part.stop
                 if self.uses is not None:
-                    known = (ids[part] >= 0) & (ids[part] < min(self.spec.num_experts, self.ring.passing))
+                    known = (ids[part] >= self.first) & (
+                        ids[part] < min(self.spec.num_experts, self.ring.passing)
+                    )
                     chosen = torch.where(known, ids[part], 0).reshape(-1).long()
                     self.uses.scatter_add_(0, chosen, known.reshape(-1).long())
         return out
@@ -291,7 +319,8 @@ class StreamedExperts:
         m, t = ids.shape
         expert = ids.reshape(-1).long()
         strangers = (expert < -1) | (expert > experts)
-        expert = torch.where((expert < 0) | (expert >= min(experts, self.ring.passing)), experts, expert)
+        passes = (expert >= self.first) & (expert < min(experts, self.ring.passing))
+        expert = torch.where(passes, expert, experts)
         order = expert.argsort(stable=True)
         ends = torch.bincount(expert, minlength=experts + 1).cumsum(0)
         rows = x.to(torch.bfloat16)

@@ -13,7 +13,7 @@ import torch
 from ktinject import _native
 
 TABLE = _native.kernels()
-FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4", *k_quants.KINDS)
+FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4", "fp8_channel", "nvfp4", *k_quants.KINDS)
 
 
 def _cases(row):
@@ -38,8 +38,7 @@ def test_every_format_has_a_row_for_every_cpu():
     assert {row["weights"] for row in TABLE} == set(FORMATS)
     assert len({row["name"] for row in TABLE}) == len(TABLE)
     for weights in FORMATS:
-        tiles = ([], []) if weights in k_quants.KINDS else (["amx"], ["modelled_amx"])
-        isas = [*tiles[0], *vector.get(weights, ["avx512", "avx2"]), "reference", *tiles[1]]
+        isas = ["amx", *vector.get(weights, ["avx512", "avx2"]), "reference", "modelled_amx"]
         needed = [f"{isa}_{weights}" for isa in isas]
         assert [row["name"] for row in TABLE if row["name"] in needed] == needed
         *_, last = [row for row in TABLE if row["weights"] == weights and row["automatic"]]
@@ -48,7 +47,7 @@ def test_every_format_has_a_row_for_every_cpu():
 
 def test_modelled_kernels_are_never_chosen_by_themselves():
     assert {row["name"] for row in TABLE if not row["automatic"]} == {
-        f"modelled_amx_{weights}" for weights in FORMATS if weights not in k_quants.KINDS
+        f"modelled_amx_{weights}" for weights in FORMATS
     }
 
 
@@ -63,6 +62,8 @@ def test_modelled_kernels_are_never_chosen_by_themselves():
         ("int4", 128, False),
         ("fp8", 0, True),
         ("mxfp4", 0, True),
+        ("fp8_channel", 0, True),
+        ("nvfp4", 0, True),
     ],
 )
 def test_packed_weights_do_not_depend_on_the_instruction_set(weights, group_size, symmetric):
@@ -122,6 +123,34 @@ def test_an_expert_with_more_rows_than_a_kernel_is_given_at_once(weights, tokens
         assert torch.equal(part[:count], out[some])
 
 
+@pytest.mark.parametrize("weights", k_quants.KINDS)
+def test_a_token_has_the_same_bits_beside_any_others_and_with_any_instructions(weights):
+    """The sum of a block is a whole number in every kernel; the reference adds blocks up with a rounding more."""
+    torch.manual_seed(0)
+    sizes = {"up": (256, 768), "down": (768, 256)}
+    blocks = {name: k_quants.quantised(torch.randn(shape) * 0.1, weights) for name, shape in sizes.items()}
+    x, found = torch.randn(70, 768).bfloat16(), []
+    for row in TABLE:
+        if row["weights"] != weights or not row["available"] or row["name"].startswith("reference"):
+            continue
+        experts = _native.Experts(
+            experts=1, hidden_size=768, intermediate_size=256, weights=weights, group_size=0, has_gate=False,
+            has_bias=False, activation="identity", alpha=1.0, gate_max=math.inf, up_limit=math.inf, up_offset=0.0,
+            kernel=row["name"],
+        )  # fmt: skip
+        experts.allocate()
+        for projection in sizes:
+            experts.load_blocks(projection, 0, blocks[projection])
+        for count in (70, 33, 9, 3, 1):
+            found.append(torch.full_like(x, math.nan))
+            for some, out in zip(x.split(count), found[-1].split(count), strict=True):
+                experts.forward(
+                    some, torch.zeros(len(some), 1, dtype=torch.int64), torch.ones(len(some), 1), out
+                )
+    assert len(found) >= 5
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 @pytest.mark.parametrize("weights,tokens", [("int8", 3000), ("bf16", 5000)])
 def test_results_of_down_that_are_longer_than_the_caches(weights, tokens):
     """They are written past the caches, and above 512 MiB of working memory there are several passes; a token's result
@@ -153,8 +182,9 @@ def test_tiles_with_inputs_that_are_cut(row, tokens):
     if not row["available"]:
         pytest.skip(row["reason"])
     drawn = differential.draw(0, [row])
+    hidden, inner = (4352, 256) if row["weights"] in k_quants.KINDS else (4300, 24)
     spec = dataclasses.replace(
-        drawn.spec, num_experts=1, hidden_size=4300, intermediate_size=24, activation="silu"
+        drawn.spec, num_experts=1, hidden_size=hidden, intermediate_size=inner, activation="silu"
     )
     case = dataclasses.replace(drawn, spec=spec, tokens=tokens, top_k=1, dtype=torch.bfloat16)
     error, allowed = differential.run(case)

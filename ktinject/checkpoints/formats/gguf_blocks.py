@@ -23,7 +23,8 @@ Source: ggml's block_* structures. Products are taken in the order of ggml's own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -54,7 +55,22 @@ TYPES = tuple(_LAYOUT)
 _KEPT = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # operators take them as they are
 _Q4_0_GROUP = 32  # inputs in a block
 _MOST_EXPONENT = 252  # of MXFP4: 6 · 2^125 is the largest that bf16 and fp32 hold; 255 stands for NaN
+_DRAWN_BLOCKS = 9_973  # then they repeat: to draw all takes longer than to pack them
 _AT_ONCE = 1 << 18  # values; their intermediates take some 8 MB, which the cache may hold
+
+
+def random_rows(kind: str, shape: Sequence[int]) -> GgufRows:
+    """A weight [..., n, k] of random codes and small scales.
+
+    kind    the name of a type of 256 inputs a block: "q4_k"
+    """
+    inputs, size, halves = _LAYOUT[kind.upper()]
+    count = math.prod(shape) // inputs
+    drawn = torch.randint(0, 256, (min(count, _DRAWN_BLOCKS), size), dtype=torch.uint8)
+    for half in halves:
+        drawn[:, half : half + 2] = torch.tensor([1e-4], dtype=torch.float16).view(torch.uint8)
+    blocks = drawn.repeat(-(-count // len(drawn)), 1)[:count]
+    return GgufRows(kind, blocks.view(*shape[:-1], -1), inputs, size)
 
 
 class GgufBlocks(SourceFormat):

@@ -13,39 +13,9 @@ namespace ktinject::gemm {
 namespace {
 
 #include "gemm/kernels/k_quants.inl"
+#include "gemm/kernels/k_quants_avx512.inl"
 
 constexpr int kMostRows = 8;
-
-inline __m512i load(const std::byte* p) { return _mm512_load_si512(p); }
-inline __m256i load_half(const std::byte* p) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(p)); }
-
-// `bits` bits from bit `from` on of each byte, brought to bit `to`.
-template <int bits, int from, int to>
-inline __m512i field(__m512i v) {
-  const __m512i mask = _mm512_set1_epi8(static_cast<char>(((1 << bits) - 1) << to));
-  if constexpr (from > to) v = _mm512_srli_epi16(v, from - to);
-  if constexpr (from < to) v = _mm512_slli_epi16(v, to - from);
-  return _mm512_and_si512(v, mask);
-}
-
-// Codes of quad `kQuad` of 32 inputs, for 16 outputs; of iq4_xs their values, and kIq4Offset.
-template <Format kFormat, int kQuad>
-inline __m512i codes_of(const std::byte* rows) {
-  constexpr KQuant kKind = k_quant(kFormat);
-  constexpr int kLowQuads = 8 / kKind.low;
-  __m512i code = field<kKind.low, kQuad % kLowQuads * kKind.low, 0>(load(rows + kQuad / kLowQuads * 64));
-  if constexpr (kKind.high > 0) {
-    constexpr int kHighQuads = 8 / kKind.high;
-    const __m512i high = load(rows + (kKind.low + kQuad / kHighQuads) * 64);
-    code = _mm512_or_si512(code, field<kKind.high, kQuad % kHighQuads * kKind.high, kKind.low>(high));
-  }
-  if constexpr (kFormat == Format::iq4_xs) {
-    const __m128i values = _mm_add_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kIq4Values)),
-                                        _mm_set1_epi8(static_cast<char>(kIq4Offset)));
-    code = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), code);
-  }
-  return code;
-}
 
 template <Format kFormat, int... kQuad>
 inline void unpack_chunk(const std::byte* rows, std::byte* to, std::integer_sequence<int, kQuad...>) {
@@ -69,7 +39,7 @@ class Rows {
 #pragma GCC unroll 1
     for (int pair = 0; pair < Tile::kPairs; ++pair) {
       // In each 32-bit lane, s of two runs.
-      const __m512i both = scales(pair), other = kKind.has_min ? minima(pair) : both;
+      const __m512i both = scales(tile_, pair), other = kKind.has_min ? minima(tile_, pair) : both;
       for (int row = 0; row < M; ++row)
         less_[row] =
             _mm512_add_epi32(less_[row], _mm512_madd_epi16(other, _mm512_set1_epi32(rows_.sum_pair(row, pair))));
@@ -89,16 +59,6 @@ class Rows {
   }
 
  private:
-  __m512i scales(int pair) const {
-    const __m256i bytes = load_half(tile_.s(pair));
-    if constexpr (kFormat == Format::q2_k) return _mm512_and_si512(_mm512_cvtepu8_epi16(bytes), _mm512_set1_epi16(15));
-    else return _mm512_cvtepi8_epi16(bytes);
-  }
-  __m512i minima(int pair) const {
-    const __m512i bytes = _mm512_cvtepu8_epi16(load_half(tile_.t(pair)));
-    return kFormat == Format::q2_k ? _mm512_srli_epi16(bytes, 4) : bytes;
-  }
-
   template <int kQuad>
   __m512i codes(int chunk) const {
     if constexpr (kReady) return load(bytes_ + (chunk * 8 + kQuad) * 64);
@@ -121,11 +81,13 @@ class Rows {
   }
 
   KTINJECT_INLINE void end() const {
-    const __m512 d = _mm512_cvtph_ps(load_half(tile_.d()));
-    __m512 m = _mm512_mul_ps(d, _mm512_set1_ps(static_cast<float>(kZero)));
-    if constexpr (kKind.has_min) m = _mm512_cvtph_ps(load_half(tile_.m()));
+    const __m512 d = _mm512_cvtph_ps(load_half(tile_.d())), zero = _mm512_set1_ps(static_cast<float>(kZero));
     for (int row = 0; row < M; ++row) {
-      const __m512 value = _mm512_fnmadd_ps(m, _mm512_cvtepi32_ps(less_[row]), _mm512_mul_ps(d, sum_[row]));
+      const __m512 less = _mm512_cvtepi32_ps(less_[row]);
+      __m512 value;
+      if constexpr (kKind.has_min)
+        value = _mm512_fnmadd_ps(_mm512_cvtph_ps(load_half(tile_.m())), less, _mm512_mul_ps(d, sum_[row]));
+      else value = _mm512_mul_ps(d, _mm512_fnmadd_ps(zero, less, sum_[row]));
       float* to = rows_.c + row * kPanel;
       const __m512 scale = _mm512_set1_ps(rows_.scale[row * rows_.scales]);
       _mm512_storeu_ps(to,

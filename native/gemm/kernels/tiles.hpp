@@ -107,6 +107,7 @@ struct HardwareTiles {
   static void bf16(bool two) { KTINJECT_TILE_PRODUCT("tdpbf16ps") }
   static void unsigned_signed(bool two) { KTINJECT_TILE_PRODUCT("tdpbusd") }
   static void signed_signed(bool two) { KTINJECT_TILE_PRODUCT("tdpbssd") }
+  static void signed_unsigned(bool two) { KTINJECT_TILE_PRODUCT("tdpbsud") }
 #undef KTINJECT_TILE_PRODUCT
 };
 
@@ -217,6 +218,7 @@ struct ModelTiles {
   }
   static void unsigned_signed(bool two) { bytes<uint8_t, int8_t>(two); }
   static void signed_signed(bool two) { bytes<int8_t, int8_t>(two); }
+  static void signed_unsigned(bool two) { bytes<int8_t, uint8_t>(two); }
 };
 
 }  // namespace ktinject::gemm

@@ -18,6 +18,7 @@ from ktinject.generation import batching
 from ktinject.generation.batching_sampling import Choice, _Choices
 from ktinject.serving import server as serving
 from ktinject.serving import stock
+from ktinject.serving.batches import PAGE
 from ktinject.serving.gate import Limits
 from ktinject.support import Support
 
@@ -150,6 +151,34 @@ def test_a_client_that_vanishes_leaves_the_batch(
     while server.counted("ktinject_requests_running"):
         time.sleep(0.01)
     assert sorted(ended) == ["_Cancelled", "_GenerationCancelled"]
+
+
+def test_a_next_turn_in_a_batch_reads_what_is_new(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to whole pages of the paged cache, of prompt and answer; two others keep the batch busy."""
+    first = "".join(f"def f{number}(x):\n    return x + {number}\n" for number in range(24))
+    count = len(server.tokenizer(first)["input_ids"])
+    first_pages, cached = count // PAGE, 'ktinject_tokens_total{kind="cached"}'
+    assert first_pages >= 1
+    slowed(monkeypatch)
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "temperature": 0, "stream": True}
+    before = batched(server)
+    with ThreadPoolExecutor(2) as clients:
+        streams = [clients.submit(server.client.completions.create, prompt=p, **asked) for p in PROMPTS[:2]]
+        others = [stream.result() for stream in streams]
+        while batched(server) < before + 2:
+            time.sleep(0.01)
+        read = [server.counted(cached)]
+        turns = [first]
+        for _ in range(2):
+            answer = ask(server, turns[-1])
+            read.append(server.counted(cached))
+            turns.append(turns[-1] + answer + "\nimport os\n")
+        for stream in others:
+            stream.close()
+    assert batched(server) == before + 4
+    assert read[1] == read[0] and read[2] - read[1] == first_pages * PAGE
+    monkeypatch.undo()
+    assert turns[2] == turns[1] + server.written(turns[1], TOKENS) + "\nimport os\n"
 
 
 def test_a_batch_that_fails_fails_its_requests_alone(

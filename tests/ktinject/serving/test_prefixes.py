@@ -7,11 +7,12 @@ from typing import Any
 import models
 import pytest
 import torch
-from test_native_decoder import assert_same_but_for_roundings
+from test_batching import share_of_best
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import ktinject
+from ktinject.serving import prefixes
 from ktinject.serving.batches import Batches
 from ktinject.serving.prefixes import Prefixes
 
@@ -47,7 +48,7 @@ class Reader:
         if device == "cpu":
             self.model: PreTrainedModel = ktinject.optimize(model, "auto", devices=["cpu"], progress=False)
         else:
-            self.model = model.to(device)
+            self.model = model.to(device, torch.bfloat16)
             rules = [
                 {
                     "name": "experts",
@@ -142,16 +143,41 @@ def test_nothing_is_kept_without_room() -> None:
     assert reader.write(first + text(2, 1), 0) == reader.alone(first + text(2, 1))
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_what_goes_to_ram_comes_back_as_it_was(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that begin and end within blocks, of several types, some of them empty or not contiguous."""
+    monkeypatch.setattr(prefixes, "BLOCK", 1000)
+    model = models.tiny(family)
+    cache = DynamicCache(config=model.config)
+    model(torch.tensor([text(30)]), past_key_values=cache)
+    layer: Any = cache.layers[-1]
+    layer.keys = layer.keys.transpose(2, 3).contiguous().transpose(2, 3)
+    layer.more = {
+        "flags": torch.tensor([True, False, True]),
+        "none": torch.empty(0, 4),
+        "one": torch.tensor(7),
+    }
+    kept = prefixes._Kept(text(30), cache)
+    held = [part.clone() for part in kept._held()]
+    assert len(held) > 5
+    kept.leave()
+    assert {part.device.type for part in kept._held()} == {"meta"} and not kept.is_here
+    assert 0 <= kept.bytes - sum(part.nbytes for part in held) < 1000
+    assert cache.layers[-1] is layer and torch.equal(layer.more["flags"], held[-3])
+    kept.come_back()
+    for found, want in zip(kept._held(), held, strict=True):
+        assert found.dtype == want.dtype and torch.equal(found, want)
+    assert kept.is_here and kept.bytes == sum(part.nbytes for part in held)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
 def test_on_a_gpu_texts_wait_in_ram(family: str) -> None:
+    """As exact as without them, up to roundings of bf16, which choose another expert now and then."""
     reader = Reader(family, device="cuda", here=50)
     texts = [reader.write(text(30, seed), 0) for seed in range(3)]
     assert reader.prefixes.on_device <= 50 and reader.prefixes.in_ram > 0
-    for first in texts:
-        turn = first + text(5, 1)
-        ours, theirs = (
-            torch.tensor([each], device="cuda")
-            for each in (reader.write(turn, len(first) - 1), reader.alone(turn))
-        )
-        assert_same_but_for_roundings(reader.model, {"attention_mask": torch.ones_like(ours)}, ours, theirs)
+    turns = [first + text(5, 1) for first in texts]
+    found = [reader.write(turn, len(turn) - 6)[len(turn) :] for turn in turns]
+    want = share_of_best(family, turns, [reader.alone(turn)[len(turn) :] for turn in turns])
+    assert share_of_best(family, turns, found) >= want - 0.15 and want > 0.7

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ TIE = 0.13
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(not PYTHON, reason="SGLANG_PYTHON names no environment with SGLang"),
 ]
 
@@ -44,8 +46,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answers(model: Path, folder: Path, on_gpu: int | None, fails: bool = False, **others: Any) -> Any:
-    """What SGLang says, by rounds and prompts. on_gpu: SGLang's own experts; None: all of them."""
+def answers(
+    model: Path,
+    folder: Path,
+    on_gpu: int | None,
+    fails: bool = False,
+    soak: int = 0,
+    kill_after: int = 0,
+    **others: Any,
+) -> Any:
+    """What SGLang says, by rounds and prompts.
+
+    on_gpu      SGLang's own experts; None: all of them
+    fails       one answer of the CPU fails
+    soak        requests between two rounds, some of them cancelled
+    kill_after  of them, end all of SGLang's processes at once; then nothing is said
+    """
     options: dict[str, Any] = {
         "device": "cpu",
         "attention_backend": "torch_native",
@@ -62,25 +78,45 @@ def answers(model: Path, folder: Path, on_gpu: int | None, fails: bool = False, 
         "model": str(model),
         "options": options | others,
         "prompts": PROMPTS,
-        "rounds": 1 + fails,
+        "rounds": 1 + (fails or soak > 0),
         "new": 12,
+        "soak": soak,
     }
     site = stand_ins.write(folder / "site", fails)
     environ = {**os.environ, "PYTHONPATH": str(site), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    if others.get("tp_size") == 2:
+        environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"  # by its rule, else, a NUMA node for each process
     out = folder / "answers.json"
     with (folder / "log").open("w") as log:
-        subprocess.run(
+        running = subprocess.Popen(
             [PYTHON, Path(__file__).with_name("engine.py"), json.dumps(given), out],
             env=environ,
             cwd=folder,
             stdout=log,
             stderr=log,
-            timeout=600,
+            start_new_session=True,
         )
+        try:
+            if kill_after:
+                counted(running, out.with_suffix(".count"), kill_after)
+                return None
+            running.wait(timeout=2000 if soak else 800)
+        finally:
+            if running.poll() is None:
+                os.killpg(running.pid, signal.SIGKILL)
+                running.wait()
     told = (folder / "log").read_text(errors="replace")
     assert out.exists(), told[-4000:]
     assert (f"layer 0: {EXPERTS - (on_gpu or 0)} experts as bf16" in told) == (on_gpu is not None)
     return json.loads(out.read_text())
+
+
+def counted(running: subprocess.Popen[bytes], path: Path, least: int) -> None:
+    """Wait until so many requests have ended."""
+    end = time.monotonic() + 800
+    while not path.exists() or int(path.read_text() or 0) < least:
+        assert running.poll() is None and time.monotonic() < end, path.with_name("log").read_text()[-4000:]
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +144,23 @@ def test_a_failure_ends_its_requests_and_not_the_server(model: Path, stock: Any,
     first, second = answers(model, tmp_path, 8, fails=True)
     assert "500: The experts on the CPU failed: this test" in first[0]["error"]
     assert all(agree(ours, theirs) for ours, theirs in zip(second, stock))
+
+
+def test_two_processes_share_the_other_weights(model: Path, stock: Any, tmp_path: Path) -> None:
+    """Of tensor parallelism: the experts of the CPU are in the first process."""
+    found = answers(model, tmp_path, 8, tp_size=2)[0]
+    assert all(agree(ours, theirs) for ours, theirs in zip(found, stock))
+
+
+def test_a_thousand_requests_with_cancels_leave_nothing_behind(
+    model: Path, stock: Any, tmp_path: Path
+) -> None:
+    killed, again = tmp_path / "killed", tmp_path / "again"
+    killed.mkdir(), again.mkdir()
+    answers(model, killed, 8, soak=1_000, kill_after=100)
+    first, soaked, second = answers(model, again, 8, soak=1_000)
+    assert all(agree(ours, theirs) for ours, theirs in zip(first, stock))
+    assert [one["ids"] for one in second] == [one["ids"] for one in first]
+    ended, held = soaked["ended"], soaked["held"]
+    assert ended["failed"] == 0 and ended["stop"] > 400 and ended["cancelled"] > 100, ended
+    assert held[-1] < held[0] + 64, held

@@ -318,6 +318,39 @@ def test_several_processes_of_experts_are_refused(sglang: dict[str, ModuleType])
         made.create_weights(SimpleNamespace(moe_ep_size=1, moe_tp_size=1), num_experts=EXPERTS)
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_the_sum_of_two_ranks_is_that_of_all_experts(sglang: dict[str, ModuleType], count: int) -> None:
+    """Each rank has a part of the width of the GPU's experts, and the first one all experts of the CPU."""
+
+    def of_rank(rank: int) -> Tensor:
+        made = a_method(sglang, count)
+        made.tp_rank, whole = rank, made.gpu_method.apply
+        made.wrapper = made.wrapper if rank == 0 else None
+        made.gpu_method.apply = lambda *given: Combined(whole(*given).hidden_states / 2)
+        return made.apply(None, call()).hidden_states
+
+    assert is_near(of_rank(0) + of_rank(1), expected(*inputs(5)))
+
+
+def test_other_ranks_have_cpus_of_their_own(
+    sglang: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(layer, "_threads", None)
+    monkeypatch.setattr(layer._native, "threads", lambda: 16)
+    monkeypatch.setattr(layer._native, "set_threads", asked.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    try:
+        plugin._share_cpus(4)
+        for number in (0, 1):
+            KTMoEWrapper(**arguments(number))
+        assert asked == [13]
+        KTMoEWrapper(**arguments(2, cpuinfer_threads=16))
+        assert asked == [13, 16]
+    finally:
+        layer.beside(0)
+
+
 def test_adapters_on_experts_are_refused(sglang: dict[str, ModuleType]) -> None:
     kind = sglang["lora.layers"].FusedMoEWithLoRA
     kind(SimpleNamespace(quant_method=object()))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ktinject.errors import PlanError
+from ktinject.operators.cpu_experts import CpuExperts
 from ktinject.tools import random_models
 
 SMALL = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 48, "moe_intermediate_size": 32}
@@ -39,6 +40,19 @@ def test_a_shape_generates_and_has_nothing_on_meta(
     assert logits.isfinite().all() and logits.std() > 0
     inverse = next(buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq"))
     assert inverse[0] == 1 and (inverse.diff() < 0).all()
+
+
+@pytest.mark.parametrize("experts", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"])
+def test_codes_that_only_files_have_are_random_too(experts: str) -> None:
+    small = {"vocab_size": 200, "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8}
+    heads = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = random_models.config("qwen3-30b-a3b", 1, **small, **heads)
+    model = random_models.build(config, devices="cpu", variables={"experts": experts})
+    layer = next(module for module in model.modules() if isinstance(module, CpuExperts))
+    assert layer.describe()["weights"] == experts
+    x, ids, weights = torch.randn(3, 256), torch.tensor([[0, 1], [2, 3], [4, 7]]), torch.ones(3, 2)
+    out = layer(x, ids, weights)
+    assert out.isfinite().all() and out.std() > 0
 
 
 def test_full_size_is_the_models_own() -> None:

@@ -6,6 +6,8 @@ import ctypes
 import gc
 import itertools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +39,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4 with zero points": {"weights": "int4", "group_size": 64, "symmetric": False},
     "fp8": {"weights": "fp8"},
     "mxfp4": {"weights": "mxfp4"},
+    "fp8_channel": {"weights": "fp8_channel"},
+    "nvfp4": {"weights": "nvfp4"},
 }
 EXPERTS = 12
 
@@ -136,7 +140,7 @@ def test_the_cpu_is_measured_up_to_the_bus_s_time(
         now[0] += 1e-3 + 1e-5 * len(x)
 
     monkeypatch.setattr(prefill_rates, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    measured: Any = SimpleNamespace(spec=layer.spec, native=SimpleNamespace(forward=timed))
+    measured: Any = SimpleNamespace(spec=layer.spec, first=0, native=SimpleNamespace(forward=timed))
     short = prefill_rates._sample_cpu(measured, top_k=4, until_s=0.0)
     assert [tokens for tokens, _ in short] == [streaming.FEWEST_TOKENS]
     until_s = 3 * short[0][1]
@@ -178,7 +182,7 @@ class Bus:
 
     asked: list[tuple[int, int]] = []
 
-    def __init__(self, native: Any) -> None:
+    def __init__(self, native: Any, first: int) -> None:
         self.native = native
 
     def packed_bytes(self, count: int) -> int:
@@ -187,6 +191,12 @@ class Bus:
     def copy(self, first: int, count: int, slot: int, stream: tuple[int, int]) -> None:
         ctypes.c_int64.from_address(slot).value = first
         Bus.asked.append((id(self.native), first))
+
+    def copy_absent(self, first: int, count: int, slot: int, stream: Any, *resident: Any) -> None:
+        places = resident[2]
+        ctypes.c_int64.from_address(slot).value = first
+        absent = [expert for expert in range(first, first + count) if places[expert] < 0]
+        Bus.asked += [(id(self.native), expert) for expert in absent]
 
     def activate(self, gate_up: int, dtype: int, rows: int, out: int, stream: tuple[int, int]) -> None:
         given = (ctypes.c_uint16 * (rows * 2 * 96)).from_address(gate_up)
@@ -218,8 +228,8 @@ def bus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return Bus.asked
 
 
-def on_the_bus(operator: CpuExperts) -> streaming.StreamedExperts:
-    return streaming.StreamedExperts(operator.spec, operator.native, torch.device("cpu"))
+def on_the_bus(operator: CpuExperts, first: int = 0) -> streaming.StreamedExperts:
+    return streaming.StreamedExperts(operator.spec, operator.native, torch.device("cpu"), first)
 
 
 def test_what_runs_ahead_is_what_comes_next(bus: list[tuple[int, int]]) -> None:
@@ -237,6 +247,28 @@ def test_what_runs_ahead_is_what_comes_next(bus: list[tuple[int, int]]) -> None:
     bus.clear()
     layers[0].forward(*arguments)
     assert bus[-1][0] == id(layers[1].native)  # two chunks of the next layer are on their way
+
+
+def test_what_is_on_the_gpu_stays_off_the_bus(bus: list[tuple[int, int]]) -> None:
+    operator = filled(256, 96)
+    layer, arguments = on_the_bus(operator), inputs(40, 256)
+    places = [expert // 3 if expert % 3 == 0 else -1 for expert in range(EXPERTS)]
+    holds = [0, 0]
+
+    @contextmanager
+    def resident(stream: Any) -> Iterator[streaming.Resident]:
+        holds[0] += 1
+        shapes: Any = None
+        yield streaming.Resident(shapes, torch.zeros(1), places)
+        holds[1] += 1
+
+    layer.resident = resident
+    found = layer.forward(*arguments)
+    assert reference.relative_error(found, exact(operator, *arguments)) < 0.01
+    assert [expert for _, expert in bus] == [expert for expert in range(EXPERTS) if expert % 3]
+    assert holds == [3, 3], "as many as chunks, each let go of"
+    rates = prefill_rates.Rates(0.020, ((128, 0.01), (8192, 0.08)))
+    assert rates.beside(0.25).streamed_s == pytest.approx(0.015 + prefill_rates._STREAMED_S)
 
 
 def test_another_order_than_foreseen(bus: list[tuple[int, int]]) -> None:
@@ -296,6 +328,18 @@ def test_the_others_can_be_left_to_the_cpu(bus: list[tuple[int, int]]) -> None:
                 assert reference.relative_error(both, exact(operator, x, ids, weights)) < 0.01
         wanted = [first for first in (0, 5, 10) if first < passing]
         assert bus == [(id(layer.native), first) for layer in layers for first in wanted]
+
+
+def test_the_first_ones_may_be_absent(bus: list[tuple[int, int]]) -> None:
+    operator = filled(256, 96)
+    x, ids, weights = inputs(40, 256)
+    layer = on_the_bus(operator, 4)
+    for end in (None, 9):
+        bus.clear()
+        passes = (ids >= 4) & (ids < (end or EXPERTS))
+        want = exact(operator, x, ids.masked_fill(~passes, -1), weights)
+        assert reference.relative_error(layer.forward(x, ids, weights, end), want) < 0.01
+        assert bus == [(id(layer.native), first) for first in range(4, end or EXPERTS, 5)]
 
 
 def test_scarce_memory_means_smaller_chunks_without_a_gpu(
@@ -363,6 +407,25 @@ def test_streamed_against_fp64(kind: str, dtype: torch.dtype, monkeypatch: pytes
     found = streamed(operator).forward(x.cuda().to(dtype), ids.cuda(), weights.cuda())
     assert found.dtype == dtype
     assert reference.relative_error(found.cpu(), exact(operator, x, ids, weights)) < 0.01
+
+
+@gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("kind", ["bf16", "int4"])
+def test_resident_experts_come_from_the_gpu(kind: str, dynamic: bool) -> None:
+    config = HybridExpertsConfig(
+        device="cuda:0", gpu_experts=5, gpu_weights=kind, dynamic=dynamic, prefill="gpu", weights=kind
+    )
+    made: Any = filled(256, 96, operator=HybridExperts, config=config)
+    arguments = [one.cuda() for one in inputs(300, 256)]
+    with torch.inference_mode():
+        first = made(*arguments)
+        assert torch.equal(first, streamed(made).forward(*arguments)), "all over the bus"
+        size, memory = made.on_gpu.native.bytes, made.on_gpu.memory
+        memory[2 * size : 3 * size] = memory[:size]
+        made(*arguments)  # drops what was fetched ahead
+        changed = (made(*arguments) != first).any(-1).cpu()
+    assert torch.equal(changed, (arguments[1] == 2).any(-1).cpu()), "those who asked for expert 2"
 
 
 @gpu

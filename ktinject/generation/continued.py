@@ -1,0 +1,219 @@
+"""Attention of the new tokens of a text that goes on: a conversation's next turn, or a prompt's next chunk.
+
+torch's fused attention has a causal form for whole texts alone. So transformers gives a text that goes on a mask of all
+keys, and keys and values repeated for all heads that share them, which at 32,768 tokens before is a hundred times what
+is new. Here a mask is recognised, when it is made, as one that hides nothing but later tokens:
+
+    on a GPU   torch's flash kernel, which is causal up to the last key, and splits long rows of keys
+    on a CPU   heads that share keys are rows of one product
+
+Layers are given the same mask as before. So one that computes attention by itself, and one whose mask is another,
+compute what they did.
+
+On recent GPUs, torch prefers cuDNN's attention. It is the fastest for long prompts, but has a plan made for each length
+that it meets: of a prompt of some hundred tokens, that is most of its attention. So short prompts do without.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
+
+from ktinject.hf import compat
+from ktinject.operators.torch_ops.packed_attention import causal_mask
+from ktinject.support import SUPPORTED, Support
+
+logger = logging.getLogger("ktinject")
+
+NAME = "ktinject_continued"
+_STOCK = "sdpa"
+# What transformers' own attention takes beside, and none of the forms here.
+_OTHERS = ("cache", "position_bias", "s_aux", "softcap")
+# An attribute of a mask that was recognised: its version, by which a change shows.
+_MARK = "ktinject_is_causal"
+# Scores of a head, new tokens by all tokens, from which on torch may choose cuDNN's attention. It plans each length
+# anew, for 40 to 60 ms, and for up to a second where it has to compile.
+_WORTH_A_PLAN = 1 << 24
+# Elements of a mask whose rows are repeated for heads; beyond, torch shares keys among heads by itself.
+_MOST_REPEATED = 1 << 26
+_TOLERANCE = 2e-2  # of bf16's roundings, relative to the largest output
+
+
+@contextmanager
+def attention(model: Any, ids: Tensor, cache: Any, config: GenerationConfig) -> Iterator[None]:
+    """Within, a prompt of a model is read, behind what the cache holds, maybe in chunks.
+
+    ids  [b, n], with those that the cache holds
+    """
+    held = 0 if cache is None else int(cache.get_seq_length())
+    goes_on = bool(held or config.prefill_chunk_size)
+    new, tokens = max(1, ids.shape[1] - held), ids.shape[1]
+    with _unplanned(model, new * tokens), _recognised(model) if goes_on and support(model) else nullcontext():
+        yield
+
+
+@contextmanager
+def _unplanned(model: Any, scores: int) -> Iterator[None]:
+    """Within, attention of so many scores a head is not computed by cuDNN, if planning would take longer than it."""
+    cuda = torch.backends.cuda
+    is_planned = model.device.type == "cuda" and cuda.cudnn_sdp_enabled()
+    # Keys and values of other widths, which flash attention is not for.
+    is_latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+    if not is_planned or is_latent or scores >= _WORTH_A_PLAN:
+        yield
+        return
+    with model.ktinject_decoding.alone():
+        cuda.enable_cudnn_sdp(False)
+        try:
+            yield
+        finally:
+            cuda.enable_cudnn_sdp(True)
+
+
+@contextmanager
+def _recognised(model: Any) -> Iterator[None]:
+    """Within, attention is that of this file."""
+    text = model.config.get_text_config()
+    with model.ktinject_decoding.alone():
+        before, text._attn_implementation = text._attn_implementation, NAME
+        try:
+            yield
+        finally:
+            text._attn_implementation = before
+
+
+def support(model: Any) -> Support:
+    """Whether a model's attention can be of this form where a mask allows it."""
+    if not (known := _registered()):
+        return known
+    found = model.config.get_text_config()._attn_implementation
+    if found != _STOCK:
+        return Support.no(f"attention runs as {found!r}")
+    stock = compat.ALL_ATTENTION_FUNCTIONS[_STOCK], compat.ALL_MASK_ATTENTION_FUNCTIONS[_STOCK]
+    if stock != (compat.sdpa_attention_forward, compat.sdpa_mask):
+        return Support.no(f"another attention is registered as {_STOCK!r}")
+    return SUPPORTED
+
+
+@functools.cache
+def _registered() -> Support:
+    if known := compat.support("continued"):
+        AttentionInterface.register(NAME, forward)
+        AttentionMaskInterface.register(NAME, mask)
+    return known
+
+
+def mask(**arguments: Any) -> Tensor | None:
+    """transformers' interface of masks: the one that it makes for its own attention."""
+    made: Tensor | None = compat.sdpa_mask(**arguments)
+    # The version of a tensor of inference mode is not counted.
+    if made is not None and not made.is_inference() and _is_causal(**arguments):
+        setattr(made, _MARK, made._version)
+    return made
+
+
+def _is_causal(
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> bool:
+    """Whether the last tokens of a text attend to all before them."""
+    is_whole = isinstance(q_offset, int) and kv_offset == 0 and kv_length == q_offset + q_length
+    is_plain = mask_function is compat.causal_mask_function and local_size is None and not use_vmap
+    return is_whole and is_plain and (attention_mask is None or bool(attention_mask.all()))
+
+
+def forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' interface of attention: query [b, h, m, d], key and value [b, kv, s, d] → ([b, m, h, d], None)."""
+    is_marked = getattr(attention_mask, _MARK, None) is not None
+    if is_marked and not dropout and all(kwargs.get(name) is None for name in _OTHERS):
+        assert attention_mask is not None
+        out = _attend(query, key, value, attention_mask, scaling)
+        if out is not None:
+            return out.transpose(1, 2).contiguous(), None
+    found: tuple[Tensor, None] = compat.sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )
+    return found
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None) -> Tensor | None:
+    """[b, h, m, d]; None: transformers' own attention is to compute it."""
+    (b, h, m, d), (kv, s) = q.shape, k.shape[1:3]
+    is_changed = getattr(seen, _MARK) != seen._version or seen.shape[2:] != (m, s)
+    needs_graph = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if is_changed or needs_graph or h % kv or v.shape[-1] != d:
+        return None
+    if q.is_cuda:
+        return _on_gpu(q, k, v, scale) if _is_right(q.device, q.dtype, d, h // kv) else None
+    if h == kv or q.device.type != "cpu":
+        return None
+    groups = h // kv
+    if seen.numel() * groups > _MOST_REPEATED:
+        return functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+    rows = q.reshape(b, kv, groups * m, d)
+    out = functional.scaled_dot_product_attention(rows, k, v, _repeated(seen, groups), scale=scale)
+    return out.reshape(b, h, m, d)
+
+
+def _repeated(seen: Tensor, groups: int) -> Tensor:
+    """[b or 1, 1, groups · m, s], made once a mask, for all layers."""
+    name = f"{_MARK}_{groups}"
+    found = getattr(seen, name, None)
+    if found is None or found[0] != seen._version:
+        found = seen._version, seen.repeat(1, 1, groups, 1)
+        setattr(seen, name, found)
+    repeated: Tensor = found[1]
+    return repeated
+
+
+def _on_gpu(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    shape: Any = causal_lower_right(q.shape[2], k.shape[2])
+    return functional.scaled_dot_product_attention(
+        q, k, v, shape, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+@functools.cache
+def _is_right(device: torch.device, dtype: torch.dtype, head_dim: int, groups: int) -> bool:
+    """Whether torch's flash kernel takes such heads, and hides what it should: tried out on a few tokens."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, tokens, head_dim, generator=generator).to(device, dtype)
+        for heads, tokens in ((2 * groups, 3), (2, 17), (2, 17))
+    )
+    parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, groups > 1)
+    if not torch.backends.cuda.can_use_flash_attention(parameters):
+        return False
+    try:
+        found = _on_gpu(q, k, v, 0.1).float()  # a scale by which each key counts
+    except RuntimeError as error:
+        logger.warning("texts that go on are attended as transformers does: %s", error)
+        return False
+    q, k, v = q.float(), k.float().repeat_interleave(groups, 1), v.float().repeat_interleave(groups, 1)
+    want = functional.scaled_dot_product_attention(q, k, v, causal_mask(3, 17, device), scale=0.1)
+    return bool((found - want).abs().max() <= _TOLERANCE * want.abs().max())
