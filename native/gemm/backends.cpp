@@ -36,9 +36,9 @@ constexpr uint32_t kAvx512K = kAvx512Vnni | kF16c;
 constexpr uint32_t kAvx512Set = kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2Set;
 
 // Below about five rows an expert, loading tiles costs more than the dot products they save; expanding int4 to tiles
-// costs a little more, and K-quants, two bytes for a code, more than that. Floats of 8 and 4 bits go
-// through a copy in the L1 cache either way, and then tiles are ahead from the first row on.
-constexpr int kTileRows = 5, kInt4TileRows = 7, kKTileRows = 9;
+// costs a little more, and K-quants of two bytes a code more than that. Floats of 8 and 4 bits go through a copy in
+// the L1 cache either way, and then tiles are ahead from the first row on.
+constexpr int kTileRows = 5, kInt4TileRows = 7, kOneByteTileRows = 6, kTwoByteTileRows = 10;
 
 constexpr Backend kBackends[] = {
     {"amx",
@@ -54,12 +54,12 @@ constexpr Backend kBackends[] = {
       {kAmxBf16 | kAvx512Bf16, 0, amx_mxfp4},
       {kAmxBf16 | kAvx512Bf16, 0, amx_fp8_channel},
       {kAmxBf16 | kAvx512Bf16, 0, amx_nvfp4},
-      {kAmxInt8 | kAvx512K, kKTileRows, amx_q2_k},
-      {kAmxInt8 | kAvx512K, kKTileRows, amx_q3_k},
-      {kAmxInt8 | kAvx512K, kKTileRows, amx_q4_k},
-      {kAmxInt8 | kAvx512K, kKTileRows, amx_q5_k},
-      {kAmxInt8 | kAvx512K, kKTileRows, amx_q6_k},
-      {kAmxInt8 | kAvx512K, kKTileRows, amx_iq4_xs}}},
+      {kAmxInt8 | kAvx512K, kOneByteTileRows, amx_q2_k},
+      {kAmxInt8 | kAvx512K, kOneByteTileRows, amx_q3_k},
+      {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_q4_k},
+      {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_q5_k},
+      {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_q6_k},
+      {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_iq4_xs}}},
     {"avx512",
      kAvx512Set,
      true,
