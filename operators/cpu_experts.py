@@ -373,8 +373,9 @@ class CpuExperts(Operator):
 
     def _with_inputs(self, name: str, inputs: int) -> ExpertsSpec:
         """For cutting what belongs to the weights of a parameter: the experts as if it had so many inputs."""
-        which = "intermediate_size" if name.startswith("down_proj") else "hidden_size"
-        return dataclasses.replace(self.spec, **{which: inputs})
+        if name.startswith("down_proj"):
+            return dataclasses.replace(self.spec, intermediate_size=inputs)
+        return dataclasses.replace(self.spec, hidden_size=inputs)
 
     def _load_nvfp4(self, name: str, stored: Nvfp4, expert: int | None, part: int | None) -> None:
         along = -2 if self.spec.is_transposed else -1

@@ -1,5 +1,5 @@
-// Threads that pack weights, each one others: many small matrices are packed faster by a thread each than by all threads
-// one after the other, of which each waits for the slowest.
+// Threads that pack weights, each one others: many small matrices are packed faster by a thread each than by all
+// threads one after the other, of which each waits for the slowest.
 #pragma once
 
 namespace ktinject::runtime {
