@@ -207,26 +207,28 @@ class HybridExperts(CpuExperts):
         self, projection: str, expert: int, codes: Tensor, scales: Tensor, zeros: Tensor | None
     ) -> None:
         super()._pack_integers(projection, expert, codes, scales, zeros)
-        self._pack_for_gpu(projection, expert, codes)
+        self._pack_for_gpu(projection, expert)
 
     def _pack_fp8(self, projection: str, expert: int, codes: Tensor, scales: Tensor) -> None:
         super()._pack_fp8(projection, expert, codes, scales)
-        self._pack_for_gpu(projection, expert, codes)
+        self._pack_for_gpu(projection, expert)
 
-    def _pack_for_gpu(self, projection: str, expert: int, codes: Tensor) -> None:
-        if self._for_gpu is not self.native and expert in self.resident:
-            value = torch.empty(codes.shape, dtype=torch.float32)
-            self.native.unpack(projection, expert, value)
-            self._for_gpu.load(projection, expert, value)
+    def _pack_nvfp4(self, projection: str, expert: int, codes: Tensor, scales: Tensor, factor: float) -> None:
+        super()._pack_nvfp4(projection, expert, codes, scales, factor)
+        self._pack_for_gpu(projection, expert)
 
     def _pack_rows(self, projection: str, expert: int, rows: Tensor) -> None:
         super()._pack_rows(projection, expert, rows)
-        if expert in self.resident:
-            spec = self.spec
-            shape = [spec.hidden_size, spec.intermediate_size]
-            value = torch.empty(shape if projection == "down" else shape[::-1], dtype=torch.float32)
-            self.native.unpack(projection, expert, value)
-            self._for_gpu.load(projection, expert, value)
+        self._pack_for_gpu(projection, expert)
+
+    def _pack_for_gpu(self, projection: str, expert: int) -> None:
+        """What was packed for the CPU, decoded, in the GPU's format."""
+        if self._for_gpu is self.native or expert not in self.resident:
+            return
+        shape = [self.spec.hidden_size, self.spec.intermediate_size]
+        value = torch.empty(shape if projection == "down" else shape[::-1], dtype=torch.float32)
+        self.native.unpack(projection, expert, value)
+        self._for_gpu.load(projection, expert, value)
 
     def packed_weights(self) -> PackedWeights | None:
         # Experts that the GPU has in another format are packed from the checkpoint, not from rounded weights.
