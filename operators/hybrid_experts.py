@@ -257,8 +257,9 @@ class HybridExperts(CpuExperts):
                 log.warning("prompts stay on the CPU: %s", error)
         if self.on_gpu is not None and self.on_gpu.spares:
             self._join_cache(self.on_gpu, device)
-        if self.streamed is not None and self.on_gpu is not None and is_same:
-            self.streamed.resident = partial(expert_cache.resident, self.on_gpu, self.seat)
+        # Experts that move come to lie scattered: to copy them one by one takes longer than the bus saves.
+        if self.streamed is not None and self.on_gpu is not None and is_same and self.seat is None:
+            self.streamed.resident = partial(expert_cache.resident, self.on_gpu, None)
 
     def _join_cache(self, here: GpuExperts, device: torch.device) -> None:
         try:
