@@ -11,8 +11,7 @@ The CPU holds every expert. Without a GPU, or if gradients are needed, it comput
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,18 +50,6 @@ class Underway(NamedTuple):
 
 
 Started = Tensor | Underway  # what `start` returns; a Tensor is the finished result
-
-
-@contextmanager
-def _resident(
-    here: GpuExperts, seat: expert_cache.Seat | None, stream: torch.cuda.Stream
-) -> Iterator[streaming.Resident]:
-    """The experts on the GPU, which stay where they are until what the stream has queued by the end is done."""
-    if seat is None:
-        yield streaming.Resident(here.native, here.memory, here.fixed_places)
-        return
-    with seat.held(stream) as places:
-        yield streaming.Resident(here.native, here.memory, places)
 
 
 @register_operator("hybrid_experts")
@@ -270,8 +257,9 @@ class HybridExperts(CpuExperts):
                 log.warning("prompts stay on the CPU: %s", error)
         if self.on_gpu is not None and self.on_gpu.spares:
             self._join_cache(self.on_gpu, device)
-        if self.streamed is not None and self.on_gpu is not None and is_same:
-            self.streamed.resident = partial(_resident, self.on_gpu, self.seat)
+        # Experts that move come to lie scattered: to copy them one by one takes longer than the bus saves.
+        if self.streamed is not None and self.on_gpu is not None and is_same and self.seat is None:
+            self.streamed.resident = partial(expert_cache.resident, self.on_gpu, None)
 
     def _join_cache(self, here: GpuExperts, device: torch.device) -> None:
         try:

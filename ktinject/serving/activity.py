@@ -26,6 +26,8 @@ from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.hf.layers import Layers
 from ktinject.operators.cpu_experts import CpuExperts
+from ktinject.operators.hybrid_experts import HybridExperts
+from ktinject.operators.offload.expert_cache import Hits
 from ktinject.serving.picture import experts_of, on_gpu
 
 logger = logging.getLogger("ktinject")
@@ -116,7 +118,18 @@ class Activity:
                 "uses": {i: self._uses(i, counts.get(one.native.id)) for i, one in self._layers.items()},
                 "on_gpu": {i: here for i, one in self._layers.items() if (here := on_gpu(one))},
                 "step": step_of(self._spans, self._device, self._handoff),
+                "cache": self._cache(),
             }
+
+    def _cache(self) -> dict[str, int] | None:
+        """What the experts on GPUs were good for since the model was loaded; None where they stay where they are."""
+        layers = [
+            one for one in self._layers.values() if isinstance(one, HybridExperts) and one.seat is not None
+        ]
+        if not layers:
+            return None
+        total = sum((one.hits() for one in layers), start=Hits())
+        return {"uses": total.uses, "hits": total.hits, "fetches": total.fetches, "bytes": total.bytes}
 
     def _uses(self, layer: int, on_cpu: Sequence[int] | None) -> list[int]:
         """How often each expert of a layer was chosen."""

@@ -160,12 +160,21 @@ __device__ void multiply_int4(const Panels& matrix, const std::byte* panel, cons
   }
 }
 
-// The values of a 32-bit word of one output, in the order of its inputs; int8, fp8 and mxfp4 without their scales.
+// The values of a 32-bit word of one output, in the order of its inputs, without scales.
 __device__ void decode(std::integral_constant<gemm::Format, gemm::Format::int8>, uint32_t bits, float (&values)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) values[i] = static_cast<float>(static_cast<int8_t>(bits >> (8 * i)));
 }
-__device__ void decode(std::integral_constant<gemm::Format, gemm::Format::fp8>, uint32_t bits, float (&values)[4]) {
+template <gemm::Format kFormat>
+constexpr bool kIsFp8 = kFormat == gemm::Format::fp8 || kFormat == gemm::Format::fp8_channel;
+template <gemm::Format kFormat>
+constexpr bool kIsE2m1 = kFormat == gemm::Format::mxfp4 || kFormat == gemm::Format::nvfp4;
+template <gemm::Format kFormat>  // whether groups of inputs share a scale
+constexpr bool kHasGroups = kFormat == gemm::Format::fp8 || kIsE2m1<kFormat>;
+
+template <gemm::Format kFormat>
+  requires kIsFp8<kFormat>
+__device__ void decode(std::integral_constant<gemm::Format, kFormat>, uint32_t bits, float (&values)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t code = bits >> (8 * i) & 255, mantissa = code & 7;
@@ -175,7 +184,9 @@ __device__ void decode(std::integral_constant<gemm::Format, gemm::Format::fp8>, 
     values[i % 2 * 2 + i / 2] = code & 0x10 ? -magnitude : magnitude;
   }
 }
-__device__ void decode(std::integral_constant<gemm::Format, gemm::Format::mxfp4>, uint32_t bits, float (&values)[8]) {
+template <gemm::Format kFormat>
+  requires kIsE2m1<kFormat>
+__device__ void decode(std::integral_constant<gemm::Format, kFormat>, uint32_t bits, float (&values)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint32_t code = bits >> (16 * (i % 2) + 4 * (i / 2)) & 15, exponent = code >> 1 & 3;
@@ -185,8 +196,8 @@ __device__ void decode(std::integral_constant<gemm::Format, gemm::Format::mxfp4>
   }
 }
 
-// The same for int8, fp8 and mxfp4. Eight rows of 64 bytes are a load of the warp: of one tile, or in mxfp4, whose
-// tiles have four, of two blocks. fp8 weights are rounded to bf16 with their scales, as on the CPU.
+// The same for int8, fp8, mxfp4 and their like. Eight rows of 64 bytes are a load of the warp: of one tile, or in
+// mxfp4, whose tiles have four, of two blocks. fp8 weights are rounded to bf16 with their scales, as on the CPU.
 template <gemm::Format kFormat, class T>
 __device__ void multiply_codes(const Panels& matrix, const std::byte* panel, const T* row, float (&sums)[2][4]) {
   constexpr int kRows = static_cast<int>(gemm::tile_bytes(kFormat) / 64), kTogether = kRows < 8 ? kRows : 8;
@@ -207,9 +218,9 @@ __device__ void multiply_codes(const Panels& matrix, const std::byte* panel, con
         const std::byte* words = data + (static_cast<size_t>(block) * 2 + tile) * gemm::tile_bytes(kFormat);
         const uint4 loaded = __ldcs(reinterpret_cast<const uint4*>(words + at * 64) + lane % 4);
         const uint32_t bits[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-        const int scale = kFormat == gemm::Format::int8
-                              ? 0
-                              : gemm::scale_at(kFormat, input / matrix.group_size, tile * gemm::kTile + lane % 4 * 4);
+        int scale = 0;
+        if constexpr (kHasGroups<kFormat>)
+          scale = gemm::scale_at(kFormat, input / matrix.group_size, tile * gemm::kTile + lane % 4 * 4);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           float values[kEach], dot = 0;
@@ -223,12 +234,16 @@ __device__ void multiply_codes(const Panels& matrix, const std::byte* panel, con
           for (int i = 0; i < kEach; ++i) dot = fmaf(values[i], x[i], dot);
           if constexpr (kFormat == gemm::Format::mxfp4)
             dot *= __uint_as_float(static_cast<uint32_t>(panel[scale + j]) << 23);
+          if constexpr (kFormat == gemm::Format::nvfp4) {
+            const auto packed = static_cast<uint32_t>(panel[gemm::kFactorsBytes + static_cast<size_t>(scale + j)]);
+            dot *= packed == 0 ? 0.0f : __uint_as_float((packed << 20) + (117u << 23));
+          }
           sums[tile][j] += dot;
         }
       }
     }
   }
-  if constexpr (kFormat == gemm::Format::int8) {
+  if constexpr (kFormat == gemm::Format::int8 || gemm::has_factors(kFormat)) {  // one for each output
     const auto* scales = reinterpret_cast<const float*>(panel);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sums[i / 4][i % 4] *= scales[i / 4 * gemm::kTile + lane % 4 * 4 + i % 4];
@@ -317,8 +332,8 @@ __global__ void __launch_bounds__(kThreads) down_kernel(const __nv_bfloat16* inn
 
 Resident::Resident(const moe::Experts& experts) : config_(experts.config()) {
   if (gemm::is_k_quant(config_.format))
-    throw std::invalid_argument(
-        "experts on a GPU: found weights that have no kernel there; allowed: bf16, int8, int4, fp8, mxfp4");
+    throw std::invalid_argument(std::string("experts on a GPU: found weights of ") + gemm::format_name(config_.format) +
+                                ", which have no kernel there; the other formats have one");
   for (const moe::PackedRun& run : experts.packed()) (run.is_down ? down_ : gate_up_) = run.matrix;
   // Panels and biases are multiples of 64 bytes, so everything is aligned without padding.
   down_at_ = gate_up_.bytes();
@@ -383,8 +398,14 @@ void Resident::forward(const ResidentRequest& request, Stream to) const {
       return run(std::integral_constant<Format, Format::fp8>());
     case Format::mxfp4:
       return run(std::integral_constant<Format, Format::mxfp4>());
-    default:
+    case Format::fp8_channel:
+      return run(std::integral_constant<Format, Format::fp8_channel>());
+    case Format::nvfp4:
+      return run(std::integral_constant<Format, Format::nvfp4>());
+    case Format::bf16:
       return run(std::integral_constant<Format, Format::bf16>());
+    default:
+      throw std::invalid_argument("experts on a GPU: a format without a kernel");
   }
 }
 

@@ -21,6 +21,7 @@ using cuda::OnDevice;
 
 // Of the estimated time of a step, so much may be spent on copies. A layer is estimated to take kLayerUs beside its
 // experts, and an expert on the CPU a third of a copy; of the uses, half are on the CPU.
+constexpr int kWatches = 64, kRests = 448;  // boundaries; see ExpertCache::decide
 constexpr double kShare = 0.5, kLayerUs = 40, kUseByCopy = 0.5 / 3;
 
 cudaStream_t stream_of(void* handle) { return static_cast<cudaStream_t>(handle); }
@@ -148,6 +149,10 @@ void ExpertCache::step(uintptr_t raw_stream) {
   check_cuda(cudaStreamIsCapturing(stream, &status), "asking whether a graph is captured");
   if (status != cudaStreamCaptureStatusNone) return;
   if (!moves_.empty()) check_cuda(cudaStreamWaitEvent(stream, event_of(copied_), 0), "waiting for copies of experts");
+  if (rests_ > 0) {
+    --rests_;
+    return;
+  }
   Boundary boundary;
   for (const Move& move : moves_) {
     Held& held = layers_.at(move.layer);
@@ -258,17 +263,27 @@ void ExpertCache::decide() {
           static_cast<uint32_t>(counted_[held.at + expert] - held.seen[expert]);  // modulo 2^32, as they are counted
   if (uses == 0) return;                                                          // no step has run
   std::vector<uint32_t> used;
+  bool pays = false;
   for (auto& [number, held] : layers_) {
     used.resize(held.seen.size());
     for (size_t expert = 0; expert < used.size(); ++expert) {
       const uint32_t now = counted_[held.at + expert];
       used[expert] = now - std::exchange(held.seen[expert], now);
     }
+    if (rested_) {
+      held.policy.skip(used.data());
+      continue;
+    }
     held.policy.count(used.data());
     if (!held.policy.pays()) continue;
+    pays = true;
     for (const Exchange& exchange : held.policy.candidates(static_cast<int>(held.spares.size())))
       wishes.push_back({number, exchange});
   }
+  // After some boundaries without any layer that gains from exchanges, the next ones are left out.
+  watched_ = rested_ || pays ? 0 : watched_ + 1;
+  rested_ = watched_ == kWatches;
+  rests_ = rested_ ? kRests : 0;
   std::stable_sort(wishes.begin(), wishes.end(),
                    [](const Wish& one, const Wish& other) { return one.exchange.gain > other.exchange.gain; });
   const auto most = static_cast<size_t>(most_moves(uses));

@@ -11,6 +11,9 @@
 // each layer has spare places to copy to. Its place becomes a spare one; it is written to when every submit that may
 // have seen the expert there has ended, on any stream.
 //
+// Where exchanges pay in no layer, most boundaries are left out: the thread would take a core from the workers that
+// compute the experts.
+//
 // Copies are bounded by a share of the time that a step takes, estimated from its uses.
 #pragma once
 
@@ -107,6 +110,9 @@ class ExpertCache {
   bool ending_ = false;
   std::string failure_;
   bool stopped_ = false;
+  int watched_ = 0;  // boundaries in a row at which no layer's exchanges paid
+  int rests_ = 0;    // boundaries that are left out
+  bool rested_ = false;
   double copy_us_ = 0;  // of one expert
   size_t most_counts_ = 0;
   uint32_t* counted_ = nullptr;  // mapped: counts of all layers

@@ -89,6 +89,13 @@ void ReusePolicy::count(const uint32_t* uses) {
   pays_ = pays_ ? credit_ > 0 : credit_ >= kBegins;
 }
 
+void ReusePolicy::skip(const uint32_t* uses) {
+  for (size_t at = 0; at < scores_.size(); ++at) {
+    uses_ += uses[at];
+    if (resident_[at] != 0) hits_ += uses[at];
+  }
+}
+
 std::vector<Exchange> ReusePolicy::candidates(int most) const {
   std::vector<int> coming, leaving;
   for (int expert = 0; expert < experts(); ++expert) {

@@ -30,7 +30,7 @@ class ReusePolicy {
   static constexpr float kMargin = 0.25f;
   // A copy reads an expert from RAM once, as a use on the CPU does, so an entry must gain more than one use. What
   // entries gain beyond that adds up, and what they fall short is taken off: exchanges begin at kBegins, and end at 0.
-  static constexpr float kCost = 1, kBegins = 12, kMost = 48;
+  static constexpr float kCost = 1, kBegins = 12, kMost = 24;
   static constexpr int kFollowed = 16;  // steps that an entry is followed
   static constexpr int kAveraged = 64;  // entries, in the moving average of the gain
 
@@ -40,6 +40,8 @@ class ReusePolicy {
   // One step: uses [experts], how often each expert was asked for. Exchanges that were chosen after the step before
   // have taken effect behind this one.
   void count(const uint32_t* uses);
+  // Several steps that nobody looked at, and without exchanges: only uses and hits are counted.
+  void skip(const uint32_t* uses);
   // Whether exchanges pay at present.
   bool pays() const { return pays_; }
   // At most `most` exchanges that bring the resident experts closer to the wanted ones; the most useful first.

@@ -52,7 +52,7 @@ function show(now) {
   $("held").textContent = now.held ? many(now.held) : "–";
   $("state").dataset.is = now.running ? "busy" : "idle";
   $("state").textContent = now.running ? "Writing" : "Idle";
-  map.uses(now.uses, now.on_gpu);
+  map.uses(now.uses, now.on_gpu, now.cache);
   if (now.step) step(now.step);
 }
 

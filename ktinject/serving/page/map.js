@@ -9,6 +9,7 @@ let rows = []; // { layer, count, weights, device, gpu: Set, uses: [] }
 let columns = 0;
 let at = null; // [row, column] under the cursor
 let mode = "use";
+let cache = null; // { uses, hits, fetches, bytes } where experts on a GPU are exchanged
 
 const total = (row) => row.uses.reduce((sum, one) => sum + one, 0);
 
@@ -28,7 +29,8 @@ export function layers(plan) {
   table();
 }
 
-export function uses(found, gpu) {
+export function uses(found, gpu, exchanged) {
+  cache = exchanged ?? null;
   for (const row of rows) {
     row.uses = found?.[row.layer] ?? row.uses;
     if (gpu?.[row.layer]) row.gpu = new Set(gpu[row.layer]);
@@ -79,7 +81,8 @@ function summary() {
 
 function legend() {
   if (mode === "place") {
-    $("map-legend").replaceChildren(entry("is-gpu", "on a GPU"), entry("is-cpu", "on the CPU"));
+    const hits = cache?.uses ? [`${percent(cache.hits / cache.uses)} of uses, ${many(cache.fetches)} fetched`] : [];
+    $("map-legend").replaceChildren(entry("is-gpu", "on a GPU", ...hits), entry("is-cpu", "on the CPU"));
     return;
   }
   const line = document.createElement("li"), bar = document.createElement("canvas");

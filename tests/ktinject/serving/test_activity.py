@@ -71,7 +71,7 @@ def test_uses_are_those_of_the_routers_while_somebody_looks(monkeypatch: pytest.
 
     async def look() -> None:
         before = await found.answer()
-        assert before["running"] == 0 and before["step"] is None
+        assert before["running"] == 0 and before["step"] is None and before["cache"] is None
         assert not any(map(any, before["uses"].values()))
         wanted.update(chosen_by_routers(model, ids, 12))
         assert (await found.answer())["uses"] == wanted

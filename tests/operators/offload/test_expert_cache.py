@@ -34,6 +34,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "int4 with zero points": {"weights": "int4", "group_size": 64, "symmetric": False},
     "fp8": {"weights": "fp8"},
     "mxfp4": {"weights": "mxfp4"},
+    "fp8_channel": {"weights": "fp8_channel"},
+    "nvfp4": {"weights": "nvfp4"},
 }
 CUDA_PARTS = pytest.mark.skipif(not _native.cuda_built(), reason="built without CUDA")
 

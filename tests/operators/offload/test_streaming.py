@@ -410,11 +410,10 @@ def test_streamed_against_fp64(kind: str, dtype: torch.dtype, monkeypatch: pytes
 
 
 @gpu
-@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("kind", ["bf16", "int4"])
-def test_resident_experts_come_from_the_gpu(kind: str, dynamic: bool) -> None:
+def test_resident_experts_come_from_the_gpu(kind: str) -> None:
     config = HybridExpertsConfig(
-        device="cuda:0", gpu_experts=5, gpu_weights=kind, dynamic=dynamic, prefill="gpu", weights=kind
+        device="cuda:0", gpu_experts=5, gpu_weights=kind, prefill="gpu", weights=kind
     )
     made: Any = filled(256, 96, operator=HybridExperts, config=config)
     arguments = [one.cuda() for one in inputs(300, 256)]
