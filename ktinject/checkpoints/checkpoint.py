@@ -20,6 +20,7 @@ import torch
 from ktinject.checkpoints.files import CONVERT, PICKLES, check_inside, names_in
 from ktinject.checkpoints.formats import table
 from ktinject.checkpoints.formats.base import Format, SourceFormat, Stored
+from ktinject.checkpoints.formats.gguf_blocks import random_rows as random_rows
 from ktinject.checkpoints.gguf import GgufReader
 from ktinject.checkpoints.json_text import parse_json
 from ktinject.checkpoints.packed import PackedFile

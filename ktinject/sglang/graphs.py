@@ -3,7 +3,7 @@
 Its graphs of prompts are cut at attention. With this, those of long prompts are also cut where experts pass through the
 GPU, which no graph can hold. Nothing heavy is imported: the plug-in needs this in every process.
 
-Source: sglang 0.5.17 and 0.5.23, `model_executor/runner_backend_utils/breakable_cuda_graph`.
+Source: sglang 0.5.11, 0.5.17 and 0.5.23, `breakable_cuda_graph.py`.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ class _State(threading.local):
 
 
 _state = _State()
+_has_ranks = False  # other processes have a part of each layer
 _is_used = False  # this process has layers with experts on the CPU
 _ending: list[str] = []  # failures whose requests may be in the next batch, too
 
@@ -146,7 +147,10 @@ def _create_weights(original: Callable[..., Any], self: Any, layer: Any, *args: 
         )
     given = self.kt_config.num_gpu_experts
     arguments.placed(kwargs.get("num_experts", args[0] if args else 0), given, None)
-    if (processes := getattr(layer, "moe_tp_size", 1)) > 1:
+    global _has_ranks
+    processes = getattr(layer, "moe_tp_size", 1)
+    _has_ranks = processes > 1
+    if _has_ranks:
         _share_cpus(processes)
     # The schedulers of several processes must end the same requests in the same step, and only one of them would know.
     if getattr(layer, "moe_tp_size", 1) == 1 and not _has_stages():
@@ -311,10 +315,13 @@ def _lora(original: Callable[..., Any], self: Any, base_layer: Any, *args: Any, 
 
 
 def _mend_breakable(module: ModuleType) -> None:
-    """Graphs of long prompts may be cut at experts, too. Where they cannot, the CPU computes these prompts."""
+    """Graphs of long prompts may be cut at experts, too. Where they cannot, the CPU computes these prompts.
+
+    At each cut the processes of all ranks wait for each other, and only the first one has experts on the CPU.
+    """
     cut, current = getattr(module, "eager_on_graph", None), getattr(module, "_current_capture_var", None)
     if cut is not None and current is not None:
-        graphs.cuts_by(cut(True), lambda: current.get() is not None)
+        graphs.cuts_by(cut(True), lambda: not _has_ranks and current.get() is not None)
 
 
 _MENDS: dict[str, Callable[[ModuleType], None]] = {
@@ -329,6 +336,7 @@ _MENDS: dict[str, Callable[[ModuleType], None]] = {
     "model_executor.piecewise_cuda_graph_runner": _mend_prefill,
     "model_executor.breakable_cuda_graph_runner": _mend_prefill,
     "model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph": _mend_breakable,
+    "model_executor.breakable_cuda_graph.breakable_cuda_graph": _mend_breakable,
     "managers.scheduler": _mend_scheduler,
     "lora.layers": _mend_lora,
 }

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ktinject import machine, rules
-from ktinject.checkpoints.formats import gguf_blocks
+from ktinject.checkpoints.checkpoint import random_rows
 from ktinject.distributed import layer_split, tensor_parallel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import PlanError
@@ -108,7 +108,7 @@ def _load(operator: Operator, name: str, shape: Sequence[int], expert: int | Non
         operator.load(name, _random(shape), expert, None)
         return
     kind = operator.native_formats[-1 if name.startswith("down_proj") else 0]
-    operator.load_stored(name, gguf_blocks.random_rows(kind, shape), expert, None)
+    operator.load_stored(name, random_rows(kind, shape), expert, None)
 
 
 def _random(shape: Sequence[int]) -> torch.Tensor:

@@ -100,7 +100,7 @@ def answers(
             if kill_after:
                 counted(running, out.with_suffix(".count"), kill_after)
                 return None
-            running.wait(timeout=800)
+            running.wait(timeout=2000 if soak else 800)
         finally:
             if running.poll() is None:
                 os.killpg(running.pid, signal.SIGKILL)

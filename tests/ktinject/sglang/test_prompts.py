@@ -57,7 +57,10 @@ def test_a_graph_is_cut_only_where_it_can_be() -> None:
         current[0] = "a capture"  # type: ignore[call-overload]
         cut = graphs.cut(max)
         assert cut is not None and cut(2, 3) == 3 and seen == [True]
+        plugin._has_ranks = True  # the others would not wait at this cut
+        assert graphs.cut(max) is None
     finally:
+        plugin._has_ranks = False
         graphs.cuts_by(None, None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import textwrap
@@ -17,7 +18,9 @@ from sglang_cases import EXPERTS, LAYERS, TOP_K, arguments, expected, filled, fo
 
 from ktinject import _native
 from ktinject.errors import OperatorError
+from ktinject.operators.offload.submits import SLOTS
 from ktinject.sglang import KTMoEWrapper, failures, generate_gpu_experts_masks
+from ktinject.sglang import layer as sglang_layer
 
 
 @pytest.fixture(
@@ -238,6 +241,37 @@ def test_where_failures_are_kept_the_result_is_nan_and_the_server_lives(device: 
     found = failures.take()
     assert found and all(text.startswith("layer 0: ") for text in found) and not failures.take()
     assert is_near(forward(made, call), expected(*call))
+
+
+def test_a_thousand_steps_of_requests_that_come_and_are_cancelled(device: str) -> None:
+    """The batch of each step is of another size, and some steps end within a layer, submitted or not."""
+    made = [filled(layer, max_deferred_experts_per_token=2) for layer in range(LAYERS)]
+    order = random.Random(0)
+    calls = {m: [inputs(m, layer, device=device) for layer in range(LAYERS)] for m in (1, 2, 7, 31, 33, 150)}
+    alone = {m: [forward(one, call).clone() for one, call in zip(made, given)] for m, given in calls.items()}
+    held, count = _native.pinned_bytes(), 1_000 if device != "cpu" else 250
+    for step in range(count):
+        m = order.choice([*calls])
+        ends = order.choice([None, None, None, *range(LAYERS)])
+        outs = []
+        for layer, (one, call) in enumerate(zip(made, calls[m])):
+            if layer == ends:
+                if step % 2:
+                    one.submit_forward(*call, 0)
+                break
+            outs.append(forward(one, call))
+        if step % 10 == 0 or step == count - 1:
+            assert all(torch.equal(*both) for both in zip(outs, alone[m])), (step, m, ends)
+    # What steps of before still hold when another needs buffers; were each lost, it would be 10 MiB and more.
+    assert _native.pinned_bytes() < held + (2 << 20)
+    sglang_layer._chain.handed = None
+    for one in made:
+        one._layer._started = None
+        handoff = one._layer._handoff
+        assert handoff is not None and not failures.take()
+        slots = [*handoff._own.values(), *handoff._others]
+        assert all(sorted(each._free) == list(range(len(each._free))) for each in slots)
+        assert all(len(each._free) == SLOTS for each in handoff._own.values())
 
 
 def test_misuse_is_refused() -> None:
