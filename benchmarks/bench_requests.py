@@ -253,6 +253,11 @@ def main() -> None:
             | {"tokens": rows_of(kind), "us": round(us, 1), "peer": beside, "ratio": ratio}
         )
     print(f"{requests.differ} texts were not the chain")
+    for costs in model.ktinject_decoding.runners[1].costs.values():
+        steps = {tokens: costs.of(tokens) / costs.of(1) for tokens in range(1, 6) if costs.knows(tokens)}
+        shown = ", ".join(f"{tokens}: {cost:.2f}" for tokens, cost in steps.items())
+        print(f"tokens of a step, and what it took in steps of one: {shown}")
+        print(f"and going back to such steps: {costs.switch / costs.of(1):.2f}")
     if arguments.csv:
         record(lines, arguments.csv)
 

@@ -24,7 +24,7 @@ from transformers.modeling_layers import MtpModel
 
 
 def new_head(model: Any) -> MtpModel:
-    """A head for a model of transformers, or one that was swapped; of its dtype, and on its device."""
+    """A head for a model of transformers; of its dtype, and on its device."""
     text = model.config.get_text_config()
     before = getattr(text, "num_mtp_layers", None)
     text.num_mtp_layers = 1  # Qwen3-MoE has no such value, and heads read it of the model

@@ -12,7 +12,7 @@ from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
 from ktinject.generation.governor import Costs, Governor
-from ktinject.hf import compat
+from ktinject.hf import compat, heads
 
 # What of a request's arguments grows with the text.
 _OF_TEXT = ("attention_mask", "position_ids")
@@ -59,7 +59,9 @@ class Drafts:
     """
 
     def __init__(self, model: Any, request: Request) -> None:
-        self.generator = model._get_candidate_generator(
+        shown = heads.unswapped(model) if request.config.use_mtp else model
+        self.generator = type(model)._get_candidate_generator(
+            shown,
             generation_config=request.config,
             input_ids=request.input_ids,
             logits_processor=request.processors,

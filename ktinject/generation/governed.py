@@ -176,6 +176,9 @@ class GovernedLoop:
         self._text: list[int] = request.input_ids[0].tolist()
         self._captures = runner.captures
         self._started = 0.0
+        self._chosen = torch.empty(steps.most, dtype=torch.int64, device=runner.device)
+        self._verified = Mailbox(self._chosen)
+        self._sampled: Mailbox | None = None
 
     def records(self) -> dict[str, tuple[Tensor, ...] | None]:
         """Scores and logits, by the names of transformers' output: they are the same where nothing processes them."""
@@ -235,7 +238,8 @@ class GovernedLoop:
         asks = self._source.asks_hidden
         logits = steps.step(ids, 1, has_hidden=asks)
         self._require()
-        chosen: list[int] = sampling.greatest(logits).tolist()
+        self._chosen[: len(logits)].copy_(sampling.greatest(logits))
+        chosen: list[int] = self._verified.read(self._verified.send())[: len(logits)].tolist()
         self._decoding.check()
         count = len(chosen) - 1  # fewer, where such a step turned out not to be served
         accepted = next((at for at, token in enumerate(found[:count]) if token != chosen[at]), count)
@@ -303,23 +307,22 @@ class GovernedLoop:
         runner, steps = self._runner, self._steps
         last = torch.tensor([self._text[-1:]]).to(runner.device)
         if self._source.asks_hidden and steps.most > 1:
-            result = torch.empty(1, dtype=torch.int64, device=runner.device)
-            mailbox = Mailbox(result)
-            ids = last
+            mailbox, ids = self._verified, last
 
             def queue_with_hidden() -> Any:
                 nonlocal ids
                 logits = steps.step(ids, 1, has_hidden=True)
                 self._require()
                 steps.keep(1)
-                result.copy_(sampling.greatest(logits))
-                ids = result[:, None].clone()
+                found = sampling.greatest(logits)
+                self._chosen[:1].copy_(found)
+                ids = found[:, None]
                 return mailbox.send(), logits, steps.hidden
 
-            return queue_with_hidden, lambda sent: int(mailbox.read(sent))
+            return queue_with_hidden, lambda sent: int(mailbox.read(sent)[0])
         runner.put(last)
         sampler = runner.sampler(_GREEDY)
-        mailbox = Mailbox(sampler.result)
+        mailbox = self._sampled = self._sampled or Mailbox(sampler.result)
 
         def queue() -> Any:
             runner.step()

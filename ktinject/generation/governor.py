@@ -33,7 +33,7 @@ _DECAY = 0.85
 _MARGIN = 1.03
 # Losses that are allowed: as a share of the time of all steps, and at once, in steps of one token. What was gained
 # allows so many more.
-_SHARE, _AT_ONCE, _GAINED = 0.02, 1.0, 6.0
+_SHARE, _AT_ONCE, _GAINED = 0.01, 1.0, 6.0
 # Steps between two trials of what does not seem to pay. A failed one doubles them.
 _GAP, _LONGEST_GAP = 8, 512
 

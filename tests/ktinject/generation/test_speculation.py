@@ -30,6 +30,7 @@ from ktinject.generation.governor import Governor
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.several import SeveralTokens
 from ktinject.hf import compat
+from ktinject.hf.heads import unswapped
 from ktinject.support import SUPPORTED, Support
 
 torch.set_num_threads(1)
@@ -332,11 +333,11 @@ def with_heads(family: str, heads: int, way: str) -> tuple[PreTrainedModel, MtpM
     config = {"num_nextn_predict_layers": heads}
     if way == "native":
         model = swapped(family, **config)
-        drafts = MtpModel(families.tiny(family, **config).bfloat16(), heads).eval()
+        drafts = MtpModel(unswapped(model), heads).bfloat16().eval()  # its norms are operators
     else:
         model = gathered(family, device="cuda" if way == "graph" else "cpu", **config)
         model.ktinject_decoding.graphs = model.ktinject_decoding.graphs or SUPPORTED
-        drafts = MtpModel(families.tiny(family, **config), heads).eval()
+        drafts = MtpModel(unswapped(model), heads).eval()
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in drafts.layers.parameters():
