@@ -108,6 +108,7 @@ class Feeder:
         self.at = 0
         for layer, operator in enumerate(self.operators):
             FED[id(operator)] = self, layer
+            operator.capturable = True  # also with the methods that feed_steps replaces
 
     def begin(self, trace: Tensor) -> None:
         """trace [tokens, layers, 1, top_k]"""
@@ -168,6 +169,21 @@ def built(arguments: argparse.Namespace, kind: str) -> Any:
     )
 
 
+def prompts(arguments: argparse.Namespace, made: dict[str, Any], tokens: int) -> None:
+    """Prompts whose experts are streamed, in turns: what is on the GPU stays off the bus."""
+    rates: dict[str, list[float]] = {kind: [] for kind in made}
+    for _ in range(arguments.repetitions):
+        for kind, model in made.items():
+            rates[kind] += benchmark.prefill(model, tokens, 1).rates
+    for kind in made:
+        pairs = sorted(other / own for own, other in zip(rates[kind], rates[arguments.kinds[0]]))
+        print(
+            f"prompt of {tokens}: {kind:6} {tokens / statistics.median(rates[kind]) * 1e3:.0f} ms, "
+            f"{statistics.median(pairs):.3f} of {arguments.kinds[0]}'s time ({pairs[0]:.3f} to {pairs[-1]:.3f})",
+            flush=True,
+        )
+
+
 def whole_models(arguments: argparse.Namespace) -> None:
     feed_steps()
     made = {kind: built(arguments, kind) for kind in arguments.kinds}
@@ -214,6 +230,8 @@ def whole_models(arguments: argparse.Namespace) -> None:
                     ratio=round(rate / base, 2),
                 )
             )
+    for tokens in arguments.prompts:
+        prompts(arguments, made, tokens)
     if arguments.csv:
         record(lines, arguments.csv)
 
@@ -231,6 +249,7 @@ def main() -> None:
     parser.add_argument("--routing", nargs="+", default=[*TRACES], choices=TRACES)
     parser.add_argument("-n", "--write", type=int, default=128)
     parser.add_argument("-r", "--repetitions", type=int, default=5)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[], metavar="TOKENS")
     parser.add_argument("--tokens", type=int, default=1600, help="of a trace, with --policy")
     parser.add_argument("--scratch", default=".", help="a folder for rule files")
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
 """Loading: a checkpoint of random weights is written, and loaded as often as asked, each time in a new process.
 
     python benchmarks/bench_load.py make /tmp/qwen3 --gb 11
-    python benchmarks/bench_load.py run /tmp/qwen3 --weights int4 bf16 --threads 1 4 8
+    python benchmarks/bench_load.py run /tmp/qwen3 --weights int4 bf16 --threads 1 4 8 --packing threads pool
 
 `run` prints, for each format, the rate of reading alone and of packing alone, and of whole loads in GB of the
 checkpoint a second, with the peak of resident memory beside the packed size; then of loads that write and read the
@@ -155,6 +155,9 @@ def pack_alone(folder: Path, weights: str) -> float:
 def load(folder: Path, weights: str, arguments: dict[str, Any]) -> dict[str, float]:
     """One load, in this process: seconds, and bytes at the peak, before, and packed."""
     import ktinject
+    from ktinject.operators.cpu_experts import CpuExperts
+
+    CpuExperts.packs_alone = arguments.pop("packing", "threads") == "threads"
 
     def resident(field: str) -> int:
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -186,7 +189,9 @@ def loads(
         yield json.loads(run.stdout.splitlines()[-1])
 
 
-def run(folder: Path, weights: list[str], threads: list[int], repeats: int, cold: bool) -> None:
+def run(
+    folder: Path, weights: list[str], threads: list[int], repeats: int, cold: bool, packing: list[str]
+) -> None:
     paths, size = files_of(folder), bytes_of(folder)
     os.environ["KTINJECT_CACHE"] = str(folder.resolve() / "cache")
     print(f"{folder}: {size / 1e9:.2f} GB in {len(paths)} files, {len(os.sched_getaffinity(0))} CPUs")
@@ -201,8 +206,10 @@ def run(folder: Path, weights: list[str], threads: list[int], repeats: int, cold
             )
     for format_ in weights:
         print(f"{format_}: packing alone {pack_alone(folder, format_):.2f} GB/s", flush=True)
-        for found in loads(folder, format_, repeats, cold):
-            _show(f"{format_}: load", size, found)
+        for turn in range(repeats * len(packing)):
+            how = packing[turn % len(packing)]
+            (found,) = loads(folder, format_, 1, cold, packing=how)
+            _show(f"{format_}: load, packed by the {how}", size, found)
         for turn in ("first", "second", "third"):
             (found,) = loads(folder, format_, 1, cold and turn != "first", cache="auto")
             _show(f"{format_}: {turn} load with the cache", size, found)
@@ -241,6 +248,13 @@ def main() -> None:
     running.add_argument("--weights", nargs="+", default=["int4", "bf16"])
     running.add_argument("--threads", nargs="+", type=int, default=[1, 4, 8])
     running.add_argument("--repeats", type=int, default=2)
+    running.add_argument(
+        "--packing",
+        nargs="+",
+        choices=("threads", "pool"),
+        default=["threads"],
+        help="experts are packed by the threads that read them, or by all workers together, in turns",
+    )
     running.add_argument("--cold", action="store_true", help="drop the files from the page cache before")
     one = commands.add_parser("load", help="what `run` starts")
     one.add_argument("folder", type=Path)
@@ -250,7 +264,7 @@ def main() -> None:
     if given.command == "make":
         make(given.folder, given.shape, given.gb)
     elif given.command == "run":
-        run(given.folder, given.weights, given.threads, given.repeats, given.cold)
+        run(given.folder, given.weights, given.threads, given.repeats, given.cold, given.packing)
     else:
         print(json.dumps(load(given.folder, given.weights, json.loads(given.arguments))))
 

@@ -8,8 +8,12 @@ Decode is the time of --write tokens less that of one token, so what a prompt co
 The ratio is to a plain request, greedy and of one row, except for beams, which are compared with a batch of as many
 rows: a row of each beam counts as a token, though a text has one of them a step.
 
-What a prompt lookup finds in a text of random weights says nothing. So there are random candidates, of which the first
-ones are taken for right: "2 of 4 right" writes three tokens a step.
+The model writes a text that is known: embeddings are large, and the output layer's rows are set so that one token leads
+to the next of a chain that does not repeat itself. So candidates can be right as often as a row says, whatever is
+rounded where: "2 of 4 right" are two right ones and two others, and of "0.85 right" each one is right with that
+probability. Those that are wrong are tokens from elsewhere in the chain, with experts of their own. A lookup of the
+chain itself finds nothing; "repeating" is one of a chain of 48 tokens. --reuse has tokens choose so many of the experts
+that the one before has chosen, in blocks of 16 tokens; without, routing is uniform.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +32,6 @@ from transformers import DynamicCache, GenerationMixin
 from transformers.generation import PromptLookupCandidateGenerator
 
 from ktinject import rules
-from ktinject.generation import sampling, speculation
 from ktinject.tools import random_models
 
 BEAMS = 4
@@ -41,45 +43,115 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "scores, logits": (1, {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}),
     "own cache": (1, {}),
     "second turn": (1, {}),
-    "prompt lookup": (1, {"prompt_lookup_num_tokens": 4}),
-    **{f"{right} of 4 right": (1, {"prompt_lookup_num_tokens": 4}) for right in (0, 1, 2, 4)},
+    **{
+        kind: (1, {"prompt_lookup_num_tokens": 4})
+        for kind in (
+            *("prompt lookup", "repeating", "0 of 4 right", "1 of 4 right", "2 of 4 right", "4 of 4 right"),
+            *("0.5 right", "0.85 right"),
+        )
+    },
     **{f"batch {batch}": (batch, {}) for batch in (4, 8, 12, 16, 32, 64)},
     f"{BEAMS} beams": (1, {"num_beams": BEAMS}),
 }
 PROMPT = 64
+# On a CPU that others use, too, the process's own time: --cpu-time.
+CLOCK: Callable[[], float] = time.perf_counter
+
+
+CYCLE = 48  # tokens of the chain that repeats itself
+BLOCK = 16  # tokens that share experts
+
+
+class Chain:
+    """Tokens, each of which leads to the next one.
+
+    tokens  [n] int64, and the first one follows the last one
+    """
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+        self._after = dict(zip(tokens.tolist(), tokens.roll(-1).tolist()))
+
+    def row(self, start: int, length: int) -> torch.Tensor:
+        """So many tokens of the chain, [length]."""
+        return self.tokens[torch.arange(start, start + length) % len(self.tokens)]
+
+    def behind(self, token: int, most: int) -> list[int]:
+        """The tokens that follow one."""
+        found: list[int] = []
+        while len(found) < most:
+            token = self._after[token]
+            found.append(token)
+        return found
+
+    @torch.no_grad()
+    def write_into(self, model: Any, reuse: float) -> None:
+        """Have a model's output layer follow the chain. Tokens of a block share a direction.
+
+        reuse  share of the length of an embedding that is the block's, squared
+        """
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        random, size = torch.Generator().manual_seed(len(self.tokens)), embedding.weight.shape[1]
+        own = torch.randn(len(self.tokens), size, generator=random)
+        blocks = torch.randn(-(-len(own) // BLOCK), size, generator=random).repeat_interleave(BLOCK, dim=0)
+        found = (1 - reuse) ** 0.5 * own + reuse**0.5 * blocks[: len(own)]
+        for weight, rows, values in (
+            (embedding.weight, self.tokens, found),
+            (head.weight, self.tokens.roll(-1), 0.02 * own),
+        ):
+            weight[rows.to(weight.device)] = values.to(weight.device, weight.dtype)
+
+
+def share_of(reuse: float, experts: int, top_k: int) -> float:
+    """What `Chain.write_into` takes for tokens that choose so many of the experts of the token before."""
+    random = torch.Generator().manual_seed(0)
+    a, b, shared = (torch.randn(4000, experts, generator=random) for _ in range(3))
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        share = (low + high) / 2
+        chosen = [((1 - share) ** 0.5 * x + share**0.5 * shared).topk(top_k).indices for x in (a, b)]
+        same = (chosen[0][:, :, None] == chosen[1][:, None]).any(-1).float().mean().item()
+        low, high = (share, high) if same < reuse else (low, share)
+    return low
 
 
 class Candidates(PromptLookupCandidateGenerator):
-    """Random candidates, four a step, of which a certain number at the beginning is taken for right."""
+    """Four candidates a step, of which some are those of the chain.
 
-    def __init__(self, right: int, vocab: int) -> None:
+    right  so many at the beginning, or the probability of each one
+    """
+
+    def __init__(self, right: float, chain: Chain) -> None:
         super().__init__(num_output_tokens=4)
-        self._right, self._vocab = right, vocab
+        self._right, self._chain = right, chain
         self._random = torch.Generator().manual_seed(0)
-        self._found = torch.empty(0, dtype=torch.int64)
 
     def get_candidates(self, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        self._found = torch.randint(self._vocab, (4,), generator=self._random)
-        return torch.cat([input_ids, self._found.to(input_ids.device)[None]], dim=1), None
-
-    def greatest(self, scores: torch.Tensor) -> torch.Tensor:
-        """scores [k + 1, v] behind the text and each candidate → the tokens that are chosen, [k + 1]."""
-        chosen = sampling.greatest(scores)
-        count = len(chosen) - 1
-        found = self._found[:count].clone()
-        found[self._right :] ^= 1
-        chosen[:count] = found.to(chosen.device)
-        return chosen
+        found = self._chain.behind(int(input_ids[0, -1]), 4)
+        drawn = torch.rand(4, generator=self._random).tolist()
+        for at in range(4):
+            if drawn[at] >= self._right if 0 < self._right < 1 else at >= self._right:
+                other = int(torch.randint(len(self._chain.tokens), (1,), generator=self._random))
+                found[at] = int(self._chain.tokens[other])
+        return torch.cat([input_ids, torch.tensor([found], device=input_ids.device)], dim=1), None
 
 
 class Requests:
-    """Requests of each kind to one model."""
+    """Requests of each kind to one model.
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        random = torch.Generator().manual_seed(0)
+    differ  texts that were not the chain
+    """
+
+    def __init__(self, model: Any, share: float) -> None:
+        self.model, self.differ = model, 0
         vocab = model.config.get_text_config().vocab_size
-        self._tokens = torch.randint(vocab, (64, 2 * PROMPT), generator=random).to(model.device)
+        order = torch.randperm(vocab, generator=torch.Generator().manual_seed(0))
+        most = min(8192, vocab - CYCLE)
+        self._chain, self._cycle = Chain(order[:most]), Chain(order[most : most + CYCLE])
+        self._chain.write_into(model, share)
+        self._cycle.write_into(model, share)
+        rows = [self._chain.row(97 * row, 2 * PROMPT) for row in range(64)]
+        self._tokens = torch.stack(rows).to(model.device)
         self._first = DynamicCache(config=model.config)
         self._said = self._generate(self._tokens[:1, :PROMPT], PROMPT, {"past_key_values": self._first})
 
@@ -99,22 +171,29 @@ class Requests:
         elif kind == "second turn":
             asked = {"past_key_values": copy.deepcopy(self._first)}
             ids = torch.cat([self._said, self._tokens[:1, PROMPT:]], dim=1)
+        chain = self._chain
+        if kind == "repeating":
+            chain = self._cycle
+            ids = chain.row(0, PROMPT)[None].to(ids.device)
         if "right" not in kind or new == 1:
-            return self._seconds(ids, new, asked)
-        candidates = Candidates(int(kind[0]), self.model.config.get_text_config().vocab_size)
+            return self._seconds(ids, new, asked, chain)
+        candidates = Candidates(float(kind.split()[0]), chain)
         # Of the class: what is set on the model would be a change of it.
-        generator = patch.object(GenerationMixin, "_get_candidate_generator", lambda *_, **__: candidates)
-        judge = patch.object(speculation, "sampling", SimpleNamespace(greatest=candidates.greatest))
-        with generator, judge:
-            return self._seconds(ids, new, asked)
+        with patch.object(GenerationMixin, "_get_candidate_generator", lambda *_, **__: candidates):
+            return self._seconds(ids, new, asked, chain)
 
-    def _seconds(self, ids: torch.Tensor, new: int, asked: dict[str, Any]) -> float:
+    def _seconds(self, ids: torch.Tensor, new: int, asked: dict[str, Any], chain: Chain) -> float:
         wait: Callable[[], None] = torch.cuda.synchronize if ids.is_cuda else lambda: None
         wait()
-        start = time.perf_counter()
-        self._generate(ids, new, asked)
+        start = CLOCK()
+        found = self._generate(ids, new, asked)
         wait()
-        return time.perf_counter() - start
+        seconds = CLOCK() - start
+        if not asked.get("do_sample") and "num_beams" not in asked:
+            for row, text in zip(ids.tolist(), found.tolist()):
+                if text[len(row) :] != chain.behind(row[-1], new):
+                    self.differ += 1
+        return seconds
 
     def rate(self, kind: str, new: int) -> float:
         """Tokens a second of decode."""
@@ -138,11 +217,21 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=[*KINDS], choices=KINDS)
     parser.add_argument("-n", "--write", type=int, default=96)
     parser.add_argument("-r", "--repetitions", type=int, default=3)
+    parser.add_argument(
+        "--reuse", type=float, default=0.0, help="experts of a token that the one before chose"
+    )
+    parser.add_argument("--cpu-time", action="store_true", help="the process's CPU time, of one thread")
     arguments = parser.parse_args()
+    if arguments.cpu_time:
+        global CLOCK
+        CLOCK = time.process_time
     config = random_models.config(arguments.shape, arguments.layers)
     variables = rules.parse_overrides([f"experts={arguments.weights}"])
     model = random_models.build(config, devices=arguments.device, variables=variables)
-    requests = Requests(model)
+    share = (
+        share_of(arguments.reuse, config.num_experts, config.num_experts_per_tok) if arguments.reuse else 0.0
+    )
+    requests = Requests(model, share)
     rates: dict[str, list[float]] = {kind: [] for kind in arguments.kinds}
     how = {}
     for repetition in range(arguments.repetitions + 1):
@@ -163,6 +252,7 @@ def main() -> None:
             {**shown, "benchmark": "request", "kernel": how[kind].split(":")[0], "routing": kind}
             | {"tokens": rows_of(kind), "us": round(us, 1), "peer": beside, "ratio": ratio}
         )
+    print(f"{requests.differ} texts were not the chain")
     if arguments.csv:
         record(lines, arguments.csv)
 

@@ -1,6 +1,7 @@
-"""A conversation's second turn: seconds to its first token beside the first turn's, and beside those without a cache.
+"""A conversation's next turns: seconds to their first tokens beside the first turn's, and beside those without a cache.
 
 python benchmarks/bench_turns.py                                   # 32,768 tokens, 48 layers of Qwen3-30B-A3B, int4
+python benchmarks/bench_turns.py --set gpu_experts=auto --new 8    # experts on the GPU, questions of 8 tokens
 python benchmarks/bench_turns.py --device cpu --layers 2 --tokens 2048
 """
 
@@ -14,6 +15,7 @@ import torch
 from rows import commit
 from transformers import GenerationConfig
 
+from ktinject import rules
 from ktinject.serving.batches import Batches
 from ktinject.serving.prefixes import Prefixes
 from ktinject.tools import random_models
@@ -45,10 +47,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--new", type=int, default=32, help="of the second turn's question")
+    parser.add_argument("--new", type=int, default=32, help="tokens of each further turn's question")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--in-ram", action="store_true", help="texts wait in RAM, not on the GPU")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()
     config = random_models.config(args.shape, args.layers)
-    model = random_models.build(config, devices=[args.device], variables={"experts": "int4"})
+    variables = {"experts": "int4", **rules.parse_overrides(args.set)}
+    model = random_models.build(config, devices=[args.device], variables=variables)
     asked = GenerationConfig(max_new_tokens=16, do_sample=False, pad_token_id=0)
     vocab = min(config.vocab_size, 1 << 15)
 
@@ -59,17 +65,21 @@ def main() -> None:
     def serving(here: int, ram: int) -> Batches:
         return Batches(model, None, 1, 0, Prefixes(model, here, ram))
 
-    kept, without = serving(2 * args.tokens, 8 << 30), serving(0, 0)
+    kept, without = serving(0 if args.in_ram else 2 * args.tokens, 8 << 30), serving(0, 0)
     write(kept, torch.randint(vocab, (256,)).tolist())  # graphs are captured
     first_text = torch.randint(vocab, (args.tokens,)).tolist()
     first, of_first = write(kept, first_text)
-    question = first + torch.randint(vocab, (args.new,)).tolist()
-    second, of_second = write(kept, question)
-    whole, of_whole = write(without, question)
+    text, turns = first, []
+    for number in range(args.turns - 1):
+        question = text + torch.randint(vocab, (args.new,)).tolist()
+        text, of_turn = write(kept, question)
+        turns.append(f"{of_turn.first:.3f} s ({of_turn.first / of_first.first:.1%})")
+        if number == 0:
+            there, second, asked_second = of_turn.cached, text, question
+    whole, of_whole = write(without, asked_second)
     print(
-        f"{args.shape}, {args.tokens} tokens, {commit()}: first turn {of_first.first:.3f} s, "
-        f"second {of_second.first:.3f} s ({of_second.first / of_first.first:.1%}; "
-        f"{of_second.cached} of {len(question)} tokens were there), without a "
+        f"{args.shape}, {variables}, {args.tokens} tokens, {commit()}: first turn {of_first.first:.3f} s, "
+        f"the next ones {', '.join(turns)}; {there} of {len(asked_second)} tokens were there; without a "
         f"cache {of_whole.first:.3f} s; same tokens: {second == whole}; {model.ktinject_decoding.last}"
     )
 

@@ -52,6 +52,8 @@ BYTES_A_WEIGHT = {
     "int4z-g128": 0.5 + 3 / 128,  # with zero points
     "fp8": 1.0 + 4 / (16 * 128),
     "mxfp4": 0.5 + 1 / 32,
+    "fp8_channel": 1.0,
+    "nvfp4": 0.5 + 1 / 16,
 }
 
 

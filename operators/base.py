@@ -73,6 +73,9 @@ class Operator(nn.Module, ABC):
     device_types: ClassVar[tuple[str, ...]] = ("cpu",)
     # Dimension 0 of every parameter is the expert: `load` gets one expert at a time.
     per_expert: ClassVar[bool] = False
+    # `load` and `load_stored` may be called by several threads at once, for different pieces, and none of them starts
+    # threads: then a piece is packed by the thread that read it.
+    packs_alone: bool = False
     # What `load_stored` takes as a checkpoint has it: `Format.encoding` of ktinject/checkpoints/formats/.
     native_formats: tuple[str, ...] = ()
     # Weights come through `load_stored` alone, so `misfit_of` is asked about those in other formats, too.

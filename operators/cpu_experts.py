@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.checkpoints.formats.base import Codes, Fp8Blocks, GgufRows
+from ktinject.checkpoints.formats.base import Codes, Fp8Blocks, GgufRows, Nvfp4
 from ktinject.checkpoints.packed import PackedWeights
 from ktinject.errors import OperatorError
 from ktinject.operators import expert_formats
@@ -41,6 +41,8 @@ class CpuExpertsConfig(Config):
         "int4",
         "fp8",
         "mxfp4",
+        "fp8_channel",
+        "nvfp4",
         "q2_k",
         "q3_k",
         "q4_k",
@@ -167,13 +169,15 @@ class CpuExperts(Operator):
 
     Weights are packed once, when loaded. Activations are rounded to bf16, or, for int8 and int4 weights, quantised to
     int8 with a scale for each token, but for a few values that are much larger than the others: these stay as they are.
-    Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights; mxfp4 is e2m1 with a power of two for 32 inputs.
+    Sums are fp32. fp8 is e4m3 with a scale for 128 × 128 weights, fp8_channel with one for each output; mxfp4 is e2m1
+    with a power of two for 32 inputs, nvfp4 with an e4m3 scale for 16 and a factor for all.
     K-quants (q2_k to q6_k, and iq4_xs) are the codes, scales and minima of a GGUF file; activations are int8 with a
     scale for 256 inputs beside them. Inputs on another device are copied to the CPU, and the result is copied back.
     """
 
     Config = CpuExpertsConfig
     per_expert = True
+    packs_alone = True
     on_ranks = "first"
 
     def __init__(self, spec: ExpertsSpec, config: CpuExpertsConfig) -> None:
@@ -182,8 +186,10 @@ class CpuExperts(Operator):
         self.config = config
         self.num_experts = spec.num_experts
         self.native = self.native_of(spec, config)
-        if config.weights in ("fp8", "int8"):
+        if config.weights in ("fp8", "fp8_channel", "int8"):
             self.native_formats = (config.weights,)
+        elif config.weights == "nvfp4":
+            self.native_formats = ("nvfp4_across" if spec.is_transposed else "nvfp4",)
         elif config.weights == "int4":
             groups = f"int4/{config.group_size}"
             self.native_formats = (groups,) if config.symmetric else (groups, f"{groups} zeros")
@@ -301,6 +307,8 @@ class CpuExperts(Operator):
     def misfit_of(self, name: str, source: Format, part: int | None) -> str | None:
         if self.takes_stored_only:
             return self._misfit_of_k_quant(name, source)
+        if source.encoding == "fp8_channel" and self.spec.is_transposed:
+            return f"{name}: its scales are for inputs; choose other weights, for which the checkpoint is decoded"
         return self._misfit(name, source.block, part) if source.encoding == "fp8" else None
 
     def _misfit_of_k_quant(self, name: str, source: Format) -> str | None:
@@ -319,6 +327,8 @@ class CpuExperts(Operator):
 
     def keeping(self, source: Format) -> str:
         word = super().keeping(source)
+        if word == "kept" and source.is_divided:
+            return "kept, 1 / scale rounded to fp32"
         rounds = self.config.weights == "int4" and source.scales != "BF16"
         return "kept, scales rounded to bf16" if word == "kept" and rounds else word
 
@@ -339,15 +349,20 @@ class CpuExperts(Operator):
             return self._load_integers(name, stored, expert, part)
         if isinstance(stored, GgufRows):
             return self._load_rows(name, stored.rows, expert, part)
+        if isinstance(stored, Nvfp4):
+            return self._load_nvfp4(name, stored, expert, part)
         assert isinstance(stored, Fp8Blocks), "only fp8 weights are taken"
         spec, side = self.spec, _FP8_BLOCK
-        if misfit := self._misfit(name, stored.block, part):
+        if stored.is_by_output:
+            grid = self._with_inputs(name, 1)
+        elif misfit := self._misfit(name, stored.block, part):
             raise OperatorError(f"{self.name}: {misfit}.")
-        grid = dataclasses.replace(
-            spec,
-            hidden_size=-(-spec.hidden_size // side),
-            intermediate_size=-(-spec.intermediate_size // side),
-        )
+        else:
+            grid = dataclasses.replace(
+                spec,
+                hidden_size=-(-spec.hidden_size // side),
+                intermediate_size=-(-spec.intermediate_size // side),
+            )
         codes = routed_experts.views(spec, name, stored.values.view(torch.uint8), expert, part)
         scales = routed_experts.views(grid, name, stored.scales, expert, part)
         for (projection, e, values), (_, _, factors) in zip(codes, scales):
@@ -356,13 +371,27 @@ class CpuExperts(Operator):
             except ValueError as error:
                 raise OperatorError(f"{self.name}: {name}: {error}.") from None
 
+    def _with_inputs(self, name: str, inputs: int) -> ExpertsSpec:
+        """For cutting what belongs to the weights of a parameter: the experts as if it had so many inputs."""
+        which = "intermediate_size" if name.startswith("down_proj") else "hidden_size"
+        return dataclasses.replace(self.spec, **{which: inputs})
+
+    def _load_nvfp4(self, name: str, stored: Nvfp4, expert: int | None, part: int | None) -> None:
+        along = -2 if self.spec.is_transposed else -1
+        try:
+            pieces = [
+                routed_experts.views(self._with_inputs(name, t.shape[along]), name, t, expert, part)
+                for t in (stored.codes, stored.scales.view(torch.uint8))
+            ]
+            for (projection, e, codes), (_, _, scales) in zip(*pieces):
+                factor = stored.factors[e] if stored.factors.dim() else stored.factors
+                self._pack_nvfp4(projection, e, codes, scales, factor.item())
+        except (ValueError, OperatorError) as error:
+            raise OperatorError(f"{self.name}: {name}: {error}.") from None
+
     def _load_rows(self, name: str, rows: Tensor, expert: int | None, part: int | None) -> None:
         """rows [..., n, bytes]: what they are of a projection is checked in terms of their bytes."""
-        size = rows.shape[-1]
-        if name.startswith("down_proj"):
-            grid = dataclasses.replace(self.spec, intermediate_size=size)
-        else:
-            grid = dataclasses.replace(self.spec, hidden_size=size)
+        grid = self._with_inputs(name, rows.shape[-1])
         try:
             for projection, e, view in routed_experts.views(grid, name, rows, expert, part):
                 self._pack_rows(projection, e, view)
@@ -386,6 +415,9 @@ class CpuExperts(Operator):
 
     def _pack_fp8(self, projection: str, expert: int, codes: Tensor, scales: Tensor) -> None:
         self.native.load_fp8(projection, expert, codes, scales)
+
+    def _pack_nvfp4(self, projection: str, expert: int, codes: Tensor, scales: Tensor, factor: float) -> None:
+        self.native.load_nvfp4(projection, expert, codes, scales, factor)
 
     def _pack(self, projection: str, expert: int, view: Tensor) -> None:
         if projection.endswith("_bias"):

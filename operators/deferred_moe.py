@@ -229,7 +229,7 @@ class DeferredMoe(Operator):
         self._remark = ""
         self._class = type(block).__name__
         experts = HybridExperts.build(block.get_submodule(spec.experts), _experts_config(config))
-        self.native_formats = experts.native_formats
+        self.native_formats, self.packs_alone = experts.native_formats, experts.packs_alone
         routed = _DeferringExperts(experts, spec, self.defers)
         own = twin.of(block, {spec.experts: routed}, hooks=False)
         # No child, but this module under the block's class: children and tensors are the same, exchanged or not.

@@ -1,8 +1,8 @@
 """What `weights: auto` and `kept` of routed experts stand for: the formats, the most accurate first.
 
 The order is that of the mean KL divergence of the two trained models in examples/models (docs/explanation/numbers.md).
-mxfp4 is there only for a checkpoint that is stored in it: from other weights, int4 in groups of 64 is as small and more
-accurate.
+mxfp4, nvfp4 and fp8_channel are there only for a checkpoint that is stored in them: from other weights, int4 in groups
+of 64 is as small as the first two and more accurate, and fp8 as small as the last.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 GROUPS = (32, 64, 128)  # inputs that share a scale, in int4
 K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")  # kept from GGUF files, never made
+FLOATS = ("fp8_channel", "nvfp4")  # with a factor for each output
 _FP8_SIDE = 128  # of fp8's blocks, as the native core keeps them
 
 
@@ -81,6 +82,8 @@ def _as_stored(stored: Collection[Format], largest_group: int) -> dict[str, Any]
     encodings = {form.encoding for form in stored}
     if encodings == {"mxfp4"}:
         return {"weights": "mxfp4"}
+    if len(encodings) == 1 and (found := next(iter(encodings)).removesuffix("_across")) in FLOATS:
+        return {"weights": found}
     if encodings == {"fp8"} and all(form.block == (_FP8_SIDE, _FP8_SIDE) for form in stored):
         return {"weights": "fp8"}
     groups = {form.group_size for form in stored}

@@ -11,9 +11,10 @@ The CPU holds every expert. Without a GPU, or if gradients are needed, it comput
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,13 @@ from torch import Tensor, nn
 from ktinject import _native
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Placement, register_operator
-from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig, native_experts, weights_in_words
+from ktinject.operators.cpu_experts import CpuExperts, native_experts, weights_in_words
 from ktinject.operators.offload import expert_cache, expert_placement, prefill_rates, streaming
 from ktinject.operators.offload.expert_cache import Hits
 from ktinject.operators.offload.expert_placement import ExpertPlacement
 from ktinject.operators.offload.gpu_experts import GpuExperts
 from ktinject.operators.offload.handoff import Handoff
+from ktinject.operators.offload.hybrid_config import HybridExpertsConfig
 from ktinject.operators.offload.streaming import StreamedExperts
 from ktinject.operators.offload.submits import MOST_TOKENS, Routing, Ticket, of_ranks
 
@@ -41,64 +43,6 @@ log = logging.getLogger("ktinject")
 MOST_ROUTED, MOST_CHOSEN = 256, 32
 
 
-@dataclass(frozen=True)
-class HybridExpertsConfig(CpuExpertsConfig):
-    """Arguments of `hybrid_experts` in a rule, beside those of `cpu_experts`."""
-
-    # Experts of each layer on the GPU: a number, a share below 1, auto (as many as fit), or a profile.
-    gpu_experts: int | float | str = 0
-    # The format of the experts on the GPU; int4 in groups of group_size
-    gpu_weights: Literal["bf16", "int4"] = "bf16"
-    profile: str | None = None  # a file of `ktinject profile`: its most used experts go to the GPU
-    dynamic: bool = False  # exchange experts on the GPU for those in use, while the model runs
-    # gpu: long prompts stream the experts through the GPU; a number: from so many tokens on; auto: the fastest.
-    prefill: int | Literal["auto", "cpu", "gpu"] = "auto"
-    # How the GPU signals the CPU; auto: flags where they work
-    handoff: Literal["auto", "flags", "host_func"] = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        wanted = self.gpu_experts
-        if isinstance(wanted, str) and wanted != "auto" and not wanted.endswith(".json"):
-            raise ValueError(
-                f"gpu_experts is {wanted!r}; allowed are a number, a share below 1, auto, and a profile (….json)."
-            )
-        if isinstance(wanted, float) and not 0 <= wanted <= 1:
-            raise ValueError(
-                f"gpu_experts is {wanted}; a share is between 0 and 1. Write a whole number, or a share."
-            )
-        if isinstance(wanted, int) and wanted < 0:
-            raise ValueError(f"gpu_experts is {wanted}; allowed is 0 or more.")
-        if isinstance(self.prefill, int) and self.prefill < 1:
-            raise ValueError(
-                f"prefill is {self.prefill}; allowed are auto, cpu, gpu, and the tokens, 1 or more, from which on "
-                "prompts are streamed."
-            )
-        if self.profile is not None and isinstance(wanted, str) and wanted != "auto":
-            raise ValueError("gpu_experts names a profile, and profile another one. Write one of them.")
-        if self.profile is not None and wanted == 0:
-            raise ValueError(
-                "profile says which experts go to the GPU, and gpu_experts is 0. "
-                "Write how many: auto, a number or a share."
-            )
-        same = self.gpu_weights == self.weights or self.weights in ("auto", "kept")
-        if self.dynamic and not (same and self.symmetric):
-            zeros = "" if self.symmetric else " with zero points"
-            raise ValueError(
-                f"dynamic copies experts as they are, but weights is {self.weights}{zeros} and gpu_weights "
-                f"{self.gpu_weights}. Let both be bf16, or int4 without zero points (symmetric: true)."
-            )
-
-    @property
-    def auto_sized(self) -> bool:
-        return isinstance(self.gpu_experts, str) and self.device != "cpu"
-
-    @property
-    def streams_from(self) -> int | None:
-        """Prompts of at least so many tokens are always streamed; None: streamed if that is faster, or never."""
-        return self.prefill if isinstance(self.prefill, int) else {"gpu": 1}.get(self.prefill)
-
-
 class Underway(NamedTuple):
     """Experts under way: the ticket of the CPU's part, and the GPU's part [m, hidden] fp32 if there is one."""
 
@@ -107,6 +51,18 @@ class Underway(NamedTuple):
 
 
 Started = Tensor | Underway  # what `start` returns; a Tensor is the finished result
+
+
+@contextmanager
+def _resident(
+    here: GpuExperts, seat: expert_cache.Seat | None, stream: torch.cuda.Stream
+) -> Iterator[streaming.Resident]:
+    """The experts on the GPU, which stay where they are until what the stream has queued by the end is done."""
+    if seat is None:
+        yield streaming.Resident(here.native, here.memory, here.fixed_places)
+        return
+    with seat.held(stream) as places:
+        yield streaming.Resident(here.native, here.memory, places)
 
 
 @register_operator("hybrid_experts")
@@ -147,11 +103,9 @@ class HybridExperts(CpuExperts):
     def place(self, placement: Placement) -> None:
         assert isinstance(placement, ExpertPlacement), placement
         config, self.resident = self.config, placement.resident
-        # The GPU's kernels do not support zero points, so experts with them are packed again.
-        same = config.gpu_weights == config.weights and config.symmetric
         self._for_gpu = self.native
-        if self.resident and not same:
-            self._for_gpu = native_experts(self.spec, config.gpu_weights, config.group_size, "auto")
+        if self.resident and not config.copies_as_is:
+            self._for_gpu = native_experts(self.spec, config.gpu_format, config.group_size, "auto")
 
     @classmethod
     def native_of(cls, spec: ExpertsSpec, config: Any) -> _native.Experts:
@@ -179,11 +133,17 @@ class HybridExperts(CpuExperts):
         runs["handoff"] = self.handoff.describe(torch.device(self.config.device))
         runs["prefill"] = self._prefill()
         if self.resident:
-            runs["on the GPU"] = (
-                f"{len(self.resident)} of {self.num_experts} experts as {self.config.gpu_weights}"
-                + (", following the traffic" if self.config.dynamic else "")
-            )
+            runs["on the GPU"] = self._on_gpu()
         return runs
+
+    def _on_gpu(self) -> str:
+        config = self.config
+        text = f"{len(self.resident)} of {self.num_experts} experts as {config.gpu_format}"
+        if config.gpu_weights == "same" and config.gpu_format != config.weights:
+            text += f" ({config.weights} has no kernel there, so they do not move)"
+        if self._spares():
+            text += ", a cache of those in use"
+        return text
 
     def _idle_arguments(self) -> list[str]:
         """The rule's arguments that have no effect without a GPU, as `name=value`."""
@@ -204,7 +164,7 @@ class HybridExperts(CpuExperts):
 
     def _spares(self) -> int:
         """Places on the GPU beside those of the resident experts; 0 where these stay where they are."""
-        moves = self.config.dynamic and 0 < len(self.resident) < self.num_experts
+        moves = self.config.moves and 0 < len(self.resident) < self.num_experts
         return expert_cache.spares(len(self.resident)) if moves else 0
 
     def experts_on_gpu(self) -> list[int]:
@@ -260,26 +220,28 @@ class HybridExperts(CpuExperts):
         self, projection: str, expert: int, codes: Tensor, scales: Tensor, zeros: Tensor | None
     ) -> None:
         super()._pack_integers(projection, expert, codes, scales, zeros)
-        self._pack_for_gpu(projection, expert, codes)
+        self._pack_for_gpu(projection, expert)
 
     def _pack_fp8(self, projection: str, expert: int, codes: Tensor, scales: Tensor) -> None:
         super()._pack_fp8(projection, expert, codes, scales)
-        self._pack_for_gpu(projection, expert, codes)
+        self._pack_for_gpu(projection, expert)
 
-    def _pack_for_gpu(self, projection: str, expert: int, codes: Tensor) -> None:
-        if self._for_gpu is not self.native and expert in self.resident:
-            value = torch.empty(codes.shape, dtype=torch.float32)
-            self.native.unpack(projection, expert, value)
-            self._for_gpu.load(projection, expert, value)
+    def _pack_nvfp4(self, projection: str, expert: int, codes: Tensor, scales: Tensor, factor: float) -> None:
+        super()._pack_nvfp4(projection, expert, codes, scales, factor)
+        self._pack_for_gpu(projection, expert)
 
     def _pack_rows(self, projection: str, expert: int, rows: Tensor) -> None:
         super()._pack_rows(projection, expert, rows)
-        if expert in self.resident:
-            spec = self.spec
-            shape = [spec.hidden_size, spec.intermediate_size]
-            value = torch.empty(shape if projection == "down" else shape[::-1], dtype=torch.float32)
-            self.native.unpack(projection, expert, value)
-            self._for_gpu.load(projection, expert, value)
+        self._pack_for_gpu(projection, expert)
+
+    def _pack_for_gpu(self, projection: str, expert: int) -> None:
+        """What was packed for the CPU, decoded, in the GPU's format."""
+        if self._for_gpu is self.native or expert not in self.resident:
+            return
+        shape = [self.spec.hidden_size, self.spec.intermediate_size]
+        value = torch.empty(shape if projection == "down" else shape[::-1], dtype=torch.float32)
+        self.native.unpack(projection, expert, value)
+        self._for_gpu.load(projection, expert, value)
 
     def packed_weights(self) -> PackedWeights | None:
         # Experts that the GPU has in another format are packed from the checkpoint, not from rounded weights.
@@ -298,7 +260,7 @@ class HybridExperts(CpuExperts):
                 )
             except (RuntimeError, ValueError) as error:
                 raise OperatorError(f"hybrid_experts: {error}") from None
-        self._for_gpu = self.native
+        is_same, self._for_gpu = self._for_gpu is self.native, self.native
         if self.config.prefill != "cpu" and StreamedExperts.support(self.spec):
             try:
                 self.streamed = StreamedExperts(self.spec, self.native, device)
@@ -308,6 +270,8 @@ class HybridExperts(CpuExperts):
                 log.warning("prompts stay on the CPU: %s", error)
         if self.on_gpu is not None and self.on_gpu.spares:
             self._join_cache(self.on_gpu, device)
+        if self.streamed is not None and self.on_gpu is not None and is_same:
+            self.streamed.resident = partial(_resident, self.on_gpu, self.seat)
 
     def _join_cache(self, here: GpuExperts, device: torch.device) -> None:
         try:
@@ -315,7 +279,9 @@ class HybridExperts(CpuExperts):
             locked = self.streamed.source if self.streamed is not None else _native.Streamed(self.native)
             self.seat = expert_cache.of(device).join(self.native, here, self.handoff.channel(device), locked)
         except RuntimeError as error:
-            raise OperatorError(f"hybrid_experts: {error}. Use dynamic: false.") from None
+            if self.config.dynamic is True:
+                raise OperatorError(f"hybrid_experts: {error}. Use dynamic: false.") from None
+            log.warning("the experts on the GPU stay where they are: %s", error)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum of the experts' outputs.
@@ -353,19 +319,22 @@ class HybridExperts(CpuExperts):
                 return self._stream(streamed, hidden_states, top_k_index, top_k_weights)
             except torch.OutOfMemoryError:
                 self._keep_on_cpu()
-        here = self.on_gpu
         if self.seat is not None and not captured:
-            if len(hidden_states) > MOST_TOKENS:
-                # An exchange waits only for submits with a slot, and this one takes none. So the CPU computes all.
-                here = None
-            elif self.seat.begins() and (ranks is None or ranks[0] == 0):
+            if len(hidden_states) > MOST_TOKENS:  # an exchange waits only for submits with a slot
+                with self.seat.held(torch.cuda.current_stream(hidden_states.device)):
+                    return self._submit(hidden_states, top_k_index, top_k_weights, ranks)
+            if self.seat.begins() and (ranks is None or ranks[0] == 0):
                 self.seat.cache.step()
-        # The submit itself divides the routes between the GPU's experts and the CPU's.
-        asked = None if here is None else here.ask(top_k_index)
-        ticket = self.handoff.submit(hidden_states, top_k_index, top_k_weights, asked, ranks)
+        return self._submit(hidden_states, top_k_index, top_k_weights, ranks)
+
+    def _submit(self, x: Tensor, ids: Tensor, weights: Tensor, ranks: tuple[int, int] | None) -> Underway:
+        """Submit to the CPU what the GPU does not have; the submit itself divides the routes. Start the GPU's part."""
+        here = self.on_gpu
+        asked = None if here is None else here.ask(ids)
+        ticket = self.handoff.submit(x, ids, weights, asked, ranks)
         if here is None or asked is None or asked.chosen is None:
             return Underway(ticket, None)
-        return Underway(ticket, here.forward(hidden_states, asked.chosen, top_k_weights))
+        return Underway(ticket, here.forward(x, asked.chosen, weights))
 
     def routes(self, experts: int, top_k: int) -> bool:
         """Whether `start_routed` can choose top_k of so many experts."""
@@ -416,7 +385,10 @@ class HybridExperts(CpuExperts):
             return 0
         if self._rates is None:
             self._rates = prefill_rates.measure(self.streamed, weights_in_words(self.config), top_k)
-        return self._rates.passing(tokens, self.num_experts)
+        absent = self._rates
+        if self.streamed.resident is not None:
+            absent = absent.beside(len(self.resident) / self.num_experts)
+        return absent.passing(tokens, self.num_experts)
 
     def _keep_on_cpu(self) -> None:
         text = "no room to stream experts through the GPU"

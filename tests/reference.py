@@ -30,16 +30,21 @@ TOLERANCE = {
     "fp8": 6.5e-2,
     # 8 magnitudes, a power of two for 32 values. Seen: 0.23, in a layer 24 values wide.
     "mxfp4": 0.24,
+    # As fp8; scales of e4m3 for 16 values.
+    "fp8_channel": 6.5e-2,
+    "nvfp4": 0.24,
 }
+
+_OF_FLOATS = ("bf16", "fp8", "mxfp4", "fp8_channel", "nvfp4")
 
 # The same against the weights that the operator unpacks: the rounding of the activations remains. Seen at the
 # most: bf16 3.7e-3, int8 activations 2.2e-2.
-KERNEL_TOLERANCE = dict.fromkeys(TOLERANCE, 2.5e-2) | dict.fromkeys(("bf16", "fp8", "mxfp4"), 5e-3)
+KERNEL_TOLERANCE = dict.fromkeys(TOLERANCE, 2.5e-2) | dict.fromkeys(_OF_FLOATS, 5e-3)
 
 # The same with a reference that rounds its activations as the kernels do: what remains is the order of fp32
 # sums, and the few intermediates that it carries across a rounding boundary, by a whole step. Seen at the
 # most: bf16 1e-7, int8 activations 2.0e-3.
-EMULATED_TOLERANCE = dict.fromkeys(TOLERANCE, 3e-3) | dict.fromkeys(("bf16", "fp8", "mxfp4"), 3e-4)
+EMULATED_TOLERANCE = dict.fromkeys(TOLERANCE, 3e-3) | dict.fromkeys(_OF_FLOATS, 3e-4)
 
 # ‖out - reference‖ / ‖reference‖ of a GPU linear layer against the weights that it unpacks: codes and scales are exact
 # and sums fp32, which leaves the rounding of the output. For bf16, 8 bits, that is 1.7e-3 over many outputs.

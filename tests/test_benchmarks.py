@@ -56,7 +56,7 @@ def test_every_kernel_that_can_run_has_a_ceiling(bench_moe) -> None:
         unit = bench_moe.unit_of(row["name"])
         assert not row["available"] or unit in here, row
         if row["name"].startswith("amx"):
-            assert unit == ("amx_int8" if "int" in row["weights"] else "amx_bf16")
+            assert unit == ("amx_bf16" if row["weights"] in ("bf16", "fp8", "mxfp4") else "amx_int8")
 
 
 def test_a_line_of_a_model(bench_moe, tmp_path: Path) -> None:

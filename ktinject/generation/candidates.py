@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
-from ktinject.generation.trials import Costs, Trials
+from ktinject.generation.governor import Costs, Governor
 from ktinject.hf import compat
 
 # What of a request's arguments grows with the text.
@@ -53,9 +53,9 @@ class Request:
 class Drafts:
     """The candidates of one request.
 
-    asks    what the model is asked for beside logits: of MTP heads, what logits are made of
-    device  where texts and candidates are: for a lookup the host, if nothing else sees them
-    trials  how many are tried; None: all
+    asks      what the model is asked for beside logits: of MTP heads, what logits are made of
+    device    where texts and candidates are: for a lookup the host, if nothing else sees them
+    governor  decides how many are tried; None: all are
     """
 
     def __init__(self, model: Any, request: Request) -> None:
@@ -70,11 +70,11 @@ class Drafts:
         if self.generator.requires_model_outputs:
             self.asks = dict(self.generator.model_kwargs_overrides)
         self._model, self._draws = model, request.config.do_sample
-        self._kwargs = {name: value for name, value in request.model_kwargs.items() if name in _OF_TEXT}
+        self._kwargs = self.of_text(request)
         self._hidden: Tensor | None = None
         self._steps = self._accepted = 0
         self.device = request.input_ids.device
-        self.trials: Trials | None = None
+        self.governor: Governor | None = None
         if isinstance(self.generator, compat.PromptLookupCandidateGenerator):
             if request.is_plain:
                 self.device = torch.device("cpu")
@@ -83,15 +83,22 @@ class Drafts:
                 if self.generator.eos_token_id is not None:
                     self.generator.eos_token_id = self.generator.eos_token_id.cpu()
 
+    @staticmethod
+    def of_text(request: Request) -> dict[str, Any]:
+        """What of a request's arguments grows with the text."""
+        return {name: value for name, value in request.model_kwargs.items() if name in _OF_TEXT}
+
     def choose_by(self, costs: Costs, most: int) -> None:
         """Try as many as pay, up to so many, where tokens do not depend on it and a candidate costs nothing itself."""
         if isinstance(self.generator, compat.PromptLookupCandidateGenerator) and not self._draws:
-            self.trials = Trials(min(self.generator.num_output_tokens, most), costs)
+            most = min(self.generator.num_output_tokens, most)
+            self.governor = Governor(most, costs, is_shadowed=False)
 
     def __call__(self, text: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
         """Up to so many tokens [1, k] that text [1, n] may go on with; and logits [1, k, v] they are drawn from."""
-        limit = most if self.trials is None else min(most, self.trials.limit)
-        if not limit or (self.asks and self._hidden is None):
+        if self.governor is not None:
+            most = self.governor.count(most, queued=False)
+        if not most or (self.asks and self._hidden is None):
             return text[:, :0], None
         how: dict[str, Any] = {}
         if self.asks:
@@ -102,28 +109,29 @@ class Drafts:
                 "n_last_matches": self._accepted,
             }
         found, logits = self.generator.get_candidates(text, **how)
-        found = found.to(text.device)[:, text.shape[1] :][:, :limit]
-        return found, None if logits is None else logits.to(text.device)[:, :limit]
+        found = found.to(text.device)[:, text.shape[1] :][:, :most]
+        return found, None if logits is None else logits.to(text.device)[:, :most]
 
     def read(self, hidden: Tensor | None) -> None:
         """hidden [1, n, hidden] of the tokens that were read last; None: there are no candidates without."""
         self._hidden = hidden
 
-    def learn(self, text: Tensor, scores: Tensor, accepted: int) -> None:
-        """text [1, n] with the tokens that were accepted, chosen by scores [1, k + 1, v]."""
-        if self.trials is not None:
-            self.trials.note(scores.shape[1] - 1, accepted)
+    def learn(self, text: Tensor, scores: Tensor, accepted: int, seconds: float) -> None:
+        """text [1, n] with the tokens that were accepted, chosen by scores [1, k + 1, v].
+
+        seconds  of the step
+        """
+        tried = scores.shape[1] - 1
+        if self.governor is not None and tried:
+            self.governor.verified(tried, accepted, seconds)
+        elif self.governor is not None:
+            self.governor.plain(seconds)
         if self.asks:
             self._model._update_model_kwargs_for_generation(
                 BaseModelOutput(), self._kwargs, num_new_tokens=accepted + 1
             )
         self._steps, self._accepted = self._steps + 1, accepted
         self.generator.update_candidate_strategy(text, scores, accepted)
-
-    def rest(self, steps: int) -> None:
-        """So many steps tried none."""
-        if self.trials is not None:
-            self.trials.note(0, 0, steps)
 
     def finish(self) -> None:
         """Leave the assistant what it has learned."""

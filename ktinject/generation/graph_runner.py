@@ -23,6 +23,7 @@ from transformers import Cache
 from ktinject.generation import cache_rows
 from ktinject.generation.cache import FixedCache, KVBucket, bucket_of, fill_rows, rows_of
 from ktinject.generation.cache_layers import LayerKind
+from ktinject.generation.governor import Costs
 from ktinject.generation.piecewise_graph import (
     EagerStages,
     NotCapturable,
@@ -32,7 +33,6 @@ from ktinject.generation.piecewise_graph import (
     capture_stream,
 )
 from ktinject.generation.sampling import Request, Sampler, Sampling
-from ktinject.generation.trials import Costs
 from ktinject.operators.offload import submits
 from ktinject.support import SUPPORTED, Support
 
@@ -65,7 +65,7 @@ class GraphRunner:
     graphs    whether steps can be captured; if not, they run one kernel at a time, on the same tensors
     changed   why steps of this request ran as `own`; "" if none did
     several   steps of several tokens on the same cache, see several.py; None before the first request for them
-    costs     what steps cost, by their tokens; for requests that choose how many
+    costs     what steps cost, by their tokens, for each kind of request that chooses how many
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class GraphRunner:
         self._steps: dict[int, PiecewiseGraph] = {}  # by the size of the bucket
         self._reorders: dict[int, PiecewiseGraph | None] = {}
         self.several: Any = None
-        self.costs = Costs()
+        self.costs: dict[str, Costs] = {}
         self._samplers: OrderedDict[tuple[Sampling, int], tuple[Sampler, PiecewiseGraph | None]] = (
             OrderedDict()
         )

@@ -26,8 +26,9 @@ from ktinject.generation.piecewise_graph import PiecewiseGraph, Stages
 from ktinject.operators.offload import submits
 from ktinject.support import SUPPORTED, Support
 
-# Tokens of a step that are captured; a step of another number of tokens has the next size.
-SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+# Tokens of a step that are captured; a step of another number of tokens has the next size. One is
+# for those that are asked what their logits are made of.
+SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 # Where layers have states, which are noted before each token: of 36 layers of Qwen3.5-35B-A3B 75 MB.
 _MOST_WITH_STATES = 8
 # On a CPU, where nothing is captured: more are not worth it.

@@ -5,16 +5,15 @@
                   └──────────────────── what was accepted ◄── `SeveralTokens.keep` ◄─┘
 
 The rules of acceptance are those of transformers' `_assisted_decoding`, and so are the tokens, drawn ones from the same
-random numbers. What differs is what a request need not know: of a greedy prompt lookup, as many candidates are tried as
-pay (trials.py), since tokens do not depend on it. Steps that are known to try none are queued without a look at what
-they chose.
+random numbers. What differs is what a request need not know: of greedy lookups and MTP heads, as many candidates are
+tried as pay (governor.py), since tokens do not depend on it. Where nothing but the loop sees the text, governed.py runs
+them; this file's loop has the others.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -23,12 +22,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ktinject.generation import cache as caches
-from ktinject.generation import kept_cache, sampling, several
+from ktinject.generation import governed, kept_cache, sampling, several
 from ktinject.generation.candidates import Drafts, Request
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
+from ktinject.generation.governor import Costs
 from ktinject.generation.graph_runner import GraphRunner
-from ktinject.generation.loop import Mailbox
 from ktinject.generation.several import SeveralTokens
 from ktinject.generation.steps import begin, first_positions, last_logits, runner_for, tokens_in
 from ktinject.hf import compat
@@ -115,7 +114,7 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
     before = tokens_in(request.held)
     outputs = model._prefill(input_ids, config, {**model_kwargs, **drafts.asks}, is_first_iteration=True)
     logits = last_logits(outputs, input_ids)
-    drafts.read(outputs.hidden_states[-1] if drafts.asks else None)
+    hidden = outputs.hidden_states[-1][0] if drafts.asks else None
     cache = outputs.get("past_key_values")
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
     del outputs
@@ -141,11 +140,17 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
             raise _Refused(steps.support)
         if not kept_cache.is_callers(cache):
             caches.give_back(cache)
-        drafts.choose_by(runner.costs, steps.most - 1)
         is_kept = config.return_dict_in_generate or kept_cache.is_callers(cache)
-        # A step that is queued beyond the end of the text leaves states that have gone on.
-        is_queued = decoding.native is None and not (is_kept and runner.cache.has_states)
-        loop = _Loop(decoding, runner, request, drafts, steps, is_queued=is_queued)
+        source = governed.source_of(drafts, model, request, hidden)
+        loop: governed.GovernedLoop | _Loop
+        if source is not None:
+            # A step that is queued beyond the end of the text leaves states that have gone on.
+            is_queued = decoding.native is None and not (is_kept and runner.cache.has_states)
+            loop = governed.GovernedLoop(decoding, runner, request, source, steps, is_queued=is_queued)
+        else:
+            drafts.read(None if hidden is None else hidden[None])
+            drafts.choose_by(runner.costs.setdefault(request.name, Costs()), steps.most - 1)
+            loop = _Loop(decoding, runner, request, drafts, steps)
         tokens = loop.run(logits)
     if is_kept:
         kept_cache.hand_back(cache, runner.cache, length + tokens.shape[1] - input_ids.shape[1] - 1)
@@ -168,11 +173,7 @@ class _Loop:
         request: Request,
         drafts: Drafts,
         steps: SeveralTokens,
-        *,
-        is_queued: bool,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """is_queued  steps without candidates may be queued before the end of the one before is known"""
         self._decoding, self._runner, self._request = decoding, runner, request
         self._drafts, self._steps = drafts, steps
         config = request.config
@@ -181,9 +182,7 @@ class _Loop:
         self._scores: list[Tensor] | None = [] if is_kept and config.output_scores else None
         self._logits: list[Tensor] | None = [] if is_kept and config.output_logits else None
         self._is_plain = request.is_plain
-        self._is_kept = bool(is_kept and (config.output_scores or config.output_logits))
-        self._queues = is_queued and request.is_plain
-        self._clock, self._captures = clock, runner.captures
+        self._captures = runner.captures
         self._end_tokens = set() if self._ends is None else set(self._ends.tolist())
 
     def _keep(self, scores: Tensor, logits: Tensor) -> None:
@@ -206,13 +205,7 @@ class _Loop:
         text, known = request.input_ids.to(self._drafts.device), first
         while True:
             sure = 1 - len(known)  # the last token was not read yet, but behind the prompt
-            trials = self._drafts.trials
-            if sure and self._queues and trials is not None and trials.pauses:
-                text = self._without_candidates(text, trials.pauses)
-                if self._is_done(text):
-                    break
-                continue
-            start = self._clock()
+            start = time.perf_counter()
             drafted, draft_logits = self._drafts(text, steps.most - sure)
             ids = torch.cat([text[:, text.shape[1] - sure :], drafted], dim=1)
             has_hidden = bool(self._drafts.asks)
@@ -228,13 +221,10 @@ class _Loop:
             accepted = valid.shape[1] - 1
             steps.keep(accepted + sure)
             text = torch.cat([text, valid], dim=1)
-            if count or not self._queues:
-                self._note_cost(count + sure, self._clock() - start)
+            seconds = self._cost(count + sure, time.perf_counter() - start)
             if request.streamer is not None:
                 request.streamer.put(valid.cpu())
-            self._drafts.learn(text, scores, accepted)
-            if not count and self._queues and trials is not None:
-                trials.miss()  # such a step could have been queued ahead
+            self._drafts.learn(text, scores, accepted, seconds)
             self._keep(scores[0, : accepted + 1], logits[: accepted + 1])
             if self._is_done(text):
                 break
@@ -242,43 +232,13 @@ class _Loop:
             request.streamer.end()
         return text.to(request.input_ids.device)
 
-    def _without_candidates(self, text: Tensor, most: int) -> Tensor:
-        """The text after up to so many steps, each queued before the token of the one before is known here."""
-        runner, streamer, start = self._runner, self._request.streamer, self._clock()
-        result = torch.empty(1, dtype=torch.int64, device=runner.device)
-        mailbox = Mailbox(result)
-
-        def queue() -> tuple[int, Tensor]:
-            runner.step()
-            self._require()
-            result.copy_(sampling.greatest(runner.found))
-            runner.put(result[:, None])
-            return mailbox.send(), runner.found.clone() if self._is_kept else runner.found
-
-        runner.put(text[:, -1:].to(runner.device))
-        steps = min(most, self._request.config.max_length - text.shape[1])
-        tokens: list[int] = []
-        waiting = queue()
-        while True:
-            ahead = queue() if len(tokens) + 1 < steps else None
-            sent, logits = waiting
-            tokens.append(int(mailbox.read(sent)))
-            self._decoding.check()
-            self._keep(logits, logits)
-            if streamer is not None:
-                streamer.put(torch.tensor([tokens[-1:]]))
-            if ahead is None or tokens[-1] in self._end_tokens:
-                break
-            waiting = ahead
-        self._note_cost(1, (self._clock() - start) / len(tokens))
-        self._drafts.rest(len(tokens))
-        return torch.cat([text, text.new_tensor([tokens])], dim=1)
-
-    def _note_cost(self, tokens: int, seconds: float) -> None:
-        """Of a step of so many tokens, unless something was captured meanwhile."""
-        if tokens and self._captures == self._runner.captures:
-            self._runner.costs.note(tokens, seconds)
-        self._captures = self._runner.captures
+    def _cost(self, tokens: int, seconds: float) -> float:
+        """What a step of so many tokens took; 0 if something was captured meanwhile."""
+        if not tokens or self._captures != self._runner.captures:
+            self._captures, seconds = self._runner.captures, 0.0
+        elif self._drafts.governor is not None:
+            self._drafts.governor.costs.note(tokens, seconds)
+        return seconds
 
     def _require(self) -> None:
         if self._decoding.native is None:

@@ -2,12 +2,15 @@
 
     checkpoint ── read, decode ──► one tensor or one expert of it ──► operator.load ──► packed; the tensor is freed
 
-Threads read and decode the next tensors while one is packed on all cores (read_ahead.py). So memory never holds more
-than the weights that are packed already, and what was read ahead, which is bounded.
+Threads read and decode the next tensors while one is packed on all cores (read_ahead.py); or, of operators that allow
+it, pack what they have read, each its own, where pieces are small. So memory never holds more than the weights that are
+packed already, and what was read ahead, which is bounded.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,11 +23,12 @@ from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.checkpoints.formats.base import Stored, check_finite
 from ktinject.distributed.tensor_parallel import Cut
 from ktinject.errors import CheckpointError
-from ktinject.loading.read_ahead import Pace, ReadAhead
+from ktinject.loading.read_ahead import ROOM, Pace, ReadAhead, packing_threads
 from ktinject.operators import Operator
 from ktinject.planning.plan import Plan
 
 Advance = Callable[[int], None]
+_LOADED = object()  # in place of a value that was loaded already
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +158,38 @@ def from_checkpoint(
         for name in replacement.parameter_shapes
     ]
     portions = _portions(plan, wanted, operators, checkpoint, read)
-    with ReadAhead(portions, read.portion, read.bytes_of) as ahead:
+    threads = packing_threads()
+    alone = {
+        portion
+        for portion in portions
+        if operators[portion.path].packs_alone and read.bytes_of(portion) * threads <= ROOM
+    }
+
+    def load(portion: Portion, value: Any) -> None:
+        operator = operators[portion.path]
+        with plan.blaming(portion.path):
+            load = operator.load_stored if portion.is_stored else operator.load
+            load(portion.name, value, portion.expert, portion.part)
+
+    # Of the threads that pack, too: seconds for which each piece was read, and packed.
+    reading: list[float] = []
+    packing: list[float] = []
+
+    def made(portion: Portion) -> Any:
+        if threads == 0 or portion not in alone:
+            return read.portion(portion)
+        start = time.perf_counter()
+        value = read.portion(portion)
+        middle = time.perf_counter()
+        load(portion, value)
+        packing.append(time.perf_counter() - middle)
+        reading.append(middle - start)
+        return _LOADED
+
+    with ReadAhead(portions, made, read.bytes_of, threads if alone else None) as ahead:
         for portion, value in ahead:
-            operator = operators[portion.path]
-            with plan.blaming(portion.path):
-                load = operator.load_stored if portion.is_stored else operator.load
-                load(portion.name, value, portion.expert, portion.part)
+            if value is not _LOADED:
+                load(portion, value)
             del value
     taken = {f"{path}.{name}" for path, name in wanted}
     for first in dict.fromkeys(conversions[name].name for name in taken & conversions.keys()):
@@ -168,7 +198,11 @@ def from_checkpoint(
             if (tensor := converted.pop(f"{path}.{name}", None)) is not None:
                 _load_whole(plan, path, operators[path], name, tensor)
     _finish(plan, operators)
-    return ahead.pace(sum(map(read.stored_bytes_of, portions)))
+    pace = ahead.pace(sum(map(read.stored_bytes_of, portions)))
+    if not packing:
+        return pace
+    # A thread that reads does not pack meanwhile, and the other way round.
+    return dataclasses.replace(pace, waited=sum(reading) / threads, stalled=sum(packing) / threads)
 
 
 def _portions(

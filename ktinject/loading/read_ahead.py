@@ -2,6 +2,9 @@
 
     threads: read, decode ──► values, in the order of the items, at most `room` bytes of them ──► the caller packs
 
+Or the threads pack small pieces, too, each its own: nothing waits for a slower thread, and values are in the caches of
+the core that packs them. Then there are as many threads as pack otherwise.
+
 Items are admitted in their order, so the one that is waited for is always under way and nobody waits for ever. The
 page cache is read, not O_DIRECT: a file that was just downloaded or loaded lies in it, a cold one is read as fast
 either way (benchmarks/bench_load.py measures both).
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
-from ktinject import env
+from ktinject import _native, env
 from ktinject.generation.cpu import openmp
 
 Item = TypeVar("Item")
@@ -26,6 +29,9 @@ Value = TypeVar("Value")
 # As many as keep a fast disk busy; on a machine with fewer cores they would only take those from packing.
 MOST_THREADS = 8
 ROOM = 512 << 20
+_LATEST_START = 5.0  # seconds, on a machine with much else to do
+# Threads that pack, too; with more, they would wait for Python's lock.
+MOST_PACKING_THREADS = 64
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,11 @@ class Pace:
 def usual_threads() -> int:
     """0: the caller's own thread reads."""
     return 0 if env.loads_in_one_thread() else min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def packing_threads() -> int:
+    """The same where the threads pack, too."""
+    return 0 if env.loads_in_one_thread() else min(MOST_PACKING_THREADS, _native.threads())
 
 
 class ReadAhead(Generic[Item, Value]):
@@ -145,6 +156,7 @@ class ReadAhead(Generic[Item, Value]):
         return Pace(size, self._seconds, self._waited, self._stalled)
 
     def _work(self) -> None:
+        _native.compute_alone(True)
         with openmp.one_thread():
             while (index := self._admitted()) is not None:
                 found: Value | BaseException
@@ -179,6 +191,7 @@ class ReadAhead(Generic[Item, Value]):
                 self._ended = True
                 self._freed.put(0)
                 for thread in self._threads:
+                    _await_start(thread)
                     if thread.ident is not None:
                         thread.join()
                 break
@@ -188,3 +201,10 @@ class ReadAhead(Generic[Item, Value]):
             self._done.get()
         if interrupted is not None:
             raise interrupted
+
+
+def _await_start(thread: threading.Thread) -> None:
+    """Of a thread whose start was interrupted: whether the system made it is known once it runs."""
+    late = time.monotonic() + _LATEST_START
+    while thread.ident is None and thread in threading.enumerate() and time.monotonic() < late:
+        time.sleep(0.001)

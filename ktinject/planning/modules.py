@@ -19,7 +19,7 @@ from ktinject.errors import KTInjectError, OperatorError, RuleError
 from ktinject.hf.key_map import KeyMap
 from ktinject.hf.layers import Layers, class_names, has_routed_experts
 from ktinject.operators import REGISTRY, Operator, plugins
-from ktinject.operators.expert_formats import K_QUANTS
+from ktinject.operators.expert_formats import FLOATS, K_QUANTS
 from ktinject.operators.probes.roles import Roles
 from ktinject.rules import Rule, RuleSet
 
@@ -60,10 +60,12 @@ class MatchedModule:
 
     def _can_keep(self, config: Any) -> bool:
         """Whether an operator of this config would take the checkpoint's weights as they are, where they are such."""
-        if config.weights not in ("fp8", *K_QUANTS):
+        if config.weights not in ("fp8", *FLOATS, *K_QUANTS):
             return True
         made = self.operator.build(self.module, dataclasses.replace(config, device="cpu"))
         sources = [source for source in self.sources() if source[1].is_taken(made.native_formats)]
+        if config.weights in FLOATS and not sources:
+            return False  # rows of the other dimension
         return not any(made.misfit_of(*source) for source in sources)
 
 

@@ -128,9 +128,9 @@ class Activity:
         asked = self._asked_of_gpu(one)
         if asked is not None:
             asked = (asked - self._before[layer]) % 2**32
-            if getattr(
-                one.config, "dynamic", False
-            ):  # an expert's place changes: its submits count wherever it was computed
+            if (
+                getattr(one, "seat", None) is not None
+            ):  # places change: submits count wherever they were computed
                 return torch.maximum(found, asked).tolist()
             here = on_gpu(one)
             found[here] += asked[here]

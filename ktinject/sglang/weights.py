@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ktinject.checkpoints import beside
 from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.formats.base import Format, Fp8Blocks
+from ktinject.checkpoints.formats.base import Format, Fp8Blocks, Nvfp4
 from ktinject.errors import CheckpointError, OperatorError
 from ktinject.operators import expert_formats
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
@@ -223,10 +223,8 @@ def _load_piece(
     if key not in kept:  # of all experts, and the next one is asked for next
         kept[key] = checkpoint.stored(key)
     stacked = kept[key]
-    assert isinstance(stacked, Fp8Blocks), "integers are stored expert by expert"
-    made.load_stored(
-        name, Fp8Blocks(stacked.values[index], stacked.scales[index], stacked.block), place, part
-    )
+    assert isinstance(stacked, Fp8Blocks | Nvfp4), "integers are stored expert by expert"
+    made.load_stored(name, stacked.of_expert(index), place, part)
 
 
 def _config(

@@ -93,6 +93,22 @@ void load_fp8(moe::Experts& self, const std::string& projection, int expert, con
   self.load_fp8(projection_of(projection), expert, source);
 }
 
+void load_nvfp4(moe::Experts& self, const std::string& projection, int expert, const Codes& codes, const Codes& scales,
+                float factor) {
+  if (codes.shape(0) != scales.shape(0)) throw std::invalid_argument("scales: found another number of rows than codes");
+  const gemm::Nvfp4Source source{codes.data(),
+                                 size_of(codes.shape(0), "codes"),
+                                 size_of(codes.shape(1) * 2, "codes"),
+                                 codes.stride(0),
+                                 codes.stride(1),
+                                 scales.data(),
+                                 size_of(scales.shape(1), "scales"),
+                                 scales.stride(0),
+                                 scales.stride(1),
+                                 factor};
+  self.load_nvfp4(projection_of(projection), expert, source);
+}
+
 void load_blocks(moe::Experts& self, const std::string& projection, int expert, const Blocks& rows) {
   self.load_blocks(projection_of(projection), expert, source_of(rows));
 }
@@ -241,8 +257,12 @@ void init_experts(nb::module_& m) {
            "strides; for int4, whose scales are rounded to bf16, and for int8 weights, whose codes are 128 above.")
       .def("load_fp8", &load_fp8, nb::arg("projection"), nb::arg("expert"), nb::arg("codes"), nb::arg("scales"),
            nb::call_guard<WithoutGil>(),
-           "Keep e4m3 codes uint8 [n, k], any strides, with scales fp32 [ceil(n / 128), ceil(k / 128)]; for fp8 "
-           "weights.")
+           "Keep e4m3 codes uint8 [n, k], any strides, with scales fp32 [ceil(n / 128), ceil(k / 128)], for fp8 "
+           "weights; or [n, 1], for fp8_channel.")
+      .def("load_nvfp4", &load_nvfp4, nb::arg("projection"), nb::arg("expert"), nb::arg("codes"), nb::arg("scales"),
+           nb::arg("factor"), nb::call_guard<WithoutGil>(),
+           "Keep e2m1 codes uint8 [n, k / 2], an even input in the lower half of a byte, with e4m3 scales uint8 "
+           "[n, k / 16], both of any strides, and what multiplies them all; for nvfp4 weights.")
       .def("load_blocks", &load_blocks, nb::arg("projection"), nb::arg("expert"), nb::arg("rows"),
            nb::call_guard<WithoutGil>(),
            "Keep rows of a GGUF file's blocks, uint8 [n, bytes], bytes of a row contiguous; for K-quants.")

@@ -8,6 +8,7 @@
 #include "cuda/devices.hpp"
 #include "gemm/backends.hpp"
 #include "gemm/ceilings.hpp"
+#include "runtime/alone.hpp"
 #include "runtime/cpu_features.hpp"
 #include "runtime/thread_pool.hpp"
 #include "runtime/trace.hpp"
@@ -59,6 +60,8 @@ void def_threads(nb::module_& m) {
   m.def("default_threads", &runtime::default_threads, "min(CPU affinity, cgroup quota).");
   m.def("set_threads", &runtime::set_threads, nb::arg("threads"), nb::arg("crowded") = false,
         "Threads that compute, the caller included; 0: default_threads(). No more than CPUs, unless `crowded`.");
+  m.def("compute_alone", &runtime::compute_alone, nb::arg("alone"),
+        "Whether what the calling thread packs from now on, it packs by itself, beside other threads.");
   m.def("threads", [] { return runtime::pool()->threads(); }, "Threads in use.");
   m.def("sessions", &runtime::Session::count, "How many turns at the pool there have been, for tests.");
   m.def("set_nodes", &runtime::set_nodes, nb::arg("virtual_nodes"),

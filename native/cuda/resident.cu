@@ -160,10 +160,86 @@ __device__ void multiply_int4(const Panels& matrix, const std::byte* panel, cons
   }
 }
 
+// The values of a 32-bit word of one output, in the order of its inputs; int8, fp8 and mxfp4 without their scales.
+__device__ void decode(std::integral_constant<gemm::Format, gemm::Format::int8>, uint32_t bits, float (&values)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) values[i] = static_cast<float>(static_cast<int8_t>(bits >> (8 * i)));
+}
+__device__ void decode(std::integral_constant<gemm::Format, gemm::Format::fp8>, uint32_t bits, float (&values)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t code = bits >> (8 * i) & 255, mantissa = code & 7;
+    const uint32_t exponent = (code & 0xe0) >> 4 | (code & 8) >> 3;
+    const float magnitude = exponent == 0 ? static_cast<float>(mantissa) * 0x1p-9f
+                                          : __uint_as_float((exponent + 120) << 23 | mantissa << 20);
+    values[i % 2 * 2 + i / 2] = code & 0x10 ? -magnitude : magnitude;
+  }
+}
+__device__ void decode(std::integral_constant<gemm::Format, gemm::Format::mxfp4>, uint32_t bits, float (&values)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t code = bits >> (16 * (i % 2) + 4 * (i / 2)) & 15, exponent = code >> 1 & 3;
+    const float magnitude = exponent == 0 ? static_cast<float>(code & 1) * 0.5f
+                                          : __uint_as_float((exponent + 126) << 23 | (code & 1) << 22);
+    values[i] = code & 8 ? -magnitude : magnitude;
+  }
+}
+
+// The same for int8, fp8 and mxfp4. Eight rows of 64 bytes are a load of the warp: of one tile, or in mxfp4, whose
+// tiles have four, of two blocks. fp8 weights are rounded to bf16 with their scales, as on the CPU.
+template <gemm::Format kFormat, class T>
+__device__ void multiply_codes(const Panels& matrix, const std::byte* panel, const T* row, float (&sums)[2][4]) {
+  constexpr int kRows = static_cast<int>(gemm::tile_bytes(kFormat) / 64), kTogether = kRows < 8 ? kRows : 8;
+  constexpr int kEach = gemm::block_inputs(kFormat) / kRows;  // inputs of a word
+  constexpr int kBlocks = 8 / kTogether;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const std::byte* data = panel + matrix.head_bytes;
+  for (int first = warp * kBlocks; first < matrix.blocks; first += kWarps * kBlocks) {
+    const int block = first + lane / 4 / kTogether;
+    if (block >= matrix.blocks) continue;
+#pragma unroll
+    for (int from = 0; from < kRows; from += kTogether) {
+      const int at = from + lane / 4 % kTogether, input = block * gemm::block_inputs(kFormat) + at * kEach;
+      float x[kEach];
+      load_row(row, input, matrix.k, x);
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const std::byte* words = data + (static_cast<size_t>(block) * 2 + tile) * gemm::tile_bytes(kFormat);
+        const uint4 loaded = __ldcs(reinterpret_cast<const uint4*>(words + at * 64) + lane % 4);
+        const uint32_t bits[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+        const int scale = kFormat == gemm::Format::int8
+                              ? 0
+                              : gemm::scale_at(kFormat, input / matrix.group_size, tile * gemm::kTile + lane % 4 * 4);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float values[kEach], dot = 0;
+          decode(std::integral_constant<gemm::Format, kFormat>(), bits[j], values);
+          if constexpr (kFormat == gemm::Format::fp8) {
+            const float shared = reinterpret_cast<const float*>(panel)[scale];
+#pragma unroll
+            for (int i = 0; i < kEach; ++i) values[i] = rounded(values[i] * shared);
+          }
+#pragma unroll
+          for (int i = 0; i < kEach; ++i) dot = fmaf(values[i], x[i], dot);
+          if constexpr (kFormat == gemm::Format::mxfp4)
+            dot *= __uint_as_float(static_cast<uint32_t>(panel[scale + j]) << 23);
+          sums[tile][j] += dot;
+        }
+      }
+    }
+  }
+  if constexpr (kFormat == gemm::Format::int8) {
+    const auto* scales = reinterpret_cast<const float*>(panel);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sums[i / 4][i % 4] *= scales[i / 4 * gemm::kTile + lane % 4 * 4 + i % 4];
+  }
+}
+
 template <gemm::Format kFormat, class T>
 __device__ void multiply(const Panels& matrix, const std::byte* panel, const T* row, float (&sums)[2][4]) {
   if constexpr (kFormat == gemm::Format::int4) multiply_int4(matrix, panel, row, sums);
-  else multiply_bf16(matrix, panel, row, sums);
+  else if constexpr (kFormat == gemm::Format::bf16) multiply_bf16(matrix, panel, row, sums);
+  else multiply_codes<kFormat>(matrix, panel, row, sums);
 }
 
 // The sums of all lanes and warps; the result for output i of the panel is valid in thread i < 32.
@@ -240,8 +316,9 @@ __global__ void __launch_bounds__(kThreads) down_kernel(const __nv_bfloat16* inn
 }  // namespace
 
 Resident::Resident(const moe::Experts& experts) : config_(experts.config()) {
-  if (config_.format != gemm::Format::bf16 && config_.format != gemm::Format::int4)
-    throw std::invalid_argument("experts on a GPU: found weights that have no kernel there; allowed: bf16, int4");
+  if (gemm::is_k_quant(config_.format))
+    throw std::invalid_argument(
+        "experts on a GPU: found weights that have no kernel there; allowed: bf16, int8, int4, fp8, mxfp4");
   for (const moe::PackedRun& run : experts.packed()) (run.is_down ? down_ : gate_up_) = run.matrix;
   // Panels and biases are multiples of 64 bytes, so everything is aligned without padding.
   down_at_ = gate_up_.bytes();
@@ -256,9 +333,7 @@ void Resident::copy(const moe::Experts& experts, int expert, void* to, Stream st
     check_cuda(cudaMemcpyAsync(static_cast<std::byte*>(to) + at, from, bytes, cudaMemcpyHostToDevice, on),
                "copying an expert to the GPU");
   };
-  for (const moe::PackedRun& run : experts.packed())
-    put((run.is_down ? down_at_ : 0) + static_cast<size_t>(run.first_panel) * run.matrix.panel_bytes(),
-        run.data + run.bytes(expert), run.bytes(1));
+  for (const moe::PackedRun& run : experts.packed()) put(at(run), run.data + run.bytes(expert), run.bytes(1));
   if (!config_.has_bias) return;
   for (const bool down : {false, true}) {
     const auto values = static_cast<size_t>((down ? down_ : gate_up_).panels) * gemm::kPanel;
@@ -298,8 +373,19 @@ void Resident::forward(const ResidentRequest& request, Stream to) const {
         inner, routes, panels(down_), down_at_, config_.has_bias ? down_bias_at_ : 0, request.out, config_.hidden_size);
     check_cuda(cudaGetLastError(), "launching the down kernel");
   };
-  if (config_.format == gemm::Format::int4) run(std::integral_constant<gemm::Format, gemm::Format::int4>());
-  else run(std::integral_constant<gemm::Format, gemm::Format::bf16>());
+  using gemm::Format;
+  switch (config_.format) {
+    case Format::int4:
+      return run(std::integral_constant<Format, Format::int4>());
+    case Format::int8:
+      return run(std::integral_constant<Format, Format::int8>());
+    case Format::fp8:
+      return run(std::integral_constant<Format, Format::fp8>());
+    case Format::mxfp4:
+      return run(std::integral_constant<Format, Format::mxfp4>());
+    default:
+      return run(std::integral_constant<Format, Format::bf16>());
+  }
 }
 
 }  // namespace ktinject::cuda

@@ -81,38 +81,68 @@ struct Words<gemm::Format::int4> {
   }
 };
 
+__device__ float fp8_value(uint32_t code) {
+  const uint32_t mantissa = code & 7, exponent = (code & 0xe0) >> 4 | (code & 8) >> 3;
+  const float magnitude =
+      exponent == 0 ? static_cast<float>(mantissa) * 0x1p-9f : __uint_as_float(exponent + 120 << 23 | mantissa << 20);
+  return code & 0x10 ? -magnitude : magnitude;
+}
+
+__device__ float e2m1_value(uint32_t code) {
+  const uint32_t exponent = code >> 1 & 3;
+  const float magnitude =
+      exponent == 0 ? static_cast<float>(code & 1) * 0.5f : __uint_as_float(exponent + 126 << 23 | (code & 1) << 22);
+  return code & 8 ? -magnitude : magnitude;
+}
+
 // Two rows of the bf16 block lie in one: byte 0 and 2 are row 2 * row, byte 1 and 3 the next.
+__device__ void put_fp8(Tile& tile, uint32_t bits, int column, int at, float scale) {
+  for (int i = 0; i < 4; ++i)
+    tile[column][at + i % 2 * 2 + i / 2] = __float2bfloat16_rn(fp8_value(bits >> (8 * i) & 255) * scale);
+}
+
+// Four rows of the bf16 block lie in one: nibble i of each half of the word is row 4 * row + i.
+__device__ void put_e2m1(Tile& tile, uint32_t bits, int column, int at, float scale) {
+  for (int i = 0; i < 8; ++i)
+    tile[column][at + i] = __float2bfloat16_rn(e2m1_value(bits >> (16 * (i % 2) + 4 * (i / 2)) & 15) * scale);
+}
+
 template <>
 struct Words<gemm::Format::fp8> {
   static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
                              int input, int row, int first) {
-    const float scale = reinterpret_cast<const float*>(
-        panel)[gemm::scale_at(gemm::Format::fp8, (first + input) / shape.group_size, column)];
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t code = bits >> (8 * i) & 255, mantissa = code & 7;
-      const uint32_t exponent = (code & 0xe0) >> 4 | (code & 8) >> 3;
-      const float magnitude = exponent == 0 ? static_cast<float>(mantissa) * 0x1p-9f
-                                            : __uint_as_float(exponent + 120 << 23 | mantissa << 20);
-      tile[column][input + 4 * row + i % 2 * 2 + i / 2] =
-          __float2bfloat16_rn((code & 0x10 ? -magnitude : magnitude) * scale);
-    }
+    const int at = gemm::scale_at(gemm::Format::fp8, (first + input) / shape.group_size, column);
+    put_fp8(tile, bits, column, input + 4 * row, reinterpret_cast<const float*>(panel)[at]);
   }
 };
 
-// Four rows of the bf16 block lie in one: nibble i of each half of the word is row 4 * row + i.
 template <>
 struct Words<gemm::Format::mxfp4> {
   static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
                              int input, int row, int first) {
     const auto e8m0 =
         static_cast<uint32_t>(panel[gemm::scale_at(gemm::Format::mxfp4, (first + input) / shape.group_size, column)]);
-    const float scale = __uint_as_float(e8m0 << 23);
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t code = bits >> (16 * (i % 2) + 4 * (i / 2)) & 15, exponent = code >> 1 & 3;
-      const float magnitude = exponent == 0 ? static_cast<float>(code & 1) * 0.5f
-                                            : __uint_as_float(exponent + 126 << 23 | (code & 1) << 22);
-      tile[column][input + 8 * row + i] = __float2bfloat16_rn((code & 8 ? -magnitude : magnitude) * scale);
-    }
+    put_e2m1(tile, bits, column, input + 8 * row, __uint_as_float(e8m0 << 23));
+  }
+};
+
+template <>
+struct Words<gemm::Format::fp8_channel> {
+  static __device__ void put(Tile& tile, const Shape&, const std::byte* panel, uint32_t bits, int column, int input,
+                             int row, int) {
+    put_fp8(tile, bits, column, input + 4 * row, reinterpret_cast<const float*>(panel)[column]);
+  }
+};
+
+template <>
+struct Words<gemm::Format::nvfp4> {
+  static __device__ void put(Tile& tile, const Shape& shape, const std::byte* panel, uint32_t bits, int column,
+                             int input, int row, int first) {
+    const int group = (first + input + 8 * row) / shape.group_size;
+    const auto packed = static_cast<uint32_t>(
+        panel[gemm::kFactorsBytes + static_cast<size_t>(gemm::scale_at(gemm::Format::nvfp4, group, column))]);
+    const float scale = packed == 0 ? 0.0f : __uint_as_float((packed << 20) + (117u << 23));
+    put_e2m1(tile, bits, column, input + 8 * row, scale * reinterpret_cast<const float*>(panel)[column]);
   }
 };
 
@@ -305,16 +335,34 @@ size_t Streamed::packed_bytes(int count) const {
   return bytes;
 }
 
-void Streamed::copy(int first, int count, void* slot, Stream stream) const {
+void Streamed::copy(int first, int count, void* slot, Stream stream, const OnDevicePlaces& here) const {
   const OnStream on(stream);
   auto* to = static_cast<std::byte*>(slot);
+  const auto place_of = [&](int expert) {
+    return here.shapes == nullptr ? -1 : here.places.at(static_cast<size_t>(expert));
+  };
   for (const moe::PackedRun& run : runs_) {
-    const size_t bytes = run.bytes(count);
-    for (size_t at = 0; at < bytes; at += kPieceBytes)
-      check_cuda(cudaMemcpyAsync(to + at, run.data + run.bytes(first) + at, std::min(kPieceBytes, bytes - at),
-                                 cudaMemcpyHostToDevice, on),
-                 "copying packed experts to the GPU");
-    to += bytes;
+    for (int expert = first, next = first; expert < first + count; expert = next) {
+      // As many experts as lie one behind the other on the same side.
+      const int place = place_of(expert);
+      for (next = expert + 1; next < first + count; ++next)
+        if (place_of(next) != (place < 0 ? -1 : place + next - expert)) break;
+      std::byte* begin = to + run.bytes(expert - first);
+      if (place >= 0) {
+        const size_t width = run.bytes(1), stride = here.shapes->bytes();
+        check_cuda(
+            cudaMemcpy2DAsync(begin, width, here.memory + static_cast<size_t>(place) * stride + here.shapes->at(run),
+                              stride, width, static_cast<size_t>(next - expert), cudaMemcpyDeviceToDevice, on),
+            "copying experts on the GPU");
+        continue;
+      }
+      const size_t bytes = run.bytes(next - expert);
+      for (size_t at = 0; at < bytes; at += kPieceBytes)
+        check_cuda(cudaMemcpyAsync(begin + at, run.data + run.bytes(expert) + at, std::min(kPieceBytes, bytes - at),
+                                   cudaMemcpyHostToDevice, on),
+                   "copying packed experts to the GPU");
+    }
+    to += run.bytes(count);
   }
 }
 
@@ -350,6 +398,12 @@ void Streamed::unpack(const void* slot, int count, void* gate_up, void* down, St
         break;
       case gemm::Format::mxfp4:
         launch(unpack_kernel<gemm::Format::mxfp4>);
+        break;
+      case gemm::Format::fp8_channel:
+        launch(unpack_kernel<gemm::Format::fp8_channel>);
+        break;
+      case gemm::Format::nvfp4:
+        launch(unpack_kernel<gemm::Format::nvfp4>);
         break;
       case gemm::Format::q2_k:
         launch(unpack_kernel<gemm::Format::q2_k>);

@@ -10,15 +10,20 @@ namespace ktinject::gemm {
 
 // The products of kernels/, one line a file.
 Multiply reference_bf16, reference_int8, reference_int4, reference_fp8, reference_mxfp4;
+Multiply reference_fp8_channel, reference_nvfp4;
 Multiply reference_k_quant;
 Multiply avx2_bf16, avx2_int8, avx2_int4, avx2_fp8, avx2_mxfp4;
+Multiply avx2_fp8_channel, avx2_nvfp4;
 Multiply avx2_q2_k, avx2_q3_k, avx2_q4_k, avx2_q5_k, avx2_q6_k, avx2_iq4_xs;
 Multiply avxvnni_int8, avxvnni_int4;
 Multiply avx512_bf16, avx512_int8, avx512_int4, avx512_fp8, avx512_mxfp4;
+Multiply avx512_fp8_channel, avx512_nvfp4;
 Multiply avx512_q2_k, avx512_q3_k, avx512_q4_k, avx512_q5_k, avx512_q6_k, avx512_iq4_xs;
 Multiply amx_bf16, amx_int8, amx_int4, amx_fp8, amx_mxfp4;
+Multiply amx_fp8_channel, amx_nvfp4;
 Multiply amx_q2_k, amx_q3_k, amx_q4_k, amx_q5_k, amx_q6_k, amx_iq4_xs;
 Multiply modelled_amx_bf16, modelled_amx_int8, modelled_amx_int4, modelled_amx_fp8, modelled_amx_mxfp4;
+Multiply modelled_amx_fp8_channel, modelled_amx_nvfp4;
 Multiply modelled_amx_q2_k, modelled_amx_q3_k, modelled_amx_q4_k, modelled_amx_q5_k, modelled_amx_q6_k;
 Multiply modelled_amx_iq4_xs;
 
@@ -31,9 +36,9 @@ constexpr uint32_t kAvx512K = kAvx512Vnni | kF16c;
 constexpr uint32_t kAvx512Set = kAvx512f | kAvx512bw | kAvx512vl | kAvx512dq | kAvx2Set;
 
 // Below about five rows an expert, loading tiles costs more than the dot products they save; expanding int4 to tiles
-// costs a little more, and K-quants, two bytes for a code, more than that. fp8 and mxfp4 go through a copy in the L1
-// cache either way, and then tiles are ahead from the first row on.
-constexpr int kTileRows = 5, kInt4TileRows = 7, kKTileRows = 9;
+// costs a little more, and K-quants of two bytes a code more than that. Floats of 8 and 4 bits go through a copy in
+// the L1 cache either way, and then tiles are ahead from the first row on.
+constexpr int kTileRows = 5, kInt4TileRows = 7, kOneByteTileRows = 6, kTwoByteTileRows = 10;
 
 constexpr Backend kBackends[] = {
     {"amx",
@@ -47,12 +52,14 @@ constexpr Backend kBackends[] = {
       {kAmxInt8, kInt4TileRows, amx_int4},
       {kAmxBf16 | kAvx512Bf16, 0, amx_fp8},
       {kAmxBf16 | kAvx512Bf16, 0, amx_mxfp4},
-      {kAmxInt8 | kAvx512K, kKTileRows, amx_q2_k},
-      {kAmxInt8 | kAvx512K, kKTileRows, amx_q3_k},
-      {kAmxInt8 | kAvx512K, kKTileRows, amx_q4_k},
-      {kAmxInt8 | kAvx512K, kKTileRows, amx_q5_k},
-      {kAmxInt8 | kAvx512K, kKTileRows, amx_q6_k},
-      {kAmxInt8 | kAvx512K, kKTileRows, amx_iq4_xs}}},
+      {kAmxBf16 | kAvx512Bf16, 0, amx_fp8_channel},
+      {kAmxBf16 | kAvx512Bf16, 0, amx_nvfp4},
+      {kAmxInt8 | kAvx512K, kOneByteTileRows, amx_q2_k},
+      {kAmxInt8 | kAvx512K, kOneByteTileRows, amx_q3_k},
+      {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_q4_k},
+      {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_q5_k},
+      {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_q6_k},
+      {kAmxInt8 | kAvx512K, kTwoByteTileRows, amx_iq4_xs}}},
     {"avx512",
      kAvx512Set,
      true,
@@ -64,6 +71,8 @@ constexpr Backend kBackends[] = {
       {kAvx512Vnni, 0, avx512_int4},
       {kAvx512Bf16, 0, avx512_fp8},
       {kAvx512Bf16, 0, avx512_mxfp4},
+      {kAvx512Bf16, 0, avx512_fp8_channel},
+      {kAvx512Bf16, 0, avx512_nvfp4},
       {kAvx512K, 0, avx512_q2_k},
       {kAvx512K, 0, avx512_q3_k},
       {kAvx512K, 0, avx512_q4_k},
@@ -76,7 +85,7 @@ constexpr Backend kBackends[] = {
      false,
      &kAvx2VectorOps,
      &kAvx2StepOps,
-     {{}, {0, 0, avxvnni_int8}, {0, 0, avxvnni_int4}, {}, {}}},
+     {{}, {0, 0, avxvnni_int8}, {0, 0, avxvnni_int4}, {}, {}, {}, {}}},
     {"avx2",
      kAvx2Set,
      true,
@@ -88,6 +97,8 @@ constexpr Backend kBackends[] = {
       {0, 0, avx2_int4},
       {0, 0, avx2_fp8},
       {0, 0, avx2_mxfp4},
+      {0, 0, avx2_fp8_channel},
+      {0, 0, avx2_nvfp4},
       {kF16c, 0, avx2_q2_k},
       {kF16c, 0, avx2_q3_k},
       {kF16c, 0, avx2_q4_k},
@@ -105,6 +116,8 @@ constexpr Backend kBackends[] = {
       {0, 0, reference_int4},
       {0, 0, reference_fp8},
       {0, 0, reference_mxfp4},
+      {0, 0, reference_fp8_channel},
+      {0, 0, reference_nvfp4},
       {0, 0, reference_k_quant},
       {0, 0, reference_k_quant},
       {0, 0, reference_k_quant},
@@ -124,6 +137,8 @@ constexpr Backend kBackends[] = {
       {0, 0, modelled_amx_int4},
       {kAvx512Bf16, 0, modelled_amx_fp8},
       {kAvx512Bf16, 0, modelled_amx_mxfp4},
+      {kAvx512Bf16, 0, modelled_amx_fp8_channel},
+      {kAvx512Bf16, 0, modelled_amx_nvfp4},
       {kAvx512K, 0, modelled_amx_q2_k},
       {kAvx512K, 0, modelled_amx_q3_k},
       {kAvx512K, 0, modelled_amx_q4_k},

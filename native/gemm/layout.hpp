@@ -14,6 +14,7 @@
 //                              row 2r+1; a byte is e4m3 with its sign moved below the exponent's upper bits, see `Fp8`
 //   mxfp4 block of 32 inputs   4 rows x 64 bytes: nibble i of the 16-bit lanes of row r is row 4r+i of the bf16 block;
 //                              a nibble is e2m1
+//   fp8_channel, nvfp4         blocks as those of fp8 and mxfp4
 //
 //   K-quants  block of 256 inputs, both tiles together: codes, scales and minima of a GGUF file, see gemm/k_quants.hpp
 //
@@ -24,10 +25,13 @@
 //                 groups = ceil(k / group_size)
 //           fp8: float scale[groups][2], one for each tile and 128 inputs; the 128 outputs of a block share it
 //           mxfp4: uint8 scale[groups][32], e8m0: 2^(scale - 127), one for each output and 32 inputs
+//           fp8_channel: float factor[32]
+//           nvfp4: float factor[32], uint8 scale[groups][32], one for each output and 16 inputs, see `Nvfp4`
 //
 // The level of an int4 column is its largest |(q - zero) * scale| / 127 that could be: with it, (q - zero) * scale /
 // level fits int8, for kernels that run whole chains of int8.
-// fp8 and mxfp4 weights are multiplied as bf16: code * scale, rounded to bf16 (which mxfp4 never needs).
+// fp8 and mxfp4 weights are multiplied as bf16: code * scale, rounded to bf16 (which mxfp4 never needs). So are those
+// of fp8_channel and nvfp4, without the factor: code, and code * scale, fit bf16, and the factor multiplies the sums.
 // n and k are padded with zeros. Source: the tile shapes are Intel's (Architecture Instruction Set Extensions, AMX);
 // one layout that AMX and AVX-512 share is described by KTransformers (SOSP'25).
 #pragma once
@@ -40,16 +44,18 @@
 
 namespace ktinject::gemm {
 
-enum class Format { bf16, int8, int4, fp8, mxfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs };
+enum class Format { bf16, int8, int4, fp8, mxfp4, fp8_channel, nvfp4, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs };
 
 struct FormatName {
   Format format;
   const char* name;
 };
-inline constexpr FormatName kFormatNames[] = {{Format::bf16, "bf16"}, {Format::int8, "int8"},    {Format::int4, "int4"},
-                                              {Format::fp8, "fp8"},   {Format::mxfp4, "mxfp4"},  {Format::q2_k, "q2_k"},
-                                              {Format::q3_k, "q3_k"}, {Format::q4_k, "q4_k"},    {Format::q5_k, "q5_k"},
-                                              {Format::q6_k, "q6_k"}, {Format::iq4_xs, "iq4_xs"}};
+inline constexpr FormatName kFormatNames[] = {
+    {Format::bf16, "bf16"},    {Format::int8, "int8"},   {Format::int4, "int4"},
+    {Format::fp8, "fp8"},      {Format::mxfp4, "mxfp4"}, {Format::fp8_channel, "fp8_channel"},
+    {Format::nvfp4, "nvfp4"},  {Format::q2_k, "q2_k"},   {Format::q3_k, "q3_k"},
+    {Format::q4_k, "q4_k"},    {Format::q5_k, "q5_k"},   {Format::q6_k, "q6_k"},
+    {Format::iq4_xs, "iq4_xs"}};
 inline constexpr int kFormats = std::size(kFormatNames);
 inline const char* format_name(Format format) { return kFormatNames[static_cast<int>(format)].name; }
 
@@ -62,6 +68,10 @@ KTINJECT_HOST_DEVICE constexpr bool has_int8_rows(Format format) {
 }
 // Whether kernels want the sums of the activations over each group of inputs.
 constexpr bool has_group_sums(Format format) { return format == Format::int4 || is_k_quant(format); }
+// Whether a panel's head begins with a factor for each output, which multiplies its sums.
+KTINJECT_HOST_DEVICE constexpr bool has_factors(Format format) {
+  return format == Format::fp8_channel || format == Format::nvfp4;
+}
 // Whether a scale is for a whole row, of which outliers are taken out.
 constexpr bool has_outliers(Format format) { return format == Format::int8 || format == Format::int4; }
 
@@ -74,6 +84,8 @@ inline constexpr int round_up(int value, int multiple) { return (value + multipl
 inline constexpr int kFp8Block = 128;
 // Inputs that share a scale in mxfp4.
 inline constexpr int kMxfp4Group = 32;
+// The same in nvfp4.
+inline constexpr int kNvfp4Group = 16;
 
 // Inputs of a block of a K-quant, and of an activation's scale beside them.
 inline constexpr int kSuperblock = 256;
@@ -115,10 +127,11 @@ KTINJECT_HOST_DEVICE constexpr int k_block_rows(Format format) {
   return k_head_rows(format) + 2 * (kSuperblock / 32) * k_code_rows(format);
 }
 
-// Inputs that share a scale: int4 has the choice.
+// Inputs that share a scale: int4 has the choice; 0 where that is all of them.
 inline constexpr int scale_group(Format format, int group_size) {
   return format == Format::fp8     ? kFp8Block
          : format == Format::mxfp4 ? kMxfp4Group
+         : format == Format::nvfp4 ? kNvfp4Group
          : is_k_quant(format)      ? k_quant(format).run
                                    : group_size;
 }
@@ -129,11 +142,12 @@ KTINJECT_HOST_DEVICE constexpr int block_inputs(Format format) {
 }
 KTINJECT_HOST_DEVICE constexpr size_t tile_bytes(Format format) {
   if (is_k_quant(format)) return static_cast<size_t>(k_block_rows(format)) * 32;
-  return format == Format::mxfp4 ? 256 : format == Format::int4 || format == Format::fp8 ? 512 : 1024;
+  if (format == Format::mxfp4 || format == Format::nvfp4) return 256;
+  return format == Format::int4 || format == Format::fp8 || format == Format::fp8_channel ? 512 : 1024;
 }
 
 // Where the weight of output `column` of a panel and input k lies: bytes after the panel's head, and the bit it starts
-// at. fp8 and mxfp4: of a 16-bit lane.
+// at. fp8, mxfp4 and their like: of a 16-bit lane.
 struct WeightAt {
   size_t byte;
   int shift;
@@ -145,7 +159,7 @@ KTINJECT_HOST_DEVICE constexpr WeightAt weight_at(Format format, int column, int
   if (format == Format::int8) return {tile + static_cast<size_t>(within / 4 * 64 + j * 4 + within % 4), 0};
   if (format == Format::int4)
     return {tile + static_cast<size_t>(within / 8 * 64 + j * 4 + within % 4), within % 8 < 4 ? 0 : 4};
-  const int rows = format == Format::bf16 ? 1 : format == Format::fp8 ? 2 : 4;  // of the bf16 block in a packed one
+  const int rows = static_cast<int>(1024 / tile_bytes(format));  // of the bf16 block in a packed one
   const int row = within / 2;
   return {tile + static_cast<size_t>(row / rows * 64 + j * 4 + within % 2 * 2), row % rows * 16 / rows};
 }
@@ -155,6 +169,8 @@ inline constexpr size_t kInt4ScalesAt = kPanel * sizeof(float);
 KTINJECT_HOST_DEVICE constexpr size_t int4_zeros_at(int groups) {
   return kInt4ScalesAt + static_cast<size_t>(groups) * kPanel * sizeof(uint16_t);
 }
+// Of factors, in bytes.
+inline constexpr size_t kFactorsBytes = kPanel * sizeof(float);
 // Which scale (int4: and zero point) an output's weights of a group have.
 KTINJECT_HOST_DEVICE constexpr int scale_at(Format format, int group, int column) {
   return format == Format::fp8 ? group * 2 + column / kTile : group * kPanel + column;
@@ -165,7 +181,7 @@ struct Matrix {
   Format format = Format::bf16;
   int n = 0;           // outputs: columns of all tiles, padding left out
   int k = 0;           // inputs
-  int group_size = 0;  // inputs a scale: int4, fp8, mxfp4, K-quants
+  int group_size = 0;  // inputs a scale: int4, fp8, mxfp4, nvfp4, K-quants
   int panels = 0;
   bool symmetric = true;  // int4: no zero points
 
@@ -177,9 +193,11 @@ struct Matrix {
   size_t head_bytes() const {
     if (format == Format::bf16 || is_k_quant(format)) return 0;
     if (format == Format::int8) return kPanel * (sizeof(float) + sizeof(int32_t));
+    if (format == Format::fp8_channel) return kFactorsBytes;
     const auto g = static_cast<size_t>(groups());
     const size_t bytes = format == Format::fp8     ? g * 2 * sizeof(float)
                          : format == Format::mxfp4 ? g * kPanel
+                         : format == Format::nvfp4 ? kFactorsBytes + g * kPanel
                                                    : kPanel * sizeof(float) + g * kPanel * (symmetric ? 2 : 3);
     return (bytes + 63) / 64 * 64;
   }
@@ -217,7 +235,7 @@ struct OutlierColumns {
 // of each of its rows. So the A operand of an AMX instruction is one contiguous run of at most 1 KiB, and a single row
 // is simply contiguous.
 //
-//   bf16, fp8, mxfp4  bf16
+//   bf16, fp8, mxfp4 and their like  bf16
 //   int8  uint8 = q + 128, q in [-127, 127]. The unsigned operand is what the dot product instructions want; the 128 it
 //   adds to
 //         every product is 128 * sum of the weight column, folded into the panel's offset when packing

@@ -41,7 +41,7 @@ uint32_t word_of(const T* values) {
 
 // codes [padded_k] of one output, one a byte, as checkpoints have them.
 void pack_codes(const Matrix& matrix, std::byte* panel, int column, const uint8_t* codes) {
-  if (matrix.format == Format::fp8) {
+  if (matrix.format == Format::fp8 || matrix.format == Format::fp8_channel) {
     place_column(matrix, panel, column, matrix.padded_k() / 4, [&](int i) {
       const uint8_t* c = codes + 4 * i;
       const auto pack = [](uint8_t code) { return static_cast<uint32_t>(Fp8::pack(code)); };
@@ -56,6 +56,25 @@ void pack_codes(const Matrix& matrix, std::byte* panel, int column, const uint8_
       word |= static_cast<uint32_t>(c[2 * j]) << (4 * j) | static_cast<uint32_t>(c[2 * j + 1]) << (16 + 4 * j);
     return word;
   });
+}
+
+// Codes and scales of one output [padded_k] of nvfp4, with the factor for which the largest scale is the largest e4m3.
+void quantise_nvfp4(const Matrix& matrix, const VectorOps& ops, const float* row, std::byte* panel, int column,
+                    uint8_t* codes) {
+  const auto groups = static_cast<size_t>(matrix.groups());
+  const float factor =
+      std::clamp(ops.max_abs(row, matrix.padded_k()) / Nvfp4::kMost, Fp8::kLeastScale, Fp8::kMostScale);
+  reinterpret_cast<float*>(panel)[column] = factor;
+  std::vector<float> most(groups);
+  std::vector<uint8_t> scales(groups);
+  for (size_t g = 0; g < groups; ++g) most[g] = ops.max_abs(row + g * kNvfp4Group, kNvfp4Group);
+  ops.quantise_fp8(most.data(), matrix.groups(), factor * 6.0f, scales.data());
+  for (size_t g = 0; g < groups; ++g) {
+    const uint8_t packed = Nvfp4::pack(scales[g]);
+    const float scale = Nvfp4::scale(packed) * factor;
+    ops.quantise_e2m1(row + g * kNvfp4Group, kNvfp4Group, packed == 0 ? 0.0f : 1.0f / scale, codes + g * kNvfp4Group);
+    reinterpret_cast<uint8_t*>(panel)[kFactorsBytes + g * kPanel + static_cast<size_t>(column)] = packed;
+  }
 }
 
 // One tile's 16 outputs x padded_k inputs, fp32, zero padded. fp8: the tile's scales are there already.
@@ -106,6 +125,16 @@ void pack_tile(const Matrix& matrix, const VectorOps& ops, const float* values, 
       levels[column] = most / 127.0f;
       place_column(matrix, panel, column, padded_k / 8,
                    [&](int i) { return word_of(quantised + 8 * i) | word_of(quantised + 8 * i + 4) << 4; });
+    } else if (matrix.format == Format::fp8_channel) {
+      auto* codes = reinterpret_cast<uint8_t*>(quantised);
+      const float factor = std::clamp(ops.max_abs(row, padded_k) / Fp8::kMost, Fp8::kLeastScale, Fp8::kMostScale);
+      reinterpret_cast<float*>(panel)[column] = factor;
+      ops.quantise_fp8(row, padded_k, factor, codes);
+      pack_codes(matrix, panel, column, codes);
+    } else if (matrix.format == Format::nvfp4) {
+      auto* codes = reinterpret_cast<uint8_t*>(quantised);
+      quantise_nvfp4(matrix, ops, row, panel, column, codes);
+      pack_codes(matrix, panel, column, codes);
     } else {
       auto* codes = reinterpret_cast<uint8_t*>(quantised);
       for (int g = 0; g < matrix.groups(); ++g) {
@@ -140,10 +169,22 @@ void unpack_column(const Matrix& matrix, const std::byte* panel, int column, flo
       uint16_t lane;
       std::memcpy(&lane, data + at.byte, sizeof lane);
       const int code = lane >> at.shift;
-      out[k] = matrix.format == Format::bf16 ? bf16_to_float(lane)
-               : matrix.format == Format::fp8
-                   ? Fp8::value(static_cast<uint8_t>(code)) * fp8_scale(panel, k / matrix.group_size, column / kTile)
-                   : Mxfp4::value(code & 15) * Mxfp4::scale(mxfp4_scales(panel)[scale]);
+      switch (matrix.format) {
+        case Format::bf16:
+          out[k] = bf16_to_float(lane);
+          break;
+        case Format::fp8:
+          out[k] = Fp8::value(static_cast<uint8_t>(code)) * fp8_scale(panel, k / matrix.group_size, column / kTile);
+          break;
+        case Format::fp8_channel:
+          out[k] = Fp8::value(static_cast<uint8_t>(code)) * factors(panel)[column];
+          break;
+        case Format::nvfp4:
+          out[k] = Mxfp4::value(code & 15) * (Nvfp4::scale(nvfp4_scales(panel)[scale]) * factors(panel)[column]);
+          break;
+        default:
+          out[k] = Mxfp4::value(code & 15) * Mxfp4::scale(mxfp4_scales(panel)[scale]);
+      }
     }
   }
 }
@@ -234,9 +275,11 @@ void pack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, const Vecto
 void pack_fp8(runtime::ThreadPool& workers, const Matrix& matrix, const Fp8Source& source, TileMap place,
               std::span<const PanelRun> runs, const std::string& what) {
   auto refuse = [&](const std::string& why) { throw std::domain_error(what + ": " + why); };
-  if (matrix.format != Format::fp8)
+  const bool by_channel = matrix.format == Format::fp8_channel;
+  if (matrix.format != Format::fp8 && !by_channel)
     refuse(std::string("fp8 codes for ") + format_name(matrix.format) + " weights; decode them first");
-  const int rows = (source.n + kFp8Block - 1) / kFp8Block, columns = (source.k + kFp8Block - 1) / kFp8Block;
+  const int rows = by_channel ? source.n : (source.n + kFp8Block - 1) / kFp8Block;
+  const int columns = by_channel ? 1 : (source.k + kFp8Block - 1) / kFp8Block;
   if (source.scale_rows != rows || source.scale_columns != columns)
     refuse("found scales [" + std::to_string(source.scale_rows) + ", " + std::to_string(source.scale_columns) +
            "]; expected [" + std::to_string(rows) + ", " + std::to_string(columns) + "]");
@@ -249,10 +292,14 @@ void pack_fp8(runtime::ThreadPool& workers, const Matrix& matrix, const Fp8Sourc
   each_tile(workers, runs, place, [&](int t, int worker) {
     const TileAt at = place(t);
     std::byte* panel = panel_of(matrix, runs, at.panel);
-    // Tiles past the last output have codes of zero, and any scale.
-    const int scale_row = std::min(t * kTile / kFp8Block, rows - 1);
-    for (int g = 0; g < columns; ++g)
-      reinterpret_cast<float*>(panel)[g * 2 + at.second] = source.scales[scale_row * columns + g];
+    // Outputs past the last one have codes of zero, and any scale.
+    auto* head = reinterpret_cast<float*>(panel);
+    if (by_channel) {
+      for (int j = 0; j < kTile; ++j) head[at.second * kTile + j] = source.scales[std::min(t * kTile + j, rows - 1)];
+    } else {
+      const int scale_row = std::min(t * kTile / kFp8Block, rows - 1);
+      for (int g = 0; g < columns; ++g) head[g * 2 + at.second] = source.scales[scale_row * columns + g];
+    }
     auto* codes = reinterpret_cast<uint8_t*>(buffers) + static_cast<size_t>(worker) * padded_k;
     for (int j = 0; j < kTile; ++j) {
       const int output = t * kTile + j;
@@ -263,6 +310,48 @@ void pack_fp8(runtime::ThreadPool& workers, const Matrix& matrix, const Fp8Sourc
           if (Fp8::is_nan(codes[k])) refuse("output row " + std::to_string(output) + " holds a NaN");
         }
       pack_codes(matrix, panel, at.second * kTile + j, codes);
+    }
+  });
+}
+
+void pack_nvfp4(runtime::ThreadPool& workers, const Matrix& matrix, const Nvfp4Source& source, TileMap place,
+                std::span<const PanelRun> runs, const std::string& what) {
+  auto refuse = [&](const std::string& why) { throw std::domain_error(what + ": " + why); };
+  if (matrix.format != Format::nvfp4)
+    refuse(std::string("NVFP4 codes for ") + format_name(matrix.format) + " weights; decode them first");
+  if (source.groups != source.k / kNvfp4Group || source.k % kNvfp4Group != 0)
+    refuse("found " + std::to_string(source.groups) + " groups for " + std::to_string(source.k) +
+           " inputs; 16 share a scale");
+  if (!(source.factor >= Fp8::kLeastScale && source.factor <= Fp8::kMostScale))
+    refuse("the scale of all is " + std::to_string(source.factor) + "; allowed: 2^-100 to 2^100");
+  const auto padded_k = static_cast<size_t>(matrix.padded_k());
+  std::byte* buffers = workers.buffer(0, static_cast<size_t>(workers.threads()) * padded_k);
+  each_tile(workers, runs, place, [&](int t, int worker) {
+    const TileAt at = place(t);
+    std::byte* panel = panel_of(matrix, runs, at.panel);
+    auto* codes = reinterpret_cast<uint8_t*>(buffers) + static_cast<size_t>(worker) * padded_k;
+    for (int j = 0; j < kTile; ++j) {
+      const int output = t * kTile + j, column = at.second * kTile + j;
+      auto* scales = reinterpret_cast<uint8_t*>(panel) + kFactorsBytes + column;
+      reinterpret_cast<float*>(panel)[column] = source.factor;
+      std::fill(codes, codes + padded_k, uint8_t{0});
+      for (int g = 0; g < matrix.groups(); ++g) {
+        const bool is_padding = output >= source.n || g >= source.groups;
+        uint8_t scale = is_padding ? 0 : source.scales[output * source.scale_n_stride + g * source.scale_k_stride];
+        if (scale == 0x80) scale = 0;
+        if (scale > 0x7e)
+          refuse("the scale of output row " + std::to_string(output) + ", group " + std::to_string(g) +
+                 " is negative or NaN");
+        scales[g * kPanel] = Nvfp4::pack(scale);
+        if (scale == 0) continue;
+        for (int i = 0; i < kNvfp4Group; i += 2) {
+          const int k = g * kNvfp4Group + i;
+          const uint8_t pair = source.codes[output * source.n_stride + k / 2 * source.k_stride];
+          codes[k] = pair & 15;
+          codes[k + 1] = pair >> 4;
+        }
+      }
+      pack_codes(matrix, panel, column, codes);
     }
   });
 }

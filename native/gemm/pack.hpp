@@ -25,7 +25,8 @@ struct Source {
   ptrdiff_t k_stride = 0;
 };
 
-// An fp8 weight as it is stored: e4m3 codes [n, k], and a scale [ceil(n / 128), ceil(k / 128)] for each block.
+// An fp8 weight as it is stored: e4m3 codes [n, k], and a scale [ceil(n / 128), ceil(k / 128)] for each block; or [n,
+// 1] for each output, of fp8_channel.
 struct Fp8Source {
   const uint8_t* codes = nullptr;
   int n = 0;
@@ -35,6 +36,21 @@ struct Fp8Source {
   const float* scales = nullptr;  // contiguous
   int scale_rows = 0;
   int scale_columns = 0;
+};
+
+// An NVFP4 weight as it is stored: e2m1 codes [n, k / 2], an even input in the lower half of a byte, e4m3 scales
+// [n, k / 16], and what multiplies them all.
+struct Nvfp4Source {
+  const uint8_t* codes = nullptr;
+  int n = 0;
+  int k = 0;  // inputs
+  ptrdiff_t n_stride = 0;
+  ptrdiff_t k_stride = 0;  // of bytes
+  const uint8_t* scales = nullptr;
+  int groups = 0;
+  ptrdiff_t scale_n_stride = 0;
+  ptrdiff_t scale_k_stride = 0;
+  float factor = 1.0f;
 };
 
 // A weight in integers as it is stored: codes [n, k] of 4 or 8 bits, of which the middle, 8 or 128, is zero where there
@@ -94,10 +110,15 @@ inline void pack_matrix(runtime::ThreadPool& workers, const Matrix& matrix, cons
   pack_matrix(workers, matrix, ops, source, place, whole, what);
 }
 
-// The same from fp8 codes, for an fp8 matrix: they are kept bit by bit. std::domain_error for a NaN and for scales out
-// of range, too.
+// The same from fp8 codes, for an fp8 or fp8_channel matrix: they are kept bit by bit. std::domain_error for a NaN and
+// for scales out of range, too.
 void pack_fp8(runtime::ThreadPool& workers, const Matrix& matrix, const Fp8Source& source, TileMap place,
               std::span<const PanelRun> runs, const std::string& what);
+
+// The same from NVFP4 codes, for an nvfp4 matrix; those of a group with a scale of zero become zeros. std::domain_error
+// for scales that are negative or NaN, and a factor out of range, too.
+void pack_nvfp4(runtime::ThreadPool& workers, const Matrix& matrix, const Nvfp4Source& source, TileMap place,
+                std::span<const PanelRun> runs, const std::string& what);
 
 // The same from integers, for an int4 matrix of as many groups or an int8 matrix: codes and zero points are kept,
 // scales rounded to what the format has, bf16 in int4. std::domain_error for a scale that is not finite, too.

@@ -72,6 +72,9 @@ struct VectorOps {
   // codes [k] e2m1; returns the e8m0 scale. Of the two powers of two around max|x| / 6 the one with the least squared
   // error; values that fit some such grid exactly come back exactly.
   uint8_t (*quantise_mxfp4)(const float* x, int k, uint8_t* codes);
+
+  // codes [k] e2m1 = round(x * inverse), saturating at 6.
+  void (*quantise_e2m1)(const float* x, int k, float inverse, uint8_t* codes);
 };
 
 extern const VectorOps kBaselineVectorOps;

@@ -330,11 +330,27 @@ struct Group {
     Vector sums[kVectors] = {};
     for (int start = 0; start < size; start += kSums)
       for (int v = 0; v < kVectors; ++v) term(*reinterpret_cast<const Vector*>(values + start + v * kWide), sums[v]);
+    return added_up(sums);
+  }
+
+  static float added_up(const Vector* sums) {
     alignas(64) float total[kSums];
     for (int v = 0; v < kVectors; ++v) *reinterpret_cast<Vector*>(total + v * kWide) = sums[v];
     for (int i = 0; i < 8; ++i) total[i] += total[i + 8];
     for (int i = 0; i < 4; ++i) total[i] += total[i + 4];
     return (total[0] + total[2]) + (total[1] + total[3]);
+  }
+
+  // The same of several at once, total [kCount]: one alone would be a chain of operations with nothing beside it.
+  template <int kCount, class Term>
+  void sums(Term term, float* total) const {
+    Vector sums[kCount][kVectors] = {};
+    for (int start = 0; start < size; start += kSums)
+      for (int v = 0; v < kVectors; ++v) {
+        const Vector x = *reinterpret_cast<const Vector*>(values + start + v * kWide);
+        for (int c = 0; c < kCount; ++c) term(c, x, sums[c][v]);
+      }
+    for (int c = 0; c < kCount; ++c) total[c] = added_up(sums[c]);
   }
 
   // The extremes, and 0 where all lie on one side of it.
@@ -372,6 +388,24 @@ struct BestScale {
     if (total < error) error = total, scale = rounded, zero = zero_point;
   }
 
+  // Several of them, in their order: none is 0, and 0 stands for 0.
+  template <int kCount>
+  void consider_all(const Group& group, const float* candidates, float low, float high) {
+    float rounded[kCount], inverse[kCount], total[kCount];
+    for (int c = 0; c < kCount; ++c) {
+      rounded[c] = from_bf16(to_bf16(candidates[c]));
+      inverse[c] = rounded[c] == 0.0f ? 0.0f : 1.0f / rounded[c];
+    }
+    group.sums<kCount>(
+        [&](int c, const Vector& x, Vector& sums) {
+          const Vector difference = x - rounded[c] * clamp_to(nearest(x * inverse[c]), low, high);
+          sums += difference * difference;
+        },
+        total);
+    for (int c = 0; c < kCount; ++c)
+      if (rounded[c] != 0.0f && total[c] < error) error = total[c], scale = rounded[c], zero = 0.0f;
+  }
+
   // Given the steps, the scale of least squared error has a closed form.
   void refine(const Group& group, float low, float high) {
     if (scale == 0.0f) return;
@@ -406,8 +440,11 @@ static uint16_t quantise_int4(const float* x, int k, int8_t* q) {
   // The extreme maps to about -8.8 ... -5.8: clipping it a little often costs less than a coarser grid for everything
   // else.
   if (extreme != 0.0f) {
-    for (int step = 0; step < 16; ++step)
-      best.consider(group, extreme / (-8.8f + 0.2f * static_cast<float>(step)), 0.0f, -8.0f, 7.0f);
+    constexpr int kSteps = 16, kAtOnce = 4;
+    float candidates[kSteps];
+    for (int step = 0; step < kSteps; ++step) candidates[step] = extreme / (-8.8f + 0.2f * static_cast<float>(step));
+    for (int step = 0; step < kSteps; step += kAtOnce)
+      best.consider_all<kAtOnce>(group, candidates + step, -8.0f, 7.0f);
     best.refine(group, -8.0f, 7.0f);
   }
   best.quantise(group, k, -8.0f, 7.0f, q);
@@ -463,6 +500,14 @@ static inline float e2m1_value(float index) {
   return index < 4.0f ? index * 0.5f : upper;
 }
 
+static void quantise_e2m1(const float* x, int k, float inverse, uint8_t* codes) {
+  for (int i = 0; i < k; ++i) {
+    const float magnitude = as_float(as_bits(x[i]) & 0x7fffffffu) * inverse;
+    const int index = static_cast<int>(e2m1_index(magnitude > 6.0f ? 6.0f : magnitude));
+    codes[i] = static_cast<uint8_t>(index | static_cast<int>((as_bits(x[i]) >> 28) & 8u));
+  }
+}
+
 static uint8_t quantise_mxfp4(const float* x, int k, uint8_t* codes) {
   const u32 most = max_bits(x, k);
   const int exponent = static_cast<int>(most >> 23);
@@ -489,11 +534,6 @@ static uint8_t quantise_mxfp4(const float* x, int k, uint8_t* codes) {
       best = scale;
     }
   }
-  const float inverse = as_float(static_cast<u32>(254 - best) << 23);
-  for (int i = 0; i < k; ++i) {
-    const float magnitude = as_float(as_bits(x[i]) & 0x7fffffffu) * inverse;
-    const int index = static_cast<int>(e2m1_index(magnitude > 6.0f ? 6.0f : magnitude));
-    codes[i] = static_cast<uint8_t>(index | static_cast<int>((as_bits(x[i]) >> 28) & 8u));
-  }
+  quantise_e2m1(x, k, as_float(static_cast<u32>(254 - best) << 23), codes);
   return static_cast<uint8_t>(best);
 }

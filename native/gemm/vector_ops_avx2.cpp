@@ -16,9 +16,9 @@ static inline Vector greater(Vector a, Vector b) { return _mm256_max_ps(a, b); }
 }  // namespace avx2
 
 const VectorOps kAvx2VectorOps = {
-    avx2::round_row,    avx2::quantise_row,  avx2::add_outliers,  avx2::activate,      avx2::combine,
-    avx2::widen,        avx2::max_abs,       avx2::quantise_int8, avx2::quantise_int4, avx2::quantise_int4_zero,
-    avx2::quantise_fp8, avx2::quantise_mxfp4};
+    avx2::round_row,    avx2::quantise_row,   avx2::add_outliers,  avx2::activate,      avx2::combine,
+    avx2::widen,        avx2::max_abs,        avx2::quantise_int8, avx2::quantise_int4, avx2::quantise_int4_zero,
+    avx2::quantise_fp8, avx2::quantise_mxfp4, avx2::quantise_e2m1};
 
 }  // namespace ktinject::gemm
 #pragma GCC pop_options

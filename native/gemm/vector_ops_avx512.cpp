@@ -70,7 +70,8 @@ const VectorOps kAvx512VectorOps = {avx512::round_row,     avx512::quantise_row,
                                     avx512::combine,       avx512::widen,
                                     avx512::max_abs,       avx512::quantise_int8,
                                     avx512::quantise_int4, avx512::quantise_int4_zero,
-                                    avx512::quantise_fp8,  avx512::quantise_mxfp4};
+                                    avx512::quantise_fp8,  avx512::quantise_mxfp4,
+                                    avx512::quantise_e2m1};
 
 }  // namespace ktinject::gemm
 #pragma GCC pop_options

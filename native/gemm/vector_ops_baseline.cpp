@@ -18,6 +18,7 @@ const VectorOps kBaselineVectorOps = {baseline::round_row,     baseline::quantis
                                       baseline::combine,       baseline::widen,
                                       baseline::max_abs,       baseline::quantise_int8,
                                       baseline::quantise_int4, baseline::quantise_int4_zero,
-                                      baseline::quantise_fp8,  baseline::quantise_mxfp4};
+                                      baseline::quantise_fp8,  baseline::quantise_mxfp4,
+                                      baseline::quantise_e2m1};
 
 }  // namespace ktinject::gemm

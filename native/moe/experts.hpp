@@ -81,6 +81,8 @@ class Experts {
   // The same from fp8 codes, for fp8 weights: they are kept bit by bit. Throws std::domain_error for NaN and for scales
   // out of range.
   void load_fp8(Projection projection, int expert, const gemm::Fp8Source& source);
+  // The same from NVFP4 codes, for nvfp4 weights.
+  void load_nvfp4(Projection projection, int expert, const gemm::Nvfp4Source& source);
   // The same from a GGUF file's blocks of the projection's format, for K-quants.
   void load_blocks(Projection projection, int expert, const gemm::KSource& source);
   // The same from integers as they are stored, for int4 and int8 weights.

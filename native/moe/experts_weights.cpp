@@ -82,6 +82,11 @@ void Experts::load_fp8(Projection projection, int expert, const gemm::Fp8Source&
           [&](auto& workers, const auto&... to) { gemm::pack_fp8(workers, matrix_of(projection), source, to...); });
 }
 
+void Experts::load_nvfp4(Projection projection, int expert, const gemm::Nvfp4Source& source) {
+  load_as(projection, expert, source.n, source.k,
+          [&](auto& workers, const auto&... to) { gemm::pack_nvfp4(workers, matrix_of(projection), source, to...); });
+}
+
 void Experts::load_blocks(Projection projection, int expert, const gemm::KSource& source) {
   // The length of the rows tells how many inputs there are; it is checked where they are packed.
   load_as(projection, expert, source.n, inputs_of(projection), [&](auto& workers, const auto&... to) {

@@ -15,6 +15,7 @@
 #include <string>
 #include <system_error>
 
+#include "runtime/alone.hpp"
 #include "runtime/cpu_features.hpp"
 
 namespace ktinject::runtime {
@@ -87,6 +88,7 @@ struct Global {
 };
 
 constinit Turns turns;
+thread_local std::shared_ptr<ThreadPool> own_pool;  // of a thread that computes alone
 std::atomic<uint64_t> sessions{0};
 
 Global* global = nullptr;
@@ -431,7 +433,17 @@ std::shared_ptr<ThreadPool> pool() {
   return here.pool;
 }
 
-Session::Session() : turn_(turns), pool_(pool()) { ++sessions; }
+void compute_alone(bool alone) { own_pool = alone ? std::make_shared<ThreadPool>(1, std::vector<Node>(1)) : nullptr; }
+
+Session::Session() {
+  if (own_pool == nullptr) {
+    turn_ = std::unique_lock(turns);
+    pool_ = pool();
+  } else {
+    pool_ = own_pool;
+  }
+  ++sessions;
+}
 
 uint64_t Session::count() { return sessions.load(); }
 

@@ -134,14 +134,14 @@ class Seat:
         return self.cache.native.places(self.number)
 
     @contextmanager
-    def held(self) -> Iterator[list[int]]:
-        """Inside the `with` block, no expert is overwritten; nor before what the current stream has queued by its end
-        is done. Gives `places()`."""
+    def held(self, stream: torch.cuda.Stream) -> Iterator[list[int]]:
+        """Inside the `with` block, no expert is overwritten; nor before what the stream has queued by its end is done.
+        Gives `places()`."""
         places = self.cache.native.hold(self.number)
         try:
             yield places
         finally:
-            self.cache.native.release(torch.cuda.current_stream(self.cache.device).cuda_stream)
+            self.cache.native.release(stream.cuda_stream)
 
     def begins(self) -> bool:
         """Whether this layer is the first one of a step."""

@@ -15,7 +15,7 @@ from torch import nn
 from ktinject.errors import OperatorError
 from ktinject.operators.base import Placement
 from ktinject.operators.cpu_experts import native_experts
-from ktinject.operators.offload import gpu_experts, streaming
+from ktinject.operators.offload import expert_cache, gpu_experts, streaming
 from ktinject.operators.offload.gpu_experts import GpuExperts
 from ktinject.operators.offload.streaming import StreamedExperts
 from ktinject.operators.probes import experts as routed_experts
@@ -99,7 +99,8 @@ def _counts_on_gpu(
         return native_experts(spec, weights, config.group_size, "auto", symmetric, down_weights=down).bytes
 
     shapes = {*specs.values()}
-    expert_bytes = {spec: packed(spec, config.gpu_weights) // spec.num_experts for spec in shapes}
+    symmetric = config.symmetric if config.copies_as_is else True
+    expert_bytes = {spec: packed(spec, config.gpu_format, symmetric) // spec.num_experts for spec in shapes}
     rings = (
         ring_bytes(config, spec, packed(spec, config.weights, config.symmetric, config.down_weights))[1]
         for spec in shapes
@@ -107,6 +108,8 @@ def _counts_on_gpu(
     room = spare - int(spare * gpu_experts.RESERVE_SHARE) - gpu_experts.RESERVE_BYTES
     room -= sum(GpuExperts.table_bytes(spec.num_experts) for spec in specs.values()) + max(rings, default=0)
     sizes = {path: expert_bytes[spec] for path, spec in specs.items()}
+    if config.moves and any(room < sum(sizes.values()) * spec.num_experts for spec in shapes):
+        room -= expert_cache.MOST_SPARES * sum(sizes.values())
     if config.profile is not None or share != "auto":
         return gpu_experts.fill(traffic, sizes, max(0, room))
     # Without a profile, each layer gets the same number.

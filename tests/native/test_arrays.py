@@ -175,6 +175,16 @@ CASES: dict[str, Case] = {
             "scales": torch.ones(1, 2),
         },
     ),
+    "Experts.load_nvfp4": lambda: (
+        experts("nvfp4", 256).load_nvfp4,
+        {
+            "projection": "up",
+            "expert": 0,
+            "codes": torch.zeros(32, 128, dtype=torch.uint8),
+            "scales": torch.zeros(32, 16, dtype=torch.uint8),
+            "factor": 1.0,
+        },
+    ),
     "Experts.load_integers": lambda: (
         empty("int4", 128, symmetric=False).load_integers,
         {

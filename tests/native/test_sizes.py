@@ -43,6 +43,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "Experts.load_fp8": lambda room: allocated(experts("fp8")).load_fp8(
         "up", 0, rows(room, torch.uint8), torch.ones(1, 1)
     ),
+    "Experts.load_nvfp4": lambda room: allocated(experts("nvfp4")).load_nvfp4(
+        "up", 0, rows(room, torch.uint8), rows(room, torch.uint8), 1.0
+    ),
     "Experts.forward": lambda room: allocated(experts(hidden=1, inner=1, has_bias=False)).forward(
         rows(room, torch.float16),
         rows(room, torch.int32),

@@ -98,6 +98,7 @@ def taken_back() -> Callable[[], None]:
 
 LAYER, BLOCKS, DENSE = allocated(experts()), allocated(experts("fp8")), allocated(linear(64, 48))
 INTEGERS = allocated(experts("int4", inner=64, group_size=32))
+FOURS = allocated(experts("nvfp4", inner=64))
 SUPERBLOCKS = allocated(experts("q4_k", hidden=256, inner=256)), allocated(linear(64, 256, "q4_k"))
 STATE = torch.Generator().manual_seed(0).get_state()
 
@@ -118,6 +119,9 @@ TAKE: dict[str, Callable[[], Any]] = {
     "Experts.load": lambda: LAYER.load("gate", 0, torch.ones(SHAPE["gate"])),
     "Experts.load_fp8": lambda: BLOCKS.load_fp8(
         "up", 1, torch.ones(SHAPE["up"], dtype=torch.uint8), torch.ones(1, 1)
+    ),
+    "Experts.load_nvfp4": lambda: FOURS.load_nvfp4(
+        "up", 1, torch.ones(64, 32, dtype=torch.uint8), torch.ones(64, 4, dtype=torch.uint8), 1.0
     ),
     "Experts.load_integers": lambda: INTEGERS.load_integers(
         "up", 1, torch.ones(64, 64, dtype=torch.uint8), torch.ones(64, 2)
@@ -160,7 +164,8 @@ TAKE: dict[str, Callable[[], Any]] = {
 # These do not, or a thread of their own does it for them. A new binding belongs to one of the two.
 DO_NOT = set(
     """
-    cpu_features amx_permission kernels default_threads set_threads threads sessions set_nodes nodes find_nodes
+    cpu_features amx_permission kernels default_threads set_threads compute_alone threads sessions set_nodes nodes
+    find_nodes
     multiply_units trace_start trace_stop cuda_built cuda_devices why_no_flags read_device handoff_wake handoff_pause
     rms_norm set_answer_timeout answer_timeout fp8_quantise attention latent attention_scratch decode_linear
     force_kernel handoff_naps Seen.first_change choose_on_gpu exchange_state advance rotation route route_grouped
@@ -177,7 +182,7 @@ DO_NOT = set(
     ReusePolicy.uses ReusePolicy.hits
     Resident.bytes Resident.inner_width Resident.copy Resident.forward
     Int4Linear.scratch Int4Linear.forward Int4Linear.dequantise
-    Streamed.packed_bytes Streamed.copy Streamed.unpack Streamed.activate
+    Streamed.packed_bytes Streamed.copy Streamed.copy_absent Streamed.unpack Streamed.activate
     """.split()
 )
 

@@ -27,6 +27,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4_g32_zero": {"weights": "int4", "group_size": 32, "symmetric": False},
     "fp8": {"weights": "fp8"},
     "mxfp4": {"weights": "mxfp4"},
+    "fp8_channel": {"weights": "fp8_channel"},
+    "nvfp4": {"weights": "nvfp4"},
 }
 # K-quants come from GGUF files alone: tests/ktinject/loading/test_k_quants.py.
 TABLE = [row for row in _native.kernels() if row["weights"] not in reference.K_QUANTS]

@@ -33,6 +33,7 @@ class Format:
     exact_in    weight formats of operators that hold all values that `decode` gives
     is_ordered  a table says the group of each input, which may be any
     scales      dtype of the scales of codes, as headers name it; "" where that says nothing
+    is_divided  what is for all of a matrix divides its scales
     """
 
     name: str
@@ -45,6 +46,7 @@ class Format:
     exact_in: tuple[str, ...] = ()
     is_ordered: bool = False
     scales: str = ""
+    is_divided: bool = False
 
     def is_taken(self, native_formats: Collection[str]) -> bool:
         """Whether this is one of these encodings; "int4" are all groups, "int4/64" and "int4/64 zeros" some."""
@@ -108,7 +110,7 @@ class Fp8Blocks:
 
     values  [n, k] float8_e4m3fn
     scales  [ceil(n / block n), ceil(k / block k)] fp32, positive
-    block   (n, k)
+    block   (n, k); (1, k) where an output has one
     """
 
     values: Tensor
@@ -117,9 +119,48 @@ class Fp8Blocks:
 
     def narrow(self, dim: int, start: int, length: int) -> Fp8Blocks:
         """A copy of some of its outputs (0) or inputs (1). Raises ValueError if that would divide a block."""
-        first, count = _blocks(start, length, self.block[dim], ("outputs", "inputs")[dim])
         values = self.values.narrow(dim, start, length).clone()
+        if self.is_by_output and dim == 1:
+            return Fp8Blocks(values, self.scales, (1, length))
+        first, count = _blocks(start, length, self.block[dim], ("outputs", "inputs")[dim])
         return Fp8Blocks(values, self.scales.narrow(dim, first, count).clone(), self.block)
+
+    def of_expert(self, index: int) -> Fp8Blocks:
+        """One of a stack, [n, k]."""
+        return Fp8Blocks(self.values[index], self.scales[index], self.block)
+
+    @property
+    def is_by_output(self) -> bool:
+        """Whether each output has one scale."""
+        return self.block == (1, self.values.shape[-1])
+
+
+@dataclass(frozen=True)
+class Nvfp4:
+    """A weight [..., n, k] in NVFP4, or [..., k, n]: what is said of inputs is of the dimension that codes pack.
+
+    codes    [..., n, k / 2] uint8, two e2m1 a byte, an even input in the lower half
+    scales   [..., n, k / 16] float8_e4m3fn, not negative
+    factors  [...] fp32, what multiplies all of a matrix
+    """
+
+    codes: Tensor
+    scales: Tensor
+    factors: Tensor
+
+    def of_expert(self, index: int) -> Nvfp4:
+        """One of a stack, [n, k]."""
+        return Nvfp4(self.codes[index], self.scales[index], self.factors[index])
+
+    def narrow(self, dim: int, start: int, length: int) -> Nvfp4:
+        """A copy of some of a matrix' outputs (0) or inputs (1). Raises ValueError if that would divide a group."""
+        if dim == 0:
+            cut = (start, length), (start, length)
+        else:
+            first, count = _blocks(start, length, 16, "inputs")
+            cut = (first * 8, count * 8), (first, count)
+        codes, scales = (t.narrow(dim, *at).clone() for t, at in zip((self.codes, self.scales), cut))
+        return Nvfp4(codes, scales, self.factors)
 
 
 @dataclass(frozen=True)
@@ -148,7 +189,7 @@ class GgufRows:
 
 
 # A weight as an operator may take it without decoding.
-Stored = Codes | Fp8Blocks | GgufRows
+Stored = Codes | Fp8Blocks | Nvfp4 | GgufRows
 
 
 @dataclass(frozen=True)

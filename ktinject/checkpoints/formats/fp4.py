@@ -22,6 +22,7 @@ from torch import Tensor
 from ktinject.checkpoints.files import DOWNLOAD_AGAIN
 from ktinject.checkpoints.formats.base import (
     Format,
+    Nvfp4,
     OwnTensors,
     SourceFormat,
     check_finite,
@@ -37,7 +38,7 @@ from ktinject.checkpoints.reader import Reader
 NV_GROUP, MX_GROUP = 16, 32
 _CODES = ("U8", "I8")
 _EXPONENTS = ("U8", "F8_E8M0")
-_GLOBAL = ("_scale_2", "_global_scale")
+_DIVIDES = "_global_scale"
 
 
 class Fp4(SourceFormat):
@@ -86,46 +87,71 @@ class Fp4(SourceFormat):
             if whole.dtype != "F32" or whole.shape not in ((), (1,), of_all, (*of_all, 1), (*of_all, 1, 1)):
                 text = f"{whole.dtype} {list(whole.shape)}; F32 [] is needed"
                 raise refused(reader, held[2], f"{text}, or one for each expert. {DOWNLOAD_AGAIN}")
-        return Format(name, held, shape=shape, group_size=group, encoding=name, exact_in=exact)
+        # Whether it is rows that codes are packed along, operators have to know.
+        encoding = name if shape[-1] == 2 * codes.shape[-1] or name == "mxfp4" else f"{name}_across"
+        divided = name == "nvfp4" and held[2].endswith(_DIVIDES)
+        return Format(
+            name, held, shape=shape, group_size=group, encoding=encoding, exact_in=exact, is_divided=divided
+        )
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:
         """fp32, each the fp32 product of the value and its scale, which is that of two scales in NVFP4."""
         assert form.shape is not None, "of a complete checkpoint"
         no_expert_of_a_matrix(reader, form.companions[0], index, form.shape)
         codes = reader.read(form.companions[0], index).view(torch.uint8)
-        scales = self._scales(reader, form, index)
+        if form.name == "mxfp4":
+            scales = _exponents(reader, form.companions[1], index)
+        else:
+            scales = _scaled(reader, form, index)
         across = scales.shape[-1] * form.group_size != codes.shape[-1] * 2
         if across:
             codes, scales = codes.mT, scales.mT
         values = unpacked(codes).unflatten(-1, (-1, form.group_size)).mul_(scales[..., None]).flatten(-2)
         return values.mT if across else values
 
-    def _scales(self, reader: Reader, form: Format, index: int | None) -> Tensor:
-        """fp32, one for each group, as they lie."""
-        name = form.companions[1]
-        raw = reader.read(name, index)
-        if form.name == "mxfp4":
-            raw = raw.view(torch.uint8)
-            if len(wrong := (raw > MOST_SCALE).flatten().nonzero()):
-                at = [int(i) for i in torch.unravel_index(wrong[0], raw.shape)]
-                text = f"{int(raw[tuple(at)])} at {at}; exponents must be at most {MOST_SCALE}"
-                raise refused(reader, name, f"{text}. {DOWNLOAD_AGAIN}")
-            return raw.view(torch.float8_e8m0fnu).float()
-        # A group of zeros may have a scale of zero.
-        check_finite(name, raw, reader)
-        whole_name = form.companions[2]
-        each = len(reader.tensors[whole_name].shape) > 0 and reader.tensors[whole_name].shape != (1,)
-        whole = reader.read(whole_name, index if each else None)
-        check_scales(reader, whole_name, whole)
-        whole = whole.reshape(*whole.shape[: raw.dim() - 2], 1, 1) if whole.numel() > 1 else whole.reshape(())
-        scales = raw.float()
-        if bool((scales < 0).any()):
-            raise refused(
-                reader, name, f"{scales.min().item()}; scales must not be negative. {DOWNLOAD_AGAIN}"
-            )
-        product = scales / whole if whole_name.endswith("global_scale") else scales * whole
-        check_finite(f"{name} with {whole_name}", product, reader)
-        return product
+    def stored(self, reader: Reader, key: str, form: Format) -> Nvfp4:
+        """Of NVFP4. compressed-tensors divides by what multiplies all: its reciprocal is rounded to fp32."""
+        codes = reader.read(form.companions[0]).view(torch.uint8)
+        scales, whole, divides = _two_scales(reader, form, None)
+        return Nvfp4(codes, scales, (1 / whole if divides else whole).expand(scales.shape[:-2]))
+
+
+def _exponents(reader: Reader, name: str, index: int | None) -> Tensor:
+    """MXFP4's scales in fp32, one for each group, as they lie. Raises CheckpointError."""
+    raw = reader.read(name, index).view(torch.uint8)
+    if len(wrong := (raw > MOST_SCALE).flatten().nonzero()):
+        at = [int(i) for i in torch.unravel_index(wrong[0], raw.shape)]
+        text = f"{int(raw[tuple(at)])} at {at}; exponents must be at most {MOST_SCALE}"
+        raise refused(reader, name, f"{text}. {DOWNLOAD_AGAIN}")
+    return raw.view(torch.float8_e8m0fnu).float()
+
+
+def _two_scales(reader: Reader, form: Format, index: int | None) -> tuple[Tensor, Tensor, bool]:
+    """NVFP4's scales as they lie; fp32 [] or [experts], what is for all of a matrix; and whether it divides.
+
+    Raises   CheckpointError
+    """
+    name, whole_name = form.companions[1:]
+    scales = reader.read(name, index)
+    # A group of zeros may have a scale of zero.
+    check_finite(name, scales, reader)
+    if bool((scales.float() < 0).any()):
+        text = f"{scales.float().min().item()}; scales must not be negative"
+        raise refused(reader, name, f"{text}. {DOWNLOAD_AGAIN}")
+    each = len(reader.tensors[whole_name].shape) > 0 and reader.tensors[whole_name].shape != (1,)
+    whole = reader.read(whole_name, index if each else None)
+    check_scales(reader, whole_name, whole)
+    whole = whole.reshape(whole.shape[: scales.dim() - 2] if whole.numel() > 1 else ())
+    return scales, whole, form.is_divided
+
+
+def _scaled(reader: Reader, form: Format, index: int | None) -> Tensor:
+    """NVFP4's two scales in one, fp32. Raises CheckpointError."""
+    scales, whole, divides = _two_scales(reader, form, index)
+    whole = whole[..., None, None]
+    product = scales.float() / whole if divides else scales.float() * whole
+    check_finite(f"{form.companions[1]} with {form.companions[2]}", product, reader)
+    return product
 
 
 def _shape(codes: tuple[int, ...], scales: tuple[int, ...], group: int) -> tuple[int, ...] | None:

@@ -75,7 +75,7 @@ class Fp8(SourceFormat):
         exact = ("bf16",) if reader.tensors[scale].dtype in _EXPONENTS else ()
         if name == "fp8_tensor":
             block = BLOCK  # one scale for all is the same scale for each block
-        encoding = "fp8" if name in ("fp8_blocks", "fp8_tensor") else ""
+        encoding = {"fp8_blocks": "fp8", "fp8_tensor": "fp8", "fp8_channel": "fp8_channel"}.get(name, "")
         return Format(name, (scale,), block, encoding=encoding, exact_in=exact)
 
     def decode(self, reader: Reader, key: str, form: Format, index: int | None) -> Tensor:

@@ -387,22 +387,32 @@ void int4(const Matrix& matrix, const std::byte* panels, int count, const Packed
       Int4Scales{rows.scale});
 }
 
-template <class Tiles>
+template <class Tiles, class Rescale>
 void decoded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
-             std::byte* scratch, const Epilogue* epilogue, Decode decode) {
+             std::byte* scratch, const Epilogue* epilogue, Decode decode, Rescale rescale) {
   if (rows.m <= 2 * kTile)
     return few<Tiles>(
         matrix, panels, count, rows, c, scratch, epilogue, Tiles::bf16,
         [&](const std::byte* panel, int first, int blocks, std::byte* to) {
           decode(matrix, panel, first, blocks, kDecodeAhead, to);
         },
-        kDone);
+        rescale);
   expanded<Tiles>(
       matrix, panels, count, rows, c, scratch, epilogue, kDecodedUncut, Tiles::bf16,
       [&](const std::byte* panel, int first, int blocks, std::byte* to) {
         decode(matrix, panel, first, blocks, 0, to);
       },
-      kDone);
+      rescale);
+}
+
+template <class Tiles>
+void decoded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+             std::byte* scratch, const Epilogue* epilogue, Decode decode) {
+  if (!has_factors(matrix.format))
+    return decoded<Tiles>(matrix, panels, count, rows, c, scratch, epilogue, decode, kDone);
+  decoded<Tiles>(
+      matrix, panels, count, rows, c, scratch, epilogue, decode,
+      [&](const std::byte* panel, int, int height, float* sums) { multiply_by_factors(matrix, panel, height, sums); });
 }
 
 }  // namespace
@@ -440,6 +450,14 @@ void amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const P
                std::byte* scratch, const Epilogue* epilogue) {
   decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_mxfp4);
 }
+void amx_fp8_channel(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                     std::byte* scratch, const Epilogue* epilogue) {
+  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_fp8);
+}
+void amx_nvfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+               std::byte* scratch, const Epilogue* epilogue) {
+  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_nvfp4);
+}
 void modelled_amx_fp8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                       std::byte* scratch, const Epilogue* epilogue) {
   decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_fp8);
@@ -447,6 +465,14 @@ void modelled_amx_fp8(const Matrix& matrix, const std::byte* panels, int count, 
 void modelled_amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
                         float* c, std::byte* scratch, const Epilogue* epilogue) {
   decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_mxfp4);
+}
+void modelled_amx_fp8_channel(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
+                              float* c, std::byte* scratch, const Epilogue* epilogue) {
+  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_fp8);
+}
+void modelled_amx_nvfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
+                        float* c, std::byte* scratch, const Epilogue* epilogue) {
+  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_nvfp4);
 }
 
 }  // namespace ktinject::gemm

@@ -189,7 +189,7 @@ void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Pa
 // A slice of a panel is decoded once for all rows, which then add its share to c.
 void decoded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
              std::byte* scratch, Decode decode) {
-  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
+  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel) {
     for (int first = 0; first < matrix.blocks(); first += kDecodedBlocks) {
       const int blocks = matrix.blocks() - first < kDecodedBlocks ? matrix.blocks() - first : kDecodedBlocks;
       decode(matrix, panels, first, blocks, kDecodeAhead, scratch);
@@ -200,6 +200,8 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Pac
                     else bf16_rows<1, false>(blocks, scratch, x, block_stride, first > 0, out);
                   });
     }
+    multiply_by_factors(matrix, panels, rows.m, c);
+  }
 }
 
 }  // namespace
@@ -221,6 +223,16 @@ void avx2_fp8(const Matrix& matrix, const std::byte* panels, int count, const Pa
 void avx2_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                 std::byte* scratch, const Epilogue*) {
   decoded(matrix, panels, count, rows, c, scratch, avx2_decode_mxfp4);
+}
+
+void avx2_fp8_channel(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                      std::byte* scratch, const Epilogue*) {
+  decoded(matrix, panels, count, rows, c, scratch, avx2_decode_fp8);
+}
+
+void avx2_nvfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                std::byte* scratch, const Epilogue*) {
+  decoded(matrix, panels, count, rows, c, scratch, avx2_decode_nvfp4);
 }
 
 void avx2_int8(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,

@@ -318,7 +318,7 @@ void for_runs(const Matrix& matrix, const std::byte* panels, int count, const Pa
 // A slice of a panel is decoded once for all rows, which then add its share to c.
 void decoded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
              std::byte* scratch, Decode decode) {
-  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel)
+  for (int p = 0; p < count; ++p, panels += matrix.panel_bytes(), c += static_cast<size_t>(rows.m) * kPanel) {
     for (int first = 0; first < matrix.blocks(); first += kDecodedBlocks) {
       const int blocks = matrix.blocks() - first < kDecodedBlocks ? matrix.blocks() - first : kDecodedBlocks;
       decode(matrix, panels, first, blocks, kDecodeAhead, scratch);
@@ -331,6 +331,8 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Pac
 #undef CALL
                    });
     }
+    multiply_by_factors(matrix, panels, rows.m, c);
+  }
 }
 
 }  // namespace
@@ -383,6 +385,16 @@ void avx512_fp8(const Matrix& matrix, const std::byte* panels, int count, const 
 void avx512_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                   std::byte* scratch, const Epilogue*) {
   decoded(matrix, panels, count, rows, c, scratch, avx512_decode_mxfp4);
+}
+
+void avx512_fp8_channel(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
+                        float* c, std::byte* scratch, const Epilogue*) {
+  decoded(matrix, panels, count, rows, c, scratch, avx512_decode_fp8);
+}
+
+void avx512_nvfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                  std::byte* scratch, const Epilogue*) {
+  decoded(matrix, panels, count, rows, c, scratch, avx512_decode_nvfp4);
 }
 
 }  // namespace ktinject::gemm

@@ -39,6 +39,26 @@ inline __m256i odd_lanes(__m256i low, __m256i high) {
 
 inline void store(std::byte* to, __m256i value) { _mm256_store_si256(reinterpret_cast<__m256i*>(to), value); }
 
+// Sixteen 16-bit lanes of four codes each → four vectors of bf16, 64 bytes apart: what `finish` makes of the table's
+// values, but zero for codes of zero.
+template <class Finish>
+inline void nibbles(const std::byte* from, size_t ahead, const ByteTables& table, std::byte* to, Finish finish) {
+  const __m256i low_bits = _mm256_set1_epi8(0x0f), magnitude = _mm256_set1_epi16(7);
+  _mm_prefetch(reinterpret_cast<const char*>(from + ahead), _MM_HINT_T0);
+  const __m256i four = load(from);
+  auto put = [&](int i, __m256i lanes, __m256i codes) {
+    const __m256i is_zero = _mm256_cmpeq_epi16(_mm256_and_si256(codes, magnitude), _mm256_setzero_si256());
+    store(to + i * 64, _mm256_andnot_si256(is_zero, finish(lanes)));
+  };
+  // Nibbles 0 and 2 of each lane, then 1 and 3.
+  for (int i = 0; i < 2; ++i) {
+    const __m256i codes = _mm256_and_si256(i == 0 ? four : _mm256_srli_epi16(four, 4), low_bits);
+    const __m256i low = _mm256_shuffle_epi8(table.low, codes), high = _mm256_shuffle_epi8(table.high, codes);
+    put(i, even_lanes(low, high), codes);
+    put(i + 2, odd_lanes(low, high), _mm256_srli_epi16(codes, 8));
+  }
+}
+
 }  // namespace
 
 void avx2_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead, std::byte* to) {
@@ -50,7 +70,7 @@ void avx2_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, in
   for (int block = first; block < first + blocks; ++block) {
     if (block == first || block % kBlocksAScale == 0)
       for (int tile = 0; tile < 2; ++tile) {
-        const float scale = fp8_scale(panel, block / kBlocksAScale, tile);
+        const float scale = has_factors(matrix.format) ? 1.0f : fp8_scale(panel, block / kBlocksAScale, tile);
         uint16_t values[2][16] = {};
         for (int i = 0; i < 16; ++i) {
           values[0][i] = float_to_bf16(static_cast<float>(8 + i % 8) * (i < 8 ? 0x1p-10f : 0x1p-9f) * scale);
@@ -81,7 +101,6 @@ void avx2_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, in
 void avx2_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
                        std::byte* to) {
   const ByteTables table(kE2m1Bits);
-  const __m256i low_bits = _mm256_set1_epi8(0x0f), magnitude = _mm256_set1_epi16(7);
   const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 512;
   const uint8_t* scales = mxfp4_scales(panel) + static_cast<size_t>(first) * kPanel;
   for (int block = 0; block < blocks; ++block, scales += kPanel)
@@ -93,22 +112,33 @@ void avx2_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first, 
         exponents[half] = _mm256_slli_epi16(_mm256_or_si256(scale, _mm256_slli_epi32(scale, 16)), 7);
       }
       for (int row = 0; row < 4; ++row, from += 64, to += 256)
-        for (int half = 0; half < 2; ++half) {
-          _mm_prefetch(reinterpret_cast<const char*>(from + ahead), _MM_HINT_T0);
-          const __m256i four = load(from + half * 32);
-          auto put = [&](int i, __m256i lanes, __m256i codes) {
-            const __m256i is_zero = _mm256_cmpeq_epi16(_mm256_and_si256(codes, magnitude), _mm256_setzero_si256());
-            store(to + i * 64 + half * 32, _mm256_andnot_si256(is_zero, _mm256_add_epi16(lanes, exponents[half])));
-          };
-          // Nibbles 0 and 2 of each lane, then 1 and 3.
-          for (int i = 0; i < 2; ++i) {
-            const __m256i codes = _mm256_and_si256(i == 0 ? four : _mm256_srli_epi16(four, 4), low_bits);
-            const __m256i low = _mm256_shuffle_epi8(table.low, codes), high = _mm256_shuffle_epi8(table.high, codes);
-            put(i, even_lanes(low, high), codes);
-            put(i + 2, odd_lanes(low, high), _mm256_srli_epi16(codes, 8));
-          }
-        }
+        for (int half = 0; half < 2; ++half)
+          nibbles(from + half * 32, ahead, table, to + half * 32,
+                  [&](__m256i lanes) { return _mm256_add_epi16(lanes, exponents[half]); });
     }
+}
+
+void avx2_decode_nvfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                       std::byte* to) {
+  const ByteTables table(kE2m1Added);
+  const __m256i lowest = _mm256_set1_epi16(1);
+  const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 512;
+  const uint8_t* scales = nvfp4_scales(panel) + static_cast<size_t>(first) * 2 * kPanel;
+  const auto twice = [](__m256i bits) { return _mm256_or_si256(bits, _mm256_srli_epi32(bits, 16)); };
+  for (int block = 0; block < blocks; ++block, scales += 2 * kPanel)
+    for (int tile = 0; tile < 2; ++tile)
+      for (int row = 0; row < 4; ++row, from += 64, to += 256)
+        for (int half = 0; half < 2; ++half) {
+          const uint8_t* of_group = scales + row / 2 * kPanel + tile * kTile + half * 8;
+          const __m256i packed = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(of_group)));
+          const __m256i bits = _mm256_add_epi32(_mm256_slli_epi32(packed, 20), _mm256_set1_epi32(117 << 23));
+          const __m256 half_more = _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(1.5f));
+          const __m256i plain = twice(bits), more = _mm256_sub_epi16(twice(_mm256_castps_si256(half_more)), lowest);
+          nibbles(from + half * 32, ahead, table, to + half * 32, [&](__m256i added) {
+            const __m256i is_more = _mm256_cmpeq_epi16(_mm256_and_si256(added, lowest), lowest);
+            return _mm256_add_epi16(added, _mm256_blendv_epi8(plain, more, is_more));
+          });
+        }
 }
 
 }  // namespace ktinject::gemm

@@ -2,8 +2,9 @@
 //
 // fp8: the low five bits of a packed byte (see `Fp8`) choose sign, mantissa and the lowest exponent bit of scale *
 // code, rounded to bf16; the upper three bits are added to the exponent. Codes with an exponent of zero come from a
-// table of their own. A scale belongs to a whole tile and four blocks, for which the two tables are made. mxfp4:
-// sixteen values, to whose exponent that of the scale is added; zeros stay zero.
+// table of their own. A scale belongs to a whole tile and four blocks, for which the two tables are made; fp8_channel
+// has none. mxfp4: sixteen values, to whose exponent that of the scale is added; zeros stay zero. nvfp4: a code is a
+// power of two, or 1.5 times one; its sign and exponent are added to the scale, or to 1.5 times the scale.
 #include <immintrin.h>
 
 #include "gemm/kernels/dequantise.hpp"
@@ -55,7 +56,8 @@ void avx512_decode_fp8(const Matrix& matrix, const std::byte* panel, int first, 
   Fp8Tables tables[2];
   for (int block = first; block < first + blocks; ++block, from += 1024) {
     if (block == first || block % kBlocksAScale == 0)
-      for (int tile = 0; tile < 2; ++tile) tables[tile] = fp8_tables(fp8_scale(panel, block / kBlocksAScale, tile));
+      for (int tile = 0; tile < 2; ++tile)
+        tables[tile] = fp8_tables(has_factors(matrix.format) ? 1.0f : fp8_scale(panel, block / kBlocksAScale, tile));
 #pragma GCC unroll 2
     for (int tile = 0; tile < 2; ++tile) {
 #pragma GCC unroll 8
@@ -98,6 +100,45 @@ void avx512_decode_mxfp4(const Matrix& matrix, const std::byte* panel, int first
         store(1, _mm512_srli_epi16(four, 4));
         store(2, _mm512_srli_epi16(four, 8));
         store(3, _mm512_srli_epi16(four, 12));
+      }
+    }
+  }
+}
+
+void avx512_decode_nvfp4(const Matrix& matrix, const std::byte* panel, int first, int blocks, size_t ahead,
+                         std::byte* to) {
+  const __m256i sixteen = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kE2m1Added));
+  const __m512i table = _mm512_broadcast_i64x4(sixteen);  // twice: lookups see the lowest bit of the next code
+  const __m512i magnitude = _mm512_set1_epi16(7), lowest = _mm512_set1_epi16(1);
+  const std::byte* from = panel + matrix.head_bytes() + static_cast<size_t>(first) * 512;
+  const uint8_t* scales = nvfp4_scales(panel) + static_cast<size_t>(first) * 2 * kPanel;
+  const auto twice = [](__m512i bits) { return _mm512_or_si512(bits, _mm512_srli_epi32(bits, 16)); };
+  for (int block = 0; block < blocks; ++block, from += 512, scales += 2 * kPanel) {
+#pragma GCC unroll 2
+    for (int tile = 0; tile < 2; ++tile) {
+#pragma GCC unroll 2
+      for (int group = 0; group < 2; ++group) {
+        const __m512i packed = _mm512_cvtepu8_epi32(
+            _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + group * kPanel + tile * kTile)));
+        const __m512i bits = _mm512_add_epi32(_mm512_slli_epi32(packed, 20), _mm512_set1_epi32(117 << 23));
+        const __m512 half_more = _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(1.5f));
+        const __m512i plain = twice(bits), more = _mm512_sub_epi16(twice(_mm512_castps_si512(half_more)), lowest);
+#pragma GCC unroll 2
+        for (int row = 0; row < 2; ++row, to += 256) {
+          const std::byte* codes = from + tile * 256 + (group * 2 + row) * 64;
+          _mm_prefetch(reinterpret_cast<const char*>(codes + ahead), _MM_HINT_T0);
+          const __m512i four = _mm512_load_si512(codes);
+          auto store = [&](int i, __m512i lanes) {
+            const __m512i added = _mm512_permutexvar_epi16(lanes, table);
+            const __m512i scale = _mm512_mask_mov_epi16(plain, _mm512_test_epi16_mask(added, lowest), more);
+            const __mmask32 used = _mm512_test_epi16_mask(lanes, magnitude);
+            _mm512_store_si512(to + i * 64, _mm512_maskz_add_epi16(used, added, scale));
+          };
+          store(0, four);
+          store(1, _mm512_srli_epi16(four, 4));
+          store(2, _mm512_srli_epi16(four, 8));
+          store(3, _mm512_srli_epi16(four, 12));
+        }
       }
     }
   }

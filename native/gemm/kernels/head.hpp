@@ -23,6 +23,18 @@ inline float fp8_scale(const std::byte* panel, int group, int tile) {
   return reinterpret_cast<const float*>(panel)[group * 2 + tile];
 }
 inline const uint8_t* mxfp4_scales(const std::byte* panel) { return reinterpret_cast<const uint8_t*>(panel); }
+// Of fp8_channel and nvfp4.
+inline const float* factors(const std::byte* panel) { return reinterpret_cast<const float*>(panel); }
+inline const uint8_t* nvfp4_scales(const std::byte* panel) {
+  return reinterpret_cast<const uint8_t*>(panel + kFactorsBytes);
+}
+// sums [rows, 32] times the factors of their outputs, in place, where the format has them.
+inline void multiply_by_factors(const Matrix& matrix, const std::byte* panel, int rows, float* sums) {
+  if (!has_factors(matrix.format)) return;
+  const float* factor = factors(panel);
+  for (int row = 0; row < rows; ++row, sums += kPanel)
+    for (int j = 0; j < kPanel; ++j) sums[j] *= factor[j];
+}
 
 // e4m3 (1 sign, 4 exponent, 3 mantissa bits, bias 7, no infinities) as it is packed: from the top, exponent bits 3 to
 // 1, sign, exponent bit 0, mantissa. So the low five bits choose among 32 values, and the rest is added to the
@@ -42,6 +54,27 @@ struct Fp8 {
                                 ? static_cast<float>(mantissa) * 0x1p-9f
                                 : static_cast<float>(8 + mantissa) * 0x1p-10f * static_cast<float>(1 << exponent);
     return packed & 0x10 ? -magnitude : magnitude;
+  }
+};
+
+// nvfp4's scales: e4m3 in a checkpoint, never negative. They are packed with a fifth bit of exponent, bias 10, in place
+// of the sign, so that those below 2^-6 have a leading one like all others and become bf16 by a shift and an addition.
+// A scale of zero stays zero; the codes of its group are packed as zeros.
+struct Nvfp4 {
+  static constexpr float kMost = 448.0f * 6.0f;
+
+  static uint8_t pack(uint8_t e4m3) {
+    int exponent = e4m3 >> 3, mantissa = e4m3 & 7;
+    if (exponent != 0) return static_cast<uint8_t>((exponent + 3) << 3 | mantissa);
+    if (mantissa == 0) return 0;
+    for (exponent = 4; mantissa < 8; mantissa *= 2) --exponent;
+    return static_cast<uint8_t>(exponent << 3 | (mantissa & 7));
+  }
+  static float scale(uint8_t packed) {
+    const uint32_t bits = packed == 0 ? 0 : (uint32_t{packed} << 20) + (117u << 23);
+    float value;
+    __builtin_memcpy(&value, &bits, sizeof value);
+    return value;
   }
 };
 

@@ -88,6 +88,7 @@ uint32_t lane_of(const Matrix& matrix, const std::byte* panel, int k, int j) {
 template <class Weight>
 void decoded(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
              Weight weight) {
+  const bool scaled = has_factors(matrix.format);
   for_each(matrix, panels, count, rows, c, [&](const std::byte* panel, int row, int j) {
     float sum = 0;
     for (int k = 0; k < matrix.padded_k(); ++k) {
@@ -95,7 +96,7 @@ void decoded(const Matrix& matrix, const std::byte* panels, int count, const Pac
       __builtin_memcpy(&x, of_row(rows, row, 2 * k), 2);
       sum += bf16_to_float(x) * bf16_to_float(float_to_bf16(weight(panel, k, j)));
     }
-    return sum;
+    return scaled ? sum * factors(panel)[j] : sum;
   });
 }
 
@@ -114,6 +115,21 @@ void reference_mxfp4(const Matrix& matrix, const std::byte* panels, int count, c
   decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
     const uint8_t scale = mxfp4_scales(panel)[k / kMxfp4Group * kPanel + j];
     return Mxfp4::value(static_cast<int>(lane_of(matrix, panel, k, j) & 15)) * Mxfp4::scale(scale);
+  });
+}
+
+void reference_fp8_channel(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
+                           float* c, std::byte*, const Epilogue*) {
+  decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
+    return Fp8::value(static_cast<uint8_t>(lane_of(matrix, panel, k, j)));
+  });
+}
+
+void reference_nvfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
+                     std::byte*, const Epilogue*) {
+  decoded(matrix, panels, count, rows, c, [&](const std::byte* panel, int k, int j) {
+    const uint8_t scale = nvfp4_scales(panel)[k / kNvfp4Group * kPanel + j];
+    return Mxfp4::value(static_cast<int>(lane_of(matrix, panel, k, j) & 15)) * Nvfp4::scale(scale);
   });
 }
 

@@ -21,7 +21,6 @@ from ktinject.generation.cuda import delta_ops, fused, recurrent_ops, recurrent_
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.recurrent_spec import ShortConvolutionSpec
 from ktinject.generation.several import SeveralTokens
-from ktinject.generation.trials import Costs, Trials
 from ktinject.support import SUPPORTED
 
 torch.set_num_threads(1)
@@ -238,93 +237,3 @@ class TestInGraphs:
         check(model)
         runner = model.ktinject_decoding.runners[1]
         assert runner.several._graphs and all(runner.several._graphs.values())
-
-
-def text_of(
-    right: int, seconds: Any, tokens: int = 64, costs: Costs | None = None
-) -> tuple[float, list[int]]:
-    """A text of which so many candidates are right in each step, and what a step of n tokens takes.
-
-    Returns  tokens a second, and how many candidates the steps tried
-    """
-    costs = costs or Costs()
-    trials, clock, written, tried = Trials(4, costs), 0.0, 0, []
-    while written < tokens:
-        count = trials.limit
-        clock += seconds(count + 1)
-        costs.note(count + 1, seconds(count + 1))
-        accepted = min(right, count)
-        trials.note(count, accepted)
-        tried.append(count)
-        written += accepted + 1
-    return written / clock, tried
-
-
-# Of experts in the CPU's memory, which a token more reads anew, and of weights that are read once for all.
-@pytest.mark.parametrize("more", [0.1, 0.4, 0.6, 0.7])
-def test_as_many_candidates_are_tried_as_pay(more: float) -> None:
-    def seconds(tokens: int) -> float:
-        return 2e-3 * (1 + more * (tokens - 1))
-
-    plain = 1 / seconds(1)
-    rate, tried = text_of(0, seconds)
-    assert rate > 0.93 * plain and max(tried[12:]) <= 1
-    for right in (1, 2, 3, 4):
-        rate, tried = text_of(right, seconds)
-        assert rate > (1.1 if right == 1 else 1.15) * plain
-        assert tried[8:].count(right) > 0.6 * len(tried[8:]) or more == 0.1
-    costs = Costs()
-    text_of(4, seconds, costs=costs)
-    _, tried = text_of(4, seconds, 40, costs)
-    assert tried[0], "what steps cost is known from the request before"
-
-
-def test_candidates_that_never_pay() -> None:
-    """As where a step of two tokens takes more than two of one."""
-    rate, tried = text_of(4, lambda tokens: 1 + 1.2 * (tokens - 1), 200)
-    assert rate > 0.93 and 0 < sum(map(bool, tried)) < 12
-
-
-def test_a_text_that_begins_to_repeat_itself() -> None:
-    trials = Trials(4, Costs())
-    for tokens in range(1, 6):
-        trials._costs.note(tokens, 1 + 0.6 * (tokens - 1))
-    for _ in range(200):
-        trials.note(trials.limit, 0)
-    limits = []
-    for _ in range(100):
-        limits.append(trials.limit)
-        trials.note(trials.limit, trials.limit)
-    assert limits.index(1) <= 64 and limits[-1] == 4
-    assert limits[limits.index(1) :].count(0) == 0, "what is right is tried again at once"
-
-
-def test_where_nothing_is_found_fewer_steps_look_for_it() -> None:
-    trials = Trials(4, Costs())
-    trials._costs.note(1, 1.0)
-    looked = []
-    for step in range(60):
-        if trials.pauses:
-            trials.note(0, 0)
-            continue
-        looked.append(step)
-        trials.note(0, 0)
-        trials.miss()
-    assert looked[:5] == [0, 2, 5, 10, 19] and len(looked) == 9
-    while trials.pauses:
-        trials.note(0, 0)
-    trials.note(trials.limit, 1)
-    trials.miss()
-    assert trials.pauses == 1, "what was found once is looked for more often again"
-
-
-def test_costs_that_nobody_has_measured() -> None:
-    costs = Costs()
-    assert costs.of(1) == 1 < costs.of(2) < costs.of(5)
-    costs.note(1, 10.0)
-    costs.note(5, 30.0)
-    assert costs.of(3) == 20 and costs.of(2) == 15
-    assert costs.of(9) > 30
-    for seconds in (12.0, 90.0, 11.0):
-        costs.note(1, seconds)
-    assert costs.of(1) == 11.5, "of some, the median"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import models as families
@@ -20,11 +21,12 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from ktinject.errors import OperatorError
-from ktinject.generation import several
+from ktinject.generation import governed, several
 from ktinject.generation.cache_layers import kinds_of, tensors_of
-from ktinject.generation.candidates import Drafts
+from ktinject.generation.candidates import Request
 from ktinject.generation.cpu.native_decoder import NativeDecoder
 from ktinject.generation.decoding import Explanation
+from ktinject.generation.governor import Governor
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.several import SeveralTokens
 from ktinject.hf import compat
@@ -176,17 +178,31 @@ def test_a_step_of_several_tokens_leaves_what_single_steps_leave(family: str, co
             native.keep(runner.cache.bucket(runner.cache.capacity), 4)
 
 
+class Known:
+    """Candidates of a text that is known, of which all are right but the last one."""
+
+    most, is_free, asks_hidden = 4, True, False
+
+    def __init__(self, text: Tensor, prompt: int) -> None:
+        self._text, self._length = text[0].tolist(), prompt
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._length += len(tokens)
+
+    def candidates(self, most: int) -> list[int]:
+        behind = self._text[self._length :][: min(4, most)]
+        return [*behind[:-1], *((token + 1) % 90 for token in behind[-1:])]
+
+
 def twice(monkeypatch: pytest.MonkeyPatch, plain: Any) -> Iterator[None]:
     """First with a lookup's candidates, as many as pay; then with four, of which all are right but the last one."""
     yield
 
-    def drafted(_: Drafts, text: Tensor, most: int) -> tuple[Tensor, None]:
-        behind = plain.sequences[:, text.shape[1] :][:, : min(4, most)].to(text.device, copy=True)
-        behind[:, -1:] = (behind[:, -1:] + 1) % 90
-        return behind, None
+    def known(_: Any, model: Any, request: Request, hidden: Any) -> Known:
+        return Known(plain.sequences, request.input_ids.shape[1])
 
-    monkeypatch.setattr(Drafts, "choose_by", lambda *_: None)
-    monkeypatch.setattr(Drafts, "__call__", drafted)
+    monkeypatch.setattr(governed, "source_of", known)
+    monkeypatch.setattr(Governor, "count", lambda self, found, queued: found)
     yield
 
 
@@ -348,6 +364,8 @@ def test_heads_read_what_the_model_s_logits_are_made_of(
         return own(self, input_ids, last_hidden_states, **kwargs)
 
     monkeypatch.setattr(MtpModel, "forward", forward)
+    drawn = random.Random(0)  # steps with and without candidates
+    monkeypatch.setattr(Governor, "count", lambda self, found, queued: min(found, drawn.choice((0, 9, 9))))
     found = model.generate(**arguments, use_mtp=True)
     assert decoding.last == {**HOW, "native": "native loop, "}[way] + "MTP"
     assert decoding.reason == ("cpu has no CUDA graphs" if way == "fixed" else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from ktinject.checkpoints.reader import Reader
 from ktinject.errors import CheckpointError, OperatorError, PlanError
 from ktinject.hf import models as hf
 from ktinject.loading import read_ahead
+from ktinject.operators.cpu_experts import CpuExperts
 
 torch.set_num_threads(1)
 IDS = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -44,6 +46,28 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int | None]]:
 
     monkeypatch.setattr(Reader, "read", read)
     return seen
+
+
+def test_small_pieces_are_packed_by_the_threads_that_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same result as by all workers together, one piece after the other."""
+    folder = saved(models.tiny("qwen3_moe"), tmp_path)
+    original, seen, found = CpuExperts.load, set[str](), []
+
+    def load(self: CpuExperts, *arguments: Any) -> None:
+        seen.add(threading.current_thread().name)
+        original(self, *arguments)
+
+    monkeypatch.setattr(CpuExperts, "load", load)
+    for alone in (True, False):
+        seen.clear()
+        monkeypatch.setattr(CpuExperts, "packs_alone", alone)
+        model = ktinject.load(folder, variables={"experts": "int4"}, devices="cpu", progress=False)
+        assert ("ktinject-read" in seen) == alone and len(seen) == 1
+        experts = next(module for module in model.modules() if isinstance(module, CpuExperts))
+        found.append([experts.unpack(name) for name in ("gate_up_proj", "down_proj")])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 def test_each_tensor_is_read_once_and_experts_in_the_order_of_the_files(

@@ -134,7 +134,7 @@ def test_other_arguments_narrow_the_choice(model: PreTrainedModel) -> None:
         ([Format("gptq", group_size=64, has_zeros=True, encoding="int4")], ("int4", 64)),
         ([Format("gptq", group_size=64, is_ordered=True, encoding="int4")], ("bf16", 128)),
         ([Format("int8", group_size=64, encoding="int8")], ("int8", 128)),
-        ([Format("nvfp4", group_size=16, encoding="nvfp4")], ("bf16", 128)),
+        ([Format("nvfp4", group_size=16, encoding="nvfp4")], ("nvfp4", 128)),
         (
             [Format("gptq", group_size=64, encoding="int4"), Format("gptq", group_size=128, encoding="int4")],
             ("bf16", 128),
@@ -234,12 +234,12 @@ UNFIT: dict[str, tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = {
         ["--context 2048", "--set experts.weights=int4", "--budget cpu="],
     ),
     "fewer experts on the GPU": (
-        rule("hybrid_experts", gpu_experts=6),
+        rule("hybrid_experts", gpu_experts=6, gpu_weights="bf16"),
         {"cpu": 64, "cuda:0": 1.6, "devices": ["cuda:0"]},
         ["--set experts.gpu_experts=2", "--budget cuda:0="],
     ),
     "several at once": (
-        rule("hybrid_experts", gpu_experts=3),
+        rule("hybrid_experts", gpu_experts=3, gpu_weights="bf16"),
         {"cpu": 1.3, "cuda:0": 1.5, "devices": ["cuda:0"]},
         ["--set experts.gpu_experts=0 --set experts.weights=int8", "--budget cuda:0="],
     ),

@@ -12,6 +12,7 @@ from ktinject import rules
 from ktinject.operators import REGISTRY
 
 OWN = {
+    "dynamic": True,
     "device": "cuda:1",
     "kernel": "reference_int4",
     "gpu_experts": 0.25,

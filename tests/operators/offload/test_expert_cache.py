@@ -6,16 +6,35 @@ import importlib.util
 import threading
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import reference
 import torch
-from test_hybrid_experts import EXPERTS, HIDDEN, cuda, hybrid, inputs, placed, plain  # noqa: F401
+from test_hybrid_experts import (  # noqa: F401
+    EXPERTS,
+    HIDDEN,
+    cuda,
+    hybrid,
+    inputs,
+    module,
+    placed,
+    plain,
+)
+from torch import nn
 
 from ktinject import _native
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
 from ktinject.operators.offload import expert_cache, handoff
 
+KINDS: dict[str, dict[str, Any]] = {
+    "bf16": {"weights": "bf16"},
+    "int8": {"weights": "int8"},
+    "int4": {"weights": "int4", "group_size": 32},
+    "int4 with zero points": {"weights": "int4", "group_size": 64, "symmetric": False},
+    "fp8": {"weights": "fp8"},
+    "mxfp4": {"weights": "mxfp4"},
+}
 CUDA_PARTS = pytest.mark.skipif(not _native.cuda_built(), reason="built without CUDA")
 
 
@@ -102,18 +121,51 @@ def test_what_the_policy_refuses() -> None:
 # --- the layer ---
 
 
+def test_what_can_move() -> None:
+    """Experts that are copied as they are: in the format of those in RAM, where it has a kernel on GPUs."""
+    for arguments, words in (
+        ({"weights": "int8", "gpu_weights": "bf16"}, "weights is int8 and gpu_weights bf16"),
+        # An expert that is packed for the GPU alone has no zero points, and no other could follow.
+        (
+            {"weights": "int4", "gpu_weights": "int4", "symmetric": False},
+            "int4 with zero points and gpu_weights",
+        ),
+        ({"weights": "q4_k"}, "weights is q4_k and gpu_weights same"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            HybridExpertsConfig(dynamic=True, **arguments)  # type: ignore[arg-type]
+        assert not HybridExpertsConfig(gpu_experts="auto", **arguments).moves  # type: ignore[arg-type]
+    assert HybridExpertsConfig(weights="q4_k", gpu_experts="auto").gpu_format == "bf16"
+    for kind in KINDS.values():
+        made = HybridExpertsConfig(gpu_experts="auto", **kind)
+        assert made.moves and made.gpu_format == made.weights
+        assert not HybridExpertsConfig(gpu_experts="auto", dynamic=False, **kind).moves
+        assert not HybridExpertsConfig(gpu_experts=0.5, **kind).moves, "a number says which ones"
+        assert HybridExpertsConfig(gpu_experts=0.5, dynamic=True, **kind).moves
+
+
 @CUDA_PARTS
-def test_dynamic_needs_one_format() -> None:
-    with pytest.raises(ValueError, match="weights is int8 and gpu_weights bf16"):
-        HybridExpertsConfig(weights="int8", dynamic=True)
-    # On the GPU an expert has no zero points: only those that lie there are packed without, and no other could follow.
-    with pytest.raises(ValueError, match="int4 with zero points and gpu_weights int4"):
-        HybridExpertsConfig(weights="int4", gpu_weights="int4", symmetric=False, dynamic=True)
-    assert placed(gpu_experts=2, weights="int4", gpu_weights="int4", dynamic=True) == [(0, 1)] * 2
+def test_a_layer_takes_spare_places_where_experts_move() -> None:
+    assert placed(gpu_experts=2, weights="int4", dynamic=True) == [(0, 1)] * 2
+    taken = [
+        hybrid_footprint(gpu_experts=count, dynamic=dynamic)
+        for count, dynamic in ((4, False), (4, True), (12, True), (EXPERTS, True))
+    ]
+    one = taken[0] // 4
+    assert [size // one for size in taken] == [4, 5, 13, EXPERTS]
 
 
-def moving(cuda: str, weights: str = "bf16", count: int = 4) -> HybridExperts:  # noqa: F811
-    made = hybrid(cuda, gpu_experts=count, dynamic=True, weights=weights, gpu_weights=weights)
+def hybrid_footprint(**arguments: Any) -> int:
+    config = HybridExpertsConfig(device="cuda:0", **arguments)
+    placement = HybridExperts.plan_placement(nn.Module(), {"e": (module(), config)}, {"cuda:0": 1 << 34})["e"]
+    assert not isinstance(placement, str)
+    made = HybridExperts.build(module(), config)
+    made.place(placement)
+    return made.footprint()["cuda:0"]
+
+
+def moving(cuda: str, kind: str = "bf16", count: int = 4) -> HybridExperts:  # noqa: F811
+    made = hybrid(cuda, gpu_experts=count, dynamic=True, **KINDS[kind])
     assert made.seat is not None and made.experts_on_gpu() == [*range(count)]
     return made
 
@@ -147,10 +199,10 @@ def assert_places_hold_their_experts(made: HybridExperts) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("weights", ["bf16", "int4"])
-def test_steps_are_right_while_experts_move(cuda: str, weights: str, graph: bool) -> None:  # noqa: F811
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_right_while_experts_move(cuda: str, kind: str, graph: bool) -> None:  # noqa: F811
     """The traffic turns to other experts; each result is compared with the CPU's alone."""
-    made = moving(cuda, weights)
+    made = moving(cuda, kind)
     x = torch.zeros(2, HIDDEN, dtype=torch.bfloat16, device=cuda)
     ids = torch.zeros(2, 4, dtype=torch.int64, device=cuda)
     routing = torch.rand(2, 4, device=cuda)
@@ -171,12 +223,12 @@ def test_steps_are_right_while_experts_move(cuda: str, weights: str, graph: bool
                     steps.replay()
                 else:
                     out = made(x, ids, routing)
-                want = plain(weights=weights)(x.cpu(), ids.cpu(), routing.cpu())
+                want = plain(**KINDS[kind])(x.cpu(), ids.cpu(), routing.cpu())
                 worst = max(worst, reference.relative_error(out.cpu(), want))
             assert made.experts_on_gpu() == hot
             assert_places_hold_their_experts(made)
-            # int4: the CPU rounds activations to int8, the GPU to bf16.
-            assert worst <= {"bf16": 8e-3, "int4": 4e-2}[weights]
+            # int4 and int8: the CPU rounds activations to int8, the GPU to bf16.
+            assert worst <= (4e-2 if made.config.weights in ("int4", "int8") else 8e-3)
     made.handoff.check()
     found = made.hits()
     assert found.moves and found.fetches >= 8 and found.bytes == found.fetches * made.on_gpu.native.bytes  # type: ignore[union-attr]

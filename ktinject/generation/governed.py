@@ -1,0 +1,368 @@
+"""The loop of greedy texts with candidates: steps of several tokens where they pay, plain ones elsewhere.
+
+    off  step ──► step ──► step     queued ahead, as in a request without candidates; the host looks for candidates
+          │        ╰─ candidates that pay ─╮     meanwhile, in the text without the token that is on its way
+          ▼                                ▼
+    on   candidates ──► a step that verifies them ──► tokens on the host ──► candidates …
+
+What is verified has to be known on the host, so a step with candidates cannot be queued ahead. Which of the two comes
+next is decided by governor.py, and does not show in the text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+
+from ktinject.generation import sampling
+from ktinject.generation.candidates import Drafts, Request
+from ktinject.generation.decoding import Decoding
+from ktinject.generation.governor import Costs, Governor, Shadow
+from ktinject.generation.graph_runner import GraphRunner
+from ktinject.generation.lookup import Lookup
+from ktinject.generation.loop import Mailbox
+from ktinject.generation.sampling import Sampling
+from ktinject.generation.several import SeveralTokens
+from ktinject.hf import compat
+
+# The likeliest token, of a text whose end the host sees.
+_GREEDY = Sampling((), do_sample=False, ends=(), pad=None)
+
+
+class Source(Protocol):
+    """Where candidates come from.
+
+    most         of a step
+    is_free      they cost next to nothing, and are there without what the model made of the text
+    asks_hidden  they are made of what the logits of the text's tokens are made of
+    """
+
+    most: int
+    is_free: bool
+    asks_hidden: bool
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text goes on."""
+
+    def read(self, hidden: Tensor | None) -> None:
+        """[n, hidden] of n more of the text's tokens; None: it is not known."""
+
+    def candidates(self, most: int) -> Sequence[int]:
+        """Up to so many tokens that the text may go on with."""
+
+
+class _OwnLookup:
+    """Prompt lookup, as lookup.py does it."""
+
+    is_free, asks_hidden = True, False
+
+    def __init__(self, generator: Any, prompt: Sequence[int]) -> None:
+        self.most = generator.num_output_tokens
+        self._lookup = Lookup(prompt, generator.max_matching_ngram_size)
+        self.extend, self.candidates = self._lookup.extend, self._lookup.candidates
+
+    def read(self, hidden: Tensor | None) -> None:
+        pass
+
+
+class _OtherLookup:
+    """A class derived from transformers' lookup."""
+
+    is_free, asks_hidden = True, False
+
+    def __init__(self, generator: Any, prompt: Sequence[int]) -> None:
+        self.most, self._generator, self._text = generator.num_output_tokens, generator, [*prompt]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._text.extend(tokens)
+
+    def read(self, hidden: Tensor | None) -> None:
+        pass
+
+    def candidates(self, most: int) -> Sequence[int]:
+        found, _ = self._generator.get_candidates(torch.tensor([self._text]))
+        tokens: list[int] = found[0, len(self._text) :].tolist()
+        return tokens[:most]
+
+
+class _Heads:
+    """MTP heads. They read all tokens since they were last asked at once."""
+
+    is_free, asks_hidden = False, True
+
+    def __init__(self, drafts: Drafts, model: Any, request: Request, hidden: Tensor) -> None:
+        """hidden  [n, hidden] of the prompt"""
+        self._generator, self._model = drafts.generator, model
+        self.most = self._generator.num_mtp_layers
+        self._text, self._device = request.input_ids.clone(), request.input_ids.device
+        self._kwargs = drafts.of_text(request)
+        self._hidden: list[Tensor] | None = [hidden]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._text = torch.cat([self._text, torch.tensor([tokens], device=self._device)], dim=1)
+        self._model._update_model_kwargs_for_generation(
+            BaseModelOutput(), self._kwargs, num_new_tokens=len(tokens)
+        )
+
+    def read(self, hidden: Tensor | None) -> None:
+        if hidden is None or self._hidden is None:
+            self._hidden, self.most = None, 0  # without what one token is made of, those behind it are others
+        else:
+            self._hidden.append(hidden)
+
+    def candidates(self, most: int) -> Sequence[int]:
+        if not self._hidden:
+            return ()
+        hidden, self._hidden = torch.cat(self._hidden), []
+        found, _ = self._generator.get_candidates(
+            self._text,
+            model_kwargs=self._kwargs,
+            model_outputs=BaseModelOutput(hidden_states=(hidden[None],)),
+            is_first_iteration=False,
+            n_last_matches=len(hidden) - 1,
+        )
+        tokens: list[int] = found[0, self._text.shape[1] :].tolist()
+        return tokens[:most]
+
+
+def source_of(drafts: Drafts, model: Any, request: Request, hidden: Tensor | None) -> Source | None:
+    """The candidates of a request whose tokens do not depend on how many are tried; None: they do.
+
+    hidden  [n, hidden] of the prompt, of a request that asks for it
+    """
+    if request.config.do_sample or not request.is_plain:
+        return None
+    generator = drafts.generator
+    if isinstance(generator, compat.PromptLookupCandidateGenerator):
+        kind = _OwnLookup if type(generator) is compat.PromptLookupCandidateGenerator else _OtherLookup
+        return kind(generator, request.input_ids[0].tolist())
+    if request.config.use_mtp and hidden is not None and hasattr(generator, "num_mtp_layers"):
+        return _Heads(drafts, model, request, hidden)
+    return None
+
+
+class GovernedLoop:
+    """The steps of one request."""
+
+    def __init__(
+        self,
+        decoding: Decoding,
+        runner: GraphRunner,
+        request: Request,
+        source: Source,
+        steps: SeveralTokens,
+        *,
+        is_queued: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """is_queued  steps without candidates may be queued before the end of the one before is known"""
+        self._decoding, self._runner, self._request = decoding, runner, request
+        self._source, self._steps, self._queues, self._clock = source, steps, is_queued, clock
+        config = request.config
+        is_kept = config.return_dict_in_generate
+        self._kept: list[Tensor] | None = (
+            [] if is_kept and (config.output_scores or config.output_logits) else None
+        )
+        ends = getattr(config, "_eos_token_tensor", None)
+        self._ends = set() if ends is None else {*ends.tolist()}
+        costs = runner.costs.setdefault(request.name, Costs())
+        self._governor = Governor(min(source.most, steps.most - 1), costs, is_shadowed=source.is_free)
+        self._shadow = Shadow(self._governor)
+        self._text: list[int] = request.input_ids[0].tolist()
+        self._captures = runner.captures
+        self._started = 0.0
+
+    def records(self) -> dict[str, tuple[Tensor, ...] | None]:
+        """Scores and logits, by the names of transformers' output: they are the same where nothing processes them."""
+        config, kept = self._request.config, None if self._kept is None else tuple(self._kept)
+        return {
+            "scores": kept if config.output_scores else None,
+            "logits": kept if config.output_logits else None,
+        }
+
+    def run(self, first: Tensor) -> Tensor:
+        """The text [1, n + new].
+
+        first  logits [1, v] of the prompt's last token
+        """
+        request = self._request
+        self._add(sampling.greatest(first).tolist(), first)
+        switches = False  # whether the step before verified candidates
+        while not self._is_done:
+            found = self._candidates()
+            if found:
+                self._verify(found)
+            else:
+                self._plain(switches)
+            switches = bool(found)
+        if request.streamer is not None:
+            request.streamer.end()
+        ids = request.input_ids
+        return torch.tensor([self._text], dtype=ids.dtype, device=ids.device)
+
+    @property
+    def _is_done(self) -> bool:
+        return len(self._text) >= self._request.config.max_length or self._text[-1] in self._ends
+
+    def _most(self, ahead: int = 0) -> int:
+        """Candidates of a step that the text has room for.
+
+        ahead  tokens that are on their way
+        """
+        room = self._request.config.max_length - len(self._text) - 1 - ahead
+        return max(0, min(self._source.most, self._steps.most - 1, room))
+
+    def _candidates(self) -> Sequence[int]:
+        """Those that the next step verifies. Nothing is queued."""
+        most, self._started = self._most(), self._clock()
+        if not most:
+            return ()
+        if not self._source.is_free:
+            count = self._governor.count(most, queued=False)
+            return self._source.candidates(count) if count else ()
+        found = self._source.candidates(most)
+        return found[: self._governor.count(len(found), queued=False)]
+
+    def _verify(self, found: Sequence[int]) -> None:
+        """A step of the last token and candidates."""
+        steps, device = self._steps, self._runner.device
+        ids = torch.tensor([[self._text[-1], *found]]).to(device)
+        asks = self._source.asks_hidden
+        logits = steps.step(ids, 1, has_hidden=asks)
+        self._require()
+        chosen: list[int] = sampling.greatest(logits).tolist()
+        self._decoding.check()
+        count = len(chosen) - 1  # fewer, where such a step turned out not to be served
+        accepted = next((at for at, token in enumerate(found[:count]) if token != chosen[at]), count)
+        tokens = self._cut(chosen[: accepted + 1])
+        steps.keep(len(tokens))
+        if asks:
+            self._source.read(None if steps.hidden is None else steps.hidden[: len(tokens)])
+        seconds = self._clock() - self._started
+        if self._captures != self._runner.captures or not count:
+            self._captures, seconds = self._runner.captures, 0.0
+        else:
+            self._governor.costs.note(count + 1, seconds)
+        self._governor.verified(count, accepted, seconds)
+        self._shadow.forget()
+        self._add(tokens, logits)
+
+    def _plain(self, switches: bool) -> None:
+        """Steps of one token, until there are candidates that pay, or the text ends.
+
+        switches  the step before was of another kind
+        """
+        queue, read = self._plain_steps()
+        most = self._request.config.max_length - len(self._text)
+        queued, start, is_first = 1, self._clock(), True
+        waiting = queue()
+        while True:
+            ahead = None
+            if self._queues and queued < most and not self._is_wanted():
+                ahead, queued = queue(), queued + 1
+            sent, logits, hidden = waiting
+            token = read(sent)
+            self._decoding.check()
+            now = self._clock()
+            self._note_plain(now - start, is_first=is_first, switches=switches)
+            start, is_first = now, False
+            if self._source.asks_hidden:
+                self._source.read(hidden)
+            self._shadow.see(token)
+            self._add([token], logits)
+            if self._is_done:
+                return
+            if not self._queues:
+                if self._is_wanted():
+                    return
+                ahead = queue()
+            if ahead is None:
+                return
+            waiting = ahead
+
+    def _is_wanted(self) -> bool:
+        """Whether to look for candidates behind the next token, instead of queueing one more step."""
+        ahead = int(self._queues)
+        most = self._most(ahead)
+        if not most:
+            return False
+        if self._source.is_free:
+            found = self._source.candidates(most + ahead)
+            if self._shadow.is_idle:
+                self._shadow.begin(found)
+            most = len(found) - ahead
+        return self._governor.count(most, queued=self._queues) > 0
+
+    def _plain_steps(self) -> tuple[Callable[[], Any], Callable[[Any], int]]:
+        """How a step of one token is queued, which gives (what to read, logits, hidden); and how its token is read."""
+        runner, steps = self._runner, self._steps
+        last = torch.tensor([self._text[-1:]]).to(runner.device)
+        if self._source.asks_hidden and steps.most > 1:
+            result = torch.empty(1, dtype=torch.int64, device=runner.device)
+            mailbox = Mailbox(result)
+            ids = last
+
+            def queue_with_hidden() -> Any:
+                nonlocal ids
+                logits = steps.step(ids, 1, has_hidden=True)
+                self._require()
+                steps.keep(1)
+                result.copy_(sampling.greatest(logits))
+                ids = result[:, None].clone()
+                return mailbox.send(), logits, steps.hidden
+
+            return queue_with_hidden, lambda sent: int(mailbox.read(sent))
+        runner.put(last)
+        sampler = runner.sampler(_GREEDY)
+        mailbox = Mailbox(sampler.result)
+
+        def queue() -> Any:
+            runner.step()
+            self._require()
+            runner.choose(_GREEDY)
+            logits = None if self._kept is None else runner.found.clone()
+            return mailbox.send(), logits, None
+
+        return queue, lambda sent: int(mailbox.read(sent)[0, 0])
+
+    def _note_plain(self, seconds: float, *, is_first: bool, switches: bool) -> None:
+        """A step of one token took so long.
+
+        is_first  nothing was queued before it; a step that is not queued ahead is none
+        """
+        governor = self._governor
+        if self._captures != self._runner.captures:  # something was captured meanwhile
+            self._captures = self._runner.captures
+            return
+        if is_first and self._queues:
+            if switches and governor.costs.knows(1):
+                governor.costs.note_switch(seconds)
+                governor.switched(max(0.0, seconds - governor.costs.of(1)))
+            return
+        governor.costs.note(1, seconds)
+        governor.plain(seconds)
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        """Those that the text has room for, up to an end."""
+        tokens = tokens[: self._request.config.max_length - len(self._text)]
+        end = next((at for at, token in enumerate(tokens) if token in self._ends), len(tokens))
+        return tokens[: end + 1]
+
+    def _add(self, tokens: Sequence[int], logits: Tensor | None) -> None:
+        """The text goes on with tokens, chosen by the first of logits [n, v]."""
+        self._text.extend(tokens)
+        self._source.extend(tokens)
+        if self._kept is not None:
+            assert logits is not None
+            self._kept.extend(logits[: len(tokens)].split(1))
+        if self._request.streamer is not None:
+            self._request.streamer.put(torch.tensor([tokens]))
+
+    def _require(self) -> None:
+        if self._decoding.native is None:
+            self._decoding.require(self._runner.graphs)

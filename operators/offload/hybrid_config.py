@@ -1,0 +1,88 @@
+"""Arguments of `hybrid_experts` in a rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ktinject.operators.cpu_experts import CpuExpertsConfig
+
+# Formats that have a kernel for experts on a GPU.
+GPU_FORMATS = ("bf16", "int8", "int4", "fp8", "mxfp4")
+
+
+@dataclass(frozen=True)
+class HybridExpertsConfig(CpuExpertsConfig):
+    """Arguments of `hybrid_experts` in a rule, beside those of `cpu_experts`."""
+
+    # Experts of each layer on the GPU: a number, a share below 1, auto (as many as fit), or a profile.
+    gpu_experts: int | float | str = 0
+    # The format of the experts on the GPU: that of weights where it has a kernel there, else bf16; or bf16, int4
+    gpu_weights: Literal["same", "bf16", "int4"] = "same"
+    profile: str | None = None  # a file of `ktinject profile`: its most used experts go to the GPU
+    # Exchange experts on the GPU for those in use, while the model runs; auto: where gpu_experts is auto
+    dynamic: bool | Literal["auto"] = "auto"
+    # gpu: long prompts stream the experts through the GPU; a number: from so many tokens on; auto: the fastest.
+    prefill: int | Literal["auto", "cpu", "gpu"] = "auto"
+    # How the GPU signals the CPU; auto: flags where they work
+    handoff: Literal["auto", "flags", "host_func"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wanted = self.gpu_experts
+        if isinstance(wanted, str) and wanted != "auto" and not wanted.endswith(".json"):
+            raise ValueError(
+                f"gpu_experts is {wanted!r}; allowed are a number, a share below 1, auto, and a profile (….json)."
+            )
+        if isinstance(wanted, float) and not 0 <= wanted <= 1:
+            raise ValueError(
+                f"gpu_experts is {wanted}; a share is between 0 and 1. Write a whole number, or a share."
+            )
+        if isinstance(wanted, int) and wanted < 0:
+            raise ValueError(f"gpu_experts is {wanted}; allowed is 0 or more.")
+        if isinstance(self.prefill, int) and self.prefill < 1:
+            raise ValueError(
+                f"prefill is {self.prefill}; allowed are auto, cpu, gpu, and the tokens, 1 or more, from which on "
+                "prompts are streamed."
+            )
+        if self.profile is not None and isinstance(wanted, str) and wanted != "auto":
+            raise ValueError("gpu_experts names a profile, and profile another one. Write one of them.")
+        if self.profile is not None and wanted == 0:
+            raise ValueError(
+                "profile says which experts go to the GPU, and gpu_experts is 0. "
+                "Write how many: auto, a number or a share."
+            )
+        if self.dynamic is True and self.weights not in ("auto", "kept") and not self.copies_as_is:
+            zeros = "" if self.symmetric else " with zero points"
+            raise ValueError(
+                f"dynamic copies experts as they are, but weights is {self.weights}{zeros} and gpu_weights "
+                f"{self.gpu_weights}. Allowed is gpu_weights: same, with weights: {', '.join(GPU_FORMATS)}."
+            )
+
+    @property
+    def gpu_format(self) -> str:
+        """The format of the experts on the GPU; weights must be a format, not kept or auto."""
+        if self.gpu_weights != "same":
+            return self.gpu_weights
+        return self.weights if self.weights in GPU_FORMATS else "bf16"
+
+    @property
+    def copies_as_is(self) -> bool:
+        """Whether experts on the GPU have the bytes of those in RAM."""
+        # Experts that are packed for the GPU alone have no zero points.
+        return self.gpu_format == self.weights and (self.symmetric or self.gpu_weights == "same")
+
+    @property
+    def moves(self) -> bool:
+        """Whether the experts on the GPU are a cache."""
+        wanted = self.gpu_experts == "auto" if self.dynamic == "auto" else self.dynamic
+        return bool(wanted) and self.copies_as_is
+
+    @property
+    def auto_sized(self) -> bool:
+        return isinstance(self.gpu_experts, str) and self.device != "cpu"
+
+    @property
+    def streams_from(self) -> int | None:
+        """Prompts of at least so many tokens are always streamed; None: streamed if that is faster, or never."""
+        return self.prefill if isinstance(self.prefill, int) else {"gpu": 1}.get(self.prefill)
