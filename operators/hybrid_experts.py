@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -247,7 +246,7 @@ class HybridExperts(CpuExperts):
                 )
             except (RuntimeError, ValueError) as error:
                 raise OperatorError(f"hybrid_experts: {error}") from None
-        is_same, self._for_gpu = self._for_gpu is self.native, self.native
+        self._for_gpu = self.native
         if self.config.prefill != "cpu" and StreamedExperts.support(self.spec):
             try:
                 self.streamed = StreamedExperts(self.spec, self.native, device)
@@ -257,9 +256,6 @@ class HybridExperts(CpuExperts):
                 log.warning("prompts stay on the CPU: %s", error)
         if self.on_gpu is not None and self.on_gpu.spares:
             self._join_cache(self.on_gpu, device)
-        # Experts that move come to lie scattered: to copy them one by one takes longer than the bus saves.
-        if self.streamed is not None and self.on_gpu is not None and is_same and self.seat is None:
-            self.streamed.resident = partial(expert_cache.resident, self.on_gpu, None)
 
     def _join_cache(self, here: GpuExperts, device: torch.device) -> None:
         try:
@@ -373,10 +369,7 @@ class HybridExperts(CpuExperts):
             return 0
         if self._rates is None:
             self._rates = prefill_rates.measure(self.streamed, weights_in_words(self.config), top_k)
-        absent = self._rates
-        if self.streamed.resident is not None:
-            absent = absent.beside(len(self.resident) / self.num_experts)
-        return absent.passing(tokens, self.num_experts)
+        return self._rates.passing(tokens, self.num_experts)
 
     def _keep_on_cpu(self) -> None:
         text = "no room to stream experts through the GPU"

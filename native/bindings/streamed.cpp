@@ -2,9 +2,6 @@
 #include "cuda/streamed.hpp"
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/vector.h>
-
-#include <vector>
 
 #include "bindings/addresses.hpp"
 #include "bindings/stream.hpp"
@@ -29,15 +26,6 @@ void init_streamed(nb::module_& m) {
           },
           nb::arg("first"), nb::arg("count"), nb::arg("slot"), nb::arg("stream"),
           "Put a copy of experts first..first+count-1 to device memory into the stream.")
-      .def(
-          "copy_absent",
-          [](const HeldStreamed& self, int first, int count, Address<> slot, cuda::Stream stream,
-             const cuda::Resident& shapes, Address<> memory, const std::vector<int>& places) {
-            self.copy(first, count, slot, stream, {&shapes, static_cast<const std::byte*>(memory.pointer), places});
-          },
-          nb::arg("first"), nb::arg("count"), nb::arg("slot"), nb::arg("stream"), nb::arg("shapes"), nb::arg("memory"),
-          nb::arg("places"),
-          "The same; experts with a place in `memory` on the device, expert → place, come from there.")
       .def(
           "unpack",
           [](const HeldStreamed& self, Address<> slot, int count, Address<> gate_up, Address<> down,

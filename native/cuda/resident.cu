@@ -348,7 +348,9 @@ void Resident::copy(const moe::Experts& experts, int expert, void* to, Stream st
     check_cuda(cudaMemcpyAsync(static_cast<std::byte*>(to) + at, from, bytes, cudaMemcpyHostToDevice, on),
                "copying an expert to the GPU");
   };
-  for (const moe::PackedRun& run : experts.packed()) put(at(run), run.data + run.bytes(expert), run.bytes(1));
+  for (const moe::PackedRun& run : experts.packed())
+    put((run.is_down ? down_at_ : 0) + static_cast<size_t>(run.first_panel) * run.matrix.panel_bytes(),
+        run.data + run.bytes(expert), run.bytes(1));
   if (!config_.has_bias) return;
   for (const bool down : {false, true}) {
     const auto values = static_cast<size_t>((down ? down_ : gate_up_).panels) * gemm::kPanel;

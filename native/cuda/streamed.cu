@@ -335,34 +335,16 @@ size_t Streamed::packed_bytes(int count) const {
   return bytes;
 }
 
-void Streamed::copy(int first, int count, void* slot, Stream stream, const OnDevicePlaces& here) const {
+void Streamed::copy(int first, int count, void* slot, Stream stream) const {
   const OnStream on(stream);
   auto* to = static_cast<std::byte*>(slot);
-  const auto place_of = [&](int expert) {
-    return here.shapes == nullptr ? -1 : here.places.at(static_cast<size_t>(expert));
-  };
   for (const moe::PackedRun& run : runs_) {
-    for (int expert = first, next = first; expert < first + count; expert = next) {
-      // As many experts as lie one behind the other on the same side.
-      const int place = place_of(expert);
-      for (next = expert + 1; next < first + count; ++next)
-        if (place_of(next) != (place < 0 ? -1 : place + next - expert)) break;
-      std::byte* begin = to + run.bytes(expert - first);
-      if (place >= 0) {
-        const size_t width = run.bytes(1), stride = here.shapes->bytes();
-        check_cuda(
-            cudaMemcpy2DAsync(begin, width, here.memory + static_cast<size_t>(place) * stride + here.shapes->at(run),
-                              stride, width, static_cast<size_t>(next - expert), cudaMemcpyDeviceToDevice, on),
-            "copying experts on the GPU");
-        continue;
-      }
-      const size_t bytes = run.bytes(next - expert);
-      for (size_t at = 0; at < bytes; at += kPieceBytes)
-        check_cuda(cudaMemcpyAsync(begin + at, run.data + run.bytes(expert) + at, std::min(kPieceBytes, bytes - at),
-                                   cudaMemcpyHostToDevice, on),
-                   "copying packed experts to the GPU");
-    }
-    to += run.bytes(count);
+    const size_t bytes = run.bytes(count);
+    for (size_t at = 0; at < bytes; at += kPieceBytes)
+      check_cuda(cudaMemcpyAsync(to + at, run.data + run.bytes(first) + at, std::min(kPieceBytes, bytes - at),
+                                 cudaMemcpyHostToDevice, on),
+                 "copying packed experts to the GPU");
+    to += bytes;
   }
 }
 

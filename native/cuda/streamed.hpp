@@ -5,18 +5,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "cuda/resident.hpp"
 #include "cuda/stream.hpp"
 #include "moe/experts.hpp"
 
 namespace ktinject::cuda {
-
-// Experts that are on the device already, in the same format.
-struct OnDevicePlaces {
-  const Resident* shapes = nullptr;  // null: none is
-  const std::byte* memory = nullptr;
-  std::vector<int> places;  // expert → place, or -1
-};
 
 class Streamed {
  public:
@@ -29,9 +21,8 @@ class Streamed {
 
   // What copy() moves for `count` experts.
   size_t packed_bytes(int count) const;
-  // Experts first..first+count-1 → slot, packed_bytes(count) of device memory. Those that `here` has are copied on the
-  // device, not over the bus.
-  void copy(int first, int count, void* slot, Stream stream, const OnDevicePlaces& here = {}) const;
+  // Experts first..first+count-1 → slot, packed_bytes(count) of device memory.
+  void copy(int first, int count, void* slot, Stream stream) const;
   // What copy() left in slot → gate_up [count, n, hidden] and down [count, hidden, intermediate], dequantised and
   // rounded to bf16; n = 2 * intermediate with the gate above up, or intermediate where there is no gate. Widths must
   // be multiples of 8.

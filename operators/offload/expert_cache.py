@@ -22,7 +22,6 @@ import torch
 
 from ktinject import _native
 from ktinject.addresses import address
-from ktinject.operators.offload import streaming
 from ktinject.operators.offload.gpu_experts import GpuExperts
 
 log = logging.getLogger("ktinject")
@@ -152,16 +151,6 @@ class Seat:
         """What the cache has done for this layer."""
         found = self.cache.native.counts(self.number)
         return Hits(found.uses, found.hits, found.fetches, found.bytes, found.moves)
-
-
-@contextmanager
-def resident(here: GpuExperts, seat: Seat | None, stream: torch.cuda.Stream) -> Iterator[streaming.Resident]:
-    """The experts on the GPU, which stay where they are until what the stream has queued by the end is done."""
-    if seat is None:
-        yield streaming.Resident(here.native, here.memory, here.fixed_places)
-        return
-    with seat.held(stream) as places:
-        yield streaming.Resident(here.native, here.memory, places)
 
 
 _caches: weakref.WeakValueDictionary[torch.device, ExpertCache] = weakref.WeakValueDictionary()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -33,10 +33,6 @@ class Rates:
     cpu_s: tuple[tuple[int, float], ...]  # (tokens, seconds) on the CPU, ascending
     token_s: float = 0.0  # a token's hidden state over the bus, there and back
     host_s: float = _COMPUTED_S  # what the host makes the GPU wait for where the CPU computes
-
-    def beside(self, share: float) -> Rates:
-        """The same where such a share of the experts is on the GPU already."""
-        return replace(self, bus_s=self.bus_s * (1 - share))
 
     @property
     def streamed_s(self) -> float:

@@ -1,10 +1,9 @@
 """Long prompts: the packed experts of each layer are streamed to the GPU, which computes them.
 
 The experts stay packed in page-locked RAM. A ring of slots on the GPU receives copies of them, a chunk of experts at a
-time; those that the GPU holds for decoding, in the same format, are copied from there and stay off the bus. Copies run
-ahead of the computation, also into the next layers, so that the bus is busy during attention, too. The GPU unpacks each
-chunk to bf16 and multiplies it with the tokens of its experts. So the time of a layer is that of the bus, for any
-number of tokens.
+time. Copies run ahead of the computation, also into the next layers, so that the bus is busy during attention, too. The
+GPU unpacks each chunk to bf16 and multiplies it with the tokens of its experts. So the time of a layer is that of the
+bus, for any number of tokens.
 
 If CPU and bus need about equally long, each gets a part of the experts, and both work at the same time. The CPU gets
 its part first. A kernel reads its result directly from page-locked RAM, since a copy would wait behind the experts that
@@ -20,10 +19,8 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,7 +166,8 @@ class Ring:
         first, count = self.chunks(layer)[index]
         slot = self._free.popleft()
         self._stream.wait_event(slot.usable)
-        layer.copy(first, count, slot.memory, self._stream)
+        on = self._stream.device_index, self._stream.cuda_stream
+        layer.source.copy(first, count, address("slot", slot.memory, slot.memory.device), on)
         slot.filled.record(self._stream)
         self._ahead.append(_Copy(weakref.ref(layer), index, (first, count), slot))
 
@@ -214,14 +212,6 @@ def ring_bytes(spec: ExpertsSpec, packed_bytes: int) -> tuple[int, int]:
 _rings: weakref.WeakValueDictionary[torch.device, Ring] = weakref.WeakValueDictionary()
 
 
-class Resident(NamedTuple):
-    """Experts of a layer that are on the GPU: shapes, memory, and expert → place or -1."""
-
-    shapes: _native.Resident
-    memory: Tensor
-    places: list[int]
-
-
 class StreamedExperts:
     """The experts of one layer, streamed through the ring of a device and computed there.
 
@@ -231,8 +221,6 @@ class StreamedExperts:
     """
 
     uses: Tensor | None = None
-    # Experts that are on the GPU already, packed as those in RAM: their bytes, shapes and places.
-    resident: Callable[[torch.cuda.Stream], AbstractContextManager[Resident]] | None = None
 
     def __init__(
         self, spec: ExpertsSpec, native: _native.Experts, device: torch.device, first: int = 0
@@ -258,16 +246,6 @@ class StreamedExperts:
                 f"experts are streamed where both widths are multiples of 8, and these are {widths}"
             )
         return SUPPORTED
-
-    def copy(self, first: int, count: int, slot: Tensor, stream: torch.cuda.Stream) -> None:
-        """Put a copy of experts first … first + count - 1 to `slot` into the stream."""
-        to, on = address("slot", slot, self.ring.device), (stream.device_index, stream.cuda_stream)
-        if self.resident is None:
-            self.source.copy(first, count, to, on)
-            return
-        with self.resident(stream) as (shapes, memory, places):
-            memory_at = address("memory", memory, self.ring.device)
-            self.source.copy_absent(first, count, to, on, shapes, memory_at, places)
 
     def most_experts(self, chunk_bytes: int) -> int:
         return max(1, min(self.spec.num_experts - self.first, chunk_bytes // self.expert_bytes))

@@ -6,8 +6,6 @@ import ctypes
 import gc
 import itertools
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,12 +190,6 @@ class Bus:
         ctypes.c_int64.from_address(slot).value = first
         Bus.asked.append((id(self.native), first))
 
-    def copy_absent(self, first: int, count: int, slot: int, stream: Any, *resident: Any) -> None:
-        places = resident[2]
-        ctypes.c_int64.from_address(slot).value = first
-        absent = [expert for expert in range(first, first + count) if places[expert] < 0]
-        Bus.asked += [(id(self.native), expert) for expert in absent]
-
     def activate(self, gate_up: int, dtype: int, rows: int, out: int, stream: tuple[int, int]) -> None:
         given = (ctypes.c_uint16 * (rows * 2 * 96)).from_address(gate_up)
         gate, up = torch.frombuffer(given, dtype=torch.bfloat16).view(rows, 192).float().chunk(2, dim=-1)
@@ -247,28 +239,6 @@ def test_what_runs_ahead_is_what_comes_next(bus: list[tuple[int, int]]) -> None:
     bus.clear()
     layers[0].forward(*arguments)
     assert bus[-1][0] == id(layers[1].native)  # two chunks of the next layer are on their way
-
-
-def test_what_is_on_the_gpu_stays_off_the_bus(bus: list[tuple[int, int]]) -> None:
-    operator = filled(256, 96)
-    layer, arguments = on_the_bus(operator), inputs(40, 256)
-    places = [expert // 3 if expert % 3 == 0 else -1 for expert in range(EXPERTS)]
-    holds = [0, 0]
-
-    @contextmanager
-    def resident(stream: Any) -> Iterator[streaming.Resident]:
-        holds[0] += 1
-        shapes: Any = None
-        yield streaming.Resident(shapes, torch.zeros(1), places)
-        holds[1] += 1
-
-    layer.resident = resident
-    found = layer.forward(*arguments)
-    assert reference.relative_error(found, exact(operator, *arguments)) < 0.01
-    assert [expert for _, expert in bus] == [expert for expert in range(EXPERTS) if expert % 3]
-    assert holds == [3, 3], "as many as chunks, each let go of"
-    rates = prefill_rates.Rates(0.020, ((128, 0.01), (8192, 0.08)))
-    assert rates.beside(0.25).streamed_s == pytest.approx(0.015 + prefill_rates._STREAMED_S)
 
 
 def test_another_order_than_foreseen(bus: list[tuple[int, int]]) -> None:
@@ -407,24 +377,6 @@ def test_streamed_against_fp64(kind: str, dtype: torch.dtype, monkeypatch: pytes
     found = streamed(operator).forward(x.cuda().to(dtype), ids.cuda(), weights.cuda())
     assert found.dtype == dtype
     assert reference.relative_error(found.cpu(), exact(operator, x, ids, weights)) < 0.01
-
-
-@gpu
-@pytest.mark.parametrize("kind", ["bf16", "int4"])
-def test_resident_experts_come_from_the_gpu(kind: str) -> None:
-    config = HybridExpertsConfig(
-        device="cuda:0", gpu_experts=5, gpu_weights=kind, prefill="gpu", weights=kind
-    )
-    made: Any = filled(256, 96, operator=HybridExperts, config=config)
-    arguments = [one.cuda() for one in inputs(300, 256)]
-    with torch.inference_mode():
-        first = made(*arguments)
-        assert torch.equal(first, streamed(made).forward(*arguments)), "all over the bus"
-        size, memory = made.on_gpu.native.bytes, made.on_gpu.memory
-        memory[2 * size : 3 * size] = memory[:size]
-        made(*arguments)  # drops what was fetched ahead
-        changed = (made(*arguments) != first).any(-1).cpu()
-    assert torch.equal(changed, (arguments[1] == 2).any(-1).cpu()), "those who asked for expert 2"
 
 
 @gpu
