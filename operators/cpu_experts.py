@@ -189,7 +189,7 @@ class CpuExperts(Operator):
         if config.weights in ("fp8", "fp8_channel", "int8"):
             self.native_formats = (config.weights,)
         elif config.weights == "nvfp4":
-            self.native_formats = ("nvfp4_across" if spec.is_transposed else "nvfp4",)
+            self.native_formats = ("nvfp4 across" if spec.is_transposed else "nvfp4",)
         elif config.weights == "int4":
             groups = f"int4/{config.group_size}"
             self.native_formats = (groups,) if config.symmetric else (groups, f"{groups} zeros")

@@ -82,7 +82,7 @@ def _as_stored(stored: Collection[Format], largest_group: int) -> dict[str, Any]
     encodings = {form.encoding for form in stored}
     if encodings == {"mxfp4"}:
         return {"weights": "mxfp4"}
-    if len(encodings) == 1 and (found := next(iter(encodings)).removesuffix("_across")) in FLOATS:
+    if len(encodings) == 1 and (found := next(iter(encodings)).removesuffix(" across")) in FLOATS:
         return {"weights": found}
     if encodings == {"fp8"} and all(form.block == (_FP8_SIDE, _FP8_SIDE) for form in stored):
         return {"weights": "fp8"}

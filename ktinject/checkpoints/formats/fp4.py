@@ -88,7 +88,7 @@ class Fp4(SourceFormat):
                 text = f"{whole.dtype} {list(whole.shape)}; F32 [] is needed"
                 raise refused(reader, held[2], f"{text}, or one for each expert. {DOWNLOAD_AGAIN}")
         # Whether it is rows that codes are packed along, operators have to know.
-        encoding = name if shape[-1] == 2 * codes.shape[-1] or name == "mxfp4" else f"{name}_across"
+        encoding = name if shape[-1] == 2 * codes.shape[-1] or name == "mxfp4" else f"{name} across"
         divided = name == "nvfp4" and held[2].endswith(_DIVIDES)
         return Format(
             name, held, shape=shape, group_size=group, encoding=encoding, exact_in=exact, is_divided=divided
