@@ -58,7 +58,7 @@ def both(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, **more: Any) -> tuple[Te
         ({"use_vmap": True}, False),
         ({"q_length": 1, "q_offset": 8}, False),  # there is no mask
     ],
-    ids=str,
+    ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else str(value),
 )
 def test_which_masks_are_recognised(changes: dict[str, Any], want: bool) -> None:
     assert is_recognised(**changes) == want
