@@ -17,7 +17,10 @@ that it meets: of a prompt of some hundred tokens, that is most of its attention
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -93,7 +96,7 @@ def _recognised(model: Any) -> Iterator[None]:
 
 def support(model: Any) -> Support:
     """Whether a model's attention can be of this form where a mask allows it."""
-    if not (known := _registered()):
+    if not (known := registered()):
         return known
     found = model.config.get_text_config()._attn_implementation
     if found != _STOCK:
@@ -101,11 +104,29 @@ def support(model: Any) -> Support:
     stock = compat.ALL_ATTENTION_FUNCTIONS[_STOCK], compat.ALL_MASK_ATTENTION_FUNCTIONS[_STOCK]
     if stock != (compat.sdpa_attention_forward, compat.sdpa_mask):
         return Support.no(f"another attention is registered as {_STOCK!r}")
+    for name in sorted({type(module).__module__ for module in model.modules()}):
+        if asks_for_stock(name):
+            return Support.no(f"{name} does something else where attention has another name than {_STOCK!r}")
     return SUPPORTED
 
 
 @functools.cache
-def _registered() -> Support:
+def asks_for_stock(module: str) -> bool:
+    """Whether the code of a Python module asks if attention is transformers' own, by its name, or cannot be read.
+
+    Sparse attention hides the tokens that it did not choose in a mask under that name alone.
+    """
+    if module.partition(".")[0] in ("torch", "ktinject"):
+        return False
+    try:
+        return re.search(f"""["']{_STOCK}["']""", inspect.getsource(sys.modules[module])) is not None
+    except (KeyError, OSError, TypeError):
+        return True
+
+
+@functools.cache
+def registered() -> Support:
+    """Whether transformers knows the attention of this file; before anything watches what it knows."""
     if known := compat.support("continued"):
         AttentionInterface.register(NAME, forward)
         AttentionMaskInterface.register(NAME, mask)

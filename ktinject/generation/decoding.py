@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import eligibility, loop, masks, several, step_inputs
+from ktinject.generation import continued, eligibility, loop, masks, several, step_inputs
 from ktinject.generation.cache import KVBucket, bucket_of
 from ktinject.generation.cache_layers import kinds_of
 from ktinject.generation.consecutive import OneByOne, modules_with_states
@@ -286,6 +286,7 @@ class Decoding:
         self.release()
         self._fused = self._masks = None
         self._left_out.clear()
+        continued.registered()
         watch, support = Watch(model), eligibility.recording_support(model)
         if self.group is not None:
             support = self.group.all_support(support)

@@ -28,6 +28,10 @@ def test_devices_are_listed_or_the_reason_is_given():
             _native.cuda_devices()
 
 
+# Headers of CUDA parts in another room.
+OUTSIDE = ("channel", "expert_cache")
+
+
 @pytest.mark.gpu
 def test_devices_are_those_of_torch():
     import torch
@@ -60,6 +64,6 @@ def test_a_build_without_cuda_has_the_same_symbols_and_refuses(tmp_path):
     assert "has no CUDA parts" in answer.stdout
     # Whatever others may call has a header of C++; files without one are called by CUDA code only. A header of types
     # alone declares nothing that could refuse.
-    headers = [*(NATIVE / "cuda").glob("*.hpp"), NATIVE / "handoff" / "channel.hpp"]
+    headers = [*(NATIVE / "cuda").glob("*.hpp"), *(NATIVE / "handoff" / f"{name}.hpp" for name in OUTSIDE)]
     stems = {path.stem for path in headers if "(" in re.sub(r"//.*", "", path.read_text("utf-8"))}
     assert stems == {path.stem for path in (NATIVE / "no_cuda").glob("*.cpp")}

@@ -22,7 +22,7 @@ NAMES = sorted(path.stem for path in GOLDEN.glob("*.safetensors"))
 SAYS = {
     "awq": ("awq", "int4", 32, True, ()),
     "fp8_block": ("fp8_blocks", "fp8", 0, False, ()),
-    "fp8_channel": ("fp8_channel", "", 0, False, ()),
+    "fp8_channel": ("fp8_channel", "fp8_channel", 0, False, ()),
     "fp8_tensor": ("fp8_tensor", "fp8", 0, False, ()),
     "gptq4": ("gptq", "int4", 32, False, ()),
     "gptq4_zeros": ("gptq", "int4", 64, True, ()),

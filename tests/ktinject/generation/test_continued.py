@@ -121,6 +121,18 @@ def test_another_attention_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert continued.support(model).reason == "attention runs as 'eager'"
 
 
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
+def test_code_that_asks_for_the_name_keeps_it(family: str) -> None:
+    """Tokens that an indexer did not choose are hidden under transformers' own name alone."""
+    model: Any = ktinject.optimize(models.tiny(family), "auto", devices=["cpu"], progress=False)
+    name = f"transformers.models.{family}.modeling_{family}"
+    assert continued.support(model).reason == (
+        f"{name} does something else where attention has another name than 'sdpa'"
+    )
+    assert not continued.asks_for_stock("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    assert continued.asks_for_stock("a.module.without.source")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim, kv", [(128, 4), (64, 8)])
 def test_on_a_gpu_it_is_as_exact(dim: int, kv: int, monkeypatch: pytest.MonkeyPatch) -> None:

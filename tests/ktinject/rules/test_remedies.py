@@ -28,7 +28,8 @@ REMEDIES: dict[str, tuple[Any, str, tuple[str, Any]]] = {
     "prefill: cpu": ("auto", "routed experts.prefill=cpu", ("prefill", "cpu")),
     "prefill: auto": ("auto", "routed experts.prefill=auto", ("prefill", "auto")),
     "weights: auto": ("auto", "routed experts.weights=auto", ("weights", "auto")),
-    "symmetric: true": ("auto", "routed experts.symmetric=true", ("symmetric", True)),
+    "gpu_weights: same": ("auto", "routed experts.gpu_weights=same", ("gpu_weights", "same")),
+    "dynamic: false": ("auto", "routed experts.dynamic=false", ("dynamic", False)),
     "symmetric: false": (INT4, "linears.symmetric=false", ("symmetric", False)),
 }
 
