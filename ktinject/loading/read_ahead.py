@@ -29,6 +29,7 @@ Value = TypeVar("Value")
 # As many as keep a fast disk busy; on a machine with fewer cores they would only take those from packing.
 MOST_THREADS = 8
 ROOM = 512 << 20
+_NO_ITEM = -1  # in place of an item's number: the thread itself has failed
 _LATEST_START = 5.0  # seconds, on a machine with much else to do
 # Threads that pack, too; with more, they would wait for Python's lock.
 MOST_PACKING_THREADS = 64
@@ -137,6 +138,8 @@ class ReadAhead(Generic[Item, Value]):
                 continue
             while index not in ready:
                 number, made = self._done.get()
+                if number == _NO_ITEM and isinstance(made, BaseException):
+                    raise made
                 ready[number] = made
                 del made
             self._waited += time.perf_counter() - start
@@ -156,16 +159,21 @@ class ReadAhead(Generic[Item, Value]):
         return Pace(size, self._seconds, self._waited, self._stalled)
 
     def _work(self) -> None:
-        _native.compute_alone(True)
-        with openmp.one_thread():
-            while (index := self._admitted()) is not None:
-                found: Value | BaseException
-                try:
-                    found = self._read(self._items[index])
-                except BaseException as error:  # raised again where the value is asked for
-                    found = error
-                self._done.put((index, found))
-                del found
+        try:
+            _native.compute_alone(True)
+            with openmp.one_thread():
+                while (index := self._admitted()) is not None:
+                    found: Value | BaseException
+                    try:
+                        found = self._read(self._items[index])
+                    except BaseException as error:  # raised again where the value is asked for
+                        found = error
+                    self._done.put((index, found))
+                    del found
+        except (
+            BaseException
+        ) as error:  # there is no memory: nobody would wait for this thread's items for ever
+            self._done.put((_NO_ITEM, error))
 
     def _admitted(self) -> int | None:
         """The next item to read, when there is room for it; None: there is none any more."""

@@ -89,6 +89,21 @@ def test_threads_end_before_the_caller_goes_on(error: type[BaseException]) -> No
     assert not readers()
 
 
+def test_a_thread_that_fails_by_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for its items."""
+
+    def fail(enters: bool) -> None:
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(read_ahead._native, "compute_alone", fail)
+    with (
+        pytest.raises(MemoryError, match="bad_alloc"),
+        ahead(50, lambda item: item, threads=1) as values,
+    ):
+        list(values)
+    assert not readers()
+
+
 def test_fewer_threads_or_none_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     original, started, allowed = threading.Thread.start, [], [0]
 
