@@ -162,7 +162,7 @@ def from_checkpoint(
     alone = {
         portion
         for portion in portions
-        if operators[portion.path].packs_alone and read.bytes_of(portion) * threads <= ROOM
+        if threads and operators[portion.path].packs_alone and read.bytes_of(portion) * threads <= ROOM
     }
 
     def load(portion: Portion, value: Any) -> None:
@@ -176,7 +176,7 @@ def from_checkpoint(
     packing: list[float] = []
 
     def made(portion: Portion) -> Any:
-        if threads == 0 or portion not in alone:
+        if portion not in alone:
             return read.portion(portion)
         start = time.perf_counter()
         value = read.portion(portion)

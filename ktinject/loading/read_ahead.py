@@ -170,9 +170,7 @@ class ReadAhead(Generic[Item, Value]):
                         found = error
                     self._done.put((index, found))
                     del found
-        except (
-            BaseException
-        ) as error:  # there is no memory: nobody would wait for this thread's items for ever
+        except BaseException as error:  # else its items would be waited for without end
             self._done.put((_NO_ITEM, error))
 
     def _admitted(self) -> int | None:

@@ -50,4 +50,14 @@ class OnStream {
   cudaStream_t stream_;
 };
 
+// Makes later work in `stream` wait for all work that is in `before` now. what: for the error.
+inline void follow(cudaStream_t stream, cudaStream_t before, const char* what) {
+  cudaEvent_t event = nullptr;
+  check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
+  const cudaError_t recorded = cudaEventRecord(event, before);
+  const cudaError_t waits = recorded == cudaSuccess ? cudaStreamWaitEvent(stream, event, 0) : recorded;
+  cudaEventDestroy(event);
+  check_cuda(waits, what);
+}
+
 }  // namespace ktinject::cuda

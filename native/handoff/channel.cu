@@ -46,16 +46,6 @@ void keep_in(cudaGraph_t graph, const std::shared_ptr<Slots>& slots) {
   check_cuda(error, "keeping slots in a graph");
 }
 
-// Makes later work in `stream` wait for all work that is in `before` now.
-void follow(cudaStream_t stream, cudaStream_t before) {
-  cudaEvent_t event = nullptr;
-  check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
-  const cudaError_t recorded = cudaEventRecord(event, before);
-  const cudaError_t waits = recorded == cudaSuccess ? cudaStreamWaitEvent(stream, event, 0) : recorded;
-  cudaEventDestroy(event);
-  check_cuda(waits, "waiting for the stream that submitted");
-}
-
 }  // namespace
 
 Channel::Channel(const moe::Experts& experts, int device)
@@ -170,7 +160,8 @@ void Channel::wait(const std::shared_ptr<Slots>& slots, int index, int tokens, D
   Slot& slot = *slots->all.at(static_cast<size_t>(index));
   auto* stream = reinterpret_cast<cudaStream_t>(raw_stream);
   OnDevice on(device_);
-  if (raw_stream != submitted_in) follow(stream, reinterpret_cast<cudaStream_t>(submitted_in));
+  if (raw_stream != submitted_in)
+    cuda::follow(stream, reinterpret_cast<cudaStream_t>(submitted_in), "waiting for the stream that submitted");
   if (slots->mode == Mode::host_func)
     check_cuda(cudaLaunchHostFunc(stream, Slot::await_answer, &slot), "adding a host function");
   SlotView view = slot.view;

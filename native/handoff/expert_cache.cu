@@ -19,23 +19,13 @@ using cuda::AsideOfCaptures;
 using cuda::check_cuda;
 using cuda::OnDevice;
 
+constexpr int kWatches = 64, kRests = 448;  // boundaries; see ExpertCache::decide
 // Of the estimated time of a step, so much may be spent on copies. A layer is estimated to take kLayerUs beside its
 // experts, and an expert on the CPU a third of a copy; of the uses, half are on the CPU.
-constexpr int kWatches = 64, kRests = 448;  // boundaries; see ExpertCache::decide
 constexpr double kShare = 0.5, kLayerUs = 40, kUseByCopy = 0.5 / 3;
 
 cudaStream_t stream_of(void* handle) { return static_cast<cudaStream_t>(handle); }
 cudaEvent_t event_of(void* handle) { return static_cast<cudaEvent_t>(handle); }
-
-// Makes later work in `stream` wait for all work that is in `before` now.
-void follow(cudaStream_t stream, cudaStream_t before) {
-  cudaEvent_t event = nullptr;
-  check_cuda(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "creating an event");
-  const cudaError_t recorded = cudaEventRecord(event, before);
-  const cudaError_t waits = recorded == cudaSuccess ? cudaStreamWaitEvent(stream, event, 0) : recorded;
-  cudaEventDestroy(event);
-  check_cuda(waits, "waiting for a stream that reads experts");
-}
 
 }  // namespace
 
@@ -190,7 +180,8 @@ void ExpertCache::release(uintptr_t raw_stream) {
     --holds_;
     OnDevice on(device_);
     try {
-      follow(stream_of(side_), reinterpret_cast<cudaStream_t>(raw_stream));
+      cuda::follow(stream_of(side_), reinterpret_cast<cudaStream_t>(raw_stream),
+                   "waiting for a stream that reads experts");
     } catch (...) {  // nobody knows when the reader ends, so nothing is written any more
       stopped_ = true;
       changed_.notify_all();

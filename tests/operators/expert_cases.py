@@ -30,6 +30,17 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8_channel": {"weights": "fp8_channel"},
     "nvfp4": {"weights": "nvfp4"},
 }
+# What a GPU unpacks, and computes where experts are on it.
+ON_GPU: dict[str, dict[str, Any]] = {
+    "bf16": {"weights": "bf16"},
+    "int8": {"weights": "int8"},
+    "int4": {"weights": "int4", "group_size": 32},
+    "int4 with zero points": {"weights": "int4", "group_size": 64, "symmetric": False},
+    "fp8": {"weights": "fp8"},
+    "mxfp4": {"weights": "mxfp4"},
+    "fp8_channel": {"weights": "fp8_channel"},
+    "nvfp4": {"weights": "nvfp4"},
+}
 # K-quants come from GGUF files alone: tests/ktinject/loading/test_k_quants.py.
 TABLE = [row for row in _native.kernels() if row["weights"] not in reference.K_QUANTS]
 RUNS = [

@@ -112,8 +112,8 @@ class Fp4(SourceFormat):
     def stored(self, reader: Reader, key: str, form: Format) -> Nvfp4:
         """Of NVFP4. compressed-tensors divides by what multiplies all: its reciprocal is rounded to fp32."""
         codes = reader.read(form.companions[0]).view(torch.uint8)
-        scales, whole, divides = _two_scales(reader, form, None)
-        return Nvfp4(codes, scales, (1 / whole if divides else whole).expand(scales.shape[:-2]))
+        scales, whole = _two_scales(reader, form, None)
+        return Nvfp4(codes, scales, (1 / whole if form.is_divided else whole).expand(scales.shape[:-2]))
 
 
 def _exponents(reader: Reader, name: str, index: int | None) -> Tensor:
@@ -126,11 +126,8 @@ def _exponents(reader: Reader, name: str, index: int | None) -> Tensor:
     return raw.view(torch.float8_e8m0fnu).float()
 
 
-def _two_scales(reader: Reader, form: Format, index: int | None) -> tuple[Tensor, Tensor, bool]:
-    """NVFP4's scales as they lie; fp32 [] or [experts], what is for all of a matrix; and whether it divides.
-
-    Raises   CheckpointError
-    """
+def _two_scales(reader: Reader, form: Format, index: int | None) -> tuple[Tensor, Tensor]:
+    """NVFP4's scales as they lie; and fp32 [] or [experts], what is for all of a matrix. Raises CheckpointError."""
     name, whole_name = form.companions[1:]
     scales = reader.read(name, index)
     # A group of zeros may have a scale of zero.
@@ -142,14 +139,14 @@ def _two_scales(reader: Reader, form: Format, index: int | None) -> tuple[Tensor
     whole = reader.read(whole_name, index if each else None)
     check_scales(reader, whole_name, whole)
     whole = whole.reshape(whole.shape[: scales.dim() - 2] if whole.numel() > 1 else ())
-    return scales, whole, form.is_divided
+    return scales, whole
 
 
 def _scaled(reader: Reader, form: Format, index: int | None) -> Tensor:
     """NVFP4's two scales in one, fp32. Raises CheckpointError."""
-    scales, whole, divides = _two_scales(reader, form, index)
+    scales, whole = _two_scales(reader, form, index)
     whole = whole[..., None, None]
-    product = scales.float() / whole if divides else scales.float() * whole
+    product = scales.float() / whole if form.is_divided else scales.float() * whole
     check_finite(f"{form.companions[1]} with {form.companions[2]}", product, reader)
     return product
 

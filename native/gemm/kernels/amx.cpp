@@ -450,10 +450,6 @@ void amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const P
                std::byte* scratch, const Epilogue* epilogue) {
   decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_mxfp4);
 }
-void amx_fp8_channel(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
-                     std::byte* scratch, const Epilogue* epilogue) {
-  decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_fp8);
-}
 void amx_nvfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                std::byte* scratch, const Epilogue* epilogue) {
   decoded<HardwareTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_nvfp4);
@@ -465,10 +461,6 @@ void modelled_amx_fp8(const Matrix& matrix, const std::byte* panels, int count, 
 void modelled_amx_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
                         float* c, std::byte* scratch, const Epilogue* epilogue) {
   decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_mxfp4);
-}
-void modelled_amx_fp8_channel(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
-                              float* c, std::byte* scratch, const Epilogue* epilogue) {
-  decoded<ModelTiles>(matrix, panels, count, rows, c, scratch, epilogue, avx512_decode_fp8);
 }
 void modelled_amx_nvfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
                         float* c, std::byte* scratch, const Epilogue* epilogue) {

@@ -225,11 +225,6 @@ void avx2_mxfp4(const Matrix& matrix, const std::byte* panels, int count, const 
   decoded(matrix, panels, count, rows, c, scratch, avx2_decode_mxfp4);
 }
 
-void avx2_fp8_channel(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
-                      std::byte* scratch, const Epilogue*) {
-  decoded(matrix, panels, count, rows, c, scratch, avx2_decode_fp8);
-}
-
 void avx2_nvfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                 std::byte* scratch, const Epilogue*) {
   decoded(matrix, panels, count, rows, c, scratch, avx2_decode_nvfp4);

@@ -387,11 +387,6 @@ void avx512_mxfp4(const Matrix& matrix, const std::byte* panels, int count, cons
   decoded(matrix, panels, count, rows, c, scratch, avx512_decode_mxfp4);
 }
 
-void avx512_fp8_channel(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows,
-                        float* c, std::byte* scratch, const Epilogue*) {
-  decoded(matrix, panels, count, rows, c, scratch, avx512_decode_fp8);
-}
-
 void avx512_nvfp4(const Matrix& matrix, const std::byte* panels, int count, const PackedActivations& rows, float* c,
                   std::byte* scratch, const Epilogue*) {
   decoded(matrix, panels, count, rows, c, scratch, avx512_decode_nvfp4);

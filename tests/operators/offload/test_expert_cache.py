@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from expert_cases import ON_GPU
 from test_hybrid_experts import (  # noqa: F401
     EXPERTS,
     HIDDEN,
@@ -27,16 +28,6 @@ from ktinject import _native
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
 from ktinject.operators.offload import expert_cache, handoff
 
-KINDS: dict[str, dict[str, Any]] = {
-    "bf16": {"weights": "bf16"},
-    "int8": {"weights": "int8"},
-    "int4": {"weights": "int4", "group_size": 32},
-    "int4 with zero points": {"weights": "int4", "group_size": 64, "symmetric": False},
-    "fp8": {"weights": "fp8"},
-    "mxfp4": {"weights": "mxfp4"},
-    "fp8_channel": {"weights": "fp8_channel"},
-    "nvfp4": {"weights": "nvfp4"},
-}
 CUDA_PARTS = pytest.mark.skipif(not _native.cuda_built(), reason="built without CUDA")
 
 
@@ -138,7 +129,7 @@ def test_what_can_move() -> None:
             HybridExpertsConfig(dynamic=True, **arguments)  # type: ignore[arg-type]
         assert not HybridExpertsConfig(gpu_experts="auto", **arguments).moves  # type: ignore[arg-type]
     assert HybridExpertsConfig(weights="q4_k", gpu_experts="auto").gpu_format == "bf16"
-    for kind in KINDS.values():
+    for kind in ON_GPU.values():
         made = HybridExpertsConfig(gpu_experts="auto", **kind)
         assert made.moves and made.gpu_format == made.weights
         assert not HybridExpertsConfig(gpu_experts="auto", dynamic=False, **kind).moves
@@ -167,7 +158,7 @@ def hybrid_footprint(**arguments: Any) -> int:
 
 
 def moving(cuda: str, kind: str = "bf16", count: int = 4) -> HybridExperts:  # noqa: F811
-    made = hybrid(cuda, gpu_experts=count, dynamic=True, **KINDS[kind])
+    made = hybrid(cuda, gpu_experts=count, dynamic=True, **ON_GPU[kind])
     assert made.seat is not None and made.experts_on_gpu() == [*range(count)]
     return made
 
@@ -201,7 +192,7 @@ def assert_places_hold_their_experts(made: HybridExperts) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ON_GPU)
 def test_steps_are_right_while_experts_move(cuda: str, kind: str, graph: bool) -> None:  # noqa: F811
     """The traffic turns to other experts; each result is compared with the CPU's alone."""
     made = moving(cuda, kind)
@@ -225,7 +216,7 @@ def test_steps_are_right_while_experts_move(cuda: str, kind: str, graph: bool) -
                     steps.replay()
                 else:
                     out = made(x, ids, routing)
-                want = plain(**KINDS[kind])(x.cpu(), ids.cpu(), routing.cpu())
+                want = plain(**ON_GPU[kind])(x.cpu(), ids.cpu(), routing.cpu())
                 worst = max(worst, reference.relative_error(out.cpu(), want))
             assert made.experts_on_gpu() == hot
             assert_places_hold_their_experts(made)

@@ -15,6 +15,7 @@ import models
 import pytest
 import reference
 import torch
+from expert_cases import ON_GPU
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -30,16 +31,6 @@ from ktinject.operators.offload.submits import MOST_TOKENS
 from ktinject.operators.probes.experts import ExpertsSpec
 
 gpu = pytest.mark.gpu
-KINDS: dict[str, dict[str, Any]] = {
-    "bf16": {"weights": "bf16"},
-    "int8": {"weights": "int8"},
-    "int4": {"weights": "int4", "group_size": 32},
-    "int4 with zero points": {"weights": "int4", "group_size": 64, "symmetric": False},
-    "fp8": {"weights": "fp8"},
-    "mxfp4": {"weights": "mxfp4"},
-    "fp8_channel": {"weights": "fp8_channel"},
-    "nvfp4": {"weights": "nvfp4"},
-}
 EXPERTS = 12
 
 
@@ -336,10 +327,10 @@ def test_scarce_memory_means_smaller_chunks_without_a_gpu(
 
 
 @gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("hidden,inner", [(128, 64), (72, 200), (264, 40), (1024, 512)])
 def test_unpacked_on_the_gpu_as_on_the_cpu(kind: str, hidden: int, inner: int) -> None:
-    operator = filled(hidden, inner, **KINDS[kind])
+    operator = filled(hidden, inner, **ON_GPU[kind])
     layer = streamed(operator)
     layer.ring.reserve()
     seen = 0
@@ -368,11 +359,11 @@ def test_k_quants_are_unpacked_to_their_values(kind: str) -> None:
 
 
 @gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ON_GPU)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_streamed_against_fp64(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "CHUNK_BYTES", 5 * 6 * 256 * 96)  # five experts at a time
-    operator = filled(256, 96, **KINDS[kind])
+    operator = filled(256, 96, **ON_GPU[kind])
     x, ids, weights = inputs(50, 256)
     found = streamed(operator).forward(x.cuda().to(dtype), ids.cuda(), weights.cuda())
     assert found.dtype == dtype
