@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from ktinject.errors import OperatorError
-from ktinject.generation import governed, several
+from ktinject.generation import several, sources
 from ktinject.generation.cache_layers import kinds_of, tensors_of
 from ktinject.generation.candidates import Request
 from ktinject.generation.cpu.native_decoder import NativeDecoder
@@ -202,7 +202,7 @@ def twice(monkeypatch: pytest.MonkeyPatch, plain: Any) -> Iterator[None]:
     def known(_: Any, model: Any, request: Request, hidden: Any) -> Known:
         return Known(plain.sequences, request.input_ids.shape[1])
 
-    monkeypatch.setattr(governed, "source_of", known)
+    monkeypatch.setattr(sources, "source_of", known)
     monkeypatch.setattr(Governor, "count", lambda self, found, queued: found)
     yield
 
