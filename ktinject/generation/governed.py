@@ -65,6 +65,8 @@ class GovernedLoop:
         self._chosen = torch.empty(steps.most, dtype=torch.int64, device=runner.device)
         self._verified = Mailbox(self._chosen)
         self._sampled: Mailbox | None = None
+        self._is_put = False  # whether the runner has the text's last token
+        steps.begin(self._ends)
 
     def records(self) -> dict[str, tuple[Tensor, ...] | None]:
         """Scores and logits, by the names of transformers' output: they are the same where nothing processes them."""
@@ -119,10 +121,27 @@ class GovernedLoop:
 
     def _verify(self, found: Sequence[int]) -> None:
         """A step of the last token and candidates."""
+        asks = self._source.asks_hidden
+        verified = self._steps.verify(
+            [self._text[-1], *found], has_hidden=asks, has_logits=self._kept is not None
+        )
+        if verified is None:
+            self._verify_on_host(found)
+            return
+        sent, logits = verified
+        self._require()
+        self._runner.look()
+        tokens = self._steps.read(sent)
+        self._decoding.check()
+        self._is_put = True
+        self._note_verified(len(found), len(tokens) - 1)
+        self._go_on(tokens, logits)
+
+    def _verify_on_host(self, found: Sequence[int]) -> None:
+        """The same where the host compares."""
         steps, device = self._steps, self._runner.device
         ids = torch.tensor([[self._text[-1], *found]]).to(device)
-        asks = self._source.asks_hidden
-        logits = steps.step(ids, 1, has_hidden=asks)
+        logits = steps.step(ids, 1, has_hidden=self._source.asks_hidden)
         self._require()
         self._chosen[: len(logits)].copy_(sampling.greatest(logits))
         chosen: list[int] = self._verified.read(self._verified.send())[: len(logits)].tolist()
@@ -131,14 +150,24 @@ class GovernedLoop:
         accepted = next((at for at, token in enumerate(found[:count]) if token != chosen[at]), count)
         tokens = self._cut(chosen[: accepted + 1])
         steps.keep(len(tokens))
-        if asks:
-            self._source.read(None if steps.hidden is None else steps.hidden[: len(tokens)])
+        self._is_put = False
+        self._note_verified(count, accepted)
+        self._go_on(tokens, logits)
+
+    def _note_verified(self, count: int, accepted: int) -> None:
+        """A step verified so many candidates, of which the first ones were right."""
         seconds = self._clock() - self._started
         if self._captures != self._runner.captures or not count:
             self._captures, seconds = self._runner.captures, 0.0
         else:
             self._governor.costs.note(count + 1, seconds)
         self._governor.verified(count, accepted, seconds)
+
+    def _go_on(self, tokens: list[int], logits: Tensor | None) -> None:
+        """A step that verified candidates wrote these tokens."""
+        if self._source.asks_hidden:
+            hidden = self._steps.hidden
+            self._source.read(None if hidden is None else hidden[: len(tokens)])
         self._shadow.forget()
         self._add(tokens, logits)
 
@@ -191,9 +220,9 @@ class GovernedLoop:
     def _plain_steps(self) -> tuple[Callable[[], Any], Callable[[Any], int]]:
         """How a step of one token is queued, which gives (what to read, logits, hidden); and how its token is read."""
         runner, steps = self._runner, self._steps
-        last = torch.tensor([self._text[-1:]]).to(runner.device)
         if self._source.asks_hidden and steps.most > 1:
-            mailbox, ids = self._verified, last
+            mailbox, ids = self._verified, torch.tensor([self._text[-1:]]).to(runner.device)
+            self._is_put = False
 
             def queue_with_hidden() -> Any:
                 nonlocal ids
@@ -206,7 +235,9 @@ class GovernedLoop:
                 return mailbox.send(), logits, steps.hidden
 
             return queue_with_hidden, lambda sent: int(mailbox.read(sent)[0])
-        runner.put(last)
+        if not self._is_put:
+            runner.put(torch.tensor([self._text[-1:]]).to(runner.device))
+        self._is_put = True  # by each step, for the next one
         sampler = runner.sampler(_GREEDY)
         mailbox = self._sampled = self._sampled or Mailbox(sampler.result)
 

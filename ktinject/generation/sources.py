@@ -56,17 +56,23 @@ class _OtherLookup:
     is_free, asks_hidden = True, False
 
     def __init__(self, generator: Any, prompt: Sequence[int]) -> None:
-        self.most, self._generator, self._text = generator.num_output_tokens, generator, [*prompt]
+        self.most, self._generator = generator.num_output_tokens, generator
+        self._text, self._length = torch.zeros(1, 0, dtype=torch.int64), 0  # with room behind
+        self.extend(prompt)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        self._text.extend(tokens)
+        end = self._length + len(tokens)
+        if end > self._text.shape[1]:
+            self._text = torch.cat([self._text, self._text.new_zeros(1, 2 * end)], dim=1)
+        self._text[0, self._length : end] = torch.tensor(tokens)
+        self._length = end
 
     def read(self, hidden: Tensor | None) -> None:
         pass
 
     def candidates(self, most: int) -> Sequence[int]:
-        found, _ = self._generator.get_candidates(torch.tensor([self._text]))
-        tokens: list[int] = found[0, len(self._text) :].tolist()
+        found, _ = self._generator.get_candidates(self._text[:, : self._length])
+        tokens: list[int] = found[0, self._length :].tolist()
         return tokens[:most]
 
 

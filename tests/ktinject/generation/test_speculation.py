@@ -253,8 +253,15 @@ def check_states(family: str, config: dict[str, Any], device: str, monkeypatch: 
     with pytest.raises(ValueError, match=SAID):
         stock(model, **arguments, prompt_lookup_num_tokens=4)
     most = 5e-3 if device == "cuda" else 2e-3  # bf16 inputs of experts may be rounded the other way
-    kept, keep = [], SeveralTokens.keep
-    monkeypatch.setattr(SeveralTokens, "keep", lambda self, n: kept.append(n) or keep(self, n))
+    kept: list[int] = []
+    read = SeveralTokens.read
+
+    def noted(self: SeveralTokens, sent: int) -> list[int]:
+        tokens = read(self, sent)
+        kept.append(len(tokens))
+        return tokens
+
+    monkeypatch.setattr(SeveralTokens, "read", noted)
     how = decoding.explain(**arguments, prompt_lookup_num_tokens=4)
 
     for _ in twice(monkeypatch, plain):
