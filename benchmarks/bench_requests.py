@@ -23,16 +23,16 @@ import copy
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from rows import about, add_arguments, record
-from transformers import DynamicCache, GenerationMixin
-from transformers.generation import PromptLookupCandidateGenerator
+from transformers import DynamicCache
 
 from ktinject import rules
+from ktinject.generation import sources
 from ktinject.tools import random_models
 
 BEAMS = 4
@@ -117,25 +117,27 @@ def share_of(reuse: float, experts: int, top_k: int) -> float:
     return low
 
 
-class Candidates(PromptLookupCandidateGenerator):
-    """Four candidates a step, of which some are those of the chain.
+class Candidates:
+    """Takes the place of `Lookup`: four candidates a step, of which some are those of the chain.
 
     right  so many at the beginning, or the probability of each one
     """
 
-    def __init__(self, right: float, chain: Chain) -> None:
-        super().__init__(num_output_tokens=4)
-        self._right, self._chain = right, chain
+    def __init__(self, right: float, chain: Chain, text: Sequence[int]) -> None:
+        self._right, self._chain, self._last = right, chain, text[-1]
         self._random = random.Random(0)
 
-    def get_candidates(self, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        found = self._chain.behind(int(input_ids[0, -1]), 4)
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._last = tokens[-1]
+
+    def candidates(self, most: int) -> list[int]:
+        found = self._chain.behind(self._last, 4)
         for at in range(4):
-            # In any case, so that a text's candidates are the same however many are tried.
+            # In any case, so that what is drawn does not depend on what was right.
             drawn, other = self._random.random(), self._random.choice(self._chain.known)
             if drawn >= self._right if 0 < self._right < 1 else at >= self._right:
                 found[at] = other
-        return torch.cat([input_ids, torch.tensor([found], device=input_ids.device)], dim=1), None
+        return found[:most]
 
 
 class Requests:
@@ -179,9 +181,7 @@ class Requests:
             ids = chain.row(0, PROMPT)[None].to(ids.device)
         if "right" not in kind or new == 1:
             return self._seconds(ids, new, asked, chain)
-        candidates = Candidates(float(kind.split()[0]), chain)
-        # Of the class: what is set on the model would be a change of it.
-        with patch.object(GenerationMixin, "_get_candidate_generator", lambda *_, **__: candidates):
+        with patch.object(sources, "Lookup", lambda text, _: Candidates(float(kind.split()[0]), chain, text)):
             return self._seconds(ids, new, asked, chain)
 
     def _seconds(self, ids: torch.Tensor, new: int, asked: dict[str, Any], chain: Chain) -> float:

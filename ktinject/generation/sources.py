@@ -64,7 +64,7 @@ class _OtherLookup:
         end = self._length + len(tokens)
         if end > self._text.shape[1]:
             self._text = torch.cat([self._text, self._text.new_zeros(1, 2 * end)], dim=1)
-        self._text[0, self._length : end] = torch.tensor(tokens)
+        self._text[0].numpy()[self._length : end] = tokens
         self._length = end
 
     def read(self, hidden: Tensor | None) -> None:
