@@ -104,6 +104,12 @@ def support(model: Any) -> Support:
     stock = compat.ALL_ATTENTION_FUNCTIONS[_STOCK], compat.ALL_MASK_ATTENTION_FUNCTIONS[_STOCK]
     if stock != (compat.sdpa_attention_forward, compat.sdpa_mask):
         return Support.no(f"another attention is registered as {_STOCK!r}")
+    found: Support = model.ktinject_decoding.once("continued", lambda: _modules_support(model))
+    return found
+
+
+def _modules_support(model: Any) -> Support:
+    """Whether no module asks for the name of its attention."""
     for name in sorted({type(module).__module__ for module in model.modules()}):
         if asks_for_stock(name):
             return Support.no(f"{name} does something else where attention has another name than {_STOCK!r}")

@@ -73,6 +73,7 @@ class Decoding:
         self._model = weakref.ref(model)
         self._watch: Watch | None = None  # of the model that is recorded
         self._recordable = SUPPORTED  # whether that model can be
+        self._answers: dict[str, Support] = {}  # what was asked about the model that is recorded
         self._batched: tuple[Watch, Support] | None = (
             None  # whether requests can be batched, of a model as it was
         )
@@ -222,6 +223,14 @@ class Decoding:
                 self._batched = Watch(model), find()
             return self._batched[1]
 
+    def once(self, question: str, find: Callable[[], Support]) -> Support:
+        """What `find` says of the model: found once while it stays as it was recorded."""
+        if self._watch is None or self._watch.change():
+            return find()
+        if question not in self._answers:
+            self._answers[question] = find()
+        return self._answers[question]
+
     def take_turns(self) -> None:
         """From now on, requests of other threads wait even where no steps are recorded."""
         self._takes_turns = True
@@ -286,6 +295,7 @@ class Decoding:
         self.release()
         self._fused = self._masks = None
         self._left_out.clear()
+        self._answers.clear()
         continued.registered()
         watch, support = Watch(model), eligibility.recording_support(model)
         if self.group is not None:
