@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import continued, eligibility, loop, masks, several, step_inputs
+from ktinject.generation import continued, eligibility, loop, masks, several, step_inputs, turn_pass
 from ktinject.generation.cache import KVBucket, bucket_of
 from ktinject.generation.cache_layers import kinds_of
 from ktinject.generation.consecutive import OneByOne, modules_with_states
@@ -337,6 +337,11 @@ class Decoding:
         if self._fused is not None:
             models.insert(0, self._fused)
         return [functools.partial(run_model, self._model, each, self._masks) for each in models]
+
+    def turn_forward(self) -> turn_pass.Forward:
+        """The model on the new tokens of a next turn."""
+        assert isinstance(self._masks, masks.Masks), "a request that was not refused"
+        return functools.partial(turn_pass.run_model, self._model, self._masks)
 
     def _new_runner(self, cache: Any, logits: Tensor, tokens: int) -> GraphRunner:
         """Raises torch.OutOfMemoryError."""
