@@ -65,6 +65,7 @@ class GraphRunner:
     graphs    whether steps can be captured; if not, they run one kernel at a time, on the same tensors
     changed   why steps of this request ran as `own`; "" if none did
     several   steps of several tokens on the same cache, see several.py; None before the first request for them
+    turns     passes over the new tokens of next turns, see turn_pass.py; None before they are prepared for
     costs     what steps cost, by their tokens, for each kind of request that chooses how many
     """
 
@@ -120,6 +121,7 @@ class GraphRunner:
         self._steps: dict[int, PiecewiseGraph] = {}  # by the size of the bucket
         self._reorders: dict[int, PiecewiseGraph | None] = {}
         self.several: Any = None
+        self.turns: Any = None
         self.costs: dict[str, Costs] = {}
         self._samplers: OrderedDict[tuple[Sampling, int], tuple[Sampler, PiecewiseGraph | None]] = (
             OrderedDict()
