@@ -27,7 +27,7 @@ from typing import Any
 
 from ktinject.errors import OperatorError, shown
 from ktinject.hf.on_import import when_imported
-from ktinject.sglang import arguments, failures, graphs, wrapper
+from ktinject.sglang import arguments, failures, graphs, ranks, wrapper
 from ktinject.sglang.combine import Combine, watch_batches
 
 log = logging.getLogger("ktinject")
@@ -150,21 +150,33 @@ def _create_weights(original: Callable[..., Any], self: Any, layer: Any, *args: 
     global _has_ranks
     processes = getattr(layer, "moe_tp_size", 1)
     _has_ranks = processes > 1
-    if _has_ranks:
-        _share_cpus(processes)
+    ranks.take(_share(processes))
+    if ranks.mine().part is not None:
+        self.tp_rank = 0  # by which SGLang knows the process that it asks
     # The schedulers of several processes must end the same requests in the same step, and only one of them would know.
-    if getattr(layer, "moe_tp_size", 1) == 1 and not _has_stages():
+    if processes == 1 and not _has_stages():
         failures.keep()
     return original(self, layer, *args, **kwargs)
 
 
-def _share_cpus(processes: int) -> None:
-    """The processes of other ranks wait for this one, and spin: each on a CPU that is left to it."""
+@functools.cache
+def _share(processes: int) -> ranks.Share:
+    """This process's share of each layer. The first time, with several processes, it asks the others where they run."""
+    if processes == 1:
+        return ranks.ALL
     import torch
 
-    from ktinject.sglang import layer
-
-    layer.beside(min(processes, max(1, torch.cuda.device_count())) - 1)
+    group = sys.modules[f"{_SRT}.distributed.parallel_state"].get_tp_group()
+    if group.world_size != processes:
+        raise OperatorError(
+            f"--tp-size {group.world_size}: of these processes, {processes} share each layer's experts, and experts on "
+            "the CPU are for all of them. Start SGLang without --moe-dp-size and the like."
+        )
+    share = ranks.shares(group.all_gather_object(ranks.here()))[group.rank_in_group]
+    if share.parts > 1:
+        log.info("experts on the CPU: part %s of %d, for this process's CPUs", share.part, share.parts)
+    # Without CUDA, those that wait sleep.
+    return share if torch.cuda.is_available() else share._replace(beside=0)
 
 
 def _has_stages() -> bool:

@@ -65,10 +65,18 @@ _rates: dict[tuple[object, ...], Rates] = {}
 
 def measure(streamed: StreamedExperts, kind: str, top_k: int) -> Rates:
     """The rates of layers of this shape and kind of weights, measured once a process: tenths of a second."""
-    key = (streamed.ring.device, streamed.spec, streamed.first, kind, top_k, _native.threads())
+    key = (
+        streamed.ring.device,
+        streamed.spec,
+        streamed.first,
+        streamed.end,
+        kind,
+        top_k,
+        _native.threads(),
+    )
     if key not in _rates:
         spec, device, source = streamed.spec, streamed.ring.device, streamed.source
-        experts = spec.num_experts - streamed.first
+        experts = streamed.end - streamed.first
         count = streamed.most_experts(streaming.CHUNK_BYTES)
         memory = torch.empty(source.packed_bytes(count), dtype=torch.uint8, device=device)
         stream = torch.cuda.current_stream(device)
@@ -98,7 +106,7 @@ def _sample_cpu(streamed: StreamedExperts, top_k: int, until_s: float) -> tuple[
     """A layer on the CPU with more and more tokens, until it takes so long: reading the weights is most of the time of
     few tokens, and none of that of many, so one sample does not tell of another."""
     generator = torch.Generator().manual_seed(0)
-    experts = streamed.spec.num_experts - streamed.first
+    experts = streamed.end - streamed.first
 
     def seconds(tokens: int) -> float:
         x = torch.randn(tokens, streamed.spec.hidden_size, generator=generator).to(torch.bfloat16)
