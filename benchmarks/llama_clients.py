@@ -4,7 +4,8 @@
     python benchmarks/llama_clients.py ./llama-server /dev/shm/a.gguf --clients 1 32 --ways "-t 14" "-t 16 -ub 2048"
 
 All clients ask at once, each for a text of its own; prompts are numbers of tokens, so that nothing is tokenised. Each
-way is a server of its own, one after the other; of its rounds the median is shown, after one that does not count.
+way is a server of its own, one after the other; of its rounds the median is shown, after one that does not count and
+writes a few tokens only.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def main() -> None:
         with server(arguments.program, arguments.gguf, most, context, way.split()) as port:
             for count in arguments.clients:
                 of = count, arguments.prompt, arguments.write, arguments.vocab
-                a_round(port, *of)
+                a_round(port, count, arguments.prompt, min(8, arguments.write), arguments.vocab)
                 rates, firsts = zip(*(a_round(port, *of) for _ in range(arguments.repeats)), strict=True)
                 first = sorted(seconds for found in firsts for seconds in found)
                 p99 = first[min(len(first) - 1, int(0.99 * len(first)))]
