@@ -13,8 +13,8 @@ namespace ktinject::cuda {
 
 class Streamed {
  public:
-  // Page-locks the packed weights of `experts`, which must be allocated and outlive this, from expert `first` to the one
-  // before `end`, or to the last: only these can be copied. Throws std::invalid_argument if there are none, and
+  // Page-locks the packed weights of `experts`, which must be allocated and outlive this, from expert `first` to the
+  // one before `end`, or to the last: only these can be copied. Throws std::invalid_argument if there are none, and
   // std::runtime_error where the system refuses, or the build has no CUDA.
   explicit Streamed(const moe::Experts& experts, int first = 0, std::optional<int> end = std::nullopt);
   ~Streamed();
