@@ -5,9 +5,10 @@ The weights are random, and all experts of a layer alike, each with memory of it
 own submit and sync are measured in turns with ours, in the same process; moe_peers.py says how it gets there.
 
 `alone` is the same layers called on the CPU, without a GPU and without a thread that waits for one. `cut` is a graph of
-which the host does a part, as SGLang's graphs of prompts are: so many of the experts pass through the GPU.
+which the host does a part, as SGLang's graphs of prompts are: so many of the experts pass through the GPU. Who waits
+for a graph sleeps, as in SGLang with our plug-in; `--spin` adds what it takes where that thread spins.
 
-    python benchmarks/bench_sglang.py [--methods AMXINT4 BF16] [--tokens 1 8 64 2048] [--layers 4] [--block]
+    python benchmarks/bench_sglang.py [--methods AMXINT4 BF16] [--tokens 1 8 64 2048] [--layers 4] [--spin]
 
 Without a GPU: the layers alone, and by the calls that SGLang makes for a model on the CPU.
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from ktinject import _native
 from ktinject.operators.cpu_experts import CpuExperts
-from ktinject.sglang import KTMoEWrapper, graphs
+from ktinject.sglang import KTMoEWrapper, graphs, waiting
 from ktinject.sglang.layer import Layer
 from ktinject.sglang.weights import on_cpu, plain_config, spec_of
 
@@ -85,24 +86,24 @@ def step_of(layers: list[Any], x: Tensor, calls: list[tuple[Tensor, Tensor]]) ->
     return step
 
 
-def replays_of(step: Callable[[], Tensor], block: bool) -> Callable[[], float]:
-    """A function that replays the step's graph once, and says how many µs it took."""
+def replays_of(step: Callable[[], Tensor]) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Functions that replay the step's graph once, and say how many µs it took: who waits sleeps, or spins."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
 
-    def replay() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True, blocking=block) for _ in range(2))
+    def replay(wait: Callable[[Any], None]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
-        end.synchronize()
+        wait(end)
         assert torch.isfinite(out[-1]).all()
         return start.elapsed_time(end) * 1e3
 
-    return replay
+    return lambda: replay(waiting.until), lambda: replay(lambda event: event.synchronize())
 
 
 class Segments:
@@ -156,7 +157,7 @@ def cut_replays_of(step: Callable[[], Tensor]) -> Callable[[], float]:
             start.record()
             segments.replay()
             end.record()
-            end.synchronize()
+            waiting.until(end)
         return start.elapsed_time(end) * 1e3
 
     return replay
@@ -236,14 +237,19 @@ def bench(given: argparse.Namespace) -> None:
             for name, mine in (("contract", layers), ("kt-kernel", theirs)):
                 if mine:
                     step = step_of(mine, x, calls)
-                    runs[name] = replays_of(step, given.block) if x.is_cuda else timed(step)
+                    if x.is_cuda:
+                        runs[name], spins = replays_of(step)
+                        if given.spin:
+                            runs[f"{name}, spinning"] = spins
+                    else:
+                        runs[name] = timed(step)
             streams = layers[0]._layer._prompts
             if streams is not None and (count := streams.passing(m)):
                 runs[f"cut ({count} experts)"] = cut_replays_of(step_of(layers, x, calls))
             found = {name: us / given.layers for name, us in medians(runs, given.seconds).items()}
             line = "  ".join(f"{name} {us:9.1f}" for name, us in found.items())
             if "kt-kernel" in found:
-                ours = [us for name, us in found.items() if name not in ("alone", "kt-kernel")]
+                ours = [us for name, us in found.items() if name == "contract" or name.startswith("cut")]
                 line += "  " + ", ".join(f"{found['kt-kernel'] / us:.2f}" for us in ours) + " times ours"
             print(f"  {m:5} tokens: {line}", flush=True)
         del layers, theirs
@@ -261,7 +267,7 @@ def main() -> None:
     parser.add_argument("--kt-threads", type=int, default=0, help="of kt-kernel; one less than CPUs at most")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave kt-kernel out")
     parser.add_argument(
-        "--block", action="store_true", help="the thread that waits for a replay sleeps, and does not spin"
+        "--spin", action="store_true", help="also where who waits for a replay spins, as without our plug-in"
     )
     given = parser.parse_args()
     if given.threads:

@@ -6,7 +6,8 @@ is imported here: what is mended is replaced as soon as SGLang itself has import
     kt_ep_wrapper             the experts on the GPU are scaled once; none of them, or a CPU alone, needs no GPU kernel
     model_runner              a draft model keeps its experts; only decode steps defer
     runners of graphs         rows that only pad a batch ask for no expert, and long prompts may pass through the GPU
-    scheduler                 a failure on the CPU ends the requests that were computed, not the server
+    scheduler                 a failure on the CPU ends the requests that were computed, not the server; who waits for a
+                              step leaves its CPU to the experts
     lora.layers               adapters on experts are refused
 
 Source: sglang 0.5.11 to 0.5.23, as published.
@@ -27,7 +28,7 @@ from typing import Any
 
 from ktinject.errors import OperatorError, shown
 from ktinject.hf.on_import import when_imported
-from ktinject.sglang import arguments, failures, graphs, ranks, wrapper
+from ktinject.sglang import arguments, failures, graphs, ranks, waiting, wrapper
 from ktinject.sglang.combine import Combine, watch_batches
 
 log = logging.getLogger("ktinject")
@@ -263,10 +264,11 @@ def _process(
     original: Callable[..., Any], self: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """End the requests of a batch during which the CPU failed, and of the next one, which may have begun by then."""
+    if _is_used:
+        _await(result)
     layer = sys.modules.get("ktinject.sglang.layer")
     if layer is None or not failures.are_kept():
         return original(self, batch, result, *args, **kwargs)
-    _await(result)
     layer.check_layers()
     found = failures.take()
     told, _ending[:] = found or [*_ending], found
@@ -284,10 +286,11 @@ def _await(result: Any) -> None:
     import torch
 
     copied = getattr(result, "copy_done", None)
+    if copied is None and torch.cuda.is_available():
+        copied = torch.cuda.Event()
+        copied.record()
     if copied is not None:
-        copied.synchronize()
-    elif torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
+        waiting.until(copied)
 
 
 def _end(batch: Any, text: str) -> None:

@@ -20,7 +20,7 @@ from sglang_cases import EXPERTS, arguments, expected, filled, inputs, is_near
 from torch import Tensor
 
 from ktinject.errors import OperatorError
-from ktinject.sglang import KTMoEWrapper, combine, failures, layer, plugin, ranks, wrapper
+from ktinject.sglang import KTMoEWrapper, combine, failures, layer, plugin, ranks, waiting, wrapper
 from ktinject.sglang.ranks import Share, Where
 
 
@@ -481,6 +481,22 @@ def test_adapters_on_experts_are_refused(sglang: dict[str, ModuleType]) -> None:
     kind(SimpleNamespace(quant_method=object()))
     with pytest.raises(OperatorError, match="LoRA on the experts of the CPU is not served"):
         kind(SimpleNamespace(quant_method=a_method(sglang, 0)))
+
+
+def test_who_waits_for_a_step_sleeps(sglang: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own wait would spin."""
+    left, asked, naps = [False, False, True], [], []
+    event = SimpleNamespace(query=lambda: asked.append(1) or left.pop(0))
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(sleep=naps.append))
+    scheduler, batch = sglang["managers.scheduler"].Scheduler(), SimpleNamespace(reqs=[])
+
+    def process() -> int:
+        assert scheduler.process_batch_result(batch, SimpleNamespace(copy_done=event)) == "processed"
+        return len(asked)
+
+    assert process() == 0  # a model without experts on the CPU
+    monkeypatch.setattr(plugin, "_is_used", True)
+    assert process() == 3 and len(naps) == 2
 
 
 def test_a_failure_ends_the_requests_that_may_have_seen_it(sglang: dict[str, ModuleType]) -> None:
