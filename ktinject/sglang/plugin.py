@@ -34,6 +34,7 @@ from ktinject.sglang.combine import Combine, watch_batches
 log = logging.getLogger("ktinject")
 
 OLDEST, NEWEST = (0, 5, 11), (0, 5, 23)
+LONG = 128  # streaming.FEWEST_TOKENS, which is not imported in every process
 _FORK = "sglang-kt"
 _SRT = "sglang.srt"
 _NAMES = ("KTMoEWrapper", "generate_gpu_experts_masks")
@@ -246,11 +247,29 @@ def _mend_prefill(module: ModuleType) -> None:
     ):
         if hasattr(module, runner):
             around(getattr(module, runner), capture, _capture_prefill)
+            for name in ("can_run_graph", "can_run"):
+                if name in vars(getattr(module, runner)):
+                    around(getattr(module, runner), name, _runs_prefill)
 
 
 def _capture_prefill(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _deferring(False):
         return original(*args, **kwargs)
+
+
+def _runs_prefill(
+    original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Graphs of several processes are not cut, so long prompts of theirs run without. All of them have the same batch,
+    unless attention is of several ranks with their own, who agree on their graphs in another way."""
+    if (
+        _has_ranks
+        and _is_used
+        and getattr(forward_batch, "global_num_tokens_cpu", None) is None
+        and len(forward_batch.input_ids) >= LONG
+    ):
+        return False
+    return original(self, forward_batch, *args, **kwargs)
 
 
 # --- failures ---

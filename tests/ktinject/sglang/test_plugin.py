@@ -20,6 +20,7 @@ from sglang_cases import EXPERTS, arguments, expected, filled, inputs, is_near
 from torch import Tensor
 
 from ktinject.errors import OperatorError
+from ktinject.operators.offload import streaming
 from ktinject.sglang import KTMoEWrapper, combine, failures, layer, plugin, ranks, waiting, wrapper
 from ktinject.sglang.ranks import Share, Where
 
@@ -282,6 +283,34 @@ def test_only_decode_steps_defer(sglang: dict[str, ModuleType]) -> None:
         return SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: decodes))
 
     assert runner.forward(batch(True)) and not runner.forward(batch(False)) and layer._chain.is_on
+
+
+@pytest.mark.parametrize(
+    ("ranks_are_several", "tokens", "others", "runs"),
+    [
+        (False, 500, None, True),
+        (True, 127, None, True),
+        (True, 128, None, False),
+        (True, 128, [128, 9], True),
+    ],
+)
+def test_long_prompts_of_several_processes_run_without_a_graph(
+    monkeypatch: pytest.MonkeyPatch, ranks_are_several: bool, tokens: int, others: Any, runs: bool
+) -> None:
+    class PrefillCudaGraphRunner:
+        def capture_one_shape(self) -> None: ...
+
+        def can_run_graph(self, forward_batch: Any) -> bool:
+            return True
+
+    module = ModuleType("runner")
+    module.PrefillCudaGraphRunner = PrefillCudaGraphRunner  # type: ignore[attr-defined]
+    plugin._mend_prefill(module)
+    monkeypatch.setattr(plugin, "_is_used", True)
+    monkeypatch.setattr(plugin, "_has_ranks", ranks_are_several)
+    batch = SimpleNamespace(input_ids=torch.zeros(tokens), global_num_tokens_cpu=others)
+    assert PrefillCudaGraphRunner().can_run_graph(batch) == runs
+    assert plugin.LONG == streaming.FEWEST_TOKENS
 
 
 def test_the_rows_that_are_tokens_are_known_within_a_pass(sglang: dict[str, ModuleType]) -> None:
