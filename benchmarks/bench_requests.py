@@ -20,18 +20,19 @@ from __future__ import annotations
 
 import argparse
 import copy
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from rows import about, add_arguments, record
-from transformers import DynamicCache, GenerationMixin
-from transformers.generation import PromptLookupCandidateGenerator
+from transformers import DynamicCache
 
 from ktinject import rules
+from ktinject.generation import sources
 from ktinject.tools import random_models
 
 BEAMS = 4
@@ -66,10 +67,11 @@ class Chain:
     """Tokens, each of which leads to the next one.
 
     tokens  [n] int64, and the first one follows the last one
+    known   the same
     """
 
     def __init__(self, tokens: torch.Tensor) -> None:
-        self.tokens = tokens
+        self.tokens, self.known = tokens, tokens.tolist()
         self._after = dict(zip(tokens.tolist(), tokens.roll(-1).tolist()))
 
     def row(self, start: int, length: int) -> torch.Tensor:
@@ -91,9 +93,9 @@ class Chain:
         reuse  share of the length of an embedding that is the block's, squared
         """
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        random, size = torch.Generator().manual_seed(len(self.tokens)), embedding.weight.shape[1]
-        own = torch.randn(len(self.tokens), size, generator=random)
-        blocks = torch.randn(-(-len(own) // BLOCK), size, generator=random).repeat_interleave(BLOCK, dim=0)
+        drawn, size = torch.Generator().manual_seed(len(self.tokens)), embedding.weight.shape[1]
+        own = torch.randn(len(self.tokens), size, generator=drawn)
+        blocks = torch.randn(-(-len(own) // BLOCK), size, generator=drawn).repeat_interleave(BLOCK, dim=0)
         found = (1 - reuse) ** 0.5 * own + reuse**0.5 * blocks[: len(own)]
         for weight, rows, values in (
             (embedding.weight, self.tokens, found),
@@ -104,8 +106,8 @@ class Chain:
 
 def share_of(reuse: float, experts: int, top_k: int) -> float:
     """What `Chain.write_into` takes for tokens that choose so many of the experts of the token before."""
-    random = torch.Generator().manual_seed(0)
-    a, b, shared = (torch.randn(4000, experts, generator=random) for _ in range(3))
+    drawn = torch.Generator().manual_seed(0)
+    a, b, shared = (torch.randn(4000, experts, generator=drawn) for _ in range(3))
     low, high = 0.0, 1.0
     for _ in range(20):
         share = (low + high) / 2
@@ -115,25 +117,27 @@ def share_of(reuse: float, experts: int, top_k: int) -> float:
     return low
 
 
-class Candidates(PromptLookupCandidateGenerator):
-    """Four candidates a step, of which some are those of the chain.
+class Candidates:
+    """Takes the place of `Lookup`: four candidates a step, of which some are those of the chain.
 
     right  so many at the beginning, or the probability of each one
     """
 
-    def __init__(self, right: float, chain: Chain) -> None:
-        super().__init__(num_output_tokens=4)
-        self._right, self._chain = right, chain
-        self._random = torch.Generator().manual_seed(0)
+    def __init__(self, right: float, chain: Chain, text: Sequence[int]) -> None:
+        self._right, self._chain, self._last = right, chain, text[-1]
+        self._random = random.Random(0)
 
-    def get_candidates(self, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        found = self._chain.behind(int(input_ids[0, -1]), 4)
-        drawn = torch.rand(4, generator=self._random).tolist()
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._last = tokens[-1]
+
+    def candidates(self, most: int) -> list[int]:
+        found = self._chain.behind(self._last, 4)
         for at in range(4):
-            if drawn[at] >= self._right if 0 < self._right < 1 else at >= self._right:
-                other = int(torch.randint(len(self._chain.tokens), (1,), generator=self._random))
-                found[at] = int(self._chain.tokens[other])
-        return torch.cat([input_ids, torch.tensor([found], device=input_ids.device)], dim=1), None
+            # In any case, so that what is drawn does not depend on what was right.
+            drawn, other = self._random.random(), self._random.choice(self._chain.known)
+            if drawn >= self._right if 0 < self._right < 1 else at >= self._right:
+                found[at] = other
+        return found[:most]
 
 
 class Requests:
@@ -177,9 +181,7 @@ class Requests:
             ids = chain.row(0, PROMPT)[None].to(ids.device)
         if "right" not in kind or new == 1:
             return self._seconds(ids, new, asked, chain)
-        candidates = Candidates(float(kind.split()[0]), chain)
-        # Of the class: what is set on the model would be a change of it.
-        with patch.object(GenerationMixin, "_get_candidate_generator", lambda *_, **__: candidates):
+        with patch.object(sources, "Lookup", lambda text, _: Candidates(float(kind.split()[0]), chain, text)):
             return self._seconds(ids, new, asked, chain)
 
     def _seconds(self, ids: torch.Tensor, new: int, asked: dict[str, Any], chain: Chain) -> float:

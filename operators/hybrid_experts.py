@@ -368,7 +368,11 @@ class HybridExperts(CpuExperts):
         if tokens < streaming.FEWEST_TOKENS:
             return 0
         if self._rates is None:
-            self._rates = prefill_rates.measure(self.streamed, weights_in_words(self.config), top_k)
+            try:
+                self._rates = prefill_rates.measure(self.streamed, weights_in_words(self.config), top_k)
+            except torch.OutOfMemoryError:
+                self._keep_on_cpu()
+                return 0
         return self._rates.passing(tokens, self.num_experts)
 
     def _keep_on_cpu(self) -> None:

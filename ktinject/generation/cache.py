@@ -238,6 +238,12 @@ class FixedCache:
         """So many of those that there was made room for are none."""
         self._used -= tokens
 
+    def go_on(self, tokens: int) -> None:
+        """What follows from so many tokens more that are there, of a text whose layers all keep all tokens."""
+        self.cache_position += tokens
+        self.positions += tokens
+        self.mask[..., : self._used + 1] = True
+
     def bucket(self, size: int) -> KVBucket:
         if size not in self._buckets:
             layers = []
@@ -274,6 +280,21 @@ class FixedCache:
             torch.remainder(self.cache_position, window, out=place)
             # A ring that is shorter than its window is full before the place is beyond its end.
             ring.index_fill_(3, place if size == window else place.clamp(max=size - 1), True)
+
+    def advance_by(self, tokens: Tensor, order: Tensor) -> None:
+        """What follows from so many tokens more of one row, as `advance` for each of them; the host may not know them.
+
+        tokens  [1] int64
+        order   [n] int64: 0, 1 … n - 1, for any number of tokens from 1 to n
+        """
+        places = torch.arange(self.capacity, device=self.device) - self.cache_position
+        self.mask.logical_or_((places > 0) & (places <= tokens))
+        written = self.cache_position + 1 + torch.minimum(order, tokens - 1)
+        self.cache_position.add_(tokens)
+        self.positions.add_(tokens)
+        for window, ring in self.rings.items():
+            torch.remainder(self.cache_position, window, out=self.places[window])
+            ring.index_fill_(3, (written % window).clamp(max=ring.shape[-1] - 1), True)
 
     def _places_of(self, kind: LayerKind) -> int | None:
         """With the room; None: the layer has none."""

@@ -26,13 +26,13 @@ from ktinject.operators.probes import twin
 
 
 class Past:
-    """States of fixed size as they were before each token of a step."""
+    """States of fixed size as they were before each token of a step, and behind all of them."""
 
     def __init__(self, cache: FixedCache, most: int) -> None:
         """Take the memory, for steps of up to so many tokens. Raises torch.OutOfMemoryError."""
         with torch.inference_mode(False):
             self._noted = {
-                index: [(tensor, tensor.new_empty(most, *tensor.shape[1:])) for tensor in held]
+                index: [(tensor, tensor.new_empty(most + 1, *tensor.shape[1:])) for tensor in held]
                 for index, (kind, held) in enumerate(zip(cache.kinds, cache.layers))
                 if kind.is_state
             }
@@ -41,6 +41,11 @@ class Past:
         """Note the states of a layer, before so many tokens of a step."""
         for state, noted in self._noted[index]:
             noted[at].copy_(state[0])
+
+    def note_end(self, tokens: int) -> None:
+        """Note the states of all layers, behind a step of so many tokens."""
+        for index in self._noted:
+            self.note(index, tokens)
 
     def put_back(self, tokens: Tensor) -> None:
         """Go back to before so many tokens of the step, [1] int64."""
@@ -87,7 +92,7 @@ def keep(cache: FixedCache, past: Past | None, order: Tensor, tokens: Tensor) ->
     """Leave in rings and states the first tokens of a step, before the cache has advanced.
 
     order   [n] int64, as `view_of` was given it
-    tokens  [1] int64: how many; where there are states, less than n
+    tokens  [1] int64: how many; where there are states, less than n, or their end is noted
     """
     if past is not None:
         past.put_back(tokens)

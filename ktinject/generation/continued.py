@@ -43,6 +43,8 @@ _STOCK = "sdpa"
 _OTHERS = ("cache", "position_bias", "s_aux", "softcap")
 # An attribute of a mask that was recognised: its version, by which a change shows.
 _MARK = "ktinject_is_causal"
+# An attribute of the mask of a captured pass: what its tokens attend to, see turn_pass.py.
+PARTS = "ktinject_parts"
 # Scores of a head, new tokens by all tokens, from which on torch may choose cuDNN's attention. It plans each length
 # anew, for 40 to 60 ms, and for up to a second where it has to compile.
 _WORTH_A_PLAN = 1 << 24
@@ -60,7 +62,7 @@ def attention(model: Any, ids: Tensor, cache: Any, config: GenerationConfig) -> 
     held = 0 if cache is None else int(cache.get_seq_length())
     goes_on = bool(held or config.prefill_chunk_size)
     new, tokens = max(1, ids.shape[1] - held), ids.shape[1]
-    with _unplanned(model, new * tokens), _recognised(model) if goes_on and support(model) else nullcontext():
+    with _unplanned(model, new * tokens), recognised(model) if goes_on and support(model) else nullcontext():
         yield
 
 
@@ -83,7 +85,7 @@ def _unplanned(model: Any, scores: int) -> Iterator[None]:
 
 
 @contextmanager
-def _recognised(model: Any) -> Iterator[None]:
+def recognised(model: Any) -> Iterator[None]:
     """Within, attention is that of this file."""
     text = model.config.get_text_config()
     with model.ktinject_decoding.alone():
@@ -104,6 +106,12 @@ def support(model: Any) -> Support:
     stock = compat.ALL_ATTENTION_FUNCTIONS[_STOCK], compat.ALL_MASK_ATTENTION_FUNCTIONS[_STOCK]
     if stock != (compat.sdpa_attention_forward, compat.sdpa_mask):
         return Support.no(f"another attention is registered as {_STOCK!r}")
+    modules: Support = model.ktinject_decoding.once("continued", lambda: _modules_support(model))
+    return modules
+
+
+def _modules_support(model: Any) -> Support:
+    """Whether no module asks for the name of its attention."""
     for name in sorted({type(module).__module__ for module in model.modules()}):
         if asks_for_stock(name):
             return Support.no(f"{name} does something else where attention has another name than {_STOCK!r}")
@@ -170,8 +178,10 @@ def forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' interface of attention: query [b, h, m, d], key and value [b, kv, s, d] → ([b, m, h, d], None)."""
-    is_marked = getattr(attention_mask, _MARK, None) is not None
-    if is_marked and not dropout and all(kwargs.get(name) is None for name in _OTHERS):
+    is_plain = not dropout and all(kwargs.get(name) is None for name in _OTHERS)
+    if is_plain and (parts := getattr(attention_mask, PARTS, None)) is not None:
+        return parts.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+    if is_plain and getattr(attention_mask, _MARK, None) is not None:
         assert attention_mask is not None
         out = _attend(query, key, value, attention_mask, scaling)
         if out is not None:

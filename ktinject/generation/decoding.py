@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.errors import OperatorError
-from ktinject.generation import continued, eligibility, loop, masks, several, step_inputs
+from ktinject.generation import continued, eligibility, loop, masks, several, step_inputs, turn_pass
 from ktinject.generation.cache import KVBucket, bucket_of
 from ktinject.generation.cache_layers import kinds_of
 from ktinject.generation.consecutive import OneByOne, modules_with_states
@@ -73,6 +73,7 @@ class Decoding:
         self._model = weakref.ref(model)
         self._watch: Watch | None = None  # of the model that is recorded
         self._recordable = SUPPORTED  # whether that model can be
+        self._answers: dict[str, Support] = {}  # what was asked about the model that is recorded
         self._batched: tuple[Watch, Support] | None = (
             None  # whether requests can be batched, of a model as it was
         )
@@ -222,6 +223,14 @@ class Decoding:
                 self._batched = Watch(model), find()
             return self._batched[1]
 
+    def once(self, question: str, find: Callable[[], Support]) -> Support:
+        """What `find` says of the model: found once while it stays as it was recorded."""
+        if self._watch is None or self._watch.change():
+            return find()
+        if question not in self._answers:
+            self._answers[question] = find()
+        return self._answers[question]
+
     def take_turns(self) -> None:
         """From now on, requests of other threads wait even where no steps are recorded."""
         self._takes_turns = True
@@ -286,6 +295,7 @@ class Decoding:
         self.release()
         self._fused = self._masks = None
         self._left_out.clear()
+        self._answers.clear()
         continued.registered()
         watch, support = Watch(model), eligibility.recording_support(model)
         if self.group is not None:
@@ -327,6 +337,11 @@ class Decoding:
         if self._fused is not None:
             models.insert(0, self._fused)
         return [functools.partial(run_model, self._model, each, self._masks) for each in models]
+
+    def turn_forward(self) -> turn_pass.Forward:
+        """The model on the new tokens of a next turn."""
+        assert isinstance(self._masks, masks.Masks), "a request that was not refused"
+        return functools.partial(turn_pass.run_model, self._model, self._masks)
 
     def _new_runner(self, cache: Any, logits: Tensor, tokens: int) -> GraphRunner:
         """Raises torch.OutOfMemoryError."""

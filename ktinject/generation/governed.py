@@ -13,137 +13,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from ktinject.generation import sampling
-from ktinject.generation.candidates import Drafts, Request
+from ktinject.generation.candidates import Request
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.governor import Costs, Governor, Shadow
 from ktinject.generation.graph_runner import GraphRunner
-from ktinject.generation.lookup import Lookup
 from ktinject.generation.loop import Mailbox
 from ktinject.generation.sampling import Sampling
 from ktinject.generation.several import SeveralTokens
-from ktinject.hf import compat
+from ktinject.generation.sources import Source
 
 # The likeliest token, of a text whose end the host sees.
 _GREEDY = Sampling((), do_sample=False, ends=(), pad=None)
-
-
-class Source(Protocol):
-    """Where candidates come from.
-
-    most         of a step
-    is_free      they cost next to nothing, and are there without what the model made of the text
-    asks_hidden  they are made of what the logits of the text's tokens are made of
-    """
-
-    most: int
-    is_free: bool
-    asks_hidden: bool
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """The text goes on."""
-
-    def read(self, hidden: Tensor | None) -> None:
-        """[n, hidden] of n more of the text's tokens; None: it is not known."""
-
-    def candidates(self, most: int) -> Sequence[int]:
-        """Up to so many tokens that the text may go on with."""
-
-
-class _OwnLookup:
-    """Prompt lookup, as lookup.py does it."""
-
-    is_free, asks_hidden = True, False
-
-    def __init__(self, generator: Any, prompt: Sequence[int]) -> None:
-        self.most = generator.num_output_tokens
-        self._lookup = Lookup(prompt, generator.max_matching_ngram_size)
-        self.extend, self.candidates = self._lookup.extend, self._lookup.candidates
-
-    def read(self, hidden: Tensor | None) -> None:
-        pass
-
-
-class _OtherLookup:
-    """A class derived from transformers' lookup."""
-
-    is_free, asks_hidden = True, False
-
-    def __init__(self, generator: Any, prompt: Sequence[int]) -> None:
-        self.most, self._generator, self._text = generator.num_output_tokens, generator, [*prompt]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self._text.extend(tokens)
-
-    def read(self, hidden: Tensor | None) -> None:
-        pass
-
-    def candidates(self, most: int) -> Sequence[int]:
-        found, _ = self._generator.get_candidates(torch.tensor([self._text]))
-        tokens: list[int] = found[0, len(self._text) :].tolist()
-        return tokens[:most]
-
-
-class _Heads:
-    """MTP heads. They read all tokens since they were last asked at once."""
-
-    is_free, asks_hidden = False, True
-
-    def __init__(self, drafts: Drafts, model: Any, request: Request, hidden: Tensor) -> None:
-        """hidden  [n, hidden] of the prompt"""
-        self._generator, self._model = drafts.generator, model
-        self.most = self._generator.num_mtp_layers
-        self._text, self._device = request.input_ids.clone(), request.input_ids.device
-        self._kwargs = drafts.of_text(request)
-        self._hidden: list[Tensor] | None = [hidden]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self._text = torch.cat([self._text, torch.tensor([tokens], device=self._device)], dim=1)
-        self._model._update_model_kwargs_for_generation(
-            BaseModelOutput(), self._kwargs, num_new_tokens=len(tokens)
-        )
-
-    def read(self, hidden: Tensor | None) -> None:
-        if hidden is None or self._hidden is None:
-            self._hidden, self.most = None, 0  # without what one token is made of, those behind it are others
-        else:
-            self._hidden.append(hidden)
-
-    def candidates(self, most: int) -> Sequence[int]:
-        if not self._hidden:
-            return ()
-        hidden, self._hidden = torch.cat(self._hidden), []
-        found, _ = self._generator.get_candidates(
-            self._text,
-            model_kwargs=self._kwargs,
-            model_outputs=BaseModelOutput(hidden_states=(hidden[None],)),
-            is_first_iteration=False,
-            n_last_matches=len(hidden) - 1,
-        )
-        tokens: list[int] = found[0, self._text.shape[1] :].tolist()
-        return tokens[:most]
-
-
-def source_of(drafts: Drafts, model: Any, request: Request, hidden: Tensor | None) -> Source | None:
-    """The candidates of a request whose tokens do not depend on how many are tried; None: they do.
-
-    hidden  [n, hidden] of the prompt, of a request that asks for it
-    """
-    if request.config.do_sample or not request.is_plain:
-        return None
-    generator = drafts.generator
-    if isinstance(generator, compat.PromptLookupCandidateGenerator):
-        kind = _OwnLookup if type(generator) is compat.PromptLookupCandidateGenerator else _OtherLookup
-        return kind(generator, request.input_ids[0].tolist())
-    if request.config.use_mtp and hidden is not None and hasattr(generator, "num_mtp_layers"):
-        return _Heads(drafts, model, request, hidden)
-    return None
 
 
 class GovernedLoop:
@@ -179,6 +65,8 @@ class GovernedLoop:
         self._chosen = torch.empty(steps.most, dtype=torch.int64, device=runner.device)
         self._verified = Mailbox(self._chosen)
         self._sampled: Mailbox | None = None
+        self._is_put = False  # whether the runner has the text's last token
+        steps.begin(self._ends)
 
     def records(self) -> dict[str, tuple[Tensor, ...] | None]:
         """Scores and logits, by the names of transformers' output: they are the same where nothing processes them."""
@@ -233,10 +121,27 @@ class GovernedLoop:
 
     def _verify(self, found: Sequence[int]) -> None:
         """A step of the last token and candidates."""
+        asks = self._source.asks_hidden
+        verified = self._steps.verify(
+            [self._text[-1], *found], has_hidden=asks, has_logits=self._kept is not None
+        )
+        if verified is None:
+            self._verify_on_host(found)
+            return
+        sent, logits = verified
+        self._require()
+        self._runner.look()
+        tokens = self._steps.read(sent)
+        self._decoding.check()
+        self._is_put = True
+        self._note_verified(len(found), len(tokens) - 1)
+        self._go_on(tokens, logits)
+
+    def _verify_on_host(self, found: Sequence[int]) -> None:
+        """The same where the host compares."""
         steps, device = self._steps, self._runner.device
         ids = torch.tensor([[self._text[-1], *found]]).to(device)
-        asks = self._source.asks_hidden
-        logits = steps.step(ids, 1, has_hidden=asks)
+        logits = steps.step(ids, 1, has_hidden=self._source.asks_hidden)
         self._require()
         self._chosen[: len(logits)].copy_(sampling.greatest(logits))
         chosen: list[int] = self._verified.read(self._verified.send())[: len(logits)].tolist()
@@ -245,14 +150,24 @@ class GovernedLoop:
         accepted = next((at for at, token in enumerate(found[:count]) if token != chosen[at]), count)
         tokens = self._cut(chosen[: accepted + 1])
         steps.keep(len(tokens))
-        if asks:
-            self._source.read(None if steps.hidden is None else steps.hidden[: len(tokens)])
+        self._is_put = False
+        self._note_verified(count, accepted)
+        self._go_on(tokens, logits)
+
+    def _note_verified(self, count: int, accepted: int) -> None:
+        """A step verified so many candidates, of which the first ones were right."""
         seconds = self._clock() - self._started
         if self._captures != self._runner.captures or not count:
             self._captures, seconds = self._runner.captures, 0.0
         else:
             self._governor.costs.note(count + 1, seconds)
         self._governor.verified(count, accepted, seconds)
+
+    def _go_on(self, tokens: list[int], logits: Tensor | None) -> None:
+        """A step that verified candidates wrote these tokens."""
+        if self._source.asks_hidden:
+            hidden = self._steps.hidden
+            self._source.read(None if hidden is None else hidden[: len(tokens)])
         self._shadow.forget()
         self._add(tokens, logits)
 
@@ -305,9 +220,9 @@ class GovernedLoop:
     def _plain_steps(self) -> tuple[Callable[[], Any], Callable[[Any], int]]:
         """How a step of one token is queued, which gives (what to read, logits, hidden); and how its token is read."""
         runner, steps = self._runner, self._steps
-        last = torch.tensor([self._text[-1:]]).to(runner.device)
         if self._source.asks_hidden and steps.most > 1:
-            mailbox, ids = self._verified, last
+            mailbox, ids = self._verified, torch.tensor([self._text[-1:]]).to(runner.device)
+            self._is_put = False
 
             def queue_with_hidden() -> Any:
                 nonlocal ids
@@ -320,7 +235,9 @@ class GovernedLoop:
                 return mailbox.send(), logits, steps.hidden
 
             return queue_with_hidden, lambda sent: int(mailbox.read(sent)[0])
-        runner.put(last)
+        if not self._is_put:
+            runner.put(torch.tensor([self._text[-1:]]).to(runner.device))
+        self._is_put = True  # by each step, for the next one
         sampler = runner.sampler(_GREEDY)
         mailbox = self._sampled = self._sampled or Mailbox(sampler.result)
 

@@ -28,12 +28,14 @@ _CHEAP = 0.25
 # Where the text shows it soon, nothing is tried before it has.
 _FIRST, _FIRST_OF_SHADOWED = 0.6, 0.2
 # An outcome counts so much less with each that follows.
-_DECAY = 0.85
+_DECAY = 0.9
 # Candidates must promise so much more than steps of one token: both costs are measured.
 _MARGIN = 1.03
 # Losses that are allowed: as a share of the time of all steps, and at once, in steps of one token. What was gained
 # allows so many more.
 _SHARE, _AT_ONCE, _GAINED = 0.01, 1.0, 6.0
+# And so many more where the text shows that candidates which nobody tried would have gained them.
+_SHOWN = 1.5
 # Steps between two trials of what does not seem to pay. A failed one doubles them.
 _GAP, _LONGEST_GAP = 8, 512
 
@@ -123,6 +125,7 @@ class Governor:
         # Of each candidate, how often it was tried and right, and what the expectation before still counts.
         self._tried, self._right, self._unknown = [0.0] * most, [0.0] * most, [1.0] * most
         self._spent = self._lost = 0.0
+        self._shown = 0.0  # what candidates that nobody tried would have gained, in seconds
         self._any, self._more = _Trials(), _Trials()  # of any candidates, and of more than seem to pay
         self._trial: _Trials | None = None  # what the next step is, beside what pays
 
@@ -141,8 +144,7 @@ class Governor:
         if found <= 0:
             return 0
         expected = self._expected(found)
-        price = self.costs.switch if queued else 0.0
-        rates = [tokens * one / (self.costs.of(at + 2) + price) for at, tokens in enumerate(expected)]
+        rates = self._rates(expected, self.costs.switch if queued else 0.0)
         best = max(range(found), key=rates.__getitem__)
         hoped = [tokens / (1 + _CHEAP * (at + 1)) for at, tokens in enumerate(expected)]
         hope = max(range(found), key=hoped.__getitem__)
@@ -163,6 +165,17 @@ class Governor:
             self._tried[at] = 1 + _DECAY * self._tried[at]
             self._right[at] = (at < accepted) + _DECAY * self._right[at]
             self._unknown[at] *= _DECAY
+
+    def shown(self, found: int, right: int) -> None:
+        """Of so many candidates that nobody tried, the text had the first ones."""
+        most = min(found, len(self._tried))
+        if self.costs.knows(1) and most:
+            rates = self._rates(self._expected(most), 0.0)
+            best = max(range(most), key=rates.__getitem__)
+            one = self.costs.of(1)
+            gained = (1 + min(right, best + 1)) * one - self.costs.of(best + 2)
+            self._shown = min(max(0.0, self._shown + gained), _SHOWN * one)
+        self.note(min(found, right + 1), right)
 
     def verified(self, tried: int, accepted: int, seconds: float) -> None:
         """A step that tried some took so long; `seconds` of 0 tell nothing."""
@@ -192,11 +205,16 @@ class Governor:
 
     @property
     def _allowed(self) -> float:
-        return _AT_ONCE * self.costs.of(1) + _SHARE * self._spent
+        return _AT_ONCE * self.costs.of(1) + _SHARE * self._spent + self._shown
 
     def _spend(self, seconds: float, lost: float) -> None:
         self._spent += seconds
         self._lost = max(self._lost + lost, -_GAINED * self.costs.of(1))
+
+    def _rates(self, expected: Sequence[float], price: float) -> list[float]:
+        """Tokens of one candidate, two, … in the time of a step of one token; `price` is paid beside each."""
+        one = self.costs.of(1)
+        return [tokens * one / (self.costs.of(at + 2) + price) for at, tokens in enumerate(expected)]
 
     def _expected(self, most: int) -> list[float]:
         """Tokens of a step that tries one candidate, two, …"""
@@ -234,7 +252,7 @@ class Shadow:
         is_right = self._expected[self._right] == token
         self._right += is_right
         if not is_right or self._right == len(self._expected):
-            self._governor.note(self._right + (not is_right), self._right)
+            self._governor.shown(len(self._expected), self._right)
             self._expected = []
 
     def forget(self) -> None:

@@ -65,6 +65,7 @@ class GraphRunner:
     graphs    whether steps can be captured; if not, they run one kernel at a time, on the same tensors
     changed   why steps of this request ran as `own`; "" if none did
     several   steps of several tokens on the same cache, see several.py; None before the first request for them
+    turns     passes over the new tokens of next turns, see turn_pass.py; None before they are prepared for
     costs     what steps cost, by their tokens, for each kind of request that chooses how many
     """
 
@@ -99,6 +100,7 @@ class GraphRunner:
         self.captures, self.replays, self.changed = 0, 0, ""
         self._forward, self._wake = forward, wake
         self._own, self._change = own or forward, change
+        self._looked: str | None = None
         room = room if batch == 1 else 0
         self.cache = FixedCache(cache, bucket_of(tokens), batch, device, kinds, room)
         # Made outside of inference mode, whose tensors could not be written outside of it later.
@@ -119,6 +121,7 @@ class GraphRunner:
         self._steps: dict[int, PiecewiseGraph] = {}  # by the size of the bucket
         self._reorders: dict[int, PiecewiseGraph | None] = {}
         self.several: Any = None
+        self.turns: Any = None
         self.costs: dict[str, Costs] = {}
         self._samplers: OrderedDict[tuple[Sampling, int], tuple[Sampler, PiecewiseGraph | None]] = (
             OrderedDict()
@@ -126,7 +129,7 @@ class GraphRunner:
 
     def begin(self, cache: Cache, length: int, mask: Tensor | None, positions: Tensor | None) -> None:
         """Begin a request; the arguments are those of `FixedCache.begin`."""
-        self.changed = ""
+        self.changed, self._looked = "", None
         self.rows = rows_of(cache)
         self.cache.begin(cache, length, mask, positions)
         if self.live is not None:
@@ -144,7 +147,7 @@ class GraphRunner:
     def step(self) -> None:
         """One forward pass over `ids`, which leaves `logits`."""
         bucket = self.cache.reserve()
-        change = self._change()
+        change = self._change_now()
         if change:
             self.changed = change
             self._run_eagerly(bucket, self._own)
@@ -223,19 +226,33 @@ class GraphRunner:
             self.graphs = SUPPORTED  # steps of one token are captured without it
         return graphs.get(key)
 
-    def replay(self, graph: PiecewiseGraph | None, work: Callable[[Stages], None]) -> None:
-        """Do work by its graph, or one kernel at a time."""
+    def replay(
+        self, graph: PiecewiseGraph | None, work: Callable[[Stages], None], *, is_step: bool = True
+    ) -> None:
+        """Do work by its graph, or one kernel at a time.
+
+        is_step  it is a step of the model, before which the CPU is woken
+        """
         if graph is None:
             with EagerStages(self.device) as stages:
                 work(stages)
         else:
-            self._wake()
+            if is_step:
+                self._wake()
             graph.replay()
 
     def is_changed(self) -> bool:
         """Whether the model is another one than was recorded; `changed` says it then."""
-        self.changed = self.changed or self._change()
+        self.changed = self.changed or self._change_now()
         return bool(self.changed)
+
+    def look(self) -> None:
+        """Compare the model while the device computes; the next step goes by that, as one that is queued ahead does."""
+        self._looked = self._change()
+
+    def _change_now(self) -> str:
+        looked, self._looked = self._looked, None
+        return self._change() if looked is None else looked
 
     def _choose(self, sampler: Sampler) -> None:
         sampler.choose(self.found)

@@ -13,7 +13,7 @@ That such a step does what steps of one token do is not believed: before the fir
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ktinject.generation.cache import KVBucket, bucket_of
 from ktinject.generation.cpu.native_decoder import NativeDecoder, Proof
 from ktinject.generation.graph_runner import Forward, GraphRunner
 from ktinject.generation.piecewise_graph import PiecewiseGraph, Stages
+from ktinject.generation.settled import Settler
 from ktinject.operators.offload import submits
 from ktinject.support import SUPPORTED, Support
 
@@ -60,9 +61,7 @@ class GraphedSteps(Proof):
         self._past = consecutive.Past(cache, self.most) if cache.has_states else None
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
-            self._ids = torch.zeros(self.most, 1, dtype=torch.int64, device=device)
             self._order = torch.arange(self.most, device=device)
-            self._live = torch.zeros(self.most, dtype=torch.bool, device=device)
             self._kept = torch.zeros(1, dtype=torch.int64, device=device)
             self._logits = torch.zeros(self.most, vocab, dtype=torch.float32, device=device)
         self.hidden: Tensor | None = None
@@ -70,22 +69,52 @@ class GraphedSteps(Proof):
         self._graphs: dict[tuple[int, int, bool], PiecewiseGraph | None] = {}
         self._keeps: dict[int, PiecewiseGraph | None] = {}
         self._size = 0  # tokens of the last step, with padding
+        self.settler = Settler(runner, self.most, self._past)
 
     def __call__(self, ids: Tensor, length: int, has_hidden: bool) -> Tensor | Support:
         """Logits [n, v] of tokens [1, n] behind so many others; or why they cannot be captured.
 
         has_hidden  `hidden` is asked for
         """
-        cache, count = self._runner.cache, ids.shape[1]
+        count = ids.shape[1]
+        size, given = self._size_of(count, length), self.settler.given
+        given[:count].copy_(ids[0])
+        given[count:size] = ids[0, -1]
+        given[-1].fill_(count)
+        support = self._read(count, length, size, has_hidden)
+        return self._logits[:count].clone() if support else support
+
+    def verify(
+        self, tokens: Sequence[int], length: int, *, has_hidden: bool, has_logits: bool
+    ) -> tuple[int, Tensor | None] | Support:
+        """A greedy step of such tokens: the text's last one and candidates, of which the device keeps what is right.
+
+        has_logits  they are asked for
+        Returns     what `settler.read` takes, and the logits [n, v]
+        """
+        count = len(tokens)
+        size = self._size_of(count, length)
+        self.settler.give(tokens, size)
+        support = self._read(count, length, size, has_hidden)
+        if not support:
+            return support
+        sent = self.settler.settle(self._logits[:size])
+        return sent, self._logits[:count].clone() if has_logits else None
+
+    def _size_of(self, count: int, length: int) -> int:
+        """Tokens of the step that serves so many."""
         size = min(self.most, next(size for size in SIZES if size >= count))
+        cache = self._runner.cache
         if length + size > cache.capacity:
             size = count  # there is no room for padding
         cache.reserve(size - count)  # which is written, too
         cache.give_back(size - count)
-        bucket = cache.capacity if ids.is_cpu else bucket_of(length + size)
-        self._ids[:count].copy_(ids.T)
-        self._ids[count:size] = ids[0, -1]
-        self._live[:size].copy_(self._order[:size] < count)
+        return size
+
+    def _read(self, count: int, length: int, size: int, has_hidden: bool) -> Support:
+        """Compute what `given` has."""
+        cache = self._runner.cache
+        bucket = cache.capacity if self._order.is_cpu else bucket_of(length + size)
         self._size = size
         work = functools.partial(self._compute, bucket, size, has_hidden)
         states = [tensor for kind, held in zip(cache.kinds, cache.layers) if kind.is_state for tensor in held]
@@ -96,7 +125,7 @@ class GraphedSteps(Proof):
         if has_hidden and self._hidden is None:
             return Support.no("what its logits are made of cannot be seen")
         self.hidden = self._hidden[:count].clone() if has_hidden and self._hidden is not None else None
-        return self._logits[:count].clone()
+        return SUPPORTED
 
     def keep(self, tokens: int) -> None:
         """Leave the first ones of the last step in rings and states, before the cache has advanced."""
@@ -110,7 +139,7 @@ class GraphedSteps(Proof):
             consecutive.keep(cache, past, self._order[:size], self._kept)
 
         graph = self._runner.graph_of(self._keeps, (size, past is None), work)
-        self._runner.replay(graph, work)
+        self._runner.replay(graph, work, is_step=False)
 
     def goes_on(self) -> bool:
         """Take the next way to compute steps, if there is one."""
@@ -121,12 +150,12 @@ class GraphedSteps(Proof):
         return True
 
     def _compute(self, bucket: int, size: int, has_hidden: bool, stages: Stages) -> None:
-        cache, order = self._runner.cache, self._order[:size]
+        cache, order, given = self._runner.cache, self._order[:size], self.settler.given
         view = consecutive.view_of(cache, bucket, order, self._past)
         view.stages, view.asks_hidden = stages, has_hidden
-        with submits.only(self._live[:size] if order.is_cuda else None):
+        with submits.only(order < given[-1] if order.is_cuda else None):
             logits = self._forwards[0](
-                self._ids[:size], view.masks[None], cache.positions + order[:, None], view
+                given[:size, None], view.masks[None], cache.positions + order[:, None], view
             )
         view.keep_in_place()
         self._logits[:size].copy_(logits)
@@ -193,8 +222,7 @@ class SeveralTokens:
         logits = self._several(ids, length, has_hidden)
         if isinstance(logits, Support):
             cache.give_back(count)
-            self.support = self._proof.support = logits
-            self.most = 1
+            self._refuse(logits)
             return self.step(ids, sure)
         return logits.float()
 
@@ -212,6 +240,47 @@ class SeveralTokens:
         self._view = cache.bucket(cache.capacity)
         logits, self.hidden = self._native.several(ids, mask, positions, self._view, length)
         return logits
+
+    def begin(self, ends: Iterable[int]) -> None:
+        """The text of this request ends with any of these tokens, for `verify`."""
+        if self._native is None and self.support:
+            self._runner.several.settler.begin(ends)
+
+    def verify(
+        self, tokens: Sequence[int], *, has_hidden: bool, has_logits: bool
+    ) -> tuple[int, Tensor | None] | None:
+        """Queue a greedy step of the text's last token and candidates, of which the device keeps what is right.
+
+        has_hidden  as in `step`
+        has_logits  they are asked for
+        Returns     what `read` takes, and the logits [n, v]; None: `step` has to serve them
+        """
+        runner, cache, several = self._runner, self._runner.cache, self._runner.several
+        self.hidden = None
+        if self._native is not None or not self.support or runner.is_changed():
+            return None
+        length, count = cache.used, len(tokens)
+        cache.reserve(count)
+        found: tuple[int, Tensor | None] | Support = several.verify(
+            tokens, length, has_hidden=has_hidden, has_logits=has_logits
+        )
+        if isinstance(found, Support):
+            cache.give_back(count)
+            self._refuse(found)
+            return None
+        self.hidden, self._read = several.hidden, count
+        return found
+
+    def read(self, sent: int) -> list[int]:
+        """Wait for the tokens that the text goes on with, which are in the cache but for the last one."""
+        tokens: list[int] = self._runner.several.settler.read(sent)
+        self._runner.cache.give_back(self._read - len(tokens))
+        self._kept = self._read = len(tokens)
+        return tokens
+
+    def _refuse(self, why: Support) -> None:
+        self.support = self._proof.support = why
+        self.most = 1
 
     def keep(self, tokens: int) -> None:
         """Leave the first ones of the last step in the cache, at least those that are sure."""

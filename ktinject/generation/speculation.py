@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ktinject.generation import cache as caches
-from ktinject.generation import governed, kept_cache, sampling, several
+from ktinject.generation import governed, kept_cache, sampling, several, sources
 from ktinject.generation.candidates import Drafts, Request
 from ktinject.generation.cpu import openmp
 from ktinject.generation.decoding import Decoding
@@ -141,7 +141,7 @@ def _run(model: Any, request: Request) -> tuple[Any, Support]:
         if not kept_cache.is_callers(cache):
             caches.give_back(cache)
         is_kept = config.return_dict_in_generate or kept_cache.is_callers(cache)
-        source = governed.source_of(drafts, model, request, hidden)
+        source = sources.source_of(drafts, model, request, hidden)
         loop: governed.GovernedLoop | _Loop
         if source is not None:
             # A step that is queued beyond the end of the text leaves states that have gone on.

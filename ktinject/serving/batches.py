@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, StopStringCriteria
 
 from ktinject.errors import KTInjectError, OperatorError
+from ktinject.generation import next_turns
 from ktinject.hf import compat
 from ktinject.serving.prefixes import Prefixes
 
@@ -210,9 +211,10 @@ class Batches:
 
     def _run_alone(self, request: Request) -> None:
         error: BaseException | None = None
+        kept: list[int] = []
         try:
             if request.begin():
-                self._generate(request)
+                kept = self._generate(request)
         except _Moved:
             if request.error is None:  # else its sink has ended it
                 with self._changed:
@@ -224,8 +226,11 @@ class Batches:
         with self._changed:
             self._alone = None
         request.end(error)
+        while kept and not self._waiting and next_turns.between_requests(self._model, kept):
+            pass
 
-    def _generate(self, request: Request) -> None:
+    def _generate(self, request: Request) -> list[int]:
+        """Returns the tokens of the text whose cache is kept."""
         written = torch.tensor([request.written], dtype=torch.int64)
         ids = torch.cat([request.prompt, written], dim=1).to(self._model.device)
         config = copy.deepcopy(request.config)
@@ -250,6 +255,7 @@ class Batches:
                 kept = text + found[0, len(text) : cache.get_seq_length()].tolist()
         finally:  # whatever is raised leaves the cache as it was
             self._prefixes.keep(kept, cache)
+        return kept
 
     def _add(self, request: Request) -> None:
         assert request.choice is not None

@@ -68,7 +68,7 @@ class Prompts:
             return 0
         routed = max(1, round(tokens * self._share))
         passing = self.rates.passing(routed, self.count)
-        spared = self.rates.computed_s(routed) - self.rates.streamed_s
+        spared = self.rates.computed_s(routed) - self.rates.streamed_s(routed)
         return passing if passing < self.count or spared > _LEAST_S else 0
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor, count: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ktinject import env
+from ktinject import env, measured
 from ktinject.grid import Grid
 from ktinject.hf import compat
 from ktinject.machine import Gpu, Kernel, Machine, detect
@@ -59,6 +59,7 @@ def doctor(machine: Machine | None = None) -> Report:
             _explain_features(machine),
             *_explain_kernels(machine),
             *_explain_gpus(machine),
+            *_explain_prompts(machine),
             _explain_transformers(machine),
             Finding(
                 "versions",
@@ -251,3 +252,28 @@ def _explain_gpus(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             subject, "; ".join(able), used if len(uses) > 1 else next(iter(uses)), "; ".join(reasons)
         )
+
+
+def _explain_prompts(machine: Machine) -> Iterator[Finding]:
+    """What was measured for the choice between CPU and GPU for long prompts."""
+    if not (machine.gpus and machine.cuda_built):
+        return
+    from ktinject.operators.offload import prefill_rates  # imports transformers
+
+    here = {f"cuda:{gpu.index}": machine for gpu in machine.gpus}
+    files = list(measured.kept(prefill_rates.SUBJECT, here))
+    current = []
+    for file in files:
+        rates = prefill_rates.Rates.of_values(file.values) if file.is_current else None
+        if rates is not None:
+            key = file.key
+            current.append(f"{key.get('weights')}, {key.get('top_k')} experts a token: {rates}")
+    stale = len(files) - len(current)
+    reasons = [
+        f"{stale} of {len(files)} files are damaged, or of another machine, driver, build or setting"
+    ] * (stale > 0)
+    if not current:
+        reasons.append("measured at the first prompt of 128 tokens or more, for each kind of layer")
+    reasons.append(f"kept in {measured.folder()}")
+    uses = "the fastest of CPU, GPU and both by that" if current else "not measured yet"
+    yield Finding("long prompts", "; ".join(current), uses, "; ".join(reasons))

@@ -131,23 +131,11 @@ class Ring:
         """
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(self._idle)
-        spec = layer.spec
-        rows = spec.intermediate_size * (2 if spec.has_gate else 1)
         for index, (first, count) in enumerate(self.chunks(layer)):
             slot = self._take(layer, index, (first, count))
             stream.wait_event(slot.filled)
             self._free.append(slot)
-            cut = count * rows * spec.hidden_size
-            gate_up = self._workspace[:cut].view(count, rows, spec.hidden_size)
-            down = self._workspace[cut : cut + count * spec.hidden_size * spec.intermediate_size]
-            down = down.view(count, spec.hidden_size, spec.intermediate_size)
-            layer.source.unpack(
-                address("slot", slot.memory, gate_up.device),
-                count,
-                address("gate_up", gate_up, gate_up.device, torch.bfloat16),
-                address("down", down, gate_up.device, torch.bfloat16),
-                stream_of(self.device),
-            )
+            gate_up, down = layer.unpack(slot.memory, count, self._workspace)
             slot.usable.record(stream)
             self._run_ahead(layer, index)
             yield first, count, gate_up, down
@@ -254,6 +242,24 @@ class StreamedExperts:
             )
         return SUPPORTED
 
+    def unpack(self, slot: Tensor, count: int, workspace: Tensor) -> tuple[Tensor, Tensor]:
+        """The first `count` experts of a slot in bf16, in the workspace: gate_up [count, n, hidden] and down
+        [count, hidden, intermediate]."""
+        spec = self.spec
+        rows = spec.intermediate_size * (2 if spec.has_gate else 1)
+        cut = count * rows * spec.hidden_size
+        gate_up = workspace[:cut].view(count, rows, spec.hidden_size)
+        down = workspace[cut : cut + count * spec.hidden_size * spec.intermediate_size]
+        down = down.view(count, spec.hidden_size, spec.intermediate_size)
+        self.source.unpack(
+            address("slot", slot, gate_up.device),
+            count,
+            address("gate_up", gate_up, gate_up.device, torch.bfloat16),
+            address("down", down, gate_up.device, torch.bfloat16),
+            stream_of(gate_up.device),
+        )
+        return gate_up, down
+
     def most_experts(self, chunk_bytes: int) -> int:
         return max(1, min(self.end - self.first, chunk_bytes // self.expert_bytes))
 
@@ -324,7 +330,7 @@ class StreamedExperts:
             h = functional.grouped_mm(rows[slots // t], gate_up.transpose(-2, -1), offs=offsets)
             if self._biases is not None:
                 h = h + self._biases[0][expert[slots]]
-            h = self._activated(h)
+            h = self.activated(h)
             y = functional.grouped_mm(h, down.transpose(-2, -1), offs=offsets)
             if self._biases is not None:
                 y = y + self._biases[1][expert[slots]]
@@ -337,7 +343,7 @@ class StreamedExperts:
             total.addcmul_(answers.view(m, t, -1)[:, slot], scale[:, slot])
         return total
 
-    def _activated(self, gate_up: Tensor) -> Tensor:
+    def activated(self, gate_up: Tensor) -> Tensor:
         """[rows, n] bfloat16 or float32 → [rows, intermediate] bfloat16; computed in fp32, rounded once."""
         out = gate_up.new_empty(gate_up.shape[0], self.spec.intermediate_size, dtype=torch.bfloat16)
         self.source.activate(

@@ -45,6 +45,8 @@ def planned(model: PreTrainedModel, gpus: int, **arguments: Any) -> Plan:
         ("bf16", 1, None),
         ("fp8", 1, "fp8_linear"),
         ("int4", 1, "int4_linear"),
+        ("kept", 0, "cpu_linear"),
+        ("kept", 1, None),
     ],
 )
 def test_what_it_comes_to(weights: str, gpus: int, operator: str | None) -> None:
@@ -64,7 +66,7 @@ def test_what_it_comes_to(weights: str, gpus: int, operator: str | None) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_bf16_leaves_a_model_of_more_digits_alone(dtype: torch.dtype) -> None:
     model = tiny("qwen3_moe").to(dtype)
-    assert planned(model, 0).replacements == ()
+    assert planned(model, 0).replacements == planned(model, 0, weights="kept").replacements == ()
     assert len(planned(model, 0, weights="int8").replacements) == 8
 
 

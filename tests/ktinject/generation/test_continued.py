@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import models
@@ -119,6 +120,21 @@ def test_another_attention_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert continued.support(model).reason == "another attention is registered as 'sdpa'"
     model.config._attn_implementation = "eager"
     assert continued.support(model).reason == "attention runs as 'eager'"
+
+
+def test_modules_are_looked_at_once_while_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = ktinject.optimize(models.tiny("qwen3_moe"), "auto", devices=["cpu"], progress=False)
+    looks, own = [], continued._modules_support
+    monkeypatch.setattr(continued, "_modules_support", lambda model: looks.append(1) or own(model))
+    model.ktinject_decoding.model_support()  # looks at the model as it is
+    assert continued.support(model) and continued.support(model)
+    assert len(looks) == 1
+    model.model.embed_tokens = copy.copy(model.model.embed_tokens)
+    assert continued.support(model) and continued.support(model)
+    assert len(looks) == 3, "of a model that is not the one that was recorded, each time"
+    model.ktinject_decoding.model_support()
+    assert continued.support(model) and continued.support(model)
+    assert len(looks) == 4
 
 
 @pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])

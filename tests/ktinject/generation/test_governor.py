@@ -131,6 +131,21 @@ def test_costs_that_nobody_has_measured() -> None:
     assert costs.switch == 2
 
 
+def test_what_a_text_shows_may_be_risked() -> None:
+    """A long step is a loss if nothing of it is right. It is tried where the text has shown candidates to be."""
+    costs = Costs()
+    for tokens, seconds in ((1, 1.0), (2, 1.6), (3, 2.1), (4, 2.5), (5, 2.9)):
+        costs.note(tokens, seconds)
+    governor = Governor(4, costs, is_shadowed=True)
+    for _ in range(4):
+        governor.note(4, 4)
+    assert governor.count(4, queued=False) == 1, "more might lose more than may be lost at once"
+    governor.shown(4, 4)
+    assert governor.count(4, queued=False) == 4
+    governor.verified(4, 0, 2.9)
+    assert governor.count(4, queued=False) < 4, "it was lost"
+
+
 def searched(text: list[int], longest: int, most: int) -> list[int]:
     """The same as `Lookup.candidates`, by search."""
     for size in range(min(longest, len(text) - 1), 0, -1):

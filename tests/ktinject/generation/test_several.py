@@ -100,6 +100,28 @@ class Text:
             steps.keep(kept)
         return torch.cat(found)
 
+    def greedy(self, count: int) -> list[int]:
+        """The likeliest token behind the prompt, and those of so many steps of one token."""
+        self.again()
+        tokens = [int(self.first.argmax())]
+        for _ in range(count):
+            self.runner.put(torch.tensor([tokens[-1:]]))
+            self.runner.step()
+            tokens.append(int(self.runner.found.argmax()))
+        return tokens
+
+    def verified(self, steps: SeveralTokens, tokens: list[int], other: int) -> None:
+        """The same in steps with candidates, of which the first ones are right and some others are not."""
+        self.again()
+        at = 0
+        for right, wrong in ((2, 2), (0, 4), (0, 0), (3, 0)):
+            rest = tokens[at + 1 :]
+            candidates = rest[:right] + [(token + other) % 90 for token in rest[right : right + wrong]]
+            found = steps.verify([tokens[at], *candidates], has_hidden=False, has_logits=False)
+            assert found is not None and steps.read(found[0]) == rest[: right + 1]
+            assert self.runner.ids.tolist() == [[rest[right]]], "a step of one token goes on"
+            at += right + 1
+
     def left(self) -> list[list[Tensor]]:
         """What 9 tokens have left in each layer, and where the next one goes."""
         cache, end = self.runner.cache, PROMPT + 9
@@ -144,6 +166,28 @@ def check(model: PreTrainedModel, *, in_rows: bool = False) -> None:
         # Nor do states depend on how many rows are computed at once, given what their layer is given.
         if text.runner.cache.kinds[0].is_state and not in_rows:
             assert all(map(torch.equal, ours[0], kept[0]))
+        if not text.ids.is_cuda:
+            check_verified(text, steps, most)
+
+
+def check_verified(text: Text, steps: SeveralTokens, most: float) -> None:
+    """Nor does it matter that the device decides what is kept."""
+    tokens = text.greedy(9)
+    by_one, left = text.left(), []
+    for other in (1, 7):
+        text.verified(steps, tokens, other)
+        left.append(text.left())
+        assert text.runner.cache.used == PROMPT + 9
+    for mine, others, theirs in zip(*left, by_one):
+        assert all(map(torch.equal, mine, others))
+        for a, b in zip(mine, theirs):
+            assert (a.float() - b.float()).norm() <= most * b.float().norm() + 1e-6
+    assert all(map(torch.equal, left[0][-1], by_one[-1])), "positions and masks"
+    text.again()
+    steps.begin(tokens[2:3])
+    found = steps.verify(tokens[:4], has_hidden=False, has_logits=False)
+    assert found is not None and steps.read(found[0]) == tokens[1:3], "the text ends there"
+    steps.begin(())
 
 
 @pytest.mark.parametrize("family, changes", ON_CPU, ids=[family for family, _ in ON_CPU])
@@ -155,6 +199,8 @@ def test_on_a_graph_s_tensors(family: str, changes: dict[str, Any]) -> None:
     text.again()
     with torch.no_grad(), HostDecisions() as decisions:
         steps._compute(text.runner.cache.capacity, 3, True, None)
+        steps.settler._choose(steps._logits[:3], None)
+        steps.settler._settle(3, None)
     assert not decisions.found
 
 

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from ktinject.errors import OperatorError
-from ktinject.generation import governed, several
+from ktinject.generation import several, sources
 from ktinject.generation.cache_layers import kinds_of, tensors_of
 from ktinject.generation.candidates import Request
 from ktinject.generation.cpu.native_decoder import NativeDecoder
@@ -202,7 +202,7 @@ def twice(monkeypatch: pytest.MonkeyPatch, plain: Any) -> Iterator[None]:
     def known(_: Any, model: Any, request: Request, hidden: Any) -> Known:
         return Known(plain.sequences, request.input_ids.shape[1])
 
-    monkeypatch.setattr(governed, "source_of", known)
+    monkeypatch.setattr(sources, "source_of", known)
     monkeypatch.setattr(Governor, "count", lambda self, found, queued: found)
     yield
 
@@ -253,8 +253,15 @@ def check_states(family: str, config: dict[str, Any], device: str, monkeypatch: 
     with pytest.raises(ValueError, match=SAID):
         stock(model, **arguments, prompt_lookup_num_tokens=4)
     most = 5e-3 if device == "cuda" else 2e-3  # bf16 inputs of experts may be rounded the other way
-    kept, keep = [], SeveralTokens.keep
-    monkeypatch.setattr(SeveralTokens, "keep", lambda self, n: kept.append(n) or keep(self, n))
+    kept: list[int] = []
+    read = SeveralTokens.read
+
+    def noted(self: SeveralTokens, sent: int) -> list[int]:
+        tokens = read(self, sent)
+        kept.append(len(tokens))
+        return tokens
+
+    monkeypatch.setattr(SeveralTokens, "read", noted)
     how = decoding.explain(**arguments, prompt_lookup_num_tokens=4)
 
     for _ in twice(monkeypatch, plain):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import models
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import ktinject
+from ktinject.generation import next_turns
 from ktinject.serving import prefixes
 from ktinject.serving.batches import Batches
 from ktinject.serving.prefixes import Prefixes
@@ -95,6 +97,27 @@ def test_a_second_turn_reads_what_is_new(family: str) -> None:
     second = reader.write(turn, len(first) - 1)  # the last token was read by no step
     assert second == reader.alone(turn)
     assert reader.write(second + text(3, 2), len(second) - 1) == reader.alone(second + text(3, 2))
+
+
+def test_next_turns_are_prepared_for_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader("qwen3_moe")
+    asked: list[list[int]] = []
+    is_done = threading.Event()
+
+    def prepare(model: Any, ids: list[int]) -> bool:
+        asked.append(ids)
+        if len(asked) == 3:
+            is_done.set()
+        return len(asked) < 3
+
+    monkeypatch.setattr(next_turns, "between_requests", prepare)
+    first = reader.write(text(20), 0)
+    is_done.wait()
+    assert asked == [first[:-1]] * 3
+    with pytest.raises(ConnectionError):
+        reader.write(text(20, 1), 0, Sink(ends_at=2))
+    written = [reader.write(text(20, seed), 0)[:-1] for seed in (2, 3)]
+    assert all(ids in written for ids in asked[3:]), "not behind a request that failed"
 
 
 def test_a_text_that_parts_earlier_copies_the_beginning() -> None:

@@ -8,10 +8,11 @@ import json
 import pytest
 import torch
 
-from ktinject import env
+from ktinject import env, measured
 from ktinject.machine import Gpu, Kernel, Machine, Node
 from ktinject.operators.fp8_linear import has_scaled_product
 from ktinject.operators.int4_linear import Int4Linear, Int4LinearConfig
+from ktinject.operators.offload import prefill_rates
 from ktinject.tools import doctor
 
 GIB = 2**30
@@ -174,6 +175,29 @@ def test_this_gpu_runs_what_the_operators_say():
     ]
     assert ("sm90" in findings["GPU int4"]) == ("sm90" in int4)
     assert ("scaled" in findings["GPU fp8"]) == has_scaled_product("cuda:0")
+
+
+def test_what_was_measured_for_long_prompts(monkeypatch, tmp_path):
+    monkeypatch.setattr(env, "settings", lambda: env.Settings(cache=tmp_path))
+    gpu = {"gpus": (big(),), "cuda_built": True}
+    assert "long prompts" not in explained()
+    nothing = explained(**gpu)["long prompts"]
+    assert nothing.uses == "not measured yet" and str(tmp_path) in nothing.reason
+    rates = prefill_rates.Rates(0.0057, ((128, 0.0041), (2048, 0.0146)), 1e-7, slowed=(1.25, 1.0))
+    here = measured.this_machine("cuda:0", dataclasses.replace(PLAIN, **gpu))
+    for key, values in (
+        ({"machine": here, "weights": "int4 group 128", "top_k": 8}, rates.values()),
+        ({"machine": here | {"driver": "older"}, "weights": "bf16", "top_k": 8}, rates.values()),
+        ({"machine": here, "weights": "fp8", "top_k": 8}, {"bus_s": 0}),
+    ):
+        measured.save(prefill_rates.SUBJECT, key, values)
+    found = explained(**gpu)["long prompts"]
+    assert found.has == (
+        "int4 group 128, 8 experts a token: 5.7 ms a layer over the bus, on the CPU 4.1 ms for 128, 14.6 ms for 2048 "
+        "tokens; beside each other 1.25 and 1.00 times as long"
+    )
+    assert found.reason.startswith("2 of 3 files are damaged, or of another machine")
+    assert "fastest" in found.uses
 
 
 def test_as_text_and_json():

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import json
+import math
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +23,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from ktinject import _native
+from ktinject import _native, env, machine, measured
 from ktinject.checkpoints.formats.base import GgufRows
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
@@ -132,12 +135,126 @@ def test_the_cpu_is_measured_up_to_the_bus_s_time(
     measured: Any = SimpleNamespace(
         spec=layer.spec, first=0, end=EXPERTS, native=SimpleNamespace(forward=timed)
     )
-    short = prefill_rates._sample_cpu(measured, top_k=4, until_s=0.0)
+    cpu = prefill_rates._Cpu(measured, top_k=4)
+    assert cpu.used == cpu.experts == EXPERTS, "it is fast enough to ask all of them"
+    short = prefill_rates._sample_cpu(cpu, until_s=0.0)
     assert [tokens for tokens, _ in short] == [streaming.FEWEST_TOKENS]
     until_s = 3 * short[0][1]
-    found = prefill_rates._sample_cpu(measured, top_k=4, until_s=until_s)
+    found = prefill_rates._sample_cpu(cpu, until_s=until_s)
     assert len(found) > 1 and found[-1][1] >= until_s > found[0][1]
     assert all(a[0] < b[0] <= 4 * a[0] for a, b in itertools.pairwise(found))
+
+
+def test_a_slow_cpu_is_measured_by_a_part_of_its_work(
+    bus: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, now = on_the_bus(filled(256, 96)), [0.0]
+    forward, asked = layer.native.forward, []
+
+    def timed(x: Tensor, ids: Tensor, *others: Tensor) -> None:
+        forward(x, ids, *others)
+        asked.append((len(x), len(ids.unique())))
+        now[0] += 0.005 * len(x)
+
+    monkeypatch.setattr(prefill_rates, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    measured: Any = SimpleNamespace(
+        spec=layer.spec, first=0, end=EXPERTS, native=SimpleNamespace(forward=timed)
+    )
+    cpu = prefill_rates._Cpu(measured, top_k=2)
+    part = EXPERTS // 2
+    assert cpu.used == 2
+    samples = prefill_rates._sample_cpu(cpu, until_s=100.0)
+    assert len(samples) == 2, "the third would take 1.7 s"
+    assert all(seconds == pytest.approx(0.005 * tokens, rel=0.05) for tokens, seconds in samples)
+    assert all(experts == 2 and rows * part <= 4 * streaming.FEWEST_TOKENS for rows, experts in asked)
+
+
+def test_the_gpu_s_own_work_counts_where_it_is_longer_than_the_bus() -> None:
+    cpu_s, gpu_s = ((128, 0.001), (4096, 0.03)), ((128, 0.001), (4096, 0.02))
+    fast, slow = (prefill_rates.Rates(0.005, cpu_s, gpu_s=found) for found in ((), gpu_s))
+    assert fast.streamed_s(256) == slow.streamed_s(256), "hidden behind the bus"
+    assert slow.streamed_s(4096) == pytest.approx(0.02 + prefill_rates._STREAMED_S)
+    assert slow.streamed_s(8192) > 1.9 * slow.streamed_s(4096) > fast.streamed_s(8192)
+    assert fast.passing(4096, 128) == 128 > slow.passing(4096, 128) > 64
+
+
+def test_a_cpu_and_a_bus_that_slow_each_other_down_work_together_less() -> None:
+    cpu_s = ((128, 0.0113), (512, 0.0151), (2048, 0.0305), (8192, 0.092))
+    alone, beside = (prefill_rates.Rates(0.022, cpu_s, slowed=(by, by)) for by in (1.0, 1.9))
+    assert 0 < alone.passing(2048, 128) < 128 and beside.passing(2048, 128) in (0, 128)
+
+
+def test_rates_are_kept_for_the_next_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And measured again where the file is damaged, makes no sense, or is of something else."""
+    rates = prefill_rates.Rates(
+        0.02, ((128, 0.01), (512, 0.02)), 1e-7, gpu_s=((128, 0.001),), slowed=(1.2, 1.0)
+    )
+    assert prefill_rates.Rates.of_values(json.loads(json.dumps(rates.values()))) == rates
+    taken: list[int] = []
+    monkeypatch.setattr(env, "settings", lambda: env.Settings(cache=tmp_path))
+    monkeypatch.setattr(prefill_rates, "_measure", lambda *_: taken.append(1) or rates)
+    layer: Any = SimpleNamespace(
+        ring=SimpleNamespace(device="cuda:0"), spec=filled(64, 32).spec, first=0, end=EXPERTS
+    )
+
+    def again(kind: str = "int4 group 128", top_k: int = 4) -> int:
+        """How often it was measured in a process that begins now."""
+        monkeypatch.setattr(prefill_rates, "_rates", {})
+        taken.clear()
+        assert prefill_rates.measure(layer, kind, top_k) == rates == prefill_rates.measure(layer, kind, top_k)
+        return len(taken)
+
+    assert again() == 1 and again() == 0
+    assert again("bf16") == 1 and again(top_k=2) == 1 and again() == 0
+    layer.first = 1
+    assert again() == 1
+    layer.first = 0
+    (file,) = (
+        p
+        for p in measured.folder().iterdir()
+        if json.loads(p.read_text())["key"] == prefill_rates.key_of(layer, "bf16", 4)
+    )
+    good = json.loads(file.read_text())
+    for values in (
+        {},
+        good["values"] | {"bus_s": -1.0},
+        good["values"] | {"bus_s": math.nan},
+        good["values"] | {"cpu_s": []},
+        good["values"] | {"cpu_s": [[512, 0.1], [128, 0.2]]},
+        good["values"] | {"slowed": [0.5, 1.0]},
+        good["values"] | {"slowed": 1.0},
+    ):
+        file.write_text(json.dumps(good | {"values": values}))
+        assert again("bf16") == 1 and again("bf16") == 0, values
+    for text in (
+        "",
+        "{",
+        "[]",
+        '{"key": {}, "values": {}}',
+        json.dumps({"key": good["key"] | {"top_k": 2}, "values": good["values"]}),
+    ):
+        file.write_text(text)
+        assert again("bf16") == 1 and again("bf16") == 0, text
+    monkeypatch.setattr(measured, "this_machine", lambda *_: {"gpu": "another one"})
+    assert again("bf16") == 1
+
+
+@gpu
+def test_rates_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(env, "settings", lambda: env.Settings(cache=tmp_path))
+    monkeypatch.setattr(prefill_rates, "_rates", {})
+    found = prefill_rates.measure(streamed(filled(256, 96)), "bf16", 4)
+    assert len(found.gpu_s) == 2 and found.cpu_s[0][0] == streaming.FEWEST_TOKENS
+    assert prefill_rates.Rates.of_values(json.loads(json.dumps(found.values()))) == found
+    (file,) = measured.kept(prefill_rates.SUBJECT, {"cuda:0": machine.detect()})
+    assert file.is_current and prefill_rates.Rates.of_values(file.values) == found
+
+
+def test_rates_that_cannot_be_kept_are_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "measured").touch()  # where the folder would be
+    monkeypatch.setattr(env, "settings", lambda: env.Settings(cache=tmp_path))
+    measured.save("prompts", {"a": 1}, {"b": 2})
+    assert measured.load("prompts", {"a": 1}) is None and (tmp_path / "measured").is_file()
 
 
 def test_widths_that_cannot_be_streamed_are_named() -> None:
@@ -552,7 +669,7 @@ def test_the_activation_is_rounded_once(family: str, dtype: torch.dtype) -> None
     layer, spec = streamed(operator), operator.spec
     given = (torch.randn(37, spec.intermediate_size * (2 if spec.has_gate else 1)) * 3).to(dtype)
     gate, up = given.double().chunk(2, dim=-1) if spec.has_gate else (None, given.double())
-    found = layer._activated(given.cuda()).cpu()
+    found = layer.activated(given.cuda()).cpu()
     want = reference.intermediate(gate, up, spec)
     assert found.shape == want.shape
     assert ((found - want).abs() <= 2**-8 * want.abs() + 1e-6).all()

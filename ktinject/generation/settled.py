@@ -1,0 +1,96 @@
+"""What follows from a greedy step of several tokens, settled where the step runs: the host waits for nothing before it.
+
+    host: last token, candidates ──► page-locked ──► the step ──► logits ──► the likeliest tokens
+                                                                                 │ compared with the candidates
+    host: tokens that the text goes on with  ◄── page-locked ◄───────────────────┤
+                                                                                 ▼
+                                            caches and positions behind those that are kept, and the next step's token
+
+So a step costs one wait of the host, at its end. What is kept is what the host would keep: candidates up to the first
+that is wrong, or up to an end of the text.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ktinject.generation import consecutive, sampling
+from ktinject.generation.consecutive import Past
+from ktinject.generation.graph_runner import GraphRunner
+from ktinject.generation.loop import Mailbox
+from ktinject.generation.piecewise_graph import PiecewiseGraph, Stages
+
+
+class Settler:
+    """Settles the steps of a runner.
+
+    given  [most + 1] int64: what a step reads, and how many of these there are
+    """
+
+    def __init__(self, runner: GraphRunner, most: int, past: Past | None) -> None:
+        """Take the memory. Raises torch.OutOfMemoryError.
+
+        most  tokens of a step
+        past  what notes states in a step of several tokens; None: there are none
+        """
+        device, vocab = runner.device, runner.logits.shape[1]
+        self._runner, self._past = runner, past
+        self._host = torch.zeros(most + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        with torch.inference_mode(False):
+            self.given = torch.zeros(most + 1, dtype=torch.int64, device=device)
+            self._order = torch.arange(most, device=device)
+            self._found = torch.zeros(most + 1, dtype=torch.int64, device=device)  # tokens; how many are kept
+            self._is_end = torch.zeros(vocab, dtype=torch.bool, device=device)
+        self._ends: set[int] = set()
+        self._mailbox = Mailbox(self._found)
+        self._choices: dict[int, PiecewiseGraph | None] = {}
+        self._settles: dict[int, PiecewiseGraph | None] = {}
+
+    def begin(self, ends: Iterable[int]) -> None:
+        """The text of this request ends with any of these tokens."""
+        ends = {end for end in ends if 0 <= end < len(self._is_end)}
+        if ends != self._ends:
+            self._is_end.zero_()[[*ends]] = True
+            self._ends = ends
+
+    def give(self, tokens: Sequence[int], size: int) -> None:
+        """Have the next step read these; the size of a step may be greater."""
+        # The step before has been read, so nobody reads this any more.
+        host, count = self._host.numpy(), len(tokens)
+        host[:count], host[count:size], host[-1] = tokens, tokens[-1], count
+        self.given.copy_(self._host, non_blocking=True)
+
+    def settle(self, logits: Tensor) -> int:
+        """Queue what follows from logits [size, v]; returns what `read` takes."""
+        runner, size = self._runner, len(logits)
+        choice = functools.partial(self._choose, logits)
+        runner.replay(runner.graph_of(self._choices, size, choice), choice, is_step=False)
+        sent = self._mailbox.send()
+        settle = functools.partial(self._settle, size)
+        graph = runner.graph_of(self._settles, size, settle, runner.cache.state)
+        runner.replay(graph, settle, is_step=False)
+        return sent
+
+    def read(self, sent: int) -> list[int]:
+        """Wait for the tokens that the text goes on with: candidates that were right, and one more."""
+        *tokens, kept = self._mailbox.read(sent).tolist()
+        return tokens[:kept]
+
+    def _choose(self, logits: Tensor, _: Stages) -> None:
+        size, chosen = len(logits), sampling.greatest(logits)
+        is_right = (chosen[:-1] == self.given[1:size]) & (self._order[1:size] < self.given[-1])
+        goes_on = is_right & ~self._is_end[chosen[:-1]]
+        self._found[:size].copy_(chosen)
+        self._found[-1].copy_(goes_on.long().cumprod(0).sum() + 1)
+
+    def _settle(self, size: int, _: Stages) -> None:
+        cache, order, kept = self._runner.cache, self._order[:size], self._found[-1:]
+        if self._past is not None:
+            self._past.note_end(size)
+        consecutive.keep(cache, self._past, order, kept)
+        cache.advance_by(kept, order)
+        self._runner.ids.copy_(self._found.index_select(0, kept - 1)[:, None])
