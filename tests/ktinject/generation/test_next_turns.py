@@ -5,6 +5,7 @@ On a CPU, passes run on the tensors of a graph, with attention that is computed 
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -156,7 +157,6 @@ def test_turns_are_read_by_passes(
         assert talk.passes[-1] == new + 1, "the last token of an answer was not read"
     count = len(talk.passes)
     talk.turn(8)  # more than the largest pass
-    talk.turn(3, prefill_chunk_size=2)
     assert len(talk.passes) == count
     talk.turn(3)
     assert len(talk.passes) == count + 1
@@ -183,6 +183,9 @@ def test_what_no_pass_is_for(small: None, monkeypatch: pytest.MonkeyPatch) -> No
         {"past_key_values": DynamicCache(config=talk.model.config)},
     ):
         assert read(talk.model, ids, config, {**kwargs, **change}, 4) is None, change
+    chunks = copy.copy(config)
+    chunks.prefill_chunk_size = 2
+    assert read(talk.model, ids, chunks, kwargs, 4) is None
     assert read(talk.model, talk.text[:, : talk.cache.get_seq_length()], config, kwargs, 4) is None
     assert read(talk.model, ids, config, kwargs, 1000) is None, "the runner's cache is too short"
     assert read(talk.model, ids, config, {**kwargs, "position_ids": shifted - 1}, 4) is not None
