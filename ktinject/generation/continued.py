@@ -62,12 +62,12 @@ def attention(model: Any, ids: Tensor, cache: Any, config: GenerationConfig) -> 
     held = 0 if cache is None else int(cache.get_seq_length())
     goes_on = bool(held or config.prefill_chunk_size)
     new, tokens = max(1, ids.shape[1] - held), ids.shape[1]
-    with _unplanned(model, new * tokens), recognised(model) if goes_on and support(model) else nullcontext():
+    with unplanned(model, new * tokens), recognised(model) if goes_on and support(model) else nullcontext():
         yield
 
 
 @contextmanager
-def _unplanned(model: Any, scores: int) -> Iterator[None]:
+def unplanned(model: Any, scores: int) -> Iterator[None]:
     """Within, attention of so many scores a head is not computed by cuDNN, if planning would take longer than it."""
     cuda = torch.backends.cuda
     is_planned = model.device.type == "cuda" and cuda.cudnn_sdp_enabled()

@@ -124,6 +124,8 @@ def _passes(model: Any, decoding: Decoding, runner: GraphRunner) -> TurnPass:
         passes.support = turn_pass.attention_support(
             keys.device, keys.dtype, keys.shape[3], keys.shape[1], heads // keys.shape[1]
         )
+    if not passes.support:
+        logger.info("next turns are read one kernel at a time: %s", passes.support.reason)
     return passes
 
 

@@ -205,7 +205,7 @@ class TurnPass:
                 self.support = self._settle(model, ids, size)
                 if not self.support:
                     self._graphs.clear()
-                    logger.info("next turns are read one kernel at a time: %s", self.support.reason)
+                    logger.warning("next turns are read one kernel at a time: %s", self.support.reason)
                 return True
         return False
 
@@ -237,10 +237,11 @@ class TurnPass:
         first, others = (_EXACT, _EXACT) if is_exact else (_FIRST_TOLERANCE, _TOLERANCE)
         cache = DynamicCache(config=model.config)
         new = text[:, held:]
-        model(input_ids=text[:, :held], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        self._runner.begin(cache, held, None, None)
-        ours = self(new)
-        wanted = model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        with continued.unplanned(model, text.shape[1] ** 2):
+            model(input_ids=text[:, :held], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self._runner.begin(cache, held, None, None)
+            wanted = model(input_ids=new, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        ours, wanted = self(new), wanted[:, -1]
         errors = [_relative(ours, wanted.float(), (1,)).max() / others]
         for index, (layer, tensors) in enumerate(zip(cache.layers, self._runner.cache.layers)):
             allowed = first if index < 2 else others
