@@ -51,7 +51,7 @@ _BLOCKS, _BLOCK_ROWS = 128, 128
 _COMPARED_BEHIND, _TRIES = 48, 3
 # By what logits, and keys and values of most tokens, may differ, relative to their norms: roundings of other kernels in
 # many layers; and in the first two of them, where there are few roundings.
-_TOLERANCE, _FIRST_TOLERANCE = 0.25, 2e-2
+_TOLERANCE, _FIRST_TOLERANCE = 0.25, 5e-2
 _EXACT = 1e-3  # of models in fp32
 _ATTENTION_TOLERANCE = 2e-2  # of bf16's roundings, relative to the largest output
 
