@@ -5,7 +5,8 @@
 
 The head is transformers' own MtpModel: a decoder layer of the model's class behind a projection of two things, what the
 model made of a token and the embedding of the next one. Embedding, output layer and the model itself stay as they are.
-So a CPU takes minutes. It is written to mtp.safetensors beside the model, in bf16. The text is that of train_tiny.py.
+So a CPU takes minutes. It is written to mtp/model.safetensors in the model's folder, in bf16, where ktinject finds it
+for `generate(..., use_mtp=True)`. The text is that of train_tiny.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import MtpModel
@@ -38,16 +39,6 @@ def new_head(model: Any) -> MtpModel:
     head.layers.to(dtype=model.dtype, device=model.device)
     head.eval()
     head.tie_with_main_model(model)
-    return head
-
-
-def load_head(model: Any, path: str | Path) -> MtpModel:
-    """The head that was trained for a model."""
-    head = new_head(model)
-    missing, unexpected = head.load_state_dict(load_file(path), strict=False)
-    own = [name for name in missing if name.startswith("layers.")]
-    if own or unexpected:
-        raise ValueError(f"{path}: the head lacks {own[:3]} or has {unexpected[:3]} besides")
     return head
 
 
@@ -123,7 +114,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--out", type=Path, help="default: mtp.safetensors in the model's folder")
+    parser.add_argument("--out", type=Path, help="default: mtp/model.safetensors in the model's folder")
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--batch", type=int, default=8, help="windows a step")
     parser.add_argument("--seq", type=int, default=256, help="tokens a window")
@@ -146,7 +137,9 @@ def main() -> None:
         for name, p in head.state_dict().items()
         if name.startswith("layers.")
     }
-    save_file(kept, args.out or args.model / "mtp.safetensors")
+    out = args.out or args.model / "mtp" / "model.safetensors"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_file(kept, out)
 
 
 if __name__ == "__main__":

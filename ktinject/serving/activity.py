@@ -118,10 +118,10 @@ class Activity:
                 "uses": {i: self._uses(i, counts.get(one.native.id)) for i, one in self._layers.items()},
                 "on_gpu": {i: here for i, one in self._layers.items() if (here := on_gpu(one))},
                 "step": step_of(self._spans, self._device, self._handoff),
-                "cache": self._cache(),
+                "cache": self.cache(),
             }
 
-    def _cache(self) -> dict[str, int] | None:
+    def cache(self) -> dict[str, int] | None:
         """What the experts on GPUs were good for since the model was loaded; None where they stay where they are."""
         layers = [
             one for one in self._layers.values() if isinstance(one, HybridExperts) and one.seat is not None

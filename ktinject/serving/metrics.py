@@ -6,6 +6,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
@@ -59,10 +60,12 @@ class Metrics:
 
     context   tokens that a request may have, prompt and answer
     inflight  requests that were let in and are not answered: some of them run, the others wait
+    experts   what the experts on GPUs were good for; None where they stay where they are
     """
 
     def __init__(self, context: int) -> None:
         self.context, self.inflight = context, 0
+        self.experts: Callable[[], Mapping[str, int] | None] = lambda: None
         self._lock = threading.Lock()
         self._running: set[Job] = set()
         self._requests: Counter[tuple[str, int]] = Counter()
@@ -136,7 +139,21 @@ class Metrics:
                 *_titled("cache_tokens_limit", "gauge", "Tokens that a request may have."),
                 f"ktinject_cache_tokens_limit {self.context}",
             ]
-        return "\n".join(found) + "\n"
+        return "\n".join([*found, *_of_experts(self.experts())]) + "\n"
+
+
+def _of_experts(counts: Mapping[str, int] | None) -> Iterator[str]:
+    if counts is None:
+        return
+    yield from _titled(
+        "expert_uses_total", "counter", "Uses of experts in decode steps, by where the expert was."
+    )
+    yield f'ktinject_expert_uses_total{{where="gpu"}} {counts["hits"]}'
+    yield f'ktinject_expert_uses_total{{where="cpu"}} {counts["uses"] - counts["hits"]}'
+    yield from _titled("expert_fetches_total", "counter", "Experts that were copied to GPUs to stay there.")
+    yield f"ktinject_expert_fetches_total {counts['fetches']}"
+    yield from _titled("expert_fetched_bytes_total", "counter", "Bytes of these experts.")
+    yield f"ktinject_expert_fetched_bytes_total {counts['bytes']}"
 
 
 def _titled(name: str, kind: str, what: str) -> tuple[str, str]:

@@ -146,6 +146,7 @@ class Server:
             )
         state = {"model": name, "context": context}
         self.activity = Activity(model, metrics.now)
+        metrics.experts = self.activity.cache
         about = {**state, "chat": bool(tokenizer.chat_template), "most": most}
 
         async def plan() -> dict[str, Any]:

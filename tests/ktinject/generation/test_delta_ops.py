@@ -23,6 +23,8 @@ SIZES = [
     (1, 3, 256, 32, 8),
     (2, 4, 64, 96, 3),
     (2, 20, 160, 64, 5),
+    (2, 4, 256, 64, 4),
+    (3, 3, 32, 32, 4),
 ]
 
 
@@ -100,7 +102,8 @@ class TestGatedDelta:
         then = torch.zeros(1000, 64, **make)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = delta_ops.gated_delta(projected(module, x), weights_of(module), ours, counts, then)
+            parts = projected(module, x)
+            out = delta_ops.gated_delta(parts, weights_of(module), ours, counts, then, is_settled=rows != 3)
         for _ in range(3):
             x.normal_()
             graph.replay()

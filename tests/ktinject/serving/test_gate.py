@@ -225,6 +225,12 @@ def test_metrics_are_what_was_done() -> None:
     assert 'ktinject_tokens_total{kind="generated"} 2\n' in text
     assert "ktinject_time_to_first_token_seconds_count 1\n" in text
     assert 'ktinject_time_to_first_token_seconds_bucket{le="+Inf"} 1\n' in text
+    assert "expert" not in text, "no cache of experts"
+    metrics.experts = lambda: {"uses": 80, "hits": 60, "fetches": 7, "bytes": 7000}
+    text = metrics.text()
+    assert [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith("ktinject_expert")] == [
+        "60", "20", "7", "7000"
+    ]  # fmt: skip
 
 
 def test_the_page_is_everybody_s_and_what_it_shows_needs_the_key() -> None:
