@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ktinject.errors import OperatorError
-from ktinject.generation import continued, kept_cache, step_inputs, turn_pass
+from ktinject.generation import batching, continued, kept_cache, step_inputs, turn_pass
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.steps import tokens_in
@@ -115,7 +115,8 @@ def come_again(model: Any, ids: Tensor, before: int, tokens: int) -> None:
 
 
 def _passes(model: Any, decoding: Decoding, runner: GraphRunner) -> TurnPass:
-    passes = TurnPass(decoding.turn_forward(), runner)
+    sizes = [size for size in turn_pass.SIZES if not batching.is_streamed(model, size)]
+    passes = TurnPass(decoding.turn_forward(), runner, sizes)
     if passes.support:
         passes.support = continued.support(model)
     if passes.support:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,9 @@ from ktinject.support import SUPPORTED, Support
 
 logger = logging.getLogger("ktinject")
 
-# Tokens of a pass that are captured; a pass of another number of tokens has the next size.
-SIZES = (16, 64)
+# Tokens of a pass that are captured; a pass of another number of tokens has the next size. For more than the last one,
+# experts may be streamed to the GPU.
+SIZES = (16, 48, 112)
 # Tokens before the new ones, from which on there is a pass: each part of them has some.
 FEWEST_HELD = 256
 _MOST_PARTS = 32
@@ -151,16 +152,20 @@ class TurnPass:
     """The passes on a runner's cache.
 
     support  whether there are any, and why not
+    sizes    that they may have
     """
 
-    def __init__(self, forward: Forward, runner: GraphRunner) -> None:
+    def __init__(self, forward: Forward, runner: GraphRunner, sizes: Sequence[int]) -> None:
         """Take the memory. Raises torch.OutOfMemoryError.
 
         forward  the model; must not keep it alive
+        sizes    in ascending order
         """
-        self._forward, self._runner = forward, runner
+        self._forward, self._runner, self.sizes = forward, runner, sizes
         self.support = _cache_support(runner)
-        device, most = runner.device, SIZES[-1]
+        if self.support and not sizes:
+            self.support = Support.no("experts are streamed for any number of tokens")
+        device, most = runner.device, max(sizes, default=1)
         # Made outside of inference mode, whose tensors could not be written outside of it later.
         with torch.inference_mode(False):
             self._ids = torch.zeros(1, most, dtype=torch.int64, device=device)
@@ -174,18 +179,18 @@ class TurnPass:
 
     def takes(self, held: int, tokens: int) -> bool:
         """Whether there is a pass that is proven for so many tokens behind those that the cache holds."""
-        size = _size_of(tokens)
+        size = self._size_of(tokens)
         is_proven = bool(self.support) and size in self._proven
         return is_proven and held >= FEWEST_HELD and held + size <= self._runner.cache.capacity
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Read tokens [1, n] behind those of the cache, as many as it `takes`; logits [1, v] of the last one."""
         cache, count = self._runner.cache, ids.shape[1]
-        size = _size_of(count)
+        size = self._size_of(count)
         cache.reserve(size)  # padding is written, too
         cache.give_back(size - count)
         self._ids.zero_()[:, :count].copy_(ids)
-        torch.lt(self._order, count, out=self._live)
+        self._live.copy_(self._order < count)
         self._last.fill_(count - 1)
         work = functools.partial(self._compute, size)
         self._runner.replay(self._runner.graph_of(self._graphs, size, work), work)
@@ -198,7 +203,7 @@ class TurnPass:
         ids      [1, n]: tokens to compare on
         Returns  whether there was one left that so many tokens are enough for
         """
-        for size in reversed(SIZES):
+        for size in reversed(self.sizes):
             if not self.support or ids.shape[1] < FEWEST_HELD + size:
                 return False
             if size not in self._proven:
@@ -208,6 +213,10 @@ class TurnPass:
                     logger.warning("next turns are read one kernel at a time: %s", self.support.reason)
                 return True
         return False
+
+    def _size_of(self, tokens: int) -> int:
+        """0: there is none for so many."""
+        return next((size for size in self.sizes if size >= tokens), 0)
 
     def _settle(self, model: PreTrainedModel, ids: Tensor, size: int) -> Support:
         held = min(_COMPARED_BEHIND, ids.shape[1] - size)
@@ -264,11 +273,6 @@ class TurnPass:
             logits = self._forward(self._ids[:, :size], places[None], view, self._last)
         self._attends = parts.calls
         self._logits.copy_(logits)
-
-
-def _size_of(tokens: int) -> int:
-    """0: there is none for so many."""
-    return next((size for size in SIZES if size >= tokens), 0)
 
 
 def _relative(found: Tensor, wanted: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 import ktinject
-from ktinject.generation import next_turns, turn_pass
+from ktinject.generation import batching, next_turns, turn_pass
 from ktinject.operators.torch_ops.packed_attention import causal_mask
 from ktinject.support import SUPPORTED
 
@@ -238,3 +238,12 @@ def test_other_layers_have_no_passes(family: str, small: None, monkeypatch: pyte
         with torch.no_grad():
             talk.model(ids, past_key_values=talk.cache)
     assert talk.passes == [] and not talk.model.ktinject_decoding.runners[1].turns.support
+
+
+def test_experts_that_are_streamed_are_not_in_a_pass(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "is_streamed", lambda model, tokens: tokens >= 8)
+    talk = Conversation("qwen3_moe", "cpu", monkeypatch)
+    for new in (0, 3, 3, 5):
+        talk.turn(new)
+    talk.check()
+    assert talk.passes == [4]
