@@ -66,15 +66,14 @@ def _is_whole_text(
     if step_inputs.beside(model_kwargs):
         return False
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    # transformers drops a mask of ones, and keeps its length.
-    columns = getattr(config, "_mask_length", -1) if mask is None else mask.shape[-1]
-    if columns != length or (mask is not None and (mask.dim() != 2 or not bool(mask.all()))):
+    if mask is None and positions is None:
+        return False  # transformers drops a mask of ones, but then has made positions of it
+    if mask is not None and (mask.shape != (1, length) or not bool(mask.all())):
         return False
     if positions is None:
         return True
-    return positions.shape == (1, length) and bool(
-        torch.equal(positions[0], torch.arange(length, device=positions.device))
-    )
+    counted = torch.arange(length, device=positions.device)
+    return positions.shape == (1, length) and torch.equal(positions[0], counted)
 
 
 def prepare(model: Any, ids: Tensor) -> bool:
