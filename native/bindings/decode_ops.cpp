@@ -179,7 +179,7 @@ void def_linear_attention(nb::module_& m) {
          Address<float> states, Address<> taps_weight, Address<> a_log, Address<> dt_bias, Address<> norm,
          bool is_wide_a_log, bool is_wide_dt_bias, bool is_wide_norm, float eps, Address<float> scratch,
          Address<unsigned> block_counts, Address<> out, Address<> then, int64_t then_bytes, int rows, int key_heads,
-         int value_heads, int key_size, int value_size, int taps, bool is_settled, DType dtype, cuda::Stream stream) {
+         int value_heads, int key_size, int value_size, int taps, DType dtype, cuda::Stream stream) {
         cuda::gated_delta({delta_input(q),
                            delta_input(k),
                            delta_input(v),
@@ -206,8 +206,7 @@ void def_linear_attention(nb::module_& m) {
                            value_heads,
                            key_size,
                            value_size,
-                           taps,
-                           is_settled},
+                           taps},
                           dtype, stream);
       },
       nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("z"), nb::arg("b"), nb::arg("a"),
@@ -215,7 +214,7 @@ void def_linear_attention(nb::module_& m) {
       nb::arg("norm"), nb::arg("is_wide_a_log"), nb::arg("is_wide_dt_bias"), nb::arg("is_wide_norm"), nb::arg("eps"),
       nb::arg("scratch"), nb::arg("block_counts"), nb::arg("out"), nb::arg("then"), nb::arg("then_bytes"),
       nb::arg("rows"), nb::arg("key_heads"), nb::arg("value_heads"), nb::arg("key_size"), nb::arg("value_size"),
-      nb::arg("taps"), nb::arg("is_settled"), nb::arg("dtype"), nb::arg("stream"),
+      nb::arg("taps"), nb::arg("dtype"), nb::arg("stream"),
       "A token of the gated delta rule between its projections; q to a as (address, strides of a row and a head).");
 }
 

@@ -205,23 +205,18 @@ __device__ __forceinline__ void prefetch_cache(const Attention& p, const Block<T
   }
 }
 
-// Writes the new key and value to the cache, if this is no rehearsal. The block's other warps read the key from shared
-// memory.
+// Writes the new key and value to the cache. The block's other warps read the key from shared memory.
 template <class T, int kSize>
 __device__ __forceinline__ void append(const Block<T, kSize>& block, const uint4 (&key)[kSize / 32], int newest,
-                                       uint4* new_key, int lane, bool is_real) {
+                                       uint4* new_key, int lane) {
   const int g = lane / 4, t = lane % 4;
   auto* cached = reinterpret_cast<uint4*>(block.keys + static_cast<size_t>(newest) * kSize);
   if (g == 0)
 #pragma unroll
-    for (int j = 0; j < kSize / 32; ++j) {
-      new_key[j * 4 + t] = key[j];
-      if (is_real) cached[j * 4 + t] = key[j];
-    }
-  for (int i = lane; i < kSize / 8; i += kWarp) {
-    const uint4 piece = __ldcg(reinterpret_cast<const uint4*>(block.v) + i);
-    if (is_real) reinterpret_cast<uint4*>(block.values + static_cast<size_t>(newest) * kSize)[i] = piece;
-  }
+    for (int j = 0; j < kSize / 32; ++j) new_key[j * 4 + t] = cached[j * 4 + t] = key[j];
+  for (int i = lane; i < kSize / 8; i += kWarp)
+    reinterpret_cast<uint4*>(block.values + static_cast<size_t>(newest) * kSize)[i] =
+        __ldcg(reinterpret_cast<const uint4*>(block.v) + i);
 }
 
 // A warp's softmax so far, for the head of this lane. Everything is relative to the greatest score yet.
@@ -396,7 +391,7 @@ __device__ __forceinline__ void share_among_warps(const float* partials, int par
 template <class T, int kSize>
 __device__ __forceinline__ void write_block(const Attention& p, const Block<T, kSize>& block, const float* partials,
                                             int parts, const Shares<Sizes<kSize>::kWarps>& shares, T* out,
-                                            float* scratch, bool is_real) {
+                                            float* scratch) {
   constexpr int kStride = Sizes<kSize>::kStride;
   for (int i = static_cast<int>(threadIdx.x); i < block.heads * kSize; i += Sizes<kSize>::kThreads) {
     const int row = i / kSize, at = i % kSize;
@@ -404,11 +399,9 @@ __device__ __forceinline__ void write_block(const Attention& p, const Block<T, k
     for (int part = 0; part < parts; ++part)
       value += shares.factors[part][row] * partials[(part * kHeads + row) * kStride + at];
     if (p.splits == 1) {
-      const T found = finished<T, kSize>(p, block, row, at, value / shares.total[row]);
-      if (is_real) out[i] = found;
+      out[i] = finished<T, kSize>(p, block, row, at, value / shares.total[row]);
       continue;
     }
-    if (!is_real) continue;
     float* to = scratch + (block.split * kHeads + row) * kStride;
     to[at] = value;
     if (at == 0) {
@@ -436,7 +429,7 @@ __device__ __forceinline__ bool is_last_block(const Attention& p, size_t cell) {
 // Adds up the splits that the blocks have left in `scratch`; `factors` [splits][kHeads] is shared memory.
 template <class T, int kSize>
 __device__ __forceinline__ void merge_splits(const Attention& p, const Block<T, kSize>& block, const float* scratch,
-                                             float (*factors)[kHeads], T* out, int warp, int lane, bool is_real) {
+                                             float (*factors)[kHeads], T* out, int warp, int lane) {
   constexpr int kStride = Sizes<kSize>::kStride;
   if (warp < block.heads) {  // a warp a head, a lane a split
     const float* from = scratch + (lane * kHeads + warp) * kStride + kSize;
@@ -457,8 +450,7 @@ __device__ __forceinline__ void merge_splits(const Attention& p, const Block<T, 
 #pragma unroll 8
     for (int part = 0; part < p.splits; ++part)
       value += factors[part][row] * __ldcg(from + static_cast<size_t>(part) * kHeads * kStride);
-    const T found = finished<T, kSize>(p, block, row, i % kSize, value);
-    if (is_real) out[i] = found;
+    out[i] = finished<T, kSize>(p, block, row, i % kSize, value);
   }
 }
 
@@ -479,7 +471,7 @@ __global__ void __launch_bounds__(kWarp) append_kernel(const Attention p) {
   read_rotation<T, kSize>(p, block.cos, t, c);
   read_rotation<T, kSize>(p, block.sin, t, s);
   prepare<T, kSize>(p, fresh, p.k_weight != nullptr, weight, c, s, t);
-  append(block, fresh, static_cast<int>(position_of(p, position, block.batch)), new_key, lane, true);
+  append(block, fresh, static_cast<int>(position_of(p, position, block.batch)), new_key, lane);
 }
 
 template <class T, int kSize>
@@ -490,52 +482,47 @@ __global__ void __launch_bounds__(Sizes<kSize>::kThreads) attention_kernel(const
   __shared__ Shares<kWarps> shares;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
   const Block<T, kSize> block(p, g);
+  uint4 q_weight[kPieces], k_weight[kPieces];
+  read_part<T, kSize>(static_cast<const T*>(p.q_weight), t, p.q_weight == nullptr ? 0 : kPieces, q_weight);
+  read_part<T, kSize>(static_cast<const T*>(p.k_weight), t, p.k_weight == nullptr ? 0 : kPieces, k_weight);
   prefetch_cache(p, block);
   release_next();
-  rehearse([&](bool is_real) {
-    __syncthreads();  // nobody reads the rehearsal's shared memory any more
-    // A rehearsal is for the first position: nobody may have written any other yet.
-    const int64_t position = is_real ? __ldcg(reinterpret_cast<const long long*>(p.cache_position)) : 0;
-    const Places places(p, position_of(p, position, block.batch));
-    const int newest = p.is_consecutive ? -1 : places.newest;
-    const int size = split_size(p, places.count), first = is_real ? block.split * size : 0;
-    const Range range{first, min(places.count, first + size), newest};
-    // The warp that has the new position must wait for its key. So another warp prepares the key, one that has no
-    // positions if the cache is short.
-    const bool has_new = range.first <= newest && newest < range.end;
-    const bool has_key = has_new && warp == ((newest - range.first) / kPositions + kWarps / 2) % kWarps;
-    const bool has_query = range.first + warp * kPositions < range.end;  // else it finds nothing
-    uint4 query[kPieces] = {};
-    // Few warps do both, and code that is run once takes as long as it is.
-#pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
-      const bool is_key = turn == 0;
-      if (!(is_key ? has_key : has_query)) continue;
-      const auto* weights = static_cast<const T*>(is_key ? p.k_weight : p.q_weight);
-      uint4 weight[kPieces], c[kPieces], s[kPieces];
-      read_part<T, kSize>(is_key ? block.k : block.q, t, is_key || g < block.heads ? kPieces : 0, query);
-      read_part<T, kSize>(weights, t, weights == nullptr ? 0 : kPieces, weight);
-      read_rotation<T, kSize>(p, block.cos, t, c);
-      read_rotation<T, kSize>(p, block.sin, t, s);
-      prepare<T, kSize>(p, query, weights != nullptr, weight, c, s, t);
-      if (is_key) append(block, query, newest, new_key, lane, is_real);
-    }
-    if (has_new) __syncthreads();
+  await_previous();
 
-    Softmax<kSize> softmax;
-    attend(p, block, range, query, new_key, warp, g, t, softmax);
-    leave(softmax, partials + (warp * kHeads + g) * kStride, t);
-    __syncthreads();
-    const int parts = min(kWarps, (range.end - range.first + kPositions - 1) / kPositions);  // the other warps: nothing
-    share_among_warps<kSize>(partials, parts, p.splits == 1 ? sink_of(block, warp) : -INFINITY, warp, lane, shares);
-    __syncthreads();
-    T* out = static_cast<T*>(p.out) + (static_cast<size_t>(block.batch) * p.q_heads + block.head) * kSize;
-    const size_t cell = static_cast<size_t>(block.batch) * gridDim.x + blockIdx.x;
-    float* scratch = p.scratch + cell * p.splits * kHeads * kStride;
-    write_block(p, block, partials, parts, shares, out, scratch, is_real);
-    if (p.splits > 1 && (!is_real || is_last_block(p, cell)))
-      merge_splits(p, block, scratch, reinterpret_cast<float (*)[kHeads]>(partials), out, warp, lane, is_real);
-  });
+  const int64_t position = __ldcg(reinterpret_cast<const long long*>(p.cache_position));
+  const Places places(p, position_of(p, position, block.batch));
+  const int newest = p.is_consecutive ? -1 : places.newest;
+  uint4 query[kPieces], fresh[kPieces], c[kPieces], s[kPieces];
+  read_part<T, kSize>(block.q, t, g < block.heads ? kPieces : 0, query);
+  read_part<T, kSize>(block.k, t, kPieces, fresh);
+  read_rotation<T, kSize>(p, block.cos, t, c);
+  read_rotation<T, kSize>(p, block.sin, t, s);
+  const int size = split_size(p, places.count), first = block.split * size;
+  const Range range{first, min(places.count, first + size), newest};
+  // The warp that has the new position must wait for its key. So another warp prepares the key, one that has no
+  // positions if the cache is short.
+  const bool has_new = range.first <= newest && newest < range.end;
+  if (has_new && warp == ((newest - range.first) / kPositions + kWarps / 2) % kWarps) {
+    prepare<T, kSize>(p, fresh, p.k_weight != nullptr, k_weight, c, s, t);
+    append(block, fresh, newest, new_key, lane);
+  }
+  if (range.first + warp * kPositions < range.end)  // else it finds nothing
+    prepare<T, kSize>(p, query, p.q_weight != nullptr, q_weight, c, s, t);
+  if (has_new) __syncthreads();
+
+  Softmax<kSize> softmax;
+  attend(p, block, range, query, new_key, warp, g, t, softmax);
+  leave(softmax, partials + (warp * kHeads + g) * kStride, t);
+  __syncthreads();
+  const int parts = min(kWarps, (range.end - range.first + kPositions - 1) / kPositions);  // the other warps: nothing
+  share_among_warps<kSize>(partials, parts, p.splits == 1 ? sink_of(block, warp) : -INFINITY, warp, lane, shares);
+  __syncthreads();
+  T* out = static_cast<T*>(p.out) + (static_cast<size_t>(block.batch) * p.q_heads + block.head) * kSize;
+  const size_t cell = static_cast<size_t>(block.batch) * gridDim.x + blockIdx.x;
+  float* scratch = p.scratch + cell * p.splits * kHeads * kStride;
+  write_block(p, block, partials, parts, shares, out, scratch);
+  if (p.splits > 1 && is_last_block(p, cell))
+    merge_splits(p, block, scratch, reinterpret_cast<float (*)[kHeads]>(partials), out, warp, lane);
 }
 
 template <class T, int kSize>

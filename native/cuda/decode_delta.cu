@@ -6,15 +6,8 @@
 // Both sums need the state before the update only. A warp reads 4 rows at a time, 8 lanes each. Every block computes
 // the convolution for q and k of its head again, which is little.
 //
-// The blocks of a head of keys must all be done with the inputs of q and k before these move on, and the norm of a head
-// of values needs the o of all its blocks. There are two ways, with the same state to the bit:
-//
-//   delta_cluster_kernel  On Hopper, where a head of keys has up to 8 blocks: they are a cluster, and give each other
-//   the
-//                         sum of their o's squares.
-//   delta_kernel          They count when they are done with the inputs and have left their o in `scratch`. The last
-//   one
-//                         moves the inputs on and norms the heads' o.
+// The blocks of a head of keys count when they are done with the inputs of the convolution and have left their o in
+// `scratch`. The last one moves the inputs of q and k on, and norms the heads' o.
 #include "cuda/decode_delta.hpp"
 
 #include <cuda_bf16.h>
@@ -24,7 +17,6 @@
 #include <stdexcept>
 
 #include "cuda/early.cuh"
-#include "cuda/hopper.cuh"
 #include "cuda/on_device.cuh"
 #include "cuda/prefetch.cuh"
 #include "cuda/recurrent.cuh"
@@ -37,8 +29,6 @@ constexpr int kColumns = GatedDelta::kColumns;
 constexpr int kLanes = kColumns / 4;      // that read a row of the block's columns, 16 bytes each
 constexpr int kThreads = kLanes * kWarp;  // so that they read kWarp rows at a time
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kMostCluster = 8;  // blocks, on every GPU that has clusters
-constexpr int kFourTaps = 4;
 // Added to the square of a length before its root: what transformers' l2norm has.
 constexpr float kLengthEpsilon = 1e-6f;
 
@@ -97,7 +87,7 @@ __device__ __forceinline__ Mixed<T> mixed_of(const GatedDelta& p, const Block<T>
 
 // Fetches into L2 what the block reads, while the kernel before still runs.
 template <class T>
-__device__ __forceinline__ void prefetch_own(const GatedDelta& p, const Block<T>& block) {
+__device__ __forceinline__ void prefetch(const GatedDelta& p, const Block<T>& block) {
   const int thread = static_cast<int>(threadIdx.x);
   for (int i = thread; i < p.key_size; i += kThreads)
     prefetch_line(block.state + static_cast<size_t>(i) * p.value_size);
@@ -105,11 +95,7 @@ __device__ __forceinline__ void prefetch_own(const GatedDelta& p, const Block<T>
   const int step = static_cast<int>(kLine / sizeof(T)) / p.taps;
   for (int i = thread * step; i < 2 * p.key_size + kColumns; i += kThreads * step)
     mixed_of(p, block, i).channel.prefetch();
-}
-
-// The same of what the next kernel reads.
-__device__ __forceinline__ void prefetch_next(const GatedDelta& p) {
-  if (threadIdx.x == 0 && p.then != nullptr)
+  if (thread == 0 && p.then != nullptr)
     prefetch_share(p.then, p.then_bytes, static_cast<int>(blockIdx.y * gridDim.x + blockIdx.x),
                    static_cast<int>(gridDim.x * gridDim.y));
 }
@@ -173,74 +159,6 @@ __device__ __forceinline__ void multiply_state(const float* mixed, const float4 
   }
 }
 
-// A channel of a convolution with kFourTaps inputs, two in a register, as they lie in memory.
-template <class T>
-struct FourTaps {
-  uint2 held, weights;
-
-  __device__ __forceinline__ void read(const Channel<T>& channel) {
-    held = __ldcg(reinterpret_cast<const uint2*>(channel.held));
-    weights = __ldg(reinterpret_cast<const uint2*>(channel.weights));
-  }
-  // Takes the new input, and leaves the oldest out.
-  __device__ __forceinline__ void move_on(T newest) {
-    uint16_t bits;
-    memcpy(&bits, &newest, sizeof bits);
-    held = {__byte_perm(held.x, held.y, 0x5432), __byte_perm(held.y, bits, 0x5432)};
-  }
-  __device__ __forceinline__ float convolved() const {
-    T inputs[kFourTaps], factors[kFourTaps];
-    memcpy(inputs, &held, sizeof held);
-    memcpy(factors, &weights, sizeof weights);
-    float sum = 0;
-#pragma unroll
-    for (int j = 0; j < kFourTaps; ++j) sum = fmaf(load(inputs[j]), load(factors[j]), sum);
-    return rounded<T>(sum);
-  }
-  __device__ __forceinline__ void write(const Channel<T>& channel) const {
-    *reinterpret_cast<uint2*>(channel.held) = held;
-  }
-};
-
-template <class T, int kPieces>
-__device__ __forceinline__ void read_state(const GatedDelta& p, const Block<T>& block, float4 (&held)[kPieces]) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const float* from = block.state + static_cast<size_t>(thread / kLanes) * p.value_size + thread % kLanes * 4;
-#pragma unroll
-  for (int n = 0; n < kPieces; ++n)
-    held[n] = __ldcg(reinterpret_cast<const float4*>(from + static_cast<size_t>(n) * kWarp * p.value_size));
-}
-
-// Writes decay S + k delta for what the thread holds, if this is no rehearsal. k: of the head, as `mixed` has it.
-template <class T, int kPieces>
-__device__ __forceinline__ void write_state(const GatedDelta& p, const Block<T>& block, const float4 (&held)[kPieces],
-                                            float decay, const float* k, const float* deltas, bool is_real) {
-  const int thread = static_cast<int>(threadIdx.x);
-  float* to = block.state + static_cast<size_t>(thread / kLanes) * p.value_size + thread % kLanes * 4;
-  const float4 update = *reinterpret_cast<const float4*>(deltas + thread % kLanes * 4);
-#pragma unroll
-  for (int n = 0; n < kPieces; ++n) {
-    float4 next{decay * held[n].x, decay * held[n].y, decay * held[n].z, decay * held[n].w};
-    add(next, k[n * kWarp + thread / kLanes], update);
-    if (is_real) *reinterpret_cast<float4*>(to + static_cast<size_t>(n) * kWarp * p.value_size) = next;
-  }
-}
-
-// By a thread for each column: leaves k delta's factor in `deltas`. Returns the column's o. sums: of multiply_state.
-__device__ __forceinline__ float find_delta(const float* sums, const float* values, const Lengths& lengths, float beta,
-                                            float decay, float* deltas) {
-  const int column = static_cast<int>(threadIdx.x);
-  float with_k = 0, with_q = 0;
-#pragma unroll
-  for (int other = 0; other < kWarps; ++other) {
-    with_k += sums[other * 2 * kColumns + column];
-    with_q += sums[(other * 2 + 1) * kColumns + column];
-  }
-  const float delta = beta * (values[column] - decay * lengths.k * with_k);
-  deltas[column] = lengths.k * delta;
-  return decay * lengths.q * with_q + lengths.product * delta;
-}
-
 // A warp norms the o of a head and multiplies it with silu(z).
 template <class T>
 __device__ __forceinline__ void write_head(const GatedDelta& p, const Block<T>& block, int member, int lane) {
@@ -275,15 +193,18 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const GatedDelta p) {
   alignas(16) __shared__ float sums[kWarps * 2 * kColumns];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
   const Block<T> block(p);
-  prefetch_own(p, block);
-  prefetch_next(p);
+  prefetch(p, block);
   const float a_log = read_parameter<T>(p.a_log, p.is_wide_a_log, block.head);
   const float dt_bias = read_parameter<T>(p.dt_bias, p.is_wide_dt_bias, block.head);
   release_next();
   await_previous();
 
   float4 held[kPieces];
-  read_state(p, block, held);
+  const size_t own = static_cast<size_t>(thread / kLanes) * p.value_size + thread % kLanes * 4;
+#pragma unroll
+  for (int n = 0; n < kPieces; ++n)
+    held[n] =
+        __ldcg(reinterpret_cast<const float4*>(block.state + own + static_cast<size_t>(n) * kWarp * p.value_size));
   const float beta = rounded<T>(sigmoid(load(__ldcg(block.of(p.b) + block.member))));
   const float decay = expf(-expf(a_log) * softplus(load(__ldcg(block.of(p.a) + block.member)) + dt_bias));
   for (int i = thread; i < 2 * kKeys + kColumns; i += kThreads) {
@@ -302,12 +223,27 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const GatedDelta p) {
   const Lengths lengths = find_lengths<kKeys>(mixed, lane);
   multiply_state(mixed, held, sums);
   __syncthreads();
-  if (thread < kColumns)
+  if (thread < kColumns) {
+    float with_k = 0, with_q = 0;
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) {
+      with_k += sums[other * 2 * kColumns + thread];
+      with_q += sums[(other * 2 + 1) * kColumns + thread];
+    }
+    const float delta = beta * (values[thread] - decay * lengths.k * with_k);
+    deltas[thread] = lengths.k * delta;
     p.scratch[(static_cast<size_t>(block.row) * p.value_heads + block.head) * p.value_size + block.column + thread] =
-        find_delta(sums, values, lengths, beta, decay, deltas);
+        decay * lengths.q * with_q + lengths.product * delta;
+  }
   unsigned* cell = p.block_counts + static_cast<size_t>(block.row) * p.key_heads + block.key_head;
   const unsigned before = count_block(cell, block.peers(p));
-  write_state(p, block, held, decay, mixed + kKeys, deltas, true);
+  const float4 update = *reinterpret_cast<const float4*>(deltas + thread % kLanes * 4);
+#pragma unroll
+  for (int n = 0; n < kPieces; ++n) {
+    float4 next{decay * held[n].x, decay * held[n].y, decay * held[n].z, decay * held[n].w};
+    add(next, mixed[kKeys + n * kWarp + thread / kLanes], update);
+    *reinterpret_cast<float4*>(block.state + own + static_cast<size_t>(n) * kWarp * p.value_size) = next;
+  }
   if (!is_last_block(before, block.peers(p))) return;
   for (int i = thread; i < 2 * kKeys; i += kThreads) {
     const Mixed<T> from = mixed_of(p, block, i);
@@ -318,105 +254,12 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const GatedDelta p) {
   for (int member = warp; member < block.shared; member += kWarps) write_head(p, block, member, lane);
 }
 
-// As many blocks a multiprocessor as leave room for a block of the linear layer before it and one of that behind it.
-template <class T, int kPieces>
-__global__ void __launch_bounds__(kThreads, kPieces <= 4 ? 4 : 1) delta_cluster_kernel(const GatedDelta p) {
-#if __CUDA_ARCH__ >= 900
-  constexpr int kKeys = kPieces * kWarp, kMixed = 2 * kKeys + kColumns;
-  constexpr int kChannels = (kMixed + kThreads - 1) / kThreads;  // of a thread
-  __shared__ float mixed[2 * kKeys];                             // q and k behind the convolution
-  alignas(16) __shared__ float values[kColumns], deltas[kColumns];
-  alignas(16) __shared__ float sums[kWarps * 2 * kColumns];
-  __shared__ float squares[kMostCluster];  // of o, from each block of this head of values
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
-  const Block<T> block(p);
-  const int splits = p.value_size / kColumns, split = block.column / kColumns;
-  const float rate = -expf(read_parameter<T>(p.a_log, p.is_wide_a_log, block.head));
-  const float dt_bias = read_parameter<T>(p.dt_bias, p.is_wide_dt_bias, block.head);
-  const float norm = read_parameter<T>(p.norm, p.is_wide_norm, block.column + lane);
-  float4 held[kPieces] = {};
-  FourTaps<T> taps[kChannels] = {};
-  if (!p.is_settled) prefetch_own(p, block);
-  release_next();
-  rehearse([&](bool is_real) {
-    __syncthreads();  // nobody reads the rehearsal's shared memory any more
-    hopper::cluster_arrive();
-    // Not earlier: there is no room in L2 beside the weights that the kernel before this one still reads.
-    if (is_real) prefetch_next(p);
-    if (!kRehearses || is_real != p.is_settled) {
-      read_state(p, block, held);
-#pragma unroll
-      for (int n = 0; n < kChannels; ++n)
-        if (n * kThreads + thread < kMixed) taps[n].read(mixed_of(p, block, n * kThreads + thread).channel);
-    }
-    const float beta = rounded<T>(sigmoid(load(__ldcg(block.of(p.b) + block.member))));
-    const float decay = expf(rate * softplus(load(__ldcg(block.of(p.a) + block.member)) + dt_bias));
-    const float gate = load(__ldcg(block.of(p.z) + block.member * p.value_size + block.column + lane));
-#pragma unroll
-    for (int n = 0; n < kChannels; ++n) {
-      const int i = n * kThreads + thread;
-      if (i >= kMixed) break;
-      const Mixed<T> from = mixed_of(p, block, i);
-      FourTaps<T> moved = taps[n];
-      moved.move_on(__ldcg(from.newest));
-      const float x = rounded<T>(silu(moved.convolved()));
-      (i < 2 * kKeys ? mixed[i] : values[i - 2 * kKeys]) = x;
-      if (is_real) taps[n] = moved;
-    }
-    hopper::cluster_wait();  // all blocks have begun
-    __syncthreads();
-    const Lengths lengths = find_lengths<kKeys>(mixed, lane);
-    multiply_state(mixed, held, sums);
-    __syncthreads();
-    float o = 0;
-    if (warp == 0) {
-      o = rounded<T>(find_delta(sums, values, lengths, beta, decay, deltas));
-      const float square = warp_sum(o * o);
-      if (lane < splits)
-        hopper::store_in(hopper::shared_address(squares + split), block.member * splits + lane, square);
-    }
-    __syncthreads();
-    hopper::cluster_release();
-    write_state(p, block, held, decay, mixed + kKeys, deltas, is_real);
-    hopper::cluster_wait();  // all squares are there, and all blocks have read the inputs of q and k
-#pragma unroll
-    for (int n = 0; n < kChannels; ++n) {
-      const int i = n * kThreads + thread;
-      const bool is_own = i < 2 * kKeys ? block.member == 0 && split == 0 : i < kMixed;
-      if (is_own && is_real) taps[n].write(mixed_of(p, block, i).channel);
-    }
-    if (warp != 0) return;
-    float sum = 0;
-    for (int other = 0; other < splits; ++other) sum += squares[other];
-    const float scale = rsqrtf(sum / static_cast<float>(p.value_size) + p.eps);
-    const float normed = rounded<T>(o * scale) * norm;
-    const T out = store<T>((p.is_wide_norm ? normed : rounded<T>(normed)) * silu(gate));
-    const size_t first = (static_cast<size_t>(block.row) * p.value_heads + block.head) * p.value_size;
-    if (is_real) static_cast<T*>(p.out)[first + block.column + lane] = out;
-  });
-#endif
-}
-
-// Blocks of a cluster, or 0 where the other kernel serves.
-int cluster_of(const GatedDelta& p) {
-  const int blocks = p.value_heads / p.key_heads * (p.value_size / kColumns);
-  const bool is_aligned = (reinterpret_cast<uintptr_t>(p.inputs) | reinterpret_cast<uintptr_t>(p.taps_weight)) % 8 == 0;
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "asking for the current device");
-  const bool fits = blocks <= kMostCluster && (blocks & (blocks - 1)) == 0;
-  return fits && p.taps == kFourTaps && is_aligned && is_hopper(device) ? blocks : 0;
-}
-
 template <class T>
 void run(const GatedDelta& p, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(p.value_heads * (p.value_size / kColumns));
-  const int cluster = cluster_of(p);
   auto with = [&]<int kPieces>() {
-    Launch launch{dim3(blocks, static_cast<unsigned>(p.rows)), dim3(kThreads), stream};
-    static const bool has_clusters = has_hopper_code(delta_cluster_kernel<T, kPieces>);
-    launch.cluster = has_clusters ? static_cast<unsigned>(cluster) : 0;
-    launch_early("launching gated_delta",
-                 launch.cluster > 0 ? delta_cluster_kernel<T, kPieces> : delta_kernel<T, kPieces>, launch, p);
+    launch_early("launching gated_delta", delta_kernel<T, kPieces>,
+                 {dim3(blocks, static_cast<unsigned>(p.rows)), dim3(kThreads), stream}, p);
   };
   switch (p.key_size / kWarp) {
     case 1:

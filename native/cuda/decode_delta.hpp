@@ -45,9 +45,6 @@ struct GatedDelta {
   const void* then = nullptr;  // [then_bytes]: the next layer's weights, which this one fetches into L2
   int64_t then_bytes = 0;
   int rows = 0, key_heads = 0, value_heads = 0, key_size = 0, value_size = 0, taps = 0;
-  // Inputs and states may be read before the kernel in front of this one has ended. So between whatever wrote them and
-  // this call, the stream has a kernel that was not launched early, or one that lets no other begin before its turn.
-  bool is_settled = false;
 };
 // Throws std::invalid_argument for what it does not serve.
 void gated_delta(const GatedDelta& input, DType dtype, Stream stream);

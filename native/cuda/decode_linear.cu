@@ -24,9 +24,6 @@ namespace ktinject::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-// Registers are left for blocks of the kernels before and behind this one: 96 a thread is what so many threads would
-// get.
-constexpr int kRoom = kThreads + 128;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kTile = 8;
 constexpr int kStep = 32;
@@ -197,11 +194,11 @@ __device__ __forceinline__ void multiply_round(const uint4* weights, uint4 a, fl
   }
 }
 
-// Adds up the sums of all warps for a group, adds bias and residual, and writes the outputs if this is no rehearsal.
+// Adds up the sums of all warps for a group, adds bias and residual, and writes the outputs.
 template <class T, int kTiles>
 __device__ __forceinline__ void write_group(const DecodeLinear& p, const Cut<kTiles>& cut, int group,
                                             const float (&sums)[kTiles][2],
-                                            float (&partial)[kTiles][kWarps][kRows * kTile], bool is_real) {
+                                            float (&partial)[kTiles][kWarps][kRows * kTile]) {
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile)
     *reinterpret_cast<float2*>(&partial[tile][cut.warp][cut.g * kTile + 2 * cut.t]) =
@@ -218,16 +215,16 @@ __device__ __forceinline__ void write_group(const DecodeLinear& p, const Cut<kTi
     if (of.biases != nullptr) sum += load(static_cast<const T*>(of.biases)[of.row]);
     const size_t at = static_cast<size_t>(row) * cut.total + output;
     if (p.is_wide) {
-      if (is_real) static_cast<float*>(p.out)[at] = sum;
+      static_cast<float*>(p.out)[at] = sum;
       continue;
     }
     if (p.residual != nullptr) sum = rounded<T>(sum) + load(__ldcg(static_cast<const T*>(p.residual) + at));
-    if (is_real) static_cast<T*>(p.out)[at] = store<T>(sum);
+    static_cast<T*>(p.out)[at] = store<T>(sum);
   }
 }
 
 template <class T, int kTiles>
-__global__ void __launch_bounds__(kRoom, 1) linear_kernel(const DecodeLinear p) {
+__global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear p) {
   constexpr int kOwn = Cut<kTiles>::kOwn, kAhead = Cut<kTiles>::kAhead;
   extern __shared__ uint4 held[];  // a ring of rounds of weights: [kAhead][kTiles][kThreads]
   __shared__ float partial[kTiles][kWarps][kRows * kTile];
@@ -251,65 +248,50 @@ __global__ void __launch_bounds__(kRoom, 1) linear_kernel(const DecodeLinear p) 
     }
     commit();
   };
-  auto prefetch = [&] {
-    prefetch_groups<T>(p, cut, next_group);
-    if (p.then != nullptr && threadIdx.x == 0)
-      prefetch_share(p.then, p.then_bytes, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-  };
-  if constexpr (!kRehearses) {
-    for (int i = 0; i < kAhead; ++i) fetch_round();
-    prefetch();
-    release_next();
-  }
+  for (int i = 0; i < kAhead; ++i) fetch_round();
+  prefetch_groups<T>(p, cut, next_group);
+  if (p.then != nullptr && threadIdx.x == 0)
+    prefetch_share(p.then, p.then_bytes, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   const auto* norm = static_cast<const T*>(p.norm) + cut.t * 8;
+  uint4 factors[kOwn], own[kOwn];  // the norm's weights, and tokens
+  if (p.norm != nullptr && cut.has_all) read_factors(cut, norm, 0, factors);
+  release_next();
+  await_previous();
+
   const auto* x = static_cast<const T*>(p.x) + static_cast<size_t>(cut.g) * p.k + cut.t * 8;
+  float scale = 1;
+  if (p.norm != nullptr) scale = find_scale(p, cut, x, own);
+  else if (cut.has_all) read_token(p, cut, x, 0, own);
+  if (p.norm != nullptr && cut.has_all) apply_norm<T>(p, scale, factors, own);
   int slot = 0;
-  // The rehearsal fetches the first rounds, and multiplies with what the ring held before.
-  rehearse([&](bool is_real) {
-    const int rounds = is_real ? cut.rounds : kAhead;
-    uint4 factors[kOwn], own[kOwn];  // the norm's weights, and tokens
-    float scale = 1;
-    if (p.norm != nullptr) {
-      if (cut.has_all) read_factors(cut, norm, 0, factors);
-      scale = find_scale(p, cut, x, own);
-      if (cut.has_all) apply_norm<T>(p, scale, factors, own);
-    } else if (cut.has_all) {
-      read_token(p, cut, x, 0, own);
-    }
-    for (int group = static_cast<int>(blockIdx.x); group < cut.groups; group += static_cast<int>(gridDim.x)) {
-      float sums[kTiles][2] = {};
-      for (int first = 0; first < rounds; first += kOwn) {
-        if (!cut.has_all) {
-          read_token(p, cut, x, first, own);
-          if (p.norm != nullptr) {
-            read_factors(cut, norm, first, factors);
-            apply_norm<T>(p, scale, factors, own);
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-          if (first + i >= rounds) break;
-          await_fetches<kAhead - 1>();
-          const int step = cut.step_of(first + i);
-          if (step < cut.steps) {
-            if (group == 0 && is_real && p.normed != nullptr && cut.g < p.rows)
-              *reinterpret_cast<uint4*>(static_cast<T*>(p.normed) + static_cast<size_t>(cut.g) * p.k + step * kStep +
-                                        cut.t * 8) = own[i];
-            multiply_round<T, kTiles>(held + slot * kTiles * kThreads, own[i], sums);
-          }
-          if (++slot == kAhead) slot = 0;
-          fetch_round();
+  for (int group = static_cast<int>(blockIdx.x); group < cut.groups; group += static_cast<int>(gridDim.x)) {
+    float sums[kTiles][2] = {};
+    for (int first = 0; first < cut.rounds; first += kOwn) {
+      if (!cut.has_all) {
+        read_token(p, cut, x, first, own);
+        if (p.norm != nullptr) {
+          read_factors(cut, norm, first, factors);
+          apply_norm<T>(p, scale, factors, own);
         }
       }
-      __syncthreads();  // the sums before these have been read
-      write_group<T>(p, cut, group, sums, partial, is_real);
-      if (!is_real) break;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        if (first + i >= cut.rounds) break;
+        await_fetches<kAhead - 1>();
+        const int step = cut.step_of(first + i);
+        if (step < cut.steps) {
+          if (group == 0 && p.normed != nullptr && cut.g < p.rows)
+            *reinterpret_cast<uint4*>(static_cast<T*>(p.normed) + static_cast<size_t>(cut.g) * p.k + step * kStep +
+                                      cut.t * 8) = own[i];
+          multiply_round<T, kTiles>(held + slot * kTiles * kThreads, own[i], sums);
+        }
+        if (++slot == kAhead) slot = 0;
+        fetch_round();
+      }
     }
-    if (!is_real) {
-      prefetch();
-      release_next();
-    }
-  });
+    if (group != static_cast<int>(blockIdx.x)) __syncthreads();  // the sums before these have been read
+    write_group<T>(p, cut, group, sums, partial);
+  }
 }
 
 template <class T, int kTiles>
@@ -357,9 +339,7 @@ void decode_linear(const DecodeLinear& p, DType dtype, Stream to) {
     if (each > most && size < most && longest(size) < longest(wanted)) wanted = size;
   auto launch = [&]<class T>(T) {
     auto with = [&]<int kTiles>() {
-      // No more blocks than it takes: a multiprocessor is left for the kernel that this one waits for.
-      const int groups = (tiles + kTiles - 1) / kTiles, each = (groups + multiprocessors - 1) / multiprocessors;
-      run<T, kTiles>(p, (groups + each - 1) / each, hopper, device, stream);
+      run<T, kTiles>(p, std::min(multiprocessors, (tiles + kTiles - 1) / kTiles), hopper, device, stream);
     };
     if (wanted <= 1) with.template operator()<1>();
     else if (wanted <= 2) with.template operator()<2>();

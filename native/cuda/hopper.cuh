@@ -105,18 +105,10 @@ __device__ __forceinline__ void cluster_arrive() {  // after `barriers_ready`
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-// The same, and who then waits sees what this thread has written, in other blocks' shared memory, too.
-__device__ __forceinline__ void cluster_release() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
 __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
   uint32_t there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
-}
-// To another block's shared memory, at the place that `address` is in its own.
-__device__ __forceinline__ void store_in(uint32_t address, int rank, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(address, rank)), "f"(value) : "memory");
 }
 __device__ __forceinline__ void push(uint32_t to, float a, float b, float c, float d, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),

@@ -74,26 +74,23 @@ __device__ bool is_ranked(const Payload& from, size_t i) {
   return from.rank_from <= rank && rank < from.rank_to;
 }
 
-// Sends route `i` of the request (an expert and its weight) to the CPU, or to `chosen` if the expert is on this GPU. A
-// rehearsal sends it with a count that nobody waits for.
-__device__ void send(const SlotView& slot, const Payload& from, uint32_t count, size_t i, int64_t id, float weight,
-                     bool is_real = true) {
+// Sends route `i` of the request (an expert and its weight) to the CPU, or to `chosen` if the expert is on this GPU.
+__device__ void send(const SlotView& slot, const Payload& from, uint32_t count, size_t i, int64_t id, float weight) {
   // An invalid id goes to the CPU, which refuses it, unless the submit says that it means no expert.
   const bool known = id >= 0 && id < from.experts;
   const bool ranked = (from.live == nullptr || __ldcg(from.live + i / from.top_k) != 0) && is_ranked(from, i);
   const int32_t place = from.places != nullptr && known && ranked ? __ldcg(from.places + id) : -1;
-  if (from.chosen != nullptr && is_real) from.chosen[i] = place;
-  if (from.traffic != nullptr && known && ranked && is_real) atomicAdd(from.traffic + id, 1u);
+  if (from.chosen != nullptr) from.chosen[i] = place;
+  if (from.traffic != nullptr && known && ranked) atomicAdd(from.traffic + id, 1u);
   const bool skipped = place >= 0 || !ranked || (from.skips_unknown && !known);
   const auto sent = skipped ? -1 : static_cast<int32_t>(max(int64_t{INT32_MIN}, min(int64_t{INT32_MAX}, id)));
   *static_cast<volatile Counted*>(slot.ids + i) = counted(count, static_cast<uint32_t>(sent));
   *static_cast<volatile Counted*>(slot.weights + i) = counted(count, __float_as_uint(weight));
 }
 
-// Chooses the experts of all tokens, as warp `warp` of `warps`. Calls take(route, expert, weight) for each. A rehearsal
-// writes neither ids nor weights.
+// Chooses the experts of all tokens, as warp `warp` of `warps`. Calls take(route, expert, weight) for each.
 template <class Take>
-__device__ void choose(const Payload& from, uint32_t warp, uint32_t warps, bool is_real, Take&& take) {
+__device__ void choose(const Payload& from, uint32_t warp, uint32_t warps, Take&& take) {
   const int top_k = static_cast<int>(from.top_k);
   auto all = [&]<class T>(T) {
     for (uint32_t token = warp; token < from.tokens; token += warps) {
@@ -101,7 +98,6 @@ __device__ void choose(const Payload& from, uint32_t warp, uint32_t warps, bool 
       route_token<T, kFewRouted>(logits, from.experts, top_k, from.routing.normed, [&](int rank, int expert, float w) {
         const size_t at = static_cast<size_t>(token) * from.top_k + static_cast<size_t>(rank);
         take(at, expert, w);
-        if (!is_real) return;
         const_cast<int64_t*>(static_cast<const int64_t*>(from.ids))[at] = expert;
         const_cast<T*>(static_cast<const T*>(from.weights))[at] = store<T>(w);
       });
@@ -183,21 +179,17 @@ __global__ void __launch_bounds__(kMostThreads)
   if (taken.mine && copies && from.bytes <= kWatchedBytes)
     for (size_t i = thread; i < (from.bytes + 15) / 16; i += threads)
       reinterpret_cast<uint4*>(slot.out)[i] = uint4{~0u, ~0u, ~0u, ~0u};  // no kernel produces this NaN
+  await_previous();
   if (!taken.mine) {
-    await_previous();
     choose_none(from, threadIdx.x, blockDim.x);
     if (threadIdx.x == 0) withdraw(ring);
     return;
   }
   if (!copies) {
-    rehearse([&](bool is_real) {
-      choose(from, threadIdx.x / kWarp, routing_warps, is_real, [&](size_t i, int64_t id, float weight) {
-        send(slot, from, is_real ? taken.count : taken.count ^ 1u << 31, i, id, weight, is_real);
-      });
-    });
+    choose(from, threadIdx.x / kWarp, routing_warps,
+           [&](size_t i, int64_t id, float weight) { send(slot, from, taken.count, i, id, weight); });
     return;
   }
-  await_previous();
   // The ticket is taken only now: the dispatcher reads entries in order, so a submit that has a ticket must not wait
   // for another one.
   uint32_t ticket = 0;
@@ -224,7 +216,7 @@ __global__ void __launch_bounds__(kCopyThreads) fill_kernel(SlotView slot, Paylo
   const uint32_t count = slot.counts->submitted;
   if (from.routing.logits == nullptr) send_all(slot, from, count, thread, threads);
   else
-    choose(from, thread / kWarp, threads / kWarp, true,
+    choose(from, thread / kWarp, threads / kWarp,
            [&](size_t i, int64_t id, float weight) { send(slot, from, count, i, id, weight); });
   copy(from.x, slot.x, from.bytes, thread, threads);
 }

@@ -20,8 +20,7 @@
 //
 // Two things need no order, so nobody waits for one:
 //   - ids and weights. The warps that choose experts write them while other warps write the entry. Each value stands
-//     beside its count in one 8-byte word, so the CPU sees for each one whether it is there. What a rehearsal writes
-//     (cuda/early.cuh) has a count that nobody waits for.
+//     beside its count in one 8-byte word, so the CPU sees for each one whether it is there.
 //   - values of the answer. submit() pre-fills the answer with a NaN bit pattern that no kernel produces by itself, so
 //     the wait kernel sees for each value whether it is there. It takes an answer that contains this very pattern as
 //     soon as `answered` has reached the count. Where a thread has more than one piece of the answer, the wait kernel

@@ -108,13 +108,7 @@ def parameters(
 
 
 def gated_delta(
-    projected: Projected,
-    weights: Weights,
-    states: States,
-    block_counts: Tensor,
-    then: Tensor | None = None,
-    *,
-    is_settled: bool = False,
+    projected: Projected, weights: Weights, states: States, block_counts: Tensor, then: Tensor | None = None
 ) -> Tensor:
     """A token more: convolution, gates, the gated delta rule, and the norm of each head's values times silu(z).
 
@@ -123,8 +117,6 @@ def gated_delta(
     projected     bfloat16 or float16; rows and heads of keys may lie apart
     block_counts  int32 zeros, at least b · key heads of them; they are zero again afterwards
     then          weights that the next call will read; this call fetches them into the GPU's L2 cache
-    is_settled    the states may be read before the kernels in front of this one have ended: between these and whatever
-                  wrote the states, the stream has a kernel of torch's, or one that waits for the CPU
     Returns       [b, value heads · value size] contiguous, of the dtype of q
     Raises        ValueError for heads of other sizes than 32, 64 … 256, for other than 2 to 8 taps, and for tensors
                   that are not as said here
@@ -175,7 +167,6 @@ def gated_delta(
         key_size=key_size,
         value_size=value_size,
         taps=taps,
-        is_settled=is_settled,
         dtype=CODES[dtype],
         stream=stream_of(device),
     )

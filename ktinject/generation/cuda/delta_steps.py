@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ktinject.generation.cache import KVBucket
@@ -55,14 +54,8 @@ class GatedDelta:
         weights = Weights(module.conv1d.weight, module.A_log, module.dt_bias, gated_norm)
         then = weight_of(module.out_proj)
 
-        # In a recorded step, the states are those of the step before, or noted by copies after the token before
-        # (consecutive.py). Elsewhere they may have been written just now.
-        is_settled = torch.cuda.is_current_stream_capturing()
-
         def compute(rows: slice) -> Tensor:
-            return delta_ops.gated_delta(
-                projected.of_rows(rows), weights, states, self.block_counts, then, is_settled=is_settled
-            )
+            return delta_ops.gated_delta(projected.of_rows(rows), weights, states, self.block_counts, then)
 
         mixed: Tensor = in_rows(cache, spec.layer_idx, len(x), compute)
         return mixed

@@ -23,8 +23,6 @@ SIZES = [
     (1, 3, 256, 32, 8),
     (2, 4, 64, 96, 3),
     (2, 20, 160, 64, 5),
-    (2, 4, 256, 64, 4),
-    (3, 3, 32, 32, 4),
 ]
 
 
@@ -102,8 +100,7 @@ class TestGatedDelta:
         then = torch.zeros(1000, 64, **make)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            parts = projected(module, x)
-            out = delta_ops.gated_delta(parts, weights_of(module), ours, counts, then, is_settled=rows != 3)
+            out = delta_ops.gated_delta(projected(module, x), weights_of(module), ours, counts, then)
         for _ in range(3):
             x.normal_()
             graph.replay()
