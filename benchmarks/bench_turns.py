@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--new", type=int, default=32, help="tokens of each further turn's question")
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--pause", type=float, default=1.0, help="seconds before each further turn is asked")
+    parser.add_argument("--pause", type=float, default=3.0, help="seconds before each further turn is asked")
     parser.add_argument("--in-ram", action="store_true", help="texts wait in RAM, not on the GPU")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     args = parser.parse_args()

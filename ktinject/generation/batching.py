@@ -286,7 +286,8 @@ def _runner_class(stock: Any) -> Any:
         """transformers' runner, without graphs for long prompts whose experts are better streamed through the GPU."""
 
         def compute_batch(self, model: Any, batch_data: Any) -> None:
-            self._is_streamed = _is_streamed(model, batch_data["input_ids"])
+            ids = batch_data["input_ids"]
+            self._is_streamed = ids.is_cuda and is_streamed(model, ids.shape[1])
             self._arguments = batch_data["logits_processor_args"]
             super().compute_batch(model, batch_data)
 
@@ -306,10 +307,8 @@ class _Runner:
     _arguments: Any = None
 
 
-def _is_streamed(model: Any, ids: Tensor) -> bool:
-    """Whether experts are streamed for so many tokens: the host does that, which a replayed graph does not run."""
-    if not ids.is_cuda:
-        return False
+def is_streamed(model: Any, tokens: int) -> bool:
+    """Whether experts are streamed to a GPU for so many tokens: the host does that, and no replayed graph."""
     top_k = int(getattr(model.config.get_text_config(), "num_experts_per_tok", 1))
     layers = (module for module in model.modules() if isinstance(module, HybridExperts))
-    return any(layer.streams(ids.shape[1], top_k) for layer in layers)
+    return any(layer.streams(tokens, top_k) for layer in layers)

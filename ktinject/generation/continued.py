@@ -24,14 +24,17 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
-from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, GenerationMixin
 
+from ktinject.errors import OperatorError
 from ktinject.generation.cpu import attention_prompts
 from ktinject.hf import compat
 from ktinject.operators.torch_ops.packed_attention import causal_mask
@@ -59,20 +62,53 @@ _TOLERANCE = 2e-2  # of bf16's roundings, relative to the largest output
 def attention(model: Any, ids: Tensor, cache: Any, config: GenerationConfig) -> Iterator[None]:
     """Within, a prompt of a model is read, behind what the cache holds, maybe in chunks.
 
-    ids  [b, n], with those that the cache holds
+    ids     [b, n], with those that the cache holds
+    Raises  OperatorError for chunks behind a cache where transformers would read what it holds again
     """
     held = 0 if cache is None else int(cache.get_seq_length())
+    if held and config.prefill_chunk_size and not chunks_go_on():
+        raise OperatorError(
+            f"generate: prefill_chunk_size={config.prefill_chunk_size} with a cache that holds {held} tokens; "
+            f"transformers {transformers.__version__} reads them once more then, and the text is wrong. Leave out "
+            "prefill_chunk_size, or install a newer version."
+        )
     new, tokens = max(1, ids.shape[1] - held), ids.shape[1]
     is_other = bool(held or config.prefill_chunk_size) or attention_prompts.is_for(
         model.device, model.dtype, new
     )
     ours = recognised(model) if is_other and support(model) else nullcontext()
-    with _unplanned(model, new * tokens), attention_prompts.request(config, model.config), ours:
+    with unplanned(model, new * tokens), attention_prompts.request(config, model.config), ours:
         yield
 
 
+@functools.cache
+def chunks_go_on() -> bool:
+    """Whether chunks of a prompt begin behind what a cache holds; in older versions of transformers they do not."""
+    read: list[int] = []
+
+    class Text:
+        config = SimpleNamespace(is_encoder_decoder=False)
+
+        def prepare_inputs_for_generation(self, ids: Tensor, **_: Any) -> dict[str, Tensor]:
+            return {"input_ids": ids}
+
+        def _valid_auto_compile_criteria(self, *_: Any) -> bool:
+            return False
+
+        def __call__(self, input_ids: Tensor, **_: Any) -> Any:
+            read.append(input_ids.shape[1])
+            return SimpleNamespace(past_key_values=cache)
+
+    cache = SimpleNamespace(get_seq_length=lambda: 2)
+    text: Any = Text()
+    ids = torch.zeros(1, 5, dtype=torch.int64)
+    inputs = {"past_key_values": cache, "attention_mask": torch.ones_like(ids)}
+    GenerationMixin._prefill(text, ids, GenerationConfig(prefill_chunk_size=2), inputs)
+    return sum(read) == 3
+
+
 @contextmanager
-def _unplanned(model: Any, scores: int) -> Iterator[None]:
+def unplanned(model: Any, scores: int) -> Iterator[None]:
     """Within, attention of so many scores a head is not computed by cuDNN, if planning would take longer than it."""
     cuda = torch.backends.cuda
     is_planned = model.device.type == "cuda" and cuda.cudnn_sdp_enabled()

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ktinject.errors import OperatorError
-from ktinject.generation import continued, kept_cache, step_inputs, turn_pass
+from ktinject.generation import batching, continued, kept_cache, step_inputs, turn_pass
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.graph_runner import GraphRunner
 from ktinject.generation.steps import tokens_in
@@ -66,15 +66,14 @@ def _is_whole_text(
     if step_inputs.beside(model_kwargs):
         return False
     mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    # transformers drops a mask of ones, and keeps its length.
-    columns = getattr(config, "_mask_length", -1) if mask is None else mask.shape[-1]
-    if columns != length or (mask is not None and (mask.dim() != 2 or not bool(mask.all()))):
+    if mask is None and positions is None:
+        return False  # transformers drops a mask of ones, but then has made positions of it
+    if mask is not None and (mask.shape != (1, length) or not bool(mask.all())):
         return False
     if positions is None:
         return True
-    return positions.shape == (1, length) and bool(
-        torch.equal(positions[0], torch.arange(length, device=positions.device))
-    )
+    counted = torch.arange(length, device=positions.device)
+    return positions.shape == (1, length) and torch.equal(positions[0], counted)
 
 
 def prepare(model: Any, ids: Tensor) -> bool:
@@ -115,7 +114,8 @@ def come_again(model: Any, ids: Tensor, before: int, tokens: int) -> None:
 
 
 def _passes(model: Any, decoding: Decoding, runner: GraphRunner) -> TurnPass:
-    passes = TurnPass(decoding.turn_forward(), runner)
+    sizes = [size for size in turn_pass.SIZES if not batching.is_streamed(model, size)]
+    passes = TurnPass(decoding.turn_forward(), runner, sizes)
     if passes.support:
         passes.support = continued.support(model)
     if passes.support:
@@ -124,6 +124,8 @@ def _passes(model: Any, decoding: Decoding, runner: GraphRunner) -> TurnPass:
         passes.support = turn_pass.attention_support(
             keys.device, keys.dtype, keys.shape[3], keys.shape[1], heads // keys.shape[1]
         )
+    if not passes.support:
+        logger.info("next turns are read one kernel at a time: %s", passes.support.reason)
     return passes
 
 

@@ -244,6 +244,7 @@ PRIVATE: dict[str, tuple[Private, ...]] = {
             "(batch_idx, head_idx, q_idx, kv_idx)",
             "of a mask that hides nothing but later tokens",
         ),
+        Private("torch:ops.aten", "_flash_attention_forward", THERE, "parts of a pass's attention"),
     ),
     "candidates": (
         Private(_GENERATION, "_validate_generation_mode", _VALIDATE, "all but its refusal of states"),

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 import ktinject
+from ktinject.errors import OperatorError
 from ktinject.generation import continued
 from ktinject.hf import compat
 
@@ -102,6 +103,27 @@ def test_a_second_turn_takes_it_where_layers_see_all(
     assert written(prefill_chunk_size=12) == want
     assert len(calls) == 3 * taken  # of three chunks, the first one is whole
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_chunks_behind_a_cache(goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older versions of transformers would read what the cache holds once more."""
+    model: Any = ktinject.optimize(models.tiny("qwen3_moe"), "auto", devices=["cpu"], progress=False)
+    if not goes_on:
+        monkeypatch.setattr(continued, "chunks_go_on", lambda: False)
+    ids = torch.randint(3, 90, (1, 30), generator=torch.Generator().manual_seed(0))
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :20], past_key_values=cache)
+
+    def written(**more: Any) -> list[int]:
+        return model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, **more)[0].tolist()
+
+    if goes_on and continued.chunks_go_on():
+        assert written(past_key_values=cache, prefill_chunk_size=4) == written()
+        return
+    with pytest.raises(OperatorError, match="prefill_chunk_size=4 with a cache that holds 20 tokens"):
+        written(past_key_values=cache, prefill_chunk_size=4)
+    assert cache.get_seq_length() == 20
 
 
 def test_attention_is_as_before_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
