@@ -4,10 +4,11 @@ A captured graph of some layers, each a submit and a sync, as SGLang captures de
 The weights are random, and all experts of a layer alike, each with memory of its own. Where kt-kernel is installed, its
 own submit and sync are measured in turns with ours, in the same process; moe_peers.py says how it gets there.
 
-`alone` is the same layers called on the CPU, without a GPU and without a thread that waits for one. `through the GPU`
-is without a graph, as prompts are whose experts pass through the GPU.
+`alone` is the same layers called on the CPU, without a GPU and without a thread that waits for one. `cut` is a graph of
+which the host does a part, as SGLang's graphs of prompts are: so many of the experts pass through the GPU. Who waits
+for a graph sleeps, as in SGLang with our plug-in; `--spin` adds what it takes where that thread spins.
 
-    python benchmarks/bench_sglang.py [--methods AMXINT4 BF16] [--tokens 1 8 64 2048] [--layers 4] [--block]
+    python benchmarks/bench_sglang.py [--methods AMXINT4 BF16] [--tokens 1 8 64 2048] [--layers 4] [--spin]
 
 Without a GPU: the layers alone, and by the calls that SGLang makes for a model on the CPU.
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from ktinject import _native
 from ktinject.operators.cpu_experts import CpuExperts
-from ktinject.sglang import KTMoEWrapper
+from ktinject.sglang import KTMoEWrapper, graphs, waiting
 from ktinject.sglang.layer import Layer
 from ktinject.sglang.weights import on_cpu, plain_config, spec_of
 
@@ -85,38 +86,81 @@ def step_of(layers: list[Any], x: Tensor, calls: list[tuple[Tensor, Tensor]]) ->
     return step
 
 
-def replays_of(step: Callable[[], Tensor], block: bool) -> Callable[[], float]:
-    """A function that replays the step's graph once, and says how many µs it took."""
+def replays_of(step: Callable[[], Tensor]) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Functions that replay the step's graph once, and say how many µs it took: who waits sleeps, or spins."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
 
-    def replay() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True, blocking=block) for _ in range(2))
+    def replay(wait: Callable[[Any], None]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
-        end.synchronize()
+        wait(end)
         assert torch.isfinite(out[-1]).all()
         return start.elapsed_time(end) * 1e3
 
-    return replay
+    return lambda: replay(waiting.until), lambda: replay(lambda event: event.synchronize())
 
 
-def passes_of(step: Callable[[], Tensor]) -> Callable[[], float]:
-    """The same for a step without a graph."""
+class Segments:
+    """The parts of a graph, and what the host does between them."""
 
-    def run() -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
+    def __init__(self) -> None:
+        self._parts: list[Callable[[], Any]] = []
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool)
+
+    def end(self) -> None:
+        self._graph.capture_end()
+        self._parts.append(self._graph.replay)
+
+    def cut(self, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def here(*given: Any) -> Tensor:
+            self.end()
+            out = inner(*given)
+            self._parts.append(lambda: out.copy_(inner(*given)))
+            self.begin()
+            return out
+
+        return here
+
+    def replay(self) -> None:
+        for part in self._parts:
+            part()
+
+
+def cut_replays_of(step: Callable[[], Tensor]) -> Callable[[], float]:
+    """As `replays_of`, of a graph that is cut where experts pass through the GPU."""
+    segments, side = Segments(), torch.cuda.Stream()
+    step()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        graphs.cuts_by(segments.cut, lambda: True)
+        try:
+            segments.begin()
+            step()
+            segments.end()
+        finally:
+            graphs.cuts_by(None, None)
+    torch.cuda.synchronize()
+
+    def replay() -> float:
+        with torch.cuda.stream(side):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            segments.replay()
+            end.record()
+            waiting.until(end)
         return start.elapsed_time(end) * 1e3
 
-    return run
+    return replay
 
 
 def timed(step: Callable[[], Any]) -> Callable[[], float]:
@@ -193,14 +237,20 @@ def bench(given: argparse.Namespace) -> None:
             for name, mine in (("contract", layers), ("kt-kernel", theirs)):
                 if mine:
                     step = step_of(mine, x, calls)
-                    runs[name] = replays_of(step, given.block) if x.is_cuda else timed(step)
+                    if x.is_cuda:
+                        runs[name], spins = replays_of(step)
+                        if given.spin:
+                            runs[f"{name}, spinning"] = spins
+                    else:
+                        runs[name] = timed(step)
             streams = layers[0]._layer._prompts
-            if streams is not None and streams.passing(m):
-                runs[f"through the GPU ({streams.passing(m)})"] = passes_of(step_of(layers, x, calls))
+            if streams is not None and (count := streams.passing(m)):
+                runs[f"cut ({count} experts)"] = cut_replays_of(step_of(layers, x, calls))
             found = {name: us / given.layers for name, us in medians(runs, given.seconds).items()}
             line = "  ".join(f"{name} {us:9.1f}" for name, us in found.items())
             if "kt-kernel" in found:
-                line += f"  {found['kt-kernel'] / found['contract']:.2f} times ours"
+                ours = [us for name, us in found.items() if name == "contract" or name.startswith("cut")]
+                line += "  " + ", ".join(f"{found['kt-kernel'] / us:.2f}" for us in ours) + " times ours"
             print(f"  {m:5} tokens: {line}", flush=True)
         del layers, theirs
 
@@ -217,7 +267,7 @@ def main() -> None:
     parser.add_argument("--kt-threads", type=int, default=0, help="of kt-kernel; one less than CPUs at most")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave kt-kernel out")
     parser.add_argument(
-        "--block", action="store_true", help="the thread that waits for a replay sleeps, and does not spin"
+        "--spin", action="store_true", help="also where who waits for a replay spins, as without our plug-in"
     )
     given = parser.parse_args()
     if given.threads:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ktinject.errors import OperatorError, few, shown
+from ktinject.sglang.ranks import ALL, Share
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Arguments:
     swiglu_limit        h = silu(min(gate, limit)) · clamp(up, ±limit); 0: none
     swiglu_alpha        h = gate · sigmoid(alpha · gate) · (up + 1); 0: silu
     most_tokens         of a prompt's part, chunked_prefill_size; 0: not known
+    share               of the experts that are on the CPU, those of this process; with a mask, all
     """
 
     layer_idx: int
@@ -105,6 +107,14 @@ class Arguments:
     swiglu_limit: float
     swiglu_alpha: float
     most_tokens: int = 0
+    share: Share = ALL
+
+    @property
+    def held(self) -> range:
+        """The experts whose weights this process has in RAM. With a mask that may change, all of them."""
+        if self.mask is not None:
+            return range(self.num_experts)
+        return range(*self.share.of(self.num_gpu_experts, self.num_experts))
 
     def is_on_gpu(self, expert: int) -> bool:
         return bool(self.mask[expert]) if self.mask is not None else expert < self.num_gpu_experts

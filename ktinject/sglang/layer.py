@@ -70,8 +70,9 @@ class Layer:
 
     def __init__(self, given: Arguments, numa_nodes: list[int] | None) -> None:
         self.given = given
-        self._nodes = _use_machine(given.threads, given.nodes, numa_nodes)
+        self._nodes = _use_machine(given, numa_nodes)
         self.mask = _Mask.of(given, self._put_places)
+        self._skips = len(given.held) < given.num_experts or given.num_gpu_experts > 0
         self._experts: CpuExperts | None = None
         self._handoff: Handoff | None = None
         self._old: list[Handoff] = []  # graphs may hold submits to the experts of an earlier load
@@ -136,9 +137,7 @@ class Layer:
             raise OperatorError("KTMoEWrapper: submit_forward before load_weights. Load the weights first.")
         self._check(ids)
         x, ids, routing = x.detach(), ids.detach(), routing.detach()
-        on_gpu = None
-        if self.given.num_gpu_experts:
-            on_gpu = OnGpu(self._places_on(x.device), None)
+        on_gpu = self._elsewhere(x.device)
         later = self._deferred(ids.shape[1])
         if not later:
             passed = self._pass(x, ids, routing)
@@ -172,7 +171,7 @@ class Layer:
     def _streamed(self, x: Tensor, ids: Tensor, routing: Tensor, live: Tensor | None) -> Tensor:
         assert self._handoff is not None
         prompts, count = self._prompts, 0 if self._prompts is None else self._prompts.passing(len(x))
-        on_gpu = OnGpu(self._places_on(x.device), None) if self.given.num_gpu_experts else None
+        on_gpu = self._elsewhere(x.device)
         if prompts is None:
             return self._handoff.wait(self._handoff.submit(x, ids, routing, on_gpu))
         ours = (ids >= 0) & (ids < self.given.num_experts)
@@ -248,8 +247,12 @@ class Layer:
                 f"KTMoEWrapper: found {ids.shape[1]} experts a token; allowed: {self.given.top_k}, num_experts_per_tok."
             )
 
+    def _elsewhere(self, device: torch.device) -> OnGpu | None:
+        """For a submit: the experts that are not this process's CPU's to compute; None: it has all."""
+        return OnGpu(self._places_on(device), None) if self._skips else None
+
     def _places_on(self, device: torch.device) -> Tensor:
-        """[num_experts] int32: 0 for experts on the GPU, else -1."""
+        """[num_experts] int32: 0 for experts on the GPU or with other processes, else -1."""
         if device not in self._places:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise OperatorError(
@@ -260,7 +263,9 @@ class Layer:
         return self._places[device]
 
     def _table(self) -> Tensor:
-        return self.mask.on_gpu().to(torch.int32) - 1
+        elsewhere = torch.ones(self.given.num_experts, dtype=torch.bool, device="cpu")
+        elsewhere[self.given.held.start : self.given.held.stop] = False
+        return (elsewhere | self.mask.on_gpu()).to(torch.int32) - 1
 
     def _put_places(self) -> None:
         """The mask has changed: also for graphs that are captured already."""
@@ -305,24 +310,16 @@ class _Mask(Tensor):
 _threads: int | None = None  # that SGLang asked for; the pool belongs to the process
 
 
-_beside = 0  # other processes of SGLang's on this machine
-
-
-def beside(processes: int) -> None:
-    """How many other processes serve the same model here: each has a thread that spins while the CPU computes."""
-    global _beside
-    _beside = processes
-
-
-def _use_machine(threads: int | None, nodes: int, numa_nodes: Sequence[int] | None) -> int:
+def _use_machine(given: Arguments, numa_nodes: Sequence[int] | None) -> int:
     """Give the process's pool its threads. Returns for how many NUMA nodes weights are cut; 0: all of them.
 
-    KTINJECT_THREADS stands over what SGLang asks for.
+    KTINJECT_THREADS stands over what SGLang asks for. Where it asks for nothing, processes that wait for this one, and
+    spin, have a CPU each.
     """
     global _threads
-    settings = env.settings()
-    if threads is None and _threads is None and _beside and settings.threads is None:
-        threads = max(1, _native.threads() // 2, _native.threads() - _beside)
+    settings, threads, beside = env.settings(), given.threads, given.share.beside
+    if threads is None and _threads is None and beside and settings.threads is None:
+        threads = max(1, _native.threads() // 2, _native.threads() - beside)
     there = [node for node, _ in _native.nodes()]
     if numa_nodes is not None and {*numa_nodes} != {*there}:
         raise OperatorError(
@@ -336,7 +333,7 @@ def _use_machine(threads: int | None, nodes: int, numa_nodes: Sequence[int] | No
             log.warning(
                 "--kt-cpuinfer %d: this process has %d CPUs, and uses these.", threads, _native.threads()
             )
-    return 0 if nodes >= len(there) else nodes
+    return 0 if given.nodes >= len(there) else given.nodes
 
 
 def _default_device() -> torch.device | None:

@@ -6,7 +6,8 @@ is imported here: what is mended is replaced as soon as SGLang itself has import
     kt_ep_wrapper             the experts on the GPU are scaled once; none of them, or a CPU alone, needs no GPU kernel
     model_runner              a draft model keeps its experts; only decode steps defer
     runners of graphs         rows that only pad a batch ask for no expert, and long prompts may pass through the GPU
-    scheduler                 a failure on the CPU ends the requests that were computed, not the server
+    scheduler                 a failure on the CPU ends the requests that were computed, not the server; who waits for a
+                              step leaves its CPU to the experts
     lora.layers               adapters on experts are refused
 
 Source: sglang 0.5.11 to 0.5.23, as published.
@@ -27,12 +28,13 @@ from typing import Any
 
 from ktinject.errors import OperatorError, shown
 from ktinject.hf.on_import import when_imported
-from ktinject.sglang import arguments, failures, graphs, wrapper
+from ktinject.sglang import arguments, failures, graphs, ranks, waiting, wrapper
 from ktinject.sglang.combine import Combine, watch_batches
 
 log = logging.getLogger("ktinject")
 
 OLDEST, NEWEST = (0, 5, 11), (0, 5, 23)
+LONG = 128  # streaming.FEWEST_TOKENS, which is not imported in every process
 _FORK = "sglang-kt"
 _SRT = "sglang.srt"
 _NAMES = ("KTMoEWrapper", "generate_gpu_experts_masks")
@@ -150,21 +152,33 @@ def _create_weights(original: Callable[..., Any], self: Any, layer: Any, *args: 
     global _has_ranks
     processes = getattr(layer, "moe_tp_size", 1)
     _has_ranks = processes > 1
-    if _has_ranks:
-        _share_cpus(processes)
+    ranks.take(_share(processes))
+    if ranks.mine().part is not None:
+        self.tp_rank = 0  # by which SGLang knows the process that it asks
     # The schedulers of several processes must end the same requests in the same step, and only one of them would know.
-    if getattr(layer, "moe_tp_size", 1) == 1 and not _has_stages():
+    if processes == 1 and not _has_stages():
         failures.keep()
     return original(self, layer, *args, **kwargs)
 
 
-def _share_cpus(processes: int) -> None:
-    """The processes of other ranks wait for this one, and spin: each on a CPU that is left to it."""
+@functools.cache
+def _share(processes: int) -> ranks.Share:
+    """This process's share of each layer. The first time, with several processes, it asks the others where they run."""
+    if processes == 1:
+        return ranks.ALL
     import torch
 
-    from ktinject.sglang import layer
-
-    layer.beside(min(processes, max(1, torch.cuda.device_count())) - 1)
+    group = sys.modules[f"{_SRT}.distributed.parallel_state"].get_tp_group()
+    if group.world_size != processes:
+        raise OperatorError(
+            f"--tp-size {group.world_size}: of these processes, {processes} share each layer's experts, and experts on "
+            "the CPU are for all of them. Start SGLang without --moe-dp-size and the like."
+        )
+    share = ranks.shares(group.all_gather_object(ranks.here()))[group.rank_in_group]
+    if share.parts > 1:
+        log.info("experts on the CPU: part %s of %d, for this process's CPUs", share.part, share.parts)
+    # Without CUDA, those that wait sleep.
+    return share if torch.cuda.is_available() else share._replace(beside=0)
 
 
 def _has_stages() -> bool:
@@ -233,11 +247,29 @@ def _mend_prefill(module: ModuleType) -> None:
     ):
         if hasattr(module, runner):
             around(getattr(module, runner), capture, _capture_prefill)
+            for name in ("can_run_graph", "can_run"):
+                if name in vars(getattr(module, runner)):
+                    around(getattr(module, runner), name, _runs_prefill)
 
 
 def _capture_prefill(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _deferring(False):
         return original(*args, **kwargs)
+
+
+def _runs_prefill(
+    original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Graphs of several processes are not cut, so long prompts of theirs run without. All of them have the same batch,
+    unless attention is of several ranks with their own, who agree on their graphs in another way."""
+    if (
+        _has_ranks
+        and _is_used
+        and getattr(forward_batch, "global_num_tokens_cpu", None) is None
+        and len(forward_batch.input_ids) >= LONG
+    ):
+        return False
+    return original(self, forward_batch, *args, **kwargs)
 
 
 # --- failures ---
@@ -251,10 +283,11 @@ def _process(
     original: Callable[..., Any], self: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """End the requests of a batch during which the CPU failed, and of the next one, which may have begun by then."""
+    if _is_used:
+        _await(result)
     layer = sys.modules.get("ktinject.sglang.layer")
     if layer is None or not failures.are_kept():
         return original(self, batch, result, *args, **kwargs)
-    _await(result)
     layer.check_layers()
     found = failures.take()
     told, _ending[:] = found or [*_ending], found
@@ -272,10 +305,11 @@ def _await(result: Any) -> None:
     import torch
 
     copied = getattr(result, "copy_done", None)
+    if copied is None and torch.cuda.is_available():
+        copied = torch.cuda.Event()
+        copied.record()
     if copied is not None:
-        copied.synchronize()
-    elif torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()
+        waiting.until(copied)
 
 
 def _end(batch: Any, text: str) -> None:

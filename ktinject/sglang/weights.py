@@ -143,15 +143,14 @@ def spec_of(given: Arguments) -> ExpertsSpec:
 
 
 def load(given: Arguments, logical: list[int], nodes: int, is_first: bool) -> CpuExperts:
-    """The experts of a layer, packed; those that stay on the GPU are not read and take no memory.
+    """The experts of a layer, packed; those of the GPU and of other processes are not read and take no memory.
 
     logical   place → the checkpoint's number of the expert that belongs there
     nodes     NUMA nodes to cut the weights for; 0: all
     is_first  the layer was announced by `OPENED.wait`
     Raises    CheckpointError, OperatorError
     """
-    # The fork moves experts between CPU and GPU while it runs: then all of them are here.
-    places = [p for p in range(given.num_experts) if given.mask is not None or not given.is_on_gpu(p)]
+    places = given.held
     with OPENED.take(given.weight_path, is_first) as (checkpoint, names):
         find = _finder(checkpoint, names, given, logical[places[0]]) if places else None
         experts = {place: find(logical[place]) for place in places} if find else {}
@@ -191,9 +190,7 @@ def pack(
         )
     made = CpuExperts(spec_of(given), plain_config(given, nodes))
     made.allocate()
-    for place in range(given.num_experts):
-        if given.mask is None and given.is_on_gpu(place):
-            continue
+    for place in given.held:
         if logical[place] >= len(stacks[0]):
             raise OperatorError(f"load_weights_from_tensors: there is no expert {logical[place]}.")
         for (name, part), stack in zip(

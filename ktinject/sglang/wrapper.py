@@ -5,7 +5,7 @@
     submit_forward(x, ids, weights, stream)    then SGLang's own experts on the GPU, then
     sync_forward(x, stream)                    → [m, hidden], the CPU's part of the sum
 
-In a process whose SGLang uses no experts on the CPU, nothing but this file and arguments.py is imported.
+In a process whose SGLang uses no experts on the CPU, nothing but this file, arguments.py and ranks.py is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ktinject.errors import OperatorError
-from ktinject.sglang import arguments
+from ktinject.sglang import arguments, ranks
 from ktinject.sglang.arguments import Arguments
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class KTMoEWrapper:
             swiglu_limit=limit,
             swiglu_alpha=alpha,
             most_tokens=max(0, chunked_prefill_size or 0),
+            share=ranks.mine() if mask is None else ranks.ALL,
         )
         # Here, not above: it imports the operators.
         from ktinject.sglang.layer import Layer

@@ -53,6 +53,7 @@ def answers(
     fails: bool = False,
     soak: int = 0,
     kill_after: int = 0,
+    apart: bool = False,
     **others: Any,
 ) -> Any:
     """What SGLang says, by rounds and prompts.
@@ -61,6 +62,7 @@ def answers(
     fails       one answer of the CPU fails
     soak        requests between two rounds, some of them cancelled
     kill_after  of them, end all of SGLang's processes at once; then nothing is said
+    apart       each of two processes has a CPU of its own, and so a part of the CPU's experts
     """
     options: dict[str, Any] = {
         "device": "cpu",
@@ -86,6 +88,7 @@ def answers(
     environ = {**os.environ, "PYTHONPATH": str(site), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     if others.get("tp_size") == 2:
         environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"  # by its rule, else, a NUMA node for each process
+        environ["SGLANG_SET_CPU_AFFINITY"] = str(int(apart))
     out = folder / "answers.json"
     with (folder / "log").open("w") as log:
         running = subprocess.Popen(
@@ -107,7 +110,11 @@ def answers(
                 running.wait()
     told = (folder / "log").read_text(errors="replace")
     assert out.exists(), told[-4000:]
-    assert (f"layer 0: {EXPERTS - (on_gpu or 0)} experts as bf16" in told) == (on_gpu is not None)
+    if on_gpu is None:
+        assert "experts as bf16" not in told
+    else:
+        here = (EXPERTS - on_gpu) // (2 if apart else 1)
+        assert told.count(f"layer 0: {here} experts as bf16") == (2 if apart else 1), told[-4000:]
     return json.loads(out.read_text())
 
 
@@ -146,9 +153,10 @@ def test_a_failure_ends_its_requests_and_not_the_server(model: Path, stock: Any,
     assert all(agree(ours, theirs) for ours, theirs in zip(second, stock))
 
 
-def test_two_processes_share_the_other_weights(model: Path, stock: Any, tmp_path: Path) -> None:
-    """Of tensor parallelism: the experts of the CPU are in the first process."""
-    found = answers(model, tmp_path, 8, tp_size=2)[0]
+@pytest.mark.parametrize("apart", [False, True])
+def test_two_processes_share_the_other_weights(model: Path, stock: Any, apart: bool, tmp_path: Path) -> None:
+    """Of tensor parallelism: the experts of the CPU are in the first process, or each has a part."""
+    found = answers(model, tmp_path, 8, apart=apart, tp_size=2)[0]
     assert all(agree(ours, theirs) for ours, theirs in zip(found, stock))
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import prepared
 import pytest
 import sglang_cases
 import torch
@@ -16,7 +20,9 @@ from sglang_cases import EXPERTS, arguments, expected, filled, inputs, is_near
 from torch import Tensor
 
 from ktinject.errors import OperatorError
-from ktinject.sglang import KTMoEWrapper, combine, failures, layer, plugin, wrapper
+from ktinject.operators.offload import streaming
+from ktinject.sglang import KTMoEWrapper, combine, failures, layer, plugin, ranks, waiting, wrapper
+from ktinject.sglang.ranks import Share, Where
 
 
 @dataclass
@@ -41,15 +47,18 @@ class Combined(NamedTuple):
 
 
 class OnGpu:
-    """What has SGLang's experts: it computes ours, in fp64, and refuses ids of -1 and two routes in a row."""
+    """What has SGLang's experts: it computes ours, in fp64, and refuses ids of -1 and two routes in a row.
 
-    calls = 0
+    ranks  of these processes, each has a part of the width
+    """
+
+    calls, ranks = 0, 1
 
     def apply(self, of: Any, dispatched: Dispatched) -> Combined:
         self.calls += 1
         x, topk = dispatched
         assert topk.topk_ids.shape[1] == 1 and (topk.topk_ids >= 0).all()
-        return Combined(expected(x, topk.topk_ids, topk.topk_weights).to(x.dtype))
+        return Combined((expected(x, topk.topk_ids, topk.topk_weights) / self.ranks).to(x.dtype))
 
     def create_moe_runner(self, of: Any, config: Config) -> None:
         self.config = config
@@ -67,6 +76,8 @@ class Method:
 
     def create_weights(self, of: Any, num_experts: int) -> None:
         self.gpu_method.create_weights()
+        if self.tp_rank == 0:
+            self.wrapper = KTMoEWrapper(**arguments(num_gpu_experts=self.num_gpu_experts))
 
     def process_weights_after_loading(self, of: Any) -> None:
         raise AssertionError("it asks for CUDA")
@@ -146,14 +157,19 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     module("model_executor.model_runner", ModelRunner=ModelRunner)
     module("model_executor.forward_batch_info", enable_num_token_non_padded=lambda: False)
     module("lora.layers", FusedMoEWithLoRA=FusedMoEWithLoRA)
+    module("distributed.parallel_state")
     monkeypatch.setitem(sys.modules, "kt_kernel", ModuleType("kt_kernel"))
     monkeypatch.setattr(plugin, "_version", lambda name="sglang": (0, 5, 17) if name == "sglang" else None)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(plugin, "_is_used", False)
+    monkeypatch.setattr(plugin, "_has_ranks", False)
     sglang_cases.drop_failures()
     plugin._ending.clear()
+    plugin._share.cache_clear()
     plugin.register()
     yield made
+    ranks.take(ranks.ALL)
+    plugin._share.cache_clear()
     wrapper.REFUSED.clear()
     sglang_cases.drop_failures()
 
@@ -269,6 +285,34 @@ def test_only_decode_steps_defer(sglang: dict[str, ModuleType]) -> None:
     assert runner.forward(batch(True)) and not runner.forward(batch(False)) and layer._chain.is_on
 
 
+@pytest.mark.parametrize(
+    ("ranks_are_several", "tokens", "others", "runs"),
+    [
+        (False, 500, None, True),
+        (True, 127, None, True),
+        (True, 128, None, False),
+        (True, 128, [128, 9], True),
+    ],
+)
+def test_long_prompts_of_several_processes_run_without_a_graph(
+    monkeypatch: pytest.MonkeyPatch, ranks_are_several: bool, tokens: int, others: Any, runs: bool
+) -> None:
+    class PrefillCudaGraphRunner:
+        def capture_one_shape(self) -> None: ...
+
+        def can_run_graph(self, forward_batch: Any) -> bool:
+            return True
+
+    module = ModuleType("runner")
+    module.PrefillCudaGraphRunner = PrefillCudaGraphRunner  # type: ignore[attr-defined]
+    plugin._mend_prefill(module)
+    monkeypatch.setattr(plugin, "_is_used", True)
+    monkeypatch.setattr(plugin, "_has_ranks", ranks_are_several)
+    batch = SimpleNamespace(input_ids=torch.zeros(tokens), global_num_tokens_cpu=others)
+    assert PrefillCudaGraphRunner().can_run_graph(batch) == runs
+    assert plugin.LONG == streaming.FEWEST_TOKENS
+
+
 def test_the_rows_that_are_tokens_are_known_within_a_pass(sglang: dict[str, ModuleType]) -> None:
     runner = sglang["model_executor.model_runner"].ModelRunner()
     runner.load_model()
@@ -304,32 +348,144 @@ def test_rows_that_pad_a_graph_are_not_computed() -> None:
         assert is_near(out, want)
 
 
+def given_ranks(sglang: dict[str, ModuleType], places: Sequence[Where], rank: int) -> None:
+    """This process is that rank of a group whose processes run there."""
+    group = SimpleNamespace(
+        world_size=len(places), rank_in_group=rank, all_gather_object=lambda mine: list(places)
+    )
+    sglang["distributed.parallel_state"].get_tp_group = lambda: group  # type: ignore[attr-defined]
+    plugin._share.cache_clear()
+
+
 def test_several_processes_of_experts_are_refused(sglang: dict[str, ModuleType]) -> None:
+    def of(ep: int, tp: int) -> Any:
+        return SimpleNamespace(moe_ep_size=ep, moe_tp_size=tp)
+
     made = sglang["layers.moe.kt_ep_wrapper"].KTEPWrapperMethod(2)
     with pytest.raises(OperatorError, match="--ep-size 2"):
-        made.create_weights(SimpleNamespace(moe_ep_size=2, moe_tp_size=1), num_experts=EXPERTS)
+        made.create_weights(of(2, 1), num_experts=EXPERTS)
     assert not failures.are_kept()
-    made.create_weights(SimpleNamespace(moe_ep_size=1, moe_tp_size=2), num_experts=EXPERTS)
+    given_ranks(sglang, [ranks.here()] * 4, 0)
+    with pytest.raises(OperatorError, match="--tp-size 4: of these processes, 2 share"):
+        made.create_weights(of(1, 2), num_experts=EXPERTS)
+    given_ranks(sglang, [ranks.here()] * 2, 0)
+    made.create_weights(of(1, 2), num_experts=EXPERTS)
     assert not failures.are_kept()  # only one of two schedulers would end a request
-    made.create_weights(SimpleNamespace(moe_ep_size=1, moe_tp_size=1), num_experts=EXPERTS)
+    made.create_weights(of(1, 1), num_experts=EXPERTS)
     assert failures.are_kept()
     made.kt_config.num_gpu_experts = None
     with pytest.raises(OperatorError, match="--kt-num-gpu-experts: found None"):
-        made.create_weights(SimpleNamespace(moe_ep_size=1, moe_tp_size=1), num_experts=EXPERTS)
+        made.create_weights(of(1, 1), num_experts=EXPERTS)
 
 
-@pytest.mark.parametrize("count", [0, 3])
-def test_the_sum_of_two_ranks_is_that_of_all_experts(sglang: dict[str, ModuleType], count: int) -> None:
-    """Each rank has a part of the width of the GPU's experts, and the first one all experts of the CPU."""
+def where(*cpus: int, machine: str = "a") -> Where:
+    return Where(machine, frozenset(cpus))
 
-    def of_rank(rank: int) -> Tensor:
-        made = a_method(sglang, count)
-        made.tp_rank, whole = rank, made.gpu_method.apply
-        made.wrapper = made.wrapper if rank == 0 else None
-        made.gpu_method.apply = lambda *given: Combined(whole(*given).hidden_states / 2)
-        return made.apply(None, call()).hidden_states
 
-    assert is_near(of_rank(0) + of_rank(1), expected(*inputs(5)))
+@pytest.mark.parametrize(
+    ("places", "want"),
+    [
+        ([where(0, 1)], [ranks.ALL]),
+        ([where(0, 1)] * 3, [Share(0, 1, 2), Share(None), Share(None)]),
+        ([where(0, 1), where(2, 3)], [Share(0, 2), Share(1, 2)]),
+        ([where(0, 1), where(0, 1, machine="b")], [Share(0, 2), Share(1, 2)]),
+        (  # two a node: one of each pair has the node's experts
+            [where(0, 1), where(0, 1), where(2, 3), where(2, 3)],
+            [Share(0, 2, 1), Share(None, 2), Share(1, 2, 1), Share(None, 2)],
+        ),
+        ([where(0), where(0, 1), where(1)], [Share(0, 2, 1), Share(None, 2), Share(1, 2, 1)]),
+    ],
+)
+def test_processes_with_cpus_of_their_own_have_a_part_each(places: list[Where], want: list[Share]) -> None:
+    found = ranks.shares(places)
+    assert found == want
+    held = [expert for share in found for expert in range(*share.of(3, 10))]
+    assert held == [*range(3, 10)]  # each expert once
+
+
+@pytest.mark.parametrize("count", [0, 3, EXPERTS - 1])
+@pytest.mark.parametrize("places", [[where(0)] * 2, [where(0), where(1)], [where(0), where(1), where(1)]])
+def test_the_sum_of_ranks_is_that_of_all_experts(
+    sglang: dict[str, ModuleType], count: int, places: list[Where]
+) -> None:
+    """Each rank has a part of the width of the GPU's experts, and all, some or none of the CPU's experts."""
+    total, held = torch.zeros(1), []
+    for rank, share in enumerate(ranks.shares(places)):
+        given_ranks(sglang, places, rank)
+        made = sglang["layers.moe.kt_ep_wrapper"].KTEPWrapperMethod(count)
+        made.tp_rank = rank
+        made.create_weights(SimpleNamespace(moe_ep_size=1, moe_tp_size=len(places)), num_experts=EXPERTS)
+        made.gpu_method.ranks = len(places)
+        made.create_moe_runner(None, Config())
+        made.process_weights_after_loading(None)
+        assert (made.wrapper is None) == (share.part is None)
+        held += [] if made.wrapper is None else [*made.wrapper.arguments.held]
+        total = total + made.apply(None, call()).hidden_states
+    assert held == [*range(count, EXPERTS)]
+    assert is_near(total, expected(*inputs(5)))
+
+
+RANK = """if True:
+    import os, sys
+    from types import ModuleType, SimpleNamespace
+    import torch
+    rank, bound, store = int(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
+    sys.path[:0] = sys.argv[4:]
+    if bound:
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    import sglang_cases
+    from ktinject import _native
+    from ktinject.sglang import KTMoEWrapper, plugin, ranks
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+    def gathered(mine):
+        found = [None, None]
+        torch.distributed.all_gather_object(found, mine)
+        return found
+
+    group = SimpleNamespace(world_size=2, rank_in_group=rank, all_gather_object=gathered)
+    state = sys.modules["sglang.srt.distributed.parallel_state"] = ModuleType("parallel_state")
+    state.get_tp_group = lambda: group
+
+    class Method:
+        kt_config, tp_rank, wrapper = SimpleNamespace(num_gpu_experts=3), rank, None
+
+        def create_weights(self, layer, num_experts):
+            if self.tp_rank == 0:
+                self.wrapper = sglang_cases.filled(layer, num_gpu_experts=3)
+
+    for number in range(2):
+        method = Method()
+        of = SimpleNamespace(moe_ep_size=1, moe_tp_size=2)
+        plugin._create_weights(lambda self, of, **more: self.create_weights(number, **more), method, of, num_experts=8)
+        for m in (1, 40):
+            call = sglang_cases.inputs(m, number)
+            out = torch.zeros(call[0].shape)
+            if method.wrapper is not None:
+                out += sglang_cases.forward(method.wrapper, call).float()
+            torch.distributed.all_reduce(out)
+            want = sglang_cases.expected(*call, layer=number, on_gpu={0, 1, 2})
+            assert sglang_cases.is_near(out, want), (number, m)
+    held = [] if method.wrapper is None else [*method.wrapper.arguments.held]
+    print(held, _native.threads(), flush=True)
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize("bound", [False, True])
+def test_two_processes_compute_a_layer(bound: bool, tmp_path: Path) -> None:
+    """With CPUs of their own each has a part, else the first one has all."""
+    sglang_cases.checkpoint()
+    with ThreadPoolExecutor(2) as threads:
+        done = [
+            threads.submit(prepared.run, RANK, rank, bound, tmp_path / "store", *Path(__file__).parents[1:3])
+            for rank in range(2)
+        ]
+        told = [one.result() for one in done]
+    assert [one.returncode for one in told] == [0, 0], "".join(one.stderr for one in told)
+    held = [one.stdout.split("]")[0] for one in told]
+    assert held == (["[3, 4", "[5, 6, 7"] if bound else ["[3, 4, 5, 6, 7", "["])
 
 
 def test_other_ranks_have_cpus_of_their_own(
@@ -339,16 +495,14 @@ def test_other_ranks_have_cpus_of_their_own(
     monkeypatch.setattr(layer, "_threads", None)
     monkeypatch.setattr(layer._native, "threads", lambda: 16)
     monkeypatch.setattr(layer._native, "set_threads", asked.append)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    try:
-        plugin._share_cpus(4)
-        for number in (0, 1):
-            KTMoEWrapper(**arguments(number))
-        assert asked == [13]
-        KTMoEWrapper(**arguments(2, cpuinfer_threads=16))
-        assert asked == [13, 16]
-    finally:
-        layer.beside(0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given_ranks(sglang, [ranks.here()] * 4, 0)
+    ranks.take(plugin._share(4))
+    for number in (0, 1):
+        KTMoEWrapper(**arguments(number))
+    assert asked == [13]
+    KTMoEWrapper(**arguments(2, cpuinfer_threads=16))
+    assert asked == [13, 16]
 
 
 def test_adapters_on_experts_are_refused(sglang: dict[str, ModuleType]) -> None:
@@ -356,6 +510,22 @@ def test_adapters_on_experts_are_refused(sglang: dict[str, ModuleType]) -> None:
     kind(SimpleNamespace(quant_method=object()))
     with pytest.raises(OperatorError, match="LoRA on the experts of the CPU is not served"):
         kind(SimpleNamespace(quant_method=a_method(sglang, 0)))
+
+
+def test_who_waits_for_a_step_sleeps(sglang: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own wait would spin."""
+    left, asked, naps = [False, False, True], [], []
+    event = SimpleNamespace(query=lambda: asked.append(1) or left.pop(0))
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(sleep=naps.append))
+    scheduler, batch = sglang["managers.scheduler"].Scheduler(), SimpleNamespace(reqs=[])
+
+    def process() -> int:
+        assert scheduler.process_batch_result(batch, SimpleNamespace(copy_done=event)) == "processed"
+        return len(asked)
+
+    assert process() == 0  # a model without experts on the CPU
+    monkeypatch.setattr(plugin, "_is_used", True)
+    assert process() == 3 and len(naps) == 2
 
 
 def test_a_failure_ends_the_requests_that_may_have_seen_it(sglang: dict[str, ModuleType]) -> None:

@@ -16,7 +16,7 @@ from ktinject.errors import OperatorError
 from ktinject.operators.offload import prefill_rates
 from ktinject.operators.offload.prefill_rates import Rates
 from ktinject.operators.offload.submits import only
-from ktinject.sglang import failures, graphs, plugin, prompts
+from ktinject.sglang import failures, graphs, plugin, prompts, ranks
 from ktinject.sglang.prompts import Prompts
 
 DEVICE = "cuda:0"
@@ -25,7 +25,7 @@ SOME = Rates(bus_s=0.1, cpu_s=((1, 0.1), (100_000, 0.2)))
 
 
 def of(rates: Rates, experts: int, first: int, top_k: int) -> Prompts:
-    streamed: Any = SimpleNamespace(first=first, spec=SimpleNamespace(num_experts=experts))
+    streamed: Any = SimpleNamespace(first=first, end=experts, spec=SimpleNamespace(num_experts=experts))
     return Prompts(streamed, rates, top_k)
 
 
@@ -110,6 +110,23 @@ def test_a_long_prompt_passes_through_the_gpu(passing: Callable[..., Any], rates
         held.fill_(-1)
         assert is_near(made.sync_forward(x, stream), want)
     assert len(seen) == 2 and all(0 < count <= EXPERTS - on_gpu for count in seen)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rates", [ALL, SOME])
+def test_a_part_of_the_experts_passes_through_the_gpu(passing: Callable[..., Any], rates: Rates) -> None:
+    """Of two processes, each has a part, and nothing of the other's in its memory."""
+    given, total = inputs(200, device=DEVICE), torch.zeros(1)
+    for part in (0, 1):
+        ranks.take(ranks.Share(part, 2))
+        try:
+            made = passing(rates, num_gpu_experts=2)
+        finally:
+            ranks.take(ranks.ALL)
+        seen = counted(made)
+        total = total + forward(made, given).cpu().double()
+        assert len(seen) == 1 and 0 < seen[0] <= 3
+    assert is_near(total, expected(*given, on_gpu={0, 1}))
 
 
 @pytest.mark.gpu
