@@ -172,7 +172,7 @@ def _share(processes: int) -> ranks.Share:
     if group.world_size != processes:
         raise OperatorError(
             f"--tp-size {group.world_size}: of these processes, {processes} share each layer's experts, and experts on "
-            "the CPU are for all of them. Start SGLang without --moe-dp-size and the like."
+            "the CPU are for all of them. Start SGLang with --moe-dp-size 1."
         )
     share = ranks.shares(group.all_gather_object(ranks.here()))[group.rank_in_group]
     if share.parts > 1:
