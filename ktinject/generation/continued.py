@@ -5,7 +5,8 @@ keys, and keys and values repeated for all heads that share them, which at 32,76
 is new. Here a mask is recognised, when it is made, as one that hides nothing but later tokens:
 
     on a GPU   torch's flash kernel, which is causal up to the last key, and splits long rows of keys
-    on a CPU   heads that share keys are rows of one product
+    on a CPU   heads that share keys are rows of one product; with any mask, where torch's own attention is slow, the
+               native core's, of whole prompts as well (cpu/attention_prompts.py)
 
 Layers are given the same mask as before. So one that computes attention by itself, and one whose mask is another,
 compute what they did.
@@ -31,6 +32,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 
+from ktinject.generation.cpu import attention_prompts
 from ktinject.hf import compat
 from ktinject.operators.torch_ops.packed_attention import causal_mask
 from ktinject.support import SUPPORTED, Support
@@ -60,9 +62,12 @@ def attention(model: Any, ids: Tensor, cache: Any, config: GenerationConfig) -> 
     ids  [b, n], with those that the cache holds
     """
     held = 0 if cache is None else int(cache.get_seq_length())
-    goes_on = bool(held or config.prefill_chunk_size)
     new, tokens = max(1, ids.shape[1] - held), ids.shape[1]
-    with _unplanned(model, new * tokens), recognised(model) if goes_on and support(model) else nullcontext():
+    is_other = bool(held or config.prefill_chunk_size) or attention_prompts.is_for(
+        model.device, model.dtype, new
+    )
+    ours = recognised(model) if is_other and support(model) else nullcontext()
+    with _unplanned(model, new * tokens), attention_prompts.request(config, model.config), ours:
         yield
 
 
@@ -181,6 +186,14 @@ def forward(
     is_plain = not dropout and all(kwargs.get(name) is None for name in _OTHERS)
     if is_plain and (parts := getattr(attention_mask, PARTS, None)) is not None:
         return parts.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+    if (
+        is_plain
+        and _is_causal_by(module, attention_mask, kwargs)
+        and attention_prompts.is_faster(query, key, value)
+    ):
+        out = attention_prompts.attend(query, key, value, attention_mask, scaling)
+        if out is not None:
+            return out, None
     if is_plain and getattr(attention_mask, _MARK, None) is not None:
         assert attention_mask is not None
         out = _attend(query, key, value, attention_mask, scaling)
@@ -190,6 +203,12 @@ def forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return found
+
+
+def _is_causal_by(module: nn.Module, mask: Tensor | None, given: dict[str, Any]) -> bool:
+    """Whether attention without a mask is causal; with one, the mask says what is seen."""
+    is_causal = given.get("is_causal")
+    return mask is not None or bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None) -> Tensor | None:

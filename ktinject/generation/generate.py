@@ -33,7 +33,7 @@ from ktinject.generation import (
     speculation,
     stateful,
 )
-from ktinject.generation.cpu import linear_prompts, openmp
+from ktinject.generation.cpu import openmp, prompts
 from ktinject.generation.decoding import Decoding
 from ktinject.generation.eligibility import PlainRequest, read_plain
 from ktinject.generation.steps import StockReplay
@@ -258,7 +258,7 @@ def _request(model: Any, held: Any) -> Iterator[Support]:
     decoding: Decoding = model.ktinject_decoding
     outer, decoding.replay = decoding.replay, None
     try:
-        with kept_cache.restored(held), decoding.turn() as turn, linear_prompts.native(model):
+        with kept_cache.restored(held), decoding.turn() as turn, prompts.native(model):
             yield turn
     except OperatorError:
         decoding.drain()

@@ -220,7 +220,9 @@ class GovernedLoop:
     def _plain_steps(self) -> tuple[Callable[[], Any], Callable[[Any], int]]:
         """How a step of one token is queued, which gives (what to read, logits, hidden); and how its token is read."""
         runner, steps = self._runner, self._steps
-        if self._source.asks_hidden and steps.most > 1:
+        asks = self._source.asks_hidden and steps.most > 1
+        # A twin with few kernels notes what its logits are made of, others do so in steps of several tokens alone.
+        if asks and self._decoding.fused is None:
             mailbox, ids = self._verified, torch.tensor([self._text[-1:]]).to(runner.device)
             self._is_put = False
 
@@ -242,11 +244,11 @@ class GovernedLoop:
         mailbox = self._sampled = self._sampled or Mailbox(sampler.result)
 
         def queue() -> Any:
-            runner.step()
+            runner.step(has_hidden=asks)
             self._require()
             runner.choose(_GREEDY)
             logits = None if self._kept is None else runner.found.clone()
-            return mailbox.send(), logits, None
+            return mailbox.send(), logits, None if runner.hidden is None else runner.hidden.clone()
 
         return queue, lambda sent: int(mailbox.read(sent)[0, 0])
 

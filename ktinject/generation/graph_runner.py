@@ -67,6 +67,7 @@ class GraphRunner:
     several   steps of several tokens on the same cache, see several.py; None before the first request for them
     turns     passes over the new tokens of next turns, see turn_pass.py; None before they are prepared for
     costs     what steps cost, by their tokens, for each kind of request that chooses how many
+    hidden    [1, hidden]: what the last step's logits were made of, if that was asked for and the model showed it
     """
 
     def __init__(
@@ -118,7 +119,10 @@ class GraphRunner:
             self._pool = torch.cuda.graph_pool_handle()
         else:
             self.graphs = Support.no(f"{device} has no CUDA graphs")
-        self._steps: dict[int, PiecewiseGraph] = {}  # by the size of the bucket
+        # By the size of the bucket, and whether it leaves what logits were made of.
+        self._steps: dict[tuple[int, bool], PiecewiseGraph] = {}
+        self.hidden: Tensor | None = None
+        self._hidden: Tensor | None = None  # where steps leave it, from the first one on that is asked for it
         self._reorders: dict[int, PiecewiseGraph | None] = {}
         self.several: Any = None
         self.turns: Any = None
@@ -144,27 +148,34 @@ class GraphRunner:
         """The logits [rows, v] of this request's rows."""
         return self.logits[: self.rows]
 
-    def step(self) -> None:
-        """One forward pass over `ids`, which leaves `logits`."""
+    def step(self, *, has_hidden: bool = False) -> None:
+        """One forward pass over `ids`, which leaves `logits`.
+
+        has_hidden  of one row: `hidden` is asked for
+        """
         bucket = self.cache.reserve()
         change = self._change_now()
+        self.hidden = None
         if change:
             self.changed = change
-            self._run_eagerly(bucket, self._own)
+            self._run_eagerly(bucket, self._own, has_hidden=False)
             return
-        graph = self._steps.get(bucket)
+        key = bucket, has_hidden
+        graph = self._steps.get(key)
         if graph is None and self.graphs:
             graph = self._capture(
-                lambda stages: self._compute(bucket, stages, self._forward), self.cache.state
+                lambda stages: self._compute(bucket, stages, self._forward, has_hidden=has_hidden),
+                self.cache.state,
             )
             if graph is not None:
-                self._steps[bucket] = graph
+                self._steps[key] = graph
         if graph is None:
-            self._run_eagerly(bucket, self._forward)
+            self._run_eagerly(bucket, self._forward, has_hidden=has_hidden)
         else:
             self._wake()
             graph.replay()
             self.replays += 1
+        self.hidden = self._hidden if has_hidden else None
 
     def sampler(self, sampling: Sampling) -> Sampler:
         """The sampler of this runner for a way of choosing."""
@@ -263,18 +274,23 @@ class GraphRunner:
         if self.live is not None and ends:
             self.live[: self.rows].copy_(sampler.result[1])
 
-    def _run_eagerly(self, bucket: int, forward: Forward) -> None:
+    def _run_eagerly(self, bucket: int, forward: Forward, *, has_hidden: bool) -> None:
         with EagerStages(self.device) as stages:
-            self._compute(bucket, stages, forward)
+            self._compute(bucket, stages, forward, has_hidden=has_hidden)
 
-    def _compute(self, bucket: int, stages: Stages, forward: Forward) -> None:
+    def _compute(self, bucket: int, stages: Stages, forward: Forward, *, has_hidden: bool) -> None:
         view = self.cache.bucket(bucket)
-        view.stages = stages
+        view.stages, view.asks_hidden, view.hidden = stages, has_hidden, None
         with submits.only(self.live):
             logits = forward(self.ids, self.cache.mask[..., :bucket], self.cache.positions, view)
         view.keep_in_place()
         self.logits.copy_(logits)
         self.cache.advance()
+        if isinstance(view.hidden, Tensor) and view.hidden.shape[:-1] == (1, 1):
+            if self._hidden is None:  # in a step before the one that is captured
+                with torch.inference_mode(False):
+                    self._hidden = view.hidden.new_zeros(1, view.hidden.shape[-1])
+            self._hidden.copy_(view.hidden[:, 0])
 
     def _capture(self, work: Callable[[Stages], None], state: list[Tensor]) -> PiecewiseGraph | None:
         """Run `work` once to warm up, restore `state`, and capture it. If that fails: None, and `graphs` says why."""

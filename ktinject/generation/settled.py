@@ -28,7 +28,8 @@ from ktinject.generation.piecewise_graph import PiecewiseGraph, Stages
 class Settler:
     """Settles the steps of a runner.
 
-    given  [most + 1] int64: what a step reads, and how many of these there are
+    ids    [most] int64: the tokens that a step reads, and then any
+    count  [1] int64: how many these are
     """
 
     def __init__(self, runner: GraphRunner, most: int, past: Past | None) -> None:
@@ -37,32 +38,33 @@ class Settler:
         most  tokens of a step
         past  what notes states in a step of several tokens; None: there are none
         """
-        device, vocab = runner.device, runner.logits.shape[1]
-        self._runner, self._past = runner, past
-        self._host = torch.zeros(most + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        device, size = runner.device, 2 * most + 1
+        self._runner, self._past, self._most = runner, past, most
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         with torch.inference_mode(False):
-            self.given = torch.zeros(most + 1, dtype=torch.int64, device=device)
+            self._given = torch.zeros(size, dtype=torch.int64, device=device)
             self._order = torch.arange(most, device=device)
             self._found = torch.zeros(most + 1, dtype=torch.int64, device=device)  # tokens; how many are kept
-            self._is_end = torch.zeros(vocab, dtype=torch.bool, device=device)
-        self._ends: set[int] = set()
+        # Of each token that is read, which one behind it lets the text go on with what is read next; -1: none.
+        self.ids, self._expected, self.count = self._given.split([most, most, 1])
+        self._ends: frozenset[int] = frozenset()
         self._mailbox = Mailbox(self._found)
         self._choices: dict[int, PiecewiseGraph | None] = {}
         self._settles: dict[int, PiecewiseGraph | None] = {}
 
     def begin(self, ends: Iterable[int]) -> None:
         """The text of this request ends with any of these tokens."""
-        ends = {end for end in ends if 0 <= end < len(self._is_end)}
-        if ends != self._ends:
-            self._is_end.zero_()[[*ends]] = True
-            self._ends = ends
+        self._ends = frozenset(ends)
 
     def give(self, tokens: Sequence[int], size: int) -> None:
         """Have the next step read these; the size of a step may be greater."""
         # The step before has been read, so nobody reads this any more.
-        host, count = self._host.numpy(), len(tokens)
+        host, count, most = self._host.numpy(), len(tokens), self._most
         host[:count], host[count:size], host[-1] = tokens, tokens[-1], count
-        self.given.copy_(self._host, non_blocking=True)
+        host[most : most + size] = -1
+        # What is kept ends with an end, be it right or not.
+        host[most : most + count - 1] = [-1 if token in self._ends else token for token in tokens[1:]]
+        self._given.copy_(self._host, non_blocking=True)
 
     def settle(self, logits: Tensor) -> int:
         """Queue what follows from logits [size, v]; returns what `read` takes."""
@@ -81,11 +83,10 @@ class Settler:
         return tokens[:kept]
 
     def _choose(self, logits: Tensor, _: Stages) -> None:
-        size, chosen = len(logits), sampling.greatest(logits)
-        is_right = (chosen[:-1] == self.given[1:size]) & (self._order[1:size] < self.given[-1])
-        goes_on = is_right & ~self._is_end[chosen[:-1]]
-        self._found[:size].copy_(chosen)
-        self._found[-1].copy_(goes_on.long().cumprod(0).sum() + 1)
+        size = len(logits)
+        chosen = self._found[:size].copy_(sampling.greatest(logits))
+        is_last = chosen != self._expected[:size]  # the last one always is
+        self._found[-1:].copy_(is_last.byte().argmax() + 1)
 
     def _settle(self, size: int, _: Stages) -> None:
         cache, order, kept = self._runner.cache, self._order[:size], self._found[-1:]

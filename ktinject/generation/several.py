@@ -77,10 +77,10 @@ class GraphedSteps(Proof):
         has_hidden  `hidden` is asked for
         """
         count = ids.shape[1]
-        size, given = self._size_of(count, length), self.settler.given
+        size, given = self._size_of(count, length), self.settler.ids
         given[:count].copy_(ids[0])
         given[count:size] = ids[0, -1]
-        given[-1].fill_(count)
+        self.settler.count.fill_(count)
         support = self._read(count, length, size, has_hidden)
         return self._logits[:count].clone() if support else support
 
@@ -112,7 +112,7 @@ class GraphedSteps(Proof):
         return size
 
     def _read(self, count: int, length: int, size: int, has_hidden: bool) -> Support:
-        """Compute what `given` has."""
+        """Compute what the settler has been given."""
         cache = self._runner.cache
         bucket = cache.capacity if self._order.is_cpu else bucket_of(length + size)
         self._size = size
@@ -150,12 +150,12 @@ class GraphedSteps(Proof):
         return True
 
     def _compute(self, bucket: int, size: int, has_hidden: bool, stages: Stages) -> None:
-        cache, order, given = self._runner.cache, self._order[:size], self.settler.given
+        cache, order, settler = self._runner.cache, self._order[:size], self.settler
         view = consecutive.view_of(cache, bucket, order, self._past)
         view.stages, view.asks_hidden = stages, has_hidden
-        with submits.only(order < given[-1] if order.is_cuda else None):
+        with submits.only(order < settler.count if order.is_cuda else None):
             logits = self._forwards[0](
-                given[:size, None], view.masks[None], cache.positions + order[:, None], view
+                settler.ids[:size, None], view.masks[None], cache.positions + order[:, None], view
             )
         view.keep_in_place()
         self._logits[:size].copy_(logits)

@@ -1,5 +1,6 @@
-// Prompts of linear attention.
+// Prompts: attention, linear attention.
 #include "attention/linear_prompt.hpp"
+#include "attention/prompt.hpp"
 
 #include <nanobind/stl/optional.h>
 
@@ -98,6 +99,44 @@ void delta(const OfHeads& q, const OfHeads& k, const OfHeads& v, const Gates& g,
   if (out.size() != 0) attention::delta_prompt(prompt);
 }
 
+attention::PromptMask mask_of(const OfHeads& found, DType dtype, float lowest, std::vector<size_t> shape) {
+  const bool is_bool = found.dtype() == nb::dtype<bool>();
+  expect(is_bool || dtype_of(found.dtype(), "mask") == dtype, "mask", "bool or the dtype of q");
+  expect(found.stride(3) == 1 || found.shape(3) == 1, "mask", "keys that lie together");
+  if (found.shape(0) == 1) shape[0] = 1;
+  expect_shape(found, shape, "mask");
+  return {found.data(), found.shape(0) == 1 ? 0 : found.stride(0), found.stride(2), is_bool, lowest};
+}
+
+bool attend(const OfHeads& q, const OfHeads& k, const OfHeads& v, const std::optional<OfHeads>& mask, float lowest,
+            const std::optional<Bias32>& sinks, float scale, const Array<nb::ndim<4>, nb::c_contig>& out) {
+  attention::PromptAttention prompt;
+  prompt.dtype = dtype_of(q.dtype(), "q");
+  prompt.q = heads_of(q, prompt.dtype, "q");
+  prompt.k = heads_of(k, prompt.dtype, "k");
+  prompt.v = heads_of(v, prompt.dtype, "v");
+  const size_t batch = q.shape(0), tokens = q.shape(1), heads = q.shape(2), keys = k.shape(1), groups = k.shape(2);
+  expect(groups > 0 && heads % groups == 0, "k", "heads of which those of q are a multiple");
+  expect(keys >= tokens || mask, "k", "as many keys as there are queries, or a mask");
+  expect_shape(k, {batch, keys, groups, q.shape(3)}, "k");
+  expect_shape(v, {batch, keys, groups, v.shape(3)}, "v");
+  expect_shape(out, {batch, tokens, heads, v.shape(3)}, "out");
+  expect(dtype_of(out.dtype(), "out") == prompt.dtype, "out", "the dtype of q");
+  if (mask) prompt.mask = mask_of(*mask, prompt.dtype, lowest, {batch, 1, tokens, keys});
+  if (sinks) expect_shape(*sinks, {heads}, "sinks");
+  prompt.sinks = sinks ? sinks->data() : nullptr;
+  prompt.scale = scale;
+  prompt.batch = size_of(batch, "q");
+  prompt.tokens = size_of(tokens, "q");
+  prompt.keys = size_of(keys, "k");
+  prompt.heads = size_of(heads, "q");
+  prompt.groups = size_of(groups, "k");
+  prompt.key_size = size_of(q.shape(3), "q");
+  prompt.value_size = size_of(v.shape(3), "v");
+  prompt.out = out.data();
+  return out.size() == 0 || attention::attend_prompt(prompt);
+}
+
 }  // namespace
 
 void init_linear_prompt(nb::module_& m) {
@@ -109,6 +148,12 @@ void init_linear_prompt(nb::module_& m) {
         nb::arg("unit_length"), nb::arg("scale"), nb::arg("states"), nb::arg("out"), nb::call_guard<WithoutGil>(),
         "out [batch, tokens, heads, values] of the gated delta rule; states [batch, heads, keys, values] move on in "
         "place.");
+  m.def(
+      "attend_prompt", &attend, nb::kw_only(), nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("mask").none(),
+      nb::arg("lowest"), nb::arg("sinks").none(), nb::arg("scale"), nb::arg("out"), nb::call_guard<WithoutGil>(),
+      "out [batch, tokens, heads, dv] of q [batch, tokens, heads, d], k and v [batch, keys, groups, ...]. mask [batch "
+      "or 1, 1, tokens, keys] of bool or added, where values up to `lowest` hide a key; none: causal, the last token "
+      "has the last key. Whether every token saw a key or has sinks.");
 }
 
 }  // namespace ktinject

@@ -29,6 +29,27 @@ struct Attend {
   float* out = nullptr;           // [heads, 2 + dv]: greatest score, sum of weights, weighted values
 };
 
+// Attention of some tokens of a prompt, by heads that share keys and values. Numbers lie together within a head.
+struct AttendPrompt {
+  const void *q = nullptr, *k = nullptr, *v = nullptr;  // [tokens, heads, d], [keys, d], [keys, dv] of dtype
+  ptrdiff_t q_stride = 0, q_head_stride = 0;            // values from a token, from a head to the next
+  ptrdiff_t k_stride = 0, v_stride = 0;                 // and from a key
+  int tokens = 0, heads = 0, keys = 0, d = 0, dv = 0;
+  float scale = 1;  // of scores
+  DType dtype = DType::bf16;
+  int seen = 0;  // without a mask: keys before the first token, which sees these and its own
+  // [tokens, keys], its rows `mask_stride` apart: bool, or values of dtype that are added to scores, of which those up
+  // to `lowest` hide a key.
+  const void* mask = nullptr;
+  ptrdiff_t mask_stride = 0;
+  bool mask_is_bool = true;
+  float lowest = 0;
+  const float* sinks = nullptr;  // [heads]: scores that take part in the softmax and have no value; or none
+  float* scratch = nullptr;      // StepOps::attend_prompt_scratch, 64-byte aligned
+  void* out = nullptr;           // [tokens, heads, dv], its tokens `out_stride` values apart; 0 where nothing is seen
+  ptrdiff_t out_stride = 0;
+};
+
 // An RMS norm. Its weight is of the model's dtype; null where there is no norm.
 struct Norm {
   const void* weight = nullptr;
@@ -85,6 +106,9 @@ struct StepOps {
   // Floats that a task needs for itself; of its memory and positions nothing need be known.
   size_t (*attend_scratch)(const Attend& task);
   int attend_heads;  // that a task over a long cache should have, at most
+  // Whether every row saw a key or has a sink.
+  bool (*attend_prompt)(const AttendPrompt& task);
+  size_t (*attend_prompt_scratch)(const AttendPrompt& task);
   // out [n] = the splits of one head put together, rounded; parts [splits, stride], each as Attend::out has it. `sink`:
   // the score of a place without a value, or null.
   void (*merge)(const float* parts, int splits, size_t stride, int n, const float* sink, DType dtype, float* out);

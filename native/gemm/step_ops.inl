@@ -114,6 +114,7 @@ static float greatest(const float* x, int n) {
 }
 
 #include "gemm/attend.inl"
+#include "gemm/attend_prompt.inl"
 
 static void merge(const float* parts, int splits, size_t stride, int n, const float* sink, DType dtype, float* out) {
   float most = parts[0], sum = 0.0f;
@@ -350,7 +351,29 @@ static float race(const float* scores, const uint32_t* words, int n, float most,
   return best;
 }
 
-constexpr StepOps kStepOps = {
-    round_all,   add,         widen_all,  store,           rms_norm,     rotate,        attend,          attend_scratch,
-    kPlainHeads, merge,       gate_up,    gate_by_sigmoid, gate_by_silu, convolve,      convolve_token,  delta_rule,
-    softmax,     sigmoid_all, times_rows, rows_times,      greatest_of,  mersenne_next, mersenne_temper, race};
+constexpr StepOps kStepOps = {round_all,
+                              add,
+                              widen_all,
+                              store,
+                              rms_norm,
+                              rotate,
+                              attend,
+                              attend_scratch,
+                              kPlainHeads,
+                              attend_prompt,
+                              attend_prompt_scratch,
+                              merge,
+                              gate_up,
+                              gate_by_sigmoid,
+                              gate_by_silu,
+                              convolve,
+                              convolve_token,
+                              delta_rule,
+                              softmax,
+                              sigmoid_all,
+                              times_rows,
+                              rows_times,
+                              greatest_of,
+                              mersenne_next,
+                              mersenne_temper,
+                              race};

@@ -262,6 +262,17 @@ CASES: dict[str, Case] = {
             "out": torch.zeros(2, 5, 2, 8),
         },
     ),
+    "attend_prompt": lambda: (
+        _native.attend_prompt,
+        {
+            **{name: torch.rand(2, 5, 2, 8) for name in "qkv"},
+            "mask": torch.ones(2, 1, 5, 5),
+            "lowest": -1.0,
+            "sinks": torch.ones(2),
+            "scale": 1.0,
+            "out": torch.zeros(2, 5, 2, 8),
+        },
+    ),
     "Norm.__init__": lambda: (_native.Norm, {"weight": torch.ones(8), "epsilon": 1e-6}),
     "DecoderCache.__init__": lambda: (
         _native.DecoderCache,

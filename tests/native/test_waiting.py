@@ -158,6 +158,14 @@ TAKE: dict[str, Callable[[], Any]] = {
         states=torch.zeros(1, 2, 8, 8),
         out=torch.empty(1, 3, 2, 8),
     ),
+    "attend_prompt": lambda: _native.attend_prompt(
+        **dict.fromkeys("qkv", torch.ones(1, 3, 2, 8)),
+        mask=None,
+        lowest=0.0,
+        sinks=None,
+        scale=1.0,
+        out=torch.empty(1, 3, 2, 8),
+    ),
     "Decoder.forward": lambda: decoder()(),
     "Decoder.keep": taken_back(),
 }

@@ -1,96 +1,26 @@
 """Prompts of linear attention on the CPU, by the kernels of native/attention/linear_prompt.hpp.
 
-    modeling file of transformers          while one of our requests runs on this thread
+    modeling file of transformers          prompts.py
     causal_conv1d_fn                 ──►   _convolve
     torch_chunk_gated_delta_rule     ──►   _gated_delta
 
-transformers' own forward calls these functions by name, and takes those of other packages if they are installed; for
-the CPU there is none. In bf16, torch's convolution of single channels runs one channel after the other, and the rule
-in chunks reads and writes each intermediate result in memory. So the names are given replacements. Outside of our
-requests these call what was there before. They are used for what they know, and for no function that a first call
-shows to compute something else.
+transformers' own forward takes those of other packages if they are installed; for the CPU there is none. In bf16,
+torch's convolution of single channels runs one channel after the other, and the rule in chunks reads and writes each
+intermediate result in memory.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import sys
-import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ktinject import _native
-from ktinject.generation.cpu import openmp
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SILU = ("silu", "swish")
-_in_request: ContextVar[bool] = ContextVar("in_request", default=False)
-# Models whose modeling files have their replacements. To ask every module at each request costs some 2 µs a module.
-_looked_at: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-@contextmanager
-def native(model: nn.Module) -> Iterator[None]:
-    """Have prompts of a model computed natively, where they are on the CPU, by what this thread runs inside."""
-    if model not in _looked_at:
-        for name in {type(module).__module__ for module in model.modules()}:
-            _replace_in(name)
-        _looked_at.add(model)
-    token = _in_request.set(True)
-    try:
-        yield
-    finally:
-        _in_request.reset(token)
-
-
-@functools.cache
-def _replace_in(modeling: str) -> None:
-    if not modeling.startswith("transformers.models."):
-        return
-    for name, ours, check in _REPLACEMENTS:
-        own = getattr(sys.modules[modeling], name, None)
-        if inspect.isfunction(own):
-            setattr(sys.modules[modeling], name, _either(own, ours, check, f"{modeling}.{name}"))
-
-
-def _either(own: Callable[..., Any], ours: Any, check: Callable[[Any, Any], bool], where: str) -> Any:
-    """`own`, or `ours` in a request where that serves the arguments; it answers NotImplemented where it does not."""
-
-    @functools.cache
-    def agrees() -> bool:
-        token = _in_request.set(False)
-        try:
-            with openmp.one_thread():
-                found = check(inspect.unwrap(own), ours)
-        except TypeError:  # it takes other arguments
-            found = False
-        finally:
-            _in_request.reset(token)
-        if not found:
-            warnings.warn(f"{where} computes something else than expected, and stays torch's.", stacklevel=2)
-        return found
-
-    @functools.wraps(own)
-    def either(*args: Any, **kwargs: Any) -> Any:
-        if (
-            _in_request.get()
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and agrees()
-        ):
-            found = ours(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
-        return own(*args, **kwargs)
-
-    return either
 
 
 def _serves(*tensors: Tensor, **others: Any) -> bool:
@@ -194,7 +124,11 @@ def _computes_delta(theirs: Any, ours: Any) -> bool:
     return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(found, expected))
 
 
-_REPLACEMENTS = (
-    ("causal_conv1d_fn", _convolve, _convolves),
-    ("torch_chunk_gated_delta_rule", _gated_delta, _computes_delta),
-)
+def convolution(own: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What takes the place of a modeling file's convolution; None: it computes something else."""
+    return _convolve if _convolves(own, _convolve) else None
+
+
+def delta_rule(own: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What takes the place of a modeling file's gated delta rule; None: it computes something else."""
+    return _gated_delta if _computes_delta(own, _gated_delta) else None

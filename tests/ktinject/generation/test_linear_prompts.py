@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers.models.qwen3_next import modeling_qwen3_next as modeling
 
 from ktinject import _native
-from ktinject.generation.cpu import linear_prompts
+from ktinject.generation.cpu import linear_prompts, prompts
 
 torch.set_num_threads(1)
 OWN_DELTA = inspect.unwrap(modeling.torch_chunk_gated_delta_rule)
@@ -96,12 +96,12 @@ def test_requests_compute_prompts_natively(family: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(linear_prompts, "_native", Counting())
     layers = sum(hasattr(layer, "linear_attn") for layer in model.model.layers)
-    with linear_prompts.native(model), torch.no_grad():
+    with prompts.native(model), torch.no_grad():
         natively = model(ids).logits
     assert sorted(calls) == ["convolve_prompt"] * layers + ["delta_prompt"] * layers
     with torch.no_grad():
         outside = model(ids).logits
-    with linear_prompts.native(model):
+    with prompts.native(model):
         model(ids)  # gradients may be asked for
     assert len(calls) == 2 * layers
     torch.testing.assert_close(natively, outside, rtol=0.1, atol=0.1)
@@ -127,11 +127,9 @@ def test_a_function_that_computes_something_else_is_not_replaced() -> None:
     def reversed_taps(hidden_states: Tensor, weight: Tensor, bias: Any = None, activation: Any = None) -> Any:
         return OWN_CONVOLUTION(hidden_states, weight.flip(1), bias, activation)
 
-    either = linear_prompts._either(
-        reversed_taps, linear_prompts._convolve, linear_prompts._convolves, "somewhere"
-    )
+    either = prompts.either(reversed_taps, linear_prompts.convolution, "somewhere")
     x, weight = random(1, 8, 5), random(8, 4)
-    with linear_prompts.native(torch.nn.Linear(1, 1)), torch.no_grad():
-        with pytest.warns(UserWarning, match="somewhere computes something else"):
-            found = either(x, weight)
+    with prompts.native(torch.nn.Linear(1, 1)), torch.no_grad():
+        found = either(x, weight)
     assert torch.equal(found, reversed_taps(x, weight))
+    assert linear_prompts.convolution(OWN_CONVOLUTION) is linear_prompts._convolve

@@ -28,6 +28,7 @@ from ktinject.generation import several, sources
 from ktinject.generation.cache_layers import kinds_of, tensors_of
 from ktinject.generation.candidates import Request
 from ktinject.generation.cpu.native_decoder import NativeDecoder
+from ktinject.generation.cuda import fused
 from ktinject.generation.decoding import Explanation
 from ktinject.generation.governor import Governor
 from ktinject.generation.graph_runner import GraphRunner
@@ -356,7 +357,7 @@ def with_heads(family: str, heads: int, way: str) -> tuple[PreTrainedModel, MtpM
     return model, drafts
 
 
-@pytest.mark.parametrize("way", ["native", "fixed", GRAPH])
+@pytest.mark.parametrize("way", ["native", "fixed", "twin", GRAPH])
 @pytest.mark.parametrize("family, heads", [("glm4_moe", 1), ("deepseek_v3", 2)])
 def test_heads_read_what_the_model_s_logits_are_made_of(
     family: str, heads: int, way: str, monkeypatch: pytest.MonkeyPatch
@@ -366,6 +367,15 @@ def test_heads_read_what_the_model_s_logits_are_made_of(
     decoding = model.ktinject_decoding
     monkeypatch.setattr(MtpModel, "from_pretrained", lambda *_, **__: drafts)
     arguments = given(model.device.type, do_sample=False, eos_token_id=None)
+    if way == "twin":
+        model.generate(
+            **arguments, use_mtp=True
+        )  # transformers' hooks of hidden states change the model once
+        assert decoding.model_support()
+        with monkeypatch.context() as patched:  # no module has fewer kernels on a CPU
+            patched.setattr(fused, "step_of", lambda *_: None)
+            decoding.fused = fused.Fused(model)
+        decoding.runners.clear()
     plain = model.generate(**arguments)
     read: list[tuple[Tensor, Tensor]] = []
     own = MtpModel.forward
@@ -378,8 +388,11 @@ def test_heads_read_what_the_model_s_logits_are_made_of(
     drawn = random.Random(0)  # steps with and without candidates
     monkeypatch.setattr(Governor, "count", lambda self, found, queued: min(found, drawn.choice((0, 9, 9))))
     found = model.generate(**arguments, use_mtp=True)
-    assert decoding.last == {**HOW, "native": "native loop, "}[way] + "MTP"
-    assert decoding.reason == ("cpu has no CUDA graphs" if way == "fixed" else "")
+    assert decoding.last == {**HOW, "native": "native loop, ", "twin": HOW["fixed"]}[way] + "MTP"
+    assert decoding.reason == ("cpu has no CUDA graphs" if way in ("fixed", "twin") else "")
+    assert (decoding.runners[1]._hidden is not None) == (way in ("twin", "graph")), (
+        "steps of one token left it"
+    )
     assert_same_output(found, plain)
     if way != "native":  # where roundings of bf16 part them
         monkeypatch.setattr(MtpModel, "forward", own)

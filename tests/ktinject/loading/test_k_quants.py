@@ -126,14 +126,23 @@ def test_dense_layers_of_the_bundled_rules_are_the_files_own(folder: Path, tmp_p
     model = ktinject.load(file, devices="cpu", dtype=torch.bfloat16, progress=False)
     runs = {replacement.path: replacement.runs["weights"] for replacement in model.ktinject.replacements}
     want = values(file)
-    for ours, theirs, weights in (("q", "q", "q4_k"), ("k", "k", "bf16"), ("v", "v", "q6_k"), ("o", "output", "q3_k")):
+    for ours, theirs, weights in (
+        ("q", "q", "q4_k"),
+        ("k", "k", "bf16"),
+        ("v", "v", "q6_k"),
+        ("o", "output", "q3_k"),
+    ):
         path = f"model.layers.1.self_attn.{ours}_proj"
         assert runs[path] == weights
         if weights != "bf16":
             assert model.get_submodule(path).unpack("weight").equal(want[f"blk.1.attn_{theirs}.weight"])
     assert runs["model.layers.0.mlp.gate"] == "bf16", "a router is exact"
-    given = ktinject.load(file, devices="cpu", dtype=torch.bfloat16, progress=False, variables={"dense": "bf16"})
-    assert {given.get_submodule(f"model.layers.0.self_attn.{name}_proj").config.weights for name in "qkvo"} == {"bf16"}
+    given = ktinject.load(
+        file, devices="cpu", dtype=torch.bfloat16, progress=False, variables={"dense": "bf16"}
+    )
+    assert {
+        given.get_submodule(f"model.layers.0.self_attn.{name}_proj").config.weights for name in "qkvo"
+    } == {"bf16"}
 
 
 @pytest.mark.parametrize("operator", ["hybrid_experts", "cpu_experts"])
