@@ -42,6 +42,11 @@ class _AsStored(Int4LinearConfig):
 
 # With more tokens than this (first on Hopper, then on other GPUs), it is faster to unpack the weight and use cuBLAS.
 MANY_TOKENS, MANY_TOKENS_SM80 = 4096, 256
+# Small layers on Hopper: (more tokens than, up to) → (most outputs, most million weights) with which that is faster,
+# too, measured on an H200 for the layers of the models that `ktinject bench` knows; docs/benchmarks.md has the times.
+# The kernels have the same blocks for all tokens of a range, of which the greatest number was measured.
+_SMALL_LAYERS = {(192, 256): ((4096, 10.0),), (384, 512): ((4096, 11.1), (3600, 13.0))}
+_FEWEST_OUTPUTS = {(192, 256): 2048, (384, 512): 512}
 _TURNS = 4  # sets of counters that calls take in turns, so that calls on several streams do not share one
 
 
@@ -49,15 +54,25 @@ def _is_hopper(device: str) -> bool:
     return has_gpu(device) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
+def is_small(k: int, n: int, m: int) -> bool:
+    """Whether a weight [n, k] and m tokens are so few work that, on Hopper, unpacking it and cuBLAS are faster."""
+    return any(
+        few < m <= most
+        and n >= _FEWEST_OUTPUTS[few, most]
+        and any(n <= outputs and n * k <= million * 1e6 for outputs, million in bounds)
+        for (few, most), bounds in _SMALL_LAYERS.items()
+    )
+
+
 @register_operator("int4_linear")
 class Int4Linear(GpuLinear):
     """Runs a linear layer on a GPU with int4 weights in groups: compute capability 8.0 or newer.
 
     Weights are quantised when loaded, or taken exactly from a checkpoint that has them in int4. A kernel of ktinject
-    multiplies up to 4096 tokens on Hopper and up to 256 elsewhere; for more tokens the weight is unpacked and cuBLAS
-    multiplies. Sums are fp32. Up to 16 tokens on Hopper and 256 elsewhere, codes and scales are exact. With more tokens
-    each weight is rounded once to the activations' dtype; ktinject's own quantisation chooses scales for which that
-    rounding changes nothing.
+    multiplies up to 4096 tokens on Hopper and up to 256 elsewhere. For more tokens the weight is unpacked and cuBLAS
+    multiplies; on Hopper also for a small layer with 193 to 512 tokens, where that is faster. Sums are fp32. Up to 16
+    tokens on Hopper and 256 elsewhere, codes and scales are exact. With more tokens each weight is rounded once to the
+    activations' dtype; ktinject's own quantisation chooses scales for which that rounding changes nothing.
     """
 
     Config = Int4LinearConfig
@@ -102,7 +117,8 @@ class Int4Linear(GpuLinear):
         source = f", as stored ({self.config.source})" if isinstance(self.config, _AsStored) else ""
         return {
             "weights": f"int4 {group}{', zero points' if self.has_zeros else ''}{source}",
-            "kernel": f"int4_linear_{self._arch}, cuBLAS beyond {self._many_tokens} tokens",
+            "kernel": f"int4_linear_{self._arch}, cuBLAS beyond {self._many_tokens} tokens"
+            + (", and for 193 to 512 where faster" if self._arch == "sm90" else ""),
         }
 
     def keeping(self, source: Format) -> str:
@@ -257,6 +273,11 @@ class Int4Linear(GpuLinear):
         )
         return out
 
+    def _is_unpacked(self, m: int) -> bool:
+        """Whether the weight is unpacked and cuBLAS multiplies m tokens."""
+        ours = self.sm80_only or self.every_lane or self._arch != "sm90"  # tests of kernels, or not measured
+        return m > self._many_tokens or (not ours and is_small(self.in_features, self.out_features, m))
+
     def multiply(self, x: Tensor) -> Tensor:
         if self._native is None:
             raise OperatorError(
@@ -265,7 +286,7 @@ class Int4Linear(GpuLinear):
         m = x.shape[0]
         if self._order is not None:
             x = x[:, self._order]
-        if m > self._many_tokens:
+        if self._is_unpacked(m):
             bias = None if self._bias is None else self._bias.to(x.dtype)
             return functional.linear(x, self._dequantise(x.dtype), bias)
         if x.data_ptr() % 16:

@@ -2,6 +2,7 @@
 
     ids [1, n] ──► `SeveralTokens.step`: logits [n, v]
                    └──► `keep(m)`: the cache has the first m of them, as if the others had never been read
+    or greedy ones on a GPU, of which the device keeps what is right: `verify`, and `read` waits for it, see settled.py
 
 A candidate that is verified costs little where weights are read once for all tokens of a step. On a CPU, the native
 decoder takes such steps, and takes back what it wrote to rings and states. On a GPU they are graphs, for some numbers

@@ -172,7 +172,7 @@ def _share(processes: int) -> ranks.Share:
     if group.world_size != processes:
         raise OperatorError(
             f"--tp-size {group.world_size}: of these processes, {processes} share each layer's experts, and experts on "
-            "the CPU are for all of them. Start SGLang without --moe-dp-size and the like."
+            "the CPU are for all of them. Start SGLang with --moe-dp-size 1."
         )
     share = ranks.shares(group.all_gather_object(ranks.here()))[group.rank_in_group]
     if share.parts > 1:
@@ -260,11 +260,13 @@ def _capture_prefill(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def _runs_prefill(
     original: Callable[..., Any], self: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Graphs of several processes are not cut, so long prompts of theirs run without. All of them have the same batch,
-    unless attention is of several ranks with their own, who agree on their graphs in another way."""
+    """Graphs of several processes are not cut, so long prompts of theirs run without, where the experts of the first
+    one may pass through its GPU. All of them have the same batch, unless attention is of several ranks with their own,
+    who agree on their graphs in another way."""
     if (
         _has_ranks
         and _is_used
+        and ranks.mine().parts == 1
         and getattr(forward_batch, "global_num_tokens_cpu", None) is None
         and len(forward_batch.input_ids) >= LONG
     ):

@@ -32,26 +32,29 @@ _fruitless: set[object] = set()  # kinds of layers whose prompts the CPU always 
 class Prompts:
     """The experts of one layer, ready to pass through a GPU.
 
-    first, count  the experts in RAM; those before and behind them are the GPU's own, or other processes'
+    first  the experts before it are the GPU's own, and are not in RAM
     """
 
     def __init__(self, streamed: StreamedExperts, rates: Rates, top_k: int) -> None:
         self.streamed, self.rates = streamed, rates
         self.first = streamed.first
-        self.count = streamed.end - streamed.first
+        self.count = streamed.spec.num_experts - streamed.first
         # Of a token's experts, so many are asked of the CPU; the rates are for top_k of them.
         self._share = self.count / streamed.spec.num_experts * top_k / min(top_k, self.count)
 
     @classmethod
     def of(cls, given: Arguments, experts: CpuExperts, device: torch.device) -> Prompts | None:
-        """None where the CPU computes every prompt: it is faster, or there is no room, which is logged."""
-        held = given.held
-        kind = device, experts.spec, held, weights_in_words(experts.config)
-        if not held or kind in _fruitless or not StreamedExperts.support(experts.spec):
+        """None where the CPU computes every prompt: it is faster, or this is a part of the experts only, or there is no
+        room, which is logged."""
+        if given.share.parts > 1:  # those behind the part have no weights, and would be page-locked
+            return None
+        first = given.num_gpu_experts if given.mask is None else 0
+        kind = device, experts.spec, first, weights_in_words(experts.config)
+        if first == given.num_experts or kind in _fruitless or not StreamedExperts.support(experts.spec):
             return None
         try:
-            streamed = StreamedExperts(experts.spec, experts.native, device, held.start, held.stop)
-            rates = prefill_rates.measure(streamed, kind[-1], min(given.top_k, len(held)))
+            streamed = StreamedExperts(experts.spec, experts.native, device, first)
+            rates = prefill_rates.measure(streamed, kind[-1], min(given.top_k, given.num_experts - first))
             made = cls(streamed, dataclasses.replace(rates, host_s=0.0), given.top_k)
             if made.passing(given.most_tokens or _MOST_TOKENS):
                 with streamed.ring.lock:

@@ -6,7 +6,7 @@ CPUs no process before it uses has a part of the experts, all parts of a size; t
 - Processes that share CPUs would have pools that take turns at them, and a step with few tokens asks one part for more
   experts than the other. So the first of them has all experts and the others wait.
 - SGLang binds a process to the NUMA node of its GPU, and processes may be on several machines. There one alone would
-  leave the others' CPUs and memory idle, and prompts would pass through its GPU's bus alone.
+  leave the others' CPUs and memory idle.
 
 Nothing heavy is imported: the plug-in needs this in every process.
 """

@@ -2,7 +2,6 @@
 #include "cuda/streamed.hpp"
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 
 #include "bindings/addresses.hpp"
 #include "bindings/stream.hpp"
@@ -16,10 +15,9 @@ namespace ktinject {
 void init_streamed(nb::module_& m) {
   using HeldStreamed = EndsWithoutGil<cuda::Streamed>;
   nb::class_<HeldStreamed>(m, "Streamed", "A layer's packed experts, page-locked, to be copied to GPUs.")
-      .def(nb::init<const moe::Experts&, int, std::optional<int>>(), nb::arg("experts"), nb::arg("first") = 0,
-           nb::arg("end") = nb::none(), nb::keep_alive<1, 2>(), nb::call_guard<nb::gil_scoped_release>(),
-           "Of the experts from `first` on, up to the one before `end` if that is given. Raises RuntimeError where "
-           "memory cannot be page-locked.")
+      .def(nb::init<const moe::Experts&, int>(), nb::arg("experts"), nb::arg("first") = 0, nb::keep_alive<1, 2>(),
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Of the experts from `first` on. Raises RuntimeError where memory cannot be page-locked.")
       .def("packed_bytes", &cuda::Streamed::packed_bytes, nb::arg("count"), "What copy() moves for `count` experts.")
       .def(
           "copy",

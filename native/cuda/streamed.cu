@@ -298,14 +298,13 @@ void add_from_host(const void* host, const float* addend, void* out, size_t coun
   check_cuda(cudaGetLastError(), "adding what the CPU computed");
 }
 
-Streamed::Streamed(const moe::Experts& experts, int first, std::optional<int> end)
-    : experts_(experts), first_(first), end_(end.value_or(experts.config().experts)), runs_(experts.packed()) {
-  if (first < 0 || first >= end_ || end_ > experts.config().experts)
-    throw std::invalid_argument("streamed experts are from " + std::to_string(first) + " to before " +
-                                std::to_string(end_) + ", and there are " + std::to_string(experts.config().experts));
+Streamed::Streamed(const moe::Experts& experts, int first) : experts_(experts), first_(first), runs_(experts.packed()) {
+  if (first < 0 || first >= experts.config().experts)
+    throw std::invalid_argument("streamed experts begin at " + std::to_string(first) + ", and there are " +
+                                std::to_string(experts.config().experts));
   for (const moe::PackedRun& run : runs_) {
     std::byte* const from = locked_from(run);
-    const auto bytes = static_cast<size_t>(run.data + run.bytes(end_) - from);
+    const auto bytes = static_cast<size_t>(run.data + run.bytes(experts.config().experts) - from);
     const auto error = cudaHostRegister(from, bytes, cudaHostRegisterPortable);
     if (error != cudaSuccess) {
       unlock();

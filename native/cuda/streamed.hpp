@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "cuda/stream.hpp"
@@ -13,10 +12,9 @@ namespace ktinject::cuda {
 
 class Streamed {
  public:
-  // Page-locks the packed weights of `experts`, which must be allocated and outlive this, from expert `first` to the
-  // one before `end`, or to the last: only these can be copied. Throws std::invalid_argument if there are none, and
-  // std::runtime_error where the system refuses, or the build has no CUDA.
-  explicit Streamed(const moe::Experts& experts, int first = 0, std::optional<int> end = std::nullopt);
+  // Page-locks the packed weights of `experts`, which must be allocated and outlive this, from expert `first` on: only
+  // these can be copied. Throws std::runtime_error where the system refuses, or the build has no CUDA.
+  explicit Streamed(const moe::Experts& experts, int first = 0);
   ~Streamed();
   Streamed(const Streamed&) = delete;
   Streamed& operator=(const Streamed&) = delete;
@@ -36,7 +34,7 @@ class Streamed {
   void unlock() noexcept;
   std::byte* locked_from(const moe::PackedRun& run) const;
   const moe::Experts& experts_;
-  const int first_, end_;
+  const int first_;
   std::vector<moe::PackedRun> runs_;
   size_t locked_ = 0;  // runs that are page-locked
 };

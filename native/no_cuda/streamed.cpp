@@ -4,10 +4,7 @@
 
 namespace ktinject::cuda {
 
-Streamed::Streamed(const moe::Experts& experts, int first, std::optional<int>)
-    : experts_(experts), first_(first), end_(first) {
-  refuse();
-}
+Streamed::Streamed(const moe::Experts& experts, int first) : experts_(experts), first_(first) { refuse(); }
 Streamed::~Streamed() = default;
 size_t Streamed::packed_bytes(int) const { return 0; }
 void Streamed::copy(int, int, void*, Stream) const {}

@@ -131,7 +131,6 @@ def key_of(streamed: StreamedExperts, kind: str, top_k: int) -> dict[str, Any]:
         "machine": measured.this_machine(str(streamed.ring.device)),
         "experts": str(streamed.spec),
         "first": streamed.first,
-        "end": streamed.end,
         "weights": kind,
         "top_k": top_k,
     }
@@ -142,8 +141,7 @@ def measure(streamed: StreamedExperts, kind: str, top_k: int) -> Rates:
 
     Raises   torch.OutOfMemoryError if there is no room on the GPU for a chunk of experts
     """
-    ring, spec, held = streamed.ring, streamed.spec, (streamed.first, streamed.end)
-    at = (ring.device, spec, held, kind, top_k, _native.threads())
+    at = (streamed.ring.device, streamed.spec, streamed.first, kind, top_k, _native.threads())
     if at not in _rates:
         key = key_of(streamed, kind, top_k)
         values = measured.load(SUBJECT, key)
@@ -153,14 +151,14 @@ def measure(streamed: StreamedExperts, kind: str, top_k: int) -> Rates:
         if found is None:
             found = _measure(streamed, top_k)
             measured.save(SUBJECT, key, found.values())
-        log.info("experts of %s on %s: %s", kind, ring.device, found)
+        log.info("experts of %s on %s: %s", kind, streamed.ring.device, found)
         _rates[at] = found
     return _rates[at]
 
 
 def _measure(streamed: StreamedExperts, top_k: int) -> Rates:
     spec, device, source = streamed.spec, streamed.ring.device, streamed.source
-    experts = streamed.end - streamed.first
+    experts = spec.num_experts - streamed.first
     count = streamed.most_experts(streaming.CHUNK_BYTES)
     memory = torch.empty(source.packed_bytes(count), dtype=torch.uint8, device=device)
 
@@ -196,7 +194,7 @@ class _Cpu:
 
     def __init__(self, streamed: StreamedExperts, top_k: int) -> None:
         self.streamed, self.top_k = streamed, top_k
-        self.experts = streamed.end - streamed.first
+        self.experts = streamed.spec.num_experts - streamed.first
         self._generator = torch.Generator().manual_seed(0)
         # Experts that are asked, and as large a part of the tokens: an expert gets as many rows as from all of them.
         self.used = max(min(top_k, self.experts), self.experts // 8)
@@ -248,7 +246,7 @@ def _sample_gpu(streamed: StreamedExperts, memory: Tensor, count: int, top_k: in
     memory   `count` packed experts
     """
     spec, device = streamed.spec, memory.device
-    experts = streamed.end - streamed.first
+    experts = spec.num_experts - streamed.first
     workspace = torch.empty(streamed.expert_bytes * count // 2, dtype=torch.bfloat16, device=device)
     samples = []
     for tokens in (streaming.FEWEST_TOKENS, _MOST_SAMPLE_TOKENS // 2):

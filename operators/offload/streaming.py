@@ -121,8 +121,8 @@ class Ring:
 
     def chunks(self, layer: StreamedExperts) -> list[tuple[int, int]]:
         """(first expert, count) of each chunk of a layer."""
-        most, end = layer.most_experts(self._chunk_bytes), min(self.passing, layer.end)
-        return [(first, min(most, end - first)) for first in range(layer.first, end, most)]
+        most, experts = layer.most_experts(self._chunk_bytes), min(self.passing, layer.spec.num_experts)
+        return [(first, min(most, experts - first)) for first in range(layer.first, experts, most)]
 
     def unpacked(self, layer: StreamedExperts) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """(first, count, gate_up [count, n, hidden], down [count, hidden, intermediate]) for every chunk of a layer.
@@ -205,19 +205,13 @@ class StreamedExperts:
 
     native  the experts in RAM, with weights
     first   the experts before this one have no weights in RAM, and are skipped
-    end     likewise this one and those behind it; None: there are none
     uses    [num_experts] int64 on the GPU: how often each one was streamed for a token; None: nobody looks
     """
 
     uses: Tensor | None = None
 
     def __init__(
-        self,
-        spec: ExpertsSpec,
-        native: _native.Experts,
-        device: torch.device,
-        first: int = 0,
-        end: int | None = None,
+        self, spec: ExpertsSpec, native: _native.Experts, device: torch.device, first: int = 0
     ) -> None:
         ring = _rings.get(device)
         if ring is None:
@@ -226,8 +220,7 @@ class StreamedExperts:
         self.spec = spec
         self.native = native
         self.first = first
-        self.end = spec.num_experts if end is None else end
-        self.source = _native.Streamed(native, first, self.end)
+        self.source = _native.Streamed(native, first)
         self.expert_bytes = expert_bytes(spec)
         self._biases = self._take_biases(device) if spec.has_bias else None
         ring.join(self)
@@ -261,7 +254,7 @@ class StreamedExperts:
         return gate_up, down
 
     def most_experts(self, chunk_bytes: int) -> int:
-        return max(1, min(self.end - self.first, chunk_bytes // self.expert_bytes))
+        return max(1, min(self.spec.num_experts - self.first, chunk_bytes // self.expert_bytes))
 
     def forward(
         self,
@@ -298,7 +291,9 @@ class StreamedExperts:
                     continue
                 done = part.stop
                 if self.uses is not None:
-                    known = (ids[part] >= self.first) & (ids[part] < min(self.end, self.ring.passing))
+                    known = (ids[part] >= self.first) & (
+                        ids[part] < min(self.spec.num_experts, self.ring.passing)
+                    )
                     chosen = torch.where(known, ids[part], 0).reshape(-1).long()
                     self.uses.scatter_add_(0, chosen, known.reshape(-1).long())
         return out
@@ -308,7 +303,7 @@ class StreamedExperts:
         m, t = ids.shape
         expert = ids.reshape(-1).long()
         strangers = (expert < -1) | (expert > experts)
-        passes = (expert >= self.first) & (expert < min(self.end, self.ring.passing))
+        passes = (expert >= self.first) & (expert < min(experts, self.ring.passing))
         expert = torch.where(passes, expert, experts)
         order = expert.argsort(stable=True)
         ends = torch.bincount(expert, minlength=experts + 1).cumsum(0)

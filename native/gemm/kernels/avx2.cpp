@@ -101,36 +101,38 @@ void int8_row(const Matrix& matrix, const std::byte* panel, const std::byte* x, 
 constexpr int kShortRows = 4;
 static_assert(kShortRows * 4 * 15 * 128 <= 32767);
 
-// Half a panel: c [M, 16], of rows that lie kPanel apart. Codes are unsigned and below 16, so vpmaddubsw does not
-// saturate; groups are multiples of kShortRows rows.
-template <int M>
-void int4_half(const Matrix& matrix, const std::byte* panel, int half, const std::byte* x, size_t block_stride,
+// A panel or a half of it, from vector 2 * half on: c [M, Vectors * 8], of rows that lie kPanel apart. Codes are
+// unsigned and below 16, so vpmaddubsw does not saturate; groups are multiples of kShortRows rows.
+template <int M, int Vectors>
+void int4_part(const Matrix& matrix, const std::byte* panel, int half, const std::byte* x, size_t block_stride,
                const float* scale, const int32_t* group_sum, float* c) {
   const int groups = matrix.groups(), group_rows = matrix.group_size / 8, all_rows = matrix.blocks() * 8;
   const uint16_t* scales = int4_scales(panel) + half * 16;
   const uint8_t* zeros = int4_zeros(matrix, panel) + half * 16;
   const std::byte* data = panel + matrix.head_bytes() + half * 512;
   const __m256i low_nibbles = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  __m256 total[M][2];
+  __m256 total[M][Vectors];
   for (auto& row : total)
     for (auto& value : row) value = _mm256_setzero_ps();
   for (int g = 0; g < groups; ++g) {
-    __m256i sum[M][2];
+    __m256i sum[M][Vectors];
     for (auto& row : sum)
       for (auto& value : row) value = _mm256_setzero_si256();
     const int end = (g + 1) * group_rows < all_rows ? (g + 1) * group_rows : all_rows;
     for (int first = g * group_rows; first < end; first += kShortRows) {
       const std::byte* w = data + static_cast<size_t>(first / 8) * 1024 + static_cast<size_t>(first % 8) * 64;
       const std::byte* quads = x + static_cast<size_t>(first / 8) * block_stride + static_cast<size_t>(first % 8) * 8;
-      __m256i few[M][2];
+      __m256i few[M][Vectors];
       for (auto& row : few)
         for (auto& value : row) value = _mm256_setzero_si256();
 #pragma GCC unroll 4
       for (int r = 0; r < kShortRows; ++r) {
-        _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + r * 64), _MM_HINT_T0);
 #pragma GCC unroll 2
-        for (int q = 0; q < 2; ++q) {
-          const __m256i pair = load(w + r * 64 + q * 32);
+        for (int tile = 0; tile < Vectors / 2; ++tile)
+          _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchBytes + tile * 512 + r * 64), _MM_HINT_T0);
+#pragma GCC unroll 4
+        for (int q = 0; q < Vectors; ++q) {
+          const __m256i pair = load(w + q / 2 * 512 + r * 64 + q % 2 * 32);
           const __m256i low = _mm256_and_si256(pair, low_nibbles);
           const __m256i high = _mm256_and_si256(_mm256_srli_epi16(pair, 4), low_nibbles);
           for (int row = 0; row < M; ++row) {
@@ -141,10 +143,11 @@ void int4_half(const Matrix& matrix, const std::byte* panel, int half, const std
         }
       }
       for (int row = 0; row < M; ++row)
-        for (int q = 0; q < 2; ++q) sum[row][q] = _mm256_add_epi32(sum[row][q], _mm256_madd_epi16(few[row][q], ones));
+        for (int q = 0; q < Vectors; ++q)
+          sum[row][q] = _mm256_add_epi32(sum[row][q], _mm256_madd_epi16(few[row][q], ones));
     }
-#pragma GCC unroll 2
-    for (int q = 0; q < 2; ++q) {
+#pragma GCC unroll 4
+    for (int q = 0; q < Vectors; ++q) {
       const int column = g * kPanel + q * 8;
       const __m256i zero =
           matrix.symmetric ? _mm256_set1_epi32(8)
@@ -159,15 +162,19 @@ void int4_half(const Matrix& matrix, const std::byte* panel, int half, const std
     }
   }
   for (int row = 0; row < M; ++row)
-    for (int q = 0; q < 2; ++q)
+    for (int q = 0; q < Vectors; ++q)
       _mm256_storeu_ps(c + row * kPanel + q * 8, _mm256_mul_ps(total[row][q], _mm256_set1_ps(scale[row])));
 }
 
 template <int M>
 void int4_rows(const Matrix& matrix, const std::byte* panel, const std::byte* x, size_t block_stride,
                const float* scale, const int32_t* group_sum, float* c) {
-  for (int half = 0; half < 2; ++half)
-    int4_half<M>(matrix, panel, half, x, block_stride, scale, group_sum, c + half * 16);
+  // A row of its own has registers for the whole panel, and reads it from one end to the other: weights come from
+  // memory.
+  if constexpr (M == 1) int4_part<1, 4>(matrix, panel, 0, x, block_stride, scale, group_sum, c);
+  else
+    for (int half = 0; half < 2; ++half)
+      int4_part<M, 2>(matrix, panel, half, x, block_stride, scale, group_sum, c + half * 16);
 }
 
 // Calls run(panel, x, block_stride, row, take, c) for up to `Most` rows of the same group.

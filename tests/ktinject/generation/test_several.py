@@ -204,6 +204,27 @@ def test_on_a_graph_s_tensors(family: str, changes: dict[str, Any]) -> None:
     assert not decisions.found
 
 
+@torch.no_grad()
+def test_a_change_is_seen_by_the_step_after_the_one_that_runs() -> None:
+    """Where the model is compared while the device computes, and by none of another request."""
+    text = Text.of(model_of(*ON_CPU[0]))
+    steps, runner = text.steps(), text.runner
+    candidates = text.greedy(3)
+    for begins_again in (False, True):
+        text.again()
+        runner.look()
+        if begins_again:
+            text.again()
+        text.model.config.rms_norm_eps *= 2
+        found = steps.verify(candidates, has_hidden=False, has_logits=False)
+        assert (found is None) == begins_again
+        if found is not None:
+            assert steps.read(found[0])
+            assert steps.verify(candidates, has_hidden=False, has_logits=False) is None
+            assert "rms_norm_eps" in runner.changed
+        text.model.config.rms_norm_eps /= 2
+
+
 def test_projections_are_of_all_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what mixes them takes one after the other. Here torch stands in for the kernel."""
 

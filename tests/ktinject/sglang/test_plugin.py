@@ -286,16 +286,17 @@ def test_only_decode_steps_defer(sglang: dict[str, ModuleType]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks_are_several", "tokens", "others", "runs"),
+    ("several", "parts", "tokens", "others", "runs"),
     [
-        (False, 500, None, True),
-        (True, 127, None, True),
-        (True, 128, None, False),
-        (True, 128, [128, 9], True),
+        (False, 1, 500, None, True),
+        (True, 1, 127, None, True),
+        (True, 1, 128, None, False),
+        (True, 1, 128, [128, 9], True),
+        (True, 2, 128, None, True),
     ],
 )
 def test_long_prompts_of_several_processes_run_without_a_graph(
-    monkeypatch: pytest.MonkeyPatch, ranks_are_several: bool, tokens: int, others: Any, runs: bool
+    monkeypatch: pytest.MonkeyPatch, several: bool, parts: int, tokens: int, others: Any, runs: bool
 ) -> None:
     class PrefillCudaGraphRunner:
         def capture_one_shape(self) -> None: ...
@@ -307,7 +308,8 @@ def test_long_prompts_of_several_processes_run_without_a_graph(
     module.PrefillCudaGraphRunner = PrefillCudaGraphRunner  # type: ignore[attr-defined]
     plugin._mend_prefill(module)
     monkeypatch.setattr(plugin, "_is_used", True)
-    monkeypatch.setattr(plugin, "_has_ranks", ranks_are_several)
+    monkeypatch.setattr(plugin, "_has_ranks", several)
+    monkeypatch.setattr(ranks, "_mine", Share(0, parts))
     batch = SimpleNamespace(input_ids=torch.zeros(tokens), global_num_tokens_cpu=others)
     assert PrefillCudaGraphRunner().can_run_graph(batch) == runs
     assert plugin.LONG == streaming.FEWEST_TOKENS

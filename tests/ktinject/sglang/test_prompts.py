@@ -25,7 +25,7 @@ SOME = Rates(bus_s=0.1, cpu_s=((1, 0.1), (100_000, 0.2)))
 
 
 def of(rates: Rates, experts: int, first: int, top_k: int) -> Prompts:
-    streamed: Any = SimpleNamespace(first=first, end=experts, spec=SimpleNamespace(num_experts=experts))
+    streamed: Any = SimpleNamespace(first=first, spec=SimpleNamespace(num_experts=experts))
     return Prompts(streamed, rates, top_k)
 
 
@@ -38,6 +38,15 @@ def test_experts_pass_where_the_bus_is_faster_than_the_cpu() -> None:
     assert half.passing(512) == 0 and half.passing(2048) == 64
     few = of(Rates(bus_s=1e-4, cpu_s=((128, 1e-3), (1024, 8e-3)), host_s=0.0), 128, 124, 8)
     assert few.passing(8192) == 4
+
+
+def test_a_part_of_the_experts_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "_fruitless", set())
+    monkeypatch.setattr(ranks, "_mine", ranks.Share(0, 2))
+    made = filled()
+    experts = made._layer._experts
+    assert experts is not None
+    assert Prompts.of(made.arguments, experts, torch.device("meta")) is None and not prompts._fruitless
 
 
 def test_a_graph_is_cut_only_where_it_can_be() -> None:
@@ -110,23 +119,6 @@ def test_a_long_prompt_passes_through_the_gpu(passing: Callable[..., Any], rates
         held.fill_(-1)
         assert is_near(made.sync_forward(x, stream), want)
     assert len(seen) == 2 and all(0 < count <= EXPERTS - on_gpu for count in seen)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rates", [ALL, SOME])
-def test_a_part_of_the_experts_passes_through_the_gpu(passing: Callable[..., Any], rates: Rates) -> None:
-    """Of two processes, each has a part, and nothing of the other's in its memory."""
-    given, total = inputs(200, device=DEVICE), torch.zeros(1)
-    for part in (0, 1):
-        ranks.take(ranks.Share(part, 2))
-        try:
-            made = passing(rates, num_gpu_experts=2)
-        finally:
-            ranks.take(ranks.ALL)
-        seen = counted(made)
-        total = total + forward(made, given).cpu().double()
-        assert len(seen) == 1 and 0 < seen[0] <= 3
-    assert is_near(total, expected(*given, on_gpu={0, 1}))
 
 
 @pytest.mark.gpu
