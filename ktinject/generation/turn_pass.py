@@ -53,7 +53,7 @@ _COMPARED_BEHIND, _TRIES = 48, 3
 # By what logits, and keys and values of most tokens, may differ, relative to their norms: roundings of other kernels in
 # many layers; and in the first two of them, where there are few roundings.
 _TOLERANCE, _FIRST_TOLERANCE = 0.25, 5e-2
-_EXACT = 1e-3  # of models in fp32
+_EXACT = 5e-3  # of models in fp32, whose experts may round to bf16
 _ATTENTION_TOLERANCE = 2e-2  # of bf16's roundings, relative to the largest output
 
 # (ids [1, n], positions [1, n], cache, row [1] of the token whose logits are wanted) → logits [1, v]

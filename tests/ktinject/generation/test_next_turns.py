@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import models
@@ -16,7 +17,7 @@ import torch
 from test_batching import share_of_best
 from torch import Tensor
 from torch.nn import functional
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import ktinject
 from ktinject.generation import batching, next_turns, turn_pass
@@ -83,23 +84,28 @@ def test_parts_are_joined_to_the_whole(device: str, kv: int, groups: int, held: 
     assert (found.float() - want).norm() <= tolerance * want.norm()
 
 
+def tiny(family: str, device: str) -> Any:
+    model = models.tiny(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # a rounding error must not decide the next token
+    if device != "cpu":
+        model = model.to(device, torch.bfloat16)
+    rules = [
+        {"name": "experts", "match": {"path": r".*\.experts"}, "replace": {"operator": "hybrid_experts"}}
+    ]
+    return ktinject.optimize(model, rules, progress=False)
+
+
 class Conversation:
     """Turns of a text, each with tokens of its own, and how they were read.
 
     passes  sizes of the passes that have read a turn
     """
 
-    def __init__(self, family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        model = models.tiny(family)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(4)  # a rounding error must not decide the next token
-        if device != "cpu":
-            model = model.to(device, torch.bfloat16)
-        rules = [
-            {"name": "experts", "match": {"path": r".*\.experts"}, "replace": {"operator": "hybrid_experts"}}
-        ]
-        self.model: Any = ktinject.optimize(model, rules, progress=False)
+    def __init__(self, family: str, device: str, monkeypatch: pytest.MonkeyPatch, model: Any = None) -> None:
+        """model  None: a tiny one of the family"""
+        self.model: Any = tiny(family, device) if model is None else model
         decoding = self.model.ktinject_decoding
         decoding.graphs = decoding.graphs or SUPPORTED
         self.cache = DynamicCache(config=self.model.config)
@@ -138,7 +144,7 @@ class Conversation:
         whole = DynamicCache(config=self.model.config)
         with torch.no_grad():
             self.model(self.text[:, :-1], past_key_values=whole)
-        tolerance = 1e-4 if self.model.dtype == torch.float32 else 0.1
+        tolerance = 1e-3 if self.model.dtype == torch.float32 else 0.1
         for layer, other in zip(self.cache.layers, whole.layers, strict=True):
             for here, there in ((layer.keys, other.keys), (layer.values, other.values)):
                 assert here.shape == there.shape
@@ -178,6 +184,36 @@ def test_turns_are_read_by_passes(
     assert talk.model.ktinject_decoding.last == ("graph loop" if device == "cuda" else "eager loop")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_trained_model_goes_on_as_without(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 it writes the same tokens; on a GPU, those that it writes are as likely."""
+    folder = Path(__file__).parents[3] / "examples/models/tiny-qwen3-moe"
+    monkeypatch.setattr(turn_pass, "SIZES", (16, 48))
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    arguments: dict[str, Any] = {"variables": {"experts": "bf16"}, "dtype": dtype, "progress": False}
+    model = ktinject.load(folder, devices=[device], **arguments)
+    talk = Conversation("", device, monkeypatch, model)
+    ids = AutoTokenizer.from_pretrained(folder)((folder.parent / "heldout.txt").read_text("utf-8"))
+    talk.some = lambda count, seed: torch.tensor([ids["input_ids"][seed : seed + count]], device=model.device)
+    talk.text = talk.some(340, 0)
+    for new in (0, 12, 9, 33):
+        talk.turn(new)
+    assert talk.passes == [10, 34]
+    if device == "cpu":
+        talk.check()
+        return
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    shares = []
+    for written in (talk.found, talk.wanted):
+        best = []
+        for text, new in zip(talk.asked, written, strict=True):
+            with torch.no_grad():
+                logits = exact(torch.tensor([text + new])).logits[0, len(text) - 1 : -1]
+            best += (logits.argmax(-1) == torch.tensor(new)).tolist()
+        shares.append(sum(best) / len(best))
+    assert shares[0] >= shares[1] - 0.1 and shares[1] > 0.8
+
+
 def test_what_no_pass_is_for(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     talk = Conversation("qwen3_moe", "cpu", monkeypatch)
     talk.turn(0)
@@ -211,11 +247,11 @@ def test_what_no_pass_is_for(small: None, monkeypatch: pytest.MonkeyPatch) -> No
 def test_another_model_s_passes_are_refused(
     small: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pass whose tokens see one token less is found out."""
+    """A pass whose tokens see half of those before is found out."""
     caplog.set_level(logging.INFO, "ktinject")
     own = turn_pass.Parts.__init__
     monkeypatch.setattr(
-        turn_pass.Parts, "__init__", lambda self, position, places: own(self, position - 1, places)
+        turn_pass.Parts, "__init__", lambda self, position, places: own(self, position // 2, places)
     )
     monkeypatch.setattr(turn_pass, "attention_support", lambda *_: SUPPORTED)
     talk = Conversation("qwen3_moe", "cpu", monkeypatch)
