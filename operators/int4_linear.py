@@ -42,11 +42,13 @@ class _AsStored(Int4LinearConfig):
 
 # With more tokens than this (first on Hopper, then on other GPUs), it is faster to unpack the weight and use cuBLAS.
 MANY_TOKENS, MANY_TOKENS_SM80 = 4096, 256
-# Small layers on Hopper: (more tokens than, up to) → (most outputs, most million weights) with which that is faster,
-# too, measured on an H200 for the layers of the models that `ktinject bench` knows; docs/benchmarks.md has the times.
-# The kernels have the same blocks for all tokens of a range, of which the greatest number was measured.
-_SMALL_LAYERS = {(192, 256): ((4096, 10.0),), (384, 512): ((4096, 11.1), (3600, 13.0))}
-_FEWEST_OUTPUTS = {(192, 256): 2048, (384, 512): 512}
+# Small layers on Hopper: (more tokens than, up to), fewest outputs, and (most outputs, most million weights) with which
+# that is faster, too, measured on an H200 for the layers of the models that `ktinject bench` knows; docs/benchmarks.md
+# has the times. The kernels have the same blocks for all tokens of a range, of which the greatest number was measured.
+_SMALL_LAYERS = (
+    ((192, 256), 2048, ((4096, 10.0),)),
+    ((384, 512), 512, ((4096, 11.1), (3600, 13.0))),
+)
 _TURNS = 4  # sets of counters that calls take in turns, so that calls on several streams do not share one
 
 
@@ -58,9 +60,9 @@ def is_small(k: int, n: int, m: int) -> bool:
     """Whether a weight [n, k] and m tokens are so few work that, on Hopper, unpacking it and cuBLAS are faster."""
     return any(
         few < m <= most
-        and n >= _FEWEST_OUTPUTS[few, most]
+        and n >= fewest
         and any(n <= outputs and n * k <= million * 1e6 for outputs, million in bounds)
-        for (few, most), bounds in _SMALL_LAYERS.items()
+        for (few, most), fewest, bounds in _SMALL_LAYERS
     )
 
 

@@ -388,4 +388,6 @@ def run_model(
     """
     model = reference()
     assert model is not None
-    return loop.logits_of(model if fused is None else fused, ids, how.of(cache, model), positions, cache)
+    return loop.logits_of(model if fused is None else fused, ids, how.of(cache, model), positions, cache)[
+        :, -1
+    ]

@@ -123,7 +123,7 @@ def run(
 
 
 def logits_of(model: Callable[..., Any], ids: Tensor, mask: Any, positions: Tensor, cache: Any) -> Tensor:
-    """One step of a model as transformers calls it: ids and positions [b, 1], mask as `Masks.of` makes it → [b, v]."""
+    """A step of a model as transformers calls it: ids and positions [b, n], mask as `Masks.of` makes it → [b, n, v]."""
     outputs = model(
         input_ids=ids,
         attention_mask=mask,
@@ -132,5 +132,5 @@ def logits_of(model: Callable[..., Any], ids: Tensor, mask: Any, positions: Tens
         use_cache=True,
         return_dict=True,
     )
-    logits: Tensor = outputs.logits[:, -1]
+    logits: Tensor = outputs.logits
     return logits

@@ -70,7 +70,7 @@ def run(
     if turn is not None:
         read = _Read(turn[1], held, model_kwargs, turn[0], None)
     else:
-        read, recorded = _prefilled(model, recorded, input_ids, config, model_kwargs, new_tokens)
+        read, recorded = _prefilled(model, recorded, input_ids, config, model_kwargs, before, new_tokens)
     logits, cache, model_kwargs, runner, positions = read
     length = tokens_in(cache) if turn is None else input_ids.shape[1]
     native = decoding.native if runner is not None else None
@@ -125,11 +125,11 @@ def _prefilled(
     input_ids: Tensor,
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
+    before: int,
     new_tokens: int,
 ) -> tuple[_Read, Support]:
-    """The prompt as transformers reads it, and whether recorded steps go on from there."""
+    """The prompt as transformers reads it, behind `before` tokens, and whether recorded steps go on from there."""
     decoding: Decoding = model.ktinject_decoding
-    before = tokens_in(model_kwargs.get("past_key_values"))
     outputs = model._prefill(input_ids, config, model_kwargs, is_first_iteration=True)
     logits = last_logits(outputs, input_ids)
     cache = outputs.get("past_key_values")

@@ -32,18 +32,18 @@ class Settler:
     count  [1] int64: how many these are
     """
 
-    def __init__(self, runner: GraphRunner, most: int, past: Past | None) -> None:
+    def __init__(self, runner: GraphRunner, order: Tensor, past: Past | None) -> None:
         """Take the memory. Raises torch.OutOfMemoryError.
 
-        most  tokens of a step
-        past  what notes states in a step of several tokens; None: there are none
+        order  [most] int64: 0, 1 …, for as many tokens as a step may have
+        past   what notes states in a step of several tokens; None: there are none
         """
+        most = len(order)
         device, size = runner.device, 2 * most + 1
-        self._runner, self._past, self._most = runner, past, most
+        self._runner, self._past, self._order, self._most = runner, past, order, most
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         with torch.inference_mode(False):
             self._given = torch.zeros(size, dtype=torch.int64, device=device)
-            self._order = torch.arange(most, device=device)
             self._found = torch.zeros(most + 1, dtype=torch.int64, device=device)  # tokens; how many are kept
         # Of each token that is read, which one behind it lets the text go on with what is read next; -1: none.
         self.ids, self._expected, self.count = self._given.split([most, most, 1])

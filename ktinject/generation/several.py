@@ -70,7 +70,7 @@ class GraphedSteps(Proof):
         self._graphs: dict[tuple[int, int, bool], PiecewiseGraph | None] = {}
         self._keeps: dict[int, PiecewiseGraph | None] = {}
         self._size = 0  # tokens of the last step, with padding
-        self.settler = Settler(runner, self.most, self._past)
+        self.settler = Settler(runner, self._order, self._past)
 
     def __call__(self, ids: Tensor, length: int, has_hidden: bool) -> Tensor | Support:
         """Logits [n, v] of tokens [1, n] behind so many others; or why they cannot be captured.

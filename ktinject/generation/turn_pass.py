@@ -27,7 +27,7 @@ from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
 from ktinject.errors import OperatorError
-from ktinject.generation import continued
+from ktinject.generation import continued, loop
 from ktinject.generation.cache import KVBucket
 from ktinject.generation.cache_layers import ALL_TOKENS, BucketLayer
 from ktinject.generation.graph_runner import GraphRunner
@@ -313,13 +313,4 @@ def run_model(
     assert model is not None
     mask = how.of(cache, model)
     with continued.recognised(model):
-        outputs = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-        )
-    found: Tensor = outputs.logits[0].index_select(0, row)
-    return found
+        return loop.logits_of(model, ids, mask, positions, cache)[0].index_select(0, row)

@@ -62,10 +62,8 @@ class Rates:
     token_s: float = 0.0  # a token's hidden state over the bus, there and back
     host_s: float = _COMPUTED_S  # what the host makes the GPU wait for where the CPU computes
     gpu_s: Samples = ()  # unpacking all experts and multiplying on the GPU; (): hidden behind the bus
-    slowed: tuple[float, float] = (
-        _SLOWED,
-        _SLOWED,
-    )  # how many times as long the CPU, and the bus, beside each other
+    # How many times as long the CPU, and the bus, take beside each other.
+    slowed: tuple[float, float] = (_SLOWED, _SLOWED)
 
     def streamed_s(self, tokens: int) -> float:
         """All experts through the GPU: its own work hides behind the bus, or the bus behind that."""
@@ -177,13 +175,12 @@ def _measure(streamed: StreamedExperts, top_k: int) -> Rates:
     return Rates(bus_s, cpu_s, token_s, gpu_s=gpu_s, slowed=_slowed(cpu, copy, chunk_s, device))
 
 
-def _seconds_on(device: torch.device, call: Callable[[], object], times: int = 1) -> float:
-    """What the GPU takes for a call, so many times."""
+def _seconds_on(device: torch.device, call: Callable[[], object]) -> float:
+    """What the GPU takes for a call."""
     stream = torch.cuda.current_stream(device)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record(stream)
-    for _ in range(times):
-        call()
+    call()
     end.record(stream)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3

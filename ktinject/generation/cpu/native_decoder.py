@@ -106,7 +106,7 @@ class NativeDecoder:
             head: Tensor = model.lm_head(out)
             return head
         model = self._comparing(model, call) if self.support else model
-        return loop.logits_of(model, ids, self._layers.masks.of(cache, model), positions, cache)
+        return loop.logits_of(model, ids, self._layers.masks.of(cache, model), positions, cache)[:, -1]
 
     def several(
         self, ids: Tensor, mask: Tensor, positions: Tensor, cache: KVBucket, length: int
