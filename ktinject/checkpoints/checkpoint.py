@@ -114,6 +114,12 @@ class Checkpoint:
             raise
         return found
 
+    def say_quantization(self, quantization: Mapping[str, Any] | None) -> None:
+        """What `open` takes, of a config that is read after the files are open; before any weight is looked at."""
+        assert not self._held and "weights" not in vars(self), "formats are found out once"
+        self._reader.quantization = {} if self.states_formats else quantization or {}
+        self.quantization = self._reader.quantization
+
     def _add(self, packed: PackedFile) -> None:
         """Take the parameters that a file of packed weights stands for among the tensors. Raises CheckpointError."""
         self.packed = packed

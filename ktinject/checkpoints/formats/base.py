@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -199,18 +199,24 @@ class OwnTensors:
     needed    what stands in their names in place of `ending`
     optional  the same, of tensors that may be absent
     ending    of the weight's name
+    tells     the first of `needed` that is not the weight's own
     """
 
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
     ending: str = ".weight"
+    tells: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tells", next(suffix for suffix in self.needed if suffix != self.ending))
 
     def of(self, names: Collection[str], key: str) -> tuple[str, ...]:
         """The names of the tensors that hold the weight `key`; () if some are absent."""
         if not key.endswith(self.ending):
             return ()
         stem = key.removesuffix(self.ending)
-        if not all(stem + suffix in names for suffix in self.needed):
+        # Asked of each weight for each format: most have no tensor that tells this one.
+        if stem + self.tells not in names or not all(stem + suffix in names for suffix in self.needed):
             return ()
         # A plain weight comes before tensors that would make one of its name.
         if self.ending not in self.needed and key in names:
@@ -219,10 +225,9 @@ class OwnTensors:
 
     def weights(self, names: Collection[str]) -> Iterator[str]:
         """The weights that these tensors would hold, by what their names end with."""
-        tells = next(suffix for suffix in self.needed if suffix != self.ending)
         for name in names:
-            if name.endswith(tells):
-                yield name.removesuffix(tells) + self.ending
+            if name.endswith(self.tells):
+                yield name.removesuffix(self.tells) + self.ending
 
 
 class SourceFormat(ABC):
@@ -245,7 +250,11 @@ class SourceFormat(ABC):
 
     def held(self, reader: Reader, key: str) -> tuple[str, ...]:
         """The tensors that hold a weight's values; () if it is not in this format. Names may be all there is."""
-        return next((held for own in self.own if (held := own.of(reader.names, key))), ())
+        names = reader.names
+        for own in self.own:
+            if held := own.of(names, key):
+                return held
+        return ()
 
     @abstractmethod
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:

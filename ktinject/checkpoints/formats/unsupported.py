@@ -28,8 +28,8 @@ class Unsupported(SourceFormat):
         self.found = _NEVER_READ | {suffix: source.title for source in read for suffix in source.tells}
 
     def held(self, reader: Reader, key: str) -> tuple[str, ...]:
-        stem = key.removesuffix(".weight")
-        return next(((stem + suffix,) for suffix in self.found if stem + suffix in reader.names), ())
+        stem, names = key.removesuffix(".weight"), reader.names
+        return next(((stem + suffix,) for suffix in self.found if stem + suffix in names), ())
 
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
         stem = key.removesuffix(".weight")
