@@ -124,12 +124,45 @@ def optimize(
     Raises         RuleError, PlanError, CheckpointError or OperatorError; the model is then as it was. With tp, all
                    processes raise what one of them raises
     """
+    with _old_objects_left_alone():
+        return _swap(
+            model,
+            rules,
+            checkpoint,
+            devices,
+            budget,
+            progress,
+            variables,
+            check_tensors,
+            tp,
+            context,
+            max_memory,
+            ignore,
+            cache,
+        )
+
+
+def _swap(
+    model: PreTrainedModel,
+    rules: Rules,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None,
+    devices: str | Sequence[str] | None,
+    budget: Budget | None,
+    progress: bool,
+    variables: Mapping[str, Any] | None,
+    check_tensors: bool,
+    tp: bool,
+    context: int | None,
+    max_memory: Budget | None,
+    ignore: Sequence[str],
+    cache: Literal["auto"] | None,
+) -> PreTrainedModel:
     _check_cache(cache, tp)
     ruleset = read_rules(model, rules, variables)
     found = _machine(devices, budget, max_memory)
     group = ProcessGroup.join(found, devices) if tp else None
     limit = one_budget(budget, max_memory)
-    with _sharing_errors(group), _old_objects_left_alone():
+    with _sharing_errors(group):
         model = _optimize(
             model,
             ruleset,
@@ -274,20 +307,20 @@ def load(
             budget = said.budget if budget is None and max_memory is None else budget
             variables = said.variables if variables is None else variables
             context = said.context if context is None else context
-        return optimize(
+        return _swap(
             model,
             "auto" if rules is None else rules,
-            checkpoint=checkpoint,
-            devices=devices,
-            budget=budget,
-            progress=progress,
-            variables=variables,
-            check_tensors=check_tensors,
-            tp=tp,
-            context=context,
-            max_memory=max_memory,
-            ignore=ignore,
-            cache=cache,
+            checkpoint,
+            devices,
+            budget,
+            progress,
+            variables,
+            check_tensors,
+            tp,
+            context,
+            max_memory,
+            ignore,
+            cache,
         )
 
 

@@ -215,7 +215,6 @@ class OwnTensors:
         if not key.endswith(self.ending):
             return ()
         stem = key.removesuffix(self.ending)
-        # Asked of each weight for each format: most have no tensor that tells this one.
         if stem + self.tells not in names or not all(stem + suffix in names for suffix in self.needed):
             return ()
         # A plain weight comes before tensors that would make one of its name.
@@ -228,6 +227,16 @@ class OwnTensors:
         for name in names:
             if name.endswith(self.tells):
                 yield name.removesuffix(self.tells) + self.ending
+
+
+def ending_of(name: str) -> str:
+    """A name from its last dot on; all of it if it has none. A checkpoint has thousands of names, and few of these."""
+    return name[max(0, name.rfind(".")) :]
+
+
+def is_told(suffixes: Collection[str], endings: Collection[str]) -> bool:
+    """Whether a name may end with one of the suffixes, where these are the endings of all names."""
+    return any(ending.endswith(ending_of(suffix)) for suffix in suffixes for ending in endings)
 
 
 class SourceFormat(ABC):
@@ -247,6 +256,13 @@ class SourceFormat(ABC):
     def __init_subclass__(cls) -> None:
         if cls.title and cls.title not in _TITLES:
             _TITLES.append(cls.title)
+
+    def may_be_in(self, endings: Collection[str]) -> bool:
+        """Whether a checkpoint may have such a weight.
+
+        endings   of all of its names, as `ending_of` gives them
+        """
+        return not self.own or is_told({own.tells for own in self.own}, endings)
 
     def held(self, reader: Reader, key: str) -> tuple[str, ...]:
         """The tensors that hold a weight's values; () if it is not in this format. Names may be all there is."""
