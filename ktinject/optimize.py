@@ -337,7 +337,8 @@ def _old_objects_left_alone() -> Iterator[None]:
     """Let garbage be looked for among what a load makes alone.
 
     A load makes as many objects as start a search of all that there are, and torch and transformers have made 400,000:
-    0.2 s, in which nobody has Python's lock. Nothing is done where the caller keeps objects from searches himself.
+    0.2 s, in which nobody else has Python's lock. What is garbage by then waits for the next search; the plan counts it
+    as memory in use. Nothing is done where the caller keeps objects from searches himself.
     """
     if gc.get_freeze_count():
         yield
