@@ -104,11 +104,14 @@ class Machine:
         return tuple(node for node in self.nodes if set(node.cpus) & set(self.cpus) and node.memory_bytes)
 
 
-def detect(root: Path | str = "/", *, affinity: Collection[int] | None = None) -> Machine:
+def detect(
+    root: Path | str = "/", *, affinity: Collection[int] | None = None, with_gpus: bool = True
+) -> Machine:
     """Read the machine.
 
-    root      where proc/ and sys/ are looked for; what is absent there is asked for in other ways
-    affinity  CPUs this process may run on; by default the kernel is asked
+    root       where proc/ and sys/ are looked for; what is absent there is asked for in other ways
+    affinity   CPUs this process may run on; by default the kernel is asked
+    with_gpus  look for GPUs, which starts CUDA: it takes time, and memory of each of them
     Raises    PlanError or OperatorError for a bad environment variable
     """
     import torch
@@ -122,7 +125,7 @@ def detect(root: Path | str = "/", *, affinity: Collection[int] | None = None) -
     total, available = _memory(root)
     limit, left = _memory_limit(root)
     online = _cpu_list(_read(root / "sys/devices/system/cpu/online"))
-    gpus, no_gpu = _gpus()
+    gpus, no_gpu = _gpus() if with_gpus else ((), "not looked for, as only the CPU was named")
     return Machine(
         cpu=_cpu_name(root),
         cpus=cpus,

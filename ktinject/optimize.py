@@ -6,11 +6,12 @@ rules ──► plan ──► build ──► fill ──► swap; transformers
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,9 +66,9 @@ def plan(
     ruleset = read_rules(model, rules, variables)
     if machine is not None and tp:
         raise PlanError("machine: the processes of tp are on this machine. Leave one of the two out.")
-    found = _machine(machine)
+    found = _machine(devices, budget, max_memory, memory=machine)
     group = ProcessGroup.join(found, devices) if tp else None
-    with _sharing_errors(group), _open(model, checkpoint) or nullcontext() as source:
+    with _sharing_errors(group), _open(model, checkpoint) as source:
         limit = one_budget(budget, max_memory)
         decided = make(model, ruleset, source, found, devices, limit, group, context, ignore)
     if machine is not None:
@@ -82,7 +83,7 @@ def optimize(
     model: PreTrainedModel,
     rules: Rules,
     *,
-    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None = None,
     devices: str | Sequence[str] | None = None,
     budget: Budget | None = None,
     progress: bool = True,
@@ -100,7 +101,8 @@ def optimize(
                    checkpoint is given
     rules          a path, the name of bundled rules ("auto" serves any Mixture-of-Experts model), a RuleSet, a rule
                    document as a dict, or a list of rules
-    checkpoint     a folder or file of safetensors or GGUF; by default where the config was read from
+    checkpoint     a folder or file of safetensors or GGUF, or one that is open and stays so; by default where the
+                   config was read from
     devices        the devices to use, such as "cpu" or ["cuda:0", "cuda:1"]; several GPUs share the decoder layers.
                    By default the first GPU if it has room, else all GPUs, else the CPU. Operators of the CPU compute
                    on the CPU in any case
@@ -122,9 +124,42 @@ def optimize(
     Raises         RuleError, PlanError, CheckpointError or OperatorError; the model is then as it was. With tp, all
                    processes raise what one of them raises
     """
+    with _old_objects_left_alone():
+        return _swap(
+            model,
+            rules,
+            checkpoint,
+            devices,
+            budget,
+            progress,
+            variables,
+            check_tensors,
+            tp,
+            context,
+            max_memory,
+            ignore,
+            cache,
+        )
+
+
+def _swap(
+    model: PreTrainedModel,
+    rules: Rules,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None,
+    devices: str | Sequence[str] | None,
+    budget: Budget | None,
+    progress: bool,
+    variables: Mapping[str, Any] | None,
+    check_tensors: bool,
+    tp: bool,
+    context: int | None,
+    max_memory: Budget | None,
+    ignore: Sequence[str],
+    cache: Literal["auto"] | None,
+) -> PreTrainedModel:
     _check_cache(cache, tp)
     ruleset = read_rules(model, rules, variables)
-    found = _machine()
+    found = _machine(devices, budget, max_memory)
     group = ProcessGroup.join(found, devices) if tp else None
     limit = one_budget(budget, max_memory)
     with _sharing_errors(group):
@@ -163,8 +198,14 @@ def _check_cache(cache: object, tp: bool) -> None:
         )
 
 
-def _machine(memory: Budget | None = None) -> Machine:
-    found = machine.detect()
+def _machine(
+    devices: str | Sequence[str] | None, *limits: Budget | None, memory: Budget | None = None
+) -> Machine:
+    """This machine, or one with such memory; without a look at its GPUs where a call names the CPU alone."""
+    listed = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
+    named = {str(device) for device in listed}
+    named |= {str(device) for limit in limits if isinstance(limit, Mapping) for device in limit}
+    found = machine.detect(with_gpus=named != {"cpu"} or memory is not None)
     return found if memory is None else suppose(found, memory)
 
 
@@ -175,7 +216,7 @@ def _sharing_errors(group: ProcessGroup | None) -> AbstractContextManager[None]:
 def _optimize(
     model: PreTrainedModel,
     ruleset: RuleSet,
-    checkpoint: str | os.PathLike[str] | None,
+    checkpoint: str | os.PathLike[str] | Checkpoint | None,
     found: Machine,
     devices: str | Sequence[str] | None,
     budget: Budget | None,
@@ -191,7 +232,7 @@ def _optimize(
     # Open until the very end: an interrupt may come between the last step and the return.
     transaction = inject.Transaction(model)
     try:
-        with _open(model, checkpoint) or nullcontext() as source:
+        with _open(model, checkpoint) as source:
             decided = make(model, ruleset, source, found, devices, budget, group, context, ignore)
             _check_ready(model, decided, source)
             if source is None and cache is not None:
@@ -256,31 +297,31 @@ def load(
     Raises  as `optimize`
     """
     path = _folder(path)
-    with Checkpoint.open(path) as checkpoint:
+    with _old_objects_left_alone(), Checkpoint.open(path) as checkpoint:
         config = models.read_config(path, checkpoint)
         said = models.said_of_us(config) if rules is None else None
         model = models.meta_model(config, dtype, checkpoint)
-    if said is not None:
-        rules, check_tensors, tp = said.rules, check_tensors or said.check_tensors, tp or said.tp
-        devices = said.devices if devices is None else devices
-        budget = said.budget if budget is None and max_memory is None else budget
-        variables = said.variables if variables is None else variables
-        context = said.context if context is None else context
-    return optimize(
-        model,
-        "auto" if rules is None else rules,
-        checkpoint=path,
-        devices=devices,
-        budget=budget,
-        progress=progress,
-        variables=variables,
-        check_tensors=check_tensors,
-        tp=tp,
-        context=context,
-        max_memory=max_memory,
-        ignore=ignore,
-        cache=cache,
-    )
+        if said is not None:
+            rules, check_tensors, tp = said.rules, check_tensors or said.check_tensors, tp or said.tp
+            devices = said.devices if devices is None else devices
+            budget = said.budget if budget is None and max_memory is None else budget
+            variables = said.variables if variables is None else variables
+            context = said.context if context is None else context
+        return _swap(
+            model,
+            "auto" if rules is None else rules,
+            checkpoint,
+            devices,
+            budget,
+            progress,
+            variables,
+            check_tensors,
+            tp,
+            context,
+            max_memory,
+            ignore,
+            cache,
+        )
 
 
 def read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any] | None) -> RuleSet:
@@ -291,15 +332,39 @@ def read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any
     return language.read(rules, variables=variables)
 
 
-def _open(model: PreTrainedModel, checkpoint: str | os.PathLike[str] | None) -> Checkpoint | None:
+@contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """Let garbage be looked for among what a load makes alone.
+
+    A load makes as many objects as start a search of all that there are, and torch and transformers have made 400,000:
+    0.2 s, in which nobody else has Python's lock. What is garbage by then waits for the next search; the plan counts it
+    as memory in use. Nothing is done where the caller keeps objects from searches himself.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    try:
+        gc.freeze()
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _open(
+    model: PreTrainedModel, checkpoint: str | os.PathLike[str] | Checkpoint | None
+) -> AbstractContextManager[Checkpoint | None]:
     """The checkpoint to load from; None if there is none, or if the model has its weights."""
-    if checkpoint is None:
+    if isinstance(checkpoint, Checkpoint):
+        checkpoint.say_quantization(models.quantization(model.config))
+        return nullcontext(checkpoint)
+    path = checkpoint
+    if path is None:
         name = model.config.name_or_path
         on_meta = any(tensor.is_meta for tensor in model.parameters())
         if not on_meta or not name or not (os.path.isdir(name) or name.endswith(".gguf")):
-            return None
-        checkpoint = name
-    return Checkpoint.open(_folder(checkpoint), models.quantization(model.config))
+            return nullcontext(None)
+        path = name
+    return Checkpoint.open(_folder(path), models.quantization(model.config))
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:

@@ -114,6 +114,12 @@ class Checkpoint:
             raise
         return found
 
+    def say_quantization(self, quantization: Mapping[str, Any] | None) -> None:
+        """What `open` takes, of a config that is read after the files are open; before any weight is looked at."""
+        assert not self._held and "weights" not in vars(self), "formats are found out once"
+        self._reader.quantization = {} if self.states_formats else quantization or {}
+        self.quantization = self._reader.quantization
+
     def _add(self, packed: PackedFile) -> None:
         """Take the parameters that a file of packed weights stands for among the tensors. Raises CheckpointError."""
         self.packed = packed
@@ -158,7 +164,12 @@ class Checkpoint:
     @cached_property
     def weights(self) -> set[str]:
         """All names, with the weight's in place of those of the tensors that hold it."""
-        return table.weight_names(self._reader)
+        return table.weight_names(self._reader, self._sources)
+
+    @cached_property
+    def _sources(self) -> tuple[SourceFormat, ...]:
+        # Asked for once all names are there: of thousands of weights each would be asked for in each format.
+        return table.sources_in(self._reader)
 
     @property
     def block_dtypes(self) -> list[str]:
@@ -185,7 +196,7 @@ class Checkpoint:
 
     def _holder(self, key: str) -> tuple[SourceFormat, tuple[str, ...]]:
         if key not in self._held:
-            self._held[key] = table.find(self._reader, key)
+            self._held[key] = table.find(self._reader, key, self._sources)
         return self._held[key]
 
     def shape(self, key: str) -> tuple[int, ...]:

@@ -158,11 +158,12 @@ def from_checkpoint(
         for name in replacement.parameter_shapes
     ]
     portions = _portions(plan, wanted, operators, checkpoint, read)
+    sizes = {portion: read.bytes_of(portion) for portion in portions}
     threads = packing_threads()
     alone = {
         portion
-        for portion in portions
-        if threads and operators[portion.path].packs_alone and read.bytes_of(portion) * threads <= ROOM
+        for portion, size in sizes.items()
+        if threads and operators[portion.path].packs_alone and size * threads <= ROOM
     }
 
     def load(portion: Portion, value: Any) -> None:
@@ -186,7 +187,7 @@ def from_checkpoint(
         reading.append(middle - start)
         return _LOADED
 
-    with ReadAhead(portions, made, read.bytes_of, threads if alone else None) as ahead:
+    with ReadAhead(portions, made, sizes.__getitem__, threads if alone else None) as ahead:
         for portion, value in ahead:
             if value is not _LOADED:
                 load(portion, value)

@@ -30,7 +30,7 @@ from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.checkpoints.packed import Block, PackedFile, PackedTensor, PackedWeights, Writer
 from ktinject.errors import CheckpointError
 from ktinject.loading.progress import progress
-from ktinject.loading.read_ahead import Pace, ReadAhead
+from ktinject.loading.read_ahead import Pace, ReadAhead, packing_threads
 from ktinject.operators import Operator
 from ktinject.planning.devices import show_bytes
 from ktinject.planning.plan import Plan
@@ -154,7 +154,9 @@ def fill_from(
         def read(block: Block) -> None:
             advance(file.read(block))
 
-        with ReadAhead(blocks, read, lambda block: 0) as ahead:
+        # Each block goes to where it stays, so more threads take no more memory; most of a hot file's time is that of
+        # the pages it is copied to, which the system clears first.
+        with ReadAhead(blocks, read, lambda block: 0, packing_threads()) as ahead:
             for _ in ahead:
                 pass
     for path in held:

@@ -68,7 +68,7 @@ def usual_threads() -> int:
 
 
 def packing_threads() -> int:
-    """The same where the threads pack, too."""
+    """The same where the threads pack, too, or read to where it stays."""
     return 0 if env.loads_in_one_thread() else min(MOST_PACKING_THREADS, _native.threads())
 
 

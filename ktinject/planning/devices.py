@@ -114,6 +114,7 @@ class Devices:
     candidates  devices for the modules that are not replaced, best first; each is one device, or several GPUs for
                 decoder layers in order
     notes       remarks on this choice, for the plan
+    are_named   the call says which devices; of others, nobody may have looked whether they are there
     """
 
     free: dict[str, int]
@@ -121,6 +122,7 @@ class Devices:
     allowed: tuple[str, ...]
     candidates: tuple[tuple[str, ...], ...]
     notes: list[str] = field(default_factory=list)
+    are_named: bool = False
 
     @classmethod
     def choose(
@@ -169,7 +171,7 @@ class Devices:
         if not chosen:
             raise PlanError("devices: found an empty list; name at least one device, or leave it out.")
         groups = [group for group in (gpus, [device for device in chosen if device == "cpu"]) if group]
-        return cls(free, limits, (*gpus, "cpu"), tuple(map(tuple, groups)), notes)
+        return cls(free, limits, (*gpus, "cpu"), tuple(map(tuple, groups)), notes, are_named=True)
 
     def for_operator(self, rule: Rule, wanted: str, types: Sequence[str], standing: str) -> str:
         """The device on which an operator computes.
@@ -191,7 +193,8 @@ class Devices:
             )
         device = _canonical(wanted)
         if device not in self.allowed:
-            reason = "is not there" if device not in self.free else "is not among the devices of this call"
+            is_absent = device not in self.free and not self.are_named
+            reason = "is not there" if is_absent else "is not among the devices of this call"
             raise _refusal(
                 rule,
                 f"device {wanted!r} {reason}; usable are {', '.join(self.allowed)}. Name one of these, or auto.",

@@ -159,7 +159,11 @@ def with_checkpoint_format(matched: MatchedModule, checkpoint: Checkpoint, mappi
             (name, piece) for name in names for piece in mapping.targets.get(f"{matched.path}.{name}", ())
         )
         found = ((name, checkpoint.format_of(p.key), p.part) for name, p in pieces)
-        return {(name, dataclasses.replace(form, companions=()), part): None for name, form, part in found}
+        # Thousands of plain weights have no companions to leave out.
+        return {
+            (name, dataclasses.replace(form, companions=()) if form.companions else form, part): None
+            for name, form, part in found
+        }
 
     matched = dataclasses.replace(matched, sources=sources)
     keys = [piece.key for piece in mapping.targets.get(f"{matched.path}.weight", ())]

@@ -52,19 +52,19 @@ def from_pretrained(
             _say_what_is_stored(settled, asked, checkpoint)
             make = functools.partial(cls._from_config, **read.making)
             model = models.build_on_meta(make, settled, read.dtype, checkpoint)
-        optimize(
-            model,
-            asked.rules,
-            checkpoint=path,
-            devices=read.devices,
-            budget=read.budget,
-            progress=transformers_logging.is_progress_bar_enabled(),
-            variables=asked.variables,
-            check_tensors=asked.check_tensors,
-            tp=asked.tp,
-            context=asked.context,
-            cache=asked.cache,
-        )
+            optimize(
+                model,
+                asked.rules,
+                checkpoint=checkpoint,
+                devices=read.devices,
+                budget=read.budget,
+                progress=transformers_logging.is_progress_bar_enabled(),
+                variables=asked.variables,
+                check_tensors=asked.check_tensors,
+                tp=asked.tp,
+                context=asked.context,
+                cache=asked.cache,
+            )
     if read.generation_config is not None:
         model.generation_config = model.generation_config.from_dict(read.generation_config.to_dict())
     model.config.quantization_config = saved

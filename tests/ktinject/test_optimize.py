@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -19,8 +21,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import ktinject
 from ktinject import machine
+from ktinject.checkpoints.checkpoint import Checkpoint
+from ktinject.checkpoints.files import DataFile
 from ktinject.errors import CheckpointError, PlanError, RuleError
 from ktinject.hf import models as hf
+from ktinject.loading import inject
 
 torch.set_num_threads(1)
 TRAINED = Path(__file__).parents[2] / "examples/models/tiny-qwen3-moe"
@@ -269,12 +274,93 @@ def test_what_was_done_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "swapped 2 modules of Qwen3MoeForCausalLM" in caplog.text
 
 
+# What a load leaves out
+
+
+def test_the_files_of_a_load_are_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, opened = saved(models.tiny("qwen3_moe"), tmp_path), []
+
+    def of(self: DataFile, path: Path) -> None:
+        opened.append(path.name)
+        original(self, path)
+
+    original = DataFile.__init__
+    monkeypatch.setattr(DataFile, "__init__", of)
+    ktinject.load(folder, [EXPERTS], progress=False)
+    assert opened == ["model.safetensors"]
+
+
+def test_an_open_checkpoint_is_read_as_the_config_says_and_stays_open(tmp_path: Path) -> None:
+    original = models.tiny("qwen3_moe")
+    folder = saved(original, tmp_path)
+    with Checkpoint.open(folder, {"quant_method": "of another config"}) as checkpoint:
+        model = ktinject.optimize(on_meta(folder), [EXPERTS], checkpoint=checkpoint, progress=False)
+        assert checkpoint.quantization == {}
+        assert checkpoint.read("lm_head.weight").shape == original.lm_head.weight.shape
+    assert_same(model, original)
+
+
+def test_only_what_a_load_makes_is_searched_for_garbage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, build, left_alone = saved(models.tiny("qwen3_moe"), tmp_path), inject.build, []
+
+    def counted(*given: Any) -> Any:
+        left_alone.append(gc.get_freeze_count())
+        return build(*given)
+
+    monkeypatch.setattr(inject, "build", counted)
+    was = gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        ktinject.load(folder, [EXPERTS], progress=False)
+        assert left_alone[0] > 10_000 and gc.get_freeze_count() == 0
+        with pytest.raises(CheckpointError):
+            ktinject.load(tmp_path / "nothing", progress=False)
+        assert gc.get_freeze_count() == 0
+        gc.freeze()
+        ktinject.load(folder, [EXPERTS], progress=False)
+        assert gc.get_freeze_count() > 10_000, "what the caller does so stays"
+    finally:
+        if not was:
+            gc.unfreeze()
+
+
+@pytest.mark.parametrize(
+    ("named", "looks"),
+    [
+        ({"devices": "cpu"}, False),
+        ({"devices": ["cpu"], "budget": {"cpu": "1GiB"}}, False),
+        ({"devices": [torch.device("cpu")]}, False),
+        ({}, True),
+        ({"devices": "cpu", "max_memory": {0: "1GiB"}}, True),
+        ({"devices": ["cpu", "cuda"]}, True),
+    ],
+)
+def test_gpus_are_looked_for_unless_the_cpu_alone_is_named(
+    named: dict[str, Any], looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(machine, "_gpus", lambda: asked.append("GPUs") or ((), "none in this test"))
+    with contextlib.suppress(PlanError):  # the devices are not there
+        ktinject.plan(tiny_meta(), [EXPERTS], **named)
+    assert bool(asked) == looks
+
+
+def test_the_cpu_alone_says_why_there_is_no_gpu() -> None:
+    rule = {**EXPERTS, "replace": {**EXPERTS["replace"], "device": "cuda:0"}}
+    with pytest.raises(
+        PlanError, match="device 'cuda:0' is not among the devices of this call; usable are cpu"
+    ):
+        ktinject.plan(tiny_meta(), [rule], devices="cpu")
+
+
 @pytest.mark.parametrize("state", ["madvise", "never", "absent"])
 def test_a_machine_without_huge_pages_is_logged(
     state: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = dataclasses.replace(machine.detect(), huge_pages=state)
-    monkeypatch.setattr(machine, "detect", lambda: found)
+    monkeypatch.setattr(machine, "detect", lambda **how: found)
     with caplog.at_level(logging.INFO, logger="ktinject"):
         ktinject.load(saved(models.tiny("qwen3_moe"), tmp_path), [EXPERTS], progress=False)
     assert ("pages of 4 KiB" in caplog.text) == (state != "madvise")

@@ -178,7 +178,7 @@ def test_auto_takes_what_is_left(profile: str) -> None:
 def test_the_plan_counts_them(tiny_qwen3_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     detect = machine.detect
 
-    def with_gpu() -> machine.Machine:
+    def with_gpu(**how: Any) -> machine.Machine:
         gpu = machine.Gpu(0, "made up", 1 << 34, 1 << 34, (9, 0))
         return dataclasses.replace(detect(), gpus=(gpu,), no_gpu="")
 
@@ -223,7 +223,7 @@ def test_a_build_without_cuda_parts_refuses_a_gpu(
     """In the plan, not when the weights are there; whether experts go to the GPU or not."""
     gpu = machine.Gpu(0, "made up", 1 << 34, 1 << 34, (9, 0))
     here = dataclasses.replace(machine.detect(), gpus=(gpu,), no_gpu="", cuda_built=False)
-    monkeypatch.setattr(machine, "detect", lambda: here)
+    monkeypatch.setattr(machine, "detect", lambda **how: here)
     config = transformers.AutoConfig.from_pretrained(tiny_qwen3_moe)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)

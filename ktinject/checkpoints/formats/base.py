@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -199,18 +199,23 @@ class OwnTensors:
     needed    what stands in their names in place of `ending`
     optional  the same, of tensors that may be absent
     ending    of the weight's name
+    tells     the first of `needed` that is not the weight's own
     """
 
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
     ending: str = ".weight"
+    tells: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tells", next(suffix for suffix in self.needed if suffix != self.ending))
 
     def of(self, names: Collection[str], key: str) -> tuple[str, ...]:
         """The names of the tensors that hold the weight `key`; () if some are absent."""
         if not key.endswith(self.ending):
             return ()
         stem = key.removesuffix(self.ending)
-        if not all(stem + suffix in names for suffix in self.needed):
+        if stem + self.tells not in names or not all(stem + suffix in names for suffix in self.needed):
             return ()
         # A plain weight comes before tensors that would make one of its name.
         if self.ending not in self.needed and key in names:
@@ -219,10 +224,19 @@ class OwnTensors:
 
     def weights(self, names: Collection[str]) -> Iterator[str]:
         """The weights that these tensors would hold, by what their names end with."""
-        tells = next(suffix for suffix in self.needed if suffix != self.ending)
         for name in names:
-            if name.endswith(tells):
-                yield name.removesuffix(tells) + self.ending
+            if name.endswith(self.tells):
+                yield name.removesuffix(self.tells) + self.ending
+
+
+def ending_of(name: str) -> str:
+    """A name from its last dot on; all of it if it has none. A checkpoint has thousands of names, and few of these."""
+    return name[max(0, name.rfind(".")) :]
+
+
+def is_told(suffixes: Collection[str], endings: Collection[str]) -> bool:
+    """Whether a name may end with one of the suffixes, where these are the endings of all names."""
+    return any(ending.endswith(ending_of(suffix)) for suffix in suffixes for ending in endings)
 
 
 class SourceFormat(ABC):
@@ -243,9 +257,20 @@ class SourceFormat(ABC):
         if cls.title and cls.title not in _TITLES:
             _TITLES.append(cls.title)
 
+    def may_be_in(self, endings: Collection[str]) -> bool:
+        """Whether a checkpoint may have such a weight.
+
+        endings   of all of its names, as `ending_of` gives them
+        """
+        return not self.own or is_told({own.tells for own in self.own}, endings)
+
     def held(self, reader: Reader, key: str) -> tuple[str, ...]:
         """The tensors that hold a weight's values; () if it is not in this format. Names may be all there is."""
-        return next((held for own in self.own if (held := own.of(reader.names, key))), ())
+        names = reader.names
+        for own in self.own:
+            if held := own.of(names, key):
+                return held
+        return ()
 
     @abstractmethod
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from ktinject.checkpoints.formats.base import Format, SourceFormat, unread
+from ktinject.checkpoints.formats.base import Format, SourceFormat, is_told, unread
 from ktinject.checkpoints.reader import Reader
 from ktinject.errors import shown
 
@@ -27,9 +27,12 @@ class Unsupported(SourceFormat):
     def __init__(self, read: Sequence[SourceFormat]) -> None:
         self.found = _NEVER_READ | {suffix: source.title for source in read for suffix in source.tells}
 
+    def may_be_in(self, endings: Collection[str]) -> bool:
+        return is_told(self.found, endings)
+
     def held(self, reader: Reader, key: str) -> tuple[str, ...]:
-        stem = key.removesuffix(".weight")
-        return next(((stem + suffix,) for suffix in self.found if stem + suffix in reader.names), ())
+        stem, names = key.removesuffix(".weight"), reader.names
+        return next(((stem + suffix,) for suffix in self.found if stem + suffix in names), ())
 
     def detect(self, reader: Reader, key: str, held: tuple[str, ...]) -> Format:
         stem = key.removesuffix(".weight")

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from ktinject.checkpoints.checkpoint import Checkpoint
-from ktinject.checkpoints.formats import base
+from ktinject.checkpoints.checkpoint import Checkpoint, open_reader
+from ktinject.checkpoints.formats import base, table
 from ktinject.checkpoints.formats.base import Format, check_finite
 from ktinject.checkpoints.formats.table import READ
 from ktinject.checkpoints.formats.unsupported import Unsupported
@@ -331,3 +331,34 @@ def test_blocks_without_scales_are_named(tmp_path: Path) -> None:
     with write_all(tmp_path, {f"{MX_KEY}_blocks": mxfp4(3, 12, 5)[0]}) as checkpoint:
         with pytest.raises(CheckpointError, match="MXFP4 as gpt-oss has it, to which"):
             checkpoint.format_of(MX_KEY)
+
+
+NAMES_OF_FORMATS = {
+    **{
+        f"{type(source).__name__} {number}": [f"x.y{suffix}" for suffix in (*own.needed, *own.optional)]
+        for source in READ
+        for number, own in enumerate(source.own)
+    },
+    **{f"{suffix} alone": [f"x.y{suffix}"] for suffix in Unsupported(READ).found},
+    **{f"{suffix} of a weight": [f"x.y{suffix}", "x.y.weight"] for suffix in Unsupported(READ).found},
+    "plain": ["x.y.weight", "y", "x.y.bias"],
+}
+
+
+@pytest.mark.parametrize("case", NAMES_OF_FORMATS)
+def test_formats_that_no_name_tells_of_are_not_asked(case: str, tmp_path: Path) -> None:
+    """What is found in the formats that may be there is what is found in all of them."""
+    names = [*NAMES_OF_FORMATS[case], "model.embed_tokens.weight"]
+    write_index(tmp_path, dict.fromkeys(names, "model-1.safetensors"))
+    reader = open_reader(tmp_path, {})
+    some = table.sources_in(reader)
+    assert len(some) < len(table.SOURCES)
+    assert table.weight_names(reader, some) == table.weight_names(reader)
+    for key in {*names, "x.y.weight", "x.y"} & {*names, *table.weight_names(reader)}:
+        assert table.find(reader, key, some) == table.find(reader, key)
+
+
+def test_a_plain_checkpoint_is_asked_for_few_formats(tmp_path: Path) -> None:
+    write_index(tmp_path, {"a.weight": "model-1.safetensors", "b.bias": "model-1.safetensors"})
+    kinds = {type(source).__name__ for source in table.sources_in(open_reader(tmp_path, {}))}
+    assert kinds == {"MadeOfParts", "GgufBlocks", "Floats"}

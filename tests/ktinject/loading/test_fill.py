@@ -87,9 +87,9 @@ def test_the_format_of_a_weight_is_found_once(tmp_path: Path, monkeypatch: pytes
     found: list[str] = []
     original = table.find
 
-    def find(reader: Reader, key: str) -> Any:
+    def find(reader: Reader, key: str, *sources: Any) -> Any:
         found.append(key)
-        return original(reader, key)
+        return original(reader, key, *sources)
 
     monkeypatch.setattr(table, "find", find)
     folder = saved(models.tiny("deepseek_v3", num_hidden_layers=2), tmp_path)

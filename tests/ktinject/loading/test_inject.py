@@ -297,7 +297,7 @@ def test_saving_without_the_memory_for_it_is_refused(
     swapped: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = machine(memory=1000)
-    monkeypatch.setattr("ktinject.machine.detect", lambda: small)
+    monkeypatch.setattr("ktinject.machine.detect", lambda **how: small)
     with pytest.raises(
         OperatorError, match=r"saving needs 67.5 KiB for unpacked weights, and 1000 B are free"
     ):
