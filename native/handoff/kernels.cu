@@ -243,7 +243,7 @@ struct Piece {
       const bool there = first + j < values;
       addend[j] = there && epilogue.addend != nullptr ? __ldcg(epilogue.addend + first + j) : 0;
       residual[j] = there && epilogue.residual != nullptr
-                        ? load(__ldcg(static_cast<const T*>(epilogue.residual) + first + j))
+                        ? load(read_written(static_cast<const T*>(epilogue.residual) + first + j))
                         : 0;
     }
   }
