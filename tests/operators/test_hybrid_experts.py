@@ -22,7 +22,7 @@ from ktinject import _native, machine
 from ktinject.errors import OperatorError
 from ktinject.operators.cpu_experts import CpuExperts, CpuExpertsConfig
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
-from ktinject.operators.offload import gpu_experts, handoff, streaming
+from ktinject.operators.offload import expert_cache, gpu_experts, handoff, streaming
 
 EXPERTS, HIDDEN = 16, 128
 MODELS = Path(__file__).parents[2] / "examples/models"
@@ -166,10 +166,17 @@ def test_numbers_and_shares(profile: str) -> None:
 @needs_cuda_parts
 def test_auto_takes_what_is_left(profile: str) -> None:
     assert placed(gpu_experts="auto", spare=0) == [(), ()]
-    assert placed(gpu_experts="auto", spare=spare_for(7.5)) == [(0, 1, 2)] * 2
+    assert placed(gpu_experts="auto", dynamic=False, spare=spare_for(7.5)) == [(0, 1, 2)] * 2
+    # Where experts are exchanged, two layers have their spare places besides.
+    spares = 2 * expert_cache.MOST_SPARES
+    assert placed(gpu_experts="auto", spare=spare_for(7.5 + spares)) == [(0, 1, 2)] * 2
+    assert placed(gpu_experts="auto", spare=spare_for(5.5 + spares)) == [(0, 1)] * 2
     assert placed(gpu_experts="auto") == [tuple(range(EXPERTS))] * 2
     # By the profile the first layer's four come first, whichever way it is given.
-    for arguments in ({"gpu_experts": profile}, {"gpu_experts": "auto", "profile": profile}):
+    for arguments in (
+        {"gpu_experts": profile},
+        {"gpu_experts": "auto", "profile": profile, "dynamic": False},
+    ):
         assert placed(**arguments, spare=spare_for(5.5)) == [(2, 3, 5, 11), (7,)]
         assert placed(**arguments, spare=spare_for(2.5)) == [(2, 5), ()]
 
