@@ -7,6 +7,7 @@ import csv
 import importlib.util
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -230,8 +231,9 @@ def test_gguf_files_have_all_weights_of_their_model(monkeypatch: pytest.MonkeyPa
 
 
 LLAMA_SERVER = """#!{python}
-import http.server, json, sys
+import http.server, json, os, sys, time
 assert sys.argv[sys.argv.index("--parallel") + 1] == "3" and sys.argv[sys.argv.index("-c") + 1] == "48"
+assert sys.argv[-2:] == ["-t", "2"] and os.environ["GGML_OP_OFFLOAD_MIN_BATCH"] == "64"
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_): pass
@@ -241,33 +243,55 @@ class Handler(http.server.BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert len(asked["prompt"]) == 5 and asked["ignore_eos"]
         self.send_response(200); self.end_headers()
-        for stop in (False, True):
-            answer = {{"stop": stop, "tokens_predicted": asked["n_predict"] - {short}}}
+        for written in range(asked["n_predict"] - {short} + 1):
+            time.sleep({slow} if written == 3 else 0)
+            answer = {{"stop": written == asked["n_predict"], "tokens_predicted": written}}
             self.wfile.write(b"data: " + json.dumps(answer).encode() + b"\\n\\n")
+            self.wfile.flush()
 
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
 """
 
 
-@pytest.mark.parametrize("short", [0, 1])
-def test_clients_of_llama_cpps_server(
-    short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Each text counts with what was asked for, and one that is shorter is no result."""
+@pytest.fixture
+def llama_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs it beside a server whose texts are so many tokens short, or slow from their third token on."""
     monkeypatch.syspath_prepend(str(FOLDER))
     import llama_clients
 
-    program = tmp_path / "llama-server"
-    program.write_text(LLAMA_SERVER.format(python=sys.executable, short=short))
-    program.chmod(0o755)
-    monkeypatch.setattr(
-        sys, "argv", f"x {program} a.gguf --clients 1 3 --prompt 5 --write 3 --repeats 1".split()
-    )
-    if short:
-        with pytest.raises(SystemExit, match=r"not all 1 clients got 3 tokens: \[2\]"):
-            llama_clients.main()
-        return
-    llama_clients.main()
+    def run(more: str = "", short: int = 0, slow: float = 0.0) -> None:
+        program = tmp_path / "llama-server"
+        program.write_text(LLAMA_SERVER.format(python=sys.executable, short=short, slow=slow))
+        program.chmod(0o755)
+        command = f"x {program} a.gguf --clients 1 3 --prompt 5 --write 3 --repeats 1 {more}"
+        way = "GGML_OP_OFFLOAD_MIN_BATCH=64 -t 2"
+        monkeypatch.setattr(sys, "argv", [*command.split(), "--ways", way])
+        llama_clients.main()
+
+    return run
+
+
+def test_clients_of_llama_cpps_server(llama_clients, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each text counts with what was asked for."""
+    llama_clients()
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" clients: ")[0].split()[-1] for line in lines] == ["1", "3"]
     assert all(float(line.partition(" clients: ")[2].split()[0]) > 0 for line in lines)
+    assert not any("ended" in line for line in lines)
+
+
+def test_a_text_of_llama_cpps_server_that_is_too_short_is_no_result(llama_clients) -> None:
+    with pytest.raises(SystemExit, match=r"not all 1 clients got 3 tokens: \[2\]"):
+        llama_clients(short=1)
+
+
+def test_a_round_of_llama_cpps_server_that_takes_too_long_counts_what_was_written(
+    llama_clients, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of three tokens in two seconds and a little, and nobody waits for the rest or for more clients."""
+    begin = time.monotonic()
+    llama_clients("--limit 2", slow=60.0)
+    assert time.monotonic() - begin < 30
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("; ended after 2 s")
+    assert 0.5 < float(line.partition(" clients: ")[2].split()[0]) <= 1.0

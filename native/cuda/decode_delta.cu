@@ -6,8 +6,11 @@
 // Both sums need the state before the update only. A warp reads 4 rows at a time, 8 lanes each. Every block computes
 // the convolution for q and k of its head again, which is little.
 //
-// The blocks of a head of keys count when they are done with the inputs of the convolution and have left their o in
-// `scratch`. The last one moves the inputs of q and k on, and norms the heads' o.
+// The blocks of a head of keys count when they are done with the inputs of the convolution and have left their o, and
+// the sum of its squares, in `scratch`. The last one moves the inputs of q and k on, and norms the heads' o.
+//
+// Code that runs once takes as long as fetching it takes. So a thread has two neighbouring channels of the convolution,
+// whose inputs are 16 bytes where there are four of each, and what is left for the last block is little.
 #include "cuda/decode_delta.hpp"
 
 #include <cuda_bf16.h>
@@ -32,73 +35,91 @@ constexpr int kWarps = kThreads / kWarp;
 // Added to the square of a length before its root: what transformers' l2norm has.
 constexpr float kLengthEpsilon = 1e-6f;
 
-// What a block works on, and where its tensors lie.
+// What a block works on, and where its tensors lie. The grid is (parts of a head's columns, heads of values that share
+// a head of keys, rows times heads of keys).
 template <class T>
 struct Block {
-  int row, key_head, shared;  // shared: heads of values that a head of keys has
-  int member, head, column;   // which of those; the same of all; the first column
-  float* state;               // the first row of the columns
+  int row, key_head, head, column;  // head: of values; the first column
+  float* state;                     // the first row of the columns
 
   __device__ __forceinline__ explicit Block(const GatedDelta& p) {
-    const int splits = p.value_size / kColumns;
-    shared = p.value_heads / p.key_heads;
-    row = static_cast<int>(blockIdx.y);
-    head = static_cast<int>(blockIdx.x) / splits;
-    column = static_cast<int>(blockIdx.x) % splits * kColumns;
-    key_head = head / shared, member = head % shared;
+    row = static_cast<int>(blockIdx.z) / p.key_heads;
+    key_head = static_cast<int>(blockIdx.z) - row * p.key_heads;
+    head = key_head * static_cast<int>(gridDim.y) + static_cast<int>(blockIdx.y);
+    column = static_cast<int>(blockIdx.x) * kColumns;
     const size_t index = static_cast<size_t>(row) * p.value_heads + head;
     state = p.states + index * p.key_size * p.value_size + column;
-  }
-  // Blocks that work on a head of keys.
-  __device__ __forceinline__ unsigned peers(const GatedDelta& p) const {
-    return static_cast<unsigned>(shared * (p.value_size / kColumns));
   }
   __device__ __forceinline__ const T* of(const DeltaInput& input) const {
     return static_cast<const T*>(input.data) + row * input.row_stride + key_head * input.head_stride;
   }
 };
 
-// A channel of q, k or v, and its new input.
+// Neighbouring channels of q, k or v: their new inputs, and the first one's index among all channels.
 template <class T>
 struct Mixed {
   const T* newest;
-  Channel<T> channel;
+  int index;
 };
 
 // i: first q's channels, then k's, then the block's columns of v.
 template <class T>
 __device__ __forceinline__ Mixed<T> mixed_of(const GatedDelta& p, const Block<T>& block, int i) {
-  const T* newest;
-  int index;
-  if (i < p.key_size) {
-    newest = block.of(p.q) + i;
-    index = block.key_head * p.key_size + i;
-  } else if (i < 2 * p.key_size) {
-    newest = block.of(p.k) + i - p.key_size;
-    index = (p.key_heads + block.key_head) * p.key_size + i - p.key_size;
-  } else {
-    const int at = block.column + i - 2 * p.key_size;
-    newest = block.of(p.v) + block.member * p.value_size + at;
-    index = 2 * p.key_heads * p.key_size + block.head * p.value_size + at;
-  }
-  const int channels = 2 * p.key_heads * p.key_size + p.value_heads * p.value_size;
-  return {newest, {p.inputs, p.taps_weight, channels, block.row, index, p.taps}};
+  if (i < p.key_size) return {block.of(p.q) + i, block.key_head * p.key_size + i};
+  const int k = i - p.key_size;
+  if (k < p.key_size) return {block.of(p.k) + k, (p.key_heads + block.key_head) * p.key_size + k};
+  const int at = block.column + k - p.key_size;
+  return {block.of(p.v) + static_cast<int>(blockIdx.y) * p.value_size + at,
+          2 * p.key_heads * p.key_size + block.head * p.value_size + at};
 }
 
-// Fetches into L2 what the block reads, while the kernel before still runs.
-template <class T>
-__device__ __forceinline__ void prefetch(const GatedDelta& p, const Block<T>& block) {
-  const int thread = static_cast<int>(threadIdx.x);
-  for (int i = thread; i < p.key_size; i += kThreads)
-    prefetch_line(block.state + static_cast<size_t>(i) * p.value_size);
-  // A line has the taps of several channels.
-  const int step = static_cast<int>(kLine / sizeof(T)) / p.taps;
-  for (int i = thread * step; i < 2 * p.key_size + kColumns; i += kThreads * step)
-    mixed_of(p, block, i).channel.prefetch();
-  if (thread == 0 && p.then != nullptr)
-    prefetch_share(p.then, p.then_bytes, static_cast<int>(blockIdx.y * gridDim.x + blockIdx.x),
-                   static_cast<int>(gridDim.x * gridDim.y));
-}
+// The inputs of two channels of the convolution, or the factors of these: kTaps of each; if that is 0, as many as the
+// layer has.
+template <class T, int kTaps>
+struct Window {
+  static constexpr int kMost = kTaps > 0 ? kTaps : kMostTaps;
+  static constexpr bool kIsWhole = kTaps * 2 * sizeof(T) == sizeof(uint4);
+  T values[2][kMost];
+
+  __device__ __forceinline__ void read(const T* from, int taps) {
+    if constexpr (kIsWhole) {
+      const uint4 words = __ldcg(reinterpret_cast<const uint4*>(from));
+      memcpy(values, &words, sizeof words);
+    } else {
+      for_each(taps, [&](int c, int j) { values[c][j] = read_written(from + c * taps + j); });
+    }
+  }
+  __device__ __forceinline__ void write(T* to, int taps) const {
+    if constexpr (kIsWhole) {
+      uint4 words;
+      memcpy(&words, values, sizeof words);
+      *reinterpret_cast<uint4*>(to) = words;
+    } else {
+      for_each(taps, [&](int c, int j) { to[c * taps + j] = values[c][j]; });
+    }
+  }
+  // Leaves the oldest inputs out.
+  __device__ __forceinline__ void move_on(const T (&newest)[2], int taps) {
+    for_each(taps, [&](int c, int j) { values[c][j] = j + 1 < taps ? values[c][min(j + 1, kMost - 1)] : newest[c]; });
+  }
+  __device__ __forceinline__ float convolved(const Window& factors, int c, int taps) const {
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < kMost; ++j)
+      if (kTaps > 0 || j < taps) sum = fmaf(load(values[c][j]), load(factors.values[c][j]), sum);
+    return rounded<T>(sum);
+  }
+
+ private:
+  template <class Use>
+  static __device__ __forceinline__ void for_each(int taps, Use&& use) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+#pragma unroll
+      for (int j = 0; j < kMost; ++j)
+        if (kTaps > 0 || j < taps) use(c, j);
+  }
+};
 
 // Factors that make q and k as long as the rule wants them, and q k after that.
 struct Lengths {
@@ -116,7 +137,7 @@ __device__ __forceinline__ Lengths find_lengths(const float* mixed, int lane) {
     kk = fmaf(k, k, kk);
     qk = fmaf(q, k, qk);
   }
-  const float q = rsqrtf(warp_sum(qq) + kLengthEpsilon) / sqrtf(static_cast<float>(kKeys));
+  const float q = rsqrtf(warp_sum(qq) + kLengthEpsilon) * (1 / sqrtf(static_cast<float>(kKeys)));
   const float k = rsqrtf(warp_sum(kk) + kLengthEpsilon);
   return {q, k, warp_sum(qk) * q * k};
 }
@@ -159,42 +180,78 @@ __device__ __forceinline__ void multiply_state(const float* mixed, const float4 
   }
 }
 
-// A warp norms the o of a head and multiplies it with silu(z).
+// Where the o of a head of values lies: so many values, then the sums of the squares of their parts.
+__device__ __forceinline__ float* scratch_of(const GatedDelta& p, int row, int head) {
+  return p.scratch + (static_cast<size_t>(row) * p.value_heads + head) * (p.value_size + GatedDelta::kMostParts);
+}
+
+// The first warp: deltas, times the factor of k, and o of the block's columns, a lane each. sums: what
+// `multiply_state` has left. values: of the block's columns of v.
 template <class T>
-__device__ __forceinline__ void write_head(const GatedDelta& p, const Block<T>& block, int member, int lane) {
-  constexpr int kMost = GatedDelta::kMostSize / kWarp;
-  const size_t first =
-      (static_cast<size_t>(block.row) * p.value_heads + block.key_head * block.shared + member) * p.value_size;
-  const T* gates = block.of(p.z) + member * p.value_size;
-  float values[kMost], sum = 0;
+__device__ __forceinline__ void find_delta(const GatedDelta& p, const Block<T>& block, const float* sums,
+                                           const float* values, const Lengths& lengths, float beta, float decay,
+                                           float* deltas, int lane) {
+  float with_k = 0, with_q = 0;
 #pragma unroll
-  for (int n = 0; n < kMost; ++n) {
-    const int i = n * kWarp + lane;
-    values[n] = i < p.value_size ? rounded<T>(__ldcg(p.scratch + first + i)) : 0;
-    sum = fmaf(values[n], values[n], sum);
+  for (int other = 0; other < kWarps; ++other) {
+    with_k += sums[other * 2 * kColumns + lane];
+    with_q += sums[(other * 2 + 1) * kColumns + lane];
   }
-  const float scale = rsqrtf(warp_sum(sum) / static_cast<float>(p.value_size) + p.eps);
-#pragma unroll
-  for (int n = 0; n < kMost; ++n) {
-    const int i = n * kWarp + lane;
-    if (i >= p.value_size) break;
-    const float normed = rounded<T>(values[n] * scale) * read_parameter<T>(p.norm, p.is_wide_norm, i);
-    const float gate = load(__ldcg(gates + i));
-    static_cast<T*>(p.out)[first + i] = store<T>((p.is_wide_norm ? normed : rounded<T>(normed)) * silu(gate));
+  const float delta = beta * (values[lane] - decay * lengths.k * with_k);
+  deltas[lane] = lengths.k * delta;
+  const float o = rounded<T>(decay * lengths.q * with_q + lengths.product * delta), square = warp_sum(o * o);
+  float* scratch = scratch_of(p, block.row, block.head);
+  scratch[block.column + lane] = o;
+  if (lane == 0) scratch[p.value_size + static_cast<int>(blockIdx.x)] = square;
+}
+
+// Norms the o of the heads of a head of keys, and multiplies them with silu(z).
+template <class T>
+__device__ __forceinline__ void write_heads(const GatedDelta& p, const Block<T>& block) {
+  const int parts = static_cast<int>(gridDim.x), heads = static_cast<int>(gridDim.y);
+  const T* gates = block.of(p.z);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < heads * p.value_size; i += kThreads) {
+    const int member = i / p.value_size, at = i - member * p.value_size, head = block.key_head * heads + member;
+    const float* scratch = scratch_of(p, block.row, head);
+    const float gate = load(read_written(gates + i)), o = __ldcg(scratch + at);
+    const float factor = read_parameter<T>(p.norm, p.is_wide_norm, at);
+    float sum = 0;
+#pragma unroll 4
+    for (int part = 0; part < parts; ++part) sum += __ldcg(scratch + p.value_size + part);
+    const float normed = rounded<T>(o * rsqrtf(__fdividef(sum, static_cast<float>(p.value_size)) + p.eps)) * factor;
+    const size_t first = (static_cast<size_t>(block.row) * p.value_heads + head) * p.value_size;
+    static_cast<T*>(p.out)[first + at] = store<T>((p.is_wide_norm ? normed : rounded<T>(normed)) * silu(gate));
   }
 }
 
-// kPieces: key_size / 32.
-template <class T, int kPieces>
+// kPieces: key_size / 32. kTaps: 4, or 0 for any number.
+template <class T, int kPieces, int kTaps>
 __global__ void __launch_bounds__(kThreads) delta_kernel(const GatedDelta p) {
-  constexpr int kKeys = kPieces * kWarp;
-  __shared__ float mixed[2 * kKeys];  // q and k behind the convolution
-  alignas(16) __shared__ float values[kColumns], deltas[kColumns];
+  constexpr int kKeys = kPieces * kWarp, kMixed = 2 * kKeys + kColumns;
+  constexpr int kTurns = (kMixed / 2 + kThreads - 1) / kThreads;  // pairs of channels of a thread
+  __shared__ float mixed[kMixed];                                 // q, k and columns of v behind the convolution
+  alignas(16) __shared__ float deltas[kColumns];
   alignas(16) __shared__ float sums[kWarps * 2 * kColumns];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
+  const int taps = kTaps > 0 ? kTaps : p.taps;
   const Block<T> block(p);
-  prefetch(p, block);
-  const float a_log = read_parameter<T>(p.a_log, p.is_wide_a_log, block.head);
+  if (thread < kKeys) prefetch_line(block.state + static_cast<size_t>(thread) * p.value_size);
+  Window<T, kTaps> windows[kTurns], factors[kTurns];
+  Mixed<T> channels[kTurns];
+#pragma unroll
+  for (int n = 0; n < kTurns; ++n) {
+    const int i = 2 * (n * kThreads + thread);
+    if (i >= kMixed) break;
+    channels[n] = mixed_of(p, block, i);
+    factors[n].read(static_cast<const T*>(p.taps_weight) + static_cast<size_t>(channels[n].index) * taps, taps);
+  }
+  if (thread == 0 && p.then != nullptr) {
+    const unsigned each = gridDim.x * gridDim.y;
+    prefetch_share(p.then, p.then_bytes, static_cast<int>(blockIdx.z * each + blockIdx.y * gridDim.x + blockIdx.x),
+                   static_cast<int>(gridDim.z * each));
+  }
+  const float rate = -expf(read_parameter<T>(p.a_log, p.is_wide_a_log, block.head));
   const float dt_bias = read_parameter<T>(p.dt_bias, p.is_wide_dt_bias, block.head);
   release_next();
   await_previous();
@@ -205,38 +262,30 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const GatedDelta p) {
   for (int n = 0; n < kPieces; ++n)
     held[n] =
         __ldcg(reinterpret_cast<const float4*>(block.state + own + static_cast<size_t>(n) * kWarp * p.value_size));
-  const float beta = rounded<T>(sigmoid(load(__ldcg(block.of(p.b) + block.member))));
-  const float decay = expf(-expf(a_log) * softplus(load(__ldcg(block.of(p.a) + block.member)) + dt_bias));
-  for (int i = thread; i < 2 * kKeys + kColumns; i += kThreads) {
-    const Mixed<T> from = mixed_of(p, block, i);
-    T inputs[kMostTaps];
-    from.channel.read(p.taps, __ldcg(from.newest), inputs);
-    const float x = rounded<T>(silu(from.channel.convolved(p.taps, 0, inputs)));
-    if (i < 2 * kKeys) {
-      mixed[i] = x;  // the other blocks of this head of keys may not have read these inputs yet
-    } else {
-      values[i - 2 * kKeys] = x;
-      from.channel.write(p.taps, inputs);
-    }
+  const float b = load(read_written(block.of(p.b) + blockIdx.y)), a = load(read_written(block.of(p.a) + blockIdx.y));
+  const int all = 2 * p.key_heads * p.key_size + p.value_heads * p.value_size;
+  auto inputs_of = [&](int n) {
+    return static_cast<T*>(p.inputs) + (static_cast<size_t>(block.row) * all + channels[n].index) * taps;
+  };
+#pragma unroll
+  for (int n = 0; n < kTurns; ++n) {
+    const int i = 2 * (n * kThreads + thread);
+    if (i >= kMixed) break;
+    const T newest[2] = {read_written(channels[n].newest), read_written(channels[n].newest + 1)};
+    windows[n].read(inputs_of(n), taps);
+    windows[n].move_on(newest, taps);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) mixed[i + c] = rounded<T>(silu(windows[n].convolved(factors[n], c, taps)));
+    // The other blocks of this head of keys may not have read the inputs of q and k yet.
+    if (i >= 2 * kKeys) windows[n].write(inputs_of(n), taps);
   }
+  const float beta = rounded<T>(sigmoid(b)), decay = expf(rate * softplus(a + dt_bias));
   __syncthreads();
   const Lengths lengths = find_lengths<kKeys>(mixed, lane);
   multiply_state(mixed, held, sums);
   __syncthreads();
-  if (thread < kColumns) {
-    float with_k = 0, with_q = 0;
-#pragma unroll
-    for (int other = 0; other < kWarps; ++other) {
-      with_k += sums[other * 2 * kColumns + thread];
-      with_q += sums[(other * 2 + 1) * kColumns + thread];
-    }
-    const float delta = beta * (values[thread] - decay * lengths.k * with_k);
-    deltas[thread] = lengths.k * delta;
-    p.scratch[(static_cast<size_t>(block.row) * p.value_heads + block.head) * p.value_size + block.column + thread] =
-        decay * lengths.q * with_q + lengths.product * delta;
-  }
-  unsigned* cell = p.block_counts + static_cast<size_t>(block.row) * p.key_heads + block.key_head;
-  const unsigned before = count_block(cell, block.peers(p));
+  if (warp == 0) find_delta(p, block, sums, mixed + 2 * kKeys, lengths, beta, decay, deltas, lane);
+  const unsigned peers = gridDim.x * gridDim.y, before = count_block(p.block_counts + blockIdx.z, peers);
   const float4 update = *reinterpret_cast<const float4*>(deltas + thread % kLanes * 4);
 #pragma unroll
   for (int n = 0; n < kPieces; ++n) {
@@ -244,22 +293,23 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const GatedDelta p) {
     add(next, mixed[kKeys + n * kWarp + thread / kLanes], update);
     *reinterpret_cast<float4*>(block.state + own + static_cast<size_t>(n) * kWarp * p.value_size) = next;
   }
-  if (!is_last_block(before, block.peers(p))) return;
-  for (int i = thread; i < 2 * kKeys; i += kThreads) {
-    const Mixed<T> from = mixed_of(p, block, i);
-    T inputs[kMostTaps];
-    from.channel.read(p.taps, __ldcg(from.newest), inputs);
-    from.channel.write(p.taps, inputs);
-  }
-  for (int member = warp; member < block.shared; member += kWarps) write_head(p, block, member, lane);
+  if (!is_last_block(before, peers)) return;
+#pragma unroll
+  for (int n = 0; n < kTurns; ++n)
+    if (2 * (n * kThreads + thread) < 2 * kKeys) windows[n].write(inputs_of(n), taps);
+  write_heads(p, block);
 }
 
 template <class T>
 void run(const GatedDelta& p, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(p.value_heads * (p.value_size / kColumns));
+  const dim3 grid(static_cast<unsigned>(p.value_size / kColumns), static_cast<unsigned>(p.value_heads / p.key_heads),
+                  static_cast<unsigned>(p.key_heads * p.rows));
+  const bool is_aligned =
+      (reinterpret_cast<uintptr_t>(p.inputs) | reinterpret_cast<uintptr_t>(p.taps_weight)) % sizeof(uint4) == 0;
   auto with = [&]<int kPieces>() {
-    launch_early("launching gated_delta", delta_kernel<T, kPieces>,
-                 {dim3(blocks, static_cast<unsigned>(p.rows)), dim3(kThreads), stream}, p);
+    const bool has_four = p.taps == 4 && is_aligned;
+    launch_early("launching gated_delta", has_four ? delta_kernel<T, kPieces, 4> : delta_kernel<T, kPieces, 0>,
+                 {grid, dim3(kThreads), stream}, p);
   };
   switch (p.key_size / kWarp) {
     case 1:
@@ -291,7 +341,8 @@ void gated_delta(const GatedDelta& p, DType dtype, Stream to) {
   if (p.taps < 2 || p.taps > kMostTaps) throw std::invalid_argument("gated_delta: a convolution of 2 to 8 inputs");
   if (p.key_heads < 1 || p.value_heads < p.key_heads || p.value_heads % p.key_heads != 0)
     throw std::invalid_argument("gated_delta: heads of values must be a multiple of those of keys");
-  if (p.rows > UINT16_MAX) throw std::invalid_argument("gated_delta: more rows than a CUDA grid has blocks");
+  if (p.rows > UINT16_MAX / p.key_heads)
+    throw std::invalid_argument("gated_delta: more rows than a CUDA grid has blocks");
   if ((reinterpret_cast<uintptr_t>(p.states) | reinterpret_cast<uintptr_t>(p.then)) % 16 != 0)
     throw std::invalid_argument("gated_delta: addresses must be multiples of 16");
   if (p.rows < 1) return;

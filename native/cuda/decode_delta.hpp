@@ -25,8 +25,9 @@ struct DeltaInput {
 // Yang, Kautz, Hatamizadeh: Gated Delta Networks (arXiv 2412.06464); with the convolution, gates and roundings of
 // transformers' modeling_qwen3_next.py and modeling_qwen3_5_moe.py. For fp16 and bf16; sums and states are fp32.
 struct GatedDelta {
-  static constexpr int kMostSize = 256;  // of key_size and value_size, which are multiples of 32
-  static constexpr int kColumns = 32;    // of a head's state, that a thread block works on
+  static constexpr int kMostSize = 256;                    // of key_size and value_size, which are multiples of 32
+  static constexpr int kColumns = 32;                      // of a head's state, that a thread block works on
+  static constexpr int kMostParts = kMostSize / kColumns;  // of a head's columns
 
   DeltaInput q, k;                    // [rows, key_heads, key_size]
   DeltaInput v, z;                    // [rows, key_heads, value_heads / key_heads, value_size]
@@ -39,7 +40,7 @@ struct GatedDelta {
   const void* norm = nullptr;         // [value_size]
   bool is_wide_a_log = false, is_wide_dt_bias = false, is_wide_norm = false;  // fp32, not of the model's dtype
   float eps = 0;                                                              // of the norm
-  float* scratch = nullptr;                                                   // [rows, value_heads, value_size]
+  float* scratch = nullptr;          // [rows, value_heads, value_size + kMostParts]
   unsigned* block_counts = nullptr;  // [rows, key_heads]: zero, and zero again after each call
   void* out = nullptr;
   const void* then = nullptr;  // [then_bytes]: the next layer's weights, which this one fetches into L2

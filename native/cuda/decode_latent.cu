@@ -24,15 +24,15 @@ __device__ void rotate(const Latent& p, const T* x, T* to, const T* cos, const T
   for (int j = 0; j < kMostPairs; ++j) {
     const int i = j * kWarp + lane;
     if (i >= half) break;
-    a[j] = load(__ldcg(x + (p.turns_neighbours ? 2 * i : i)));
-    b[j] = load(__ldcg(x + (p.turns_neighbours ? 2 * i + 1 : i + half)));
+    a[j] = load(read_written(x + (p.turns_neighbours ? 2 * i : i)));
+    b[j] = load(read_written(x + (p.turns_neighbours ? 2 * i + 1 : i + half)));
   }
   __syncwarp();
 #pragma unroll
   for (int j = 0; j < kMostPairs; ++j) {
     const int i = j * kWarp + lane;
     if (i >= half) break;
-    const float c = load(__ldcg(cos + i)), s = load(__ldcg(sin + i));
+    const float c = load(read_written(cos + i)), s = load(read_written(sin + i));
     to[i] = store<T>(rounded<T>(a[j] * c) - rounded<T>(b[j] * s));
     to[i + half] = store<T>(rounded<T>(b[j] * c) + rounded<T>(a[j] * s));
   }
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) latent_kernel(const Latent p) {
     rotate(p, kv + p.rank, static_cast<T*>(p.values) + row * p.values_stride + position * p.rope, cos, sin);
   float sum = 0;
   for (int i = static_cast<int>(threadIdx.x); i < p.rank; i += kWarps * kWarp) {
-    const float value = load(__ldcg(kv + i));
+    const float value = load(read_written(kv + i));
     sum = fmaf(value, value, sum);
   }
   sum = warp_sum(sum);
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) latent_kernel(const Latent p) {
   const float scale = rsqrtf(all / static_cast<float>(p.rank) + p.eps);
   T* keys = static_cast<T*>(p.keys) + row * p.keys_stride + position * p.rank;
   for (int i = static_cast<int>(threadIdx.x); i < p.rank; i += kWarps * kWarp)
-    keys[i] = store<T>(load(static_cast<const T*>(p.norm)[i]) * rounded<T>(load(__ldcg(kv + i)) * scale));
+    keys[i] = store<T>(load(static_cast<const T*>(p.norm)[i]) * rounded<T>(load(read_written(kv + i)) * scale));
 }
 
 }  // namespace

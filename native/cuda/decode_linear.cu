@@ -1,12 +1,15 @@
-// A tile is 8 outputs. Its weights are the B operand of mma.m16n8k16. The tokens are the A operand, and fill half its
-// rows. The order of the inputs within 32 makes a lane's part of a row 16 bytes in one piece, of weights and of tokens:
+// A tile is 8 outputs. Weights are the A operand of mma.m16n8k16, two tiles its rows, and the tokens are the B operand.
+// The order of the inputs within 32 makes a lane's part of a row 16 bytes in one piece, of weights and of tokens:
 //
-//   lane 4g + t:  output g (token g), inputs 8t .. 8t + 7 of a step of 32, two products
+//   lane 4g + t:  output g of a tile, token g, inputs 8t .. 8t + 7 of a step of 32, two products
+//                 results: output g, tokens 2t and 2t + 1
 //
 // The warps of a block share its tiles along the inputs, and add up at the end, in order. Weights go through shared
 // memory so that many can be on their way at once. A lane reads only what it has fetched itself, so nothing is
 // synchronised. Weights do not depend on the kernel before, so the first ones are fetched while that still runs, and
 // more into the GPU's L2 cache. If that kernel waits for the CPU, a whole matrix can be there when the tokens come.
+//
+// Code that runs once takes as long as fetching it takes, so loops are unrolled only where registers want it.
 #include "cuda/decode_linear.hpp"
 
 #include <cuda_bf16.h>
@@ -105,6 +108,7 @@ template <class T, int kTiles>
 __device__ __forceinline__ void prefetch_groups(const DecodeLinear& p, const Cut<kTiles>& cut, int group) {
   const int64_t bytes = static_cast<int64_t>(p.k) * sizeof(T);
   int64_t left = kMostInL2 - kTiles * kTile * bytes * gridDim.x;
+#pragma unroll 1
   for (; group < cut.groups && left >= 0; group += static_cast<int>(gridDim.x)) {
     const int output = group * kTiles * kTile + static_cast<int>(threadIdx.x);
     if (threadIdx.x < kTiles * kTile && output < cut.total) {
@@ -146,6 +150,7 @@ __device__ __forceinline__ float find_scale(const DecodeLinear& p, const Cut<kTi
                                             uint4 (&own)[kOwn]) {
   __shared__ float squares[kWarps][kRows];
   float sum = 0;
+#pragma unroll 1
   for (int first = 0; first < cut.rounds; first += kOwn) {
     read_token(p, cut, x, first, own);
 #pragma unroll
@@ -183,27 +188,30 @@ __device__ __forceinline__ void apply_norm(const DecodeLinear& p, float scale, c
   }
 }
 
-// sums += a round of weights times a token.
+// sums += a round of weights times the tokens: two tiles a product.
 template <class T, int kTiles>
-__device__ __forceinline__ void multiply_round(const uint4* weights, uint4 a, float (&sums)[kTiles][2]) {
+__device__ __forceinline__ void multiply_round(const uint4* weights, uint4 b, float (&sums)[(kTiles + 1) / 2][4]) {
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const uint4 b = weights[tile * kThreads + threadIdx.x];
-    multiply<T>(sums[tile], a.x, a.y, b.x, b.y);
-    multiply<T>(sums[tile], a.z, a.w, b.z, b.w);
+  for (int tile = 0; tile < kTiles; tile += 2) {
+    const uint4 first = weights[tile * kThreads + threadIdx.x];
+    const uint4 second = tile + 1 < kTiles ? weights[(tile + 1) * kThreads + threadIdx.x] : uint4{0, 0, 0, 0};
+    multiply<T>(sums[tile / 2], first.x, second.x, first.y, second.y, b.x, b.y);
+    multiply<T>(sums[tile / 2], first.z, second.z, first.w, second.w, b.z, b.w);
   }
 }
 
 // Adds up the sums of all warps for a group, adds bias and residual, and writes the outputs.
 template <class T, int kTiles>
 __device__ __forceinline__ void write_group(const DecodeLinear& p, const Cut<kTiles>& cut, int group,
-                                            const float (&sums)[kTiles][2],
+                                            const float (&sums)[(kTiles + 1) / 2][4],
                                             float (&partial)[kTiles][kWarps][kRows * kTile]) {
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile)
-    *reinterpret_cast<float2*>(&partial[tile][cut.warp][cut.g * kTile + 2 * cut.t]) =
-        make_float2(sums[tile][0], sums[tile][1]);
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      partial[tile][cut.warp][(2 * cut.t + c) * kTile + cut.g] = sums[tile / 2][tile % 2 * 2 + c];
   __syncthreads();
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kTiles * kRows * kTile; i += kThreads) {
     const int tile = i / (kRows * kTile), within = i % (kRows * kTile), row = within / kTile;
     const int output = (group * kTiles + tile) * kTile + within % kTile;
@@ -218,7 +226,7 @@ __device__ __forceinline__ void write_group(const DecodeLinear& p, const Cut<kTi
       static_cast<float*>(p.out)[at] = sum;
       continue;
     }
-    if (p.residual != nullptr) sum = rounded<T>(sum) + load(__ldcg(static_cast<const T*>(p.residual) + at));
+    if (p.residual != nullptr) sum = rounded<T>(sum) + load(read_written(static_cast<const T*>(p.residual) + at));
     static_cast<T*>(p.out)[at] = store<T>(sum);
   }
 }
@@ -248,6 +256,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear 
     }
     commit();
   };
+#pragma unroll 1
   for (int i = 0; i < kAhead; ++i) fetch_round();
   prefetch_groups<T>(p, cut, next_group);
   if (p.then != nullptr && threadIdx.x == 0)
@@ -264,8 +273,10 @@ __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const DecodeLinear 
   else if (cut.has_all) read_token(p, cut, x, 0, own);
   if (p.norm != nullptr && cut.has_all) apply_norm<T>(p, scale, factors, own);
   int slot = 0;
+#pragma unroll 1
   for (int group = static_cast<int>(blockIdx.x); group < cut.groups; group += static_cast<int>(gridDim.x)) {
-    float sums[kTiles][2] = {};
+    float sums[(kTiles + 1) / 2][4] = {};
+#pragma unroll 1
     for (int first = 0; first < cut.rounds; first += kOwn) {
       if (!cut.has_all) {
         read_token(p, cut, x, first, own);

@@ -51,7 +51,7 @@ struct Attention {
 };
 void attention(const Attention& input, DType dtype, Stream stream);
 // Floats of scratch for one split of one row, enough for any shape.
-constexpr int64_t attention_scratch(int q_heads, int size) { return int64_t{8} * q_heads * (size + 2); }
+constexpr int64_t attention_scratch(int q_heads, int size) { return int64_t{8} * q_heads * (size + 4); }
 
 // What latent attention does before it attends. The last `rope` values of each query head are rotated in place. The
 // first `rank` values of kv are normed and written to `keys` at cache_position; the rest is rotated and written to

@@ -59,7 +59,7 @@ __device__ __forceinline__ Channel<T> channel_of(const Mamba2& p, const Block& b
 
 template <class T>
 __device__ __forceinline__ T newest(const Mamba2& p, const Block& block, int index) {
-  return __ldcg(static_cast<const T*>(p.mixed) + block.row * p.stride + index);
+  return read_written(static_cast<const T*>(p.mixed) + block.row * p.stride + index);
 }
 
 // Fetches into L2 what the block reads, while the kernel before still runs.
@@ -110,7 +110,7 @@ __device__ __forceinline__ void write_group(const Mamba2& p, const Block& block)
   const int size = p.heads / p.groups * p.head_size, first = block.group * size;
   const size_t row = static_cast<size_t>(block.row) * p.heads * p.head_size;
   const T* gates = static_cast<const T*>(p.z) + block.row * p.stride;
-  auto gated = [&](int i) { return __ldcg(p.scratch + row + i) * silu(load(__ldcg(gates + i))); };
+  auto gated = [&](int i) { return __ldcg(p.scratch + row + i) * silu(load(read_written(gates + i))); };
   float sum = 0;
   for (int i = static_cast<int>(threadIdx.x); i < size; i += kThreads) {
     const float value = gated(first + i);
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads) mamba2_kernel(const Mamba2 p) {
   for (int r = 0; r < kRows; ++r)
 #pragma unroll
     for (int n = 0; n < kPieces; ++n) held[r][n] = __ldcg(own + r * kState + n * kWarp);
-  const float given = load(__ldcg(static_cast<const T*>(p.dt) + block.row * p.stride + block.head));
+  const float given = load(read_written(static_cast<const T*>(p.dt) + block.row * p.stride + block.head));
   const float dt = rounded<T>(softplus(rounded<T>(given + dt_bias))), decay = expf(dt * a);
   convolve<T>(p, block, mixed);
   __syncthreads();
@@ -188,9 +188,9 @@ __global__ void __launch_bounds__(kThreads) short_convolution_kernel(const Short
   await_previous();
   if (i >= p.n) return;
   const T* projected = static_cast<const T*>(p.projected) + row * p.stride + i;
-  const float before = load(__ldcg(projected)), behind = load(__ldcg(projected + p.n));
+  const float before = load(read_written(projected)), behind = load(read_written(projected + p.n));
   T inputs[kMostTaps];
-  channel.read(p.taps, store<T>(before * load(__ldcg(projected + 2 * p.n))), inputs);
+  channel.read(p.taps, store<T>(before * load(read_written(projected + 2 * p.n))), inputs);
   const float bias = p.taps_bias == nullptr ? 0 : load(static_cast<const T*>(p.taps_bias)[i]);
   static_cast<T*>(p.out)[static_cast<size_t>(row) * p.n + i] =
       store<T>(behind * channel.convolved(p.taps, bias, inputs));

@@ -23,8 +23,11 @@ __device__ inline void prefetch_line(const void* address) {
 __device__ inline void prefetch_share(const void* from, int64_t bytes, int index, int blocks) {
 #if __CUDA_ARCH__ >= 900
   constexpr int64_t kMost = 16384;  // of an instruction
-  const int64_t share = (bytes / blocks + kLine - 1) / kLine * kLine, first = share * index;
+  // In lines, so that 32 bits are enough to divide.
+  const auto lines = static_cast<uint32_t>((bytes + kLine - 1) / kLine), all = static_cast<uint32_t>(blocks);
+  const int64_t share = int64_t{(lines + all - 1) / all} * kLine, first = share * index;
   const int64_t end = first + share < bytes ? first + share : bytes;
+#pragma unroll 1
   for (int64_t at = first; at < end; at += kMost)
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const std::byte*>(from) + at),
                  "r"(static_cast<uint32_t>(end - at < kMost ? end - at : kMost)));

@@ -13,8 +13,9 @@ namespace ktinject::cuda {
 
 constexpr int kMostTaps = 8;
 
-__device__ inline float sigmoid(float x) { return 1 / (1 + expf(-x)); }
-__device__ inline float silu(float x) { return x / (1 + expf(-x)); }
+// Of few instructions: their results are rounded to 16 bits.
+__device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+__device__ inline float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 __device__ inline float softplus(float x) { return x > 20 ? x : log1pf(expf(x)); }
 
 // A parameter of fp32 or, if it is not wide, of the model's dtype.
@@ -37,7 +38,7 @@ struct Channel {
   __device__ __forceinline__ void read(int taps, T newest, T (&inputs)[kMostTaps]) const {
 #pragma unroll
     for (int j = 0; j < kMostTaps; ++j)
-      if (j < taps) inputs[j] = j + 1 < taps ? __ldcg(held + j + 1) : newest;
+      if (j < taps) inputs[j] = j + 1 < taps ? read_written(held + j + 1) : newest;
   }
   __device__ __forceinline__ void write(int taps, const T (&inputs)[kMostTaps]) const {
 #pragma unroll

@@ -39,7 +39,7 @@ __device__ void route_among(const T* logits, int experts, int top_k, bool normed
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     const int expert = j * kWarp + lane;
-    held[j] = expert < experts ? load(__ldcg(logits + expert)) : -INFINITY;
+    held[j] = expert < experts ? load(read_written(logits + expert)) : -INFINITY;
     keys[j] = expert < experts ? ordered(held[j]) : 0;
     if (kNamed && keys[j] != 0) keys[j] = (keys[j] & ~kName) | (kName - static_cast<uint32_t>(expert));
     most = fmaxf(most, held[j]);

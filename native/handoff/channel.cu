@@ -114,9 +114,12 @@ void Channel::submit(const std::shared_ptr<Slots>& slots, int index, const Devic
   if (cudaGraph_t graph = captured_graph(stream)) {
     keep_in(graph, slots);
     dispatcher().nap();
-  } else if (slots->mode == Mode::flags) {
-    ring.address |= kAnnounced;
-    dispatcher().announce();
+  } else {
+    slot.follow_in(raw_stream);
+    if (slots->mode == Mode::flags) {
+      ring.address |= kAnnounced;
+      dispatcher().announce();
+    }
   }
   const Payload payload{request.x,
                         static_cast<size_t>(request.tokens) * layer_->hidden * dtype_bytes(request.dtype),
@@ -167,6 +170,7 @@ void Channel::wait(const std::shared_ptr<Slots>& slots, int index, int tokens, D
   SlotView view = slot.view;
   view.status = layer_->status, view.layer = layer_;
   launch_wait(view, out, {addend, residual}, values, dtype, timeout_ns(), stream);
+  if (captured_graph(stream) == nullptr) slot.free_after(raw_stream);
 }
 
 // Frees slots whose answer did not come. While the status is not kFine, all waiting kernels end at once, so no kernel

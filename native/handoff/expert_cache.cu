@@ -19,6 +19,7 @@ using cuda::AsideOfCaptures;
 using cuda::check_cuda;
 using cuda::OnDevice;
 
+constexpr uint64_t kIdleRoundNs = 2'000'000;
 constexpr int kWatches = 64, kRests = 448;  // boundaries; see ExpertCache::decide
 // Of the estimated time of a step, so much may be spent on copies. A layer is estimated to take kLayerUs beside its
 // experts, and an expert on the CPU a third of a copy; of the uses, half are on the CPU.
@@ -33,11 +34,17 @@ ExpertCache::ExpertCache(int device) : device_(device) {
   OnDevice on(device);
   const AsideOfCaptures aside;
   cudaStream_t side = nullptr;
-  cudaEvent_t stepped = nullptr, copied = nullptr;
+  cudaEvent_t stepped = nullptr, copied = nullptr, looked = nullptr;
   check_cuda(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking), "creating a stream");
   check_cuda(cudaEventCreateWithFlags(&stepped, cudaEventDisableTiming | cudaEventBlockingSync), "creating an event");
   check_cuda(cudaEventCreateWithFlags(&copied, cudaEventDisableTiming), "creating an event");
-  side_ = side, stepped_ = stepped, copied_ = copied;
+  check_cuda(cudaEventCreateWithFlags(&looked, cudaEventDisableTiming | cudaEventBlockingSync), "creating an event");
+  void *host = nullptr, *device_side = nullptr;
+  check_cuda(cudaHostAlloc(&host, kMostIdle * sizeof(uint32_t), cudaHostAllocMapped | cudaHostAllocPortable),
+             "taking memory for slots that are free");
+  check_cuda(cudaHostGetDevicePointer(&device_side, host, 0), "mapping slots that are free");
+  side_ = side, stepped_ = stepped, copied_ = copied, looked_ = looked;
+  idle_ = static_cast<uint32_t*>(host), idle_on_device_ = static_cast<uint32_t*>(device_side);
   thread_ = std::thread([this] { work(); });
 }
 
@@ -58,6 +65,8 @@ ExpertCache::~ExpertCache() {
     cudaEventSynchronize(event_of(stepped_));
     cudaEventDestroy(event_of(stepped_));
     cudaEventDestroy(event_of(copied_));
+    cudaEventDestroy(event_of(looked_));
+    cudaFreeHost(idle_);
     cudaStreamDestroy(stream_of(side_));
     cudaFreeHost(counted_);
   }
@@ -298,14 +307,14 @@ void ExpertCache::copy() {
   }
   cudaStream_t side = stream_of(side_);
   // The boundary has run, so a submit that comes later does not find what has left.
-  Idle idle;
+  std::vector<SlotCounts> used;
   std::stable_sort(moves_.begin(), moves_.end(), [](const Move& a, const Move& b) { return a.layer < b.layer; });
   for (size_t i = 0; i < moves_.size(); ++i) {
     if (i > 0 && moves_[i].layer == moves_[i - 1].layer) continue;
-    for (const SlotCounts& slots : layers_.at(moves_[i].layer).layer.channel->slot_counts())
-      idle.await(slots, answer_timeout(), side);
+    const auto of_layer = layers_.at(moves_[i].layer).layer.channel->slot_counts();
+    used.insert(used.end(), of_layer.begin(), of_layer.end());
   }
-  idle.launch(answer_timeout(), side);
+  await_idle(std::move(used));
   for (const Move& move : moves_) {
     const CachedLayer& layer = layers_.at(move.layer).layer;
     layer.shapes->copy(*layer.experts, move.exchange.coming,
@@ -313,6 +322,32 @@ void ExpertCache::copy() {
                        {device_, reinterpret_cast<uintptr_t>(side_)});
   }
   check_cuda(cudaEventRecord(event_of(copied_), side), "marking copies of experts");
+}
+
+// Until each of these slots has been free once. In short kernels: who holds a slot may have to load a kernel to go on,
+// for which the driver waits until nothing runs.
+void ExpertCache::await_idle(std::vector<SlotCounts> slots) {
+  cudaStream_t side = stream_of(side_);
+  const auto start = std::chrono::steady_clock::now();
+  const std::chrono::duration<double> limit(answer_timeout());
+  while (!slots.empty()) {
+    if (std::chrono::steady_clock::now() - start > limit)
+      throw std::runtime_error("experts on the GPU stay where they are: who reads them did not end within " +
+                               std::to_string(limit.count()) + " s");
+    IdleList list;
+    while (list.length < kMostIdle && static_cast<size_t>(list.length) < slots.size()) {
+      const SlotCounts& next = slots[static_cast<size_t>(list.length)];
+      list.counts[list.length] = next.counts;
+      list.slots[list.length++] = next.slots;
+    }
+    launch_idle(list, idle_on_device_, kIdleRoundNs, side);
+    check_cuda(cudaEventRecord(event_of(looked_), side), "looking for free slots");
+    check_cuda(cudaEventSynchronize(event_of(looked_)), "looking for free slots");
+    std::vector<SlotCounts> rest(slots.begin() + list.length, slots.end());
+    for (int i = 0; i < list.length; ++i)
+      if (idle_[i] == 0) rest.push_back(slots[static_cast<size_t>(i)]);
+    slots = std::move(rest);
+  }
 }
 
 // How long a copy takes, into a place that nobody reads yet. Rounded, so that small differences between two runs change

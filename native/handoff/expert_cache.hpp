@@ -96,6 +96,7 @@ class ExpertCache {
   void copy();
   void await_thread(std::unique_lock<std::mutex>& lock);
   void make_room();
+  void await_idle(std::vector<SlotCounts> slots);
   void measure();
   int most_moves(uint64_t uses) const;
 
@@ -117,7 +118,9 @@ class ExpertCache {
   size_t most_counts_ = 0;
   uint32_t* counted_ = nullptr;  // mapped: counts of all layers
   uint32_t* counted_on_device_ = nullptr;
-  void *side_ = nullptr, *stepped_ = nullptr, *copied_ = nullptr;  // a stream and two events
+  uint32_t* idle_ = nullptr;  // mapped: which slots have been free
+  uint32_t* idle_on_device_ = nullptr;
+  void *side_ = nullptr, *stepped_ = nullptr, *copied_ = nullptr, *looked_ = nullptr;  // a stream and three events
   std::thread thread_;
 };
 

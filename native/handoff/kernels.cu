@@ -243,7 +243,7 @@ struct Piece {
       const bool there = first + j < values;
       addend[j] = there && epilogue.addend != nullptr ? __ldcg(epilogue.addend + first + j) : 0;
       residual[j] = there && epilogue.residual != nullptr
-                        ? load(__ldcg(static_cast<const T*>(epilogue.residual) + first + j))
+                        ? load(read_written(static_cast<const T*>(epilogue.residual) + first + j))
                         : 0;
     }
   }
@@ -407,12 +407,17 @@ __global__ void boundary_kernel(Boundary::Lists lists) {
     lists.to[layer][i] = __ldcg(lists.traffic[layer] + i);
 }
 
-__global__ void idle_kernel(Idle::List list, uint64_t timeout_ns) {
+__global__ void idle_kernel(IdleList list, uint32_t* free, uint64_t most_ns) {
   const int i = static_cast<int>(threadIdx.x);
   if (i >= list.length) return;
   const uint64_t start = now_ns();
-  for (int slot = 0; slot < list.slots[i]; ++slot)
-    while (atomicAdd(&list.counts[i][slot].busy, 0u) != 0 && now_ns() - start < timeout_ns) __nanosleep(1000);
+  int slot = 0;
+  while (slot < list.slots[i]) {
+    if (atomicAdd(&list.counts[i][slot].busy, 0u) == 0) ++slot;
+    else if (now_ns() - start < most_ns) __nanosleep(1000);
+    else break;
+  }
+  free[i] = slot == list.slots[i];
 }
 
 __global__ void echo_kernel(volatile uint32_t* ask, const uint32_t* answer, volatile uint32_t* heard) {
@@ -492,17 +497,9 @@ void Boundary::launch(cudaStream_t stream) {
   lists_.changes = lists_.layers = 0;
 }
 
-void Idle::await(const SlotCounts& slots, double timeout_s, cudaStream_t stream) {
-  if (list_.length == kMost) launch(timeout_s, stream);
-  list_.counts[list_.length] = slots.counts;
-  list_.slots[list_.length++] = slots.slots;
-}
-
-void Idle::launch(double timeout_s, cudaStream_t stream) {
-  if (list_.length == 0) return;
-  idle_kernel<<<1, kMost, 0, stream>>>(list_, static_cast<uint64_t>(timeout_s * 1e9));
+void launch_idle(const IdleList& list, uint32_t* free, uint64_t most_ns, cudaStream_t stream) {
+  idle_kernel<<<1, kMostIdle, 0, stream>>>(list, free, most_ns);
   check_cuda(cudaGetLastError(), "launching the kernel that awaits slots");
-  list_.length = 0;
 }
 
 cudaError_t launch_echo(uint32_t* ask, const uint32_t* answer, uint32_t* heard, cudaStream_t stream) {

@@ -62,21 +62,15 @@ class Boundary {
  private:
   Lists lists_{};
 };
-// Ends when each of these slots has been free once, or after so many seconds.
-class Idle {
- public:
-  static constexpr int kMost = 128;
-  struct List {
-    Counts* counts[kMost];
-    int slots[kMost];
-    int length = 0;
-  };
-  void await(const SlotCounts& slots, double timeout_s, cudaStream_t stream);
-  void launch(double timeout_s, cudaStream_t stream);
-
- private:
-  List list_{};
+// Looks which of these slots are free, for so long or until each has been free once. Writes to `free`, mapped and one
+// for each entry, whether all slots of the entry have been.
+constexpr int kMostIdle = 128;
+struct IdleList {
+  Counts* counts[kMostIdle];
+  int slots[kMostIdle];
+  int length = 0;
 };
+void launch_idle(const IdleList& list, uint32_t* free, uint64_t most_ns, cudaStream_t stream);
 // Writes `ask`, then `heard` once it sees the host's answer: whether each side sees what the other writes while a
 // kernel runs. Returns the error of the launch.
 cudaError_t launch_echo(uint32_t* ask, const uint32_t* answer, uint32_t* heard, cudaStream_t stream);

@@ -146,6 +146,12 @@ std::multimap<Kind, std::pair<std::byte*, Counts*>>& left() {
   return *all;
 }
 
+// Events of deleted slots, kept for the same reason. Under left_mutex, too.
+std::vector<void*>& left_events() {
+  static auto* all = new std::vector<void*>;
+  return *all;
+}
+
 std::atomic<size_t> pinned{0};
 
 }  // namespace
@@ -251,6 +257,27 @@ void Slot::run() noexcept {
   ended.fetch_add(1, std::memory_order_release);
 }
 
+void Slot::free_after(uintptr_t stream) {
+  if (freed == nullptr) {
+    std::lock_guard lock(left_mutex);
+    if (!left_events().empty()) freed = left_events().back(), left_events().pop_back();
+  }
+  if (freed == nullptr) {
+    cudaEvent_t made = nullptr;
+    check_cuda(cudaEventCreateWithFlags(&made, cudaEventDisableTiming), "creating an event");
+    freed = made;
+  }
+  check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(freed), reinterpret_cast<cudaStream_t>(stream)),
+             "marking that a slot is free");
+  freed_in = stream;
+}
+
+void Slot::follow_in(uintptr_t stream) const {
+  if (freed == nullptr || freed_in == stream) return;
+  check_cuda(cudaStreamWaitEvent(reinterpret_cast<cudaStream_t>(stream), static_cast<cudaEvent_t>(freed), 0),
+             "waiting for the stream that had a slot");
+}
+
 void Slot::announce(void* slot) {
   auto* self = static_cast<Slot*>(slot);
   self->called.fetch_add(1, std::memory_order_relaxed);
@@ -327,6 +354,8 @@ Slots::Slots(int device, int count, size_t bytes, size_t routes, Mode mode, bool
 void Slots::leave() {
   for (auto& slot : all) dispatcher().close(slot->address);
   std::lock_guard lock(left_mutex);
+  for (auto& slot : all)
+    if (slot->freed != nullptr) left_events().push_back(slot->freed);
   left().emplace(Kind{device, count_, total_}, std::pair(block_, counts));
 }
 

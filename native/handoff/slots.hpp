@@ -53,8 +53,15 @@ struct Slot final : Work {
   std::vector<int32_t> ids;           // of the request that runs
   std::vector<float> weights;
   std::atomic<uint32_t> called{0}, ended{0};  // host functions that the driver has called, and entries that are done
+  void* freed = nullptr;                      // an event behind the last wait outside of graphs
+  uintptr_t freed_in = 0;                     // and that wait's stream
 
   void run() noexcept override;
+  // Outside of graphs, a submit follows the wait that used the slot before. If it came first on the device and spun for
+  // the slot, it could spin for a wait that is not queued yet, by a thread that the driver holds up until the device is
+  // idle, as it does to load a kernel. Both throw std::runtime_error.
+  void free_after(uintptr_t stream);
+  void follow_in(uintptr_t stream) const;
   // Host functions of a stream, which run on a thread of the driver. They replace the flags in Mode::host_func.
   static void announce(void* slot);
   static void await_answer(void* slot);

@@ -139,7 +139,7 @@ class Handoff:
             ids, weights = ids.contiguous(), weights.contiguous()
         ticket.stream = torch.cuda.current_stream(x.device).cuda_stream
         ticket.captured = capturing
-        slots, slot = self._take(x, ids.numel(), ticket.stream)
+        slots, slot = self._take(x, ids.numel(), ticket)
         try:
             logits = None if routing is None else routing.logits
             if logits is not None and (logits.dim() != 2 or len(logits) != len(ids)):
@@ -268,11 +268,11 @@ class Handoff:
         """Device → how it signals the CPU, for all devices used so far."""
         return {device: slots.mode for device, slots in self._own.items()}
 
-    def _take(self, x: Tensor, routes: int, stream: int) -> tuple[Slots, int]:
+    def _take(self, x: Tensor, routes: int, ticket: Ticket) -> tuple[Slots, int]:
         """A free slot for a submit of x with `routes` pairs of an id and a weight. Raises OperatorError."""
         own = self._own[x.device]
         if x.shape[0] <= MOST_TOKENS:
-            slot = own.take()
+            slot = own.take(ticket.captured)
             if slot is None:
                 raise OperatorError(
                     f"handoff: {SLOTS} submits of one layer are under way, which is the most. Wait for one first."
@@ -280,7 +280,7 @@ class Handoff:
             return own, slot
         try:
             if own.mode == "flags":
-                slots, slot = take_shared(x.device, stream, x.nbytes, routes)
+                slots, slot = take_shared(x.device, ticket.stream, x.nbytes, routes)
             else:  # layers cannot share slots here: a host function does not know which layer has the slot
                 slots, slot = take_from(self._others, x.device, x.nbytes, routes, own.mode)
         except (RuntimeError, MemoryError) as error:

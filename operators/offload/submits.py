@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from bisect import insort
 from collections.abc import Iterator, MutableSet
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
@@ -168,20 +169,22 @@ class Slots:
             host_func=mode == "host_func",
             shared=stream is not None,
         )
-        self._free = list(reversed(range(count)))
+        self._free = list(range(count))
         self._lock = threading.Lock()
 
-    def take(self) -> int | None:
-        """A free slot, or None."""
+    def take(self, captured: bool = False) -> int | None:
+        """A free slot, or None.
+
+        Always the lowest first, so streams that take several slots take them in the same order, and cannot wait for
+        each other in a circle. Graphs take from the other end: their submits spin for a slot on the device, and should
+        not spin for one whose wait the host has yet to queue.
+        """
         with self._lock:
-            return self._free.pop() if self._free else None
+            return self._free.pop(-1 if captured else 0) if self._free else None
 
     def give(self, slot: int) -> None:
         with self._lock:
-            self._free.append(slot)
-            # Always the lowest first. So streams that take several slots take them in the same order, and cannot
-            # wait for each other in a circle.
-            self._free.sort(reverse=True)
+            insort(self._free, slot)
 
     def drop(self, ticket: Ticket) -> None:
         """Free the slot of a ticket that gets no wait. Outside of graphs, a wait is queued that discards the answer."""

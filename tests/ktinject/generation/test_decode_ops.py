@@ -156,9 +156,12 @@ def test_what_the_grouped_router_does_not_serve_is_refused() -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("rows", [1, 3, 8])
 # One matrix or several; fewer outputs than a tile, tiles that end within a block, more than the device has blocks for;
-# inputs that are fewer, as many and more than the warps of a block share out, and than are fetched ahead.
+# inputs that are fewer, as many and more than the warps of a block share out, and than are fetched ahead; on a GPU of
+# 132 multiprocessors, every number of tiles that a block may take at once.
 @pytest.mark.parametrize(
-    "k, n", [(32, [5]), (2048, [4096, 512, 512]), (7168, [100, 36, 8, 9]), (96, [20000, 3]), (1056, [1030])]
+    "k, n",
+    [(32, [5]), (2048, [4096, 512, 512]), (7168, [100, 36, 8, 9]), (96, [20000, 3]), (1056, [1030])]
+    + [(4096, [2048]), (64, [3000]), (96, [4000]), (64, [6000])],
 )
 class TestLinear:
     pytestmark = gpu
@@ -229,11 +232,13 @@ def test_what_linear_does_not_serve_is_refused() -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
     "batch, heads, groups, size",
-    [(1, 32, 4, 128), (3, 4, 4, 64), (8, 8, 1, 256), (2, 6, 2, 32), (2, 24, 2, 64)],
+    [(1, 32, 4, 128), (3, 4, 4, 64), (8, 8, 1, 256), (2, 6, 2, 32), (2, 24, 2, 64), (1, 20, 2, 256)],
 )
+# A block takes 128 or 256 positions at once, by the size of heads: just as many, and one more.
 @pytest.mark.parametrize(
     "capacity, position",
-    [(256, 0), (256, 15), (256, 16), (256, 255), (512, 100), (4096, 3000), (16384, 16383)],
+    [(256, 0), (256, 15), (256, 16), (256, 255), (512, 100), (512, 127), (512, 128), (512, 256)]
+    + [(4096, 3000), (16384, 16383)],
 )
 class TestAttend:
     pytestmark = gpu

@@ -131,6 +131,25 @@ class TestGatedDelta:
             found.append([*outs, *states])
         assert all(torch.equal(a, b) for a, b in zip(*found))
 
+    @torch.inference_mode()
+    def test_where_the_convolution_s_factors_lie_does_not_show(self, dtype, family, sizes) -> None:
+        """To the bit: two channels of four are read as one piece only where they may be."""
+        module, config = attention_of(family, sizes, dtype)
+        cache = DynamicCache(config=config)
+        x = torch.randn(2, module.hidden_size, device="cuda", dtype=dtype)
+        module(torch.stack([x] * 3, 1), cache_params=cache)
+        aligned = weights_of(module)
+        room = aligned.taps.new_zeros(aligned.taps.numel() + 1)
+        moved = aligned._replace(taps=room[1:].view(aligned.taps.shape).copy_(aligned.taps))
+        assert moved.taps.data_ptr() % 16 != 0
+        found: list[list[Tensor]] = []
+        for weights in (aligned, moved):
+            states = States(*(tensor.clone() for tensor in states_of(cache)))
+            counts = torch.zeros(2 * module.num_k_heads, dtype=torch.int32, device="cuda")
+            out = delta_ops.gated_delta(projected(module, x), weights, states, counts)
+            found.append([out, *states])
+        assert all(torch.equal(a, b) for a, b in zip(*found))
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -27,6 +27,7 @@ from torch import nn
 from ktinject import _native
 from ktinject.operators.hybrid_experts import HybridExperts, HybridExpertsConfig
 from ktinject.operators.offload import expert_cache, handoff
+from ktinject.operators.offload.gpu_experts import GpuExperts
 
 CUDA_PARTS = pytest.mark.skipif(not _native.cuda_built(), reason="built without CUDA")
 
@@ -144,8 +145,9 @@ def test_a_layer_takes_spare_places_where_experts_move() -> None:
         hybrid_footprint(gpu_experts=count, dynamic=dynamic)
         for count, dynamic in ((4, False), (4, True), (12, True), (EXPERTS, True))
     ]
-    one = taken[0] // 4
-    assert [size // one for size in taken] == [4, 5, 13, EXPERTS]
+    experts = [size - GpuExperts.table_bytes(EXPERTS) for size in taken]
+    one = experts[0] // 4
+    assert experts == [4 * one, 5 * one, 13 * one, EXPERTS * one]
 
 
 def hybrid_footprint(**arguments: Any) -> int:

@@ -386,6 +386,38 @@ def test_a_late_dispatcher_does_not_answer_the_next_submit(cuda: str, mode: hand
         _native.set_answer_timeout(before)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_no_stream_spins_for_a_wait_that_is_not_queued(cuda: str, graph: bool) -> None:
+    """Between its submit and its wait a thread may wait for the device, as the driver does to load a kernel."""
+    here, arguments = way(), inputs(2, device=cuda)
+    here.prepare(torch.device(cuda))
+    late, out = torch.cuda.Stream(), torch.empty_like(arguments[0])
+
+    def others() -> None:
+        here.wait(here.submit(*arguments), out)
+
+    before = _native.answer_timeout()
+    _native.set_answer_timeout(5)  # a graph keeps it
+    try:
+        replayed = captured(others) if graph else None
+        torch.cuda.synchronize()
+        with torch.cuda.stream(late):
+            torch.cuda._sleep(200_000_000)  # what is queued behind comes to the device last
+            if replayed is None:
+                others()
+            else:
+                replay(replayed)
+        ticket = here.submit(*arguments)
+        start = time.monotonic()
+        torch.cuda.synchronize()
+        assert time.monotonic() - start < 4
+        assert torch.equal(here.wait(ticket).cpu(), plain(arguments))
+        assert torch.equal(out.cpu(), plain(arguments))
+        here.check()
+    finally:
+        _native.set_answer_timeout(before)
+
+
 def test_a_submit_that_gets_no_slot_ends_its_naps(cuda: str) -> None:
     """In a process of its own: where graphs have been captured, the dispatcher naps for good."""
     script = """
