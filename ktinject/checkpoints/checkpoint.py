@@ -115,10 +115,19 @@ class Checkpoint:
         return found
 
     def say_quantization(self, quantization: Mapping[str, Any] | None) -> None:
-        """What `open` takes, of a config that is read after the files are open; before any weight is looked at."""
-        assert not self._held and "weights" not in vars(self), "formats are found out once"
-        self._reader.quantization = {} if self.states_formats else quantization or {}
-        self.quantization = self._reader.quantization
+        """What `open` takes, of a config that is read after the files are open.
+
+        Raises   CheckpointError if weights were looked at already as something else says
+        """
+        said = {} if self.states_formats else quantization or {}
+        if said == self.quantization:
+            return
+        if self._held or "weights" in vars(self):
+            raise CheckpointError(
+                f"{self.path}: its weights were looked at as quantization_config {shown(self.quantization)} says, and "
+                f"the model's config has {shown(said)}. Open it again."
+            )
+        self._reader.quantization = self.quantization = said
 
     def _add(self, packed: PackedFile) -> None:
         """Take the parameters that a file of packed weights stands for among the tensors. Raises CheckpointError."""

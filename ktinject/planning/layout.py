@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from ktinject.generation.cache import bucket_of
-from ktinject.generation.cpu import openmp
 from ktinject.hf import models
 from ktinject.hf.layers import Layers
 from ktinject.machine import device_of
@@ -72,14 +71,10 @@ def choose(
     """
     layouts: list[Layout] = []
     for devices in candidates:
-        # Probes run modules on a few tokens, where waking more threads costs more than they save.
-        with openmp.one_thread():
-            layouts.append(_lay_out(model, replacer, where, devices, has_weights, kv_values, context))
-            # Shares in proportion may not fit where layers of whole GPUs, one after the other, do.
-            if len(devices) > 1 and not layouts[-1].fits:
-                layouts.append(
-                    _lay_out(model, replacer, where, devices, has_weights, kv_values, context, True)
-                )
+        layouts.append(_lay_out(model, replacer, where, devices, has_weights, kv_values, context))
+        # Shares in proportion may not fit where layers of whole GPUs, one after the other, do.
+        if len(devices) > 1 and not layouts[-1].fits:
+            layouts.append(_lay_out(model, replacer, where, devices, has_weights, kv_values, context, True))
         if layouts[-1].fits:
             break
     return min(layouts, key=lambda layout: layout.shortage)

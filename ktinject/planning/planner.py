@@ -18,6 +18,7 @@ from ktinject.distributed import tensor_parallel
 from ktinject.distributed.process_group import ProcessGroup
 from ktinject.distributed.tensor_parallel import Cut, Style
 from ktinject.errors import PlanError
+from ktinject.generation.cpu import openmp
 from ktinject.hf import compat, models
 from ktinject.hf.extras import check_patterns
 from ktinject.hf.key_map import KeyMap, key_map
@@ -41,6 +42,8 @@ from ktinject.rules import RuleSet
 _MOST_TOKENS = 1 << 30
 
 
+# Probes run modules on a few tokens, where waking more threads costs more than they save.
+@openmp.one_thread()
 def make(
     model: PreTrainedModel,
     ruleset: RuleSet,

@@ -296,6 +296,9 @@ def test_an_open_checkpoint_is_read_as_the_config_says_and_stays_open(tmp_path: 
     with Checkpoint.open(folder, {"quant_method": "of another config"}) as checkpoint:
         model = ktinject.optimize(on_meta(folder), [EXPERTS], checkpoint=checkpoint, progress=False)
         assert checkpoint.quantization == {}
+        ktinject.optimize(on_meta(folder), [EXPERTS], checkpoint=checkpoint, progress=False)
+        with pytest.raises(CheckpointError, match=r"looked at as quantization_config \{\}.*Open it again"):
+            checkpoint.say_quantization({"quant_method": "of another config"})
         assert checkpoint.read("lm_head.weight").shape == original.lm_head.weight.shape
     assert_same(model, original)
 
