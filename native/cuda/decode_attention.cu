@@ -165,7 +165,7 @@ struct Split {
   int used, size;  // splits, places of each
 
   __device__ __forceinline__ Split(const Attention& p, int count)
-      : used(min(p.splits, (count + Sizes<kSize>::kAtOnce - 1) / Sizes<kSize>::kAtOnce)),
+      : used(max(1, min(p.splits, (count + Sizes<kSize>::kAtOnce - 1) / Sizes<kSize>::kAtOnce))),
         size(((count + used - 1) / used + kPositions - 1) / kPositions * kPositions) {}
 };
 
