@@ -136,7 +136,7 @@ def watch_batches(model: Any) -> None:
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         batch = kwargs.get("forward_batch", args[2] if len(args) > 2 else None)
-        _within.tokens, _within.live = getattr(batch, "num_token_non_padded", None), None
+        _within.tokens, _within.live = _tokens(batch), None
         try:
             return original(*args, **kwargs)
         finally:
@@ -144,6 +144,14 @@ def watch_batches(model: Any) -> None:
 
     forward.ktinject = True  # type: ignore[attr-defined]
     model.forward = forward
+
+
+def _tokens(batch: Any) -> Tensor | None:
+    """How many rows of a batch are tokens. None, so that all are computed, where several ranks have attention of their
+    own: the number is of one rank's rows, and the experts get those of all."""
+    if any(getattr(batch, f"global_num_tokens_{where}", None) is not None for where in ("cpu", "gpu")):
+        return None
+    return getattr(batch, "num_token_non_padded", None)
 
 
 def _without_padding(x: Tensor) -> AbstractContextManager[None]:

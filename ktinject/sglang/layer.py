@@ -72,6 +72,7 @@ class Layer:
         self.given = given
         self._nodes = _use_machine(given, numa_nodes)
         self.mask = _Mask.of(given, self._put_places)
+        self._written = self.mask.writes()  # when the tables of places were made
         self._skips = len(given.held) < given.num_experts or given.num_gpu_experts > 0
         self._experts: CpuExperts | None = None
         self._handoff: Handoff | None = None
@@ -260,6 +261,8 @@ class Layer:
                     "Run the layer once before, as SGLang does."
                 )
             self._places[device] = self._table().to(device)
+        elif self.given.mask is not None and self.mask.writes() != self._written:
+            self._put_places()
         return self._places[device]
 
     def _table(self) -> Tensor:
@@ -269,7 +272,7 @@ class Layer:
 
     def _put_places(self) -> None:
         """The mask has changed: also for graphs that are captured already."""
-        table = self._table()
+        table, self._written = self._table(), self.mask.writes()
         for places in self._places.values():
             places.copy_(table)
 
@@ -298,13 +301,20 @@ class _Mask(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        masks = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
         with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and args and isinstance(args[0], cls):
-            args[0].on_change()
+            before = [mask._version for mask in masks]
+            out = func(*args, **kwargs)
+            written = [mask for mask, version in zip(masks, before) if mask._version != version]
+        for mask in written:
+            mask.on_change()
         return out
+
+    def writes(self) -> int:
+        """How often it was written to so far, also through views of it, which tell nobody."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._version
 
 
 _threads: int | None = None  # that SGLang asked for; the pool belongs to the process

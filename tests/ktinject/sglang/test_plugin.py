@@ -323,6 +323,17 @@ def test_the_rows_that_are_tokens_are_known_within_a_pass(sglang: dict[str, Modu
     assert combine._within.tokens is None
 
 
+@pytest.mark.parametrize("where", ["cpu", "gpu"])
+def test_rows_that_several_ranks_bring_together_are_all_computed(
+    sglang: dict[str, ModuleType], where: str
+) -> None:
+    """With --enable-dp-attention the number is of this rank's rows, and the experts get those of all."""
+    runner = sglang["model_executor.model_runner"].ModelRunner()
+    runner.load_model()
+    batch = SimpleNamespace(**{"num_token_non_padded": 3, f"global_num_tokens_{where}": [3, 5]})
+    assert runner.model.forward(0, 0, batch) is None
+
+
 @pytest.mark.gpu
 def test_rows_that_pad_a_graph_are_not_computed() -> None:
     made, (x, ids, weights) = filled(), inputs(8, device="cuda:0")

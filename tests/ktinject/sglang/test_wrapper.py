@@ -166,6 +166,13 @@ def test_a_mask_that_changes_in_place_holds_from_then_on(device: str) -> None:
     assert is_near(forward(made, call), expected(*call, on_gpu={6, 7}))
     made.gpu_experts_mask[:] = mask
     assert is_near(forward(made, call), expected(*call, on_gpu={0, 1}))
+    held = made.gpu_experts_mask
+    held |= mask.flip(0)
+    assert is_near(forward(made, call), expected(*call, on_gpu={0, 1, 6, 7}))
+    torch.logical_and(held, mask, out=held)
+    assert is_near(forward(made, call), expected(*call, on_gpu={0, 1}))
+    held[1:3].logical_not_()  # a view
+    assert is_near(forward(made, call), expected(*call, on_gpu={0, 2}))
 
 
 def test_weights_may_be_loaded_again(device: str, tmp_path: Path) -> None:
