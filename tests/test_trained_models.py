@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,14 +96,30 @@ def test_quantised_experts_keep_the_perplexity(
     assert abs(found / trained.perplexity - 1) <= limit
 
 
-@pytest.mark.parametrize("factor", [30.0, 100.0])
-def test_large_channels_cost_little_beyond_the_weights(factor: float) -> None:
-    """Of what experts and linear layers read, and of intermediates."""
-    path = Path(__file__).parents[1] / "benchmarks/large_channels.py"
-    spec = importlib.util.spec_from_file_location("large_channels", path)
+def benchmark(name: str) -> Any:
+    """A script of benchmarks/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / f"benchmarks/{name}.py")
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_wide_heads_change_no_logit(tmp_path: Path) -> None:
+    """What SGLang's kernels on a GPU are asked is the trained model."""
+    script = benchmark("bench_sglang_engine")
+    folders, ids = (script.TRAINED, script.widened(tmp_path)), torch.tensor([[*range(40, 100)]])
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders]
+    with torch.no_grad():
+        narrow, wide = (model(ids).logits for model in models)
+    assert models[1].config.head_dim == script.WIDE != models[0].config.head_dim
+    assert (narrow - wide).abs().max() < 1e-4 * narrow.abs().max()
+
+
+@pytest.mark.parametrize("factor", [30.0, 100.0])
+def test_large_channels_cost_little_beyond_the_weights(factor: float) -> None:
+    """Of what experts and linear layers read, and of intermediates."""
+    script = benchmark("large_channels")
     alone, found = script.measure("tiny-qwen3-moe", factor, script.FORMATS["int8"], 512)
     assert found.mean_nats <= 1.5 * alone
 

@@ -1,0 +1,447 @@
+"""SGLang with experts on the CPU beside SGLang alone: the same answers, and how fast. In an environment with both.
+
+    python benchmarks/bench_sglang_engine.py same [--device cpu] [--own 0 8 31] [--soak 300] [--at-once 1]
+    python benchmarks/bench_sglang_engine.py speed [--layers 48] [--clients 1 32]
+
+`same` asks the trained Qwen3-MoE of this repository, one prompt at a time and 32 at once, with some of the experts
+SGLang's own, with graphs and without. Of two texts, either may be right: a token counts as fp32's where fp32, given all
+before it, has it as the best one. Others should be as rare as with SGLang alone, and no further behind. Then come
+requests of which some are cancelled, and an engine that is killed at work and started again. Several engines may run at
+once, which says nothing about speed.
+
+`speed` has the shape of Qwen3-30B-A3B with random weights, int4 experts on the CPU and none on the GPU. Tokens are
+drawn at random, so that clients do not ask for the same experts. Plain `generate` of that shape: bench_generate.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TRAINED = REPOSITORY / "examples" / "models" / "tiny-qwen3-moe"
+EXPERTS, WIDE = 32, 128  # SGLang's kernels on CUDA want heads of 64 or more
+AT_ONCE = 32
+TIE = 0.35  # in bf16, SGLang alone takes tokens that are as far behind fp32's best
+QWEN3 = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 4096,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+# Takes the place of a checkpoint's weights, in each of SGLang's processes.
+FILLED = """
+def register():
+    from ktinject.sglang import wrapper
+
+    def load_weights(self, physical_to_logical_map=None):
+        import torch
+        from ktinject.operators.cpu_experts import CpuExperts
+        from ktinject.sglang.weights import on_cpu, plain_config, spec_of
+
+        layer, given = self._layer, self.arguments
+        hidden, inner = given.hidden_size, given.intermediate_size
+        with on_cpu():
+            torch.manual_seed(given.layer_idx)
+            experts = CpuExperts(spec_of(given), plain_config(given, 0))
+            experts.allocate()
+            for half in range(2):
+                experts.load("gate_up_proj", (torch.randn(inner, hidden) * hidden**-0.5).bfloat16(), 0, half)
+            experts.load("down_proj", (torch.randn(hidden, inner) * inner**-0.5).bfloat16(), 0, None)
+            experts.repeat(0)  # all alike, each with memory of its own
+            layer._take(experts)
+
+    wrapper.KTMoEWrapper.load_weights = load_weights
+"""
+
+
+def options_of(device: str, graphs: bool, **others: Any) -> dict[str, Any]:
+    """Arguments of sglang.Engine."""
+    common = {
+        "dtype": "bfloat16",
+        "skip_tokenizer_init": True,
+        "random_seed": 0,
+        "log_level": "info",
+        **others,
+    }
+    if device == "cpu":
+        return common | {
+            "device": "cpu",
+            "attention_backend": "torch_native",
+            "disable_cuda_graph": True,
+            "mem_fraction_static": 0.2,
+        }
+    common |= {
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "moe_runner_backend": "triton",
+        "grammar_backend": "none",
+    }
+    return common | ({"cuda_graph_max_bs_decode": AT_ONCE} if graphs else {"disable_cuda_graph": True})
+
+
+def widened(folder: Path) -> Path:
+    """The trained model with heads of 128, whose further values are zero, and a head of its own: the same logits.
+
+    The root mean square of a head is half over four times as many values, so the weights before it are twice as large.
+    The scale of the scores is half, too, for which the queries' norm makes up. Position i of a head turns as position
+    4 i of a wide one.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    config = json.loads((TRAINED / "config.json").read_text())
+    head = config["head_dim"]
+    if head * 4 != WIDE:
+        raise SystemExit(f"{TRAINED}: heads of {head}; expected {WIDE // 4}")
+    half = torch.arange(head // 2)
+    place = torch.cat([4 * half, 4 * half + WIDE // 2])
+    made = {}
+    for name, value in load_file(TRAINED / "model.safetensors").items():
+        kind = name.split(".")[-2]
+        if kind in ("q_proj", "k_proj", "v_proj"):
+            heads = value.view(-1, head, value.shape[1])
+            wide = torch.zeros(len(heads), WIDE, value.shape[1], dtype=value.dtype)
+            wide[:, place] = heads * (1 if kind == "v_proj" else 2)
+            value = wide.view(-1, value.shape[1])
+        elif kind == "o_proj":
+            heads = value.view(len(value), -1, head)
+            wide = torch.zeros(len(value), heads.shape[1], WIDE, dtype=value.dtype)
+            wide[:, :, place] = heads
+            value = wide.view(len(value), -1)
+        elif kind in ("q_norm", "k_norm"):
+            wide = torch.zeros(WIDE, dtype=value.dtype)
+            wide[place] = value * (1 if kind == "q_norm" else 0.5)
+            value = wide
+        made[name] = value
+    made["lm_head.weight"] = made["model.embed_tokens.weight"].clone()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"head_dim": WIDE, "tie_word_embeddings": False}))
+    return folder
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Python, which the model was trained to write: pieces of this repository."""
+    from tokenizers import Tokenizer
+
+    known, found = Tokenizer.from_file(str(TRAINED / "tokenizer.json")), []
+    for path in sorted((REPOSITORY / "tests").rglob("test_*.py")):
+        ids = known.encode(path.read_text()).ids
+        if len(ids) > 400 and len(found) < count:
+            found.append(ids[120 : 125 + 13 * len(found) % 150])
+    return found
+
+
+# --- one engine, in a process of its own ---
+
+
+def engine(given: dict[str, Any], out: Path) -> None:
+    """Ask, and put what is known into the file after each part, since time may be over before the next."""
+    import sglang  # type: ignore[import-not-found]
+
+    begun = time.monotonic()
+    made = sglang.Engine(model_path=given["model"], **given["options"])
+    found: dict[str, Any] = {"start_s": time.monotonic() - begun}
+    count, every = len(given["prompts"]), given["prompts"]
+    together = (every * AT_ONCE)[: max(AT_ONCE, count)]
+
+    def tell(name: str, value: Any) -> None:
+        found[name] = value
+        out.with_suffix(".part").write_text(json.dumps(found))
+        out.with_suffix(".part").rename(out)
+
+    tell("together", ask(made, together, given["new"])[:count])
+    if not given["again"]:
+        tell("alone", [ask(made, [prompt], given["new"])[0] for prompt in every])
+    if given["soak"]:
+        tell("soak", made.loop.run_until_complete(soak(made, given["soak"], None)))
+        tell("after", ask(made, together, given["new"])[:count])
+        made.loop.run_until_complete(soak(made, given["soak"], given["soak"] // 5))
+        tell("survived", True)
+
+
+def ask(made: Any, given: list[list[int]], new: int) -> list[list[int]]:
+    sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
+    return [answer["output_ids"] for answer in made.generate(input_ids=given, sampling_params=sampling)]
+
+
+async def soak(made: Any, count: int, kill_after: int | None) -> dict[str, Any]:
+    """Requests of random lengths, of which some are cancelled: how they ended, and the MiB of SGLang's processes.
+
+    kill_after  so many, end all processes at once
+    """
+    numbers, ended, held = random.Random(0), {"stop": 0, "cancelled": 0, "failed": 0}, []
+    waiting = iter(range(count))
+
+    async def client() -> None:
+        for number in waiting:
+            ids = [numbers.randrange(2, 2000) for _ in range(numbers.randrange(1, 60))]
+            sampling = {"temperature": 0, "max_new_tokens": numbers.randrange(1, 33), "ignore_eos": True}
+            name = f"soak{number}"
+            asked = asyncio.create_task(
+                made.async_generate(input_ids=ids, sampling_params=sampling, rid=name)
+            )
+            if numbers.random() < 0.4:
+                await asyncio.sleep(numbers.random() * 0.1)
+                made.tokenizer_manager.abort_request(rid=name)
+            try:
+                answer = await asked
+                is_cut = answer["meta_info"]["finish_reason"]["type"] == "abort"
+                is_short = len(answer["output_ids"]) != sampling["max_new_tokens"]
+                ended["cancelled" if is_cut else "failed" if is_short else "stop"] += 1
+            except ValueError as error:
+                ended["cancelled" if "bort" in str(error) else "failed"] += 1
+            done = sum(ended.values())
+            if done % max(1, count // 4) == 0:
+                held.append(mebibytes())
+            if kill_after is not None and done >= kill_after:
+                os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    await asyncio.gather(*(client() for _ in range(16)))
+    return {"ended": ended, "held": held}
+
+
+def mebibytes() -> float:
+    import psutil
+
+    return sum(child.memory_info().rss for child in psutil.Process().children(recursive=True)) / 2**20
+
+
+class Engine:
+    """Such a process, and what it found."""
+
+    def __init__(self, name: str, folder: Path, number: int, given: dict[str, Any]) -> None:
+        self.name, self.began = name, time.monotonic()
+        self.out, self.log = folder / f"{number}.json", folder / f"{number}.log"
+        given["options"] |= {"nccl_port": 29500 + number}
+        with self.log.open("w") as log:
+            self.running = subprocess.Popen(
+                [sys.executable, __file__, "engine", json.dumps(given), str(self.out)],
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def stop(self) -> None:
+        """Also its own processes, whether it has ended or not."""
+        try:
+            os.killpg(self.running.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.running.wait()
+
+    def found(self) -> dict[str, Any]:
+        return json.loads(self.out.read_text()) if self.out.exists() else {}
+
+    def why(self) -> str:
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line or "error:" in line]
+        return " | ".join((errors or lines)[-3:])[-500:]
+
+
+# --- the same answers ---
+
+
+def same(given: argparse.Namespace) -> bool:
+    folder = Path(tempfile.mkdtemp(prefix="sglang-"))
+    model, asked = widened(folder / "model"), prompts(given.prompts)
+    limits = {
+        "max_total_tokens": 16384,
+        "chunked_prefill_size": 64,
+        "mem_fraction_static": 0.3,
+        "log_level": "info",
+    }
+    jobs: list[tuple[str, dict[str, Any]]] = []
+    for graphs in (True, False) if given.device != "cpu" else (False,):
+        for count in (None, *given.own):
+            options = limits | options_of(given.device, graphs)
+            if count is not None:
+                options |= {"kt_weight_path": str(model), "kt_method": "BF16", "kt_num_gpu_experts": count}
+            said = "all" if count is None else str(count)
+            job = {"model": str(model), "options": options, "prompts": asked, "new": given.new}
+            name = f"{said} of {EXPERTS} SGLang's, {'graphs' if graphs else 'eager'}"
+            soaks = given.soak if count == given.own[0] and (graphs or given.device == "cpu") else 0
+            jobs.append((name, job | {"soak": soaks, "again": False}))
+            if soaks:
+                last = f"{name}, started again", job | {"soak": 0, "again": True}
+    jobs += [last] if given.soak else []
+    ended = run(jobs, folder, given)
+    print(f"# {given.prompts} prompts, {given.new} tokens each; logs: {folder}")
+    judge = Judge(model, asked)
+    stock = ended[0].found()
+    fine, worst = True, TIE
+    for one in ended:
+        found, parts = one.found(), []
+        for way in ("alone", "together", "after"):
+            if way in found and stock.get("alone"):
+                equal = sum(a == b for a, b in zip(found[way], stock["alone"]))
+                best, behind = judge.of(found[way])
+                parts.append(f"{way}: {equal} texts equal, {best:.1%} fp32's, behind by {behind:.2f} at most")
+                worst = max(worst, min(behind, 1.0)) if "all of" in one.name else worst
+                fine &= behind <= worst
+        if "soak" in found:
+            counts, held = found["soak"]["ended"], found["soak"]["held"]
+            parts.append(f"soak: {counts}, {held[0]:.0f} to {held[-1]:.0f} MiB, then killed")
+            fine &= counts["failed"] == 0 and held[-1] < held[0] + 64 and "survived" not in found
+        if ("experts as bf16" in one.log.read_text(errors="replace")) != ("all of" not in one.name):
+            parts.append("experts were on the CPU" if "all of" in one.name else "no experts were on the CPU")
+            fine = False
+        if len(found) < 2:
+            parts.append(f"no answer: {one.why()}")
+            fine = False
+        print(f"{one.name:46} " + "; ".join(parts), flush=True)
+    return fine and len(ended) == len(jobs)
+
+
+def run(jobs: list[tuple[str, dict[str, Any]]], folder: Path, given: argparse.Namespace) -> list[Engine]:
+    """All engines, some at once, and each within its time. What is started again waits for the end of the others."""
+    waiting, running, ended = list(enumerate(jobs)), list[Engine](), list[Engine]()
+    try:
+        while waiting or running:
+            for one in list(running):
+                if one.running.poll() is not None or time.monotonic() - one.began > given.seconds:
+                    one.stop()
+                    running.remove(one)
+                    ended.append(one)
+            while waiting and len(running) < (1 if waiting[0][1][1]["again"] else given.at_once):
+                number, (name, job) = waiting.pop(0)
+                running.append(Engine(name, folder, number, job))
+            time.sleep(0.1)
+    finally:
+        for one in running:
+            one.stop()
+    return sorted(ended, key=lambda one: [name for name, _ in jobs].index(one.name))
+
+
+class Judge:
+    """What fp32 says of tokens, given all before them."""
+
+    def __init__(self, model: Path, asked: list[list[int]]) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.model, self.asked = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), asked
+
+    def of(self, answers: list[list[int]]) -> tuple[float, float]:
+        """The share of tokens that fp32 has as the best, and how far its logit of another is behind at most."""
+        import torch
+
+        behind = []
+        for prompt, answer in zip(self.asked, answers):
+            with torch.no_grad():
+                logits = self.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+            behind.append(logits.amax(-1) - logits.gather(-1, torch.tensor(answer)[:, None])[:, 0])
+        every = torch.cat(behind)
+        return (every == 0).float().mean().item(), every.max().item()
+
+
+# --- how fast ---
+
+
+def speed(given: argparse.Namespace) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="sglang-"))
+    (folder / "config.json").write_text(json.dumps(QWEN3 | {"num_hidden_layers": given.layers}))
+    (folder / "filled.py").write_text(FILLED)
+    made = folder / "filled-0.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: filled\nVersion: 0\n")
+    (made / "entry_points.txt").write_text("[sglang.srt.plugins]\nfilled = filled:register\n")
+    sys.path.append(str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(folder)]).strip(
+        os.pathsep
+    )
+    import sglang
+
+    begun = time.monotonic()
+    running = sglang.Engine(
+        model_path=str(folder),
+        **options_of(
+            given.device,
+            True,
+            load_format="dummy",
+            max_total_tokens=32768,
+            max_running_requests=max(given.clients),
+            kt_weight_path=str(folder),
+            kt_method="AMXINT4",
+            kt_num_gpu_experts=0,
+        ),
+    )
+    print(f"# {given.layers} layers, started in {time.monotonic() - begun:.0f} s", flush=True)
+    numbers = random.Random(0)
+
+    def took(count: int, new: int) -> float:
+        asked = [[numbers.randrange(3, 150_000) for _ in range(32)] for _ in range(count)]
+        sampling = {"temperature": 1.0, "max_new_tokens": new, "ignore_eos": True}
+        before = time.monotonic()
+        running.generate(input_ids=asked, sampling_params=sampling)
+        return time.monotonic() - before
+
+    for count in given.clients:
+        took(count, 8)
+        rates = [
+            count * given.new / (took(count, given.new + 2) - took(count, 2)) for _ in range(given.turns)
+        ]
+        span = f"({min(rates):.1f} to {max(rates):.1f})"
+        print(f"{count:3} clients: {statistics.median(rates):7.1f} tokens/s {span}", flush=True)
+    running.shutdown()
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["engine"]:
+        try:
+            engine(json.loads(sys.argv[2]), Path(sys.argv[3]))
+        except BaseException as error:
+            print(f"Error: {type(error).__name__}: {error}", flush=True)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["same", "speed"])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--new", type=int, default=24, help="tokens of each answer")
+    parser.add_argument("--own", type=int, nargs="+", default=[8, 0, EXPERTS - 1], help="experts of SGLang")
+    parser.add_argument("--prompts", type=int, default=20)
+    parser.add_argument("--soak", type=int, default=300, help="requests, some of which are cancelled")
+    parser.add_argument("--at-once", type=int, default=1, help="engines")
+    parser.add_argument("--seconds", type=float, default=600, help="for each engine")
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--turns", type=int, default=3)
+    given = parser.parse_args()
+    if given.what == "speed":
+        speed(given)
+    elif not same(given):
+        raise SystemExit("not the same, see above")
+
+
+if __name__ == "__main__":
+    main()
