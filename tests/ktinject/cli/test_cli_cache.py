@@ -8,7 +8,7 @@ from pathlib import Path
 import ktinject as package
 
 
-def test_nothing_is_kept(ktinject, as_json):
+def test_nothing_is_kept(ktinject, as_json, cache_folder: Path):
     assert "0 files" in ktinject("cache", "list").stdout
     assert as_json("cache", "list") == [] and as_json("cache", "clear") == []
     assert "0 files are as they were written" in ktinject("cache", "verify").stdout
