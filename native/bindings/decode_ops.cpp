@@ -173,7 +173,6 @@ cuda::DeltaInput delta_input(const Part& part) {
 }
 
 void def_linear_attention(nb::module_& m) {
-  m.attr("DELTA_PARTS") = cuda::GatedDelta::kMostParts;  // what `scratch` holds beside a head's values
   m.def(
       "gated_delta",
       [](const Part& q, const Part& k, const Part& v, const Part& z, const Part& b, const Part& a, Address<> inputs,
