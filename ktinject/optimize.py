@@ -79,6 +79,25 @@ def plan(
     return decided
 
 
+@contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """Let garbage be looked for among what a load makes alone.
+
+    A load makes as many objects as start a search of all that there are, and torch and transformers have made 400,000:
+    0.2 s, in which nobody else has Python's lock. What is garbage by then waits for the next search; the plan counts it
+    as memory in use. Nothing is done where the caller keeps objects from searches himself.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    try:
+        gc.freeze()
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_old_objects_left_alone()
 def optimize(
     model: PreTrainedModel,
     rules: Rules,
@@ -124,39 +143,6 @@ def optimize(
     Raises         RuleError, PlanError, CheckpointError or OperatorError; the model is then as it was. With tp, all
                    processes raise what one of them raises
     """
-    with _old_objects_left_alone():
-        return _swap(
-            model,
-            rules,
-            checkpoint,
-            devices,
-            budget,
-            progress,
-            variables,
-            check_tensors,
-            tp,
-            context,
-            max_memory,
-            ignore,
-            cache,
-        )
-
-
-def _swap(
-    model: PreTrainedModel,
-    rules: Rules,
-    checkpoint: str | os.PathLike[str] | Checkpoint | None,
-    devices: str | Sequence[str] | None,
-    budget: Budget | None,
-    progress: bool,
-    variables: Mapping[str, Any] | None,
-    check_tensors: bool,
-    tp: bool,
-    context: int | None,
-    max_memory: Budget | None,
-    ignore: Sequence[str],
-    cache: Literal["auto"] | None,
-) -> PreTrainedModel:
     _check_cache(cache, tp)
     ruleset = read_rules(model, rules, variables)
     found = _machine(devices, budget, max_memory)
@@ -307,20 +293,20 @@ def load(
             budget = said.budget if budget is None and max_memory is None else budget
             variables = said.variables if variables is None else variables
             context = said.context if context is None else context
-        return _swap(
+        return optimize(
             model,
             "auto" if rules is None else rules,
-            checkpoint,
-            devices,
-            budget,
-            progress,
-            variables,
-            check_tensors,
-            tp,
-            context,
-            max_memory,
-            ignore,
-            cache,
+            checkpoint=checkpoint,
+            devices=devices,
+            budget=budget,
+            progress=progress,
+            variables=variables,
+            check_tensors=check_tensors,
+            tp=tp,
+            context=context,
+            max_memory=max_memory,
+            ignore=ignore,
+            cache=cache,
         )
 
 
@@ -330,24 +316,6 @@ def read_rules(model: PreTrainedModel, rules: Rules, variables: Mapping[str, Any
     if isinstance(rules, str) and rules == "auto":
         check_experts(model)
     return language.read(rules, variables=variables)
-
-
-@contextmanager
-def _old_objects_left_alone() -> Iterator[None]:
-    """Let garbage be looked for among what a load makes alone.
-
-    A load makes as many objects as start a search of all that there are, and torch and transformers have made 400,000:
-    0.2 s, in which nobody else has Python's lock. What is garbage by then waits for the next search; the plan counts it
-    as memory in use. Nothing is done where the caller keeps objects from searches himself.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    try:
-        gc.freeze()
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _open(
