@@ -14,8 +14,6 @@ from torch import nn
 from ktinject.operators.base import REGISTRY, Config, NeverBuilt, Operator, register_operator
 from ktinject.operators.cpu_linear import CpuLinear, CpuLinearConfig
 from ktinject.operators.expert_formats import of_linear
-from ktinject.operators.fp8_linear import BLOCK, Fp8Linear, Fp8LinearConfig, has_scaled_product
-from ktinject.operators.linears.gpu_linear import DTYPES
 
 if TYPE_CHECKING:
     from ktinject.checkpoints.formats.base import Format
@@ -51,11 +49,11 @@ class DenseLinear(NeverBuilt):
     | fp8 | cpu_linear | fp8_linear |
     | int8 | cpu_linear | refused |
     | int4 | cpu_linear | int4_linear |
-    | kept | the checkpoint's own format: cpu_linear; else as bf16 | fp8_linear; else as bf16 |
+    | kept | the checkpoint's own format: cpu_linear; else as bf16 | as bf16 |
 
     Of a checkpoint's formats, cpu_linear keeps fp8 (blocks of 128 × 128, or a scale for each output), nvfp4, mxfp4,
-    int8 (a scale for each output), int4 (groups of 32, 64 and 128) and K-quants; fp8_linear keeps fp8 in such blocks,
-    on GPUs that multiply fp8.
+    int8 (a scale for each output), int4 (groups of 32, 64 and 128) and K-quants. On a GPU, weights: fp8 and int4 take a
+    checkpoint's own, too, with activations in fp8 in the first case.
     """
 
     Config = DenseLinearConfig
@@ -75,7 +73,10 @@ class DenseLinear(NeverBuilt):
         if not isinstance(module, nn.Linear):
             return cls, config
         if isinstance(config, _AsStored) and config.weights != "bf16":
-            return cls._as_stored(module, config, kind)
+            if kind == "cuda":
+                return None  # what fp8_linear would save, it pays for in fp8 activations, which nobody has asked for
+            sizes: dict[str, Any] = {"group_size": config.group_size, "symmetric": config.symmetric}
+            return CpuLinear, CpuLinearConfig(device=config.device, weights=config.weights, **sizes)  # type: ignore[arg-type]
         if config.weights not in _SERVED[kind]:
             return cls, config
         if config.weights == "kept":
@@ -89,18 +90,6 @@ class DenseLinear(NeverBuilt):
         operator = REGISTRY[f"{config.weights}_linear"]
         size = {"group_size": config.group_size} if config.weights == "int4" else {}
         return operator, operator.Config(device=config.device, **size)
-
-    @classmethod
-    def _as_stored(cls, module: nn.Linear, config: _AsStored, kind: str) -> tuple[type[Operator], Any] | None:
-        """Who takes what the checkpoint has; on a GPU without a kernel for it, the layer stays and is decoded."""
-        device, weights = config.device, config.weights
-        if kind == "cpu":
-            sizes = {"group_size": config.group_size, "symmetric": config.symmetric}
-            return CpuLinear, CpuLinearConfig(device=device, weights=weights, **sizes)  # type: ignore[arg-type]
-        takes = weights == "fp8" and module.weight.dtype in DTYPES and not module.in_features % BLOCK
-        if not takes or not has_scaled_product(device):
-            return None
-        return Fp8Linear, Fp8LinearConfig(device=device)
 
     @classmethod
     def supports(cls, module: nn.Module, config: Any, machine: Machine) -> str | None:

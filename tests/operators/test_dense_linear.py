@@ -19,7 +19,6 @@ from ktinject.checkpoints.checkpoint import Checkpoint
 from ktinject.checkpoints.formats.base import Format
 from ktinject.hf import models
 from ktinject.machine import Gpu, detect
-from ktinject.operators import dense_linear, fp8_linear
 from ktinject.operators.cpu_linear import CpuLinear
 from ktinject.operators.dense_linear import DenseLinear, DenseLinearConfig
 from ktinject.operators.fp8_linear import quantise_blocks
@@ -90,9 +89,9 @@ def test_what_runs_is_what_was_planned() -> None:
         assert relative_error(other(ids).logits, exact) <= 0.05
 
 
-def in_fp8(folder: Path, inputs: int = 128) -> Path:
+def in_fp8(folder: Path) -> Path:
     """A tiny Qwen3-MoE whose attention is stored in fp8, in blocks of 128 × 128."""
-    model = tiny("qwen3_moe", hidden_size=inputs, head_dim=64, dtype="bfloat16").bfloat16()
+    model = tiny("qwen3_moe", hidden_size=128, head_dim=64, dtype="bfloat16").bfloat16()
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for key in [key for key in tensors if ".self_attn." in key and key.endswith("_proj.weight")]:
@@ -105,37 +104,24 @@ def in_fp8(folder: Path, inputs: int = 128) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "inputs,scaled,operator", [(128, True, "fp8_linear"), (128, False, None), (96, True, None)]
-)
-def test_kept_on_a_gpu_is_fp8_where_it_multiplies_fp8(
-    inputs: int, scaled: bool, operator: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Elsewhere the layer stays torch's: one that only unpacks fp8 again would gain nothing."""
-    for module in (dense_linear, fp8_linear):
-        monkeypatch.setattr(module, "has_scaled_product", lambda device: scaled)
-    folder = in_fp8(tmp_path, inputs)
-    with Checkpoint.open(folder) as checkpoint:
-        config = models.read_config(folder, checkpoint)
+@pytest.mark.parametrize("weights,operator", [("kept", set()), ("fp8", {"fp8_linear"})])
+def test_a_gpu_takes_fp8_where_it_is_asked_for(weights: str, operator: set[str], tmp_path: Path) -> None:
+    with Checkpoint.open(in_fp8(tmp_path)) as checkpoint:
+        config = models.read_config(tmp_path, checkpoint)
         model = models.meta_model(config, torch.bfloat16, checkpoint)
         checkpoint.say_quantization(models.quantization(model.config))
         made_up = (Gpu(0, "made-up", 2**34, 2**34, (9, 0)),)
         has = replace(detect(), gpus=made_up, cuda_built=True)
-        found = make(
-            model, language.read(rules(weights="kept", path=r".*\.self_attn\.q_proj")), checkpoint, has
-        )
-    assert {one.operator for one in found.replacements} == ({operator} if operator else set())
+        found = make(model, language.read(rules(weights=weights)), checkpoint, has)
+    assert {one.operator for one in found.replacements} == operator
     assert all(one.runs["values"] == "kept (fp8_blocks)" for one in found.replacements)
 
 
 @pytest.mark.gpu
-def test_kept_fp8_computes_on_a_gpu_what_the_checkpoint_says(tmp_path: Path) -> None:
+def test_fp8_computes_on_a_gpu_what_the_checkpoint_says(tmp_path: Path) -> None:
     folder = in_fp8(tmp_path)
-    model = ktinject.load(folder, rules(weights="kept"), devices="cuda:0", progress=False)
+    model = ktinject.load(folder, rules(weights="fp8"), devices="cuda:0", progress=False)
     found = {one.operator: one.runs["values"] for one in model.ktinject.replacements}
-    if not fp8_linear.has_scaled_product("cuda:0"):
-        assert not found
-        return
     assert found == {"fp8_linear": "kept (fp8_blocks)"}
     with Checkpoint.open(folder, {"quant_method": "fp8"}) as checkpoint:
         for one in model.ktinject.replacements:
