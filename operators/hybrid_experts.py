@@ -240,6 +240,14 @@ class HybridExperts(CpuExperts):
             return
         device = torch.device(self.config.device)
         self.handoff.prepare(device)
+        # First, since it page-locks the experts: the bus then takes them at its full speed.
+        if self.config.prefill != "cpu" and StreamedExperts.support(self.spec):
+            try:
+                self.streamed = StreamedExperts(self.spec, self.native, device)
+            except RuntimeError as error:
+                if self.config.streams_from is not None:
+                    raise OperatorError(f"hybrid_experts: {error}. Use prefill: cpu.") from None
+                log.warning("prompts stay on the CPU: %s", error)
         if self.resident:
             try:
                 self.on_gpu = GpuExperts(
@@ -248,13 +256,6 @@ class HybridExperts(CpuExperts):
             except (RuntimeError, ValueError) as error:
                 raise OperatorError(f"hybrid_experts: {error}") from None
         is_same, self._for_gpu = self._for_gpu is self.native, self.native
-        if self.config.prefill != "cpu" and StreamedExperts.support(self.spec):
-            try:
-                self.streamed = StreamedExperts(self.spec, self.native, device)
-            except RuntimeError as error:
-                if self.config.streams_from is not None:
-                    raise OperatorError(f"hybrid_experts: {error}. Use prefill: cpu.") from None
-                log.warning("prompts stay on the CPU: %s", error)
         here = self.on_gpu
         if here is not None and here.spares:
             self._join_cache(here, device)

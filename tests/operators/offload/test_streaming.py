@@ -691,9 +691,9 @@ def test_hybrid_experts_stream_long_prompts(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _spied(forward: Any, seen: list[int]) -> Any:
-    def spy(self: Any, x: Tensor, *rest: Tensor) -> Tensor:
+    def spy(self: Any, x: Tensor, *rest: Any, **more: Any) -> Tensor:
         seen.append(x.shape[0])
-        return forward(self, x, *rest)
+        return forward(self, x, *rest, **more)
 
     return spy
 
