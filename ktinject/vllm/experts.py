@@ -22,65 +22,22 @@ from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.platforms import current_platform
-from vllm.version import __version__ as VERSION
 
 from ktinject.errors import CheckpointError, OperatorError, few, shown
 from ktinject.sglang import KTMoEWrapper
+from ktinject.vllm import NAME
 
 log = logging.getLogger("vllm.ktinject")  # vLLM shows what is below "vllm"
 
-NAME, KNOWN = "ktinject", "0.32"
 _OPTIONS = ("method", "threads", "nodes")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-class ExpertsConfig(QuantizationConfig):
-    """What `--quantization ktinject` stands for: experts by ExpertsMethod, all else as without it.
-
-    Options by `--additional-config '{"ktinject": {"method": "AMXINT4", "threads": 16, "nodes": 2}}'`:
-
-    method   how experts are packed, one of ktinject.sglang.arguments.METHODS
-    threads  of the pool; none: all CPUs that vLLM leaves to the process
-    nodes    NUMA nodes that weights are cut for, at most
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        if not re.match(rf"{re.escape(KNOWN)}(\.|$)", VERSION):
-            raise OperatorError(
-                f"--quantization {NAME}: found vLLM {VERSION}; allowed is {KNOWN}, the one that this was run with. "
-                "Install it, or a ktinject that knows yours."
-            )
-        if not current_platform.is_cpu():
-            raise OperatorError(
-                f"--quantization {NAME}: found the device {current_platform.device_name}; allowed: cpu. On GPUs with "
-                "experts on the CPU, use SGLang with ktinject's plug-in, or `ktinject serve`."
-            )
-
-    def get_name(self) -> str:
-        return NAME
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ExpertsConfig:
-        return cls()
-
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        if isinstance(layer, RoutedExperts):
-            return ExpertsMethod(layer.moe_config)
-        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+def method_of(layer: torch.nn.Module) -> Any:
+    """What computes a module: for routed experts ours, else what vLLM has without a quantisation."""
+    if isinstance(layer, RoutedExperts):
+        return ExpertsMethod(layer.moe_config)
+    return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
 
 def options() -> dict[str, Any]:

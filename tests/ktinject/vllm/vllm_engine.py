@@ -33,7 +33,7 @@ def refusals(given: dict[str, Any]) -> list[str]:
     from vllm.config import VllmConfig, set_current_vllm_config  # type: ignore[import-not-found]
 
     from ktinject.errors import OperatorError
-    from ktinject.vllm import experts
+    from ktinject.vllm import experts, plugin
 
     said = []
     for case in given["refusals"]:
@@ -58,12 +58,12 @@ def refusals(given: dict[str, Any]) -> list[str]:
         )
         try:
             if "version" in case:
-                experts.VERSION = case["version"]
-                experts.ExpertsConfig()
+                plugin.VERSION = case["version"]
+                plugin.ExpertsConfig()
             elif "device" in case:
-                experts.VERSION = "0.32.0"
-                experts.current_platform = SimpleNamespace(is_cpu=lambda: False, device_name=case["device"])
-                experts.ExpertsConfig()
+                plugin.VERSION = "0.32.0"
+                plugin.current_platform = SimpleNamespace(is_cpu=lambda: False, device_name=case["device"])
+                plugin.ExpertsConfig()
             elif "options" in case:
                 with set_current_vllm_config(VllmConfig(additional_config={"ktinject": case["options"]})):
                     said.append(repr(experts.options()))
