@@ -295,3 +295,26 @@ def test_a_round_of_llama_cpps_server_that_takes_too_long_counts_what_was_writte
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("; ended after 2 s")
     assert 0.5 < float(line.partition(" clients: ")[2].split()[0]) <= 1.0
+
+
+def test_where_the_gpu_is_in_a_step_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's pass, three steps of two layers, and the begin of another."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import bench_sglang_engine
+
+    events, now = [{"cat": "cpu_op", "name": "forward", "ts": 0, "dur": 9000}], 0.0
+
+    def step(layers: int, scale: float) -> None:
+        nonlocal now
+        for _ in range(layers):
+            for name, gap, took in (("gemm", 1, 10), ("wait_kernel<bf16>", 2, 50)):
+                now += gap * scale
+                events.append({"cat": "kernel", "name": name, "ts": now, "dur": took * scale})
+                now += took * scale
+
+    step(2, 7)
+    for _ in range(3):
+        step(2, 1)
+    said = bench_sglang_engine.parts(events, 2)
+    assert said.endswith("126 µs; 100 waiting for the CPU, 20 in other kernels, 6 in none")
+    assert "too few" in bench_sglang_engine.parts(events[:4], 2)
